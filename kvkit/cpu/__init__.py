@@ -1,0 +1,9 @@
+"""The CPU kernels. Each room is imported, and Numba with it, when it is first used."""
+
+import importlib
+
+
+def __getattr__(name):
+    if name in ("scan", "transfer"):
+        return importlib.import_module(f"kvkit.cpu.{name}")
+    raise AttributeError(name)

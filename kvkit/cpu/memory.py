@@ -1,0 +1,94 @@
+"""Scalars at byte addresses, for the plain loops of the CPU kernels. Any alignment."""
+
+import functools
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvkit import numeric
+from kvkit.jit import helper
+
+BITS = {"float32": types.float32, "float16": types.uint16, "bfloat16": types.uint16, "int8": types.int8}
+
+
+@functools.cache
+def load(scalar):
+    """(address) -> one number of a Numba type."""
+
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, values):
+            pointer = builder.inttoptr(values[0], context.get_value_type(scalar).as_pointer())
+            value = builder.load(pointer)
+            value.align = 1
+            return value
+
+        return scalar(types.int64), codegen
+
+    return load
+
+
+@functools.cache
+def store(scalar):
+    """(address, value): one number of a Numba type."""
+
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, values):
+            pointer = builder.inttoptr(values[0], context.get_value_type(scalar).as_pointer())
+            builder.store(values[1], pointer).align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.int64, scalar), codegen
+
+    return store
+
+
+@functools.cache
+def read(element):
+    """(address) -> float32, one number of a float format."""
+    raw = load(BITS[element])
+    widen = {"float16": numeric.half_to_float, "bfloat16": numeric.bfloat16_to_float}.get(element)
+    if widen is None:
+        return raw
+    return helper(lambda address: widen(raw(address)))
+
+
+@functools.cache
+def write(element):
+    """(address, float32): one number of a float format, rounded once."""
+    raw = store(BITS[element])
+    narrow = {"float16": numeric.float_to_half, "bfloat16": numeric.float_to_bfloat16}.get(element)
+    if narrow is None:
+        return raw
+    return helper(lambda address, x: raw(address, narrow(x)))
+
+
+@intrinsic
+def call_rows(
+    typingctx,
+    function,
+    packed,
+    packed_token,
+    packed_head,
+    cache,
+    cache_token,
+    cache_head,
+    scale,
+    scale_token,
+    scale_head,
+    tokens,
+    heads,
+    repeat,
+    dim,
+):
+    """Call the machine code at an address with thirteen int64 (see `rows.SIGNATURE`)."""
+
+    def codegen(context, builder, signature, values):
+        int64 = ir.IntType(64)
+        pointer = builder.inttoptr(values[0], ir.FunctionType(ir.VoidType(), [int64] * 13).as_pointer())
+        builder.call(pointer, values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 14), codegen

@@ -1,0 +1,1 @@
+"""SIMD micro-kernels, generated for the host by LLVM."""

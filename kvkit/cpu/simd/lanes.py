@@ -1,0 +1,211 @@
+"""The vocabulary of the micro-kernels: vectors of float32 lanes, with numpy's operators.
+
+A micro-kernel is a Python function that runs once, while Numba generates code, and leaves behind the
+LLVM instructions of what it computed. LLVM splits a vector into the registers of the host (one of
+AVX-512, two of AVX2, four of NEON). Addresses are byte addresses of any alignment.
+"""
+
+import functools
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+F32, F16 = ir.FloatType(), ir.HalfType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+BITS = {F32: 32, F16: 16, I8: 8, I16: 16, I32: 32, I64: 64}
+RAW = {"float32": F32, "float16": F16, "bfloat16": I16, "int8": I8, "int4": I8}
+
+
+class Lanes:
+    """A vector value in the code being generated. Operators work lane by lane; numbers fill all lanes."""
+
+    def __init__(self, builder, value):
+        self.builder, self.value, self.type = builder, value, value.type
+        self.count = value.type.count
+
+    def of(self, other):
+        return other.value if isinstance(other, Lanes) else ir.Constant(self.type, [other] * self.count)
+
+    def apply(self, instruction, *others):
+        return Lanes(self.builder, getattr(self.builder, instruction)(self.value, *map(self.of, others)))
+
+    def call(self, name, *others):
+        values = [self.value, *map(self.of, others)]
+        signature = ir.FunctionType(self.type, [self.type] * len(values))
+        full = f"llvm.{name}.v{self.count}f32"
+        function = cgutils.get_or_insert_function(self.builder.module, signature, full)
+        return Lanes(self.builder, self.builder.call(function, values))
+
+    def cast(self, instruction, element):
+        target = ir.VectorType(element, self.type.count)
+        return Lanes(self.builder, getattr(self.builder, instruction)(self.value, target))
+
+    def as_bits(self, width=32):
+        """The same bits as integers of `width` bits."""
+        lanes = ir.VectorType(ir.IntType(width), self.count * BITS[self.type.element] // width)
+        return Lanes(self.builder, self.builder.bitcast(self.value, lanes))
+
+    # float lanes
+
+    def __add__(self, other):
+        return self.apply("fadd", other)
+
+    def __mul__(self, other):
+        return self.apply("fmul", other)
+
+    def __truediv__(self, other):
+        return self.apply("fdiv", other)
+
+    def __rtruediv__(self, other):
+        return Lanes(self.builder, self.of(other)) / self
+
+    def __abs__(self):
+        return self.call("fabs")
+
+    def __neg__(self):
+        return Lanes(self.builder, self.builder.fneg(self.value))
+
+    def fma(self, factor, addend):
+        """self * factor + addend, rounded once."""
+        return self.call("fma", factor, addend)
+
+    def max(self, other):
+        return self._pick(">", other)
+
+    def min(self, other):
+        return self._pick("<", other)
+
+    def _pick(self, relation, other):
+        other = self.of(other)
+        mine = self.builder.fcmp_ordered(relation, self.value, other)
+        return Lanes(self.builder, self.builder.select(mine, self.value, other))
+
+    # integer lanes
+
+    def plus(self, other):
+        return self.apply("add", other)
+
+    def __and__(self, other):
+        return self.apply("and_", other)
+
+    def __or__(self, other):
+        return self.apply("or_", other)
+
+    def __lshift__(self, places):
+        return self.apply("shl", places)
+
+    def __rshift__(self, places):
+        return self.apply("lshr", places)
+
+    def signed_rshift(self, places):
+        return self.apply("ashr", places)
+
+    # moving lanes about
+    def pick(self, lanes, other=None):
+        """The named lanes, counted through this vector and then `other`."""
+        lanes = list(lanes)
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+        return Lanes(self.builder, self.builder.shuffle_vector(self.value, self.of(other or self), mask))
+
+    def where_nan(self, floats, other):
+        nan = self.builder.fcmp_unordered("uno", floats.value, floats.value)
+        return Lanes(self.builder, self.builder.select(nan, other.value, self.value))
+
+
+def read(builder, address, element, count):
+    """`count` raw elements at an address."""
+    value = builder.load(builder.inttoptr(address, ir.VectorType(element, count).as_pointer()))
+    value.align = 1
+    return Lanes(builder, value)
+
+
+def write(builder, address, lanes, stream=False):
+    """Raw lanes to an address; `stream` bypasses the caches (the address a multiple of 16)."""
+    done = builder.store(lanes.value, builder.inttoptr(address, lanes.type.as_pointer()))
+    done.align = 16 if stream else 1
+    if stream:
+        done.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+
+
+def widen(lanes, element):
+    """Raw lanes of a float format, or int8 codes, to float32: exact."""
+    if element == "float16":
+        return lanes.cast("fpext", F32)
+    if element == "bfloat16":
+        return (lanes.cast("zext", I32) << 16).cast("bitcast", F32)
+    if element == "int8":
+        return lanes.cast("sitofp", F32)
+    return lanes
+
+
+def narrow(lanes, element):
+    """Float32 lanes to raw lanes of a float format: rounded once, ties to even."""
+    if element == "float16":
+        return lanes.cast("fptrunc", F16)
+    if element == "bfloat16":
+        bits = lanes.as_bits()
+        rounded = bits.plus((bits >> 16) & 1).plus(0x7FFF) >> 16
+        return rounded.where_nan(lanes, (bits >> 16) | 0x40).cast("trunc", I16)
+    return lanes
+
+
+def unpack_nibbles(pairs):
+    """int8 lanes of two nibbles each to twice as many codes, the low nibble first."""
+    low, high = (pairs << 4).signed_rshift(4), pairs.signed_rshift(4)
+    return low.pick((lane // 2 + lane % 2 * pairs.count for lane in range(2 * pairs.count)), high)
+
+
+def round_significand(lanes, bits):
+    """Float32 lanes rounded to `bits` significant bits, ties to even; for normal numbers only."""
+    dropped = 24 - bits
+    word = lanes.as_bits()
+    rounded = word.plus((word >> dropped) & 1).plus((1 << dropped - 1) - 1) & -(1 << dropped)
+    return rounded.cast("bitcast", F32)
+
+
+def low_bytes(vectors):
+    """The lowest byte of every 32-bit lane, in order. Four vectors make one full vector of bytes."""
+    if len(vectors) % 4:
+        bytes_ = [vector.as_bits(8) for vector in vectors]
+        return [vector.pick(range(0, vector.count, 4)) for vector in bytes_]
+    return [_four_low_bytes([v.as_bits() for v in vectors[i : i + 4]]) for i in range(0, len(vectors), 4)]
+
+
+def _four_low_bytes(words):
+    merged = words[0]
+    for place, word in enumerate(words[1:], 1):
+        kept = (1 << 8 * place) - 1
+        merged = (merged & kept) | ((word << 8 * place) & ~kept)
+    count = words[0].count
+    return merged.as_bits(8).pick(lane * 4 + vector for vector in range(4) for lane in range(count))
+
+
+def pack_nibbles(codes):
+    """int8 codes to half as many bytes, the even code in the low nibble."""
+    words = codes.as_bits(16)
+    packed = ((words & 0x0F) | ((words >> 4) & 0xF0)).as_bits(8)
+    return packed.pick(range(0, packed.count, 2))
+
+
+def pairs(vectors):
+    return zip(vectors[::2], vectors[1::2], strict=True)
+
+
+def micro_kernel(arguments):
+    """Turn a builder function (builder, *int64 values) into an intrinsic that returns nothing."""
+
+    def decorate(build):
+        def codegen(context, builder, signature, values):
+            build(builder, *values)
+            return context.get_dummy_value()
+
+        @intrinsic
+        @functools.wraps(build)
+        def typer(typingctx, *given):
+            return types.void(*[types.int64] * arguments), codegen
+
+        return typer
+
+    return decorate

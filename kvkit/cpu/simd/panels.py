@@ -1,0 +1,132 @@
+"""The micro-kernels that move rows between packed tensors and a cache, a panel of elements at a time.
+
+Each is made for its formats and stands beside a plain sibling in `rows.py`, bit for bit the same.
+"""
+
+import functools
+
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.lanes import I8, RAW, Lanes, micro_kernel, narrow, pairs, read, widen, write
+from kvkit.formats import BY_NAME, QMAX, SMALLEST_SCALE
+from kvkit.numeric import ROUNDER
+
+LANES = 16
+SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
+
+
+def lanes_divide(group):
+    """Whether panels of 16 lanes can hold whole groups, or groups whole panels."""
+    return group in (2, 4, 8) or group % LANES == 0
+
+
+@functools.cache
+def move(source, target, stream=False):
+    """(source, target): 16 elements from one format to another; the same format keeps the bits."""
+
+    @micro_kernel(2)
+    def move(b, source_address, target_address):
+        values = read(b, source_address, RAW[source], LANES)
+        if source != target:
+            values = narrow(widen(values, source), target)
+        write(b, target_address, values, stream)
+
+    return move
+
+
+@functools.cache
+def dequantize(codes, cell, group, target, stream=False):
+    """(codes, cells, target): 16 codes, each times the scale of its group."""
+    cells = max(1, LANES // group)
+
+    @micro_kernel(3)
+    def dequantize(b, code_address, cell_address, target_address):
+        scale = widen(read(b, cell_address, RAW[cell], cells), cell)
+        scale = scale.pick(lane * cells // LANES for lane in range(LANES))
+        if codes == "int4":
+            values = lanes.unpack_nibbles(read(b, code_address, I8, LANES // 2))
+        else:
+            values = read(b, code_address, I8, LANES)
+        product = narrow(widen(values, "int8") * scale, cell)
+        if cell != target:
+            product = narrow(widen(product, cell), target)
+        write(b, target_address, product, stream)
+
+    return dequantize
+
+
+@functools.cache
+def quantize(source, codes, cell, group, groups):
+    """(source, codes, cells) of one row, then of another: `groups` whole groups of each, 16 elements or more.
+
+    Two rows at a time, so that the arithmetic of one fills the waits for the divisions of the other.
+    One true division a group gives the reciprocal of its scale; quotients come from products with it and
+    equal true division bit for bit. For 16-bit sources the rounding to 11 or 8 bits absorbs the error of
+    the product (`tests/test_numeric.py` tries all pairs of significands); for float32 two corrections
+    round it as Markstein's theorem says (IBM J. Res. Dev. 34, 1990).
+    """
+    qmax = float(QMAX[codes])
+
+    def scales_of(b, address):
+        xs = [
+            widen(read(b, at(b, address, i * LANES * BY_NAME[source].bytes(1)), RAW[source], LANES), source)
+            for i in range(groups * group // LANES)
+        ]
+        largest = group_maxima([abs(x) for x in xs], group)
+        return xs, round_to(source, largest / qmax).max(SMALLEST_SCALE[source])
+
+    def codes_of(xs, scale, inverse):
+        for i, x in enumerate(xs):
+            own = [(i * LANES + lane) // group for lane in range(LANES)]
+            ratio = quotient(source, x, scale.pick(own), inverse.pick(own))
+            if source == "bfloat16":  # no finite group of the others leaves [-qmax, qmax]
+                ratio = ratio.max(-qmax).min(qmax)
+            yield ratio + ROUNDER
+
+    @micro_kernel(6)
+    def quantize(b, source1, codes1, cells1, source2, codes2, cells2):
+        rows = [(*scales_of(b, source), code, cells) for source, code, cells in
+                ((source1, codes1, cells1), (source2, codes2, cells2))]  # fmt: skip
+        inverses = [1.0 / scale for _, scale, _, _ in rows]
+        for (xs, scale, code_address, cell_address), inverse in zip(rows, inverses, strict=True):
+            write(b, cell_address, narrow(scale, cell))
+            for i, packed in enumerate(lanes.low_bytes(list(codes_of(xs, scale, inverse)))):
+                vector = lanes.pack_nibbles(packed) if codes == "int4" else packed
+                write(b, at(b, code_address, i * vector.count), vector)
+
+    return quantize
+
+
+def at(b, address, offset):
+    return b.add(address, address.type(offset))
+
+
+def round_to(element, x):
+    return widen(narrow(x, element), element)
+
+
+def quotient(element, x, scale, inverse):
+    """x / scale as a number of the element format, exact where it can round to a code other than 0."""
+    ratio = x * inverse
+    if element != "float32":
+        return lanes.round_significand(ratio, SIGNIFICANT_BITS[element])
+    for _ in range(2):
+        ratio = (-ratio).fma(scale, x).fma(inverse, ratio)
+    return ratio
+
+
+def group_maxima(vectors, group):
+    """The largest of each group of neighbouring lanes, one lane a group."""
+    wide = max(1, group // LANES)
+    vectors = [functools.reduce(Lanes.max, vectors[i : i + wide]) for i in range(0, len(vectors), wide)]
+    for _ in range(min(group, LANES).bit_length() - 1):
+        if len(vectors) > 1:
+            vectors = [larger_neighbours(x, y) for x, y in pairs(vectors)]
+        else:
+            vectors = [larger_neighbours(vectors[0])]
+    return vectors[0]
+
+
+def larger_neighbours(x, y=None):
+    """Of lanes 0 and 1, 2 and 3, ... of one vector or two in a row, the larger each."""
+    count = x.count if y is None else 2 * x.count
+    return x.pick(range(0, count, 2), y).max(x.pick(range(1, count, 2), y))

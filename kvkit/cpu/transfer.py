@@ -1,0 +1,110 @@
+"""Append and gather: one walk over tokens and rows, for every layout, mode and format.
+
+Store and load differ only in the machine code that `walk` calls for a run of neighbouring rows, and in
+which tokens of a sequence they walk.
+"""
+
+import functools
+import threading
+
+import numba
+import numpy as np
+from numba import prange, types
+
+from kvkit.cpu.memory import call_rows
+from kvkit.cpu.rows import LOAD, STORE, rows
+from kvkit.index import rest_of_page, row_of, sequence_of, share
+from kvkit.jit import kernel
+
+SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
+STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
+
+# One launch at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
+launch = threading.Lock()
+
+INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
+
+
+def walk(rows_code, chunks, starts, first, table, page_size, sides, heads, repeat, dim):
+    """Move the packed tokens of every sequence, which take positions from `first` on, to or from their rows.
+
+    `sides` [key|value, 12] holds address and byte strides: packed (address, sequence, token, head), then
+    cache and scale (address, sequence, row, head).
+    """
+    total = starts[-1]
+    for item in prange(2 * chunks):
+        side, chunk = sides[item // chunks], item % chunks
+        token, end = share(total, chunk, chunks), share(total, chunk + 1, chunks)
+        sequence = sequence_of(starts, token)
+        while token < end:
+            while token >= starts[sequence + 1]:
+                sequence += 1
+            position = first[sequence] + token - starts[sequence]
+            row = row_of(table, sequence, position, page_size)
+            run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, page_size))
+            call_rows(
+                rows_code,
+                side[0] + sequence * side[1] + token * side[2], side[2], side[3],
+                side[4] + sequence * side[5] + row * side[6], side[6], side[7],
+                side[8] + sequence * side[9] + row * side[10], side[10], side[11],
+                run, heads, repeat, dim,
+            )  # fmt: skip
+            token += run
+
+
+@functools.cache
+def compiled(parallel):
+    return kernel(walk, SIGNATURE, parallel, parallel=parallel)
+
+
+def store(current_key, current_value, cache, steps):
+    """Append the packed new tokens to their rows."""
+    move(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
+
+
+def load(key, value, cache, steps, repeat):
+    """Gather the rows of every sequence's context into packed outputs."""
+    move(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat)
+
+
+def move(direction, key, value, cache, starts, first, steps, repeat):
+    strides = key.strides, value.strides
+    heads, dim = cache.heads, cache.dim
+    token_bytes = 2 * repeat * heads * key.itemsize * dim
+    moved = int(starts[-1]) * token_bytes
+    stream = direction == LOAD and moved >= STREAM_BYTES and _aligned(key) and _aligned(value)
+    code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, stream).address
+    if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
+        heads, dim = 1, heads * dim
+    sides = np.array(
+        [
+            (array.ctypes.data, *packed_strides(array), *place)
+            for array, place in zip((key, value), cache.sides, strict=True)
+        ],
+        np.int64,
+    )
+    arguments = starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
+    with launch:
+        if moved < SMALL_BYTES:
+            compiled(False)(code, 1, *arguments)
+        else:
+            compiled(True)(code, numba.get_num_threads(), *arguments)
+
+
+def packed_strides(array):
+    """(sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
+
+    Tokens are counted through all sequences, so the first is what a batch stride adds to that.
+    """
+    if array.ndim == 3:
+        return 0, array.strides[0], array.strides[1]
+    return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]
+
+
+def _aligned(array):
+    """Whether every row begins at a multiple of 16, as streaming needs."""
+    bits = array.ctypes.data
+    for stride in array.strides[:-1]:
+        bits |= stride
+    return bits % 16 == 0

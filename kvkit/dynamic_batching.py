@@ -1,0 +1,124 @@
+"""The operators over dynamic caches: packed sequences of any lengths that share one pool of rows."""
+
+from kvkit import check, layout, steps
+from kvkit.static import append_and_load
+
+
+def key_value_cache(
+    current_key,
+    current_value,
+    seqstarts,
+    kvstarts,
+    cachestarts,
+    start_pos,
+    max_seqlen,
+    max_kvlen,
+    cache,
+    scale=None,
+    *,
+    num_layer=1,
+    layer_idx=0,
+    quant_bit=0,
+    quant_group=8,
+    num_repeat=1,
+    cache_mode=0,
+    cache_layout=0,
+    page_size=128,
+    out=None,
+):
+    """Append keys and values of packed sequences to a shared cache and read their contexts back.
+
+    Token ``start_pos[b] + i`` of sequence b, packed at ``seqstarts[b] + i``, is stored in its row of the
+    cache; then all ``kvstarts[b+1] - kvstarts[b]`` tokens of the sequence are read from theirs. Position
+    t has row ``cachestarts[b] + t`` in ``cache_mode`` 0, and row
+    ``cachestarts[b, t // page_size] + t % page_size`` in ``cache_mode`` 1.
+
+    Parameters
+    ----------
+    current_key, current_value : ndarray, shape [seqstarts[B], H, Dh]
+        Keys and values of the new tokens: float32, float16, bfloat16, or int8 (copied as it is).
+    seqstarts, kvstarts : ndarray of int64, shape [B + 1]
+        Where each sequence begins among the new tokens, and in key and value; from 0 to the total.
+    cachestarts : ndarray of int64, shape [B] or [B, MaxP]
+        The first row of each sequence (``cache_mode`` 0) or of each of its pages (1). Sequences may share
+        rows that this call does not store. Entries past the last used page are not read.
+    start_pos : ndarray of int64, shape [B]
+        Position of each sequence's first new token; its context is start_pos plus its new tokens.
+    max_seqlen, max_kvlen : int or None
+        At least the longest sequence of new tokens, and context. They change no result.
+    cache : ndarray, changed in place
+        By ``cache_layout``: 0 [MaxT, L, 2, H, Dh], 1 [L, MaxT, 2, H, Dh], 2 [L, 2, MaxT, H, Dh],
+        3 [L, 2, H, MaxT, Dh]. Any float dtype; int8 for ``quant_bit`` 8; int8 or uint8 with a last axis
+        of Dh/2 for ``quant_bit`` 4. Strided views are fine if their last axis is contiguous.
+    scale : ndarray, optional, changed in place
+        Scales of a quantized cache, float32, float16 or bfloat16: its shape with last axis Dh/quant_group.
+    num_layer, layer_idx : int
+        Layers in the cache, and the one to use.
+    quant_bit, quant_group : int
+        0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+    num_repeat : int
+        Each head comes back this many times, for grouped-query attention.
+    cache_mode, page_size : int
+        0 for offsets; 1 for a page table with pages of ``page_size`` rows.
+    out : tuple of ndarray, optional
+        Arrays for key and value; made if not given.
+
+    Returns
+    -------
+    key, value : ndarray, shape [kvstarts[B], H * num_repeat, Dh]
+        Of the dtype of ``current_key``, sequences packed at ``kvstarts``.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong; then neither ``cache`` nor ``scale`` has changed.
+
+    Notes
+    -----
+    PMX operator ``dynamic_batching.KeyValueCache``. All stores come before all loads; a row that is
+    stored may hold one token of one sequence only.
+
+    Examples
+    --------
+    Two sequences, three new tokens and one, in pages of four rows:
+
+    >>> import numpy as np, kvkit
+    >>> cache = np.zeros((16, 1, 2, 2, 8), np.int8)
+    >>> scale = np.zeros((16, 1, 2, 2, 1), np.float16)
+    >>> tokens = np.arange(4, dtype=np.float32)[:, None, None] * np.ones((4, 2, 8), np.float32)
+    >>> key, value = kvkit.dynamic_batching.key_value_cache(
+    ...     tokens, tokens, np.array([0, 3, 4]), np.array([0, 3, 4]), np.array([[8], [4]]), np.array([0, 0]),
+    ...     None, None, cache, scale, quant_bit=8, cache_mode=1, page_size=4)
+    >>> cache[[8, 9, 10, 4], 0, 0, 0, 0]
+    array([  0, 127, 127, 127], dtype=int8)
+    """
+    fmt, current_key, current_value = check.current(current_key, current_value, 3)
+    tokens, heads, dim = current_key.shape
+    repeat = check.integer("num_repeat", num_repeat, 1)
+    layer = check.cache_layer(
+        fmt,
+        heads,
+        dim,
+        cache,
+        scale,
+        layout.DYNAMIC,
+        num_layer,
+        layer_idx,
+        quant_bit,
+        quant_group,
+        cache_layout,
+    )
+    step = steps.dynamic(
+        tokens,
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        max_seqlen,
+        max_kvlen,
+        cache_mode,
+        page_size,
+        layer,
+    )
+    shape = (int(step.kvstarts[-1]), heads * repeat, dim)
+    return append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out)

@@ -1,0 +1,9 @@
+"""What kvkit raises when it is asked for something it cannot do."""
+
+
+class KvkitError(ValueError):
+    """An argument is wrong. The message names it, what was expected and what came; nothing was written."""
+
+
+class DeviceError(KvkitError):
+    """The asked-for backend cannot run on this machine."""

@@ -1,0 +1,127 @@
+"""Every jit option of kvkit, and the folder where compiled code is kept.
+
+Numba's own ``cache=True`` looks at one source file only and goes stale when a helper in another file
+changes. Here a compiled function is filed under a fingerprint of the whole package, of numba, llvmlite,
+Python and the CPU: an edit anywhere, an upgrade or another machine leads to another folder, to new code.
+"""
+
+import functools
+import hashlib
+import os
+import pickle
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import ccallback, compiler, serialize
+from numba.core.caching import _Cache
+from numba.core.registry import cpu_target
+
+PACKAGE = Path(__file__).resolve().parent
+OPTIONS = {"error_model": "numpy", "boundscheck": False}
+
+
+def shared(function):
+    """A scalar formula that kernels of both targets inline: no signature, no fastmath."""
+    return numba.njit(inline="always", **OPTIONS)(function)
+
+
+def helper(function):
+    """A function that only CPU kernels call; its code becomes part of theirs."""
+    return numba.njit(**OPTIONS)(function)
+
+
+def kernel(function, signature, key=(), parallel=False):
+    """Compile `function` for `signature` (or load it) into something Python calls.
+
+    `key` names what the function closes over: with the signature it tells its variants apart.
+    """
+    dispatcher = numba.njit(parallel=parallel, nogil=True, **OPTIONS)(function)
+    dispatcher._cache = Folder(function, key)
+    dispatcher.compile(signature)
+    dispatcher.disable_compile()
+    return dispatcher
+
+
+def callback(function, signature, key=()):
+    """Compile `function` (or load it) into machine code that kernels call by its address."""
+    code = ccallback.CFunc(function, numba.core.sigutils.normalize_signature(signature), {}, dict(OPTIONS))
+    code._cache = Folder(function, key)
+    code.compile()
+    return code
+
+
+class Folder(_Cache):
+    """Numba's cache protocol over one file per compiled variant; a missing or odd file is just a miss."""
+
+    def __init__(self, function, key):
+        self.name = re.sub(r"(\W|<locals>)+", "-", f"{function.__module__}.{function.__qualname__}")
+        self.key = repr(key)
+
+    @property
+    def cache_path(self):
+        return str(cache_folder())
+
+    def _file(self, signature):
+        variant = hashlib.sha256(f"{signature} {self.key}".encode()).hexdigest()[:20]
+        return cache_folder() / f"{self.name}-{variant}.bin"
+
+    def load_overload(self, signature, target_context):
+        if cache_folder() is None:
+            return None
+        target_context.refresh()
+        try:
+            blob = self._file(signature).read_bytes()
+        except OSError:
+            return None
+        digest, payload = blob[:32], blob[32:]
+        if hashlib.sha256(payload).digest() != digest:
+            return None
+        return compiler.CompileResult._rebuild(target_context, *pickle.loads(payload))
+
+    def save_overload(self, signature, result):
+        if cache_folder() is None:
+            return
+        payload = serialize.dumps(result._reduce())
+        try:
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=cache_folder(), delete=False) as file:
+                try:
+                    file.write(hashlib.sha256(payload).digest() + payload)
+                    file.close()
+                    os.replace(file.name, self._file(signature))
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        except OSError:
+            pass  # a full or read-only disk costs the next process a compilation, and this one nothing
+
+    def enable(self):
+        pass
+
+    disable = flush = enable
+
+
+@functools.cache
+def cache_folder():
+    """Where this process keeps compiled code, or None with KVKIT_CACHE_DIR set to nothing."""
+    root = os.environ.get("KVKIT_CACHE_DIR")
+    if root is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
+    return Path(root) / fingerprint() if root else None
+
+
+@functools.cache
+def fingerprint():
+    """Of everything that decides what machine code the package compiles to."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    codegen = cpu_target.target_context.codegen()
+    versions = (numba.__version__, llvmlite.__version__, np.__version__, sys.version)
+    digest.update(repr((versions, codegen.magic_tuple())).encode())
+    return digest.hexdigest()[:20]

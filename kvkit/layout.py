@@ -1,0 +1,68 @@
+"""Every cache layout as data: the order of its axes.
+
+A layout says where a row lies. With an array's strides it becomes five numbers, the byte strides between
+sequences, rows, heads, and key and value, and the offset of a layer; kernels know nothing else of it.
+A static cache has an axis of sequences; the rows of a dynamic cache are shared by all, a stride of 0.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+ENDLESS = 2**62  # the page size of offset mode: one page holds every position of a sequence
+AXIS_NAMES = {"sequence": "MaxB", "layer": "L", "kv": "2", "row": "MaxS", "head": "H", "dim": "Dh"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The axes of a cache (and of its scale), outermost first; the last is always `dim`."""
+
+    number: int
+    axes: tuple[str, ...]
+
+    @cached_property
+    def at(self):
+        """Axis name -> index."""
+        return {axis: i for i, axis in enumerate(self.axes)}
+
+    def __str__(self):
+        names = dict(AXIS_NAMES) if "sequence" in self.axes else AXIS_NAMES | {"row": "MaxT"}
+        return f"({', '.join(names[axis] for axis in self.axes)})"
+
+
+def _layouts(*orders):
+    return tuple(Layout(number, tuple(order.split())) for number, order in enumerate(orders))
+
+
+STATIC = _layouts(
+    "sequence layer kv row head dim",
+    "layer sequence kv head row dim",
+)
+DYNAMIC = _layouts(
+    "row layer kv head dim",
+    "layer row kv head dim",
+    "layer kv row head dim",
+    "layer kv head row dim",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One layer of an array: byte address of its keys, then byte strides."""
+
+    address: int
+    kv: int
+    sequence: int
+    row: int
+    head: int
+
+
+def place(array, layout, layer):
+    """Where `layer` of a cache or scale lies."""
+    strides, at = array.strides, layout.at
+    return Place(
+        array.ctypes.data + layer * strides[at["layer"]],
+        strides[at["kv"]],
+        strides[at["sequence"]] if "sequence" in at else 0,
+        strides[at["row"]],
+        strides[at["head"]],
+    )

@@ -1,0 +1,106 @@
+"""The operators over static caches: sequences of one length, each with its own part of the cache."""
+
+from kvkit import check, cpu, layout, steps
+
+
+def key_value_cache(
+    current_key,
+    current_value,
+    start_pos,
+    cache,
+    scale=None,
+    *,
+    num_layer=1,
+    layer_idx=0,
+    quant_bit=0,
+    quant_group=8,
+    num_repeat=1,
+    cache_layout=0,
+    out=None,
+):
+    """Append keys and values to a static cache and read the whole context back.
+
+    Every sequence is at the same position. What comes back is what the cache holds: with a narrower or
+    quantized cache the new tokens come back rounded like the old ones.
+
+    Parameters
+    ----------
+    current_key, current_value : ndarray, shape [B, S, H, Dh]
+        Keys and values of the new tokens: float32, float16, bfloat16, or int8 (copied as it is).
+    start_pos : int
+        Position of the first new token.
+    cache : ndarray, changed in place
+        Shape [MaxB, L, 2, MaxS, H, Dh] for ``cache_layout`` 0, [L, MaxB, 2, H, MaxS, Dh] for 1; index 0
+        of the axis of size 2 holds keys, 1 values. Any float dtype; int8 for ``quant_bit`` 8; int8 or
+        uint8 with a last axis of Dh/2 for ``quant_bit`` 4. Strided views are fine if their last axis is
+        contiguous.
+    scale : ndarray, optional, changed in place
+        Scales of a quantized cache, float32, float16 or bfloat16: its shape with last axis Dh/quant_group.
+    num_layer, layer_idx : int
+        Layers in the cache, and the one to use.
+    quant_bit, quant_group : int
+        0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+    num_repeat : int
+        Each head comes back this many times, for grouped-query attention.
+    out : tuple of ndarray, optional
+        Arrays for key and value; made if not given.
+
+    Returns
+    -------
+    key, value : ndarray, shape [B, start_pos + S, H * num_repeat, Dh]
+        Of the dtype of ``current_key``.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong; then neither ``cache`` nor ``scale`` has changed.
+
+    Notes
+    -----
+    PMX operator ``KeyValueCache``.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> cache = np.zeros((1, 1, 2, 16, 2, 8), np.float16)
+    >>> prompt = np.ones((1, 3, 2, 8), np.float32)
+    >>> key, value = kvkit.key_value_cache(prompt, prompt, 0, cache)
+    >>> key, value = kvkit.key_value_cache(2 * prompt[:, :1], prompt[:, :1], 3, cache)
+    >>> key[0, :, 0, 0]
+    array([1., 1., 1., 2.], dtype=float32)
+    """
+    fmt, current_key, current_value = check.current(current_key, current_value, 4)
+    batch, seqlen, heads, dim = current_key.shape
+    repeat = check.integer("num_repeat", num_repeat, 1)
+    layer = check.cache_layer(
+        fmt,
+        heads,
+        dim,
+        cache,
+        scale,
+        layout.STATIC,
+        num_layer,
+        layer_idx,
+        quant_bit,
+        quant_group,
+        cache_layout,
+    )
+    start_pos = check.integer("start_pos", start_pos, 0)
+    step = steps.static(batch, seqlen, start_pos, layer)
+    shape = (batch, start_pos + seqlen, heads * repeat, dim)
+    return append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out)
+
+
+def append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out):
+    """What is left of either operator once its arguments are checked."""
+    key, value = check.outputs(out, ("key", "value"), shape, fmt)
+    written = [("cache", cache)] if layer.cell is None else [("cache", cache), ("scale", scale)]
+    given = [("current_key", current_key), ("current_value", current_value)]
+    for name, array in written:
+        check.apart(name, array, given)
+    if out is not None:
+        check.apart("out (key)", key, [("out (value)", value), *given, *written])
+        check.apart("out (value)", value, [*given, *written])
+    cpu.transfer.store(current_key, current_value, layer, step)
+    cpu.transfer.load(key, value, layer, step, repeat)
+    return key, value

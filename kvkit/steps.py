@@ -1,0 +1,120 @@
+"""The index tensors of a step: checked once, then where each sequence's tokens are packed and lie."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvkit import cpu
+from kvkit.check import choice, integer, wrong
+from kvkit.layout import ENDLESS
+
+INT64_MAX = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Checked index tensors: where each sequence's tokens are packed and which rows they have."""
+
+    seqstarts: np.ndarray
+    kvstarts: np.ndarray
+    start_pos: np.ndarray
+    zeros: np.ndarray
+    table: np.ndarray
+    page_size: int
+
+
+def index(name, value, ndim):
+    """An index tensor as int64, contiguous and writeable (Numba has another type for read-only arrays)."""
+    array = value if isinstance(value, np.ndarray) else np.asarray(value)
+    if array.dtype != np.int64 and array.dtype != np.int32:
+        raise wrong(name, "integers of dtype int64 or int32", array.dtype)
+    if array.ndim != ndim:
+        raise wrong(name, f"{ndim} ax{'e' if ndim > 1 else 'i'}s", f"shape {array.shape}")
+    if array.dtype == np.int64 and array.flags.c_contiguous and array.flags.writeable:
+        return array
+    return array.astype(np.int64, order="C")
+
+
+def static(batch, seqlen, start_pos, cache):
+    """A static step is a dynamic one of equal sequences, each from row 0 of its own part of the cache."""
+    sequences, rows = cache.capacity
+    if batch > sequences:
+        raise wrong("cache", f"room for {batch} sequences (MaxB)", sequences)
+    if start_pos > rows - seqlen:
+        raise wrong("start_pos", f"room for {seqlen} new tokens in {rows} positions (MaxS)", start_pos)
+    counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
+    kvlen = start_pos + seqlen
+    return Steps(counts * seqlen, counts * kvlen, zeros[:, 0] + start_pos, zeros[:, 0], zeros, ENDLESS)
+
+
+def dynamic(
+    tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size, cache
+):
+    """Check every length and every row of a step; `tokens` is the packed length of the new keys."""
+    seqstarts, kvstarts = index("seqstarts", seqstarts, 1), index("kvstarts", kvstarts, 1)
+    start_pos = index("start_pos", start_pos, 1)
+    mode = choice("cache_mode", cache_mode, (0, 1))
+    table = index("cachestarts", cachestarts, mode + 1)
+    if mode == 0:
+        table, page_size = table.reshape(-1, 1), ENDLESS
+    else:
+        page_size = integer("page_size", page_size, 1, ENDLESS)
+    batch = seqstarts.shape[0] - 1
+    for name, array, length in (
+        ("seqstarts", seqstarts, max(batch, 0) + 1),
+        ("kvstarts", kvstarts, batch + 1),
+        ("start_pos", start_pos, batch),
+        ("cachestarts", table, batch),
+    ):
+        if array.shape[0] != length:
+            raise wrong(name, f"{length} entries for {max(batch, 0)} sequences", array.shape[0])
+    for name, starts in (("seqstarts", seqstarts), ("kvstarts", kvstarts)):
+        if starts[0] != 0:
+            raise wrong(name, "to begin with 0", starts[0])
+    if seqstarts[-1] != tokens:
+        raise wrong("seqstarts", f"to end with the {tokens} tokens of current_key", seqstarts[-1])
+    limits = hint("max_seqlen", max_seqlen), hint("max_kvlen", max_kvlen)
+    rows = cache.capacity[1]
+    found = cpu.scan.compiled()(seqstarts, kvstarts, table, start_pos, page_size, rows, *limits)
+    if found[0]:
+        raise broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits)
+    return Steps(seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size)
+
+
+def hint(name, value):
+    """max_seqlen or max_kvlen: None knows no limit."""
+    return INT64_MAX if value is None else integer(name, value)
+
+
+def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
+    """The error for what `scan` found."""
+    scan = cpu.scan
+    rule, b, one, two = found
+    if rule == scan.STARTS:
+        return wrong(("seqstarts", "kvstarts")[one], f"never to decrease (entry {b + 1})", two)
+    if rule == scan.LENGTHS:
+        if start_pos[b] < 0:
+            return wrong("start_pos", f"at least 0 for sequence {b}", start_pos[b])
+        need = f"start_pos + new tokens = {start_pos[b]} + {one} for sequence {b}"
+        return wrong("kvstarts", f"a length of {need}", two)
+    if rule == scan.HINT:
+        return wrong(
+            ("max_seqlen", "max_kvlen")[one], f"at least {two}, the length of sequence {b}", limits[one]
+        )
+    if rule == scan.PAGES:
+        need = f"{one} pages for the {two} tokens of sequence {b} (page_size {page_size})"
+        return wrong("cachestarts", need, table.shape[1])
+    if rule == scan.ROW:
+        entry = f"cachestarts[{b}]" if page_size == ENDLESS else f"cachestarts[{b}, {one // page_size}]"
+        start = table[b, 0 if page_size == ENDLESS else one // page_size]
+        return wrong(
+            entry, f"rows within the {rows} of the cache", f"{start}: position {one} is in row {two}"
+        )
+    if rule == scan.STORED_TWICE:
+        who = f"sequence {b} stores twice" if b == one else f"sequences {b} and {one} both store"
+        return wrong("cachestarts", "rows stored once", f"row {two}, which {who}")
+    return wrong(
+        "cachestarts",
+        "stored rows that hold no other token",
+        f"row {two}, which sequence {b} stores and sequence {one} has as a past token",
+    )
