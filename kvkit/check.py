@@ -106,7 +106,7 @@ def apart(name, array, others):
 
 def _share(a, b):
     try:
-        return np.shares_memory(a, b, max_work=100_000)
+        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -50,7 +50,7 @@ def kernel(function, signature, key=(), parallel=False):
 def callback(function, signature, key=()):
     """Compile `function` (or load it) into machine code that kernels call by its address."""
     code = ccallback.CFunc(function, numba.core.sigutils.normalize_signature(signature), {}, dict(OPTIONS))
-    code._cache = Folder(function, key)
+    code._cache = Folder(function, key)  # type: ignore[attr-defined]
     code.compile()
     return code
 
@@ -109,9 +109,8 @@ class Folder(_Cache):
 @functools.cache
 def cache_folder():
     """Where this process keeps compiled code, or None with KVKIT_CACHE_DIR set to nothing."""
-    root = os.environ.get("KVKIT_CACHE_DIR")
-    if root is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
+    root = os.environ.get("KVKIT_CACHE_DIR", default)
     return Path(root) / fingerprint() if root else None
 
 

@@ -16,36 +16,47 @@ ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it 
 EPS32, EPS16, EPSBF = (np.float32(SMALLEST_SCALE[name]) for name in ("float32", "float16", "bfloat16"))
 
 
-@intrinsic
-def half_to_float(typingctx, bits):
-    def codegen(context, builder, signature, values):
-        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+def _cast(result, argument, build):
+    """An intrinsic of one LLVM instruction or two."""
 
-    return types.float32(types.uint16), codegen
+    @intrinsic
+    def cast(typingctx, x):
+        def codegen(context, builder, signature, values):
+            return build(builder, values[0])
 
+        return result(argument), codegen
 
-@intrinsic
-def float_to_half(typingctx, x):
-    def codegen(context, builder, signature, values):
-        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
+    return cast
 
 
-@intrinsic
-def bits_of(typingctx, x):
-    def codegen(context, builder, signature, values):
-        return builder.bitcast(values[0], ir.IntType(32))
+F16, F32, I16, I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
+_widen_half = _cast(types.float32, types.uint16, lambda b, x: b.fpext(b.bitcast(x, F16), F32))
+_narrow_half = _cast(types.uint16, types.float32, lambda b, x: b.bitcast(b.fptrunc(x, F16), I16))
+_bits_of = _cast(types.uint32, types.float32, lambda b, x: b.bitcast(x, I32))
+_float_of = _cast(types.float32, types.uint32, lambda b, x: b.bitcast(x, F32))
 
-    return types.uint32(types.float32), codegen
+
+# The CUDA simulator calls helpers from Python, which intrinsics do not allow: each has a helper round it.
 
 
-@intrinsic
-def float_of(typingctx, bits):
-    def codegen(context, builder, signature, values):
-        return builder.bitcast(values[0], ir.FloatType())
+@shared
+def half_to_float(bits):
+    return _widen_half(bits)
 
-    return types.float32(types.uint32), codegen
+
+@shared
+def float_to_half(x):
+    return _narrow_half(x)
+
+
+@shared
+def bits_of(x):
+    return _bits_of(x)
+
+
+@shared
+def float_of(bits):
+    return _float_of(bits)
 
 
 @shared

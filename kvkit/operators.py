@@ -4,6 +4,7 @@ The command line runs and describes them from this table, and a test holds the f
 Importing it compiles nothing and loads no Numba.
 """
 
+import functools
 import importlib
 from dataclasses import dataclass
 
@@ -57,8 +58,7 @@ class Operator:
 
     def function(self, package="kvkit"):
         """The function of this name in a package (`kvkit` or its twin)."""
-        module, _, name = f"{package}.{self.name}".rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        return functools.reduce(getattr, self.name.split("."), importlib.import_module(package))
 
 
 CACHE_ATTRIBUTES = (
@@ -90,8 +90,8 @@ def _cache_inputs(layouts):
 
 def _key_value(shape):
     return (
-        Output("key", "T1", shape, "past and current keys, as the cache gives them back"),
-        Output("value", "T1", shape, "past and current values, likewise"),
+        Output("key", "that of current_key", shape, "past and current keys, as the cache gives them back"),
+        Output("value", "that of current_key", shape, "past and current values, likewise"),
     )
 
 

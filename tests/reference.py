@@ -105,8 +105,20 @@ def load_head(cell, scale_cell, quant_bit, group, t1):
     return dequantize(q, scale_cell, group, t1)
 
 
-def key_value_cache(current_key, current_value, start_pos, cache, scale=None, *,
-                    num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, num_repeat=1, cache_layout=0):
+def key_value_cache(
+    current_key,
+    current_value,
+    start_pos,
+    cache,
+    scale=None,
+    *,
+    num_layer=1,
+    layer_idx=0,
+    quant_bit=0,
+    quant_group=8,
+    num_repeat=1,
+    cache_layout=0,
+):
     """Static KeyValueCache -> (key, value); cache and scale change in place."""
     batches, seqlen, heads, head_dim = current_key.shape
     start = int(np.asarray(start_pos).reshape(-1)[0])
@@ -137,10 +149,27 @@ def key_value_cache(current_key, current_value, start_pos, cache, scale=None, *,
     return outputs[0], outputs[1]
 
 
-def dynamic_key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts, start_pos,
-                            max_seqlen, max_kvlen, cache, scale=None, *,
-                            num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, num_repeat=1,
-                            cache_mode=0, cache_layout=0, page_size=128):
+def dynamic_key_value_cache(
+    current_key,
+    current_value,
+    seqstarts,
+    kvstarts,
+    cachestarts,
+    start_pos,
+    max_seqlen,
+    max_kvlen,
+    cache,
+    scale=None,
+    *,
+    num_layer=1,
+    layer_idx=0,
+    quant_bit=0,
+    quant_group=8,
+    num_repeat=1,
+    cache_mode=0,
+    cache_layout=0,
+    page_size=128,
+):
     """Dynamic KeyValueCache -> (key, value); cache and scale change in place."""
     heads, head_dim = current_key.shape[1:]
     t1 = current_key.dtype

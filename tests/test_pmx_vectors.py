@@ -46,10 +46,12 @@ def test_error_is_a_value_error():
 
 # Quantization
 
+
 def vec(name, t1, bit, x, s, q, *, y=None, y_t3=(), group=8, packed=None):
     """One row: s is a list of bit patterns; y maps element to value, for the scale dtypes in y_t3."""
     return SimpleNamespace(
-        name=name, t1=t1, bit=bit, x=x, s=s, q=q, y=y, y_t3=y_t3, group=group, packed=packed)
+        name=name, t1=t1, bit=bit, x=x, s=s, q=q, y=y, y_t3=y_t3, group=group, packed=packed
+    )
 
 
 def q_vectors():
@@ -93,13 +95,29 @@ def q_vectors():
     yield vec("Q12", FP32, 4, q11, [0x3E924925], [-7, 3, 1, 3, 2, -2, 0, 0], packed="39 31 E2 00")
 
     q13 = [7, -7, 0.5, 1.5, 14, -1, 3, -14]
-    yield vec("Q13", FP32, 4, q13, [0x3F800000, 0x40000000], [7, -7, 0, 2, 7, 0, 2, -7],
-              group=4, packed="97 20 07 92")
+    yield vec(
+        "Q13",
+        FP32,
+        4,
+        q13,
+        [0x3F800000, 0x40000000],
+        [7, -7, 0, 2, 7, 0, 2, -7],
+        group=4,
+        packed="97 20 07 92",
+    )
 
     inf = float("inf")
     q14 = [65504, -65504, 32752, 0, 1, 2, 3, 4]
-    yield vec("Q14", FP16, 8, q14, [0x6008], [127, -127, 63, 0, 0, 0, 0, 0],
-              y=[inf, -inf, 32512, 0, 0, 0, 0, 0], y_t3=(FP16, FP32))
+    yield vec(
+        "Q14",
+        FP16,
+        8,
+        q14,
+        [0x6008],
+        [127, -127, 63, 0, 0, 0, 0, 0],
+        y=[inf, -inf, 32512, 0, 0, 0, 0, 0],
+        y_t3=(FP16, FP32),
+    )
 
 
 def q_cases():
@@ -132,8 +150,20 @@ def test_quantization(ops, v, t2, t3):
     x = np.array(v.x, np.float64).astype(v.t1).reshape(1, 1, head_dim)
     cache = np.zeros((1, 1, 2, 1, head_dim if v.bit == 8 else head_dim // 2), t2)
     scale = np.zeros((1, 1, 2, 1, head_dim // v.group), t3)
-    outputs = ops.dynamic(x, x.copy(), i64([0, 1]), i64([0, 1]), i64([0]), i64([0]), 1, 1, cache, scale,
-                          quant_bit=v.bit, quant_group=v.group)
+    outputs = ops.dynamic(
+        x,
+        x.copy(),
+        i64([0, 1]),
+        i64([0, 1]),
+        i64([0]),
+        i64([0]),
+        1,
+        1,
+        cache,
+        scale,
+        quant_bit=v.bit,
+        quant_group=v.group,
+    )
     # Exact where T3 holds T1; Q3 alone narrows the scale, to the very value its fp16 row gives.
     cells = [int(from_bits(s, v.t1).astype(t3).view(BITS[t3])) for s in v.s]
     for kv, out in enumerate(outputs):
@@ -167,8 +197,12 @@ INF = float("inf")
 @pytest.mark.parametrize(
     ("t2", "x", "stored"),
     [
-        pytest.param(FP16, [0.1, 2049, 2051, 65519, 65520, 1e-8],
-                     [0.0999755859375, 2048, 2052, 65504, INF, 0], id="fp16"),
+        pytest.param(
+            FP16,
+            [0.1, 2049, 2051, 65519, 65520, 1e-8],
+            [0.0999755859375, 2048, 2052, 65504, INF, 0],
+            id="fp16",
+        ),
         pytest.param(BF16, [0.1, 257, 259], [0.10009765625, 256, 260], id="bf16"),
     ],
 )
@@ -196,9 +230,23 @@ def run_dynamic_offset(ops, layout, quant_bit, cache, scale):
     current = np.zeros((1, 2, 8), np.float32)
     spot = current.copy()
     spot[0, 1, 5] = 7
-    key, value = ops.dynamic(current, spot, i64([0, 1]), i64([0, 3]), i64([1]), i64([2]), 1, 3, cache, scale,
-                             num_layer=2, layer_idx=1, quant_bit=quant_bit, quant_group=4,
-                             cache_layout=layout)
+    key, value = ops.dynamic(
+        current,
+        spot,
+        i64([0, 1]),
+        i64([0, 3]),
+        i64([1]),
+        i64([2]),
+        1,
+        3,
+        cache,
+        scale,
+        num_layer=2,
+        layer_idx=1,
+        quant_bit=quant_bit,
+        quant_group=4,
+        cache_layout=layout,
+    )
     assert not key.any()
     assert np.argwhere(value).tolist() == [[2, 1, 5]]
 
@@ -207,9 +255,18 @@ def run_static_offset(ops, layout, quant_bit, cache, scale):
     current = np.zeros((3, 1, 2, 8), np.float32)
     spot = current.copy()
     spot[2, 0, 1, 5] = 7
-    key, value = ops.static(current, spot, i64([3]), cache, scale,
-                            num_layer=2, layer_idx=1, quant_bit=quant_bit, quant_group=4,
-                            cache_layout=layout)
+    key, value = ops.static(
+        current,
+        spot,
+        i64([3]),
+        cache,
+        scale,
+        num_layer=2,
+        layer_idx=1,
+        quant_bit=quant_bit,
+        quant_group=4,
+        cache_layout=layout,
+    )
     assert not key.any()
     assert np.argwhere(value).tolist() == [[2, 3, 1, 5]]
 
@@ -303,10 +360,23 @@ def expected_key(loads, stores):
 def call_dynamic(operator, case, cache, scale, *, quant_bit, layout):
     key, value = tagged_tokens(int(case["seqstarts"][-1]))
     return operator(
-        key, value, i64(case["seqstarts"]), i64(case["kvstarts"]), i64(case["cachestarts"]),
-        i64(case["start_pos"]), case.get("max_seqlen"), case.get("max_kvlen"), cache, scale,
-        num_layer=LAYERS, layer_idx=LAYER, quant_bit=quant_bit, quant_group=GROUP, cache_layout=layout,
-        cache_mode=case.get("cache_mode", 0), page_size=case.get("page_size", 128),
+        key,
+        value,
+        i64(case["seqstarts"]),
+        i64(case["kvstarts"]),
+        i64(case["cachestarts"]),
+        i64(case["start_pos"]),
+        case.get("max_seqlen"),
+        case.get("max_kvlen"),
+        cache,
+        scale,
+        num_layer=LAYERS,
+        layer_idx=LAYER,
+        quant_bit=quant_bit,
+        quant_group=GROUP,
+        cache_layout=layout,
+        cache_mode=case.get("cache_mode", 0),
+        page_size=case.get("page_size", 128),
     )
 
 
@@ -353,25 +423,41 @@ def paged(*, rows=(), **changes):
 @layouts
 @quant_bits
 def test_page_table(ops, quant_bit, layout):
-    check_rows(ops, paged(), max_t=24, quant_bit=quant_bit, layout=layout,
-               loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
-               stores=[3, 20, 21, 22, 23, 16, 17])
+    check_rows(
+        ops,
+        paged(),
+        max_t=24,
+        quant_bit=quant_bit,
+        layout=layout,
+        loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
+        stores=[3, 20, 21, 22, 23, 16, 17],
+    )
 
 
 @layouts
 @quant_bits
 def test_page_table_overhang(ops, quant_bit, layout):
-    check_rows(ops, paged(rows=[(1, [12, 22])]), max_t=24, quant_bit=quant_bit, layout=layout,
-               loads=[8, 9, 10, 11, 2, 3, 12, 13, 14, 15, 22, 23, 8, 9, 10],
-               stores=[3, 12, 13, 14, 15, 22, 23])
+    check_rows(
+        ops,
+        paged(rows=[(1, [12, 22])]),
+        max_t=24,
+        quant_bit=quant_bit,
+        layout=layout,
+        loads=[8, 9, 10, 11, 2, 3, 12, 13, 14, 15, 22, 23, 8, 9, 10],
+        stores=[3, 12, 13, 14, 15, 22, 23],
+    )
 
 
 @pytest.mark.parametrize("hint", ["max_seqlen", "max_kvlen"])
 @pytest.mark.parametrize("given", [6, 7, 100], ids="hint{}".format)
 def test_page_table_hint_large_enough(ops, hint, given):
-    check_rows(ops, paged(**{hint: given}), max_t=24,
-               loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
-               stores=[3, 20, 21, 22, 23, 16, 17])
+    check_rows(
+        ops,
+        paged(**{hint: given}),
+        max_t=24,
+        loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
+        stores=[3, 20, 21, 22, 23, 16, 17],
+    )
 
 
 REFUSED = {
@@ -399,8 +485,15 @@ OFFSET = {"seqstarts": [0, 1, 4], "kvstarts": [0, 4, 7], "start_pos": [3, 0], "c
 @layouts
 @quant_bits
 def test_offset_mode(ops, quant_bit, layout):
-    check_rows(ops, OFFSET, max_t=14, quant_bit=quant_bit, layout=layout,
-               loads=[10, 11, 12, 13, 0, 1, 2], stores=[13, 0, 1, 2])
+    check_rows(
+        ops,
+        OFFSET,
+        max_t=14,
+        quant_bit=quant_bit,
+        layout=layout,
+        loads=[10, 11, 12, 13, 0, 1, 2],
+        stores=[13, 0, 1, 2],
+    )
 
 
 @layouts
@@ -412,8 +505,12 @@ def test_offset_mode_refused(quant_bit, layout):
 @layouts
 def test_specification_table(ops, layout):
     case = {
-        "cache_mode": 1, "page_size": 256, "seqstarts": [0, 1, 2], "kvstarts": [0, 301, 602],
-        "start_pos": [300, 300], "cachestarts": [[0, 256, -1], [1024, 2048, -1]],
+        "cache_mode": 1,
+        "page_size": 256,
+        "seqstarts": [0, 1, 2],
+        "kvstarts": [0, 301, 602],
+        "start_pos": [300, 300],
+        "cachestarts": [[0, 256, -1], [1024, 2048, -1]],
     }
     first = list(range(301))
     second = list(range(1024, 1280)) + list(range(2048, 2093))
@@ -424,13 +521,27 @@ def test_specification_table(ops, layout):
 
 # Head repetition
 
+
 @quant_bits
 def test_num_repeat_dynamic(ops, quant_bit):
     key, value = tagged_tokens(1)
     cache, scale = tagged_cache(4, 0, quant_bit)
     out_key, out_value = ops.dynamic(
-        key, value, i64([0, 1]), i64([0, 2]), i64([1]), i64([1]), 1, 2, cache, scale,
-        num_layer=LAYERS, layer_idx=LAYER, quant_bit=quant_bit, num_repeat=3)
+        key,
+        value,
+        i64([0, 1]),
+        i64([0, 2]),
+        i64([1]),
+        i64([1]),
+        1,
+        2,
+        cache,
+        scale,
+        num_layer=LAYERS,
+        layer_idx=LAYER,
+        quant_bit=quant_bit,
+        num_repeat=3,
+    )
     sources = [0, 0, 0, 1, 1, 1]
     expected = np.array([[row_tag(1, h) for h in sources], [token_tag(0, h) for h in sources]])[:, :, None]
     assert out_key.shape == out_value.shape == (2, 6, HEAD_DIM)
@@ -442,8 +553,9 @@ def test_num_repeat_dynamic(ops, quant_bit):
 def test_num_repeat_static(ops, layout):
     key, value = tagged_tokens(1)
     shape = (1, 1, 2, 2, HEADS, HEAD_DIM) if layout == 0 else (1, 1, 2, HEADS, 2, HEAD_DIM)
-    out_key, out_value = ops.static(key[None], value[None], i64([1]), np.zeros(shape, np.float32),
-                                    num_repeat=3, cache_layout=layout)
+    out_key, out_value = ops.static(
+        key[None], value[None], i64([1]), np.zeros(shape, np.float32), num_repeat=3, cache_layout=layout
+    )
     expected = np.array([[0] * 6, [token_tag(0, h) for h in [0, 0, 0, 1, 1, 1]]])[None, :, :, None]
     assert out_key.shape == out_value.shape == (1, 2, 6, HEAD_DIM)
     assert (out_key == expected).all()

@@ -6,6 +6,7 @@ plain form otherwise and for what is left at the end of a row. Both forms give t
 """
 
 import functools
+from typing import Any
 
 from numba import types
 
@@ -87,7 +88,7 @@ def dequantized_row(packed, cache, scale, group, stream, plain):
     get_code, code_bits = memory.load(types.int8), BY_NAME[cache].bits
     packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
     vector = panels.lanes_divide(group) and not plain
-    panel = panels.dequantize(cache, scale, group, packed, stream) if vector else None
+    panel: Any = panels.dequantize(cache, scale, group, packed, stream) if vector else None
 
     def one(packed_address, cache, cell, i):
         byte = get_code(cache + i * code_bits // 8)

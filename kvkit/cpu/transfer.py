@@ -13,8 +13,8 @@ from numba import prange, types
 
 from kvkit.cpu.memory import call_rows
 from kvkit.cpu.rows import LOAD, STORE, rows
-from kvkit.index import rest_of_page, row_of, sequence_of, share
-from kvkit.jit import kernel
+from kvkit.index import page_of, rest_of_page, row_of, share
+from kvkit.jit import helper, kernel
 
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
@@ -24,6 +24,19 @@ launch = threading.Lock()
 
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
+
+
+@helper
+def sequence_of(starts, token):
+    """The sequence of a packed token: the last one that begins at or before it."""
+    low, high = 0, starts.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= token:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def walk(rows_code, chunks, starts, first, table, page_size, sides, heads, repeat, dim):
@@ -41,7 +54,7 @@ def walk(rows_code, chunks, starts, first, table, page_size, sides, heads, repea
             while token >= starts[sequence + 1]:
                 sequence += 1
             position = first[sequence] + token - starts[sequence]
-            row = row_of(table, sequence, position, page_size)
+            row = row_of(table[sequence, page_of(position, page_size)], position, page_size)
             run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, page_size))
             call_rows(
                 rows_code,

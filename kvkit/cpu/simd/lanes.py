@@ -52,6 +52,9 @@ class Lanes:
     def __add__(self, other):
         return self.apply("fadd", other)
 
+    def __sub__(self, other):
+        return self.apply("fsub", other)
+
     def __mul__(self, other):
         return self.apply("fmul", other)
 
@@ -72,6 +75,7 @@ class Lanes:
         return self.call("fma", factor, addend)
 
     def max(self, other):
+        """The larger; of integers as unsigned ones."""
         return self._pick(">", other)
 
     def min(self, other):
@@ -79,8 +83,11 @@ class Lanes:
 
     def _pick(self, relation, other):
         other = self.of(other)
-        mine = self.builder.fcmp_ordered(relation, self.value, other)
-        return Lanes(self.builder, self.builder.select(mine, self.value, other))
+        floats = self.type.element == F32
+        compare = self.builder.fcmp_ordered if floats else self.builder.icmp_unsigned
+        return Lanes(
+            self.builder, self.builder.select(compare(relation, self.value, other), self.value, other)
+        )
 
     # integer lanes
 
@@ -157,14 +164,6 @@ def unpack_nibbles(pairs):
     return low.pick((lane // 2 + lane % 2 * pairs.count for lane in range(2 * pairs.count)), high)
 
 
-def round_significand(lanes, bits):
-    """Float32 lanes rounded to `bits` significant bits, ties to even; for normal numbers only."""
-    dropped = 24 - bits
-    word = lanes.as_bits()
-    rounded = word.plus((word >> dropped) & 1).plus((1 << dropped - 1) - 1) & -(1 << dropped)
-    return rounded.cast("bitcast", F32)
-
-
 def low_bytes(vectors):
     """The lowest byte of every 32-bit lane, in order. Four vectors make one full vector of bytes."""
     if len(vectors) % 4:
@@ -182,11 +181,12 @@ def _four_low_bytes(words):
     return merged.as_bits(8).pick(lane * 4 + vector for vector in range(4) for lane in range(count))
 
 
-def pack_nibbles(codes):
-    """int8 codes to half as many bytes, the even code in the low nibble."""
-    words = codes.as_bits(16)
-    packed = ((words & 0x0F) | ((words >> 4) & 0xF0)).as_bits(8)
-    return packed.pick(range(0, packed.count, 2))
+def pack_nibbles(vectors):
+    """int8 codes to half as many bytes, the even code in the low nibble; of two vectors one."""
+    packed = [((x.as_bits(16) & 0x0F) | ((x.as_bits(16) >> 4) & 0xF0)).as_bits(8) for x in vectors]
+    if len(packed) % 2:
+        return [x.pick(range(0, x.count, 2)) for x in packed]
+    return [x.pick(range(0, 2 * x.count, 2), y) for x, y in pairs(packed)]
 
 
 def pairs(vectors):

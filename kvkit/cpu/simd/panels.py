@@ -6,7 +6,7 @@ Each is made for its formats and stands beside a plain sibling in `rows.py`, bit
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.lanes import I8, RAW, Lanes, micro_kernel, narrow, pairs, read, widen, write
+from kvkit.cpu.simd.lanes import I8, I16, I32, RAW, Lanes, micro_kernel, narrow, pairs, read, widen, write
 from kvkit.formats import BY_NAME, QMAX, SMALLEST_SCALE
 from kvkit.numeric import ROUNDER
 
@@ -66,12 +66,17 @@ def quantize(source, codes, cell, group, groups):
     """
     qmax = float(QMAX[codes])
 
+    size = BY_NAME[source].bytes(1)
+
     def scales_of(b, address):
         xs = [
-            widen(read(b, at(b, address, i * LANES * BY_NAME[source].bytes(1)), RAW[source], LANES), source)
+            widen(read(b, at(b, address, i * LANES * size), RAW[source], LANES), source)
             for i in range(groups * group // LANES)
         ]
-        largest = group_maxima([abs(x) for x in xs], group)
+        if size == 4 or group >= LANES:
+            largest = group_maxima([abs(x) for x in xs], group)
+        else:
+            largest = group_maxima_16bit(b, address, source, group, groups)
         return xs, round_to(source, largest / qmax).max(SMALLEST_SCALE[source])
 
     def codes_of(xs, scale, inverse):
@@ -89,8 +94,8 @@ def quantize(source, codes, cell, group, groups):
         inverses = [1.0 / scale for _, scale, _, _ in rows]
         for (xs, scale, code_address, cell_address), inverse in zip(rows, inverses, strict=True):
             write(b, cell_address, narrow(scale, cell))
-            for i, packed in enumerate(lanes.low_bytes(list(codes_of(xs, scale, inverse)))):
-                vector = lanes.pack_nibbles(packed) if codes == "int4" else packed
+            packed = lanes.low_bytes(list(codes_of(xs, scale, inverse)))
+            for i, vector in enumerate(lanes.pack_nibbles(packed) if codes == "int4" else packed):
                 write(b, at(b, code_address, i * vector.count), vector)
 
     return quantize
@@ -107,8 +112,9 @@ def round_to(element, x):
 def quotient(element, x, scale, inverse):
     """x / scale as a number of the element format, exact where it can round to a code other than 0."""
     ratio = x * inverse
-    if element != "float32":
-        return lanes.round_significand(ratio, SIGNIFICANT_BITS[element])
+    if element != "float32":  # Veltkamp's split keeps the leading bits; no ratio here is half way between two
+        product = ratio * (2.0 ** (24 - SIGNIFICANT_BITS[element]) + 1)
+        return product - (product - ratio)
     for _ in range(2):
         ratio = (-ratio).fma(scale, x).fma(inverse, ratio)
     return ratio
@@ -129,4 +135,19 @@ def group_maxima(vectors, group):
 def larger_neighbours(x, y=None):
     """Of lanes 0 and 1, 2 and 3, ... of one vector or two in a row, the larger each."""
     count = x.count if y is None else 2 * x.count
-    return x.pick(range(0, count, 2), y).max(x.pick(range(1, count, 2), y))
+    even, odd = x.pick(range(0, count, 2), y), x.pick(range(1, count, 2), y)
+    if x.type.element == I32:  # two 16-bit numbers a lane
+        return even.as_bits(16).max(odd.as_bits(16)).as_bits(32)
+    return even.max(odd)
+
+
+def group_maxima_16bit(b, address, source, group, groups):
+    """`group_maxima` of magnitudes in memory: their bits compare as integers, two of them a lane."""
+    lanes = min(LANES, groups * group // 2)
+    words = [
+        read(b, at(b, address, i * lanes * 4), I32, lanes) & 0x7FFF7FFF
+        for i in range(groups * group // 2 // lanes)
+    ]
+    both = group_maxima(words, group // 2)
+    largest = both.as_bits(16).max((both >> 16).as_bits(16)).as_bits(32).cast("trunc", I16)
+    return widen(largest.cast("bitcast", RAW[source]), source)

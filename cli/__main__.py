@@ -1,0 +1,3 @@
+from kvkit_cli.main import main
+
+main(prog_name="kvkit")

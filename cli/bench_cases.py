@@ -1,0 +1,179 @@
+"""What `kvkit bench` measures: B=8, H=8, Dh=128, 4,096 past tokens and one new, or 512 new ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+import kvkit
+from kvkit import check, cpu, layout, steps
+
+B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
+GROUP = 8
+SETS = 8  # inputs and layers that stores rotate through, so that they come from memory
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`prepare` returns a function of the round, and the bytes it moves (0 if only its time matters)."""
+
+    name: str
+    prepare: Callable
+    goal: float = 0.0
+    fresh: bool = False
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Formats of data and cache, as bench names them: `float16->int8`."""
+
+    data: str
+    cache: str
+
+    @property
+    def quant(self):
+        return {"int8": 8, "int4": 4}.get(self.cache, 0)
+
+    def arrays(self, order, rows, layers=1):
+        """A cache and its scale with `rows` tokens, in the axis order of a layout."""
+        sizes = {"sequence": B, "layer": layers, "kv": 2, "row": rows, "head": H}
+        shape = tuple(sizes[axis] for axis in order.axes[:-1])
+        width = DIM // 2 if self.quant == 4 else DIM
+        cache = np.ones((*shape, width), DTYPES["int8" if self.quant else self.cache])
+        return cache, np.ones((*shape, DIM // GROUP), np.float16) if self.quant else None
+
+    def token_bytes(self):
+        """Bytes of one token's keys and values in a cache and as data."""
+        stored = (
+            DIM * self.quant // 8 + DIM // GROUP * 2
+            if self.quant
+            else DIM * np.dtype(DTYPES[self.cache]).itemsize
+        )
+        return 2 * H * stored, 2 * H * DIM * np.dtype(DTYPES[self.data]).itemsize
+
+
+def tokens(kind, *shape, seed=0):
+    return np.random.default_rng(seed).standard_normal((*shape, H, DIM), np.float32).astype(DTYPES[kind.data])
+
+
+def index_tensors(mode, past, new):
+    """Keyword arguments of a step of B sequences; pages lie in random order."""
+    lengths = past + new
+    if mode:
+        pages = -(-lengths // PAGE)
+        table = np.random.default_rng(0).permutation(B * pages).reshape(B, pages) * PAGE
+    else:
+        table = np.arange(B) * lengths
+    return {
+        "seqstarts": np.arange(B + 1) * new,
+        "kvstarts": np.arange(B + 1) * lengths,
+        "cachestarts": table,
+        "start_pos": np.full(B, past),
+        "max_seqlen": None,
+        "max_kvlen": None,
+    }
+
+
+def whole_step(kind, number, mode, past, new, made=False):
+    """The operator as users call it: append `new` tokens a sequence, read all back."""
+
+    def prepare():
+        static = mode is None
+        order = (layout.STATIC if static else layout.DYNAMIC)[number]
+        length = past + new
+        rows = length if static else B * -(-length // PAGE) * PAGE
+        cache, scale = kind.arrays(order, rows)
+        attributes = {"quant_bit": kind.quant, "quant_group": GROUP, "cache_layout": number}
+        if static:
+            x, shape = tokens(kind, B, new), (B, length, H, DIM)
+            call, inputs = kvkit.key_value_cache, {"start_pos": past}
+        else:
+            x, shape = tokens(kind, B * new), (B * length, H, DIM)
+            call, inputs = kvkit.dynamic_batching.key_value_cache, index_tensors(mode, past, new)
+            attributes |= {"cache_mode": mode, "page_size": PAGE}
+        out = None if made else tuple(np.zeros(shape, x.dtype) for _ in range(2))
+
+        def run(i):
+            call(x, x, cache=cache, scale=scale, out=out, **inputs, **attributes)
+
+        stored, data = kind.token_bytes()
+        return run, B * (length + new) * (stored + data)
+
+    return prepare
+
+
+def append_only(kind, number, mode, past, new, timed=False):
+    """The append alone: checks and stores, no context read back."""
+
+    def prepare():
+        order = layout.DYNAMIC[number]
+        layers = 1 if timed else SETS
+        cache, scale = kind.arrays(order, B * -(-(past + new) // PAGE) * PAGE, layers)
+        inputs = [tokens(kind, B * new, seed=i) for i in range(layers)]
+        where = index_tensors(mode, past, new)
+
+        def run(i):
+            layer, x = i % layers, inputs[i % layers]
+            fmt, key, value = check.current(x, x, 3)
+            checked = check.cache_layer(
+                fmt, H, DIM, cache, scale, layout.DYNAMIC, layers, layer, kind.quant, GROUP, number
+            )
+            step = steps.dynamic(len(x), **where, cache_mode=mode, page_size=PAGE, cache=checked)
+            cpu.transfer.store(key, value, checked, step)
+
+        return run, 0 if timed else B * new * sum(kind.token_bytes())
+
+    return prepare
+
+
+def loads(kind, goal):
+    places = [("static", number, None) for number in range(2)]
+    places += [(name, number, mode) for number in range(4) for mode, name in enumerate(("offsets", "pages"))]
+    for name, number, mode in places:
+        label = f"load {kind.cache}->{kind.data}, layout {number}, {name}"
+        yield Case(label, whole_step(kind, number, mode, PAST, 1), goal)
+
+
+SAME = [Kind(name, name) for name in ("float16", "float32")]
+QUANTIZED = [Kind("float16", "int8"), Kind("float16", "int4")]
+STORES = [Kind(data, cache) for data in ("float32", "float16", "bfloat16") for cache in ("int8", "int4")]
+
+CASES = [
+    *(case for kind in SAME for case in loads(kind, 0.8)),
+    *(case for kind in QUANTIZED for case in loads(kind, 0.6)),
+    *(
+        Case(
+            f"load {kind.cache}->{kind.data}, layout 3, pages, made outputs",
+            whole_step(kind, 3, 1, PAST, 1, True),
+            goal,
+            True,
+        )
+        for kinds, goal in ((SAME, 0.8), (QUANTIZED, 0.6))
+        for kind in kinds
+    ),
+    *(
+        Case(
+            f"store {kind.data}->{kind.cache}, layout {number}, pages",
+            append_only(kind, number, 1, 0, PREFILL),
+            goal,
+        )
+        for kinds, goal in (([*SAME, Kind("float32", "float16")], 0.0), (STORES, 0.5))
+        for kind in kinds
+        for number in (0, 3)
+    ),
+    *(
+        Case(f"prefill {kind.data}->{kind.cache}, layout 3, pages", whole_step(kind, 3, 1, 0, PREFILL))
+        for kind in (*SAME, *QUANTIZED)
+    ),
+    *(
+        Case(
+            f"append a token after {past:,}, float16->int8",
+            append_only(QUANTIZED[0], 3, 1, past, 1, True),
+            calls=50,
+        )
+        for past in (0, 32768)
+    ),
+]

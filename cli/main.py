@@ -1,0 +1,91 @@
+"""`kvkit`: finds the verb, loads its module only then, and turns errors into one line and an exit code.
+
+Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device); 2 a wrong command, file or
+input; 130 interrupted. Anything else is a bug and keeps its traceback.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import click
+
+VERBS = {  # verb: (module, the first line of its help)
+    "run": ("kvkit_cli.run", "Run an operator on the arrays of a file."),
+    "ops": ("kvkit_cli.ops", "List the operators."),
+    "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
+    "info": ("kvkit_cli.info", "Show versions, the CPU, threads, the compile cache and backends."),
+    "bench": ("kvkit_cli.bench", "Measure each operator beside a plain parallel copy of the same bytes."),
+}
+
+
+class Verbs(click.Group):
+    """A group that imports a verb when it is called, not to list it."""
+
+    def list_commands(self, ctx):
+        return list(VERBS)
+
+    def get_command(self, ctx, name):
+        if name not in VERBS:
+            if not ctx.resilient_parsing:
+                from kvkit_cli.show import suggestion
+
+                ctx.fail(f"no verb {name!r}{suggestion(name, VERBS)}")
+            return None
+        return getattr(importlib.import_module(VERBS[name][0]), name)
+
+    def format_commands(self, ctx, formatter):
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+
+    def main(self, *args, **extra):
+        try:
+            code = super().main(*args, **(extra | {"standalone_mode": False}))
+        except Exception as error:
+            message, code = explain(error)
+            if code is None:
+                raise
+            click.echo("kvkit: " + " ".join(message.split()), err=True)
+        sys.exit(code)
+
+
+def explain(error):
+    """What to say about an error and the exit code; no exit code means that it is a bug."""
+    if isinstance(error, click.UsageError):
+        verb = error.ctx.command_path if error.ctx else "kvkit"
+        return f"{error.format_message()} (see {verb} --help)", 2
+    if isinstance(error, click.Abort):
+        return "interrupted", 130
+    if isinstance(error, OSError):
+        return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1
+    if isinstance(error, MemoryError):
+        return f"out of memory {error}", 1
+    if isinstance(error, ValueError):
+        from kvkit.errors import DeviceError, KvkitError
+
+        if isinstance(error, KvkitError):
+            return str(error), 1 if isinstance(error, DeviceError) else 2
+    return "", None
+
+
+def version(ctx, param, wanted):
+    """Print kvkit's version, read from its file so that the package is not imported."""
+    if not wanted or ctx.resilient_parsing:
+        return
+    import runpy
+
+    package = importlib.util.find_spec("kvkit")
+    assert package is not None  # it is in the same distribution
+    assert package.origin is not None
+    found = runpy.run_path(str(Path(package.origin).with_name("version.py")))
+    click.echo(f"kvkit {found['__version__']}")
+    ctx.exit()
+
+
+@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=version)
+@click.pass_context
+def main(ctx):
+    """KV-cache operators on .npz files: run them, and see what there is."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

@@ -1,0 +1,146 @@
+"""Compiled code is kept on disk: fast in the next process, never stale, and never needed."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kvkit
+
+PACKAGE = Path(kvkit.__file__).parent
+CALL = """
+import json, sys, time
+import numpy as np, kvkit
+x = np.full((1, 1, 1, 8), 3.0, np.float32)
+cache, scale = np.zeros((1, 1, 2, 4, 1, 8), np.int8), np.zeros((1, 1, 2, 4, 1, 1), np.float32)
+begin = time.perf_counter()
+key, _ = kvkit.key_value_cache(x, x, 0, cache, scale, quant_bit=8)
+seconds = time.perf_counter() - begin
+from kvkit import jit
+folder = jit.cache_folder()
+print(json.dumps({"seconds": seconds, "scale": float(scale.max()), "folder": str(folder)}))
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the package that a test may edit."""
+    shutil.copytree(PACKAGE, tmp_path / "src" / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "src"
+
+
+def call(source, cache):
+    """Run an operator in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(source), "KVKIT_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", CALL], env=environment, capture_output=True, text=True, cwd=source
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def files(folder):
+    return {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
+
+
+def test_second_process_is_fast_and_compiles_nothing(copy, tmp_path):
+    first = call(copy, tmp_path / "cache")
+    kept = files(first["folder"])
+    assert kept
+    seconds = [call(copy, tmp_path / "cache")["seconds"] for _ in range(3)]
+    assert files(first["folder"]) == kept
+    assert min(seconds) < 0.5
+
+
+def test_an_edit_of_any_file_leads_to_new_code(copy, tmp_path):
+    before = call(copy, tmp_path / "cache")
+    formats = copy / "kvkit" / "formats.py"
+    formats.write_text(formats.read_text().replace('QMAX = {"int8": 127', 'QMAX = {"int8": 100'))
+    after = call(copy, tmp_path / "cache")
+    assert (before["scale"], after["scale"]) == (pytest.approx(3 / 127), pytest.approx(3 / 100))
+    assert before["folder"] != after["folder"]
+
+
+def test_every_source_file_counts(copy):
+    """The fingerprint changes with each file of the package, wherever it lies."""
+    code = "from kvkit import jit; print(jit.fingerprint())"
+    script = [sys.executable, "-c", "import pathlib, sys\n" + FINGERPRINTS, str(copy / "kvkit")]
+    done = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + code
+    changed = json.loads(done.stdout)
+    sources = {str(path.relative_to(copy / "kvkit")) for path in (copy / "kvkit").rglob("*.py")}
+    assert set(changed) == sources
+    assert all(changed.values())
+
+
+FINGERPRINTS = """
+import json
+from kvkit import jit
+root = pathlib.Path(sys.argv[1])
+assert jit.PACKAGE == root.resolve(), jit.PACKAGE
+plain, changed = jit.fingerprint.__wrapped__(), {}
+for path in root.rglob("*.py"):
+    text = path.read_bytes()
+    path.write_bytes(text + b"# edited")
+    changed[str(path.relative_to(root))] = jit.fingerprint.__wrapped__() != plain
+    path.write_bytes(text)
+assert jit.fingerprint.__wrapped__() == plain
+print(json.dumps(changed))
+"""
+
+
+def test_numba_and_cpu_are_part_of_the_key(monkeypatch):
+    from kvkit import jit
+
+    plain = jit.fingerprint.__wrapped__()
+    monkeypatch.setattr(jit.numba, "__version__", "0.0.1")
+    assert jit.fingerprint.__wrapped__() != plain
+    monkeypatch.undo()
+    codegen = type(jit.cpu_target.target_context.codegen())
+    monkeypatch.setattr(codegen, "magic_tuple", lambda self: ("another", "cpu", "+features"))
+    assert jit.fingerprint.__wrapped__() != plain
+
+
+def test_folder_that_cannot_be_made(copy, tmp_path):
+    (tmp_path / "a-file").write_text("in the way")
+    assert call(copy, tmp_path / "a-file" / "cache")["scale"] == pytest.approx(3 / 127)
+
+
+def test_no_folder_wanted(copy):
+    assert call(copy, "")["folder"] == "None"
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 100, None], ids=["empty", "garbage", "cut"])
+def test_damaged_files_are_compiled_again(copy, tmp_path, damage):
+    folder = Path(call(copy, tmp_path / "cache")["folder"])
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-10] if damage is None else damage)
+    assert call(copy, tmp_path / "cache")["scale"] == pytest.approx(3 / 127)
+
+
+def test_code_is_for_its_owner_only(copy, tmp_path):
+    """Others must not be able to plant code that this user would load."""
+    folder = Path(call(copy, tmp_path / "cache")["folder"])
+    assert not folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def test_a_full_disk_costs_nothing_but_time(monkeypatch, tmp_path):
+    from kvkit import jit
+
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jit.tempfile, "NamedTemporaryFile", full)
+    begin = time.perf_counter()
+    add = jit.kernel(lambda a, b: a + b, "int64(int64, int64)")
+    assert add(2, 3) == 5
+    assert time.perf_counter() - begin < 60
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,66 @@
+"""The shared scalar helpers give the same bits in a CUDA kernel (simulated) as in a CPU kernel."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import warnings
+warnings.simplefilter("ignore")
+import numba
+import numpy as np
+from numba import cuda
+from kvkit import index, numeric
+
+assert cuda.is_available() and cuda.simulator
+
+
+def body(i, x, half, table, floats, codes, rows):
+    scale = numeric.group_scale("float16", abs(x[i]), 7)
+    codes[i, 0] = numeric.quantize("float16", x[i], scale, 7)
+    codes[i, 1] = numeric.quantize("bfloat16", x[i], numeric.group_scale("bfloat16", abs(x[i]), 127), 127)
+    codes[i, 2] = numeric.pack_nibbles(codes[i, 0], codes[i, 1])
+    codes[i, 3] = numeric.low_nibble(codes[i, 2])
+    codes[i, 4] = numeric.high_nibble(codes[i, 2])
+    floats[i, 0] = numeric.half_to_float(half[i])
+    floats[i, 1] = numeric.bfloat16_to_float(half[i])
+    floats[i, 2] = numeric.dequantize("float32", "float16", codes[i, 0], scale)
+    floats[i, 3] = numeric.round_to("bfloat16", x[i])
+    rows[i, 0] = index.row_of(table[index.page_of(i, 5)], i, 5)
+    rows[i, 1] = index.rest_of_page(i, 5)
+    rows[i, 2] = index.share(1000, i, 300)
+
+
+@numba.njit
+def on_cpu(x, half, table, floats, codes, rows):
+    for i in range(x.size):
+        body_cpu(i, x, half, table, floats, codes, rows)
+
+
+@cuda.jit
+def on_cuda(x, half, table, floats, codes, rows):
+    i = cuda.grid(1)
+    if i < x.size:
+        body(i, x, half, table, floats, codes, rows)
+
+
+body_cpu = numba.njit(body)
+count = 256
+rng = np.random.default_rng(0)
+x = (rng.standard_normal(count) * 10.0 ** rng.integers(-9, 5, count)).astype(np.float32)
+half = np.arange(count, dtype=np.uint16) * 123
+table = rng.integers(0, 2**40, count)
+results = []
+for launch in (on_cpu, on_cuda[count // 32, 32]):
+    out = np.zeros((count, 4), np.float32), np.zeros((count, 5), np.int8), np.full((count, 3), -1)
+    launch(x, half, table, *out)
+    results.append([array.tobytes() for array in out])
+    assert len(np.unique(out[1])) > 9 and (out[2] >= 0).all()
+assert results[0] == results[1]
+print("same bits")
+"""
+
+
+def test_same_bits_in_the_simulator(monkeypatch):
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "same bits\n"), done.stderr
