@@ -25,12 +25,14 @@ def wrong(name, expected, got):
 
 def integer(name, value, low=None, high=None):
     """An int, a numpy integer or an array of one, within low..high."""
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iu":
+        value = value.item()
     try:
-        if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iu":
-            value = value.item()
         number = operator.index(value)
     except TypeError:
-        raise wrong(name, "an integer", describe(value)) from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise wrong(name, "an integer", describe(value))
     if (low is not None and number < low) or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"an integer from {low} to {high}"
         raise wrong(name, bounds, number)
@@ -114,7 +116,10 @@ def _share(a, b):
 def outputs(out, names, shape, fmt):
     """New arrays, or the ones given as `out`."""
     if out is None:
-        return tuple(np.empty(shape, fmt.dtype) for _ in names)
+        try:
+            return tuple(np.empty(shape, fmt.dtype) for _ in names)
+        except ValueError:
+            raise wrong("num_repeat", "outputs that an array can hold", f"shape {shape}") from None
     if not isinstance(out, (tuple, list)) or len(out) != len(names):
         raise wrong("out", f"a tuple of {len(names)} arrays ({', '.join(names)})", describe(out))
     for name, array in zip(names, out, strict=True):

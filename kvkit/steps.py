@@ -9,6 +9,7 @@ from kvkit.check import choice, integer, wrong
 from kvkit.layout import ENDLESS
 
 INT64_MAX = np.iinfo(np.int64).max
+AXES = {1: "axis", 2: "axes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,15 @@ class Steps:
 
 
 def index(name, value, ndim):
-    """An index tensor as int64, contiguous and writeable (Numba has another type for read-only arrays)."""
-    array = value if isinstance(value, np.ndarray) else np.asarray(value)
+    """A copy of an index tensor as int64: kernels trust what was checked, whoever changes the original."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise wrong(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
     if array.dtype != np.int64 and array.dtype != np.int32:
         raise wrong(name, "integers of dtype int64 or int32", array.dtype)
     if array.ndim != ndim:
-        raise wrong(name, f"{ndim} ax{'e' if ndim > 1 else 'i'}s", f"shape {array.shape}")
-    if array.dtype == np.int64 and array.flags.c_contiguous and array.flags.writeable:
-        return array
+        raise wrong(name, f"{ndim} {AXES[ndim]}", f"shape {array.shape}")
     return array.astype(np.int64, order="C")
 
 
@@ -58,7 +60,7 @@ def dynamic(
     if mode == 0:
         table, page_size = table.reshape(-1, 1), ENDLESS
     else:
-        page_size = integer("page_size", page_size, 1, ENDLESS)
+        page_size = min(integer("page_size", page_size, 1), ENDLESS)
     batch = seqstarts.shape[0] - 1
     for name, array, length in (
         ("seqstarts", seqstarts, max(batch, 0) + 1),
@@ -83,7 +85,7 @@ def dynamic(
 
 def hint(name, value):
     """max_seqlen or max_kvlen: None knows no limit."""
-    return INT64_MAX if value is None else integer(name, value)
+    return INT64_MAX if value is None else min(max(integer(name, value), -1), INT64_MAX)
 
 
 def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):

@@ -1,0 +1,13 @@
+"""One hypothesis profile: the same examples in every run, and no deadline, for the first call compiles."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "kvkit",
+    derandomize=True,
+    deadline=None,
+    max_examples=30,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("kvkit")

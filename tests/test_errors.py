@@ -1,0 +1,266 @@
+"""Errors of sections 2 to 5 about attributes, types and shapes; the legal call is broken in one way."""
+
+import numpy as np
+import pytest
+import scenes
+from refusals import (
+    FLOAT,
+    INT4,
+    INT8,
+    KINDS,
+    NO_ARRAYS,
+    TENSORS,
+    kinds,
+    legal,
+    refused,
+    swapped,
+)
+from scenes import INT64_MAX, MOVED
+
+
+def test_the_calls_to_be_broken_are_legal():
+    for kind in KINDS:
+        for formats in (FLOAT, INT8, INT4):
+            scenes.check(legal(kind, formats))
+
+
+# Attributes
+
+ATTRIBUTES = {
+    "num_layer_0": ("num_layer", {"num_layer": 0}),
+    "num_layer_negative": ("num_layer", {"num_layer": -3}),
+    "num_layer_not_that_of_cache": ("cache", {"num_layer": 4}),
+    "layer_idx_past_the_end": ("layer_idx", {"layer_idx": 3}),
+    "layer_idx_negative": ("layer_idx", {"layer_idx": -1}),
+    "layer_idx_huge": ("layer_idx", {"layer_idx": 2**70}),
+    "quant_bit_unknown": ("quant_bit", {"quant_bit": 2}),
+    "quant_bit_negative": ("quant_bit", {"quant_bit": -8}),
+    "quant_group_0": ("quant_group", {"quant_group": 0}),
+    "quant_group_negative": ("quant_group", {"quant_group": -8}),
+    "quant_group_no_divisor": ("quant_group", {"quant_group": 7}),
+    "quant_group_beyond_the_head": ("quant_group", {"quant_group": 48}),
+    "num_repeat_0": ("num_repeat", {"num_repeat": 0}),
+    "num_repeat_negative": ("num_repeat", {"num_repeat": -1}),
+    "num_repeat_huge": ("num_repeat", {"num_repeat": 2**70}),
+    "cache_layout_negative": ("cache_layout", {"cache_layout": -1}),
+    "cache_layout_unknown": ("cache_layout", {"cache_layout": 4}),
+}
+ATTRIBUTE_NAMES = ("num_layer", "layer_idx", "quant_bit", "quant_group", "num_repeat", "cache_layout")
+NOT_INTEGERS = [1.0, 8.0, np.float32(1), True, False, np.True_, "8", None, [1], 1 + 0j, np.array([8, 8])]
+
+
+@kinds
+@pytest.mark.parametrize("case", ATTRIBUTES)
+def test_attributes(kind, case):
+    name, change = ATTRIBUTES[case]
+    refused(legal(kind).but(**change), name)
+
+
+@kinds
+@pytest.mark.parametrize("name", ATTRIBUTE_NAMES)
+@pytest.mark.parametrize("value", NOT_INTEGERS, ids=repr)
+def test_attributes_that_are_no_integers(kind, name, value):
+    refused(legal(kind).but(**{name: value}), name)
+
+
+@pytest.mark.parametrize("name", ["cache_mode", "page_size", "max_seqlen", "max_kvlen"])
+@pytest.mark.parametrize("value", [1.0, True, "1", [1], np.array([1.5])], ids=repr)
+def test_dynamic_attributes_that_are_no_integers(name, value):
+    refused(legal("dynamic").but(**{name: value}), name)
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", [1], None, np.array([1.5]), np.array([1, 1])], ids=repr)
+def test_static_start_pos_that_is_no_integer(value):
+    refused(legal("static").but(start_pos=value), "start_pos")
+
+
+@kinds
+def test_int4_groups_are_even(kind):
+    scene = legal(kind, INT4)
+    refused(scene.but(quant_group=3, scale=scene["scale"]), "quant_group")
+
+
+def test_only_two_static_layouts():
+    refused(legal("static").but(cache_layout=2), "cache_layout")
+
+
+DYNAMIC_ATTRIBUTES = {
+    "cache_mode_unknown": ("cache_mode", {"cache_mode": 2}),
+    "page_size_0": ("page_size", {"page_size": 0}),
+    "page_size_negative": ("page_size", {"page_size": -3}),
+    "max_seqlen_too_small": ("max_seqlen", {"max_seqlen": 2}),
+    "max_kvlen_too_small": ("max_kvlen", {"max_kvlen": 4}),
+    "max_seqlen_negative": ("max_seqlen", {"max_seqlen": -1}),
+    "max_kvlen_hugely_negative": ("max_kvlen", {"max_kvlen": -(2**70)}),
+}
+
+
+@pytest.mark.parametrize("case", DYNAMIC_ATTRIBUTES)
+def test_dynamic_attributes(case):
+    name, change = DYNAMIC_ATTRIBUTES[case]
+    refused(legal("dynamic").but(**change), name)
+
+
+@pytest.mark.parametrize("hint", ["max_seqlen", "max_kvlen"])
+@pytest.mark.parametrize("value", [INT64_MAX, 2**70], ids=["int64_max", "beyond_int64"])
+def test_huge_hints_are_legal(hint, value):
+    scenes.check(legal("dynamic").but(**{hint: value}))
+
+
+@pytest.mark.parametrize("page_size", [2**31, 2**62, INT64_MAX], ids=["2^31", "2^62", "int64_max"])
+def test_huge_pages_are_legal(page_size):
+    scenes.check(legal("dynamic").but(page_size=page_size, cachestarts=np.array([[0], [-1], [5], [9]])))
+
+
+# Kinds of arrays
+
+
+tensors = pytest.mark.parametrize("name", TENSORS)
+
+
+@kinds
+@tensors
+@pytest.mark.parametrize("form", NO_ARRAYS)
+def test_no_arrays(kind, name, form):
+    scene = legal(kind)
+    refused(scene.but(**{name: NO_ARRAYS[form](scene[name])}), name)
+
+
+@kinds
+@tensors
+@pytest.mark.parametrize("dtype", ["float64", "int16", "bool", "complex64", "object", "V1"])
+def test_dtypes(kind, name, dtype):
+    scene = legal(kind)
+    refused(scene.but(**{name: np.zeros(scene[name].shape, dtype)}), name)
+
+
+@kinds
+@pytest.mark.parametrize("name", ["current_key", "current_value", "scale"])
+def test_byte_order(kind, name):
+    scene = legal(kind)
+    refused(scene.but(**{name: swapped(scene[name])}), name)
+
+
+@kinds
+def test_byte_order_of_a_float_cache(kind):
+    scene = legal(kind, FLOAT)
+    refused(scene.but(cache=swapped(scene["cache"])), "cache")
+
+
+@kinds
+@tensors
+def test_ranks(kind, name):
+    scene = legal(kind)
+    refused(scene.but(**{name: scene[name][None]}), name)
+    refused(scene.but(**{name: scene[name][0]}), name)
+    refused(scene.but(**{name: np.array(0, scene[name].dtype)}), name)
+
+
+MISMATCHED = {
+    "float_into_int8": ("cache", FLOAT, lambda s: {"cache": np.zeros(s["cache"].shape, np.int8)}),
+    "float_into_uint8": ("cache", FLOAT, lambda s: {"cache": np.zeros(s["cache"].shape, np.uint8)}),
+    "int8_into_float": ("cache", MOVED[-1], lambda s: {"cache": s["cache"].astype(np.float32)}),
+    "int8_into_uint8": ("cache", MOVED[-1], lambda s: {"cache": s["cache"].view(np.uint8)}),
+    "int8_quantized": (
+        "current_key",
+        INT8,
+        lambda s: {n: np.zeros(s[n].shape, np.int8) for n in TENSORS[:2]},
+    ),
+    "codes_in_uint8": ("cache", INT8, lambda s: {"cache": s["cache"].view(np.uint8)}),
+    "codes_in_floats": ("cache", INT8, lambda s: {"cache": s["cache"].astype(np.float32)}),
+    "quant_bit_0_with_codes": ("cache", INT8, lambda s: {"quant_bit": 0}),
+    "quant_bit_8_with_int4": ("cache", INT4, lambda s: {"quant_bit": 8}),
+    "quant_bit_4_with_int8": ("cache", INT8, lambda s: {"quant_bit": 4}),
+    "value_unlike_key": (
+        "current_value",
+        INT8,
+        lambda s: {"current_value": s["current_value"].astype("f4")},
+    ),
+    "scale_missing": ("scale", INT8, lambda s: {"scale": None}),
+    "scale_missing_int4": ("scale", INT4, lambda s: {"scale": None}),
+    "scale_in_int8": ("scale", INT8, lambda s: {"scale": np.zeros(s["scale"].shape, np.int8)}),
+    "scale_of_other_groups": ("scale", INT8, lambda s: {"quant_group": 4}),
+}
+
+
+@kinds
+@pytest.mark.parametrize("case", MISMATCHED)
+def test_formats_that_do_not_belong_together(kind, case):
+    name, formats, change = MISMATCHED[case]
+    scene = legal(kind, formats)
+    refused(scene.but(**change(scene)), name)
+
+
+# Shapes
+
+
+@kinds
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+def test_value_of_another_shape_than_key(kind, axis):
+    scene = legal(kind)
+    refused(scene.but(current_value=scene["current_value"].take([0], axis)), "current_value")
+
+
+@kinds
+@pytest.mark.parametrize("axis", [-1, -2], ids=["dim", "heads"])
+@pytest.mark.parametrize("name", ["key", "cache"])
+def test_heads_of_another_size(kind, axis, name):
+    """Halved in key and value, or in the cache."""
+    scene = legal(kind, FLOAT, dim=24)
+    names = TENSORS[:2] if name == "key" else ("cache",)
+    # In layout 0 heads and their elements are the last axes of cache and tokens alike.
+    changes = {n: np.ascontiguousarray(np.split(scene[n], 2, axis)[0]) for n in names}
+    refused(scene.but(**changes), "cache")
+
+
+@kinds
+def test_empty_heads(kind):
+    scene = legal(kind, FLOAT)
+    for part in (np.s_[..., :0], np.s_[..., :0, :]):
+        refused(scene.but(**{n: scene[n][part] for n in TENSORS[:3]}), "current_key")
+
+
+@kinds
+def test_every_axis_of_scale(kind):
+    scene = legal(kind)
+    for axis in range(scene["scale"].ndim):
+        short = np.delete(scene["scale"], -1, axis)
+        refused(scene.but(scale=short), "scale")
+        refused(scene.but(scale=np.concatenate([short] * 3, axis)), "scale")
+
+
+@kinds
+def test_key_value_axis(kind):
+    scene = legal(kind, FLOAT)
+    refused(scene.but(cache=scene["cache"].take([0], 2)), "cache")
+    refused(scene.but(cache=scene["cache"].take([0, 1, 0], 2)), "cache")
+
+
+@kinds
+def test_a_layout_the_cache_is_not_in(kind):
+    refused(legal(kind).but(cache_layout=1), "cache")
+
+
+def test_too_many_static_sequences():
+    refused(legal("static", batch=4).but(**{n: legal("static", batch=7)[n] for n in TENSORS[:2]}), "cache")
+
+
+STATIC_STARTS = {
+    "negative": -1,
+    "one_too_far": 6,
+    "far": 2**40,
+    "int64_max": INT64_MAX,
+    "beyond_int64": 2**70,
+}
+
+
+@pytest.mark.parametrize("start", STATIC_STARTS.values(), ids=STATIC_STARTS)
+def test_static_start_pos(start):
+    refused(legal("static").but(start_pos=start), "start_pos")
+
+
+def test_more_new_tokens_than_a_static_cache_has():
+    refused(
+        legal("static").but(**{n: legal("static", seqlen=8)[n] for n in TENSORS[:2]}, start_pos=0),
+        "start_pos",
+    )

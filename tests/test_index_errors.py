@@ -1,0 +1,216 @@
+"""Every error of the index tensors of the dynamic operator."""
+
+import numpy as np
+import pytest
+import scenes
+from refusals import NO_ARRAYS, Tensor, legal, refused, swapped
+from scenes import INT64_MAX, INT64_MIN
+
+INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
+index_tensors = pytest.mark.parametrize("name", INDEX)
+
+
+def changed(name, *entries):
+    """The legal scene with some entries (indices, value) of an index tensor changed."""
+    scene = legal("dynamic")
+    array = scene[name].copy()
+    for where, value in entries:
+        array[where] = value
+    return scene.but(**{name: array})
+
+
+@index_tensors
+@pytest.mark.parametrize("form", [form for form in NO_ARRAYS if form != "list"])
+def test_no_arrays(name, form):
+    scene = legal("dynamic")
+    refused(scene.but(**{name: NO_ARRAYS[form](scene[name])}), name)
+
+
+@index_tensors
+@pytest.mark.parametrize("dtype", ["float64", "bool", "uint64", "int16", "object"])
+def test_dtypes(name, dtype):
+    scene = legal("dynamic")
+    refused(scene.but(**{name: np.clip(scene[name], 0, 100).astype(dtype)}), name)
+
+
+@index_tensors
+def test_byte_order(name):
+    scene = legal("dynamic")
+    refused(scene.but(**{name: swapped(scene[name])}), name)
+
+
+@index_tensors
+def test_ranks(name):
+    scene = legal("dynamic")
+    refused(scene.but(**{name: scene[name][None]}), name)
+    refused(scene.but(**{name: scene[name][0]}), name)
+
+
+@index_tensors
+def test_lengths(name):
+    """With an entry less, or one more, than there are sequences; seqstarts is what the others are held to."""
+    scene = legal("dynamic")
+    for array in (scene[name][:-1], np.concatenate([scene[name], scene[name][-1:]])):
+        refused(scene.but(**{name: array}), INDEX)
+
+
+def test_no_entries():
+    empty = np.zeros(0, np.int64)
+    for name in ("seqstarts", "kvstarts"):
+        refused(legal("dynamic").but(**{name: empty}), name)
+
+
+def test_ragged_lists():
+    refused(legal("dynamic").but(cachestarts=[[1], [2, 3]]), "cachestarts")
+
+
+def test_an_array_for_the_other_mode():
+    scene = legal("dynamic")
+    refused(scene.but(cache_mode=0), "cachestarts")
+    refused(scene.but(cachestarts=scene["cachestarts"][:, 0].copy()), "cachestarts")
+
+
+STARTS = {
+    "seqstarts_begins_at_1": ("seqstarts", (0, 1)),
+    "kvstarts_begins_at_1": ("kvstarts", (0, 1)),
+    "seqstarts_begins_below_0": ("seqstarts", (0, -1)),
+    "seqstarts_ends_early": ("seqstarts", (-1, 4)),
+    "seqstarts_ends_late": ("seqstarts", (-1, 6)),
+    "seqstarts_ends_at_int64_max": ("seqstarts", (-1, INT64_MAX)),
+    "seqstarts_falls": ("seqstarts", (2, 1)),
+    "seqstarts_falls_below_0": ("seqstarts", (1, INT64_MIN)),
+    "kvstarts_falls": ("kvstarts", (2, 4)),
+    "kvstarts_falls_below_0": ("kvstarts", (1, INT64_MIN)),
+    "kvstarts_ends_early": ("kvstarts", (-1, 11)),
+    "kvstarts_ends_late": ("kvstarts", (-1, 13)),
+    "kvstarts_ends_at_int64_max": ("kvstarts", (-1, INT64_MAX)),
+    "kvlen_of_the_first_two": ("kvstarts", (1, 4)),
+    "start_pos_negative": ("start_pos", (0, -1)),
+    "start_pos_int64_min": ("start_pos", (0, INT64_MIN)),
+    "start_pos_too_large": ("kvstarts", "start_pos", (0, 4)),
+    "start_pos_too_small": ("kvstarts", "start_pos", (2, 3)),
+    "start_pos_int64_max": ("kvstarts", "start_pos", (3, INT64_MAX)),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_starts_and_lengths(case):
+    name, *change = STARTS[case]
+    scene = changed(*change) if len(change) == 2 else changed(name, *change)
+    refused(scene, name)
+
+
+# The legal table: 0 stores rows 3 4 and has 30 31 32 behind; 2 loads 30 31 32 12; 3 stores 20 21 22.
+ROWS = {
+    "past_page_negative": ((0, 0), -1),
+    "past_page_int64_min": ((0, 0), INT64_MIN),
+    "past_page_outside": ((0, 0), 34),
+    "past_page_ends_outside": ((0, 0), 32),
+    "past_page_int64_max": ((0, 0), INT64_MAX),
+    "store_page_negative": ((3, 0), -1),
+    "store_page_minus_2": ((3, 0), -2),
+    "store_page_ends_outside": ((3, 0), 32),
+    "store_page_int64_max": ((3, 0), INT64_MAX),
+    "last_page_outside": ((0, 1), 33),
+    "read_page_outside": ((2, 1), 34),
+    "read_page_int64_max": ((2, 1), INT64_MAX),
+    "stored_twice_by_two_all": ((3, 0), 3),
+    "stored_twice_by_two_one_row": ((3, 0), 4),
+    "stored_twice_by_two_from_below": ((3, 0), 1),
+    "stores_what_it_has_behind": ((0, 1), 31),
+    "stores_what_it_and_another_read": ((3, 0), 30),
+    "stores_what_another_reads": ((3, 0), 10),
+    "reads_what_another_stores_first_row": ((2, 1), 20),
+    "reads_what_another_stores_last_row": ((2, 1), 22),
+    "reads_what_another_stores_in_a_page": ((2, 0), 2),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows(case):
+    refused(changed("cachestarts", ROWS[case]), "cachestarts")
+
+
+LEGAL_ROWS = {
+    "first_rows": ((3, 0), 0),
+    "last_rows": ((0, 0), 31),
+    "just_below_a_stored_run": ((2, 1), 19),
+    "just_above_a_stored_run": ((2, 1), 23),
+    "next_to_another_stored_run_below": ((3, 0), 5),
+    "next_to_another_stored_run_above": ((0, 1), 18),
+    "overhanging_last_page": ((0, 1), 28),
+    "same_page_read_twice": ((2, 1), 32),
+}
+
+
+@pytest.mark.parametrize("case", LEGAL_ROWS)
+def test_rows_that_look_wrong_but_are_legal(case):
+    scenes.check(changed("cachestarts", LEGAL_ROWS[case]))
+
+
+def test_stored_twice_by_one_sequence():
+    """Six new tokens in two pages: the same page twice, then pages that share one row."""
+    scene = scenes.dynamic(np.random.default_rng(1), scenes.MOVED[0], 0, 1, lengths=[(0, 6)], page_size=3)
+    for second in (1, 2, 3):
+        refused(scene.but(cachestarts=np.array([[1, second]])), "cachestarts")
+    refused(scene.but(cachestarts=np.array([[2, 0]])), "cachestarts")
+    scenes.check(scene.but(cachestarts=np.array([[0, 3]])))
+
+
+def test_too_few_pages():
+    scene = legal("dynamic")
+    refused(scene.but(cachestarts=scene["cachestarts"][:, :1].copy()), "cachestarts")
+    refused(scene.but(cachestarts=scene["cachestarts"][:, :0].copy()), "cachestarts")
+    scenes.check(scene.but(cachestarts=scene["cachestarts"][:, :2].copy()))
+
+
+def offset_scene(starts):
+    scene = scenes.dynamic(np.random.default_rng(2), scenes.MOVED[1], 1, 0, lengths=[(3, 2)])
+    one = scene.but(cachestarts=np.array([0]))
+    rows = one["cache"].shape[1]
+    return one.but(cachestarts=np.array([starts(rows)]))
+
+
+OFFSETS = {
+    "negative": lambda rows: -1,
+    "int64_min": lambda rows: INT64_MIN,
+    "one_too_far": lambda rows: rows - 4,
+    "past_the_end": lambda rows: rows,
+    "wraps_at_int64_max": lambda rows: INT64_MAX,
+    "wraps_in_position": lambda rows: INT64_MAX - 3,
+}
+
+
+@pytest.mark.parametrize("case", OFFSETS)
+def test_offsets(case):
+    refused(offset_scene(OFFSETS[case]), "cachestarts[0]")
+
+
+def test_the_last_legal_offset():
+    scenes.check(offset_scene(lambda rows: rows - 5))
+
+
+def test_offset_runs_that_meet():
+    """(0 past, 3 new) at row 4; a reader of two tokens slides past it."""
+    for start, fine in ((2, True), (3, False), (4, False), (6, False), (7, True)):
+        scene = scenes.dynamic(
+            np.random.default_rng(2), scenes.MOVED[0], 2, 0, lengths=[(0, 3), (2, 0), (9, 0)]
+        )
+        row = {0: 4, 2: start, 9: 7}
+        step = scene.but(cachestarts=np.array([row[past] for past in scene["start_pos"].tolist()]))
+        step.inputs["cache"] = np.resize(scene["cache"], (3, 2, 16, *scene["cache"].shape[3:]))
+        if fine:
+            scenes.check(step)
+        else:
+            refused(step, "cachestarts")
+
+
+def test_a_tensor_of_another_library_is_named():
+    scene = legal("dynamic")
+    refused(scene.but(start_pos=Tensor(scene["start_pos"])), "start_pos")
+
+
+def test_decreasing_starts_may_not_hide_in_the_sum():
+    """Lengths 2 and -2 and 2: every total is right."""
+    scene = changed("seqstarts", (1, 2), (2, 0), (3, 2))
+    refused(scene, "seqstarts")

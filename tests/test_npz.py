@@ -1,0 +1,539 @@
+"""The file contract: what is written is read back, mapping never writes, nothing is half done."""
+
+import io
+import json
+import struct
+import zipfile
+from errno import EACCES, ENOSPC
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvkit
+from kvkit.errors import KvkitError
+from kvkit_cli import members, npz, show
+from kvkit_cli.npz import FileError, read, write
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = (
+    "?",
+    "i1",
+    "u1",
+    "<i2",
+    "<u4",
+    "<i8",
+    ">i8",
+    "<f2",
+    "<f4",
+    ">f4",
+    "<f8",
+    "<c8",
+    "<U5",
+    "S3",
+    "<M8[s]",
+    BF16,
+)
+SHAPES = ((), (1,), (7,), (0,), (3, 0, 2), (2, 3, 5))
+
+
+def filled(shape, dtype, seed=0):
+    """An array of random bytes."""
+    dtype = np.dtype(dtype)
+    if dtype.kind in "US":
+        return np.full(shape, "abc", dtype)
+    count = int(np.prod(shape))
+    bits = np.random.default_rng(seed).integers(0, 2, (count, dtype.itemsize), np.uint8)
+    return bits.reshape(-1).view(dtype).reshape(shape)
+
+
+def assert_same(got, expected):
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert got.tobytes() == expected.tobytes()
+
+
+def is_mapped(array):
+    while array is not None and not isinstance(array, np.memmap):
+        array = array.base
+    return array is not None
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file.npz"
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("writer", [write, lambda path, arrays: np.savez(path, **arrays),
+                                    lambda path, arrays: np.savez_compressed(path, **arrays)],
+                         ids=["kvkit", "savez", "savez_compressed"])  # fmt: skip
+def test_round_trip(path, writer, dtype):
+    arrays = {f"a{i}": filled(shape, dtype, i) for i, shape in enumerate(SHAPES)}
+    writer(path, arrays)
+    got = read(path).arrays
+    assert list(got) == list(arrays)
+    for name, array in arrays.items():
+        assert_same(got[name], array)
+        assert type(got[name]) is np.ndarray
+        assert got[name].flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["f4", BF16], ids=str)
+def test_memory_orders(path, dtype):
+    base = filled((4, 6, 8), dtype)
+    frozen = base.copy()
+    frozen.flags.writeable = False
+    arrays = {
+        "fortran": np.asfortranarray(base), "transposed": base.transpose(1, 2, 0),
+        "strided": base[::2, 1::2, ::3],
+        "reversed": base[::-1, :, ::-1], "broadcast": np.broadcast_to(base[0], (3, 6, 8)), "frozen": frozen,
+        "sliver": base[:, 0, 0], "empty": base[:0, ::2],
+    }  # fmt: skip
+    write(path, arrays)
+    got = read(path).arrays
+    for name, array in arrays.items():
+        assert_same(got[name], array)
+    assert got["fortran"].flags.f_contiguous
+    assert got["strided"].flags.c_contiguous
+
+
+def test_numpy_reads_it(path):
+    arrays = {"half": filled((3, 5), "f2"), "brain": filled((3, 5), BF16)}
+    write(path, arrays)
+    with np.load(path) as loaded:
+        assert_same(loaded["half"], arrays["half"])
+        assert loaded["brain"].tobytes() == arrays["brain"].tobytes()
+
+
+def test_chunks_are_joined(path, monkeypatch):
+    monkeypatch.setattr(members, "CHUNK", 48)
+    arrays = {"whole": filled((7, 11), "f4"), "strided": filled((9, 22), BF16)[::2, ::2]}
+    write(path, arrays)
+    for name, array in read(path).arrays.items():
+        assert_same(array, arrays[name])
+    np.savez_compressed(path, **arrays)
+    for name, array in read(path).arrays.items():
+        assert_same(array, arrays[name])
+
+
+# Metadata and bytes
+
+
+def test_metadata(path):
+    write(path, {"a": filled((2,), BF16)}, {"operator": "x", "attributes": {"quant_bit": 8}})
+    assert read(path).metadata == {
+        "version": 1,
+        "producer": f"kvkit {kvkit.__version__}",
+        "operator": "x",
+        "attributes": {"quant_bit": 8},
+        "dtypes": {"a": "bfloat16"},
+    }
+
+
+def test_metadata_of_a_numpy_file_is_empty(path):
+    np.savez(path, a=np.zeros(3))
+    assert read(path).metadata == {}
+
+
+def test_equal_arrays_give_equal_bytes(path, tmp_path):
+    arrays = {"a": filled((20, 3), "f4"), "b": filled((), "i8")}
+    write(path, arrays)
+    write(tmp_path / "other.npz", read(path).arrays)
+    assert path.read_bytes() == (tmp_path / "other.npz").read_bytes()
+
+
+def test_data_is_aligned(path):
+    names_ = ["a", "start_pos", "a_much_longer_name", "ünïcode"]
+    write(path, {name: filled((3, i + 1), "i1") for i, name in enumerate(names_)})
+    for array in read(path).arrays.values():
+        assert array.ctypes.data % members.ALIGNMENT == 0
+        assert is_mapped(array)
+
+
+# Mapping
+
+
+@pytest.mark.parametrize("order", "CF")
+@pytest.mark.parametrize(
+    "writer", [write, lambda path, arrays: np.savez(path, **arrays)], ids=["kvkit", "savez"]
+)
+def test_mapped_arrays_never_change_the_file(path, writer, order):
+    writer(path, {"cache": np.asarray(filled((5, 7), BF16), order=order), "pos": np.array(3)})
+    before = path.read_bytes()
+    got = read(path).arrays
+    assert all(is_mapped(array) for array in got.values())
+    got["cache"][...] = 7
+    got["pos"][...] = 9
+    assert (got["cache"] == 7).all()
+    del got
+    assert path.read_bytes() == before
+
+
+def test_an_unaligned_array_stays_mapped(path):
+    with zipfile.ZipFile(path, "w") as archive, archive.open("odd.npy", "w") as member:
+        np.save(member, np.arange(5.0))
+    array = read(path).arrays["odd"]
+    assert not array.flags.aligned
+    assert is_mapped(array)
+    assert array.sum() == 10
+
+
+def test_deflated_and_empty_arrays_are_not_mapped(path):
+    np.savez_compressed(path, a=np.zeros(100))
+    assert not is_mapped(read(path).arrays["a"])
+    write(path, {"empty": np.zeros((0, 4))})
+    assert not is_mapped(read(path).arrays["empty"])
+
+
+def test_local_headers_have_lengths_of_their_own(path):
+    """numpy's local headers carry a zip64 field that the central directory leaves out."""
+    np.savez(path, a=np.arange(4))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.getinfo("a.npy").extra == b""
+    assert path.read_bytes()[28:30] == struct.pack("<H", 20)
+    assert read(path).arrays["a"].tolist() == [0, 1, 2, 3]
+
+
+class Sparse(io.FileIO):
+    """A file that leaves holes for zeros."""
+
+    def write(self, data):
+        if len(data) >= 2**20 and not np.frombuffer(data, np.uint8).any():
+            return self.seek(len(data), io.SEEK_CUR) and len(data)
+        return super().write(data)
+
+
+@pytest.mark.slow
+def test_beyond_four_gigabytes(path):
+    large = np.zeros(2**32 + 5, np.uint8)
+    large[-3:] = 1, 2, 3
+    with Sparse(path, "w") as file, zipfile.ZipFile(file, "w") as archive:
+        members.write(archive, "large.npy", large, file.tell(), lambda count: None)
+        members.write(archive, "behind.npy", np.arange(3), file.tell(), lambda count: None)
+    got = read(path).arrays
+    assert got["large"].shape == large.shape
+    assert got["large"][-4:].tolist() == [0, 1, 2, 3]
+    assert got["behind"].tolist() == [0, 1, 2]
+    assert got["behind"].ctypes.data % members.ALIGNMENT == 0
+
+
+# Replacing
+
+
+def test_the_file_that_is_mapped_can_be_replaced(path):
+    write(path, {"cache": np.arange(100_000), "kept": np.arange(5)})
+    arrays = read(path).arrays
+    arrays["cache"][::2] = -1
+    write(path, arrays)
+    expected = np.arange(100_000)
+    expected[::2] = -1
+    assert_same(arrays["cache"], expected)
+    assert_same(read(path).arrays["cache"], expected)
+    assert_same(read(path).arrays["kept"], np.arange(5))
+
+
+def fail_in_a_member(monkeypatch, error):
+    def chunks(array):
+        yield array.tobytes()[:10]
+        raise error
+
+    monkeypatch.setattr(members, "chunks", chunks)
+
+
+def fail_in(name):
+    def patch(monkeypatch, error):
+        def failing(*args):
+            raise error
+
+        monkeypatch.setattr(f"kvkit_cli.replace.os.{name}", failing)
+
+    return patch
+
+
+@pytest.mark.parametrize("error", [OSError(ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "fail", [fail_in_a_member, fail_in("fsync"), fail_in("replace")], ids=["data", "fsync", "replace"]
+)
+@pytest.mark.parametrize("old", [True, False], ids=["old", "new"])
+def test_a_failing_write_leaves_what_was(path, monkeypatch, fail, error, old):
+    if old:
+        write(path, {"a": np.arange(9)})
+    before = [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()]
+    fail(monkeypatch, error)
+    with pytest.raises(type(error)):
+        write(path, {"a": np.zeros(1000), "b": np.ones(3)})
+    assert [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()] == before
+
+
+def test_mode_is_kept(path):
+    write(path, {"a": np.zeros(1)})
+    path.chmod(0o640)
+    write(path, {"a": np.ones(1)})
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_symbolic_link_stays_one(path, tmp_path):
+    (tmp_path / "real").mkdir()
+    real = tmp_path / "real" / "data.npz"
+    path.symlink_to(real)
+    write(path, {"a": np.zeros(1)})
+    write(path, {"a": np.ones(1)})
+    assert path.is_symlink()
+    assert read(real).arrays["a"] == 1
+    assert names(tmp_path) == ["file.npz", "real"]
+    assert names(tmp_path / "real") == ["data.npz"]
+
+
+def test_targets_that_cannot_be(path, tmp_path):
+    for target, wrong in ((tmp_path, "not a regular file"), (tmp_path / "no" / "x.npz", "there is no folder"),
+                          ("/dev/null", "not a regular file")):  # fmt: skip
+        with pytest.raises(FileError, match=wrong):
+            write(target, {"a": np.zeros(1)})
+    assert names(tmp_path) == []
+
+
+def test_a_read_only_target_is_respected(path, monkeypatch):
+    write(path, {"a": np.zeros(1)})
+    monkeypatch.setattr(npz.os, "access", lambda place, mode: place != path)
+    with pytest.raises(PermissionError) as caught:
+        write(path, {"a": np.ones(1)})
+    assert caught.value.errno == EACCES
+    assert read(path).arrays["a"] == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, "V2", "V8", object, [("x", "i4")]], ids=str
+)
+def test_dtypes_that_would_not_come_back_are_refused(path, dtype):
+    with pytest.raises(FileError, match=r"file\.npz: a has dtype .*: convert it"):
+        write(path, {"a": np.zeros(3, dtype)})
+    assert names(path.parent) == []
+
+
+def test_progress_on_a_terminal_only(path, monkeypatch, capsys):
+    monkeypatch.setattr(show, "BAR_FROM", 1)
+    write(path, {"a": np.zeros(10)})
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    write(path, {"a": np.zeros(10)}, quiet=True)
+    assert capsys.readouterr() == ("", "")
+    write(path, {"a": np.zeros(10)})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "writing file.npz" in err
+
+
+# Wrong files
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def header(text):
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+GOOD = npy(np.arange(6))
+PICKLED = header(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n") + b"\x80\x04K\x01."
+VOID = header(b"{'descr': '|V3', 'fortran_order': False, 'shape': (1,), }\n") + b"abc"
+RECORD = header(b"{'descr': [('x', '<i4')], 'fortran_order': False, 'shape': (1,), }\n") + b"abcd"
+NEGATIVE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (-1, -4), }\n") + b"abcd"
+WIDE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (0, %d), }\n" % 2**70)
+HUGE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d,), }\n" % 2**62) + b"abcd"
+PYTHON = header(b"{'descr': '|u1', 'shape': __import__('os').getcwd(), 'fortran_order': False}\n")
+DEEP = b"[" * 200_000
+WRONG = {
+    "short": ({"a.npy": GOOD[:-1]}, "a.npy.*has 175 bytes, its header asks for 176"),
+    "long": ({"a.npy": GOOD + b"x"}, "a.npy.*has 177 bytes, its header asks for 176"),
+    "huge": ({"a.npy": HUGE}, "its header asks for"),
+    "no header": ({"a.npy": b"hello"}, "a.npy.*is damaged"),
+    "empty member": ({"a.npy": b""}, "a.npy.*is damaged"),
+    "version": ({"a.npy": b"\x93NUMPY\x03\x00" + GOOD[8:]}, "a.npy.*is damaged"),
+    "code": ({"a.npy": PYTHON}, "a.npy.*is damaged"),
+    "pickled": ({"a.npy": PICKLED}, "pickled objects"),
+    "void": ({"a.npy": VOID}, "its dtype"),
+    "record": ({"a.npy": RECORD}, "its dtype"),
+    "negative shape": ({"a.npy": NEGATIVE}, "a.npy.*is damaged"),
+    "wide": ({"a.npy": WIDE}, "a.npy.*is damaged"),
+    "other member": ({"a.npy": GOOD, "notes.txt": b"x"}, "notes.txt.*is no array: keep only NAME.npy"),
+    "folder": ({"a/": b""}, "is no array"),
+    "nameless": ({".npy": GOOD}, "is no array"),
+    "json": ({"kvkit.json": b"{"}, "kvkit.json.*is damaged"),
+    "json text": ({"kvkit.json": b"\xff"}, "kvkit.json.*is damaged"),
+    "json depth": ({"kvkit.json": DEEP}, "kvkit.json.*is damaged"),
+    "json list": ({"kvkit.json": b"[]"}, "kvkit.json or its dtypes are no object"),
+    "json dtypes": ({"kvkit.json": b'{"dtypes": [1]}'}, "kvkit.json or its dtypes are no object"),
+    "newer": ({"kvkit.json": b'{"version": 2}'}, "has version 2, not 1: update kvkit"),
+    "other dtype": ({"a.npy": GOOD, "kvkit.json": b'{"dtypes": {"a": "u1"}}'}, "a is u1, but it is int64"),
+    "absent": ({"kvkit.json": b'{"dtypes": {"a": "float16"}}'}, "a is float16, but it is absent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_members(path, name, method):
+    contents, wrong = WRONG[name]
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for member, data in contents.items():
+            archive.writestr(member, data)
+    assert_refused(path, wrong)
+
+
+def assert_refused(path, wrong):
+    with pytest.raises(FileError, match=wrong) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, KvkitError)
+
+
+def test_no_file(path, tmp_path):
+    assert_refused(path, "no such file")
+    assert_refused(tmp_path, "not a regular file")
+    path.symlink_to(path)
+    assert_refused(path, "no such file")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"hello", GOOD, b"PK\x03\x04" + bytes(100)], ids=["empty", "text", "npy", "PK"]
+)
+def test_no_archive(path, data):
+    path.write_bytes(data)
+    assert_refused(path, "not a zip archive, or cut short")
+
+
+def test_twice(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.npy", GOOD)
+        archive.writestr("b.npy", GOOD)
+    path.write_bytes(path.read_bytes().replace(b"b.npy", b"a.npy"))
+    assert_refused(path, "'a.npy' is there twice")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
+def test_other_compressions(path, method):
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("a.npy", GOOD)
+    assert_refused(path, "neither stored nor deflated")
+
+
+def test_encrypted(path):
+    np.savez(path, a=np.zeros(3))
+    data = bytearray(path.read_bytes())
+    data[6] |= 1
+    data[data.rindex(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(data)
+    assert_refused(path, "a.npy.*encrypted")
+
+
+def test_a_deflated_bomb(path):
+    """A header and a directory that agree on a size to which so few bytes cannot unpack."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", HUGE)
+    size = len(HUGE) - 4 + 2**62
+    with zipfile.ZipFile(path) as archive:
+        (info,) = archive.infolist()
+        info.file_size = size
+        with pytest.raises(ValueError, match="cannot unpack"), path.open("rb") as file:
+            members.read(archive, info, file)
+
+
+def test_a_header_from_python_2(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            "a.npy", header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (4L,), }\n") + b"abcd"
+        )
+    assert read(path).arrays["a"].tobytes() == b"abcd"
+
+
+def set_in_directory(path, offset, value):
+    """Change a 4-byte field of the last entry in the zip's directory."""
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")
+    data[entry + offset : entry + offset + 4] = struct.pack("<I", value)
+    path.write_bytes(data)
+
+
+def test_a_stored_member_of_two_sizes(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.npy", npy(np.zeros(10_000, np.int8)))
+    set_in_directory(path, 20, 10_000)
+    assert_refused(path, "a.npy.*it is stored in 10000 bytes, not 10128")
+
+
+def test_a_stored_member_beyond_the_end(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            "a.npy", header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000,), }\n")
+        )
+    size = path.read_bytes().index(b"}") - path.read_bytes().index(b"\x93") + 2 + 1_000_000
+    set_in_directory(path, 20, size)
+    set_in_directory(path, 24, size)
+    assert_refused(path, "a.npy.*is damaged")
+
+
+@pytest.mark.parametrize("count", [1, 1000, 4096, 100_000])
+def test_deflated_data_is_checked(path, count):
+    np.savez_compressed(path, a=np.random.default_rng(0).integers(0, 9, count))
+    set_in_directory(path, 16, 0)
+    assert_refused(path, "a.npy.*CRC")
+
+
+# Damage: no traceback, whatever the bytes
+
+
+@pytest.fixture(params=["kvkit", "savez_compressed"])
+def small(request, path):
+    arrays = {"a": filled((3, 2), BF16), "pos": np.array(4), "empty": np.zeros((0, 2), np.int8)}
+    write(path, arrays) if request.param == "kvkit" else np.savez_compressed(path, **arrays)
+    return path.read_bytes()
+
+
+def survives(path, data):
+    """Whether damaged bytes are still read; only a FileError may say no."""
+    path.write_bytes(data)
+    try:
+        arrays = read(path).arrays
+    except FileError:
+        return False
+    assert all(len(array.tobytes()) == array.nbytes for array in arrays.values())
+    return True
+
+
+def test_every_truncation_is_refused(path, small):
+    assert survives(path, small)
+    assert not any(survives(path, small[:length]) for length in range(len(small)))
+
+
+def test_any_changed_byte_is_read_or_refused(path, small):
+    rng = np.random.default_rng(0)
+    read_on = 0
+    for place in range(len(small)):
+        for value in (small[place] ^ 1, 0xFF, int(rng.integers(256))):
+            read_on += survives(path, small[:place] + bytes([value]) + small[place + 1 :])
+    assert 0 < read_on < 3 * len(small)
+
+
+def test_any_missing_piece_is_read_or_refused(path, small):
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        begin, end = np.sort(rng.integers(0, len(small), 2))
+        assert survives(path, small[:begin] + small[end:]) in (begin == end, False)
+
+
+def test_the_file_says_its_dtypes_for_other_readers(path):
+    write(path, {"a": filled((2, 2), BF16)})
+    with zipfile.ZipFile(path) as archive:
+        assert json.loads(archive.read("kvkit.json"))["dtypes"] == {"a": "bfloat16"}
+        assert b"V2" in archive.read("a.npy")

@@ -1,0 +1,198 @@
+"""The machine code of `rows`: vector, streaming and plain forms, called by address, write the same bytes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+import scenes
+from scenes import DIMS, DTYPES, FLOATS, GROUPS, MOVED, QUANTIZED, Formats, assert_same
+from surroundings import carve
+
+from kvkit.cpu.rows import rows
+
+REST_OF_GRID = [
+    formats
+    for t1 in FLOATS
+    for bit in (8, 4)
+    for t3 in FLOATS
+    for group in GROUPS
+    if (formats := Formats(t1, "int8", t3, bit, group, DIMS[group])) not in QUANTIZED
+]
+quantized = pytest.mark.parametrize("formats", QUANTIZED, ids=str)
+rest_of_grid = pytest.mark.parametrize("formats", REST_OF_GRID, ids=str)
+TOKENS, HEADS = 3, 3
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+def names(formats):
+    """The formats as `rows` takes them: data, cache, scale, group."""
+    if not formats.bit:
+        return DTYPES[formats.t1].name, DTYPES[formats.t2].name, None, 0
+    return DTYPES[formats.t1].name, f"int{formats.bit}", DTYPES[formats.t3].name, formats.group
+
+
+def run(direction, formats, packed, cache, scale=None, repeat=1, **form):
+    """Call the code over arrays [token, head, element] with any strides between tokens and heads."""
+    code = rows(direction, *names(formats), **form)
+    tokens, heads = cache.shape[:2]
+    spot = (0, 0, 0) if scale is None else (scale.ctypes.data, *scale.strides[:2])
+    code.ctypes(packed.ctypes.data, *packed.strides[:2], cache.ctypes.data, *cache.strides[:2], *spot,
+                tokens, heads, repeat, packed.shape[-1])  # fmt: skip
+
+
+def blank(shape, dtype, fill=0x55):
+    return np.full((*shape[:-1], shape[-1] * dtype.itemsize), fill, np.uint8).view(dtype)
+
+
+def widths(formats, dim):
+    return dim // 2 if formats.bit == 4 else dim, dim // formats.group
+
+
+def stored(formats, x, plain):
+    """Codes and scales of `x`, written between guards at odd addresses."""
+    outer, (width, cells) = x.shape[:2], widths(formats, x.shape[2])
+    cache, cache_untouched = carve(blank((*outer, width), DTYPES["int8"]), 1)
+    scale, scale_untouched = carve(blank((*outer, cells), DTYPES[formats.t3]), 3)
+    run("store", formats, x, cache, scale, plain=plain)
+    cache_untouched()
+    scale_untouched()
+    return cache, scale
+
+
+def oracle(formats, x):
+    with np.errstate(all="ignore"):
+        codes, scale = reference.quantize(x.reshape(-1), formats.bit, formats.group)
+        scale = scale.astype(DTYPES[formats.t3])
+    if formats.bit == 4:
+        pairs = codes.view(np.uint8).reshape(-1, 2)
+        codes = ((pairs[:, 0] & 15) | (pairs[:, 1] << 4)).view(np.int8)
+    return codes.reshape(*x.shape[:2], -1), scale.reshape(*x.shape[:2], -1)
+
+
+def check_stores(formats, x):
+    codes, cells = oracle(formats, x)
+    for plain in (False, True):
+        cache, scale = stored(formats, x, plain)
+        assert_same(scale, cells, f"scale, plain={plain}")
+        assert_same(cache, codes, f"cache, plain={plain}")
+
+
+def tails(group):
+    """Rows of whole panels of either size, and with every kind of rest."""
+    return [group * count for count in (1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 33) if group * count <= 1100]
+
+
+def near_ties(rng, formats, shape):
+    """Each group has a maximum and numbers whose quotients lie within two steps of k + 1/2."""
+    dtype, qmax = DTYPES[formats.t1], reference.QMAX[formats.bit]
+    groups = int(np.prod(shape)) // formats.group
+    largest = (2.0 ** rng.uniform(-10, 15, (groups, 1))).astype(dtype)
+    step = reference.divide(largest, qmax, dtype).astype(np.float64)
+    x = ((rng.integers(-qmax, qmax, (groups, formats.group)) + 0.5) * step).astype(dtype)
+    bits = x.view(f"i{dtype.itemsize}")
+    bits += rng.integers(-2, 3, x.shape).astype(bits.dtype)
+    x = np.clip(x.astype(np.float64), -largest.astype(np.float64), largest.astype(np.float64)).astype(dtype)
+    x[np.arange(groups), rng.integers(0, formats.group, groups)] = largest[:, 0]
+    return x.reshape(shape)
+
+
+def check_all_stores(formats, rng):
+    for dim in tails(formats.group):
+        check_stores(formats, scenes.tokens(rng, formats, (TOKENS, HEADS, dim)))
+    check_stores(formats, scenes.tokens(rng, formats, (11, 8, 512)))
+    check_stores(formats, near_ties(rng, formats, (11, 8, 512)))
+
+
+def check_all_loads(formats, rng, stream=False):
+    for dim in tails(formats.group):
+        axes = {"row": TOKENS, "head": HEADS, "dim": dim}
+        cache, scale = scenes.cache_and_scale(rng, formats, "row head dim", axes)
+        expected = loaded_by_oracle(formats, cache, scale, dim)
+        forms = [{"plain": True}, {}] + ([{"stream": True}] if stream else [])
+        for form in forms:
+            # Streaming needs every row to begin at a multiple of 16 bytes.
+            out = aligned_blank((TOKENS, HEADS, dim), DTYPES[formats.t1])
+            run("load", formats, out, cache, scale, **form)
+            assert_same(out, expected, str(form))
+
+
+def loaded_by_oracle(formats, cache, scale, dim):
+    heads = [
+        reference.load_head(cache[t, h], scale[t, h], formats.bit, formats.group, DTYPES[formats.t1])
+        for t in range(TOKENS)
+        for h in range(HEADS)
+    ]
+    return np.array(heads).reshape(TOKENS, HEADS, dim)
+
+
+def aligned_blank(shape, dtype):
+    """Rows 64 bytes apart or a multiple of it, the first at one of 64."""
+    pitch = -(-shape[-1] * dtype.itemsize // 64) * 64
+    buffer = np.full(shape[0] * shape[1] * pitch + 64, 0x55, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    padded = buffer[begin : begin + shape[0] * shape[1] * pitch].reshape(*shape[:2], pitch)
+    return padded[..., : shape[-1] * dtype.itemsize].view(dtype)
+
+
+@quantized
+def test_quantize(formats, rng):
+    check_all_stores(formats, rng)
+
+
+@quantized
+def test_dequantize(formats, rng):
+    check_all_loads(formats, rng, stream=QUANTIZED.index(formats) % 5 == 0)
+
+
+@pytest.mark.slow
+@rest_of_grid
+def test_quantize_in_the_rest_of_the_grid(formats, rng):
+    check_all_stores(formats, rng)
+
+
+@pytest.mark.slow
+@rest_of_grid
+def test_dequantize_in_the_rest_of_the_grid(formats, rng):
+    check_all_loads(formats, rng)
+
+
+@pytest.mark.parametrize("formats", MOVED, ids=str)
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_move(formats, direction, rng):
+    t1, t2 = DTYPES[formats.t1], DTYPES[formats.t2]
+    source, target = (t1, t2) if direction == "store" else (t2, t1)
+    forms = [{"plain": True}, {}] + ([{"stream": True}] if direction == "load" else [])
+    for dim in (1, 2, 15, 16, 17, 31, 32, 33, 40, 128, 200):
+        x = scenes.numbers(rng, (TOKENS, HEADS, dim), source)
+        for form in forms:
+            out = aligned_blank(x.shape, target)
+            run(direction, formats, *((x, out) if direction == "store" else (out, x)), **form)
+            with np.errstate(all="ignore"):
+                assert_same(out, x.astype(target), str(form))
+
+
+# Every number of a 16-bit format
+
+
+def every_finite(dtype):
+    x = np.arange(2**16, dtype=np.uint16).view(dtype)
+    return x[np.isfinite(x.astype(np.float32))]
+
+
+@pytest.mark.parametrize("t1", ["fp16", "bf16"])
+@pytest.mark.parametrize("bit", [8, 4])
+@pytest.mark.parametrize("largest", ["max", 127.0, 1.0, 3.14159, 0.0123, 1e-3, "smallest"], ids=str)
+def test_quantize_every_number(t1, bit, largest):
+    """Beside one maximum, in groups of two; the pairs lie in both orders."""
+    (formats,) = (f for f in QUANTIZED if (f.t1, f.bit, f.group) == (t1, bit, 2))
+    dtype, info = DTYPES[t1], ml_dtypes.finfo(DTYPES[t1])
+    top = np.array({"max": info.max, "smallest": info.smallest_subnormal}.get(largest, largest)).astype(dtype)
+    x = every_finite(dtype)
+    x = x[np.abs(x.astype(np.float32)) <= np.float32(top)]
+    pairs = np.stack([np.full_like(x, top), x], axis=1)
+    pairs = np.concatenate([pairs, pairs[:, ::-1]])
+    check_stores(formats, pairs.reshape(1, 1, -1))
