@@ -3,6 +3,7 @@
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def bench(path, only, rounds):
         if only in case.name:
             results.append(measure(case, rounds))
             table.add_row(*row(results[-1]))
-    show.console().print(table)
+    show.console(width=None if sys.stdout.isatty() else 100).print(table)
     if path:
         report = {"kvkit": __version__, "machine": machine(), "rounds": rounds, "results": results}
         path.write_text(json.dumps(report, indent=1) + "\n")
@@ -82,7 +83,7 @@ def plain_copy(moved, fresh):
     size = moved // 2
     sets = max(1, -(-(256 * 2**20) // size))
     source = np.ones(sets * size, np.uint8)
-    target = np.zeros(1 if fresh else sets * size, np.uint8)
+    target = np.ones(1 if fresh else sets * size, np.uint8)
 
     def copy(i):
         at = i % sets * size

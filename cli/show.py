@@ -18,9 +18,9 @@ from rich.table import Table
 BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be read
 
 
-def console(stderr=False):
+def console(stderr=False, width=None):
     """A console that takes texts as they are: shapes such as `kvstarts[B]` are no markup."""
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def table(title, *columns):

@@ -102,5 +102,5 @@ def append_and_load(fmt, current_key, current_value, cache, scale, layer, step, 
         check.apart("out (key)", key, [("out (value)", value), *given, *written])
         check.apart("out (value)", value, [*given, *written])
     cpu.transfer.store(current_key, current_value, layer, step)
-    cpu.transfer.load(key, value, layer, step, repeat)
+    cpu.transfer.load(key, value, layer, step, repeat, new=out is None)
     return key, value

@@ -175,4 +175,8 @@ def test_products_with_reciprocals_round_like_quotients(t1):
         assert inverse.dtype == np.float32
         exact = (x.astype(np.float64) / np.float64(s)).astype(np.float32)
         assert (exact == x / s).all()
-        assert ((x * inverse).astype(DTYPES[t1]) == (x / s).astype(DTYPES[t1])).all()
+        rounded = (x / s).astype(DTYPES[t1])
+        ratio = x * inverse
+        assert (ratio.astype(DTYPES[t1]) == rounded).all()
+        product = ratio * np.float32(2**24 / count / 2 + 1)
+        assert (product - (product - ratio) == rounded.astype(np.float32)).all()

@@ -4,6 +4,7 @@ import functools
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvkit import numeric
@@ -63,6 +64,21 @@ def write(element):
     if narrow is None:
         return raw
     return helper(lambda address, x: raw(address, narrow(x)))
+
+
+@functools.cache
+def scratch(size):
+    """() -> address of `size` bytes that the function owns until it returns."""
+
+    @intrinsic
+    def scratch(typingctx):
+        def codegen(context, builder, signature, values):
+            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), size))
+            return builder.ptrtoint(memory, ir.IntType(64))
+
+        return types.int64(), codegen
+
+    return scratch
 
 
 @intrinsic

@@ -17,15 +17,17 @@ from kvkit.formats import BY_NAME, QMAX
 from kvkit.jit import callback, helper
 
 LANES = panels.LANES
+MANY = 16  # panels whose scales are found before their codes: 4 to 8 KB, which stay in the nearest cache
 SIGNATURE = types.void(*[types.int64] * 13)
 STORE, LOAD = "store", "load"
 
 
 @functools.cache
-def rows(direction, packed, cache, scale=None, group=0, stream=False, plain=False):
+def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, plain=False):
     """Compile the transfer of rows between format names `packed` and `cache`.
 
-    With quantization `scale` names the format of the cells and `group` the elements that share one.
+    With quantization `scale` names the format of the cells, `group` is how many elements share one and
+    `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
     `stream` writes around the caches; `plain` leaves the vectors out, for the tests. The result's
     `address` is what `walk` calls.
     """
@@ -36,8 +38,9 @@ def rows(direction, packed, cache, scale=None, group=0, stream=False, plain=Fals
     elif plain or not panels.lanes_divide(group):
         transfer = row_by_row(quantized_row(packed, cache, scale, group))
     else:
-        transfer = quantized_pairs(packed, cache, scale, group)
-    return callback(transfer, SIGNATURE, (direction, packed, cache, scale, group, stream, plain))
+        transfer = quantized_panels(packed, cache, scale, group, groups)
+    key = (direction, packed, cache, scale, group, groups, stream, plain)
+    return callback(transfer, SIGNATURE, key)
 
 
 def row_by_row(row):
@@ -136,43 +139,52 @@ def quantized_row(packed, cache, scale, group):
     return row
 
 
-def quantized_pairs(packed, cache, scale, group):
-    """`quantized_row` in panels, two rows at a time; an odd last row keeps itself company."""
-    many, few = LANES if group < LANES else 1, max(1, LANES // group)
-    large, small = (panels.quantize(packed, cache, scale, group, groups) for groups in (many, few))
-    large_step, small_step = many * group, few * group
-    plain = helper(quantized_row(packed, cache, scale, group))
-    packed_bits, code_bits, cell_bits = (BY_NAME[name].bits for name in (packed, cache, scale))
+def quantized_panels(packed, cache, scale, group, groups):
+    """`quantized_row` in panels of `groups` groups: the scales of MANY panels, then their codes.
 
-    def address(base, token_stride, head_stride, row, heads):
-        token = row // heads
-        return base + token * token_stride + (row - token * heads) * head_stride
-
-    address = helper(address)
+    One panel after the other would wait for the divisions in each.
+    """
+    scales = panels.scales(packed, cache, scale, group, groups)
+    quantize = panels.quantize(packed, cache, group, groups)
+    rest = helper(quantized_row(packed, cache, scale, group))
+    get, put = memory.load(types.int64), memory.store(types.int64)
+    entry_bytes = panels.FACTOR_BYTES + 16  # factors, then where the panel's elements and its codes are
+    scratch = memory.scratch(MANY * entry_bytes)
+    step = groups * group
+    packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
+    cell_step = BY_NAME[scale].bytes(groups)
 
     def transfer(
         packed, packed_token, packed_head, cache, cache_token, cache_head,
         scale, scale_token, scale_head, tokens, heads, repeat, dim,
     ):  # fmt: skip
-        for one in range(0, tokens * heads, 2):
-            two = min(one + 1, tokens * heads - 1)
-            x1 = address(packed, packed_token, packed_head, one, heads)
-            x2 = address(packed, packed_token, packed_head, two, heads)
-            c1 = address(cache, cache_token, cache_head, one, heads)
-            c2 = address(cache, cache_token, cache_head, two, heads)
-            s1 = address(scale, scale_token, scale_head, one, heads)
-            s2 = address(scale, scale_token, scale_head, two, heads)
-            i = 0
-            while i + small_step <= dim:
-                x, c, s = i * packed_bits // 8, i * code_bits // 8, i // group * cell_bits // 8
-                if i + large_step <= dim:
-                    large(x1 + x, c1 + c, s1 + s, x2 + x, c2 + c, s2 + s)
-                    i += large_step
-                else:
-                    small(x1 + x, c1 + c, s1 + s, x2 + x, c2 + c, s2 + s)
-                    i += small_step
-            x, c, s = i * packed_bits // 8, i * code_bits // 8, i // group * cell_bits // 8
-            plain(x1 + x, c1 + c, s1 + s, dim - i)
-            plain(x2 + x, c2 + c, s2 + s, dim - i)
+        in_row = dim // step
+        left, token, head, panel = tokens * heads * in_row, 0, 0, 0
+        entries = scratch()
+        while left > 0:
+            count = min(left, MANY)
+            for entry in range(entries, entries + count * entry_bytes, entry_bytes):
+                source = packed + token * packed_token + head * packed_head + panel * packed_step
+                target = cache + token * cache_token + head * cache_head + panel * code_step
+                scales(source, scale + token * scale_token + head * scale_head + panel * cell_step, entry)
+                put(entry + panels.FACTOR_BYTES, source)
+                put(entry + panels.FACTOR_BYTES + 8, target)
+                panel += 1
+                if panel == in_row:
+                    panel, head = 0, head + 1
+                    if head == heads:
+                        head, token = 0, token + 1
+            for entry in range(entries, entries + count * entry_bytes, entry_bytes):
+                quantize(get(entry + panels.FACTOR_BYTES), entry, get(entry + panels.FACTOR_BYTES + 8))
+            left -= count
+        if in_row * step < dim:
+            for token in range(tokens):
+                for head in range(heads):
+                    rest(
+                        packed + token * packed_token + head * packed_head + in_row * packed_step,
+                        cache + token * cache_token + head * cache_head + in_row * code_step,
+                        scale + token * scale_token + head * scale_head + in_row * cell_step,
+                        dim - in_row * step,
+                    )
 
     return transfer

@@ -5,7 +5,8 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.jit import kernel
+from kvkit.index import page_of
+from kvkit.jit import helper, kernel
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
 
@@ -14,13 +15,9 @@ SIGNATURE = types.UniTuple(types.int64, 4)(INDEX1, INDEX1, INDEX2, INDEX1, *[typ
 
 
 def scan(seqstarts, kvstarts, table, start_pos, page_size, rows, max_seqlen, max_kvlen):
-    """(rule, sequence, and two numbers for the message); no sum here can overflow.
-
-    Rows stored by this step are sorted as runs; each run of rows that is only loaded is then looked up.
-    """
-    count = start_pos.shape[0]
-    runs = 0
-    for b in range(count):
+    """(rule, sequence, and two numbers for the message); no sum here can overflow."""
+    stored_runs = 0
+    for b in range(start_pos.shape[0]):
         for which, starts in enumerate((seqstarts, kvstarts)):
             if starts[b + 1] < starts[b]:
                 return STARTS, b, which, starts[b + 1]
@@ -31,7 +28,7 @@ def scan(seqstarts, kvstarts, table, start_pos, page_size, rows, max_seqlen, max
             return HINT, b, 0, seqlen
         if kvlen > max_kvlen:
             return HINT, b, 1, kvlen
-        pages = (kvlen - 1) // page_size + 1 if kvlen else 0
+        pages = page_of(kvlen - 1, page_size) + 1
         if pages > table.shape[1]:
             return PAGES, b, pages, kvlen
         for page in range(pages):
@@ -42,27 +39,33 @@ def scan(seqstarts, kvstarts, table, start_pos, page_size, rows, max_seqlen, max
                 inside = max(rows - first, 0)
                 return ROW, b, page * page_size + inside, first + inside
         if seqlen:
-            runs += pages - start_pos[b] // page_size
+            stored_runs += pages - page_of(start_pos[b], page_size)
+    return conflicts(seqstarts, table, start_pos, page_size, rows, stored_runs)
 
-    begins, ends, owners = np.empty(runs, np.int64), np.empty(runs, np.int64), np.empty(runs, np.int64)
+
+@helper
+def conflicts(seqstarts, table, start_pos, page_size, rows, stored_runs):
+    """Whether a stored row holds two tokens: runs of stored rows are sorted, past pages looked up in them."""
+    begins, ends = np.empty(stored_runs, np.int64), np.empty(stored_runs, np.int64)
+    owners = np.empty(stored_runs, np.int64)
     run = 0
-    for b in range(count):
+    for b in range(start_pos.shape[0]):
         position, kvlen = start_pos[b], start_pos[b] + seqstarts[b + 1] - seqstarts[b]
         while position < kvlen:
-            page = position // page_size
+            page = page_of(position, page_size)
             stop = min(kvlen - page * page_size, page_size)
-            begins[run] = table[b, page] + position - page * page_size
-            ends[run] = table[b, page] + stop
+            begins[run], ends[run] = table[b, page] + position - page * page_size, table[b, page] + stop
             owners[run] = b
             position = page * page_size + stop
             run += 1
     order = np.argsort(begins)
     begins, ends, owners = begins[order], ends[order], owners[order]
-    for run in range(1, runs):
+    for run in range(1, stored_runs):
         if begins[run] < ends[run - 1]:
             return STORED_TWICE, owners[run - 1], owners[run], begins[run]
-    for b in range(count):
-        for page in range((start_pos[b] - 1) // page_size + 1 if runs else 0):
+
+    for b in range(start_pos.shape[0] if stored_runs else 0):
+        for page in range(page_of(start_pos[b] - 1, page_size) + 1):
             first = table[b, page]
             last = first + min(page_size, start_pos[b] - page * page_size)
             run = np.searchsorted(begins, last) - 1

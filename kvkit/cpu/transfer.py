@@ -13,9 +13,11 @@ from numba import prange, types
 
 from kvkit.cpu.memory import call_rows
 from kvkit.cpu.rows import LOAD, STORE, rows
+from kvkit.cpu.simd import panels
 from kvkit.index import page_of, rest_of_page, row_of, share
 from kvkit.jit import helper, kernel
 
+BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store takes rows in pairs
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
 
@@ -23,7 +25,7 @@ STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they ne
 launch = threading.Lock()
 
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
+SIGNATURE = types.void(INT, INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
 
 
 @helper
@@ -39,15 +41,18 @@ def sequence_of(starts, token):
     return low
 
 
-def walk(rows_code, chunks, starts, first, table, page_size, sides, heads, repeat, dim):
+def walk(rows_code, chunks, block, starts, first, table, page_size, sides, heads, repeat, dim):
     """Move the packed tokens of every sequence, which take positions from `first` on, to or from their rows.
 
     `sides` [key|value, 12] holds address and byte strides: packed (address, sequence, token, head), then
-    cache and scale (address, sequence, row, head).
+    cache and scale (address, sequence, row, head). Keys and values are items of their own, or, where they
+    are neighbours in the cache, in one, `block` tokens of each in turn (0: apart).
     """
     total = starts[-1]
-    for item in prange(2 * chunks):
-        side, chunk = sides[item // chunks], item % chunks
+    items = chunks if block else 2 * chunks
+    for item in prange(items):
+        side = np.int64(item) // chunks  # prange counts in uint64, which would turn int64 into float64
+        chunk = np.int64(item) - side * chunks
         token, end = share(total, chunk, chunks), share(total, chunk + 1, chunks)
         sequence = sequence_of(starts, token)
         while token < end:
@@ -56,13 +61,16 @@ def walk(rows_code, chunks, starts, first, table, page_size, sides, heads, repea
             position = first[sequence] + token - starts[sequence]
             row = row_of(table[sequence, page_of(position, page_size)], position, page_size)
             run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, page_size))
-            call_rows(
-                rows_code,
-                side[0] + sequence * side[1] + token * side[2], side[2], side[3],
-                side[4] + sequence * side[5] + row * side[6], side[6], side[7],
-                side[8] + sequence * side[9] + row * side[10], side[10], side[11],
-                run, heads, repeat, dim,
-            )  # fmt: skip
+            run = min(run, block) if block else run
+            for kv in range(side, 2 if block else side + 1):
+                at = sides[kv]
+                call_rows(
+                    rows_code,
+                    at[0] + sequence * at[1] + token * at[2], at[2], at[3],
+                    at[4] + sequence * at[5] + row * at[6], at[6], at[7],
+                    at[8] + sequence * at[9] + row * at[10], at[10], at[11],
+                    run, heads, repeat, dim,
+                )  # fmt: skip
             token += run
 
 
@@ -76,20 +84,26 @@ def store(current_key, current_value, cache, steps):
     move(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
 
 
-def load(key, value, cache, steps, repeat):
-    """Gather the rows of every sequence's context into packed outputs."""
-    move(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat)
+def load(key, value, cache, steps, repeat, new):
+    """Gather the rows of every sequence's context into packed outputs.
+
+    `new` memory is in the caches already: the system has just filled it with zeros.
+    """
+    move(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat, stream=not new)
 
 
-def move(direction, key, value, cache, starts, first, steps, repeat):
+def move(direction, key, value, cache, starts, first, steps, repeat, stream=False):
     strides = key.strides, value.strides
     heads, dim = cache.heads, cache.dim
     token_bytes = 2 * repeat * heads * key.itemsize * dim
     moved = int(starts[-1]) * token_bytes
-    stream = direction == LOAD and moved >= STREAM_BYTES and _aligned(key) and _aligned(value)
-    code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, stream).address
+    stream = stream and moved >= STREAM_BYTES and _aligned(key) and _aligned(value)
     if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
         heads, dim = 1, heads * dim
+    groups = (
+        panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and cache.cell else 0
+    )
+    code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
     sides = np.array(
         [
             (array.ctypes.data, *packed_strides(array), *place)
@@ -97,7 +111,9 @@ def move(direction, key, value, cache, starts, first, steps, repeat):
         ],
         np.int64,
     )
-    arguments = starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
+    (key_at, _, row, *_), (value_at, *_) = cache.sides
+    block = 0 if abs(value_at - key_at) > abs(row) else BLOCKS[direction]
+    arguments = block, starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
     with launch:
         if moved < SMALL_BYTES:
             compiled(False)(code, 1, *arguments)

@@ -6,11 +6,26 @@ Each is made for its formats and stands beside a plain sibling in `rows.py`, bit
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.lanes import I8, I16, I32, RAW, Lanes, micro_kernel, narrow, pairs, read, widen, write
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    RAW,
+    Lanes,
+    micro_kernel,
+    narrow,
+    pairs,
+    read,
+    widen,
+    write,
+)
 from kvkit.formats import BY_NAME, QMAX, SMALLEST_SCALE
 from kvkit.numeric import ROUNDER
 
 LANES = 16
+WIDEST = 256  # elements of a quantizing panel: what fits in the registers
+FACTOR_BYTES = 2 * 4 * LANES  # of the factors of a panel's groups: reciprocals, then scales
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 
 
@@ -54,49 +69,64 @@ def dequantize(codes, cell, group, target, stream=False):
     return dequantize
 
 
-@functools.cache
-def quantize(source, codes, cell, group, groups):
-    """(source, codes, cells) of one row, then of another: `groups` whole groups of each, 16 elements or more.
+def groups_in_panel(group, groups):
+    """How many of a row's `groups` a quantizing panel takes: at least 16 elements, a divisor if it can."""
+    fewest = max(1, LANES // group)
+    fitting = [n for n in (16, 8, 4, 2, 1) if n >= fewest and n * group <= WIDEST and groups % n == 0]
+    return fitting[0] if fitting else fewest
 
-    Two rows at a time, so that the arithmetic of one fills the waits for the divisions of the other.
-    One true division a group gives the reciprocal of its scale; quotients come from products with it and
-    equal true division bit for bit. For 16-bit sources the rounding to 11 or 8 bits absorbs the error of
-    the product (`tests/test_numeric.py` tries all pairs of significands); for float32 two corrections
-    round it as Markstein's theorem says (IBM J. Res. Dev. 34, 1990).
+
+def panel_lanes(b, address, source, group, groups):
+    size = BY_NAME[source].bytes(1)
+    offsets = range(0, groups * group * size, LANES * size)
+    return [widen(read(b, at(b, address, offset), RAW[source], LANES), source) for offset in offsets]
+
+
+@functools.cache
+def scales(source, codes, cell, group, groups):
+    """(source, cells, factors): the scale of each group; as factors its reciprocal and itself, in float32."""
+
+    @micro_kernel(3)
+    def scales(b, source_address, cell_address, factor_address):
+        if source == "float32" or group >= LANES:
+            largest = group_maxima(
+                [abs(x) for x in panel_lanes(b, source_address, source, group, groups)], group
+            )
+        else:
+            largest = group_maxima_16bit(b, source_address, source, group, groups)
+        scale = round_to(source, largest / float(QMAX[codes])).max(SMALLEST_SCALE[source])
+        write(b, cell_address, narrow(scale, cell))
+        write(b, factor_address, 1.0 / scale)
+        write(b, at(b, factor_address, FACTOR_BYTES // 2), scale)
+
+    return scales
+
+
+@functools.cache
+def quantize(source, codes, group, groups):
+    """(source, factors, codes): the codes of a panel.
+
+    Quotients come from products with the reciprocal of the scale and equal true division bit for bit. For
+    16-bit sources the rounding to 11 or 8 bits absorbs the error of the product (`tests/test_numeric.py`
+    tries all pairs of significands); for float32 two corrections round it as Markstein's theorem says
+    (IBM J. Res. Dev. 34, 1990).
     """
     qmax = float(QMAX[codes])
 
-    size = BY_NAME[source].bytes(1)
-
-    def scales_of(b, address):
-        xs = [
-            widen(read(b, at(b, address, i * LANES * size), RAW[source], LANES), source)
-            for i in range(groups * group // LANES)
-        ]
-        if size == 4 or group >= LANES:
-            largest = group_maxima([abs(x) for x in xs], group)
-        else:
-            largest = group_maxima_16bit(b, address, source, group, groups)
-        return xs, round_to(source, largest / qmax).max(SMALLEST_SCALE[source])
-
-    def codes_of(xs, scale, inverse):
-        for i, x in enumerate(xs):
+    @micro_kernel(3)
+    def quantize(b, source_address, factor_address, code_address):
+        inverse = read(b, factor_address, F32, groups)
+        scale = read(b, at(b, factor_address, FACTOR_BYTES // 2), F32, groups)
+        integers = []
+        for i, x in enumerate(panel_lanes(b, source_address, source, group, groups)):
             own = [(i * LANES + lane) // group for lane in range(LANES)]
             ratio = quotient(source, x, scale.pick(own), inverse.pick(own))
             if source == "bfloat16":  # no finite group of the others leaves [-qmax, qmax]
                 ratio = ratio.max(-qmax).min(qmax)
-            yield ratio + ROUNDER
-
-    @micro_kernel(6)
-    def quantize(b, source1, codes1, cells1, source2, codes2, cells2):
-        rows = [(*scales_of(b, source), code, cells) for source, code, cells in
-                ((source1, codes1, cells1), (source2, codes2, cells2))]  # fmt: skip
-        inverses = [1.0 / scale for _, scale, _, _ in rows]
-        for (xs, scale, code_address, cell_address), inverse in zip(rows, inverses, strict=True):
-            write(b, cell_address, narrow(scale, cell))
-            packed = lanes.low_bytes(list(codes_of(xs, scale, inverse)))
-            for i, vector in enumerate(lanes.pack_nibbles(packed) if codes == "int4" else packed):
-                write(b, at(b, code_address, i * vector.count), vector)
+            integers.append(ratio + ROUNDER)
+        packed = lanes.low_bytes(integers)
+        for i, vector in enumerate(lanes.pack_nibbles(packed) if codes == "int4" else packed):
+            write(b, at(b, code_address, i * vector.count), vector)
 
     return quantize
 
