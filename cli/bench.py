@@ -33,6 +33,8 @@ def bench(path, only, rounds):
     writes as many. Sets of data rotate so that they come from memory, not from a cache. Outputs that are
     given are compared with a copy into memory that is there, outputs that are made with one into new memory.
     """
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
     table = show.table(
         f"{numba.get_num_threads()} threads of {binding.get_host_cpu_name()}; medians of {rounds}",
         "case", "µs", "GB/s", "copy", "of it", "goal",

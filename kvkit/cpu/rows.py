@@ -142,13 +142,15 @@ def quantized_row(packed, cache, scale, group):
 def quantized_panels(packed, cache, scale, group, groups):
     """`quantized_row` in panels of `groups` groups: the scales of MANY panels, then their codes.
 
-    One panel after the other would wait for the divisions in each.
+    One panel after the other would wait for the divisions in each. And panels are read token by token, as
+    they are packed, but written head by head where a head's tokens are neighbours in the cache.
     """
-    scales = panels.scales(packed, cache, scale, group, groups)
-    quantize = panels.quantize(packed, cache, group, groups)
+    scales = panels.scales(packed, cache, group, groups)
+    quantize = panels.quantize(packed, cache, scale, group, groups)
     rest = helper(quantized_row(packed, cache, scale, group))
     get, put = memory.load(types.int64), memory.store(types.int64)
-    entry_bytes = panels.FACTOR_BYTES + 16  # factors, then where the panel's elements and its codes are
+    where = panels.FACTOR_BYTES  # an entry is a panel's factors, then the addresses of elements, codes, cells
+    entry_bytes = where + 24
     scratch = memory.scratch(MANY * entry_bytes)
     step = groups * group
     packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
@@ -159,23 +161,30 @@ def quantized_panels(packed, cache, scale, group, groups):
         scale, scale_token, scale_head, tokens, heads, repeat, dim,
     ):  # fmt: skip
         in_row = dim // step
-        left, token, head, panel = tokens * heads * in_row, 0, 0, 0
+        in_token = heads * in_row
+        many = MANY if in_token > MANY or in_token == 0 else MANY // in_token * in_token
+        apart = in_token if cache_head > cache_token else 1
+        left, token, head, panel = tokens * in_token, 0, 0, 0
         entries = scratch()
         while left > 0:
-            count = min(left, MANY)
+            count = min(left, many)
             for entry in range(entries, entries + count * entry_bytes, entry_bytes):
                 source = packed + token * packed_token + head * packed_head + panel * packed_step
+                scales(source, entry)
                 target = cache + token * cache_token + head * cache_head + panel * code_step
-                scales(source, scale + token * scale_token + head * scale_head + panel * cell_step, entry)
-                put(entry + panels.FACTOR_BYTES, source)
-                put(entry + panels.FACTOR_BYTES + 8, target)
+                cells = scale + token * scale_token + head * scale_head + panel * cell_step
+                put(entry + where, source)
+                put(entry + where + 8, target)
+                put(entry + where + 16, cells)
                 panel += 1
                 if panel == in_row:
                     panel, head = 0, head + 1
                     if head == heads:
                         head, token = 0, token + 1
-            for entry in range(entries, entries + count * entry_bytes, entry_bytes):
-                quantize(get(entry + panels.FACTOR_BYTES), entry, get(entry + panels.FACTOR_BYTES + 8))
+            for first in range(min(apart, count)):
+                for i in range(first, count, apart):
+                    entry = entries + i * entry_bytes
+                    quantize(get(entry + where), entry, get(entry + where + 8), get(entry + where + 16))
             left -= count
         if in_row * step < dim:
             for token in range(tokens):

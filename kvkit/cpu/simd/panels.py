@@ -24,7 +24,7 @@ from kvkit.formats import BY_NAME, QMAX, SMALLEST_SCALE
 from kvkit.numeric import ROUNDER
 
 LANES = 16
-WIDEST = 256  # elements of a quantizing panel: what fits in the registers
+WIDEST = 128  # elements of a quantizing panel, unless a single group is wider: what fits in the registers
 FACTOR_BYTES = 2 * 4 * LANES  # of the factors of a panel's groups: reciprocals, then scales
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 
@@ -83,11 +83,11 @@ def panel_lanes(b, address, source, group, groups):
 
 
 @functools.cache
-def scales(source, codes, cell, group, groups):
-    """(source, cells, factors): the scale of each group; as factors its reciprocal and itself, in float32."""
+def scales(source, codes, group, groups):
+    """(source, factors): of each group of a panel the reciprocal of its scale, then the scale, in float32."""
 
-    @micro_kernel(3)
-    def scales(b, source_address, cell_address, factor_address):
+    @micro_kernel(2)
+    def scales(b, source_address, factor_address):
         if source == "float32" or group >= LANES:
             largest = group_maxima(
                 [abs(x) for x in panel_lanes(b, source_address, source, group, groups)], group
@@ -95,7 +95,6 @@ def scales(source, codes, cell, group, groups):
         else:
             largest = group_maxima_16bit(b, source_address, source, group, groups)
         scale = round_to(source, largest / float(QMAX[codes])).max(SMALLEST_SCALE[source])
-        write(b, cell_address, narrow(scale, cell))
         write(b, factor_address, 1.0 / scale)
         write(b, at(b, factor_address, FACTOR_BYTES // 2), scale)
 
@@ -103,8 +102,8 @@ def scales(source, codes, cell, group, groups):
 
 
 @functools.cache
-def quantize(source, codes, group, groups):
-    """(source, factors, codes): the codes of a panel.
+def quantize(source, codes, cell, group, groups):
+    """(source, factors, codes, cells): the codes and the stored scales of a panel.
 
     Quotients come from products with the reciprocal of the scale and equal true division bit for bit. For
     16-bit sources the rounding to 11 or 8 bits absorbs the error of the product (`tests/test_numeric.py`
@@ -113,10 +112,11 @@ def quantize(source, codes, group, groups):
     """
     qmax = float(QMAX[codes])
 
-    @micro_kernel(3)
-    def quantize(b, source_address, factor_address, code_address):
+    @micro_kernel(4)
+    def quantize(b, source_address, factor_address, code_address, cell_address):
         inverse = read(b, factor_address, F32, groups)
         scale = read(b, at(b, factor_address, FACTOR_BYTES // 2), F32, groups)
+        write(b, cell_address, narrow(scale, cell))
         integers = []
         for i, x in enumerate(panel_lanes(b, source_address, source, group, groups)):
             own = [(i * LANES + lane) // group for lane in range(LANES)]
