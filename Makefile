@@ -35,6 +35,7 @@ lint: $(VENV)/kvkit.lint
 
 bench: $(VENV)/kvkit
 	$(BIN)/kvkit bench --json benchmarks/results/cpu.json
+	$(BIN)/python benchmarks/table.py
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out

@@ -1,7 +1,7 @@
 """The operators over dynamic caches: packed sequences of any lengths that share one pool of rows."""
 
 from kvkit import check, layout, steps
-from kvkit.static import append_and_load
+from kvkit.launch import append_and_load
 
 
 def key_value_cache(

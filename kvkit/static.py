@@ -1,6 +1,7 @@
 """The operators over static caches: sequences of one length, each with its own part of the cache."""
 
-from kvkit import check, cpu, layout, steps
+from kvkit import check, layout, steps
+from kvkit.launch import append_and_load
 
 
 def key_value_cache(
@@ -89,18 +90,3 @@ def key_value_cache(
     step = steps.static(batch, seqlen, start_pos, layer)
     shape = (batch, start_pos + seqlen, heads * repeat, dim)
     return append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out)
-
-
-def append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out):
-    """What is left of either operator once its arguments are checked."""
-    key, value = check.outputs(out, ("key", "value"), shape, fmt)
-    written = [("cache", cache)] if layer.cell is None else [("cache", cache), ("scale", scale)]
-    given = [("current_key", current_key), ("current_value", current_value)]
-    for name, array in written:
-        check.apart(name, array, given)
-    if out is not None:
-        check.apart("out (key)", key, [("out (value)", value), *given, *written])
-        check.apart("out (value)", value, [*given, *written])
-    cpu.transfer.store(current_key, current_value, layer, step)
-    cpu.transfer.load(key, value, layer, step, repeat, new=out is None)
-    return key, value

@@ -1,7 +1,9 @@
 """Every example that a reader sees runs as printed, and the operator table tells the truth."""
 
 import doctest
+import importlib.util
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -68,3 +70,15 @@ def test_cuda_twin_imports_and_says_what_it_lacks():
 
     with pytest.raises(kvkit.DeviceError, match="no operators yet"):
         kvkit_cuda.key_value_cache()
+
+
+def test_benchmark_figures_are_not_typed():
+    """The table is what `benchmarks/table.py` makes of the committed results."""
+    folder = README.parent / "benchmarks"
+    spec = importlib.util.spec_from_file_location("table", folder / "table.py")
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    readme = (folder / "README.md").read_text()
+    report = json.loads((folder / "results" / "cpu.json").read_text())
+    assert report["results"]
+    assert table.text(readme, report) == readme
