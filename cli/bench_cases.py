@@ -122,7 +122,7 @@ def append_only(kind, number, mode, past, new, timed=False):
                 fmt, H, DIM, cache, scale, layout.DYNAMIC, layers, layer, kind.quant, GROUP, number
             )
             step = steps.dynamic(len(x), **where, cache_mode=mode, page_size=PAGE, cache=checked)
-            cpu.transfer.store(key, value, checked, step)
+            cpu.transfer.launch(cpu.transfer.store(key, value, checked, step))
 
         return run, 0 if timed else B * new * sum(kind.token_bytes())
 

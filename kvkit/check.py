@@ -35,7 +35,8 @@ def integer(name, value, low=None, high=None):
         raise wrong(name, "an integer", describe(value))
     if (low is not None and number < low) or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"an integer from {low} to {high}"
-        raise wrong(name, bounds, number)
+        size = number.bit_length()
+        raise wrong(name, bounds, number if size < 128 else f"a number of {size} bits")
     return number
 
 

@@ -21,7 +21,9 @@ from numba.core import ccallback, compiler, serialize
 from numba.core.caching import _Cache
 from numba.core.registry import cpu_target
 
-PACKAGE = Path(__file__).resolve().parent
+from kvkit import sources
+
+KEPT: list = []  # callbacks: kernels know only their addresses, so their code must outlive every variable
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 
@@ -52,6 +54,7 @@ def callback(function, signature, key=()):
     code = ccallback.CFunc(function, numba.core.sigutils.normalize_signature(signature), {}, dict(OPTIONS))
     code._cache = Folder(function, key)  # type: ignore[attr-defined]
     code.compile()
+    KEPT.append(code)
     return code
 
 
@@ -84,7 +87,7 @@ class Folder(_Cache):
         return compiler.CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, signature, result):
-        if cache_folder() is None:
+        if cache_folder() is None or sources.digest() != sources.IMPORTED:
             return
         payload = serialize.dumps(result._reduce())
         try:
@@ -108,19 +111,28 @@ class Folder(_Cache):
 
 @functools.cache
 def cache_folder():
-    """Where this process keeps compiled code, or None with KVKIT_CACHE_DIR set to nothing."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
-    root = os.environ.get("KVKIT_CACHE_DIR", default)
-    return Path(root) / fingerprint() if root else None
+    """Where this process keeps compiled code; None if it keeps none."""
+    chosen = os.environ.get("KVKIT_CACHE_DIR")
+    if chosen == "" or sources.IMPORTED is None:
+        return None
+    try:
+        root = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit")
+    except RuntimeError:  # there is no home directory
+        return None
+    return root / fingerprint()
 
 
 @functools.cache
 def fingerprint():
     """Of everything that decides what machine code the package compiles to."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
-    codegen = cpu_target.target_context.codegen()
-    versions = (numba.__version__, llvmlite.__version__, np.__version__, sys.version)
-    digest.update(repr((versions, codegen.magic_tuple())).encode())
-    return digest.hexdigest()[:20]
+    config = numba.config
+    settings = (
+        config.OPT,
+        config.LOOP_VECTORIZE,
+        config.SLP_VECTORIZE,
+        config.BOUNDSCHECK,
+        config.DEBUGINFO_DEFAULT,
+    )
+    versions = numba.__version__, llvmlite.__version__, np.__version__, sys.version
+    target = cpu_target.target_context.codegen().magic_tuple()
+    return hashlib.sha256(repr((sources.IMPORTED, versions, settings, target)).encode()).hexdigest()[:20]

@@ -13,6 +13,8 @@ def append_and_load(fmt, current_key, current_value, cache, scale, layer, step, 
     if out is not None:
         check.apart("out (key)", key, [("out (value)", value), *given, *written])
         check.apart("out (value)", value, [*given, *written])
-    cpu.transfer.store(current_key, current_value, layer, step)
-    cpu.transfer.load(key, value, layer, step, repeat, new=out is None)
+    transfer = cpu.transfer
+    store = transfer.store(current_key, current_value, layer, step)
+    load = transfer.load(key, value, layer, step, repeat, new=out is None)
+    transfer.launch(store, load)
     return key, value

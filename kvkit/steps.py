@@ -30,6 +30,8 @@ def index(name, value, ndim):
         array = np.asarray(value)
     except ValueError:
         raise wrong(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
+    if array.size == 0 and not isinstance(value, np.ndarray):
+        array = array.astype(np.int64)  # numpy takes [] for floats
     if array.dtype != np.int64 and array.dtype != np.int32:
         raise wrong(name, "integers of dtype int64 or int32", array.dtype)
     if array.ndim != ndim:

@@ -35,11 +35,11 @@ def copy(tmp_path):
     return tmp_path / "src"
 
 
-def call(source, cache):
+def call(source, cache, code=CALL, **variables):
     """Run an operator in a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(source), "KVKIT_CACHE_DIR": str(cache)}
+    environment = os.environ | {"PYTHONPATH": str(source), "KVKIT_CACHE_DIR": str(cache)} | variables
     done = subprocess.run(
-        [sys.executable, "-c", CALL], env=environment, capture_output=True, text=True, cwd=source
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=source
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -67,6 +67,17 @@ def test_an_edit_of_any_file_leads_to_new_code(copy, tmp_path):
     assert before["folder"] != after["folder"]
 
 
+def test_an_edit_after_the_import_poisons_nothing(copy, tmp_path):
+    """Code of the old sources must not be found under the new ones."""
+    edit = (
+        "import kvkit, pathlib\n"
+        "path = pathlib.Path(kvkit.__file__).parent / 'formats.py'\n"
+        "path.write_text(path.read_text().replace('QMAX = {\"int8\": 127', 'QMAX = {\"int8\": 100'))\n"
+    )
+    assert call(copy, tmp_path / "cache", edit + CALL)["scale"] == pytest.approx(3 / 127)
+    assert call(copy, tmp_path / "cache")["scale"] == pytest.approx(3 / 100)
+
+
 def test_every_source_file_counts(copy):
     """The fingerprint changes with each file of the package, wherever it lies."""
     done = subprocess.run(
@@ -81,16 +92,16 @@ def test_every_source_file_counts(copy):
 
 FINGERPRINTS = """
 import json, pathlib, sys
-from kvkit import jit
+from kvkit import sources
 root = pathlib.Path(sys.argv[1])
-assert jit.PACKAGE == root.resolve(), jit.PACKAGE
-plain, changed = jit.fingerprint.__wrapped__(), {}
+assert sources.PACKAGE == root.resolve(), sources.PACKAGE
+plain, changed = sources.IMPORTED, {}
 for path in root.rglob("*.py"):
     text = path.read_bytes()
     path.write_bytes(text + b"# edited")
-    changed[str(path.relative_to(root))] = jit.fingerprint.__wrapped__() != plain
+    changed[str(path.relative_to(root))] = sources.digest() != plain
     path.write_bytes(text)
-assert jit.fingerprint.__wrapped__() == plain
+assert sources.digest() == plain
 print(json.dumps(changed))
 """
 
@@ -105,6 +116,33 @@ def test_numba_and_cpu_are_part_of_the_key(monkeypatch):
     codegen = type(jit.cpu_target.target_context.codegen())
     monkeypatch.setattr(codegen, "magic_tuple", lambda self: ("another", "cpu", "+features"))
     assert jit.fingerprint.__wrapped__() != plain
+
+
+@pytest.mark.parametrize("setting", ["NUMBA_OPT=0", "NUMBA_BOUNDSCHECK=1", "NUMBA_LOOP_VECTORIZE=0"])
+def test_settings_of_numba_are_part_of_the_key(copy, setting):
+    code = "import json; from kvkit import jit; print(json.dumps(jit.fingerprint()))"
+    variables = dict([setting.split("=")])
+    assert call(copy, "unused", code, **variables) != call(copy, "unused", code)
+
+
+def test_no_home_directory(copy, monkeypatch, tmp_path):
+    from kvkit import jit
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(jit.Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("KVKIT_CACHE_DIR", raising=False)
+    assert jit.cache_folder.__wrapped__() is None
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
+    assert jit.cache_folder.__wrapped__().parent == tmp_path
+
+
+def test_an_editors_lock_file_is_no_source(copy, tmp_path):
+    """Emacs makes dangling links of such names."""
+    (copy / "kvkit" / ".#check.py").symlink_to("someone@host.1")
+    assert call(copy, tmp_path / "cache")["folder"] != "None"
 
 
 def test_folder_that_cannot_be_made(copy, tmp_path):

@@ -6,6 +6,9 @@ import scenes
 from refusals import NO_ARRAYS, Tensor, legal, refused, swapped
 from scenes import INT64_MAX, INT64_MIN
 
+import kvkit
+from kvkit.cpu import transfer
+
 INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
 index_tensors = pytest.mark.parametrize("name", INDEX)
 
@@ -214,3 +217,29 @@ def test_decreasing_starts_may_not_hide_in_the_sum():
     """Lengths 2 and -2 and 2: every total is right."""
     scene = changed("seqstarts", (1, 2), (2, 0), (3, 2))
     refused(scene, "seqstarts")
+
+
+def test_empty_lists_are_index_tensors():
+    """numpy takes [] for floats; an empty batch is legal all the same."""
+    tokens = np.zeros((0, 2, 8), np.float32)
+    cache = np.zeros((4, 1, 2, 2, 8), np.float32)
+    call = kvkit.dynamic_batching.key_value_cache
+    key, value = call(tokens, tokens, [0], [0], [], [], None, None, cache)
+    assert key.shape == value.shape == (0, 2, 8)
+
+
+def test_nothing_is_stored_if_the_load_cannot_be_prepared(monkeypatch):
+    """A Ctrl-C or a full memory while the second kernel compiles leaves the cache as it was."""
+    scene = legal("dynamic")
+    rows = transfer.rows
+
+    def interrupted(direction, *rest):
+        if direction == "load":
+            raise KeyboardInterrupt
+        return rows(direction, *rest)
+
+    monkeypatch.setattr(transfer, "rows", interrupted)
+    before = scene["cache"].tobytes()
+    with pytest.raises(KeyboardInterrupt):
+        scene.results()
+    assert scene["cache"].tobytes() == before

@@ -22,7 +22,7 @@ SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is a
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
 
 # One launch at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
-launch = threading.Lock()
+running = threading.Lock()
 
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 SIGNATURE = types.void(INT, INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
@@ -80,23 +80,30 @@ def compiled(parallel):
 
 
 def store(current_key, current_value, cache, steps):
-    """Append the packed new tokens to their rows."""
-    move(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
+    """A launch that appends the packed new tokens to their rows."""
+    return prepare(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
 
 
 def load(key, value, cache, steps, repeat, new):
-    """Gather the rows of every sequence's context into packed outputs.
+    """A launch that gathers the rows of every sequence's context into packed outputs.
 
     `new` memory is in the caches already: the system has just filled it with zeros.
     """
-    move(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat, stream=not new)
+    return prepare(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat, stream=not new)
 
 
-def move(direction, key, value, cache, starts, first, steps, repeat, stream=False):
+def launch(*prepared):
+    """Run launches in order. Nothing can fail any more."""
+    with running:
+        for kernel, arguments in prepared:
+            kernel(*arguments)
+
+
+def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=False):
+    """Compile what a transfer needs, or find it, and gather its arguments."""
     strides = key.strides, value.strides
     heads, dim = cache.heads, cache.dim
-    token_bytes = 2 * repeat * heads * key.itemsize * dim
-    moved = int(starts[-1]) * token_bytes
+    moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
     stream = stream and moved >= STREAM_BYTES and _aligned(key) and _aligned(value)
     if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
         heads, dim = 1, heads * dim
@@ -113,12 +120,10 @@ def move(direction, key, value, cache, starts, first, steps, repeat, stream=Fals
     )
     (key_at, _, row, *_), (value_at, *_) = cache.sides
     block = 0 if abs(value_at - key_at) > abs(row) else BLOCKS[direction]
-    arguments = block, starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
-    with launch:
-        if moved < SMALL_BYTES:
-            compiled(False)(code, 1, *arguments)
-        else:
-            compiled(True)(code, numba.get_num_threads(), *arguments)
+    parallel = moved >= SMALL_BYTES
+    chunks = numba.get_num_threads() if parallel else 1
+    arguments = code, chunks, block, starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
+    return compiled(parallel), arguments
 
 
 def packed_strides(array):
