@@ -59,19 +59,19 @@ def tokens(kind, *shape, seed=0):
     return np.random.default_rng(seed).standard_normal((*shape, H, DIM), np.float32).astype(DTYPES[kind.data])
 
 
-def index_tensors(mode, past, new):
-    """Keyword arguments of a step of B sequences; pages lie in random order."""
+def index_tensors(mode, past, new, batch=B):
+    """Keyword arguments of a step; pages lie in random order."""
     lengths = past + new
     if mode:
         pages = -(-lengths // PAGE)
-        table = np.random.default_rng(0).permutation(B * pages).reshape(B, pages) * PAGE
+        table = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages) * PAGE
     else:
-        table = np.arange(B) * lengths
+        table = np.arange(batch) * lengths
     return {
-        "seqstarts": np.arange(B + 1) * new,
-        "kvstarts": np.arange(B + 1) * lengths,
+        "seqstarts": np.arange(batch + 1) * new,
+        "kvstarts": np.arange(batch + 1) * lengths,
         "cachestarts": table,
-        "start_pos": np.full(B, past),
+        "start_pos": np.full(batch, past),
         "max_seqlen": None,
         "max_kvlen": None,
     }
@@ -129,6 +129,25 @@ def append_only(kind, number, mode, past, new, timed=False):
     return prepare
 
 
+def checks_only(kind, batch):
+    """The checks of a decode step of `batch` sequences in a page each."""
+
+    def prepare():
+        cache, scale = kind.arrays(layout.DYNAMIC[3], batch * PAGE)
+        x, where = tokens(kind, batch), index_tensors(1, PAGE - 1, 1, batch)
+
+        def run(i):
+            fmt, _, _ = check.current(x, x, 3)
+            checked = check.cache_layer(fmt, H, DIM, cache, scale, layout.DYNAMIC, 1, 0, kind.quant, GROUP, 3)
+            steps.dynamic(batch, **where, cache_mode=1, page_size=PAGE, cache=checked)
+            for name, array in (("cache", cache), ("scale", scale)):
+                check.apart(name, array, [("current_key", x), ("current_value", x)])
+
+        return run, 0
+
+    return prepare
+
+
 def loads(kind, goal):
     places = [("static", number, None) for number in range(2)]
     places += [(name, number, mode) for number in range(4) for mode, name in enumerate(("offsets", "pages"))]
@@ -176,4 +195,5 @@ CASES = [
         )
         for past in (0, 32768)
     ),
+    Case("checks of a decode step, 64 sequences", checks_only(QUANTIZED[0], 64), calls=50),
 ]
