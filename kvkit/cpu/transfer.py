@@ -17,7 +17,7 @@ from kvkit.cpu.simd import panels
 from kvkit.index import page_of, rest_of_page, row_of, share
 from kvkit.jit import helper, kernel
 
-BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store takes rows in pairs
+BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
 
