@@ -12,6 +12,7 @@ import pickle
 import re
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import llvmlite
@@ -34,7 +35,17 @@ def shared(function):
 
 def helper(function):
     """A function that only CPU kernels call; its code becomes part of theirs."""
-    return numba.njit(**OPTIONS)(function)
+    return numba.njit(**OPTIONS)(own_name(function))
+
+
+def own_name(function):
+    """A name for the function's machine code that no other process gives.
+
+    Numba counts functions to tell namesakes apart, in each process from one. Code from the folder was
+    compiled by several processes, and the linker takes two symbols of one name for one function.
+    """
+    function.__qualname__ += f".{uuid.uuid4().hex}"
+    return function
 
 
 def kernel(function, signature, key=(), parallel=False):
@@ -42,8 +53,9 @@ def kernel(function, signature, key=(), parallel=False):
 
     `key` names what the function closes over: with the signature it tells its variants apart.
     """
-    dispatcher = numba.njit(parallel=parallel, nogil=True, **OPTIONS)(function)
-    dispatcher._cache = Folder(function, key)
+    folder = Folder(function, key)
+    dispatcher = numba.njit(parallel=parallel, nogil=True, **OPTIONS)(own_name(function))
+    dispatcher._cache = folder
     dispatcher.compile(signature)
     dispatcher.disable_compile()
     return dispatcher
@@ -51,8 +63,9 @@ def kernel(function, signature, key=(), parallel=False):
 
 def callback(function, signature, key=()):
     """Compile `function` (or load it) into machine code that kernels call by its address."""
-    code = ccallback.CFunc(function, numba.core.sigutils.normalize_signature(signature), {}, dict(OPTIONS))
-    code._cache = Folder(function, key)  # type: ignore[attr-defined]
+    folder, signature = Folder(function, key), numba.core.sigutils.normalize_signature(signature)
+    code = ccallback.CFunc(own_name(function), signature, {}, dict(OPTIONS))
+    code._cache = folder  # type: ignore[attr-defined]
     code.compile()
     KEPT.append(code)
     return code

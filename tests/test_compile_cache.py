@@ -182,3 +182,28 @@ def test_a_full_disk_costs_nothing_but_time(monkeypatch, tmp_path):
     assert add(2, 3) == 5
     assert time.perf_counter() - begin < 60
     assert not list(tmp_path.iterdir())
+
+
+STORE = """
+import json, sys
+import numpy as np
+from kvkit.cpu.rows import rows
+codes = []
+for group in {groups}:
+    x, cache, scale = np.arange(1, 2 * group + 1, dtype=np.float32), np.zeros(2 * group, np.int8), np.zeros(2, np.float32)
+    code = rows("store", "float32", "int8", "float32", group, groups=16)
+    code.ctypes(x.ctypes.data, 0, 0, cache.ctypes.data, 0, 0, scale.ctypes.data, 0, 0, 1, 1, 1, 2 * group)
+    codes.append([cache.tolist(), (scale * 127).tolist()])
+print(json.dumps(codes))
+"""
+
+
+def test_code_of_several_processes_lives_together(copy, tmp_path):
+    """Functions of one name and number, compiled by processes of their own, stay apart in another one."""
+    groups = (2, 4, 8)
+    alone = [call(copy, tmp_path / "cache", STORE.format(groups=(group,)))[0] for group in groups]
+    for group, (_, largest) in zip(groups, alone, strict=True):
+        assert largest == pytest.approx([group, 2 * group])
+    for order in (groups, groups[::-1]):
+        together = call(copy, tmp_path / "cache", STORE.format(groups=order))
+        assert together == [alone[groups.index(group)] for group in order]
