@@ -190,7 +190,8 @@ import numpy as np
 from kvkit.cpu.rows import rows
 codes = []
 for group in {groups}:
-    x, cache, scale = np.arange(1, 2 * group + 1, dtype=np.float32), np.zeros(2 * group, np.int8), np.zeros(2, np.float32)
+    x = np.arange(1, 2 * group + 1, dtype=np.float32)
+    cache, scale = np.zeros(2 * group, np.int8), np.zeros(2, np.float32)
     code = rows("store", "float32", "int8", "float32", group, groups=16)
     code.ctypes(x.ctypes.data, 0, 0, cache.ctypes.data, 0, 0, scale.ctypes.data, 0, 0, 1, 1, 1, 2 * group)
     codes.append([cache.tolist(), (scale * 127).tolist()])
