@@ -2,7 +2,27 @@
 
 from kvkit import dynamic_batching, sources  # noqa: F401  (sources: at import, see there)
 from kvkit.errors import DeviceError, KvkitError
-from kvkit.static import key_value_cache
+from kvkit.merge import merge_attention_states
+from kvkit.static import (
+    alibi_mask,
+    alibi_slope,
+    key_value_cache,
+    multi_head_attention,
+    multi_head_cache_attention,
+    rotary_position_embedding,
+)
 from kvkit.version import __version__
 
-__all__ = ["DeviceError", "KvkitError", "__version__", "dynamic_batching", "key_value_cache"]
+__all__ = [
+    "DeviceError",
+    "KvkitError",
+    "__version__",
+    "alibi_mask",
+    "alibi_slope",
+    "dynamic_batching",
+    "key_value_cache",
+    "merge_attention_states",
+    "multi_head_attention",
+    "multi_head_cache_attention",
+    "rotary_position_embedding",
+]

@@ -80,6 +80,21 @@ def current(current_key, current_value, ndim):
     return fmt, one_piece(current_key), one_piece(current_value)
 
 
+def packed_tokens(name, array):
+    """(name, tokens) of packed new tokens; None if it is no such array, which its own check will say."""
+    return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
+
+
+def new_tokens(fmt, current_key, current_value, shape):
+    """New keys and values of the format and shape that queries ask for."""
+    if tensor("current_key", current_key, FLOATS, len(shape)) is not fmt:
+        raise wrong("current_key", f"the dtype of query, {fmt}", current_key.dtype)
+    _, current_key, current_value = current(current_key, current_value, len(shape))
+    if current_key.shape != shape:
+        raise wrong("current_key", f"shape {shape}", current_key.shape)
+    return current_key, current_value
+
+
 def one_piece(array):
     """The array, or a copy whose last axis is contiguous."""
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
@@ -105,6 +120,14 @@ def apart(name, array, others):
     for other_name, other in others:
         if np.may_share_memory(array, other) and _share(array, other):
             raise wrong(name, f"memory apart from {other_name}", "arrays that overlap")
+
+
+def written_apart(cache, scale, layer, inputs):
+    """The arrays that an append writes, with their names: apart from the inputs."""
+    written = [("cache", cache)] if layer.cell is None else [("cache", cache), ("scale", scale)]
+    for name, array in written:
+        apart(name, array, inputs)
+    return written
 
 
 def _share(a, b):
@@ -145,6 +168,7 @@ class Cache:
     group: int
     heads: int
     dim: int
+    stored_bytes: int  # of a head
     capacity: tuple[int, int]  # sequences, rows
     heads_adjoin: bool
     sides: tuple[tuple[int, ...], ...]  # [key|value]: cache, then scale (address, sequence, row, head)
@@ -179,7 +203,7 @@ def cache_layer(
     value = (where.address + where.kv, *key[1:])
     if not quant_bit:
         sides = (*key, 0, 0, 0, 0), (*value, 0, 0, 0, 0)
-        return Cache(fmt.name, stored.name, None, 0, heads, dim, capacity, adjoin, sides)
+        return Cache(fmt.name, stored.name, None, 0, heads, dim, stored.bytes(dim), capacity, adjoin, sides)
 
     group = integer("quant_group", quant_group, 1)
     if dim % group:
@@ -198,7 +222,9 @@ def cache_layer(
     adjoin = adjoin and spot.head == cell.bytes(dim // group)
     tail = (spot.sequence, spot.row, spot.head)
     sides = (*key, spot.address, *tail), (*value, spot.address + spot.kv, *tail)
-    return Cache(fmt.name, stored.name, cell.name, group, heads, dim, capacity, adjoin, sides)
+    return Cache(
+        fmt.name, stored.name, cell.name, group, heads, dim, stored.bytes(dim), capacity, adjoin, sides
+    )
 
 
 def cache_format(fmt, cache, quant_bit, dim):

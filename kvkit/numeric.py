@@ -1,7 +1,8 @@
-"""Scalar numerics, written once for both targets: float bits, rounding, quantization codes, nibbles.
+"""Scalar numerics, written once for both targets: float bits, rounding, codes, nibbles; slopes and angles.
 
 Values are float32; 16-bit floats are uint16 bits until they are widened. Formulas: PMX specification,
-KeyValueCache; `element` is the name of a float format and always a constant of the kernel.
+KeyValueCache, ALiBiSlope, RotaryPositionEmbedding; `element` is the name of a float format and always a
+constant of the kernel.
 """
 
 import numpy as np
@@ -13,6 +14,9 @@ from kvkit.formats import SMALLEST_SCALE
 from kvkit.jit import shared
 
 ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it rounds, ties to even
+ROUNDER64 = 1.5 * 2.0**52  # the same for float64
+PI_HIGH, PI_MIDDLE, PI_LOW = 3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18  # their sum
+TURNS = 2.0**24  # angles below it turn less than 2^23 times by pi
 EPS32, EPS16, EPSBF = (np.float32(SMALLEST_SCALE[name]) for name in ("float32", "float16", "bfloat16"))
 
 
@@ -115,3 +119,57 @@ def low_nibble(byte):
 @shared
 def high_nibble(byte):
     return np.int8(byte >> 4)
+
+
+@shared
+def alibi_slope(head, num_heads):
+    """The factor of a head's distances; powers of two are exact."""
+    power = 1
+    while 2 * power <= num_heads:
+        power *= 2
+    exponent = -8.0 * (head + 1) / power if head < power else -4.0 * (2 * (head - power) + 1) / power
+    return np.float32(2.0**exponent)
+
+
+@shared
+def rotary_theta(theta, dims, end, longest, factor):
+    """The base of a sequence's frequencies: larger ('dynamic' scaling) if it ends beyond `longest`."""
+    stretched = theta
+    if end > longest and dims > 2:  # two elements turn with frequency 1, whatever the base
+        stretched = theta * (factor * end / longest - (factor - 1.0)) ** (dims / (dims - 2))
+    return stretched
+
+
+@shared
+def rotary_frequency(theta, pair, dims):
+    return np.float32(theta ** (-2.0 * pair / dims))
+
+
+@shared
+def rotary_angle(position, divisor, frequency):
+    return np.float32(position) / np.float32(divisor) * frequency
+
+
+@shared
+def cos_sin(angle):
+    """Both of a float32 angle below TURNS, to the nearest float32 but for rare ties; without branches.
+
+    The angle less a multiple of pi lies within pi/2. A multiple below 2^23 times a part of pi with 29 bits
+    is exact in float64, so no angle loses bits. The series stop where float64 cannot see the next term.
+    """
+    x = np.float64(angle)
+    half_turns = (x * (1 / np.pi) + ROUNDER64) - ROUNDER64
+    odd = half_turns - 2.0 * ((half_turns * 0.5 + ROUNDER64) - ROUNDER64)  # -1, 0 or 1
+    sign = 1.0 - 2.0 * odd * odd
+    x = ((x - half_turns * PI_HIGH) - half_turns * PI_MIDDLE) - half_turns * PI_LOW
+    y = x * x
+    cosine = 1 / 2432902008176640000 * y - 1 / 6402373705728000
+    cosine = (cosine * y + 1 / 20922789888000) * y - 1 / 87178291200
+    cosine = cosine * y + 1 / 479001600
+    cosine = (cosine * y - 1 / 3628800) * y + 1 / 40320
+    cosine = ((cosine * y - 1 / 720) * y + 1 / 24) * y - 0.5
+    sine = 1 / 355687428096000 * y - 1 / 1307674368000
+    sine = (sine * y + 1 / 6227020800) * y - 1 / 39916800
+    sine = (sine * y + 1 / 362880) * y - 1 / 5040
+    sine = ((sine * y + 1 / 120) * y - 1 / 6) * y
+    return np.float32(sign * (cosine * y + 1.0)), np.float32(sign * (sine * x + x))

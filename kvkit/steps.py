@@ -1,6 +1,6 @@
 """The index tensors of a step: checked once, then where each sequence's tokens are packed and lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,10 @@ class Steps:
     zeros: np.ndarray
     table: np.ndarray
     page_size: int
+    tokens: int
+    context: int
+    rows: int  # that the cache must have
+    limits: tuple[int, int] = (0, 0)
 
 
 def index(name, value, ndim):
@@ -46,15 +50,33 @@ def static(batch, seqlen, start_pos, cache):
         raise wrong("cache", f"room for {batch} sequences (MaxB)", sequences)
     if start_pos > rows - seqlen:
         raise wrong("start_pos", f"room for {seqlen} new tokens in {rows} positions (MaxS)", start_pos)
+    return equal(batch, seqlen, start_pos + seqlen)
+
+
+def equal(batch, seqlen, kvlen):
+    """Sequences of one length, packed one after the other, each from row 0 of a part of its own."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
-    kvlen = start_pos + seqlen
-    return Steps(counts * seqlen, counts * kvlen, zeros[:, 0] + start_pos, zeros[:, 0], zeros, ENDLESS)
+    start_pos = zeros[:, 0] + (kvlen - seqlen)
+    return Steps(
+        counts * seqlen,
+        counts * kvlen,
+        start_pos,
+        zeros[:, 0],
+        zeros,
+        ENDLESS,
+        batch * seqlen,
+        batch * kvlen,
+        kvlen,
+    )
 
 
 def dynamic(
-    tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size, cache
+    tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size
 ):
-    """Check every length and every row of a step; `tokens` is the packed length of the new keys."""
+    """Check every length and every row of a step, but for the size of the cache: see `fits`.
+
+    `tokens` is (name, length) of an array of packed tokens, or None if there is none yet.
+    """
     seqstarts, kvstarts = index("seqstarts", seqstarts, 1), index("kvstarts", kvstarts, 1)
     start_pos = index("start_pos", start_pos, 1)
     mode = choice("cache_mode", cache_mode, (0, 1))
@@ -72,17 +94,72 @@ def dynamic(
     ):
         if array.shape[0] != length:
             raise wrong(name, f"{length} entries for {max(batch, 0)} sequences", array.shape[0])
+    begin_with_0(seqstarts, kvstarts)
+    if tokens:
+        ends_with("seqstarts", seqstarts[-1], tokens)
+    limits = hint("max_seqlen", max_seqlen), hint("max_kvlen", max_kvlen)
+    step = Steps(
+        seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size,
+        int(seqstarts[-1]), int(kvstarts[-1]), 0, limits,
+    )  # fmt: skip
+    return replace(step, rows=scanned(step, INT64_MAX))
+
+
+def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
+    """A step over keys that are packed themselves: sequence b's context begins at row kvstarts[b]."""
+    seqstarts, kvstarts = index("seqstarts", seqstarts, 1), index("kvstarts", kvstarts, 1)
+    batch = seqstarts.shape[0] - 1
+    if batch < 0:
+        raise wrong("seqstarts", "1 entries for 0 sequences", 0)
+    if kvstarts.shape[0] != batch + 1:
+        raise wrong("kvstarts", f"{batch + 1} entries for {batch} sequences", kvstarts.shape[0])
+    begin_with_0(seqstarts, kvstarts)
+    for name, starts, limit_name, limit in (
+        ("seqstarts", seqstarts, "max_seqlen", max_seqlen),
+        ("kvstarts", kvstarts, "max_kvlen", max_kvlen),
+    ):
+        falls = np.flatnonzero(starts[1:] < starts[:-1])
+        if len(falls):
+            raise wrong(name, f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1])
+        lengths, limit = np.diff(starts), hint(limit_name, limit)
+        if batch and lengths.max() > limit:
+            b = int(lengths.argmax())
+            raise wrong(limit_name, f"at least {lengths[b]}, the length of sequence {b}", limit)
+    table, zeros = kvstarts[:-1].reshape(-1, 1), np.zeros(batch, np.int64)
+    tokens, context = int(seqstarts[-1]), int(kvstarts[-1])
+    return Steps(seqstarts, kvstarts, zeros, zeros, table, ENDLESS, tokens, context, context)
+
+
+def begin_with_0(seqstarts, kvstarts):
     for name, starts in (("seqstarts", seqstarts), ("kvstarts", kvstarts)):
         if starts[0] != 0:
             raise wrong(name, "to begin with 0", starts[0])
-    if seqstarts[-1] != tokens:
-        raise wrong("seqstarts", f"to end with the {tokens} tokens of current_key", seqstarts[-1])
-    limits = hint("max_seqlen", max_seqlen), hint("max_kvlen", max_kvlen)
-    rows = cache.capacity[1]
-    found = cpu.scan.compiled()(seqstarts, kvstarts, table, start_pos, page_size, rows, *limits)
+
+
+def ends_with(starts, end, tokens):
+    """Check that packed sequences end where an array does."""
+    name, length = tokens
+    if end != length:
+        raise wrong(starts, f"to end with the {length} tokens of {name}", end)
+
+
+def fits(step, tokens, cache):
+    """Check a step against the tokens of an array and the rows of a cache."""
+    ends_with("seqstarts", step.tokens, tokens)
+    if step.rows > cache.capacity[1]:
+        scanned(step, cache.capacity[1])
+
+
+def scanned(step, rows):
+    """How many rows of a cache with `rows` a step needs, or the error for the first rule it breaks."""
+    found = cpu.scan.compiled()(
+        step.seqstarts, step.kvstarts, step.table, step.start_pos, step.page_size, rows, *step.limits
+    )
     if found[0]:
-        raise broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits)
-    return Steps(seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size)
+        raise broken_rule(
+            found, step.seqstarts, step.start_pos, step.table, step.page_size, rows, step.limits
+        )
+    return found[1]
 
 
 def hint(name, value):
@@ -111,9 +188,8 @@ def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
     if rule == scan.ROW:
         entry = f"cachestarts[{b}]" if page_size == ENDLESS else f"cachestarts[{b}, {one // page_size}]"
         start = table[b, 0 if page_size == ENDLESS else one // page_size]
-        return wrong(
-            entry, f"rows within the {rows} of the cache", f"{start}: position {one} is in row {two}"
-        )
+        wanted = "rows from 0 on" if rows == INT64_MAX else f"rows within the {rows} of the cache"
+        return wrong(entry, wanted, f"{start}: position {one} is in row {two}")
     if rule == scan.STORED_TWICE:
         who = f"sequence {b} stores twice" if b == one else f"sequences {b} and {one} both store"
         return wrong("cachestarts", "rows stored once", f"row {two}, which {who}")

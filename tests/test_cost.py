@@ -36,7 +36,7 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step):
     def checks():
         fmt, key, value = check.current(tokens, tokens, 3)
         layer = check.cache_layer(fmt, HEADS, DIM, cache, scale, layout.DYNAMIC, 1, 0, 8, 8, 3)
-        steps.dynamic(BATCH, **step, cache=layer)
+        steps.fits(steps.dynamic(("current_key", BATCH), **step), ("current_key", BATCH), layer)
         for name, array in (("cache", cache), ("scale", scale)):
             check.apart(name, array, [("current_key", key), ("current_value", value)])
 

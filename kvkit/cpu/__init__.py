@@ -4,6 +4,6 @@ import importlib
 
 
 def __getattr__(name):
-    if name in ("scan", "transfer"):
+    if name in ("alibi", "attention", "launches", "rotary", "scan", "transfer"):
         return importlib.import_module(f"kvkit.cpu.{name}")
     raise AttributeError(name)

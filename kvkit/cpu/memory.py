@@ -1,6 +1,7 @@
 """Scalars at byte addresses, for the plain loops of the CPU kernels. Any alignment."""
 
 import functools
+import inspect
 
 from llvmlite import ir
 from numba import types
@@ -81,30 +82,32 @@ def scratch(size):
     return scratch
 
 
+@functools.cache
+def call(count):
+    """(function, *`count` int64): call the machine code at an address."""
+
+    def typer(typingctx, *given):
+        def codegen(context, builder, signature, values):
+            int64 = ir.IntType(64)
+            function = ir.FunctionType(ir.VoidType(), [int64] * count)
+            builder.call(builder.inttoptr(values[0], function.as_pointer()), values[1:])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * (count + 1)), codegen
+
+    names = ["typingctx", "function", *(f"argument{i}" for i in range(count))]
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    typer.__signature__ = inspect.Signature([inspect.Parameter(name, positional) for name in names])  # type: ignore[attr-defined]
+    return intrinsic(typer)
+
+
 @intrinsic
-def call_rows(
-    typingctx,
-    function,
-    packed,
-    packed_token,
-    packed_head,
-    cache,
-    cache_token,
-    cache_head,
-    scale,
-    scale_token,
-    scale_head,
-    tokens,
-    heads,
-    repeat,
-    dim,
-):
-    """Call the machine code at an address with thirteen int64 (see `rows.SIGNATURE`)."""
+def count_up(typingctx, address):
+    """(address) -> the int64 there, which goes up by one: no two threads get the same."""
 
     def codegen(context, builder, signature, values):
         int64 = ir.IntType(64)
-        pointer = builder.inttoptr(values[0], ir.FunctionType(ir.VoidType(), [int64] * 13).as_pointer())
-        builder.call(pointer, values[1:])
-        return context.get_dummy_value()
+        pointer = builder.inttoptr(values[0], int64.as_pointer())
+        return builder.atomic_rmw("add", pointer, int64(1), "acq_rel")
 
-    return types.void(*[types.int64] * 14), codegen
+    return types.int64(types.int64), codegen

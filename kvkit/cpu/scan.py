@@ -15,8 +15,11 @@ SIGNATURE = types.UniTuple(types.int64, 4)(INDEX1, INDEX1, INDEX2, INDEX1, *[typ
 
 
 def scan(seqstarts, kvstarts, table, start_pos, page_size, rows, max_seqlen, max_kvlen):
-    """(rule, sequence, and two numbers for the message); no sum here can overflow."""
-    stored_runs = 0
+    """(rule, sequence, and two numbers for the message); if fine, (FINE, rows in use, 0, 0).
+
+    No sum here can overflow.
+    """
+    stored_runs, last = 0, 0
     for b in range(start_pos.shape[0]):
         for which, starts in enumerate((seqstarts, kvstarts)):
             if starts[b + 1] < starts[b]:
@@ -38,9 +41,11 @@ def scan(seqstarts, kvstarts, table, start_pos, page_size, rows, max_seqlen, max
             if first > rows - used:
                 inside = max(rows - first, 0)
                 return ROW, b, page * page_size + inside, first + inside
+            last = max(last, first + used)
         if seqlen:
             stored_runs += pages - page_of(start_pos[b], page_size)
-    return conflicts(seqstarts, table, start_pos, page_size, rows, stored_runs)
+    found = conflicts(seqstarts, table, start_pos, page_size, rows, stored_runs)
+    return found if found[0] else (FINE, last, 0, 0)
 
 
 @helper

@@ -5,13 +5,13 @@ which tokens of a sequence they walk.
 """
 
 import functools
-import threading
 
 import numba
 import numpy as np
 from numba import prange, types
 
-from kvkit.cpu.memory import call_rows
+from kvkit.cpu import memory
+from kvkit.cpu.launches import Launch, address
 from kvkit.cpu.rows import LOAD, STORE, rows
 from kvkit.cpu.simd import panels
 from kvkit.index import page_of, rest_of_page, row_of, share
@@ -21,8 +21,7 @@ BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scale
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
 
-# One launch at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
-running = threading.Lock()
+call_rows = memory.call(13)
 
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 SIGNATURE = types.void(INT, INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
@@ -79,6 +78,13 @@ def compiled(parallel):
     return kernel(walk, SIGNATURE, parallel, parallel=parallel)
 
 
+OWNERS = {
+    STORE: {0: "current_key", 12: "current_value", 4: "cache", 16: "cache"},
+    LOAD: {0: "key", 12: "value", 4: "cache", 16: "cache"},
+}
+SCALE = {8: "scale", 20: "scale"}
+
+
 def store(current_key, current_value, cache, steps):
     """A launch that appends the packed new tokens to their rows."""
     return prepare(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
@@ -92,19 +98,12 @@ def load(key, value, cache, steps, repeat, new):
     return prepare(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat, stream=not new)
 
 
-def launch(*prepared):
-    """Run launches in order. Nothing can fail any more."""
-    with running:
-        for kernel, arguments in prepared:
-            kernel(*arguments)
-
-
 def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=False):
     """Compile what a transfer needs, or find it, and gather its arguments."""
     strides = key.strides, value.strides
     heads, dim = cache.heads, cache.dim
     moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
-    stream = stream and moved >= STREAM_BYTES and _aligned(key) and _aligned(value)
+    stream = stream and moved >= STREAM_BYTES and aligned(key) and aligned(value)
     if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
         heads, dim = 1, heads * dim
     groups = (
@@ -113,7 +112,7 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=F
     code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
     sides = np.array(
         [
-            (array.ctypes.data, *packed_strides(array), *place)
+            (address(array), *packed_strides(array), *place)
             for array, place in zip((key, value), cache.sides, strict=True)
         ],
         np.int64,
@@ -123,7 +122,8 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=F
     parallel = moved >= SMALL_BYTES
     chunks = numba.get_num_threads() if parallel else 1
     arguments = code, chunks, block, starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
-    return compiled(parallel), arguments
+    owners = OWNERS[direction] | (SCALE if cache.cell else {})
+    return Launch(sides.reshape(-1), owners, functools.partial(compiled(parallel), *arguments))
 
 
 def packed_strides(array):
@@ -136,7 +136,7 @@ def packed_strides(array):
     return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]
 
 
-def _aligned(array):
+def aligned(array):
     """Whether every row begins at a multiple of 16, as streaming needs."""
     bits = array.ctypes.data
     for stride in array.strides[:-1]:

@@ -26,7 +26,9 @@ class Lanes:
         self.count = value.type.count
 
     def of(self, other):
-        return other.value if isinstance(other, Lanes) else ir.Constant(self.type, [other] * self.count)
+        if isinstance(other, Lanes):
+            return other.value
+        return ir.Constant(self.type, other if isinstance(other, list) else [other] * self.count)
 
     def apply(self, instruction, *others):
         return Lanes(self.builder, getattr(self.builder, instruction)(self.value, *map(self.of, others)))
@@ -57,6 +59,9 @@ class Lanes:
 
     def __mul__(self, other):
         return self.apply("fmul", other)
+
+    def __rsub__(self, other):
+        return Lanes(self.builder, self.of(other)) - self
 
     def __truediv__(self, other):
         return self.apply("fdiv", other)
@@ -116,6 +121,11 @@ class Lanes:
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
         return Lanes(self.builder, self.builder.shuffle_vector(self.value, self.of(other or self), mask))
 
+    def where(self, relation, other, then):
+        """`then` where this compares so with `other` (never with NaN), itself elsewhere."""
+        true = self.builder.fcmp_ordered(relation, self.value, self.of(other))
+        return Lanes(self.builder, self.builder.select(true, self.of(then), self.value))
+
     def where_nan(self, floats, other):
         nan = self.builder.fcmp_unordered("uno", floats.value, floats.value)
         return Lanes(self.builder, self.builder.select(nan, other.value, self.value))
@@ -134,6 +144,71 @@ def write(builder, address, lanes, stream=False):
     done.align = 16 if stream else 1
     if stream:
         done.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+
+
+def fill(builder, number, count):
+    """Lanes of one float32 value."""
+    empty = Lanes(builder, ir.Constant(ir.VectorType(F32, 1), ir.Undefined))
+    return Lanes(builder, builder.insert_element(empty.value, number, I32(0))).pick([0] * count)
+
+
+def broadcast(builder, address, count):
+    """The float32 at an address, in every lane."""
+    value = builder.load(builder.inttoptr(address, F32.as_pointer()))
+    value.align = 1
+    return fill(builder, value, count)
+
+
+class Slots:
+    """Vectors that a loop changes; LLVM keeps them in registers."""
+
+    def __init__(self, builder, start):
+        self.builder = builder
+        self.places = [cgutils.alloca_once_value(builder, vector.value) for vector in start]
+
+    def __getitem__(self, i):
+        return Lanes(self.builder, self.builder.load(self.places[i]))
+
+    def __setitem__(self, i, vector):
+        self.builder.store(vector.value, self.places[i])
+
+
+def joined(vectors):
+    """One or more vectors, as many as a power of two, as one."""
+    while len(vectors) > 1:
+        vectors = [x.pick(range(2 * x.count), y) for x, y in pairs(vectors)]
+    return vectors[0]
+
+
+def zeros(builder, count, vectors=1):
+    """`vectors` of float32 zeros."""
+    zero = ir.Constant(ir.VectorType(F32, count), [0.0] * count)
+    return [Lanes(builder, zero) for _ in range(vectors)]
+
+
+def loop(builder, count, step=1):
+    """`with loop(builder, count) as i`: from 0 in steps below a count, both int64."""
+    return _Loop(builder, count, step)
+
+
+class _Loop:
+    def __init__(self, builder, count, step):
+        self.range = cgutils.for_range_slice(builder, I64(0), count, I64(step), I64)
+
+    def __enter__(self):
+        index, _ = self.range.__enter__()
+        return index
+
+    def __exit__(self, *error):
+        return self.range.__exit__(*error)
+
+
+def prefetch(builder, address):
+    """Ask for the cache line at an address."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer, I32(0), I32(1), I32(1)])
 
 
 def widen(lanes, element):
@@ -191,6 +266,46 @@ def pack_nibbles(vectors):
 
 def pairs(vectors):
     return zip(vectors[::2], vectors[1::2], strict=True)
+
+
+def exp(x):
+    """e to the power of lanes up to 88: within 2 ulp; 0 for -inf and wherever the result is subnormal."""
+    rounder = 1.5 * 2.0**23
+    shifted = x.fma(1.4426950408889634, rounder)  # its low bits are the power of two
+    power = shifted - rounder
+    rest = power.fma(-0.693359375, x)
+    rest = power.fma(2.12194440e-4, rest)
+    series = Lanes(x.builder, x.of(1.9875691500e-4))
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        series = series.fma(rest, coefficient)
+    result = series.fma(rest * rest, rest) + 1.0
+    scale = (shifted.as_bits() << 23).plus(127 << 23)
+    result = result * Lanes(x.builder, x.builder.bitcast(scale.value, x.type))
+    chosen = x.builder.fcmp_ordered("<", x.value, x.of(-87.33654))
+    return Lanes(x.builder, x.builder.select(chosen, x.of(0.0), result.value))
+
+
+def sums_of(vectors):
+    """Of 16 or 8 vectors of 16 lanes, one with as many lanes: lane i is the sum of vectors[i].
+
+    Shuffles stay within 128 bits as long as they can, where they are cheap.
+    """
+    vectors = [_added(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in pairs(vectors)]
+    vectors = [_added(x, y, (0, 1, 16, 17), (2, 3, 18, 19)) for x, y in pairs(vectors)]
+    vectors = [_blocks_added(x, y) for x, y in pairs(vectors)]
+    return _blocks_added(*vectors)
+
+
+def _added(x, y, low, high):
+    low, high = ([block + lane for block in (0, 4, 8, 12) for lane in lanes] for lanes in (low, high))
+    return x.pick(low, y) + x.pick(high, y)
+
+
+def _blocks_added(x, y=None):
+    """Neighbouring blocks of four lanes added, of one vector or two in a row."""
+    starts = range(0, 16 if y is None else 32, 8)
+    low = [start + lane for start in starts for lane in range(4)]
+    return x.pick(low, y) + x.pick([lane + 4 for lane in low], y)
 
 
 def micro_kernel(arguments):

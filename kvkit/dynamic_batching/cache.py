@@ -1,7 +1,7 @@
-"""The operators over dynamic caches: packed sequences of any lengths that share one pool of rows."""
+"""Append to a dynamic cache, and gather from it."""
 
-from kvkit import check, layout, steps
-from kvkit.launch import append_and_load
+from kvkit import check
+from kvkit.dynamic_batching.plan import checked_plan
 
 
 def key_value_cache(
@@ -92,33 +92,28 @@ def key_value_cache(
     >>> cache[[8, 9, 10, 4], 0, 0, 0, 0]
     array([  0, 127, 127, 127], dtype=int8)
     """
-    fmt, current_key, current_value = check.current(current_key, current_value, 3)
-    tokens, heads, dim = current_key.shape
-    repeat = check.integer("num_repeat", num_repeat, 1)
-    layer = check.cache_layer(
-        fmt,
-        heads,
-        dim,
-        cache,
-        scale,
-        layout.DYNAMIC,
-        num_layer,
-        layer_idx,
-        quant_bit,
-        quant_group,
-        cache_layout,
-    )
-    step = steps.dynamic(
-        tokens,
+    step = checked_plan(
+        check.packed_tokens("current_key", current_key),
         seqstarts,
         kvstarts,
         cachestarts,
         start_pos,
+        0,
         max_seqlen,
         max_kvlen,
         cache_mode,
         page_size,
-        layer,
     )
-    shape = (int(step.kvstarts[-1]), heads * repeat, dim)
-    return append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out)
+    return step.key_value_cache(
+        current_key,
+        current_value,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        num_repeat=num_repeat,
+        cache_layout=cache_layout,
+        out=out,
+    )

@@ -1,4 +1,4 @@
-"""The operators over static caches: sequences of one length, each with its own part of the cache."""
+"""Append to a static cache, and gather from it."""
 
 from kvkit import check, layout, steps
 from kvkit.launch import append_and_load
@@ -89,4 +89,7 @@ def key_value_cache(
     start_pos = check.integer("start_pos", start_pos, 0)
     step = steps.static(batch, seqlen, start_pos, layer)
     shape = (batch, start_pos + seqlen, heads * repeat, dim)
-    return append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out)
+    results, _ = append_and_load(
+        fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out
+    )
+    return results

@@ -1,0 +1,139 @@
+"""What happens to the scores of a block between the two products: masks, and the online softmax.
+
+Scores lie as [token, row]; a running top and total for each row go from block to block.
+"""
+
+import math
+
+import numpy as np
+from numba import types
+
+from kvkit import numeric
+from kvkit.cpu import memory
+from kvkit.cpu.simd import attention
+from kvkit.jit import helper
+
+LANES, WIDE = attention.LANES, attention.WIDE
+LOWEST = np.float32(attention.LOWEST)
+MINUS_INF = np.float32(-np.inf)
+MASKS = {"float32": 1, "float16": 2, "bfloat16": 3, "bool": 4}
+
+get, get_bool = memory.load(types.int64), memory.load(types.int8)
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+get_half, get_bfloat16 = memory.read("float16"), memory.read("bfloat16")
+online_softmax, cap = attention.online_softmax, attention.cap
+
+
+@helper
+def visible(task, b, seqlen, kvlen, token):
+    """The positions that a query token may see, as far as they are a range."""
+    position = kvlen - seqlen + token
+    low = max(position - task.left, 0) if task.left >= 0 else 0
+    high = min(position + task.right + 1, kvlen) if task.right >= 0 else kvlen
+    if task.alibi or (task.causal and b >= task.decoding):
+        high = min(high, position + 1)
+    return low, max(high, low)
+
+
+@helper
+def softmax(scores, tile, count, top, total, factor):
+    """Scores to weights, in place; `factor` is what the sums so far shrink by."""
+    if tile == WIDE:
+        for half in range(0, 4 * WIDE, 4 * LANES):
+            online_softmax(scores + half, count, 4 * WIDE, WIDE, top + half, total + half, factor + half)
+        return
+    vectors = -(-count * tile // LANES)
+    for i in range(count * tile, vectors * LANES):
+        put_float(scores + 4 * i, MINUS_INF)
+    online_softmax(scores, vectors, 4 * LANES, tile, top, total, factor)
+
+
+@helper
+def fold(top, total, row, tile):
+    """(top, total) of a row: lanes of a narrow tile hold its total in parts."""
+    whole = np.float32(0)
+    for lane in range(row, max(tile, LANES), tile):
+        whole += get_float(total + 4 * lane)
+    return get_float(top + 4 * row), whole
+
+
+@helper
+def weight(score, top):
+    """exp(score - top), 0 for a score of -inf."""
+    return np.float32(math.exp(score - max(top, LOWEST)))
+
+
+@helper
+def adjust(task, b, scores, tile, live, first, kv, begin, count, seqlen, kvlen):
+    """Cap the scores, then add what hides or weighs keys: a score of -inf is an absent key."""
+    plain = not (task.cap or task.alibi or task.mask)
+    if (
+        plain
+        and begin >= visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[0]
+        and begin + count <= visible(task, b, seqlen, kvlen, first // task.group)[1]
+    ):
+        return
+    if task.cap:
+        cap(scores, -(-count * tile // LANES), task.cap_at)
+    for r in range(live):
+        token = (first + r) // task.group
+        head = kv * task.group + (first + r) % task.group
+        position = kvlen - seqlen + token
+        low, high = visible(task, b, seqlen, kvlen, token)
+        low = min(max(low - begin, 0), count)
+        high = max(min(high - begin, count), low)
+        at = scores + 4 * r
+        for t in range(low):
+            put_float(at + 4 * t * tile, MINUS_INF)
+        for t in range(high, count):
+            put_float(at + 4 * t * tile, MINUS_INF)
+        if task.alibi:
+            slope = numeric.alibi_slope(head, task.heads * task.group)
+            for t in range(low, high):
+                place = at + 4 * t * tile
+                put_float(place, get_float(place) + slope * np.float32(begin + t - position))
+        if task.mask:
+            row, column = token, begin
+            if task.mask_packed:
+                row, column = row + get(task.seqstarts + 8 * b), column + get(task.kvstarts + 8 * b)
+            mask = task.mask + b * task.mask_sequence + head * task.mask_head
+            mask += row * task.mask_row + column * task.mask_column
+            add_mask(task, at, 4 * tile, mask, low, high)
+
+
+@helper
+def add_mask(task, scores, step, mask, low, high):
+    column = task.mask_column
+    if task.mask_kind == 1:
+        for t in range(low, high):
+            add(scores + t * step, get_float(mask + t * column))
+    elif task.mask_kind == 2:
+        for t in range(low, high):
+            add(scores + t * step, get_half(mask + t * column))
+    elif task.mask_kind == 3:
+        for t in range(low, high):
+            add(scores + t * step, get_bfloat16(mask + t * column))
+    else:
+        for t in range(low, high):
+            if get_bool(mask + t * column) == 0:
+                put_float(scores + t * step, MINUS_INF)
+
+
+@helper
+def add(place, bias):
+    put_float(place, MINUS_INF if bias == MINUS_INF else get_float(place) + bias)
+
+
+@helper
+def careful_sums(weights, values, value_row, count, dim, sums, factors, tile):
+    """The sums again, in plain loops, over the values that have a weight."""
+    for r in range(tile):
+        shrink = get_float(factors + 4 * r)
+        for i in range(dim):
+            place = sums + 4 * (i * tile + r if tile == WIDE else r * dim + i)
+            total = get_float(place) * shrink
+            for t in range(count):
+                share = get_float(weights + 4 * (t * tile + r))
+                if share != np.float32(0):
+                    total += share * get_float(values + t * value_row + 4 * i)
+            put_float(place, total)

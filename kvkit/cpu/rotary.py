@@ -1,0 +1,185 @@
+"""Rotary position embedding: the angles of a token once, then every head of its query and key.
+
+Elements turn in pairs of neighbours. The table of a token has each cosine twice and each sine with both
+signs, so that a panel is x * cosines + (x with the elements of each pair swapped) * sines.
+"""
+
+import functools
+import math
+
+import numba
+import numpy as np
+from numba import prange, types
+
+from kvkit import numeric
+from kvkit.cpu import memory
+from kvkit.cpu.launches import running
+from kvkit.cpu.simd import panels
+from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
+from kvkit.cpu.transfer import (
+    SMALL_BYTES,
+    STREAM_BYTES,
+    aligned,
+    packed_strides,
+    sequence_of,
+)
+from kvkit.formats import BY_NAME
+from kvkit.index import share
+from kvkit.jit import callback, helper, kernel
+
+LANES = 16
+INT, FLOAT = types.int64, types.float64
+HEADS_SIGNATURE = types.void(*[INT] * 9)
+INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
+SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INT, FLOAT, FLOAT, INT, FLOAT)
+
+call_heads = memory.call(9)
+
+
+FINE, STARTS, FIRST, LAST, HINT = range(5)
+SCAN_SIGNATURE = types.UniTuple(INT, 3)(INDEX1, INDEX1, INT)
+INT64_MAX = np.iinfo(np.int64).max
+
+
+def scan(starts, first, longest):
+    """(rule, sequence, its length): the first rule that sequences break."""
+    for b in range(first.shape[0]):
+        if starts[b + 1] < starts[b]:
+            return STARTS, b, 0
+        length = starts[b + 1] - starts[b]
+        if first[b] < 0:
+            return FIRST, b, length
+        if first[b] > INT64_MAX - length:
+            return LAST, b, length
+        if length > longest:
+            return HINT, b, length
+    return FINE, 0, 0
+
+
+@functools.cache
+def compiled_scan():
+    return kernel(scan, SCAN_SIGNATURE)
+
+
+@functools.cache
+def panel(element, stream):
+    """(source, target, cosines, sines): 16 elements turned."""
+
+    @micro_kernel(4)
+    def panel(b, source, target, cosines, sines):
+        x = widen(read(b, source, RAW[element], LANES), element)
+        swapped = x.pick(lane ^ 1 for lane in range(LANES))
+        cosine, sine = (read(b, table, RAW["float32"], LANES) for table in (cosines, sines))
+        write(b, target, narrow(x * cosine + swapped * sine, element), stream)
+
+    return panel
+
+
+@functools.cache
+def heads_of(element, stream=False, plain=False):
+    """Compile what happens to all heads of one token of a query or key; kernels call its `address`.
+
+    `stream` writes around the caches; `plain` leaves the vectors out, for the tests.
+    """
+    size = BY_NAME[element].bytes(1)
+    get, put = memory.read(element), memory.write(element)
+    raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
+    turn, move, table = panel(element, stream), panels.move(element, element, stream), memory.read("float32")
+
+    def heads_of(source, source_head, target, target_head, heads, dim, turned, cosines, sines):
+        whole = 0 if plain else turned // LANES * LANES
+        moved = turned if plain or turned % LANES else turned + (dim - turned) // LANES * LANES
+        for head in range(heads):
+            x, y = source + head * source_head, target + head * target_head
+            for i in range(0, whole, LANES):
+                turn(x + i * size, y + i * size, cosines + i * 4, sines + i * 4)
+            for i in range(whole, turned, 2):
+                even, odd = get(x + i * size), get(x + (i + 1) * size)
+                cosine, sine = table(cosines + i * 4), table(sines + (i + 1) * 4)
+                put(y + i * size, even * cosine - odd * sine)
+                put(y + (i + 1) * size, odd * cosine + even * sine)
+            for i in range(turned, moved, LANES):
+                move(x + i * size, y + i * size)
+            for i in range(moved, dim):
+                raw_put(y + i * size, raw_get(x + i * size))
+
+    return callback(heads_of, HEADS_SIGNATURE, (element, stream, plain))
+
+
+@helper
+def turns(position, divisor, frequencies, cosines, sines):
+    """The table of a token."""
+    pairs = frequencies.shape[0]
+    fastest = max(frequencies[0], frequencies[pairs - 1])
+    if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.TURNS:
+        for i in range(pairs):
+            cosine, sine = numeric.cos_sin(numeric.rotary_angle(position, divisor, frequencies[i]))
+            cosines[2 * i], cosines[2 * i + 1] = cosine, cosine
+            sines[2 * i], sines[2 * i + 1] = -sine, sine
+    else:
+        for i in range(pairs):
+            angle = np.float64(numeric.rotary_angle(position, divisor, frequencies[i]))
+            cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
+            cosines[2 * i], cosines[2 * i + 1] = cosine, cosine
+            sines[2 * i], sines[2 * i + 1] = -sine, sine
+
+
+def walk(code, chunks, starts, first, sides, dim, turned, theta, divisor, longest, factor):
+    """Turn the packed tokens of every sequence, which take positions from `first` on.
+
+    `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and the
+    target, the number of heads and how many elements of each turn: `turned`, or none.
+    """
+    total = starts[-1]
+    for item in prange(chunks):
+        chunk = np.int64(item)
+        begin, end = share(total, chunk, chunks), share(total, chunk + 1, chunks)
+        frequencies = np.empty(turned // 2, np.float32)
+        cosines, sines = np.empty(turned, np.float32), np.empty(turned, np.float32)
+        sequence, base = sequence_of(starts, begin), -1.0
+        for token in range(begin, end):
+            while starts[sequence + 1] <= token:
+                sequence += 1
+            position = first[sequence] + token - starts[sequence]
+            stop = first[sequence] + starts[sequence + 1] - starts[sequence]
+            stretched = numeric.rotary_theta(theta, turned, stop, longest, factor)
+            if stretched != base:
+                base = stretched
+                for pair in range(turned // 2):
+                    frequencies[pair] = numeric.rotary_frequency(base, pair, turned)
+            turns(position, divisor, frequencies, cosines, sines)
+            for side in range(2):
+                at = sides[side]
+                call_heads(
+                    code,
+                    at[0] + sequence * at[1] + token * at[2], at[3],
+                    at[4] + sequence * at[5] + token * at[6], at[7],
+                    at[8], dim, at[9], cosines.ctypes.data, sines.ctypes.data,
+                )  # fmt: skip
+
+
+@functools.cache
+def compiled(parallel):
+    return kernel(walk, SIGNATURE, parallel, parallel=parallel)
+
+
+def launch(element, moves, starts, first, turned, bypass_key, scaling, new):
+    """Turn `moves`, which are (query, its output) and (key, its output); nothing can fail any more.
+
+    `scaling` is (theta, divisor of positions, longest, factor of the base beyond); `new` memory is in the
+    caches already: the system has just filled it with zeros.
+    """
+    sides, moved = [], 0
+    for (source, target), turning in zip(moves, (turned, 0 if bypass_key else turned), strict=True):
+        address = target.ctypes.data
+        where = source.ctypes.data, *packed_strides(source), address, *packed_strides(target)
+        heads = source.shape[-2] if turning or where[0] != address else 0  # nothing to do in place
+        sides.append((*where, heads, turning))
+        moved += target.nbytes
+    stream = not new and moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
+    parallel = moved >= SMALL_BYTES
+    chunks = numba.get_num_threads() if parallel else 1
+    code, run = heads_of(element, stream).address, compiled(parallel)
+    dim = moves[0][0].shape[-1]
+    with running:
+        run(code, chunks, starts, first, np.array(sides, np.int64), dim, turned, *scaling)

@@ -1,0 +1,390 @@
+"""The micro-kernels of attention: scores of a block of tokens, their softmax, and sums of their values.
+
+Scores of a block lie as [token, row] in float32, where a row is one query head of one query token and
+rows are padded to a power of two. Two pairs of products meet there:
+
+narrow  up to 8 rows: lanes along the head, keys and values read and widened where they lie in the cache.
+wide    32 rows: lanes along the rows, over keys and values that have been widened into scratch.
+"""
+
+import functools
+
+from llvmlite import binding
+
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I32,
+    I64,
+    RAW,
+    Slots,
+    broadcast,
+    exp,
+    joined,
+    loop,
+    micro_kernel,
+    narrow,
+    prefetch,
+    read,
+    sums_of,
+    widen,
+    write,
+    zeros,
+)
+from kvkit.formats import BY_NAME
+
+LANES = 16
+NARROW, WIDE = 8, 32  # most rows of the narrow products, rows of the wide ones
+LOWEST = -3.4028234663852886e38
+# Tokens, or elements, by vectors of rows: accumulators that fit the registers.
+TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
+LINE = 64
+
+
+def tile_tokens(rows):
+    """Tokens that the narrow scores take at a time."""
+    return 8 if rows == 1 else LANES // rows
+
+
+def tile_columns(rows):
+    """Vectors of a value that the narrow sums take at a time."""
+    return min(8, LANES // rows)
+
+
+def chunk_vectors(rows, cell, group):
+    """Vectors of a row that narrow products widen at a time: of codes several, if they hold whole groups."""
+    if not cell:
+        return 1
+    most = min(4, tile_columns(rows))
+    return next(n for n in (most, 2, 1) if n * LANES % group == 0 or group % (n * LANES) == 0)
+
+
+def chunk_order(stored, cell, vectors):
+    """Which elements of a chunk its lanes hold.
+
+    Words of 32 bits fill the lanes, and every code is moved to the top of its word: no lane moves.
+    """
+    if not cell:
+        return list(range(LANES * vectors))
+    codes = 32 // BY_NAME[stored].bits
+    words = LANES * vectors // codes
+    return [word * codes + code for code in range(codes) for word in range(words)]
+
+
+def chunk_reader(stored, cell, group, exact):
+    """A function (builder, row address, cell address, i, vectors) -> elements of a row from i on, as float32.
+
+    It returns a function of m: vector m of the chunk, in `chunk_order`. `exact` rounds a dequantized element
+    to the format of the scale, as a load does.
+    """
+    bits = BY_NAME[stored].bits
+
+    def at(b, row, i):
+        return b.add(row, b.lshr(b.mul(i, I64(bits)), I64(3)))
+
+    def plain(b, row, cells, i, vectors):
+        return lambda m: widen(read(b, at(b, row, b.add(i, I64(m * LANES))), RAW[stored], LANES), stored)
+
+    def quantized(b, row, cells, i, vectors):
+        size, order = LANES * vectors, chunk_order(stored, cell, vectors)
+        count = max(1, size // group)
+        cell_at = b.add(cells, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[cell].bytes(1))))
+        scales = widen(read(b, cell_at, RAW[cell], count), cell)
+        words = size * bits // 32
+        codes = read(b, at(b, row, i), I32, words).pick(lane % words for lane in range(LANES))
+
+        def vector(m):
+            lanes = range(m * LANES, (m + 1) * LANES)
+            code = codes << [32 - bits - bits * (lane // words) for lane in lanes]
+            scale = scales.pick(order[lane] * count // size for lane in lanes)
+            product = code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
+            return widen(narrow(product, cell), cell) if exact else product
+
+        return vector
+
+    return quantized if cell else plain
+
+
+def order(rows, stored, cell, group, dim):
+    """The elements of a row in the order that narrow products want queries in."""
+    vectors = chunk_vectors(rows, cell, group)
+    whole, size = dim - dim % (LANES * vectors), LANES * vectors
+    chunks = [(first, vectors) for first in range(0, whole, size)]
+    chunks += [(first, 1) for first in range(whole, dim, LANES)]
+    return [first + i for first, n in chunks for i in chunk_order(stored, cell, n)]
+
+
+def number_at(b, address, i):
+    """The int64 at a place of an array."""
+    return b.load(b.inttoptr(b.add(address, b.mul(i, I64(8))), I64.as_pointer()))
+
+
+@functools.cache
+def narrow_scores(rows, stored, cell, group, exact):
+    """(queries [row, dim], keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
+
+    scores [token, row] = queries, in their `order`, times keys. `numbers` are the rows of the cache that
+    hold the tokens, a multiple of `tile_tokens`. `ahead` are addresses that, with `shift`, are needed soon,
+    a key's length at each: asking for them between the products keeps the memory busy.
+    """
+    chunk, most = chunk_reader(stored, cell, group, exact), chunk_vectors(rows, cell, group)
+    tokens, bits = tile_tokens(rows), BY_NAME[stored].bits
+
+    @micro_kernel(11)
+    def narrow_scores(b, queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
+        size = b.lshr(b.mul(dim, I64(bits)), I64(3))
+        with loop(b, count, tokens) as first:
+            for t in range(tokens):
+                soon = b.add(shift, number_at(b, ahead, b.add(first, I64(t))))
+                with loop(b, size, LINE) as i:
+                    prefetch(b, b.add(soon, i))
+            at = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
+            key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
+            cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
+            sums, query_row = Slots(b, zeros(b, LANES, tokens * rows)), b.mul(dim, I64(4))
+
+            def add(i, vectors):
+                key = [chunk(b, *at, i, vectors) for at in zip(key_at, cell_at, strict=True)]
+                for m in range(vectors):
+                    at = b.add(queries, b.mul(b.add(i, I64(m * LANES)), I64(4)))
+                    query = [read(b, b.add(at, b.mul(query_row, I64(r))), F32, LANES) for r in range(rows)]
+                    for t in range(tokens):
+                        vector = key[t](m)
+                        for r in range(rows):
+                            sums[t * rows + r] = vector.fma(query[r], sums[t * rows + r])
+
+            along(b, dim, most, add)
+            total = sums_of([sums[i] for i in range(tokens * rows)])
+            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
+
+    return narrow_scores
+
+
+@functools.cache
+def narrow_sums(rows, stored, cell, group, exact):
+    """(weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors).
+
+    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` as in `narrow_scores`.
+    """
+    chunk, most = chunk_reader(stored, cell, group, exact), chunk_vectors(rows, cell, group)
+    widest, bits = tile_columns(rows), BY_NAME[stored].bits
+
+    @micro_kernel(12)
+    def narrow_sums(
+        b, weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors
+    ):
+        def columns(first, vectors):
+            size = min(most, vectors)
+            lanes_of = chunk_order(stored, cell, size)
+            elements = sorted(range(len(lanes_of)), key=lanes_of.__getitem__)
+            place = [
+                b.add(sums, b.mul(b.add(b.add(first, I64(c * LANES)), b.mul(dim, I64(r))), I64(4)))
+                for r in range(rows)
+                for c in range(0, vectors, size)
+            ]
+            kept = []
+            for i, address in enumerate(place):
+                factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES)
+                row = read(b, address, F32, LANES * size)
+                kept += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
+            totals = Slots(b, kept)
+            with loop(b, count) as token:
+                number, soon = number_at(b, numbers, token), number_at(b, ahead, token)
+                soon = b.add(b.add(soon, shift), b.lshr(b.mul(first, I64(bits)), I64(3)))
+                for offset in range(0, vectors * LANES * bits // 8, LINE):
+                    prefetch(b, b.add(soon, I64(offset)))
+                row, cell_at = (
+                    b.add(base, b.mul(number, stride))
+                    for base, stride in ((values, value_row), (cells, cell_row))
+                )
+                value = []
+                for c in range(0, vectors, size):
+                    part = chunk(b, row, cell_at, b.add(first, I64(c * LANES)), size)
+                    value += [part(m) for m in range(size)]
+                weight_at = b.add(weights, b.mul(token, I64(4 * rows)))
+                for r in range(rows):
+                    weight = broadcast(b, b.add(weight_at, I64(4 * r)), LANES)
+                    for c in range(vectors):
+                        i = r * vectors + c
+                        totals[i] = value[c].fma(weight, totals[i])
+            for i, address in enumerate(place):
+                whole = joined([totals[i * size + m] for m in range(size)])
+                write(b, address, whole.pick(elements))
+
+        along(b, dim, widest, columns)
+
+    return narrow_sums
+
+
+def along(b, dim, most, body):
+    """body(first element, vectors): `most` vectors of a row at a time, then one by one."""
+    size = I64(most * LANES)
+    whole = b.mul(b.udiv(dim, size), size)
+    with loop(b, whole, most * LANES) as i:
+        body(i, most)
+    if most > 1:
+        with loop(b, b.sub(dim, whole), LANES) as i:
+            body(b.add(whole, i), 1)
+
+
+def wide_products(b, scalars, tile_step, step, vectors, count, start):
+    """Sums over `count` of scalars [TILE, count] times rows [count, WIDE], as TILE * WIDE / 16 vectors.
+
+    `tile_step` and `step` are the byte strides of scalars along the tile and along the sum.
+    """
+    halves = WIDE // LANES
+    sums = Slots(b, start)
+    with loop(b, count) as k:
+        at = b.add(vectors, b.mul(k, I64(4 * WIDE)))
+        row = [read(b, b.add(at, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
+        base = b.add(scalars, b.mul(k, step))
+        for t in range(TILE):
+            scalar = broadcast(b, b.add(base, b.mul(tile_step, I64(t))), LANES)
+            for half in range(halves):
+                sums[t * halves + half] = row[half].fma(scalar, sums[t * halves + half])
+    return [sums[i] for i in range(TILE * halves)]
+
+
+def wide_rows(b, address):
+    """The addresses of TILE rows of WIDE numbers, by halves."""
+    return [b.add(address, I64(4 * LANES * i)) for i in range(TILE * WIDE // LANES)]
+
+
+@micro_kernel(6)
+def wide_scores(b, queries, keys, key_row, count, dim, scores):
+    """scores [token, WIDE] = queries [dim, WIDE] times keys; a multiple of 8 tokens."""
+    with loop(b, count, TILE) as first:
+        start = zeros(b, LANES, TILE * WIDE // LANES)
+        first_key = b.add(keys, b.mul(first, key_row))
+        total = wide_products(b, first_key, key_row, I64(4), queries, dim, start)
+        rows = wide_rows(b, b.add(scores, b.mul(first, I64(4 * WIDE))))
+        for address, vector in zip(rows, total, strict=True):
+            write(b, address, vector)
+
+
+@micro_kernel(7)
+def wide_sums(b, weights, values, value_row, count, dim, sums, factors):
+    """sums [dim, WIDE] = sums * factors [WIDE] + weights [token, WIDE] times values; dim a multiple of 8."""
+    halves = WIDE // LANES
+    factor = [read(b, b.add(factors, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
+    with loop(b, dim, TILE) as first:
+        rows = wide_rows(b, b.add(sums, b.mul(first, I64(4 * WIDE))))
+        start = [read(b, address, F32, LANES) * factor[i % halves] for i, address in enumerate(rows)]
+        first_value = b.add(values, b.mul(first, I64(4)))
+        total = wide_products(b, first_value, I64(4), value_row, weights, count, start)
+        for address, vector in zip(rows, total, strict=True):
+            write(b, address, vector)
+
+
+@micro_kernel(7)
+def online_softmax(b, scores, vectors, step, rows, top, total, factor):
+    """Scores to weights exp(score - top); running top and total of each row, and what sums shrink by.
+
+    Lanes hold rows in turn, or 16 of 32 rows; `step` is the byte stride between vectors. A lane's total is
+    a part of its row's.
+    """
+    before = read(b, top, F32, LANES)
+    largest = Slots(b, [before])
+    with loop(b, vectors) as i:
+        largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, step)), F32, LANES))
+    new = largest[0]
+    for distance in (8, 4, 2, 1):
+        turned = new.max(new.pick((lane + distance) % LANES for lane in range(LANES)))
+        fits = b.icmp_signed("<=", rows, I64(distance))
+        new = lanes.Lanes(b, b.select(fits, turned.value, new.value))
+    base = new.max(LOWEST)
+    shrink = exp(before - base)
+    sums = Slots(b, [read(b, total, F32, LANES) * shrink])
+    with loop(b, vectors) as i:
+        at = b.add(scores, b.mul(i, step))
+        weight = exp(read(b, at, F32, LANES) - base)
+        write(b, at, weight)
+        sums[0] = sums[0] + weight
+    write(b, top, new)
+    write(b, total, sums[0])
+    write(b, factor, shrink)
+
+
+@micro_kernel(3)
+def cap(b, scores, vectors, number):
+    """c * tanh(score / c) for the float32 c at an address."""
+    limit = broadcast(b, number, LANES)
+    with loop(b, vectors) as i:
+        at = b.add(scores, b.mul(i, I64(4 * LANES)))
+        write(b, at, tanh(read(b, at, F32, LANES) / limit) * limit)
+
+
+def tanh(x):
+    """Within 3 ulp: an odd polynomial near 0, 1 - 2 / (exp(2x) + 1) elsewhere."""
+    size = abs(x)
+    far = 1.0 - 2.0 / (exp(size.min(20.0) * 2.0) + 1.0)
+    far = far.where_nan(x, x)
+    far = lanes.Lanes(
+        x.builder, x.builder.select(x.builder.fcmp_ordered("<", x.value, x.of(0.0)), (-far).value, far.value)
+    )
+    square = x * x
+    series = lanes.Lanes(x.builder, x.of(-5.70498872745e-3))
+    for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        series = series.fma(square, coefficient)
+    near = (series * square).fma(x, x)
+    small = x.builder.fcmp_ordered("<", size.value, x.of(0.625))
+    return lanes.Lanes(x.builder, x.builder.select(small, near.value, far.value))
+
+
+@micro_kernel(4)
+def transpose(b, source, source_row, target, target_row):
+    """16 rows of 16 float32 into columns; strides in bytes."""
+    rows = [read(b, b.add(source, b.mul(source_row, I64(r))), F32, LANES) for r in range(LANES)]
+    for step in (1, 2, 4, 8):
+        upper = [(lane if not lane & step else lane - step + LANES) for lane in range(LANES)]
+        lower = [(lane + step if not lane & step else lane + LANES) for lane in range(LANES)]
+        mixed = list(rows)
+        for r in range(LANES):
+            if not r & step:
+                mixed[r] = rows[r].pick(upper, rows[r | step])
+                mixed[r | step] = rows[r].pick(lower, rows[r | step])
+        rows = mixed
+    for r, row in enumerate(rows):
+        write(b, b.add(target, b.mul(target_row, I64(r))), row)
+
+
+@micro_kernel(4)
+def times(b, source, target, count, number):
+    """target = source * the float32 at an address; a multiple of 16."""
+    factor = broadcast(b, number, LANES)
+    with loop(b, count, LANES) as i:
+        offset = b.mul(i, I64(4))
+        write(b, b.add(target, offset), read(b, b.add(source, offset), F32, LANES) * factor)
+
+
+@micro_kernel(4)
+def plus_times(b, source, target, count, number):
+    """target += source * the float32 at an address; a multiple of 16."""
+    factor = broadcast(b, number, LANES)
+    with loop(b, count, LANES) as i:
+        at, into = (b.add(base, b.mul(i, I64(4))) for base in (source, target))
+        write(b, into, read(b, at, F32, LANES).fma(factor, read(b, into, F32, LANES)))
+
+
+@micro_kernel(3)
+def sum_of_nothing(b, source, count, target):
+    """Into target, the sum of all numbers times 0: 0, unless one is not finite; a multiple of 16."""
+    sums = Slots(b, zeros(b, LANES))
+    with loop(b, count, LANES) as i:
+        sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
+    total = sums_of([sums[0], *zeros(b, LANES, LANES - 1)])
+    b.store(b.extract_element(total.value, lanes.I32(0)), b.inttoptr(target, F32.as_pointer())).align = 4
+
+
+@micro_kernel(2)
+def ask_for(b, address, size):
+    """Bytes that are needed soon."""
+    with loop(b, size, LINE) as i:
+        prefetch(b, b.add(address, i))
+
+
+@micro_kernel(2)
+def clear(b, target, count):
+    """Zeros; a multiple of 16."""
+    with loop(b, count, LANES) as i:
+        write(b, b.add(target, b.mul(i, I64(4))), zeros(b, LANES)[0])

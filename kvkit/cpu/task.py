@@ -1,0 +1,21 @@
+"""A call of attention as the kernels see it: one record of addresses, strides, counts and machine code."""
+
+import numpy as np
+
+FIELDS = (
+    "counters batch seqstarts kvstarts table table_row page_size decoding causal alibi left right",
+    "keys key_sequence key_row key_head key_cells cell_sequence cell_row cell_head",
+    "values value_sequence value_row value_head value_cells",
+    "query query_sequence query_token query_head out out_sequence out_token out_head",
+    "lse lse_sequence lse_token lse_head sinks scale_at cap cap_at",
+    "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
+    "heads group dim value_dim padded_dim padded_value_dim key_bytes value_bytes cell_bytes",
+    "orders together widens block wide_block least_part most_parts",
+    "part_tokens units items parts tiles products",
+    "to_float query_to_float float_to_out",
+    "scores1 scores2 scores4 scores8 scores32 sums1 sums2 sums4 sums8 sums32",
+    "partials part_bytes counting scratch scratch_bytes",
+    "numbers scores factor top total queries sums wide_keys wide_values rows",
+)
+NAMES = [name for line in FIELDS for name in line.split()]
+TASK = np.dtype([(name, np.int64) for name in NAMES])

@@ -1,0 +1,177 @@
+"""Positions of packed sequences: their indices, ALiBi masks, rotary embedding."""
+
+import numpy as np
+
+from kvkit import attention, check, positions, steps
+from kvkit.check import describe, integer, wrong
+
+
+def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None):
+    """The position of every packed token: ``start_pos[b] + i`` for token ``seqstarts[b] + i``.
+
+    Parameters
+    ----------
+    sequences : ndarray of int64, shape [seqstarts[B]]
+        The tokens, sequences packed; only their number matters.
+    seqstarts : ndarray of int64, shape [B + 1]
+        Where each sequence begins among them; from 0 to the total.
+    start_pos : ndarray of int64, shape [B]
+        Position of each sequence's first token.
+    max_seqlen : int or None
+        At least the longest sequence. It changes no result.
+    out : ndarray, optional
+        Array for the result; made if not given.
+
+    Returns
+    -------
+    positions : ndarray of int64, shape [seqstarts[B]]
+        The positions.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong; then nothing has been written.
+
+    Notes
+    -----
+    PMX operator ``dynamic_batching.PositionIndex``.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> tokens = np.array([7, 7, 7, 9])
+    >>> kvkit.dynamic_batching.position_index(tokens, [0, 3, 4], [0, 10])
+    array([ 0,  1,  2, 10])
+    """
+    tokens = steps.index("sequences", sequences, 1).shape[0]
+    starts, first = positions.packed("sequences", tokens, seqstarts, start_pos, max_seqlen)
+    if out is not None:
+        if not isinstance(out, np.ndarray) or out.dtype != np.int64 or out.shape != (tokens,):
+            raise wrong("out", f"an array of int64 and shape ({tokens},)", describe(out))
+        check.in_out("out", out)
+    shift = np.repeat(first - starts[:-1], np.diff(starts))
+    return np.add(shift, np.arange(tokens), out=out)
+
+
+def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="float32", out=None):
+    """A mask with the ALiBi biases of packed sequences on its diagonal blocks.
+
+    In the block of a sequence, query i of n, which is key m - n + i of m, sees key j with
+    ``slope * (j - (m - n + i))``, and no later key.
+
+    Parameters
+    ----------
+    seqstarts, kvstarts : ndarray of int64, shape [B + 1]
+        Where each sequence begins among the queries and among the keys; from 0 to the total.
+    attn_mask : ndarray, optional
+        Another mask to add, [seqstarts[B], at least kvstarts[B]], or with num_heads or 1 in front; float32,
+        float16, bfloat16, or boolean (True may attend). Columns from kvstarts[B] on are not read.
+    num_heads : int
+        Query heads.
+    data_type : str
+        "float32", "float16" or "bfloat16", to which the mask is rounded once.
+    out : ndarray, optional
+        Array for the result; made if not given.
+
+    Returns
+    -------
+    mask : ndarray of data_type, shape [num_heads, seqstarts[B], kvstarts[B] up to a multiple of 16]
+        Outside the diagonal blocks ``attn_mask`` or 0, from kvstarts[B] on 0.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Notes
+    -----
+    PMX operator ``dynamic_batching.ALiBiMask``; boolean masks are beyond it.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> kvkit.dynamic_batching.alibi_mask([0, 1, 3], [0, 2, 4], num_heads=3)[2, :, :5]
+    array([[-0.25,  0.  ,  0.  ,  0.  ,  0.  ],
+           [ 0.  ,  0.  ,  0.  ,  -inf,  0.  ],
+           [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
+    """
+    step = steps.packed(seqstarts, kvstarts, None, None)
+    num_heads, fmt = integer("num_heads", num_heads, 1, 2**31), positions.mask_format(data_type)
+    mask, mask_fmt = positions.given_mask(attn_mask)
+    seen = attention.dynamic_mask(mask_fmt, mask, num_heads, step.tokens, step.context)
+    shape = num_heads, step.tokens, positions.padded(step.context)
+    return positions.alibi(fmt, shape, step.seqstarts, step.kvstarts, mask, seen, 0, "kvstarts", out)
+
+
+def rotary_position_embedding(
+    query,
+    key,
+    seqstarts,
+    start_pos,
+    max_seqlen,
+    *,
+    rotary_dim=0,
+    theta=10000.0,
+    bypass_key=False,
+    max_position_embeddings=2048,
+    scaling_type="",
+    scaling_factor=1.0,
+    out=None,
+):
+    """Turn the queries and keys of packed sequences by angles that grow with their positions.
+
+    Neighbouring elements 2i and 2i+1 of a head turn as a pair by ``t * theta^(-2i/R)``, where t is the
+    token's position and R is ``rotary_dim``. Token ``seqstarts[b] + i`` is at position ``start_pos[b] + i``.
+
+    Parameters
+    ----------
+    query, key : ndarray, shapes [seqstarts[B], heads, Dh]
+        float32, float16 or bfloat16, both alike; their numbers of heads may differ.
+    seqstarts : ndarray of int64, shape [B + 1]
+        Where each sequence begins among the tokens; from 0 to the total.
+    start_pos : ndarray of int64, shape [B]
+        Position of each sequence's first token.
+    max_seqlen : int or None
+        At least the longest sequence. It changes no result.
+    rotary_dim : int
+        Elements at the front of each head that turn, an even number; the others are copied. 0 for all.
+    theta : float
+        Base of the frequencies.
+    bypass_key : bool
+        Whether keys are copied as they are.
+    max_position_embeddings, scaling_type, scaling_factor : int, str, float
+        "linear" divides positions by the factor. "dynamic" increases theta for a sequence that ends at a
+        position e beyond ``max_position_embeddings``, by
+        (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)). "" does neither.
+    out : tuple of ndarray, optional
+        Arrays for query and key; made if not given. Give ``(query, key)`` to work in place.
+
+    Returns
+    -------
+    query, key : ndarray
+        Of the shapes and the dtype of the inputs.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong; then nothing has been written.
+
+    Notes
+    -----
+    PMX operator ``dynamic_batching.RotaryPositionEmbedding``. Computed in float32, rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> tokens = np.ones((3, 1, 2), np.float32)
+    >>> query, key = kvkit.dynamic_batching.rotary_position_embedding(tokens, tokens, [0, 1, 3], [2, 1], None)
+    >>> query[:, 0].round(3)
+    array([[-1.325,  0.493],
+           [-0.301,  1.382],
+           [-1.325,  0.493]], dtype=float32)
+    """
+    fmt = positions.queries_and_keys(query, key, 3)
+    starts, first = positions.packed("query", query.shape[0], seqstarts, start_pos, max_seqlen)
+    turned = positions.turned_elements(rotary_dim, query.shape[-1])
+    scaling = positions.scaling(theta, max_position_embeddings, scaling_type, scaling_factor)
+    return positions.rotate(fmt, query, key, starts, first, turned, bypass_key, scaling, out)

@@ -1,0 +1,166 @@
+"""ONNX `Attention` on kvkit's kernels: inputs, caches and outputs are used where they lie."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from onnx.reference.op_run import OpRun
+
+import kvkit
+from kvkit.check import wrong
+from kvkit.integrations.onnx import scores
+
+FLOAT_TYPES = 1, 10, 11, 16  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
+
+
+class Attention(OpRun):
+    """The ONNX operator of this name, opsets 23 to 25, for float32, float16 and bfloat16.
+
+    Scores, softmax and sums are float32 whatever `softmax_precision` asks for. No kernel forms the matrix
+    `qk_matmul_output`; a node that has this output gets it from numpy.
+    """
+
+    def _run(
+        self,
+        query,
+        key,
+        value,
+        attn_mask=None,
+        past_key=None,
+        past_value=None,
+        nonpad_kv_seqlen=None,
+        *,
+        scale=None,
+        is_causal=0,
+        q_num_heads=None,
+        kv_num_heads=None,
+        softmax_precision=None,
+        softcap=0.0,
+        qk_matmul_output_mode=0,
+        left_window_size=-1,
+        right_window_size=-1,
+    ):
+        if softmax_precision not in (None, *FLOAT_TYPES):
+            raise wrong("softmax_precision", f"a float type, one of {FLOAT_TYPES}", softmax_precision)
+        if left_window_size < -1 or right_window_size < -1:
+            raise wrong(
+                "left_window_size, right_window_size", "-1 or more", (left_window_size, right_window_size)
+            )
+        if (past_key is None) != (past_value is None):
+            raise wrong("past_key, past_value", "both or neither", "one")
+        flat = query.ndim == 3
+        query = by_token("Q", query, q_num_heads)
+        key, value = by_token("K", key, kv_num_heads), by_token("V", value, kv_num_heads)
+        past = 0
+        if past_key is not None:
+            key, value = appended("past_key", past_key, key), appended("past_value", past_value, value)
+            past = past_key.shape[2]
+        batch, rows, heads, dim = query.shape
+        context = key.shape[1]
+        if key.shape[0] != batch or value.shape[:3] != key.shape[:3]:
+            raise wrong("K, V", f"keys and values of {batch} sequences, alike", (key.shape, value.shape))
+        valid, offset = np.array([context]), np.array([past])
+        if nonpad_kv_seqlen is not None:
+            if past_key is not None:
+                raise wrong("nonpad_kv_seqlen", "a node without past_key", "one with it")
+            valid = lengths(nonpad_kv_seqlen, batch, context)
+            offset = valid - rows
+        mask = None if attn_mask is None else with_four_axes(attn_mask, (batch, heads, rows, context))
+        sight = Sight(valid, offset, left_window_size, 0 if is_causal else right_window_size, mask)
+        scale, softcap = float(dim**-0.5 if scale is None else scale), float(softcap)
+
+        shape = (batch, rows, heads) if flat else (batch, heads, rows)
+        output = np.zeros((*shape, value.shape[3]), query.dtype)
+        attend(query, key, value, sight, scale, softcap, output if flat else output.transpose(0, 2, 1, 3))
+        if flat:
+            output = output.reshape(batch, rows, heads * value.shape[3])
+        outputs = [output, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)]
+        if len(self.output) > 3 and self.output[3]:
+            outputs.append(scores.scores(query, key, sight, scale, softcap, qk_matmul_output_mode))
+        return tuple(outputs)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What queries see. `valid` keys and `offset` of the first query are of all sequences, or of each."""
+
+    valid: np.ndarray
+    offset: np.ndarray
+    left: int
+    right: int
+    mask: np.ndarray | None
+
+
+def attend(query, key, value, sight, scale, softcap, out):
+    """Write attention into the rows of `out` that see a key, a part at a time; the others stay zero."""
+    rows, mask = query.shape[1], sight.mask
+    for part, (keys, offset) in enumerate(zip(sight.valid.tolist(), sight.offset.tolist(), strict=True)):
+        at = slice(part, part + 1) if len(sight.valid) > 1 else slice(None)
+        keys = keys if mask is None else min(keys, mask.shape[3])
+        n, m, window = visible(rows, keys, offset, sight.left, sight.right)
+        if n and m:
+            kvkit.multi_head_attention(
+                query[at, :n],
+                key[at, :m],
+                value[at, :m],
+                None if mask is None else mask[at if len(mask) > 1 else slice(None), :, :n, :m],
+                num_heads=query.shape[2],
+                head_dim=query.shape[3],
+                is_causal=False,
+                num_kv_heads=key.shape[2],
+                softmax_scale=scale,
+                window=window,
+                softcap=softcap,
+                out=out[at, :n],
+            )
+
+
+def by_token(name, array, heads):
+    """The view [B, S, H, D] of [B, H, S, D] or [B, S, H * D]."""
+    if array.ndim == 4:
+        return array.transpose(0, 2, 1, 3)
+    if array.ndim != 3 or not heads or array.shape[2] % heads:
+        raise wrong(
+            name, "4 axes, or 3 and heads that divide the last", f"shape {array.shape}, {heads} heads"
+        )
+    return array.reshape(*array.shape[:2], heads, array.shape[2] // heads)
+
+
+def appended(name, past, current):
+    """[B, past + S, H, D] of [B, H, past, D] and [B, S, H, D]."""
+    batch, _, heads, dim = current.shape
+    if past.ndim != 4 or (*past.shape[:2], past.shape[3]) != (batch, heads, dim):
+        raise wrong(name, f"shape ({batch}, {heads}, any, {dim})", past.shape)
+    return np.concatenate((past, current.transpose(0, 2, 1, 3)), axis=2).transpose(0, 2, 1, 3)
+
+
+def lengths(nonpad_kv_seqlen, batch, context):
+    """The valid keys of each sequence."""
+    if nonpad_kv_seqlen.shape != (batch,):
+        raise wrong("nonpad_kv_seqlen", f"shape ({batch},)", nonpad_kv_seqlen.shape)
+    if ((nonpad_kv_seqlen < 0) | (nonpad_kv_seqlen > context)).any():
+        raise wrong("nonpad_kv_seqlen", f"lengths from 0 to {context}", nonpad_kv_seqlen)
+    return nonpad_kv_seqlen
+
+
+def with_four_axes(mask, shape):
+    """The mask with all its axes. Its last may be shorter than the context: keys beyond are hidden."""
+    full = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    fits = full.ndim == 4 and all(
+        size in (1, want) for size, want in zip(full.shape[:3], shape, strict=False)
+    )
+    if not fits or full.shape[3] > shape[3]:
+        raise wrong("attn_mask", f"a shape that broadcasts to {shape}", mask.shape)
+    return full
+
+
+def visible(rows, keys, offset, left, right):
+    """How many of the first rows and keys can meet at all, and the window in kvkit's terms.
+
+    Row i is at position offset + i here, whereas kvkit has the last row at the last key.
+    """
+    if right >= 0:
+        keys = max(min(keys, offset + rows + right), 0)
+    if left >= 0:
+        rows = max(min(rows, keys + left - offset), 0)
+    shift = offset + rows - keys
+    return rows, keys, (left - shift if left >= 0 else -1, right + shift if right >= 0 else -1)

@@ -1,0 +1,76 @@
+"""The custom ONNX operators of PMX, made from kvkit's table of operators."""
+
+import inspect
+
+from onnx.reference.op_run import OpRun
+
+from kvkit import operators
+from kvkit.check import wrong
+
+SOURCE = "PMX "
+ROOTS = "opmx", "pmx"  # the second until April 2024
+DATA_TYPES = {1: "float32", 10: "float16", 16: "bfloat16"}
+
+
+def classes():
+    """A class for each operator of the table in each of its domains."""
+    by_path = {
+        op.source.removeprefix(SOURCE): op
+        for op in operators.OPERATORS.values()
+        if op.source.startswith(SOURCE)
+    }
+    made = []
+    for path, op in by_path.items():
+        suffix, _, name = path.rpartition(".")
+        for root in ROOTS:
+            domain = f"{root}.{suffix}" if suffix else root
+            members = {
+                "op_domain": domain,
+                "operator": op,
+                "static": by_path.get(name, op),
+                "__doc__": op.summary,
+            }
+            made.append(type(name, (PmxOperator,), members))
+    return made
+
+
+class PmxOperator(OpRun):
+    """A node whose inputs and attributes are the arguments of a function of kvkit.
+
+    PMX exports a static MultiHeadCacheAttention without a mask under the dynamic domain. Its inputs are too
+    few for the dynamic operator, so a node like that runs the static one.
+    """
+
+    op_schema = None  # these names are in no ONNX schema
+    operator: operators.Operator
+    static: operators.Operator
+
+    def _run(self, *inputs, **attributes):
+        op = self.operator if len(inputs) >= least(self.operator) else self.static
+        function = op.function()
+        names = [given.name for given in op.inputs if not given.keyword]
+        arguments = dict(zip(names, inputs, strict=False))
+        arguments |= {name: argument(name, value) for name, value in attributes.items()}
+        try:
+            if len(inputs) > len(names):
+                raise TypeError(f"{len(inputs)} inputs")
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            expected = f"the inputs and attributes of kvkit.{op.name}"
+            raise wrong(f"{self.domain}.{self.op_type}", expected, error) from None
+        outputs = function(**arguments)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def least(op):
+    """The inputs of a node up to the last one that it must have."""
+    return max((i for i, given in enumerate(op.inputs, 1) if not given.optional), default=0)
+
+
+def argument(name, value):
+    """An ONNX attribute as kvkit's functions take it."""
+    if name == "data_type":
+        return DATA_TYPES.get(value, value)
+    if name == "softmax_scale" and value == 0:  # as exported, for 1 / sqrt(head_dim)
+        return None
+    return value

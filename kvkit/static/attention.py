@@ -1,0 +1,220 @@
+"""Attention over static batches: whole keys and values, or a cache that the new ones are appended to."""
+
+from kvkit import attention, check, layout, steps
+
+
+def multi_head_attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    *,
+    num_heads,
+    head_dim,
+    is_causal=True,
+    is_alibi=False,
+    num_kv_heads=0,
+    softmax_scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    sinks=None,
+    return_lse=False,
+    out=None,
+):
+    """Attend with every query to the keys and values of its sequence.
+
+    Query head h uses key head ``h // (num_heads // num_kv_heads)``. With M keys, query i of S is at
+    position M - S + i; the causal mask, ALiBi and windows count from there. A query that sees no key gives
+    zeros. Arithmetic is in float32 and is rounded once.
+
+    Parameters
+    ----------
+    query : ndarray, shape [B, S, num_heads, head_dim]
+        float32, float16 or bfloat16.
+    key : ndarray, shape [B, M, num_kv_heads, head_dim]
+        Of the dtype of ``query``.
+    value : ndarray, shape [B, M, num_kv_heads, Dv]
+        Likewise; its heads may have another size.
+    attn_mask : ndarray, optional
+        Added to the scores, of the dtype of ``query``, or boolean (True may attend). Right-aligned to
+        [B, num_heads, S, M], with 2 to 4 axes; the first three may be 1; columns from M on are ignored. A key
+        whose mask is -inf is absent.
+    num_heads, head_dim : int
+        Heads of ``query`` and their size.
+    is_causal : bool
+        Whether a query sees no key after its own position.
+    is_alibi : bool
+        Whether ALiBi biases are added; they are causal.
+    num_kv_heads : int
+        Heads of ``key``; 0 for as many as queries have. Divides ``num_heads``.
+    softmax_scale : float, optional
+        Factor of the scores; 1 / sqrt(head_dim) if None.
+    window : tuple of int
+        How many keys left and right of its own position a query sees; -1 for no limit.
+    softcap : float
+        If not 0, scores become ``softcap * tanh(score / softcap)`` before masks and biases are added.
+    sinks : ndarray, shape [num_heads], optional
+        A score for each head that takes part in the softmax and has no value.
+    return_lse : bool
+        Whether the logarithms of the softmax denominators are returned too.
+    out : ndarray or tuple of ndarray, optional
+        Array for ``attn_output``, or arrays for both outputs; made if not given.
+
+    Returns
+    -------
+    attn_output : ndarray, shape [B, S, num_heads, Dv]
+        Of the dtype of ``query``.
+    lse : ndarray of float32, shape [B, S, num_heads]
+        With ``return_lse``: natural logarithm of the sum of exp(score), sinks included; -inf for a query
+        that sees no key.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Notes
+    -----
+    PMX operator ``MultiHeadAttention``; from ``softmax_scale`` on, beyond it.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> query = np.zeros((1, 2, 1, 4), np.float32)
+    >>> value = np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1)
+    >>> key = np.ones((1, 3, 1, 4), np.float32)
+    >>> kvkit.multi_head_attention(query, key, value, num_heads=1, head_dim=4).ravel()
+    array([0.5, 1. ], dtype=float32)
+    """
+    fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
+    batch, seqlen = query.shape[:2]
+    key, value = attention.keys_and_values(fmt, key, value, (batch, None), kv_heads, head_dim)
+    kvlen = key.shape[1]
+    mask = attention.static_mask(fmt, attn_mask, batch, num_heads, seqlen, kvlen)
+    weights = attention.weights(
+        num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
+    )
+    inputs = attention.named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
+    shape = (batch, seqlen, num_heads, value.shape[-1])
+    out, lse = attention.outputs(out, shape, fmt, return_lse, inputs)
+    context = attention.context(fmt, key, value, (key.strides[:2], value.strides[:2]))
+    step = steps.equal(batch, seqlen, kvlen)
+    return attention.attend(query, out, lse, context, step, 0, weights)
+
+
+def multi_head_cache_attention(
+    query,
+    current_key,
+    current_value,
+    start_pos,
+    cache,
+    scale=None,
+    attn_mask=None,
+    *,
+    num_heads,
+    head_dim,
+    is_causal=True,
+    is_alibi=False,
+    num_kv_heads=0,
+    num_layer=1,
+    layer_idx=0,
+    quant_bit=0,
+    quant_group=8,
+    cache_layout=0,
+    softmax_scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    sinks=None,
+    return_lse=False,
+    out=None,
+):
+    """Append keys and values to a static cache and attend to the whole context, read where it lies.
+
+    The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:
+    new tokens, too, are attended to as the cache holds them.
+
+    Parameters
+    ----------
+    query : ndarray, shape [B, S, num_heads, head_dim]
+        float32, float16 or bfloat16.
+    current_key, current_value : ndarray, shape [B, S, num_kv_heads, head_dim]
+        Keys and values of the new tokens, of the dtype of ``query``.
+    start_pos : int
+        Position of the first new token.
+    cache : ndarray, changed in place
+        Shape [MaxB, L, 2, MaxS, H, Dh] for ``cache_layout`` 0, [L, MaxB, 2, H, MaxS, Dh] for 1, as in
+        `key_value_cache`; H is ``num_kv_heads``, Dh ``head_dim``.
+    scale : ndarray, optional, changed in place
+        Scales of a quantized cache: its shape with last axis Dh/quant_group.
+    attn_mask : ndarray, optional
+        Added to the scores, or boolean (True may attend): right-aligned to [B, num_heads, S, start_pos + S].
+    num_heads, head_dim, num_kv_heads : int
+        Heads of ``query``, their size, and heads of the cache (0 for as many).
+    is_causal, is_alibi : bool
+        Whether a query sees no key after its own position; whether ALiBi biases are added.
+    num_layer, layer_idx : int
+        Layers in the cache, and the one to use.
+    quant_bit, quant_group : int
+        0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+    softmax_scale, window, softcap, sinks, return_lse, out
+        As in `multi_head_attention`.
+
+    Returns
+    -------
+    attn_output : ndarray, shape [B, S, num_heads, head_dim]
+        Of the dtype of ``query``.
+    lse : ndarray of float32, shape [B, S, num_heads]
+        With ``return_lse``: logarithms of the softmax denominators.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong; then neither ``cache`` nor ``scale`` has changed.
+
+    Notes
+    -----
+    PMX operator ``MultiHeadCacheAttention``; from ``softmax_scale`` on, beyond it.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> cache = np.zeros((1, 1, 2, 16, 1, 4), np.float16)
+    >>> new = np.ones((1, 1, 1, 4), np.float32)
+    >>> sizes = {"num_heads": 1, "head_dim": 4}
+    >>> first = kvkit.multi_head_cache_attention(new, new, 2 * new, 0, cache, **sizes)
+    >>> second = kvkit.multi_head_cache_attention(new, new, 4 * new, 1, cache, **sizes)
+    >>> first[0, 0, 0, 0], second[0, 0, 0, 0]
+    (np.float32(2.0), np.float32(3.0))
+    """
+    fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
+    batch, seqlen = query.shape[:2]
+    shape = (batch, seqlen, kv_heads, head_dim)
+    current_key, current_value = check.new_tokens(fmt, current_key, current_value, shape)
+    layer = check.cache_layer(
+        fmt,
+        kv_heads,
+        head_dim,
+        cache,
+        scale,
+        layout.STATIC,
+        num_layer,
+        layer_idx,
+        quant_bit,
+        quant_group,
+        cache_layout,
+    )
+    start_pos = check.integer("start_pos", start_pos, 0)
+    step = steps.static(batch, seqlen, start_pos, layer)
+    mask = attention.static_mask(fmt, attn_mask, batch, num_heads, seqlen, start_pos + seqlen)
+    weights = attention.weights(
+        num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
+    )
+    inputs = attention.named(
+        query=query, current_key=current_key, current_value=current_value, attn_mask=attn_mask, sinks=sinks
+    )
+    written = check.written_apart(cache, scale, layer, inputs)
+    out, lse = attention.outputs(out, query.shape, fmt, return_lse, inputs + written)
+    results, _ = attention.append_and_attend(
+        current_key, current_value, query, out, lse, layer, step, 0, weights
+    )
+    return results

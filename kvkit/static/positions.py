@@ -1,0 +1,182 @@
+"""Positions: ALiBi slopes and masks, rotary embedding of sequences of one length."""
+
+import numpy as np
+
+from kvkit import attention, cpu, positions, steps
+from kvkit.check import integer, wrong
+from kvkit.formats import FLOAT32
+
+
+def alibi_slope(*, num_heads, out=None):
+    """The slope of each head's linear bias.
+
+    With P the largest power of two up to ``num_heads``: 2^(-8(h+1)/P) for head h < P, and
+    2^(-4(2(h-P)+1)/P) for the others.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads.
+    out : ndarray, optional
+        Array for the result; made if not given.
+
+    Returns
+    -------
+    slopes : ndarray of float32, shape [num_heads]
+        The slopes.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Notes
+    -----
+    PMX operator ``ALiBiSlope``.
+
+    Examples
+    --------
+    >>> import kvkit
+    >>> kvkit.alibi_slope(num_heads=3)
+    array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
+    """
+    num_heads = integer("num_heads", num_heads, 1, 2**31)
+    if out is None:
+        out = np.empty(num_heads, np.float32)
+    else:
+        attention.given([("out", out, (num_heads,), FLOAT32)])
+    cpu.alibi.compiled_slopes()(out.ctypes.data, num_heads)
+    return out
+
+
+def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="float32", out=None):
+    """A mask with ALiBi biases, causal and aligned at the last query and key.
+
+    Query i of n, which is key m - n + i of m, sees key j with ``slope * (j - (m - n + i))``, and no later
+    key. Add it to scores instead of asking an attention operator for ``is_alibi``.
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_kv : int
+        Queries n and keys m.
+    attn_mask : ndarray, optional
+        Another mask to add, right-aligned to [B, num_heads, n, at least m]: 2 to 4 axes, of which all but
+        the last may be 1; float32, float16, bfloat16, or boolean (True may attend). Columns from m on are
+        not read.
+    num_heads : int
+        Query heads.
+    data_type : str
+        "float32", "float16" or "bfloat16", to which the mask is rounded once.
+    out : ndarray, optional
+        Array for the result; made if not given.
+
+    Returns
+    -------
+    mask : ndarray of data_type, shape [num_heads, n, m up to a multiple of 16]
+        With B in front for an ``attn_mask`` of 4 axes. Columns from m on are -inf.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Notes
+    -----
+    PMX operator ``ALiBiMask``; boolean masks are beyond it.
+
+    Examples
+    --------
+    >>> import kvkit
+    >>> kvkit.alibi_mask(2, 3, num_heads=3)[2, :, :4]
+    array([[-0.25,  0.  ,  -inf,  -inf],
+           [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
+    """
+    seqlen, kvlen = integer("seqlen_q", seqlen_q, 0, 2**62), integer("seqlen_kv", seqlen_kv, 0, 2**62)
+    num_heads, fmt = integer("num_heads", num_heads, 1, 2**31), positions.mask_format(data_type)
+    mask, mask_fmt = positions.given_mask(attn_mask)
+    batches = mask.shape[:1] if mask is not None and mask.ndim == 4 and mask.size else ()
+    batch = batches[0] if batches else 1
+    seen = attention.static_mask(mask_fmt, mask, batch, num_heads, seqlen, kvlen)
+    shape = (*batches, num_heads, seqlen, positions.padded(kvlen))
+    starts, kvstarts = np.array([0, seqlen]), np.array([0, kvlen])
+    return positions.alibi(fmt, shape, starts, kvstarts, mask, seen, -np.inf, "seqlen_kv", out)
+
+
+def rotary_position_embedding(
+    query,
+    key,
+    start_pos,
+    pad_len=None,
+    *,
+    rotary_dim=0,
+    theta=10000.0,
+    bypass_key=False,
+    max_position_embeddings=2048,
+    scaling_type="",
+    scaling_factor=1.0,
+    out=None,
+):
+    """Turn queries and keys by angles that grow with their positions.
+
+    Neighbouring elements 2i and 2i+1 of a head turn as a pair by ``t * theta^(-2i/R)``, where t is the
+    token's position and R is ``rotary_dim``. Token s is at position ``start_pos + s - pad_len[b]``.
+
+    Parameters
+    ----------
+    query, key : ndarray, shapes [B, S, heads, Dh]
+        float32, float16 or bfloat16, both alike; their numbers of heads may differ.
+    start_pos : int
+        Position of the first token.
+    pad_len : ndarray of int64, shape [B], optional
+        Padding tokens in front of each sequence, which positions do not count.
+    rotary_dim : int
+        Elements at the front of each head that turn, an even number; the others are copied. 0 for all.
+    theta : float
+        Base of the frequencies.
+    bypass_key : bool
+        Whether keys are copied as they are.
+    max_position_embeddings, scaling_type, scaling_factor : int, str, float
+        "linear" divides positions by the factor. "dynamic" increases theta for a sequence that ends at a
+        position e beyond ``max_position_embeddings``, by
+        (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)). "" does neither.
+    out : tuple of ndarray, optional
+        Arrays for query and key; made if not given. Give ``(query, key)`` to work in place.
+
+    Returns
+    -------
+    query, key : ndarray
+        Of the shapes and the dtype of the inputs.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong; then nothing has been written.
+
+    Notes
+    -----
+    PMX operator ``RotaryPositionEmbedding``. Computed in float32, rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> tokens = np.ones((1, 2, 1, 4), np.float32)
+    >>> query, key = kvkit.rotary_position_embedding(tokens, tokens, 1, rotary_dim=2)
+    >>> query[0, :, 0].round(3)
+    array([[-0.301,  1.382,  1.   ,  1.   ],
+           [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)
+    """
+    fmt = positions.queries_and_keys(query, key, 4)
+    batch, seqlen, _, dim = query.shape
+    first = np.full(batch, integer("start_pos", start_pos, 0, steps.INT64_MAX - seqlen))
+    if pad_len is not None:
+        padding = steps.index("pad_len", pad_len, 1)
+        if padding.shape[0] != batch:
+            raise wrong("pad_len", f"{batch} entries for {batch} sequences", padding.shape[0])
+        if batch and padding.min() < 0:
+            b = int(padding.argmin())
+            raise wrong("pad_len", f"at least 0 for sequence {b}", padding[b])
+        first -= padding
+    turned = positions.turned_elements(rotary_dim, dim)
+    scaling = positions.scaling(theta, max_position_embeddings, scaling_type, scaling_factor)
+    starts = np.arange(batch + 1) * seqlen
+    return positions.rotate(fmt, query, key, starts, first, turned, bypass_key, scaling, out)

@@ -1,0 +1,83 @@
+"""No keys or values of a context are made: the memory a call takes beside its inputs and outputs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import numpy as np, kvkit
+
+CONTEXT, HEADS, KV_HEADS, DIM, PAGE, MB = 2**15, 16, 4, 128, 128, 2**20
+
+
+def kilobytes(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name))
+
+
+def extra(action):
+    '''The most memory that an action has at once, in MB: the process is filled up to its peak first.'''
+    ballast = np.ones((kilobytes("VmHWM") - kilobytes("VmRSS") << 10) + MB, np.uint8)
+    before = kilobytes("VmHWM")
+    action()
+    assert ballast.any()
+    return (kilobytes("VmHWM") - before) / 1024
+
+
+def call(layout, seqlen, bit, context):
+    '''Attention, and KeyValueCache for comparison, over the first tokens of a cache of CONTEXT.'''
+    sizes = {0: (CONTEXT, 1, 2, KV_HEADS), 3: (1, 2, KV_HEADS, CONTEXT)}[layout]
+    cache = np.ones((*sizes, DIM), np.int8 if bit else np.float16)
+    scale = np.full((*sizes, DIM // 8), 0.01, np.float16) if bit else None
+    query = np.ones((seqlen, HEADS, DIM), np.float16)
+    new = np.ones((seqlen, KV_HEADS, DIM), np.float16)
+    pages = np.arange(0, CONTEXT, PAGE)[None]
+    out = np.ones_like(query)
+    attrs = {"quant_bit": bit, "cache_layout": layout, "cache_mode": 1, "page_size": PAGE}
+    heads = {"num_heads": HEADS, "head_dim": DIM, "num_kv_heads": KV_HEADS}
+
+    def starts(kvlen):
+        return np.array([0, seqlen]), np.array([0, kvlen]), pages, np.array([kvlen - seqlen])
+
+    def attend(kvlen=CONTEXT):
+        kvkit.dynamic_batching.multi_head_cache_attention(
+            query, new, new, *starts(kvlen), 0, None, None, cache, scale, out=out, **heads, **attrs)
+
+    def load(kvlen=CONTEXT):
+        kvkit.dynamic_batching.key_value_cache(new, new, *starts(kvlen), None, None, cache, scale, **attrs)
+
+    attend(context)
+    load(context)
+    return attend, load
+
+
+found = {"control": extra(lambda: np.ones(16 * MB, np.uint8))}
+for layout in (0, 3):
+    for seqlen in (1, 40):
+        for bit in (0, 8):
+            attend, load = call(layout, seqlen, bit, CONTEXT // 2)
+            found[f"layout {layout}, {seqlen} tokens, quant_bit {bit}"] = extra(attend)
+found["key_value_cache"] = extra(load)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_no_array_of_the_contexts_size():
+    """Keys of the context alone would be 32 MB in float16. Half the context is the first to be called."""
+    limits = {"NUMBA_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=os.environ | limits, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # What is measured: 16 MB are seen, and so are the keys and values that the other operator returns.
+    assert 14 < found.pop("control") < 19
+    assert 60 < found.pop("key_value_cache") < 70
+    assert len(found) == 8
+    assert max(found.values()) < 4, found

@@ -1,0 +1,298 @@
+"""Attention over parts of a context, put together: the whole, whatever the parts and their order."""
+
+import itertools
+
+import attention_reference as reference
+import attention_scenes as scenes
+import ml_dtypes
+import numpy as np
+import pytest
+from attention_scenes import FP32, TOLERANCE, assert_near
+from hypothesis import given
+from hypothesis import strategies as st
+from scenes import assert_same
+from test_attention_numbers import whole_context
+
+import kvkit
+from kvkit import KvkitError, merge_attention_states
+
+INF = np.inf
+floats = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+def parts(rng, count, shape=(3, 4, 8), dtype=np.float32):
+    outputs = [rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(count)]
+    return outputs, [3 * rng.standard_normal(shape[:-1], np.float32) for _ in range(count)]
+
+
+def near(got, expected, tolerance=1e-6):
+    for label, one, other in zip(("attn_output", "lse"), got, expected, strict=True):
+        assert_near(one, np.asarray(other), tolerance, label)
+
+
+# The whole
+
+
+@pytest.mark.parametrize("cuts", [[0, 90], [0, 1, 90], [0, 30, 31, 64, 90], [0, 0, 45, 90, 90]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"softmax_scale": 0.4}], ids=str)
+def test_parts_of_a_context(cuts, options, rng):
+    """Empty parts included."""
+    call = scenes.static(rng, FP32, 89, 1, is_causal=False, **options)
+    whole, expected = call.run(return_lse=True), call.expected()
+    results = [
+        call.but(key=call["key"][:, a:b], value=call["value"][:, a:b]).run(return_lse=True)
+        for a, b in itertools.pairwise(cuts)
+    ]
+    got = merge_attention_states(*zip(*results, strict=True))
+    near(got, whole, 1e-5)
+    near(got, expected[:2], TOLERANCE["float32"])
+
+
+def test_masks_sinks_and_prefill(rng):
+    """Each part with its columns of the mask; the sinks belong to one of them."""
+    sinks = np.array([1, -2, 5, 0], np.float32)
+    call = scenes.static(rng, FP32, 50, 20, is_causal=False)
+    mask = scenes.static_mask(rng, call, (4, 20))
+    mask[..., 40:] = np.where(np.arange(30) > np.arange(20)[:, None] + 10, -INF, mask[..., 40:])
+    mask[0, 3] = -INF
+    whole = call.but(attn_mask=mask, sinks=sinks)
+    results = [
+        call.but(key=call["key"][:, a:b], value=call["value"][:, a:b], attn_mask=mask[..., a:b].copy()).run(
+            return_lse=True, sinks=sinks if a == 40 else None
+        )
+        for a, b in ((0, 5), (5, 40), (40, 70))
+    ]
+    near(merge_attention_states(*zip(*results, strict=True)), whole.run(return_lse=True), 1e-5)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
+def test_order_and_grouping_are_free(order, rng):
+    outputs, lses = parts(rng, 3)
+    expected = merge_attention_states(outputs, lses)
+    outputs, lses = [outputs[i] for i in order], [lses[i] for i in order]
+    near(merge_attention_states(outputs, lses), expected)
+    first = merge_attention_states(outputs[:2], lses[:2])
+    near(merge_attention_states((first[0], outputs[2]), (first[1], lses[2])), expected)
+
+
+@given(st.integers(0, 2**32 - 1).map(np.random.default_rng), st.integers(1, 6), st.integers(0, 3))
+def test_against_the_oracle(rng, count, axes):
+    outputs, lses = parts(rng, count, (*(3, 2, 4)[:axes], 2, 5))
+    for lse in lses:
+        lse[rng.random(lse.shape) < 0.3] = -INF
+    near(merge_attention_states(outputs, lses), reference.merge(outputs, lses))
+
+
+# Parts that count for nothing
+
+
+def test_one_part_is_itself(rng):
+    outputs, lses = parts(rng, 1)
+    for got, expected in zip(merge_attention_states(outputs, lses), (outputs[0], lses[0]), strict=True):
+        assert_same(got, expected)
+
+
+@floats
+@pytest.mark.parametrize("content", [0, np.nan, INF, -INF], ids=str)
+def test_an_empty_part_changes_no_bit(dtype, content, rng):
+    outputs, lses = parts(rng, 1, dtype=dtype)
+    nothing = np.full_like(outputs[0], content)
+    none = np.full_like(lses[0], -INF)
+    for order in (slice(None), slice(None, None, -1)):
+        got = merge_attention_states([*outputs, nothing][order], [*lses, none][order])
+        assert_same(got[0], outputs[0])
+        assert_same(got[1], lses[0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_only_empty_parts(count, rng):
+    outputs, lses = parts(rng, count)
+    for output, lse in zip(outputs, lses, strict=True):
+        output[...], lse[...] = np.nan, -INF
+    output, lse = merge_attention_states(outputs, lses)
+    assert not output.any()
+    assert (lse == -INF).all()
+
+
+def test_rows_are_apart(rng):
+    """Some heads of some rows are empty in one part, NaN there; others in the other."""
+    outputs, lses = parts(rng, 2)
+    outputs[0][1, 2], lses[0][1, 2] = np.nan, -INF
+    outputs[1][0, 3], lses[1][0, 3] = np.nan, -INF
+    got = merge_attention_states(outputs, lses)
+    near(got, reference.merge(outputs, lses))
+    assert_same(got[0][1, 2], outputs[1][1, 2])
+    assert_same(got[0][0, 3], outputs[0][0, 3])
+
+
+def test_nan_is_not_lost(rng):
+    outputs, lses = parts(rng, 2)
+    outputs[0][1, 2, 3] = np.nan
+    assert np.argwhere(np.isnan(merge_attention_states(outputs, lses)[0])).tolist() == [[1, 2, 3]]
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("size", [80, 1e3, 1e30, -80, -1e3, -1e30])
+def test_huge_lses(size):
+    ones = np.ones((1, 1, 4), np.float32)
+    lses = [np.full((1, 1), size, np.float32)] * 2
+    output, lse = merge_attention_states((ones, 3 * ones), lses)
+    assert (output == 2).all()
+    assert lse[0, 0] == pytest.approx(size + np.log(2), rel=1e-6)
+    far = [lses[0], lses[0] - np.float32(abs(size))]
+    output, lse = merge_attention_states((ones, 3 * ones), far)
+    assert (output == 1).all()
+    assert lse[0, 0] == np.float32(size)
+
+
+@floats
+def test_many_parts_in_any_type(dtype, rng):
+    """Sums in float32, one rounding: no more than half a unit off, and what float32 loses."""
+    outputs, lses = parts(rng, 300, dtype=dtype)
+    output, lse = merge_attention_states(outputs, lses)
+    expected = reference.merge(outputs, lses)
+    assert output.dtype == dtype
+    assert lse.dtype == np.float32
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    assert (np.abs(output.astype(np.float64) - expected[0]) <= 0.51 * eps * np.abs(expected[0]) + 2e-6).all()
+    assert_near(lse, expected[1], 1e-6)
+
+
+def test_no_rows():
+    empty = np.zeros((0, 2, 4), np.float32), np.zeros((0, 2), np.float32)
+    output, lse = merge_attention_states([empty[0]] * 2, [empty[1]] * 2)
+    assert output.shape == (0, 2, 4)
+    assert lse.shape == (0, 2)
+
+
+# Forms
+
+
+def test_stacked_arrays(rng):
+    outputs, lses = parts(rng, 3)
+    expected = merge_attention_states(outputs, lses)
+    for got in (
+        merge_attention_states(np.stack(outputs), np.stack(lses)),
+        merge_attention_states(tuple(outputs), lses),
+    ):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+
+
+def test_strided_parts_stay_as_they_are(rng):
+    outputs, lses = parts(rng, 2)
+    expected = merge_attention_states(outputs, lses)
+    views = [np.repeat(a, 2, 0)[::2] for a in outputs], [a.T.copy().T for a in lses]
+    before = [a.copy() for a in (*outputs, *lses)]
+    for one, other in zip(merge_attention_states(*views), expected, strict=True):
+        assert_same(one, other)
+    for array, copy in zip((*views[0], *views[1]), before, strict=True):
+        assert_same(array, copy)
+
+
+def test_out(rng):
+    outputs, lses = parts(rng, 2)
+    expected = merge_attention_states(outputs, lses)
+    out = np.full_like(outputs[0], np.nan), np.full_like(lses[0], np.nan)
+    got = merge_attention_states(outputs, lses, out=out)
+    assert got[0] is out[0]
+    assert got[1] is out[1]
+    for one, other in zip(out, expected, strict=True):
+        assert_same(one, other)
+
+
+# Errors
+
+
+def changed(which, index, form):
+    def change(outputs, lses):
+        arrays = (outputs, lses)[which]
+        arrays[index] = form(arrays[index])
+        return outputs, lses
+
+    return change
+
+
+WRONG = {
+    "no_parts": ("outputs", lambda o, s: ([], [])),
+    "no_sequence": ("outputs", lambda o, s: (None, s)),
+    "lses_no_sequence": ("lses", lambda o, s: (o, None)),
+    "number": ("outputs", lambda o, s: (1.0, s)),
+    "fewer_lses": ("lses", lambda o, s: (o, s[:1])),
+    "more_lses": ("lses", lambda o, s: (o, [*s, s[0]])),
+    "lists": ("outputs", lambda o, s: ([a.tolist() for a in o], s)),
+    "lse_lists": ("lses", lambda o, s: (o, [a.tolist() for a in s])),
+    "another_shape": ("outputs", changed(0, 1, lambda a: a[:1])),
+    "another_rank": ("outputs", changed(0, 1, lambda a: a[0])),
+    "another_size": ("outputs", changed(0, 1, lambda a: a[..., :4])),
+    "another_type": ("outputs", changed(0, 1, lambda a: a.astype(np.float16))),
+    "float64": ("outputs", changed(0, 0, lambda a: a.astype(np.float64))),
+    "integers": ("outputs", changed(0, 0, lambda a: a.astype(np.int8))),
+    "lse_float16": ("lses", changed(1, 0, lambda a: a.astype(np.float16))),
+    "lse_float64": ("lses", changed(1, 1, lambda a: a.astype(np.float64))),
+    "lse_shape": ("lses", changed(1, 1, lambda a: a[:, :1])),
+    "lse_of_outputs_shape": ("lses", changed(1, 0, lambda a: a[..., None])),
+    "no_heads": ("outputs", lambda o, s: ([np.float32(1)], [np.float32(1)])),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_parts(case, rng):
+    name, change = WRONG[case]
+    with pytest.raises(KvkitError, match=rf"^{name}.*: expected .*, got "):
+        merge_attention_states(*change(*parts(rng, 2)))
+
+
+def test_wrong_outs(rng):
+    outputs, lses = parts(rng, 2)
+    output, lse = np.zeros_like(outputs[0]), np.zeros_like(lses[0])
+    readable = lse.copy()
+    readable.flags.writeable = False
+    memory = np.zeros(output.size + lse.size - 1, np.float32)
+    wrong = [
+        output,
+        (output,),
+        (lse, output),
+        (output, None),
+        (output, lse.astype(np.float64)),
+        (output.astype(np.float16), lse),
+        (output[:1], lse),
+        (output, readable),
+        (outputs[1], lse),
+        (output, lses[0]),
+        (memory[: output.size].reshape(output.shape), memory[-lse.size :].reshape(lse.shape)),
+    ]
+    before = [array.copy() for array in (*outputs, *lses)]
+    for out in wrong:
+        with pytest.raises(KvkitError, match=r"^out.*: expected .*, got "):
+            merge_attention_states(outputs, lses, out=out)
+    assert not output.any()
+    assert not lse.any()
+    for array, copy in zip((*outputs, *lses), before, strict=True):
+        assert_same(array, copy)
+
+
+def test_a_paged_prefix_and_what_follows(rng):
+    """A prefix that sequences share is attended to once, apart from what each of them has."""
+    call = scenes.dynamic_cache(rng, FP32, [(100, 1), (120, 1)], page_size=20, is_causal=False)
+    whole = call.copy().run(return_lse=True)
+    key, value = whole_context(call)
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "is_causal": False, "return_lse": True}
+    results = []
+    for begin, end in ((0, 80), (80, 101)):
+        rows = np.r_[begin:end, 101 + begin : 101 + (end if end < 101 else 121)]
+        second = len(rows) - (end - begin)
+        starts = np.array([0, end - begin, end - begin + second])
+        results.append(
+            kvkit.dynamic_batching.multi_head_attention(
+                call["query"], key[rows], value[rows], call["seqstarts"], starts, 0, None, None, **heads
+            )
+        )
+    near(merge_attention_states(*zip(*results, strict=True)), whole, 1e-5)

@@ -1,0 +1,508 @@
+"""A plan: index tensors checked once, the bits of the plain functions for every layer."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import attention_scenes as scenes
+import numba
+import numpy as np
+import pytest
+from attention_scenes import FP16, FP32, INT8, assert_near, assert_unchanged, poison
+from scenes import GARBAGE, INT64_MAX, LAYERS, assert_same
+from test_attention import at_an_odd_address, backwards, fused, guarded, heads_first
+from test_attention_errors import legal
+
+import kvkit
+from kvkit import KvkitError
+from kvkit.dynamic_batching import plan
+
+LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
+STEPS = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
+TOKENS = ("query", "current_key", "current_value")
+PLANNED = ("cache_mode", "page_size")
+CACHED = ("num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout")
+modes = pytest.mark.parametrize("mode", [0, 1], ids=["offsets", "pages"])
+formats_of = pytest.mark.parametrize("formats", [FP32, FP16, INT8], ids=str)
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+def planned(call, **more):
+    """The plan of a call."""
+    options = {name: call.attrs[name] for name in PLANNED}
+    hints = {name: call[name] for name in ("max_seqlen", "max_kvlen")}
+    steps = [call[name] for name in STEPS]
+    return plan(*steps, call["decoding_batches"], **hints, **{**options, **more})
+
+
+def attend(step, call, **more):
+    """What remains to be said for a layer."""
+    attrs = {name: value for name, value in call.attrs.items() if name not in PLANNED}
+    arrays = [call[name] for name in (*TOKENS, "cache", "scale", "attn_mask")]
+    return step.multi_head_cache_attention(*arrays, **{**attrs, **more})
+
+
+def append(step, call, **more):
+    attrs = {name: call.attrs[name] for name in CACHED}
+    arrays = [call[name] for name in ("current_key", "current_value", "cache", "scale")]
+    return step.key_value_cache(*arrays, **{**attrs, **more})
+
+
+def function(call, **more):
+    """key_value_cache with the tokens of an attention call."""
+    attrs = {name: call.attrs[name] for name in (*CACHED, *PLANNED)}
+    arrays = [call[name] for name in ("current_key", "current_value", *STEPS)]
+    hints = call["max_seqlen"], call["max_kvlen"]
+    cache = call["cache"], call["scale"]
+    return kvkit.dynamic_batching.key_value_cache(*arrays, *hints, *cache, **{**attrs, **more})
+
+
+def layers(rng, call):
+    """The call for each layer, with new tokens and one cache whose layers all hold what layer 1 does."""
+    axis = scenes.DYNAMIC_AXES[call.attrs["cache_layout"]].split().index("layer")
+    arrays = {
+        name: np.repeat(call[name].take([scenes.LAYER], axis), LAYERS, axis)
+        for name in ("cache", "scale")
+        if call[name] is not None
+    }
+    for layer in range(LAYERS):
+        tokens = {name: scenes.normal(rng, call[name].shape, call[name].dtype) for name in TOKENS}
+        yield call.but(**arrays, **tokens, layer_idx=layer)
+
+
+# The same bits
+
+
+@formats_of
+@modes
+def test_layers(formats, mode, rng):
+    call = scenes.dynamic_cache(rng, formats, LENGTHS, layout=mode, mode=mode, decoding=2, is_alibi=True)
+    step = planned(call)
+    for one in layers(rng, call):
+        expected, other = one.copy(), one.copy()
+        want = expected.run(return_lse=True)
+        for got, right in zip(attend(step, other, return_lse=True), want, strict=True):
+            assert_same(got, right)
+        assert_unchanged(other, one, expected["cache"], expected["scale"])
+
+
+@formats_of
+@modes
+def test_layers_of_key_value_cache(formats, mode, rng):
+    call = scenes.dynamic_cache(rng, formats, LENGTHS, layout=3, mode=mode)
+    step = planned(call)
+    for one in layers(rng, call):
+        expected, other = one.copy(), one.copy()
+        want = function(expected, num_repeat=2)
+        for got, right in zip(append(step, other, num_repeat=2), want, strict=True):
+            assert_same(got, right)
+        for name in ("cache", "scale"):
+            assert_same(other[name], expected[name], name)
+
+
+def test_masks_and_outputs(rng):
+    call = scenes.dynamic_cache(rng, FP16, LENGTHS, sinks=np.arange(4, dtype=np.float32), window=(9, 0))
+    call = call.but(attn_mask=scenes.dynamic_mask(rng, call, 4, pad=3))
+    expected = call.copy().run(return_lse=True)
+    out = np.empty_like(call["query"]), np.empty(call["query"].shape[:-1], np.float32)
+    got = attend(planned(call), call, return_lse=True, out=out)
+    assert got[0] is out[0]
+    assert got[1] is out[1]
+    for one, right in zip(got, expected, strict=True):
+        assert_same(one, right)
+
+
+@pytest.mark.parametrize("lengths", [[], [(0, 0)], [(5, 0), (0, 0)]], ids=str)
+def test_little_to_do(lengths, rng):
+    call = scenes.dynamic_cache(rng, FP32, lengths)
+    assert_same(attend(planned(call), call.copy()), call.copy().run())
+
+
+@modes
+def test_one_plan_serves_several_calls_and_caches(mode, rng):
+    """Of other types and head counts; only the tokens must be as many."""
+    step = planned(scenes.dynamic_cache(rng, FP32, LENGTHS, mode=mode))
+    first = scenes.dynamic_cache(rng, FP32, LENGTHS, mode=mode)
+    for formats, options in ((FP16, {"heads": 8}), (INT8, {"dim": 8}), (FP32, {"kv_heads": 1, "layout": 2})):
+        call = scenes.dynamic_cache(rng, formats, LENGTHS, mode=mode, **options)
+        index = {name: first[name] for name in STEPS}
+        step = planned(first)
+        axis = scenes.DYNAMIC_AXES[call.attrs["cache_layout"]].split().index("row")
+        rows = first["cache"].shape[0]
+        for name in ("cache", "scale"):
+            if call[name] is not None:
+                shape = list(call[name].shape)
+                shape[axis] = rows
+                call.inputs[name] = np.ones(shape, call[name].dtype)
+        call = call.but(**index)
+        assert_same(attend(step, call.copy()), call.copy().run())
+
+
+@modes
+def test_a_plan_keeps_copies(mode, rng):
+    call = scenes.dynamic_cache(rng, FP32, LENGTHS, mode=mode)
+    expected, other = call.copy().run(), call.copy()
+    step = planned(other)
+    for name in STEPS:
+        other[name][...] = INT64_MAX if name == "cachestarts" else -5
+    for _ in range(2):
+        assert_same(attend(step, other), expected)
+
+
+def test_hints_change_nothing(rng):
+    call = scenes.dynamic_cache(rng, FP32, LENGTHS)
+    expected = call.copy().run()
+    for hints in ({}, {"max_seqlen": 1000, "max_kvlen": 1000}, {"max_seqlen": 2**70}):
+        options = {name: call.attrs[name] for name in PLANNED}
+        step = plan(*(call[name] for name in STEPS), **hints, **options)
+        assert_same(attend(step, call.copy()), expected)
+
+
+def test_lists(rng):
+    call = scenes.dynamic_cache(rng, FP32, LENGTHS, mode=0)
+    step = plan(*(call[name].tolist() for name in STEPS))
+    assert_same(attend(step, call.copy()), call.copy().run())
+
+
+def test_garbage_behind_the_last_page(rng):
+    call = scenes.dynamic_cache(rng, FP32, LENGTHS)
+    expected = call.copy().run()
+    used = -(-np.diff(call["kvstarts"]) // call.attrs["page_size"])
+    for b, pages in enumerate(used):
+        call["cachestarts"][b, pages:] = rng.choice(GARBAGE, call["cachestarts"].shape[1] - pages)
+    assert_same(attend(planned(call), call), expected)
+
+
+# Errors
+
+
+def error_of(action, *arguments, **more):
+    with pytest.raises(KvkitError) as error:
+        action(*arguments, **more)
+    return str(error.value)
+
+
+def entries(name, *changes):
+    def change(call):
+        array = call[name].copy()
+        for where, value in changes:
+            array[where] = value
+        return {name: array}
+
+    return change
+
+
+# legal("dynamic_cache"): (2, 3), (0, 0), (4, 1) in pages of three.
+WRONG = {
+    "seqstarts_begins_at_1": entries("seqstarts", (0, 1)),
+    "seqstarts_falls": entries("seqstarts", (2, 1)),
+    "kvstarts_begins_at_1": entries("kvstarts", (0, 1)),
+    "kvstarts_falls": entries("kvstarts", (2, 4)),
+    "kvstarts_ends_late": entries("kvstarts", (-1, 11)),
+    "start_pos_negative": entries("start_pos", (0, -1)),
+    "start_pos_too_large": entries("start_pos", (0, 3)),
+    "max_seqlen": lambda call: {"max_seqlen": 2},
+    "max_kvlen": lambda call: {"max_kvlen": 4},
+    "max_seqlen_no_integer": lambda call: {"max_seqlen": 1.0},
+    "decoding_batches_4": lambda call: {"decoding_batches": 4},
+    "decoding_batches_negative": lambda call: {"decoding_batches": -1},
+    "decoding_batches_no_integer": lambda call: {"decoding_batches": True},
+    "cache_mode": lambda call: {"cache_mode": 2},
+    "page_size": lambda call: {"page_size": 0},
+    "too_few_pages": lambda call: {"cachestarts": call["cachestarts"][:, :1].copy()},
+    "stored_twice": lambda call: {"cachestarts": call["cachestarts"][[0, 0, 0]]},
+    "another_mode": lambda call: {"cachestarts": call["cachestarts"][:, 0].copy()},
+    "floats": lambda call: {"cachestarts": call["cachestarts"].astype(float)},
+    "fewer_start_pos": lambda call: {"start_pos": call["start_pos"][:-1]},
+    "no_starts": lambda call: {"seqstarts": np.zeros(0, np.int64)},
+    "ragged": lambda call: {"cachestarts": [[1], [2, 3], [4]]},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_come_with_the_plan(case):
+    """In the words of the function."""
+    call = legal("dynamic_cache")
+    call = call.but(**WRONG[case](call))
+    message = error_of(planned, call)
+    assert message == error_of(call.run)
+    assert ": expected " in message
+
+
+def test_rows_below_0_come_with_the_plan():
+    for entry in (-1, -(2**62)):
+        call = legal("dynamic_cache")
+        call["cachestarts"][0, 0] = entry
+        assert error_of(planned, call).startswith("cachestarts[0, 0]: expected ")
+
+
+@modes
+def test_a_cache_with_too_few_rows(mode):
+    """The last row in use is the last a cache must have."""
+    for formats in (FP32, INT8):
+        call = legal("dynamic_cache", formats, mode=mode)
+        step = planned(call)
+        rows = 0
+        for b, kvlen in enumerate(np.diff(call["kvstarts"])):
+            for t in range(kvlen):
+                place = scenes.reference.dynamic_row(call["cachestarts"], b, t, mode, call.attrs["page_size"])
+                rows = max(rows, place + 1)
+        arrays = {n: call[n] for n in ("cache", "scale") if call[n] is not None}
+        exact = {
+            n: np.concatenate([a, poison(np.random.default_rng(0), a.shape, a.dtype)])[:rows]
+            for n, a in arrays.items()
+        }
+        attend(step, call.but(**exact))
+        short = {n: a[: rows - 1].copy() for n, a in exact.items()}
+        before = {n: a.copy() for n, a in short.items()}
+        for action in (attend, append):
+            message = error_of(action, step, call.but(**short))
+            assert message.startswith(("cachestarts", "cache"))
+            assert ": expected " in message
+        for name, array in short.items():
+            assert_same(array, before[name], name)
+
+
+def test_other_numbers_of_tokens():
+    call = legal("dynamic_cache")
+    step = planned(call)
+    for tokens in (slice(0, 3), [0, 1, 2, 3, 3]):
+        other = call.but(**{name: call[name][tokens] for name in TOKENS})
+        before = other.copy()
+        for action, names in ((attend, ("seqstarts", "query")), (append, ("seqstarts", "current_key"))):
+            message = error_of(action, step, other)
+            assert message.startswith(names)
+        assert_unchanged(other, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_heads", 8),
+        ("layer_idx", 3),
+        ("quant_bit", 1),
+        ("softcap", -1.0),
+        ("window", 3),
+        ("cache_layout", 7),
+        ("sinks", np.zeros(3, np.float32)),
+        ("is_causal", None),
+        ("out", 3),
+    ],
+    ids=str,
+)
+def test_errors_of_a_layer(name, value):
+    """In the words of the function, and nothing written."""
+    call = legal("dynamic_cache")
+    step, before = planned(call), call.copy()
+    message = error_of(attend, step, call, **{name: value})
+    attrs = {**call.attrs, name: value}
+    assert message == error_of(scenes.Call(call.kind, call.inputs, attrs).run)
+    assert_unchanged(call, before)
+
+
+def test_mode_and_page_size_belong_to_the_plan():
+    call = legal("dynamic_cache")
+    step = planned(call)
+    for name in PLANNED:
+        with pytest.raises(TypeError, match=name):
+            attend(step, call, **{name: call.attrs[name]})
+
+
+# Calls that repeat
+
+
+def warmed(call, times=3):
+    """A plan that has made this call before, and key_value_cache beside it."""
+    step, other = planned(call), call.copy()
+    for _ in range(times):
+        attend(step, other)
+        attend(step, other, out=np.empty_like(call["query"]))
+        append(step, other)
+        append(step, other, out=list(function(call.copy())))
+        append(step, other, out=function(call.copy()))
+    return step
+
+
+@formats_of
+def test_other_arrays_layers_and_outputs_in_turn(formats, rng):
+    """Calls of the same form and of others, at new addresses each time."""
+    call = scenes.dynamic_cache(rng, formats, LENGTHS, layout=3)
+    step = warmed(call)
+    for turn in range(3):
+        for one in layers(rng, call):
+            expected, other = one.copy(), one.copy()
+            more = [{}, {"softcap": 4.0}, {"is_causal": False}][turn]
+            want = expected.run(**more) if not more else expected.but(**more).run()
+            out = np.full_like(want, 7)
+            assert_same(attend(step, other, **more), want)
+            assert attend(step, other, out=out, **more) is out
+            assert_same(out, want)
+            for got, right in zip(append(step, other), function(expected), strict=True):
+                assert_same(got, right)
+            for name in ("cache", "scale"):
+                assert_same(other[name], expected[name], name)
+
+
+def test_forms_that_look_alike(rng):
+    """Of one shape, with other strides, types of cache, or places."""
+    call = scenes.dynamic_cache(rng, FP32, LENGTHS, dim=8)
+    step, expected = warmed(call), call.copy().run()
+    for form in (fused, heads_first, at_an_odd_address, guarded, backwards):
+        other = call.copy()
+        other = other.but(**{name: form(other[name]) for name in (*TOKENS, "cache")})
+        for _ in range(2):
+            assert_near(attend(step, other), expected, 1e-6)
+    narrow = call.copy().but(cache=call["cache"].astype(np.float16))
+    want = narrow.copy().run()
+    for _ in range(2):
+        assert_same(attend(step, narrow), want)
+
+
+def test_threads_may_change_between_calls(rng):
+    call = scenes.dynamic_cache(rng, FP16, [(3000, 1), (900, 1), (0, 40)], heads=8, layout=3)
+    step = warmed(call)
+    expected = attend(step, call.copy())
+    before = numba.get_num_threads()
+    try:
+        for count in (1, before, 1):
+            numba.set_num_threads(count)
+            assert_same(attend(step, call.copy()), expected)
+            for got, right in zip(append(step, call.copy()), function(call.copy()), strict=True):
+                assert_same(got, right)
+    finally:
+        numba.set_num_threads(before)
+
+
+def test_many_threads_may_share_a_plan(rng):
+    """Each with arrays of its own."""
+    call = scenes.dynamic_cache(rng, FP16, LENGTHS)
+    step, calls = warmed(call), list(layers(rng, call)) * 3
+    wanted = [one.copy().run() for one in calls]
+
+    def repeat(i):
+        mine = calls[i].copy()
+        return [attend(step, mine) for _ in range(30)]
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for outputs, want in zip(pool.map(repeat, range(len(calls))), wanted, strict=True):
+            for output in outputs:
+                assert_same(output, want)
+
+
+WRONG_NOW = {
+    "num_heads_float": {"num_heads": 4.0},
+    "head_dim_float": {"head_dim": 8.0},
+    "num_layer_float": {"num_layer": 3.0},
+    "layer_idx_bool": {"layer_idx": True},
+    "layer_idx_float": {"layer_idx": 1.0},
+    "quant_bit_bool": {"quant_bit": False},
+    "cache_layout_bool": {"cache_layout": False},
+    "cache_layout_float": {"cache_layout": 0.0},
+    "is_causal_float": {"is_causal": 1.0},
+    "is_alibi_float": {"is_alibi": 0.0},
+    "softcap_bool": {"softcap": False},
+    "window_floats": {"window": (-1.0, -1)},
+    "num_heads_other": {"num_heads": 2},
+    "layer_idx_other": {"layer_idx": 5},
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NOW)
+def test_wrong_after_right(case):
+    """What equals a legal value is not legal for that."""
+    call = legal("dynamic_cache")
+    step, before = warmed(call), call.copy()
+    message = error_of(attend, step, call, **WRONG_NOW[case])
+    assert message == error_of(scenes.Call(call.kind, call.inputs, {**call.attrs, **WRONG_NOW[case]}).run)
+    assert_unchanged(call, before)
+
+
+def test_wrong_arrays_after_right_ones():
+    call = legal("dynamic_cache", INT8)
+    step = warmed(call)
+    readable = {}
+    for name in ("cache", "scale"):
+        readable[name] = call[name].copy()
+        readable[name].flags.writeable = False
+    memory = np.zeros(4 * call["cache"].size, np.float16)
+    cells = memory[: call["scale"].size].reshape(call["scale"].shape)
+    query = memory[1 : 1 + call["query"].size].reshape(call["query"].shape)
+    wrong = {
+        "cache": [readable["cache"], None, call["cache"].tolist(), memory.view(np.int8)[: cells.nbytes]],
+        "scale": [readable["scale"], None, call["scale"].astype(np.float64)],
+        "query": [call["query"][:-1], call["query"].astype(np.float32), None],
+        "current_key": [call["current_value"][..., :4], call["current_key"].astype(np.float32)],
+    }
+    for name, arrays in wrong.items():
+        for array in arrays:
+            error_of(attend, step, call.but(**{name: array}))
+            if name != "query":
+                error_of(append, step, call.but(**{name: array}))
+    error_of(attend, step, call.but(scale=cells, query=query))
+    error_of(attend, step, call.but(scale=cells, current_key=query[:, :2].reshape(call["current_key"].shape)))
+
+
+def test_wrong_outputs_after_right_ones():
+    """Nothing is written, neither to outputs nor past them."""
+    call = legal("dynamic_cache")
+    step, before = warmed(call), call.copy()
+    shape = call["query"].shape
+    wrong = [
+        np.zeros(shape, np.float16),
+        np.zeros((1, *shape[1:]), np.float32),
+        call["query"],
+        call["current_key"],
+    ]
+    readable = np.zeros(shape, np.float32)
+    readable.flags.writeable = False
+    inside = call["cache"].reshape(-1)[: call["query"].size].reshape(shape)
+    for out in (*wrong, readable, inside, [], (readable,)):
+        assert error_of(attend, step, call, out=out).startswith("out")
+    key, value = function(call.copy())
+    short = np.zeros_like(key[:1])
+    pairs = [
+        (key, short),
+        (short, value),
+        (key, key),
+        (key, value.astype(np.float16)),
+        (key, call["current_key"]),
+    ]
+    pairs += [(key,), (key, value, value), (key[..., ::2], value)]
+    for pair in pairs:
+        for out in (pair, list(pair)):
+            assert error_of(append, step, call, out=out).startswith("out")
+    assert error_of(append, step, call, out=np.stack([key, value])).startswith("out")
+    assert error_of(append, step, call, out="no").startswith("out")
+    assert not short.any()
+    assert_unchanged(call, before)
+
+
+# Cost
+
+
+def fastest(action, times=1000):
+    action()
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+@formats_of
+def test_a_tiny_step_takes_under_60_microseconds(formats, rng):
+    """What a layer costs besides its work."""
+    call = scenes.dynamic_cache(rng, formats, [(3, 1), (5, 1)], heads=2, kv_heads=1, dim=8, decoding=2)
+    step = planned(call)
+    assert fastest(lambda: attend(step, call)) < 60e-6
+
+
+def test_a_plan_saves_the_checks_of_many_sequences(rng):
+    lengths = [(100, 1)] * 256
+    call = scenes.dynamic_cache(rng, FP16, lengths, heads=1, kv_heads=1, dim=8, page_size=4)
+    step = planned(call)
+    assert fastest(lambda: attend(step, call), 30) < fastest(call.run, 30)

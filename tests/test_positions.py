@@ -1,0 +1,538 @@
+"""The position operators: the specification's vectors, the oracle, and independent formulations."""
+
+import math
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import ml_dtypes
+import numba
+import numpy as np
+import position_reference as reference
+import pytest
+from scenes import DTYPES, FLOATS, assert_same, raw
+from surroundings import carve
+
+import kvkit
+from kvkit import cpu, numeric
+
+dynamic = kvkit.dynamic_batching
+formats = pytest.mark.parametrize("t1", FLOATS)
+kinds = pytest.mark.parametrize("kind", ["static", "dynamic"])
+INF = np.inf
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+@pytest.fixture(params=[False, True], ids=["vectors", "plain"])
+def form(request, monkeypatch):
+    """Both forms of the kernels' inner loops."""
+    if request.param:
+        heads, row = cpu.rotary.heads_of, cpu.alibi.row_of_mask
+        monkeypatch.setattr(cpu.rotary, "heads_of", lambda element, stream: heads(element, stream, True))
+        monkeypatch.setattr(cpu.alibi, "row_of_mask", lambda element, mask: row(element, mask, True))
+
+
+# PositionIndex
+
+
+def test_position_index_of_the_specification():
+    tokens = np.full(9, 7)
+    starts, first = np.array([0, 1, 3, 9]), np.array([0, 10, 100])
+    expected = np.array([0, 10, 11, 100, 101, 102, 103, 104, 105])
+    for longest in (None, 6, 100):
+        assert_same(dynamic.position_index(tokens, starts, first, longest), expected)
+    out = np.full(9, -1)
+    assert dynamic.position_index(tokens, starts, first, out=out) is out
+    assert_same(out, expected)
+    assert (tokens == 7).all()
+    assert_same(dynamic.position_index(*(a.astype(np.int32) for a in (tokens, starts, first))), expected)
+
+
+def test_position_index_of_empty_sequences():
+    assert dynamic.position_index(np.zeros(0, int), [0], []).shape == (0,)
+    got = dynamic.position_index([1, 2, 3], [0, 0, 2, 2, 3], [5, 2**63 - 3, 9, 0])
+    assert got.tolist() == [2**63 - 3, 2**63 - 2, 0]
+
+
+# ALiBi
+
+
+def test_slopes_of_the_specification():
+    powers = [2.0**-i for i in range(1, 9)]
+    wanted = {
+        1: [0.00390625],
+        6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125],
+        8: powers,
+        12: [*powers, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
+    }
+    for num_heads, slopes in wanted.items():
+        assert_same(kvkit.alibi_slope(num_heads=num_heads), np.array(slopes, np.float32))
+
+
+def test_slopes():
+    for num_heads in (*range(1, 130), 1000):
+        expected = [reference.slope(h, num_heads) for h in range(num_heads)]
+        out = np.empty(num_heads + 2, np.float32)[1:-1]
+        assert kvkit.alibi_slope(num_heads=num_heads, out=out) is out
+        assert_same(out, np.array(expected))
+
+
+def test_bias_of_the_specification():
+    mask = kvkit.alibi_mask(2, 4, num_heads=6)
+    assert mask.shape == (6, 2, 16)
+    assert mask[0, :, :4].tolist() == [[-0.5, -0.25, 0, -INF], [-0.75, -0.5, -0.25, 0]]
+    assert (mask[:, :, 4:] == -INF).all()
+
+
+def random_mask(rng, shape, dtype):
+    """A mask with some -inf in it."""
+    if dtype is bool:
+        return rng.random(shape) < 0.6
+    values = rng.standard_normal(shape) * 4
+    values[rng.random(shape) < 0.1] = -INF
+    return values.astype(dtype)
+
+
+SIZES = [(3, 5), (1, 4), (5, 3), (20, 37), (2, 16), (1, 65), (4, 0), (0, 4), (0, 0)]
+mask_types = pytest.mark.parametrize("mask_type", [None, *FLOATS, "bool"])
+
+
+@pytest.mark.usefixtures("form")
+@formats
+@mask_types
+def test_alibi_masks(t1, mask_type, rng):
+    dtype = DTYPES[t1]
+    for n, m in SIZES:
+        for heads, lead in ((3, None), (1, ()), (4, (4,)), (5, (1,)), (2, (3, 2)), (2, (3, 1))):
+            if lead is None or mask_type is None or n == 0:
+                mask = None
+            else:
+                shape = (*lead, 1 if len(lead) == 1 else n, m + int(rng.integers(3)))
+                mask = random_mask(rng, shape, DTYPES.get(mask_type, bool))
+                mask = mask if mask.size else None
+            before = None if mask is None else mask.copy()
+            got = kvkit.alibi_mask(n, m, mask, num_heads=heads, data_type=dtype.name)
+            assert_same(got, reference.alibi_mask(n, m, mask, heads, dtype), f"{n} {m} {lead}")
+            assert_same(mask, before)
+
+
+@pytest.mark.usefixtures("form")
+@formats
+@mask_types
+def test_dynamic_alibi_masks(t1, mask_type, rng):
+    dtype = DTYPES[t1]
+    for lengths in ([(3, 5)], [(1, 20), (0, 3), (4, 4), (0, 0), (17, 33), (3, 1), (2, 0)], [(0, 5)], []):
+        seqstarts, kvstarts = (np.cumsum([0, *(pair[side] for pair in lengths)]) for side in (0, 1))
+        tokens, keys = int(seqstarts[-1]), int(kvstarts[-1])
+        for heads, lead in ((3, ()), (6, (6,)), (2, (1,))):
+            mask = None
+            if mask_type is not None and tokens:
+                mask = random_mask(rng, (*lead, tokens, keys + 5), DTYPES.get(mask_type, bool))
+            got = dynamic.alibi_mask(seqstarts, kvstarts, mask, num_heads=heads, data_type=dtype.name)
+            expected = reference.dynamic_alibi_mask(seqstarts, kvstarts, mask, heads, dtype)
+            assert_same(got, expected, f"{lengths} {lead}")
+
+
+def test_padding_of_an_added_mask_is_not_read():
+    mask = np.full((3, 16), np.nan, np.float32)
+    mask[:, :5] = 1
+    assert_same(kvkit.alibi_mask(3, 5, mask, num_heads=2), kvkit.alibi_mask(3, 5, mask[:, :5], num_heads=2))
+    got = dynamic.alibi_mask([0, 3], [0, 5], mask, num_heads=2)
+    assert_same(got, dynamic.alibi_mask([0, 3], [0, 5], mask[:, :5], num_heads=2))
+
+
+def test_an_empty_mask_is_none():
+    expected = kvkit.alibi_mask(3, 5, num_heads=2)
+    for shape in ((0,), (0, 4, 3, 5), (3, 0)):
+        assert_same(kvkit.alibi_mask(3, 5, np.zeros(shape, np.float32), num_heads=2), expected)
+
+
+def test_alibi_is_the_mask_of_an_attention_with_alibi(rng):
+    n, m, heads, dim = 7, 12, 6, 16
+    query, key, value = (rng.standard_normal((1, k, heads, dim), np.float32) for k in (n, m, m))
+    call, sizes = kvkit.multi_head_attention, {"num_heads": heads, "head_dim": dim, "is_causal": False}
+    mask = kvkit.alibi_mask(n, m, num_heads=heads)
+    np.testing.assert_allclose(
+        call(query, key, value, mask, **sizes), call(query, key, value, is_alibi=True, **sizes), atol=1e-5
+    )
+
+
+@formats
+def test_strided_alibi_masks(t1, rng):
+    """Strided masks, also backwards, and outputs inside larger ones."""
+    dtype = DTYPES[t1]
+    mask, untouched = carve(random_mask(rng, (2, 3, 5, 21), dtype), offset=1, flip=(0, 2))
+    untouched()
+    plain = np.ascontiguousarray(mask)
+    expected = kvkit.alibi_mask(5, 21, plain, num_heads=3, data_type=dtype.name)
+    assert_same(kvkit.alibi_mask(5, 21, mask, num_heads=3, data_type=dtype.name), expected)
+    for odd in (mask[..., ::-1], np.broadcast_to(plain[:1, :1, :1, :1], (2, 1, 1, 24))):
+        got = kvkit.alibi_mask(5, 21, odd, num_heads=3, data_type=dtype.name)
+        assert_same(got, reference.alibi_mask(5, 21, odd, 3, dtype))
+    out, untouched = carve(np.zeros(expected.shape, dtype), offset=3)
+    assert kvkit.alibi_mask(5, 21, plain, num_heads=3, data_type=dtype.name, out=out) is out
+    assert_same(out, expected)
+    untouched()
+
+
+def test_alibi_masks_of_all_threads(rng):
+    n, m, heads = 150, 333, 4
+    mask = random_mask(rng, (2, heads, n, m), np.float32)
+    got = kvkit.alibi_mask(n, m, mask, num_heads=heads)
+    ramp = np.arange(m) - (m - n + np.arange(n)[:, None])
+    slopes = np.array([reference.slope(h, heads) for h in range(heads)])[:, None, None]
+    expected = np.where(ramp <= 0, slopes * ramp.astype(np.float32), -INF) + mask
+    assert_same(got[..., :m], expected.astype(np.float32))
+    assert (got[..., m:] == -INF).all()
+
+
+# Rotary position embedding
+
+
+def assert_turned(got, expected, x, t1):
+    """Within the roundings of float32 products and of the output; a turn keeps the length of a pair."""
+    eps = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[t1]
+    smallest = {"fp32": 1e-44, "fp16": 2.0**-25, "bf16": 1e-40}[t1]
+    largest = np.maximum(1e-30, np.abs(x.astype(np.float64)).max(axis=-1, keepdims=True))
+    limit = 4 * 2.0**-24 * largest + eps * np.abs(expected) + smallest
+    assert got.dtype == DTYPES[t1]
+    assert got.shape == expected.shape
+    error = np.abs(got.astype(np.float64) - expected)
+    assert (error <= limit).all(), float((error / limit).max())
+
+
+def call(kind, rng, t1, lengths, heads=(3, 2), dim=24, start_pos=None, pads=False):
+    """(operator, oracle, arguments) of random tokens; `lengths` are (start_pos, tokens)."""
+    dtype = DTYPES[t1]
+    if kind == "static":
+        first, seqlen = lengths[0]
+        shape = len(lengths), seqlen
+        steps = [first]
+        if pads:
+            steps.append(rng.integers(0, first + seqlen + 3, len(lengths)))
+        operators = kvkit.rotary_position_embedding, reference.rotary
+    else:
+        starts = np.cumsum([0, *(n for _, n in lengths)])
+        shape = (int(starts[-1]),)
+        steps = [starts, np.array([first for first, _ in lengths], np.int64), None]
+        operators = dynamic.rotary_position_embedding, reference.dynamic_rotary
+    arrays = [rng.standard_normal((*shape, h, dim)).astype(dtype) for h in heads]
+    return *operators, arrays, steps
+
+
+LENGTHS = [(0, 5), (7, 1), (3, 0), (100, 9), (1999, 2)]
+ATTRS = {
+    "plain": {},
+    "theta": {"theta": 5e5},
+    "front": {"rotary_dim": 16},
+    "pair": {"rotary_dim": 2, "scaling_type": "dynamic", "max_position_embeddings": 1, "scaling_factor": 2.0},
+    "odd_front": {"rotary_dim": 22},
+    "bypass": {"bypass_key": True},
+    "linear": {"scaling_type": "linear", "scaling_factor": 3.7},
+    "dynamic": {"scaling_type": "dynamic", "scaling_factor": 2.5, "max_position_embeddings": 6},
+    "unscaled": {"scaling_factor": 4.0, "max_position_embeddings": 2},
+    "rising": {"theta": 0.01},
+}
+
+
+@pytest.mark.usefixtures("form")
+@kinds
+@formats
+@pytest.mark.parametrize("attrs", ATTRS.values(), ids=ATTRS)
+def test_rotary(kind, t1, attrs, rng):
+    for lengths in (LENGTHS, LENGTHS[3:], [(50, 3)] * 2):
+        for heads, dim in (((3, 2), 24), ((1, 4), 40), ((2, 1), 64)):
+            for pads in (False, True) if kind == "static" else (False,):
+                run, oracle, arrays, steps = call(kind, rng, t1, lengths, heads, dim, pads=pads)
+                before = [array.copy() for array in (*arrays, *map(np.asarray, steps))]
+                got = run(*arrays, *steps, **attrs)
+                for result, expected, x in zip(got, oracle(*arrays, *steps, **attrs), arrays, strict=True):
+                    assert_turned(result, expected, x, t1)
+                    assert not np.shares_memory(result, x)
+                if attrs.get("bypass_key"):
+                    assert_same(got[1], arrays[1])
+                for old, array in zip(before, (*arrays, *map(np.asarray, steps)), strict=True):
+                    assert old.tobytes() == array.tobytes()
+
+
+def one_token(x, t, **attrs):
+    """A head at a position by both operators, which agree."""
+    x = np.array(x, np.float32)
+    query, key = kvkit.rotary_position_embedding(x[None, None, None], x[None, None, None], t, **attrs)
+    packed = dynamic.rotary_position_embedding(x[None, None], x[None, None], [0, 1], [t], 1, **attrs)
+    for other in (key, *packed):
+        assert_same(other.ravel(), query.ravel())
+    return query.ravel()
+
+
+def test_vectors_of_the_specification():
+    close = {"rtol": 3e-7, "atol": 5e-9}
+    for x, t, attrs, expected in (
+        ((1, 0, 1, 0), 1, {}, (0.54030231, 0.84147098, 0.99995, 0.00999983)),
+        ((1, 2, 3, 4), 3, {}, (-1.27223251, -1.83886499, 2.8786681, 4.08818664)),
+        (
+            (1, 0, 1, 0),
+            1,
+            {"scaling_type": "linear", "scaling_factor": 2.0},
+            (0.87758256, 0.47942554, 0.9999875, 0.00499998),
+        ),
+        (
+            (1, 0, 1, 0),
+            7,
+            {"scaling_type": "dynamic", "scaling_factor": 2.0, "max_position_embeddings": 4},
+            (math.cos(7), math.sin(7), math.cos(7 / 300), math.sin(7 / 300)),
+        ),
+    ):
+        np.testing.assert_allclose(one_token(x, t, **attrs), expected, **close)
+
+
+def test_dynamic_scaling_begins_beyond_the_limit():
+    """The end is exclusive, and it is the sequence's own: neighbours and paddings keep their theta."""
+    x = np.zeros((4, 1, 8), np.float32)
+    x[..., ::2] = 1
+    attrs = {"scaling_type": "dynamic", "max_position_embeddings": 12, "scaling_factor": 4.0}
+    plain, _ = dynamic.rotary_position_embedding(x, x, [0, 2, 3, 4], [10, 12, 11], None)
+    got, _ = dynamic.rotary_position_embedding(x, x, [0, 2, 3, 4], [10, 12, 11], None, **attrs)
+    assert (got == plain).all(axis=(1, 2)).tolist() == [True, True, False, True]
+    x = x.reshape(2, 2, 1, 8)
+    plain, _ = kvkit.rotary_position_embedding(x, x, 11, [0, 1])
+    got, _ = kvkit.rotary_position_embedding(x, x, 11, [0, 1], **attrs)
+    assert (got == plain).all(axis=(1, 2, 3)).tolist() == [False, True]
+
+
+@formats
+def test_rotary_is_a_complex_product(t1, rng):
+    tokens, heads, dim = 70, 5, 128
+    x = rng.standard_normal((1, tokens, heads, dim)).astype(DTYPES[t1])
+    frequency = 1.0 / 10000.0 ** (np.arange(0, dim, 2) / dim)
+    turn = np.exp(1j * np.arange(30, 30 + tokens)[:, None] * frequency)
+    wide = x.astype(np.float64)
+    product = (wide[..., ::2] + 1j * wide[..., 1::2]) * turn[:, None]
+    expected = np.stack([product.real, product.imag], axis=-1).reshape(x.shape)
+    query, _ = kvkit.rotary_position_embedding(x, x, 30)
+    eps = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[t1]
+    assert (np.abs(query.astype(np.float64) - expected) <= 4e-5 + eps * np.abs(expected)).all()
+
+
+def test_scores_depend_on_distances_only(rng):
+    query, key = rng.standard_normal((2, 1, 1, 1, 64), np.float32)
+    scores = []
+    for start in (0, 5, 1000):
+        turned, _ = kvkit.rotary_position_embedding(query, key, start + 9)
+        _, other = kvkit.rotary_position_embedding(query, key, start)
+        scores.append(float((turned * other).sum()))
+    np.testing.assert_allclose(scores, scores[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("start", [2**24 - 3, 2**24 + 8, 2**40, 2**63 - 5])
+@kinds
+def test_far_positions(kind, start, rng):
+    """Angles are float32 however large, and their sines those of the float32 number."""
+    run, oracle, arrays, steps = call(kind, rng, "fp32", [(start, 4)])
+    for got, expected, x in zip(run(*arrays, *steps), oracle(*arrays, *steps), arrays, strict=True):
+        assert_turned(got, expected, x, "fp32")
+
+
+@formats
+@pytest.mark.parametrize("rotary_dim", [0, 6, 38])
+def test_both_forms_give_the_same_bits(t1, rotary_dim, rng, monkeypatch):
+    x = (rng.standard_normal((1, 50, 3, 70)) * 10.0 ** rng.integers(-6, 5, (1, 50, 3, 70))).astype(DTYPES[t1])
+    vectors = kvkit.rotary_position_embedding(x, x, 77, rotary_dim=rotary_dim)
+    compile_heads = cpu.rotary.heads_of
+    monkeypatch.setattr(cpu.rotary, "heads_of", lambda element, stream: compile_heads(element, stream, True))
+    plain = kvkit.rotary_position_embedding(x, x, 77, rotary_dim=rotary_dim)
+    assert_same(vectors[0], plain[0])
+
+
+@kinds
+@formats
+def test_nothing_to_turn(kind, t1, rng):
+    for lengths in ([(3, 0)], [(3, 0), (4, 0)]) if kind == "static" else ([], [(3, 0), (4, 0)]):
+        run, _, arrays, steps = call(kind, rng, t1, lengths)
+        for got, x in zip(run(*arrays, *steps), arrays, strict=True):
+            assert_same(got, x)
+
+
+@pytest.mark.usefixtures("form")
+@kinds
+@formats
+@pytest.mark.parametrize("rotary_dim", [0, 10])
+def test_strided_rotary(kind, t1, rotary_dim, rng):
+    """Views, forwards and backwards, at odd addresses; outputs inside larger ones; columns apart."""
+    run, _, arrays, steps = call(kind, rng, t1, [(4, 5), (9, 5)], dim=40)
+    views = [carve(array, offset=i + 1, flip=(0, -2))[0] for i, array in enumerate(arrays)]
+    every_other = [np.repeat(array, 2, axis=-1)[..., ::2] for array in arrays]
+    for inputs in (views, every_other):
+        outs, checks = zip(*(carve(np.zeros(a.shape, a.dtype), offset=5) for a in arrays), strict=True)
+        got = run(*inputs, *steps, rotary_dim=rotary_dim, out=outs)
+        assert got[0] is outs[0]
+        assert got[1] is outs[1]
+        wanted = run(*map(np.ascontiguousarray, inputs), *steps, rotary_dim=rotary_dim)
+        for result, untouched, plain in zip(outs, checks, wanted, strict=True):
+            assert_same(result, plain)
+            untouched()
+
+
+@kinds
+@formats
+@pytest.mark.parametrize("attrs", [{}, {"rotary_dim": 10}, {"bypass_key": True}], ids=str)
+def test_in_place(kind, t1, attrs, rng):
+    """Also where queries and keys are neighbours in one array."""
+    run, _, arrays, steps = call(kind, rng, t1, [(4, 5), (9, 5)], dim=40)
+    fused = np.concatenate(arrays, axis=-2)
+    query, key = fused[..., :3, :], fused[..., 3:, :]
+    expected = run(query, key, *steps, **attrs)
+    got = run(query, key, *steps, out=(query, key), **attrs)
+    assert got[0] is query
+    assert got[1] is key
+    assert_same(query, expected[0])
+    assert_same(key, expected[1])
+
+
+@kinds
+@formats
+def test_rotary_of_all_threads(kind, t1, rng):
+    """Shares of many tokens, large outputs that are written around the caches: the same bits as alone."""
+    lengths = [(11, 3), (0, 1), (5, 0), (70, 600), (9, 150), (2, 77)]
+    if kind == "static":
+        lengths = [(6, 150)] * 5
+    run, _, arrays, steps = call(kind, rng, t1, lengths, (9, 4), 96)
+    assert arrays[0].nbytes > cpu.transfer.SMALL_BYTES
+    attrs = {"scaling_type": "dynamic", "max_position_embeddings": 150, "rotary_dim": 80}
+    got = run(*arrays, *steps, **attrs)
+    threads = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        alone = run(*arrays, *steps, **attrs)
+    finally:
+        numba.set_num_threads(threads)
+    outs = tuple(np.empty_like(array) for array in arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu.rotary, "STREAM_BYTES", 0)
+        run(*arrays, *steps, **attrs, out=outs)
+    for result, other, streamed in zip(got, alone, outs, strict=True):
+        assert_same(result, other)
+        assert_same(result, streamed)
+    few = [array[:, :9] if kind == "static" else array[:3] for array in arrays]
+    if kind == "static":
+        attrs.pop("scaling_type")
+        got = run(*arrays, *steps, **attrs)
+        alone = run(*few, *steps, **attrs)
+        assert_same(alone[0], got[0][:, :9])
+
+
+def test_special_elements_stay_with_their_pair():
+    x = np.ones((1, 1, 1, 40), np.float32)
+    x[..., 4], x[..., 20], x[..., 38] = np.nan, INF, -INF
+    query, _ = kvkit.rotary_position_embedding(x, x, 1, rotary_dim=36)
+    expected, _ = kvkit.rotary_position_embedding(np.ones_like(x), x, 1, rotary_dim=36)
+    ordinary = np.isfinite(query.ravel())
+    assert np.flatnonzero(~ordinary).tolist() == [4, 5, 20, 21, 38]
+    assert_same(query.ravel()[ordinary], expected.ravel()[ordinary])
+    bits = np.arange(2**16, dtype=np.uint16).reshape(-1, 1, 32).view(ml_dtypes.bfloat16)
+    copied, _ = dynamic.rotary_position_embedding(bits, bits, [0, len(bits)], [0], None, rotary_dim=2)
+    assert np.array_equal(raw(copied[..., 2:]), raw(bits[..., 2:]))
+
+
+# The scalar formulas
+
+
+def test_cosines_and_sines(rng):
+    """To the nearest float32, up to TURNS."""
+
+    @numba.njit
+    def loop(angles, cosines, sines):
+        for i in range(len(angles)):
+            cosines[i], sines[i] = numeric.cos_sin(angles[i])
+
+    limit = numeric.TURNS
+    quarters = np.arange(1, 10**6) * (math.pi / 2)
+    angles = [
+        rng.uniform(-limit, limit, 200_000),
+        10.0 ** rng.uniform(-30, 7, 200_000),
+        quarters,
+        -quarters * 10,
+        [0.0, -0.0, limit - 1],
+    ]
+    angles = np.concatenate(angles).astype(np.float32)
+    got = np.empty_like(angles), np.empty_like(angles)
+    loop(angles, *got)
+    for result, function in zip(got, (np.cos, np.sin), strict=True):
+        exact = function(angles.astype(np.float64))
+        steps = np.abs(result - exact) / np.spacing(np.abs(exact.astype(np.float32)))
+        assert steps.max() < 0.51
+
+
+SCRIPT = """
+import warnings
+warnings.simplefilter("ignore")
+import numba
+import numpy as np
+from numba import cuda
+from kvkit import numeric
+
+assert cuda.is_available() and cuda.simulator
+
+
+def body(i, floats):
+    floats[i, 0] = numeric.alibi_slope(i % 12, 12)
+    base = numeric.rotary_theta(1e4, 64, i, 40, 2.5)
+    frequency = numeric.rotary_frequency(base, i % 32, 64)
+    floats[i, 1] = numeric.rotary_angle(i, 1.5, np.float32(frequency))
+    floats[i, 2], floats[i, 3] = numeric.cos_sin(floats[i, 1])
+
+
+body_cpu = numba.njit(body)
+
+
+@numba.njit
+def on_cpu(floats):
+    for i in range(len(floats)):
+        body_cpu(i, floats)
+
+
+@cuda.jit
+def on_cuda(floats):
+    body(cuda.grid(1), floats)
+
+
+results = np.zeros((2, 128, 4), np.float32)
+on_cpu(results[0])
+on_cuda[4, 32](results[1])
+assert len(np.unique(results[0])) > 300
+assert results[0].tobytes() == results[1].tobytes()
+print("same bits")
+"""
+
+
+def test_same_bits_in_the_simulator(monkeypatch):
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "same bits\n"), done.stderr
+
+
+# Cost
+
+
+@kinds
+def test_a_decode_step_costs_microseconds_and_no_memory(kind, rng):
+    run, _, arrays, steps = call(kind, rng, "fp16", [(9, 1)], (32, 8), 128)
+    outs = tuple(np.empty_like(array) for array in arrays)
+    times = []
+    for _ in range(300):
+        begin = time.perf_counter()
+        run(*arrays, *steps, out=outs)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 60e-6
+    large = tuple(np.zeros((*a.shape[:-2], 3000, 128), np.float16) for a in arrays)
+    tracemalloc.start()
+    try:
+        run(*large, *steps, out=large)
+        assert tracemalloc.get_traced_memory()[1] < 20_000
+    finally:
+        tracemalloc.stop()

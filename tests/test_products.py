@@ -1,0 +1,442 @@
+"""The machine code of `products`: vector and plain forms, called by address, against float64."""
+
+import itertools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from borders import BEGIN, END, at_border, guarded, needs_borders
+from llvmlite import binding
+from numpy.testing import assert_array_equal
+
+from kvkit.cpu import products
+from kvkit.cpu.simd.attention import WIDE, tile_tokens
+from kvkit.formats import BY_NAME
+
+NARROW = (1, 2, 4, 8)
+HEAD_SIZES = (16, 48, 80, 128, 256)
+EPS = 2.0**-24
+NOWHERE = 8  # an address that nobody can read
+QMAX = {"int8": 127, "int4": 7}
+
+
+class Kept(NamedTuple):
+    """How a cache keeps elements: the arguments of `products` after the first."""
+
+    stored: str
+    cell: str | None = None
+    group: int = 0
+    exact: bool = False
+
+    def __str__(self):
+        scale = [self.cell, str(self.group), *["exact"] * self.exact] if self.cell else []
+        return "-".join([self.stored, *scale])
+
+    def sizes(self):
+        return [dim for dim in HEAD_SIZES if not self.group or dim % self.group == 0]
+
+
+FLOATS = ("float32", "float16", "bfloat16")
+SCALED = itertools.product(("int8", "int4"), FLOATS, (2, 8, 16, 32), (False, True))
+ALL = [*map(Kept, FLOATS), *itertools.starmap(Kept, SCALED)]
+QUICK = [
+    (1, Kept("float16")),
+    (2, Kept("bfloat16")),
+    (4, Kept("float32")),
+    (8, Kept("float16")),
+    (1, Kept("int8", "float16", 8)),
+    (2, Kept("int8", "float32", 16)),
+    (4, Kept("int8", "bfloat16", 2, True)),
+    (8, Kept("int8", "float32", 32)),
+    (1, Kept("int4", "float32", 2)),
+    (2, Kept("int4", "bfloat16", 32)),
+    (4, Kept("int4", "bfloat16", 16, True)),
+    (8, Kept("int4", "float16", 8, True)),
+]
+narrow = pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(NARROW, ALL)
+    ],
+    ids=str,
+)
+forms = pytest.mark.parametrize("plain", [False, True], ids=["vector", "plain"])
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+def dtype_of(name):
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+# Rows of a cache
+
+
+class Cached(NamedTuple):
+    """Rows at scattered places of a cache; all else in it is NaN."""
+
+    numbers: np.ndarray
+    elements: np.ndarray  # bytes
+    element_row: int
+    cells: np.ndarray | None  # bytes
+    cell_row: int
+    values: np.ndarray  # float64 [token, dim]
+
+    def spot(self):
+        cells = NOWHERE if self.cells is None else self.cells.ctypes.data
+        return self.elements.ctypes.data, self.element_row, cells, self.cell_row
+
+    def moved(self, place):
+        arrays = {name: getattr(self, name) for name in ("numbers", "elements", "cells")}
+        return self._replace(**{name: place(a) for name, a in arrays.items() if a is not None})
+
+
+def cached(rng, kept, tokens, dim, integers=False, gap=0):
+    """Numbers of size 1, or small integers whose products and sums are exact in float32."""
+    capacity = 2 * tokens + 3
+    between = 1 + rng.permutation(capacity - 2)
+    numbers = rng.permutation(np.r_[capacity - 1, 0, between][:tokens]).astype(np.int64)
+    if kept.cell is None:
+        values = rng.integers(-8, 9, (tokens, dim)) if integers else rng.standard_normal((tokens, dim))
+        values = values.astype(dtype_of(kept.stored))
+        elements, row = spread(values.view(np.uint8), numbers, capacity, gap)
+        return Cached(numbers, elements, row, None, 0, values.astype(np.float64))
+    qmax = 7 if integers else QMAX[kept.stored]
+    codes = rng.integers(-qmax, qmax + 1, (tokens, dim)).astype(np.int8)
+    shape = tokens, dim // kept.group
+    scales = 2.0 ** rng.integers(-1, 2, shape) if integers else rng.uniform(0.5, 2, shape) / qmax
+    scales = scales.astype(dtype_of(kept.cell))
+    values = codes.astype(np.float32) * scales.astype(np.float32).repeat(kept.group, -1)
+    if kept.exact:
+        values = values.astype(dtype_of(kept.cell))
+    if kept.stored == "int4":
+        codes = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+    elements, row = spread(codes.view(np.uint8), numbers, capacity, gap)
+    cells, cell_row = spread(scales.view(np.uint8), numbers, capacity, gap)
+    return Cached(numbers, elements, row, cells, cell_row, values.astype(np.float64))
+
+
+def spread(rows, numbers, capacity, gap):
+    """Rows at their places in bytes of NaN, `gap` bytes apart, none behind the last; and the stride."""
+    stride = rows.shape[1] + gap
+    memory = np.full((capacity, stride), 0xFF, np.uint8)
+    memory[numbers, : rows.shape[1]] = rows
+    return memory.reshape(-1)[: capacity * stride - gap], stride
+
+
+def numbers_of(rng, shape, integers):
+    return (rng.integers(-8, 9, shape) if integers else rng.standard_normal(shape)).astype(np.float32)
+
+
+def padded_numbers(cache, rows):
+    """The numbers of the tokens, the last one repeated up to a whole tile."""
+    tokens = len(cache.numbers)
+    return np.append(cache.numbers, cache.numbers[-1:].repeat(-tokens % tile_tokens(rows)))
+
+
+def anywhere(rng, count):
+    """Addresses that are asked for ahead; nothing is at most of them."""
+    return rng.integers(-(2**63), 2**63 - 1, count)
+
+
+def same(array):
+    return array
+
+
+# Narrow
+
+
+def narrow_scores(rng, rows, kept, queries, cache, place=same, **form):
+    """([token, row], the values of the tokens): scores of whole tiles, written between guards."""
+    numbers, (tokens, dim) = place(padded_numbers(cache, rows)), cache.values.shape
+    ahead, queries = place(anywhere(rng, len(numbers))), place(queries)
+    scores, untouched = guarded((len(numbers), rows))
+    products.scores(rows, *kept, **form).ctypes(
+        queries.ctypes.data, *cache.spot(), numbers.ctypes.data, ahead.ctypes.data, int(rng.integers(2**40)),
+        len(numbers), dim, scores.ctypes.data,
+    )  # fmt: skip
+    untouched()
+    return scores, np.concatenate([cache.values, cache.values[-1:].repeat(len(numbers) - tokens, 0)])
+
+
+def narrow_sums(rng, rows, kept, weights, cache, sums, factors, place=same, **form):
+    """Sums [row, dim] that go on from `sums`, written between guards."""
+    tokens, dim = cache.values.shape
+    result, untouched = guarded(sums.shape, sums)
+    weights, factors, ahead = place(weights), place(factors), place(anywhere(rng, tokens))
+    products.sums(rows, *kept, **form).ctypes(
+        weights.ctypes.data, *cache.spot(), cache.numbers.ctypes.data, ahead.ctypes.data,
+        int(rng.integers(2**40)), tokens, dim, result.ctypes.data, factors.ctypes.data,
+    )  # fmt: skip
+    untouched()
+    return result
+
+
+def assert_close(got, expected, size, steps, label):
+    """Within what `steps` additions in float32 of numbers that sum up to `size` can be off by."""
+    off = np.abs(got - expected) - (steps + 4) * EPS * size
+    assert (off <= 0).all(), f"{label}: off by {off.max():.3g} too much"  # NaN is not within either
+
+
+def forms_of(rows, kept):
+    """Whether plain or not; beyond the quick cases one plain form a format will do, as it compiles slowly."""
+    return (False, True) if rows == 2 or (rows, kept) in QUICK else (False,)
+
+
+def check_narrow_scores(rng, rows, kept, tokens, dim, gap=0, place=same):
+    for integers, plain in itertools.product((True, False), forms_of(rows, kept)):
+        queries = numbers_of(rng, (rows, dim), integers)
+        cache = cached(rng, kept, tokens, dim, integers, gap).moved(place)
+        order = products.orders(*kept[:3], dim) if kept.cell and not plain else None
+        given = queries if order is None else queries.take(order[rows], 1)
+        got, values = narrow_scores(rng, rows, kept, given, cache, place, plain=plain)
+        expected, size = values @ queries.T.astype(np.float64), np.abs(values) @ np.abs(queries.T)
+        label = f"{tokens} tokens of {dim}, plain={plain}"
+        if integers:
+            assert_array_equal(got, expected, label)
+        else:
+            assert_close(got, expected, size, dim if plain else dim // 16 + 5, label)
+
+
+def check_narrow_sums(rng, rows, kept, tokens, dim, gap=0, place=same):
+    for integers, plain in itertools.product((True, False), forms_of(rows, kept)):
+        weights, sums = numbers_of(rng, (tokens, rows), integers), numbers_of(rng, (rows, dim), integers)
+        factors = numbers_of(rng, rows, integers)
+        cache = cached(rng, kept, tokens, dim, integers, gap).moved(place)
+        got = narrow_sums(rng, rows, kept, weights, cache, sums, factors, place, plain=plain)
+        start = sums * factors[:, None].astype(np.float64)
+        expected = start + weights.T.astype(np.float64) @ cache.values
+        size = np.abs(start) + np.abs(weights.T) @ np.abs(cache.values)
+        label = f"{tokens} tokens of {dim}, plain={plain}"
+        if integers:
+            assert_array_equal(got, expected, label)
+        else:
+            assert_close(got, expected, size, tokens, label)
+
+
+@narrow
+def test_narrow_scores(rows, kept, rng):
+    for dim in kept.sizes():
+        for tokens in (0, 1, 8, 29):
+            check_narrow_scores(rng, rows, kept, tokens, dim, gap=int(rng.integers(0, 40)))
+
+
+@narrow
+def test_narrow_sums(rows, kept, rng):
+    for dim in kept.sizes():
+        for tokens in (0, 1, 8, 29):
+            check_narrow_sums(rng, rows, kept, tokens, dim, gap=int(rng.integers(0, 40)))
+
+
+@needs_borders
+@narrow
+@pytest.mark.parametrize("where", [BEGIN, END])
+def test_narrow_products_read_nothing_outside(rows, kept, where, rng):
+    """A byte before or behind queries, keys, cells, numbers, weights or factors would end the process."""
+
+    def place(array):
+        return at_border(array, where)
+
+    for dim in kept.sizes()[:3]:
+        check_narrow_scores(rng, rows, kept, 5, dim, 6, place)
+        check_narrow_sums(rng, rows, kept, 5, dim, 6, place)
+
+
+@forms
+@pytest.mark.parametrize("rows", NARROW)
+def test_nothing_leaks_between_rows_and_tokens(rows, plain, rng):
+    """NaN stays in its row of queries or weights, its token, its column of values."""
+    kept, tokens, dim = Kept("float32"), 16, 48
+    cache, row, token, column = cached(rng, kept, tokens, dim), rows - 1, 5, 17
+    cache.elements.view(np.float32).reshape(-1, dim)[cache.numbers[token], column] = np.nan
+    queries, weights = numbers_of(rng, (rows, dim), False), numbers_of(rng, (tokens, rows), False)
+    scores, _ = narrow_scores(rng, rows, kept, queries, cache, plain=plain)
+    assert_array_equal(np.isnan(scores), np.arange(tokens)[:, None].repeat(rows, 1) == token)
+    start = numbers_of(rng, (rows, dim), False), np.ones(rows, np.float32)
+    sums = narrow_sums(rng, rows, kept, weights, cache, *start, plain=plain)
+    assert_array_equal(np.isnan(sums), np.arange(dim)[None].repeat(rows, 0) == column)
+
+    cache = cached(rng, kept, tokens, dim)
+    queries[row, 3], weights[token, row] = np.nan, np.nan
+    scores, _ = narrow_scores(rng, rows, kept, queries, cache, plain=plain)
+    assert_array_equal(np.isnan(scores), np.arange(rows)[None].repeat(tokens, 0) == row)
+    sums = narrow_sums(rng, rows, kept, weights, cache, *start, plain=plain)
+    assert_array_equal(np.isnan(sums), np.arange(rows)[:, None].repeat(dim, 1) == row)
+
+
+# Wide
+
+
+def wide_scores(queries, keys, key_row, **form):
+    """[token, row] of queries [dim, row] and keys [token, dim], whose rows lie `key_row` bytes apart."""
+    scores, untouched = guarded((len(keys), WIDE))
+    products.scores(WIDE, **form).ctypes(
+        queries.ctypes.data, keys.ctypes.data, key_row, NOWHERE, 0, NOWHERE, NOWHERE, 0, len(keys),
+        len(queries), scores.ctypes.data,
+    )  # fmt: skip
+    untouched()
+    return scores
+
+
+def wide_sums(weights, values, value_row, sums, factors, **form):
+    """[dim, row] of weights [token, row] and values [token, dim], added to sums * factors."""
+    result, untouched = guarded(sums.shape, sums)
+    products.sums(WIDE, **form).ctypes(
+        weights.ctypes.data, values.ctypes.data, value_row, NOWHERE, 0, NOWHERE, NOWHERE, 0, len(weights),
+        len(sums), result.ctypes.data, factors.ctypes.data,
+    )  # fmt: skip
+    untouched()
+    return result
+
+
+def strided(rng, tokens, dim, integers, place):
+    """Rows with NaN between them and nothing behind the last: (the rows, their stride)."""
+    gap = int(rng.integers(0, 5))
+    memory = np.full((tokens, dim + gap), np.nan, np.float32)
+    memory[:, :dim] = numbers_of(rng, (tokens, dim), integers)
+    memory = place(memory.reshape(-1)[: tokens * (dim + gap) - gap])
+    row = 4 * (dim + gap)
+    return np.lib.stride_tricks.as_strided(memory, (tokens, dim), (row, 4)), row
+
+
+def check_wide(rng, tokens, dim, plain, place=same):
+    """Scores of whole tiles of 8, sums of any number of tokens."""
+    for integers in (True, False):
+        queries = place(numbers_of(rng, (dim, WIDE), integers))
+        keys, key_row = strided(rng, -(-tokens // 8) * 8, dim, integers, place)
+        scores = wide_scores(queries, keys, key_row, plain=plain)
+        expected = keys.astype(np.float64) @ queries.astype(np.float64)
+        weights, factors = (place(numbers_of(rng, s, integers)) for s in ((tokens, WIDE), (WIDE,)))
+        values, value_row = strided(rng, tokens, dim, integers, place)
+        start = numbers_of(rng, (dim, WIDE), integers)
+        sums = wide_sums(weights, values, value_row, start, factors, plain=plain)
+        whole = start * factors.astype(np.float64) + values.T.astype(np.float64) @ weights
+        if integers:
+            assert_array_equal(scores, expected, "scores")
+            assert_array_equal(sums, whole, "sums")
+            continue
+        assert_close(scores, expected, np.abs(keys) @ np.abs(queries), dim, "scores")
+        size = np.abs(start * factors) + np.abs(values.T) @ np.abs(weights)
+        assert_close(sums, whole, size, tokens, "sums")
+
+
+@forms
+@pytest.mark.parametrize("dim", HEAD_SIZES)
+def test_wide(dim, plain, rng):
+    for tokens in (0, 1, 8, 29, 64):
+        check_wide(rng, tokens, dim, plain)
+
+
+@needs_borders
+@pytest.mark.parametrize("where", [BEGIN, END])
+def test_wide_products_read_nothing_outside(where, rng):
+    for tokens, dim in ((1, 16), (13, 48), (24, 80)):
+        check_wide(rng, tokens, dim, False, lambda array: at_border(array, where))
+
+
+@forms
+def test_nothing_leaks_between_rows_and_tokens_of_wide_products(plain, rng):
+    tokens, dim, row, token, column = 16, 48, 21, 5, 17
+    queries, keys = numbers_of(rng, (dim, WIDE), False), numbers_of(rng, (tokens, dim), False)
+    weights, ones = numbers_of(rng, (tokens, WIDE), False), np.ones(WIDE, np.float32)
+    queries[3, row] = weights[token, row] = keys[token, column] = np.nan
+    at = np.ix_(np.arange(tokens) == token, np.arange(WIDE) == row)
+    expected = np.zeros((tokens, WIDE), bool)
+    expected[at[0].ravel()] = expected[:, at[1].ravel()] = True
+    expected[token] = expected[:, row] = True
+    assert_array_equal(np.isnan(wide_scores(queries, keys, 4 * dim, plain=plain)), expected)
+    sums = wide_sums(weights, keys, 4 * dim, np.zeros((dim, WIDE), np.float32), ones, plain=plain)
+    expected = np.zeros((dim, WIDE), bool)
+    expected[column] = expected[:, row] = True
+    assert_array_equal(np.isnan(sums), expected)
+
+
+# Which products
+
+
+@pytest.mark.parametrize(
+    ("cell", "group", "dims", "answer"),
+    [
+        (None, 0, (64, 128), True),
+        (None, 0, (16, 16), True),
+        (None, 0, (64, 40), False),
+        (None, 0, (8, 64), False),
+        ("float16", 8, (64, 64), True),
+        ("float16", 48, (48, 48), True),
+        ("float16", 2, (16, 16), True),
+        ("float16", 1, (64, 64), False),
+        ("float16", 5, (80, 80), False),
+        ("float16", 24, (48, 48), False),
+        ("float16", 8, (40, 40), False),
+    ],
+)
+def test_what_is_read_in_place(cell, group, dims, answer):
+    assert products.in_place(cell, group, dims) is answer
+
+
+def test_scales_that_are_coarser_than_data():
+    names = [name for name, fmt in BY_NAME.items() if fmt.bits >= 16]
+    digits = dict(zip(names, (24, 11, 8), strict=True))
+    for packed, cell in itertools.product(names, names):
+        assert products.cells_are_coarser(packed, cell) is (digits[cell] < digits[packed])
+        assert products.cells_are_coarser(packed, None) is False
+
+
+# Assembly
+
+SHOW = """
+import json
+from kvkit.cpu import products
+codes = {"scores": products.scores(4, "float16"), "sums": products.sums(4, "float16"),
+         "wide_scores": products.scores(32), "wide_sums": products.sums(32)}
+print(json.dumps({name: code._library.get_asm_str() for name, code in codes.items()}))
+"""
+
+
+def has_avx512():
+    chosen = {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT"} & os.environ.keys()
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return x86 and not chosen and binding.get_host_cpu_features().get("avx512f", False)
+
+
+def innermost_loops(assembly):
+    """The lines of every loop without another loop in it."""
+    loops, lines, labels = [], assembly.splitlines(), {}
+    for i, line in enumerate(lines):
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = i
+        jump = re.match(r"\s+j\w+\s+(\.LBB\w+)", line)
+        if jump and jump[1] in labels:
+            loops.append((labels[jump[1]], i))
+    return [
+        lines[begin : end + 1]
+        for begin, end in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
+    ]
+
+
+@pytest.mark.skipif(not has_avx512(), reason="about the instructions of AVX-512")
+def test_assembly():
+    """Multiplying loops multiply and add at once in full vectors, whose sums never leave the registers."""
+    surroundings = os.environ | {"KVKIT_CACHE_DIR": ""}
+    shown = subprocess.run([sys.executable, "-c", SHOW], env=surroundings, capture_output=True, check=True)
+    for name, assembly in json.loads(shown.stdout).items():
+        hot = [loop for loop in innermost_loops(assembly) if any("vfmadd" in line for line in loop)]
+        assert hot, name
+        for loop in hot:
+            sums = [line for line in loop if "vfmadd" in line]
+            assert all("zmm" in line for line in sums), name
+            stack = [line for line in loop if "(%rsp)" in line]
+            assert not [line for line in stack if "mm" in line], name
+            assert not stack or "wide" not in name, name
