@@ -5,8 +5,16 @@ import ast
 import numpy as np
 
 from kvkit.errors import KvkitError
-from kvkit.operators import OPERATORS
+from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli.show import suggestion
+
+KINDS = {  # type of a value: (in words, as --set takes it)
+    int: ("an integer", "NUMBER"),
+    float: ("a number", "NUMBER"),
+    bool: ("True or False", "True or False"),
+    tuple: ("two integers", "NUMBER,NUMBER"),
+    str: ("a text", "TEXT"),
+}
 
 
 def find(name):
@@ -23,7 +31,10 @@ def is_scalar(array):
 
 
 def bind(op, path, arrays, settings):
-    """Inputs and attributes of a call, each a dict in the table's order; `settings` win over the file."""
+    """Inputs and attributes of a call, each a dict in the table's order; `settings` win over the file.
+
+    `path` is None if there is no file.
+    """
     values = parse(op, settings)
     check_names(op, path, arrays, values)
     inputs = {}
@@ -35,40 +46,57 @@ def bind(op, path, arrays, settings):
     return inputs, attributes
 
 
+def settable(op):
+    """What --set may name, and the type of each."""
+    numbers = {array.name: int for array in op.inputs if is_scalar(array)}
+    return numbers | {attribute.name: attribute.kind for attribute in op.attributes}
+
+
 def parse(op, settings):
     """The values of `name=value` texts, by name."""
-    legal = [array.name for array in op.inputs if is_scalar(array)]
-    legal += [attribute.name for attribute in op.attributes]
-    values = {}
+    legal, values = settable(op), {}
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in legal:
-            hint = suggestion(name, legal)
-            raise KvkitError(f"--set {setting}: no such name{hint}; there are {', '.join(legal)}")
+            there = f"there are {', '.join(legal)}" if legal else f"{op.name} has nothing to set"
+            raise KvkitError(f"--set {setting}: no such name{suggestion(name, legal)}; {there}")
         if name in values:
             raise KvkitError(f"--set {setting}: {name} is set twice")
         try:
-            values[name] = ast.literal_eval(text)
+            values[name] = literal(text.strip(), legal[name])
         except (ValueError, SyntaxError):
-            raise KvkitError(f"--set {setting}: expected {name}=NUMBER, True or False") from None
+            raise KvkitError(f"--set {setting}: expected {name}={KINDS[legal[name]][1]}") from None
     return values
+
+
+def literal(text, kind):
+    """The value that a text stands for; texts themselves need no quotes, true and false no capitals."""
+    if kind is str and text[:1] not in ("'", '"'):
+        return text
+    return ast.literal_eval(text.capitalize() if kind is bool else text)
 
 
 def check_names(op, path, arrays, values):
     """Every array in the file means something, and every one that must be there is."""
-    required = [array.name for array in op.inputs if not array.optional]
-    legal = [array.name for array in op.inputs] + [attribute.name for attribute in op.attributes]
+    legal = [thing.name for thing in (*op.inputs, *op.attributes)]
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
     extra = [name + suggestion(name, legal) for name in arrays if name not in legal]
     if extra:
         raise KvkitError(f"{path}: unknown arrays {', '.join(extra)}; {known}")
+    required = [array.name for array in op.inputs if not array.optional]
+    required += [attribute.name for attribute in op.attributes if attribute.default is REQUIRED]
     missing = [name for name in required if name not in arrays and name not in values]
     if missing:
-        raise KvkitError(f"{path}: missing arrays {', '.join(missing)}; {known}")
+        kinds = settable(op)
+        settings = " ".join(f"--set {name}={KINDS[kinds[name]][1]}" for name in missing if name in kinds)
+        ways = "add arrays of these names" + (f" or give {settings}" if settings else "")
+        raise KvkitError(f"{path or 'no IN.npz'}: missing {', '.join(missing)}: {ways}; {known}")
 
 
 def number(array, given):
     """An input of shape () from a set value."""
+    if given is None and array.optional:
+        return None
     info = np.iinfo(array.dtypes[0])
     if type(given) is not int or not info.min <= given <= info.max:
         raise KvkitError(f"--set {array.name}={given!r}: expected an integer of {array.dtypes[0]}")
@@ -82,16 +110,23 @@ def value(attribute, path, arrays, values):
         return fitting(attribute, values[name], "--set")
     if name not in arrays:
         return attribute.default
-    if arrays[name].ndim:
-        raise KvkitError(f"{path}: {name} has shape {arrays[name].shape}, an attribute is a 0-d array")
-    return fitting(attribute, arrays[name].item(), path)
+    shape = (2,) if attribute.kind is tuple else ()
+    if arrays[name].shape != shape:
+        wanted = "two integers, an array of shape (2,)" if shape else "an attribute, a 0-d array"
+        raise KvkitError(f"{path}: {name} has shape {arrays[name].shape}, but is {wanted}")
+    return fitting(attribute, arrays[name].tolist(), f"{path}:")
 
 
 def fitting(attribute, given, origin):
-    """A value of the type of the attribute's default; a float may be given as an integer."""
-    kind = type(attribute.default)
-    if kind is float and type(given) is int:
-        given = float(given)
+    """A value of the attribute's type; a float may be given as an integer, a flag as 0 or 1."""
+    kind = attribute.kind
+    if given is None and attribute.default is None:
+        return None
+    if (kind is float and type(given) is int) or (kind is bool and given in (0, 1)):
+        given = kind(given)
+    if kind is tuple and isinstance(given, list):
+        given = tuple(given)
     if type(given) is not kind:
-        raise KvkitError(f"{origin} {attribute.name}={given!r}: expected {kind.__name__}")
+        wanted = KINDS[kind][0] + (" or None" if attribute.default is None else "")
+        raise KvkitError(f"{origin} {attribute.name}={given!r}: expected {wanted}")
     return given

@@ -2,8 +2,11 @@
 
 import click
 
+from kvkit.operators import REQUIRED
 from kvkit_cli import show
 from kvkit_cli.arguments import find, is_scalar
+
+SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16}  # in examples; other numbers are 0
 
 
 @click.command()
@@ -14,8 +17,9 @@ def describe(operator):
     screen = show.console()
     screen.print(f"{op.name}: {op.summary}\nSpecification: {op.source}\n")
     for table in (inputs(op), attributes(op), outputs(op)):
-        screen.print(table)
-    screen.print("Inputs with shape () and attributes are 0-d arrays in IN.npz or given with --set.\n")
+        if table.row_count:
+            screen.print(table)
+    screen.print(note(op))
     click.echo(example(op))
 
 
@@ -33,20 +37,40 @@ def inputs(op):
 def attributes(op):
     table = show.table("Attributes", "name", "default", "meaning")
     for attribute in op.attributes:
-        table.add_row(attribute.name, str(attribute.default), attribute.about)
+        default = "required" if attribute.default is REQUIRED else str(attribute.default) or "''"
+        table.add_row(attribute.name, default, attribute.about)
     return table
 
 
 def outputs(op):
-    title = "Outputs: arrays in OUT.npz, beside the in-out ones"
-    table = show.table(title, "name", "dtype", "shape", "meaning")
+    beside = ", beside the in-out ones" if any(array.inout for array in op.inputs) else ""
+    table = show.table(f"Outputs: arrays in OUT.npz{beside}", "name", "dtype", "shape", "meaning")
     for array in op.outputs:
-        table.add_row(array.name, array.dtype, array.shape, array.about)
+        about = f"{array.about}; with {array.only_with}" if array.only_with else array.about
+        table.add_row(array.name, array.dtype, array.shape, about)
     return table
 
 
+def note(op):
+    """How to give what is not an array of some size."""
+    scalars = ["inputs with shape ()"] if any(map(is_scalar, op.inputs)) else []
+    scalars += ["attributes"] if op.attributes else []
+    text = f"{' and '.join(scalars).capitalize()} are 0-d arrays in IN.npz, or are given with --set"
+    for attribute in op.attributes:
+        if attribute.kind is tuple:
+            text += f"; {attribute.name} is an array of 2, or --set {attribute.name}=NUMBER,NUMBER"
+    return f"{text}.\n" if scalars else ""
+
+
 def example(op):
-    """A line to copy."""
-    settings = [f"{array.name}=0" for array in op.inputs if is_scalar(array) and not array.optional]
-    settings += [f"{attribute.name}={attribute.default}" for attribute in op.attributes[:1]]
-    return " ".join([f"kvkit run {op.name} IN.npz -o OUT.npz", *(f"--set {setting}" for setting in settings)])
+    """A line to copy, in two lines if it is long."""
+    needed = [array for array in op.inputs if not array.optional]
+    settings = [f"{array.name}={SIZES.get(array.name, 0)}" for array in needed if is_scalar(array)]
+    required = [attribute for attribute in op.attributes if attribute.default is REQUIRED]
+    settings += [f"{attribute.name}={SIZES.get(attribute.name, 0)}" for attribute in required]
+    if not required:
+        settings += [f"{attribute.name}={attribute.default}" for attribute in op.attributes[:1]]
+    source = "" if all(map(is_scalar, needed)) else " IN.npz"
+    command = f"kvkit run {op.name}{source} -o OUT.npz"
+    options = "".join(f" --set {setting}" for setting in settings)
+    return command + options if len(command + options) <= 80 else f"{command} \\\n   {options}"

@@ -15,7 +15,10 @@ VERBS = {  # verb: (module, the first line of its help)
     "ops": ("kvkit_cli.ops", "List the operators."),
     "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, the compile cache and backends."),
-    "bench": ("kvkit_cli.bench", "Measure each operator beside a plain parallel copy of the same bytes."),
+    "bench": (
+        "kvkit_cli.bench",
+        "Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.",
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """`kvkit ops`: what there is to run."""
 
 import click
+from rich.padding import Padding
 
 from kvkit.operators import OPERATORS
 from kvkit_cli import show
@@ -9,7 +10,8 @@ from kvkit_cli import show
 @click.command()
 def ops():
     """List the operators."""
-    table = show.table(None, "operator", "what it does, and where it is specified")
+    screen = show.console()
     for op in OPERATORS.values():
-        table.add_row(op.name, f"{op.summary}\n{op.source}", end_section=True)
-    show.console().print(table)
+        screen.print(op.name, style="bold")
+        screen.print(Padding(f"{op.summary}\n{op.source}", (0, 0, 1, 4), expand=False))
+    screen.print("kvkit describe OPERATOR shows what one takes and gives.")

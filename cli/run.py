@@ -15,10 +15,10 @@ PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with
 
 @click.command()
 @click.argument("operator", metavar="OP")
-@click.argument("source", metavar="IN.npz", type=PATH)
-@click.option("-o", "--output", metavar="OUT.npz", type=PATH, help="Write the outputs, cache and scale.")
+@click.argument("source", metavar="[IN.npz]", type=PATH, required=False)
+@click.option("-o", "--output", metavar="OUT.npz", type=PATH, help="Write outputs, cache and scale.")
 @click.option("--in-place", is_flag=True, help="Rewrite IN.npz with the changed cache and scale.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Attributes and 0-d inputs.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An attribute or 0-d input.")
 @click.option("--backend", type=click.Choice(list(PACKAGES)), default="cpu", show_default=True)
 @click.option("--threads", type=int, help="Threads of the operator; all CPUs if not given.")
 @click.option("--quiet", is_flag=True, help="Print nothing.")
@@ -26,17 +26,18 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     """Run an operator on the arrays of a file.
 
     IN.npz holds an array for each input, under the names that `kvkit describe OP` shows. Attributes are 0-d
-    arrays in it or are given with --set, which wins. IN.npz is only changed with --in-place; at least one of
-    -o and --in-place is needed.
+    arrays in it or are given with --set, which wins; no file is needed where that is all. IN.npz is only
+    changed with --in-place; at least one of -o and --in-place is needed.
     """
     op = find(operator)
-    check_targets(source, output, in_place)
-    contents = npz.read(source)
+    check_targets(op, source, output, in_place)
+    contents = npz.read(source) if source else npz.Contents({}, {})
     inputs, attributes = bind(op, source, contents.arrays, settings)
     if threads is not None:
         use_threads(threads)
-    results, seconds = call(op.function(PACKAGES[backend]), inputs, attributes)
-    outputs = {array.name: result for array, result in zip(op.outputs, results, strict=True)}
+    results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
+    returned = [array.name for array in op.outputs if not array.only_with or attributes[array.only_with]]
+    outputs = dict(zip(returned, results, strict=True))
     changed = {array.name: inputs[array.name] for array in op.inputs if array.inout}
     changed = {name: array for name, array in changed.items() if array is not None}
     if output:
@@ -48,15 +49,21 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
         click.echo(f"{op.name} on {backend}: {seconds:.3g} s (includes compiling or loading the kernels)")
 
 
-def check_targets(source, output, in_place):
+def check_targets(op, source, output, in_place):
     """What can be said about the files to write before any work is done."""
+    changes = [array.name for array in op.inputs if array.inout]
+    if in_place and not (source and changes):
+        wrong = "there is no IN.npz" if changes else f"{op.name} changes none of its inputs"
+        raise KvkitError(f"--in-place: {wrong}: give -o OUT.npz")
     if output is None and not in_place:
-        raise KvkitError("nothing to write: give -o OUT.npz, --in-place or both")
+        ways = "-o OUT.npz, --in-place or both" if changes else "-o OUT.npz"
+        raise KvkitError(f"nothing to write: give {ways}")
+    there = source is not None and source.exists()
     if output is not None:
         npz.check_target(output)
-        if output.exists() and source.exists() and output.samefile(source):
+        if output.exists() and there and output.samefile(source):
             raise KvkitError(f"{output}: -o names the input: give another name, or --in-place")
-    if in_place and source.exists():
+    if in_place and there:
         npz.check_target(source)
 
 
@@ -69,17 +76,20 @@ def use_threads(count):
     numba.set_num_threads(count)
 
 
-def call(function, inputs, attributes):
-    """The operator's results and the seconds it took."""
+def call(op, function, inputs, attributes):
+    """The operator's results, as a tuple, and the seconds it took."""
+    by_position = [inputs[array.name] for array in op.inputs if not array.keyword]
+    by_keyword = {array.name: inputs[array.name] for array in op.inputs if array.keyword}
     begin = time.perf_counter()
-    results = function(*inputs.values(), **attributes)
-    return results, time.perf_counter() - begin
+    results = function(*by_position, **by_keyword, **attributes)
+    seconds = time.perf_counter() - begin
+    return results if isinstance(results, tuple) else (results,), seconds
 
 
 def report(op, inputs, outputs, changed):
     table = show.table(op.name, "array", "role", "dtype", "shape", "size")
-    for name, array in (inputs | outputs).items():
-        role = "out" if name in outputs else "in-out" if name in changed else "in"
+    rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
+    for role, name, array in rows + [("out", *pair) for pair in outputs.items()]:
         if array is not None:
             table.add_row(name, role, array.dtype.name, show.shape(array), show.size(array.nbytes))
     show.console().print(table)

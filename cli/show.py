@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+BOUNDS = "copy", "read", "contiguous", "matmul"  # what speeds are shares of
 BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be read
 
 
@@ -63,3 +64,10 @@ def progress(what, total, quiet=False):
     with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bars:
         task = bars.add_task(what, total=total)
         yield lambda count: bars.advance(task, count)
+
+
+def times(name, ratio):
+    """How fast something is beside `name`: a share of what bounds it, or how many times a peer's speed."""
+    if ratio is None:
+        return "not installed"
+    return f"{ratio:.0%}" if name in BOUNDS else f"{ratio:.1f}x"

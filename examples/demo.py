@@ -1,14 +1,14 @@
 """The main job on real data: keys and values of a language model, from a tensor file to a tensor file.
 
-Two paragraphs are in data/smollm2_kv.npz with the keys and values that SmolLM2-135M-Instruct computed for
-them (make_smollm2_kv.py). Every prompt and then every decoded token is appended through the command line
-to a paged cache in layout 3, once in float16, once as int8 and once as int4 codes. The table says what
-that costs and what it does to the data.
+Two paragraphs are in data/smollm2_kv.npz with the keys, values and queries that SmolLM2-135M-Instruct
+computed for them (make_smollm2_kv.py). Through the command line both prompts are appended to a paged cache in
+layout 3, once in float16, once as int8 and once as int4 codes; then a token of each is appended and attends
+to its context. Two tables say what that costs and what it does to the data, and how fast and how exact
+attention to it is.
 
     python examples/demo.py [FOLDER for the files, demo-out if not given]
 """
 
-import statistics
 import subprocess
 import sys
 import time
@@ -21,11 +21,13 @@ import kvkit
 from kvkit_cli import npz, show
 
 DATA = Path(__file__).parent / "data" / "smollm2_kv.npz"
-OPERATOR = "dynamic_batching.key_value_cache"
+APPEND = "dynamic_batching.key_value_cache"
+ATTEND = "dynamic_batching.multi_head_cache_attention"
+STEPS = APPEND, ATTEND  # the prompts, then a token of each: a command line for each layer
 KVKIT = Path(sys.executable).with_name("kvkit")  # the console script of this Python
 PAGE_SIZE, PAGES = 16, 8  # for each sequence
-COPIES = 64  # of both texts, to measure a batch of the size that servers run
-DECODE_STEPS = 2  # of the five in the file: each is a command line for each layer
+BATCH, COPIES = 8, 64  # to measure: sequences, and copies of both texts that are their contexts
+CALLS = 50
 KINDS = {  # format / elements that share a scale: (quant_bit, quant_group)
     "float16": (0, 8),
     "int8 / 8": (8, 8),
@@ -40,51 +42,57 @@ def main():
     folder.mkdir(exist_ok=True)
     data = npz.read(DATA).arrays
     layers, tokens, heads, dim = data["current_key"].shape
-    print(f"{tokens} tokens of two texts; {layers} layers, {heads} heads of {dim}; float16")
+    shared = data["query"].shape[-2] // heads
+    print(
+        f"{tokens} tokens of two texts; {layers} layers of {heads} heads, each for {shared} queries; Dh {dim}"
+    )
     for text, more in zip(data["text"], data["continuation"], strict=True):
         print(f"  …{text[-60:]}{more.splitlines()[0]}")
-    print(f"\nThe first of {layers * (1 + DECODE_STEPS) * len(KINDS)} command lines:")
-    print(f"  kvkit {' '.join(arguments(folder / 'float16.npz', folder / 'out.npz', 0))}\n")
+    count = layers * len(STEPS) * len(KINDS)
+    print(f"\n{count} command lines append the prompts, then a token that attends:")
+    for operator in STEPS:
+        print(f"  kvkit {' '.join(arguments(operator, 0, folder / 'float16.npz', folder / 'out.npz'))}")
 
-    table = show.table(None, "cache", "bytes a token", "share", "key error", "value error", "step", "GB/s")
+    title = "Append and read back"
+    appends = show.table(title, "cache", "bytes a token", "share", "key error", "value error", "step", "GB/s")
+    attends = show.table("Attend", "cache", "error", "largest error", "step", "GB/s")
+    exact = None
     for name in track(KINDS, "running", transient=True):
-        table.add_row(name, *measure(data, folder, name))
-    show.console().print(table)
+        arrays, contexts, outputs = run(data, folder, name)
+        exact = outputs if exact is None else exact
+        inputs = long_contexts(arrays)
+        appends.add_row(name, *cost(data, arrays), *context_errors(data, contexts), *appending(inputs))
+        attends.add_row(name, rms(outputs, exact), largest(outputs, exact), *attending(inputs))
+    length = inputs["start_pos"][0] + 1
+    for table in (appends, attends):
+        show.console().print(table)
     print(
-        "share: of a float16 cache. Errors: root mean square, relative to the data, after the last step.\n"
-        f"step: one token for each of {2 * COPIES} sequences ({COPIES} copies of the texts), contexts read\n"
-        f"back, one layer; median of 50 calls. The files are in {folder}/."
+        "share: of a float16 cache. Errors: root mean square, relative to the data; of attention, with the\n"
+        "model's own queries, relative to attention over the float16 cache, and the largest relative to the\n"
+        f"largest number. step: a token for each of {BATCH} sequences with contexts of {length} tokens, one\n"
+        f"layer; quickest of {CALLS} calls. GB/s: of cache read, and of contexts where they are written.\n"
+        f"The files are in {folder}/; kvkit bench measures in earnest."
     )
 
 
-def measure(data, folder, name):
-    """Append everything by command line, then compare and time."""
-    quant_bit, group = KINDS[name]
+def run(data, folder, name):
+    """Every step by command line: the last file's arrays, each layer's contexts and its attention."""
     path, out = folder / f"{name.replace(' / ', '-')}.npz", folder / "out.npz"
-    arrays = empty_file(data, quant_bit, group)
+    arrays = empty_file(data, *KINDS[name])
     results = {}
-    for step in range(1 + DECODE_STEPS):
+    for step, operator in enumerate(STEPS):
         for layer in range(len(data["layers"])):
             arrays |= step_inputs(data, step, layer)
             npz.write(path, arrays, {})
-            subprocess.run([KVKIT, *arguments(path, out, layer), "--quiet"], check=True)
-            results[layer] = npz.read(out).arrays
-            arrays |= {name: np.array(results[layer][name]) for name in ("cache", "scale") if name in arrays}
-    errors = [error(data, results, side) for side in ("key", "value")]
-    per_token = [arrays[name].nbytes / arrays[name].shape[3] for name in ("cache", "scale") if name in arrays]
-    plain = 2 * np.prod(data["current_key"].shape) * 2 / data["current_key"].shape[1]
-    seconds, moved = timing(arrays)
-    return (
-        f"{sum(per_token):.0f}",
-        f"{sum(per_token) / plain:.0%}",
-        *(f"{value:.2%}" for value in errors),
-        f"{seconds * 1e6:.0f} µs",
-        f"{moved / seconds / 1e9:.1f}",
-    )
+            subprocess.run([KVKIT, *arguments(operator, layer, path, out), "--quiet"], check=True)
+            results[operator, layer] = npz.read(out).arrays
+            arrays |= {x: np.array(results[operator, layer][x]) for x in ("cache", "scale") if x in arrays}
+    contexts = [results[APPEND, layer] for layer in range(len(data["layers"]))]
+    return arrays, contexts, np.stack([results[ATTEND, i]["attn_output"] for i in range(len(contexts))])
 
 
-def arguments(path, out, layer):
-    return ["run", OPERATOR, str(path), "-o", str(out), "--set", f"layer_idx={layer}"]
+def arguments(operator, layer, path, out):
+    return ["run", operator, str(path), "-o", str(out), "--set", f"layer_idx={layer}"]
 
 
 def empty_file(data, quant_bit, group):
@@ -110,18 +118,27 @@ def empty_file(data, quant_bit, group):
 
 
 def step_inputs(data, step, layer):
-    """The prompts of both sequences at step 0, then one token of each."""
-    prompts = data["prompt_lens"]
+    """The prompts of both sequences at step 0, then one token of each, which attends."""
+    prompts, queries = data["prompt_lens"], data["query"][layer]
     first = prompts + step - 1 if step else np.zeros_like(prompts)
     last = prompts + step
     rows = packed(data, first, last)
-    return {
+    inputs = {
         "current_key": data["current_key"][layer][rows],
         "current_value": data["current_value"][layer][rows],
         "seqstarts": np.concatenate([[0], np.cumsum(last - first)]),
         "kvstarts": np.concatenate([[0], np.cumsum(last)]),
         "start_pos": first,
     }
+    if STEPS[step] == ATTEND:
+        inputs |= {
+            "query": queries[:, step - 1],
+            "decoding_batches": np.array(len(prompts)),
+            "num_heads": np.array(queries.shape[-2]),
+            "num_kv_heads": np.array(data["current_key"].shape[-2]),
+            "head_dim": np.array(queries.shape[-1]),
+        }
+    return inputs
 
 
 def packed(data, first, last):
@@ -130,42 +147,90 @@ def packed(data, first, last):
     return np.concatenate([np.arange(s + a, s + b) for s, a, b in zip(starts, first, last, strict=True)])
 
 
-def error(data, results, side):
-    """Relative root mean square difference between what came back and what went in, over all layers."""
-    tokens = packed(data, np.zeros(2, np.int64), data["prompt_lens"] + DECODE_STEPS)
-    given = np.stack([data[f"current_{side}"][layer][tokens] for layer in results]).astype(np.float64)
-    got = np.stack([results[layer][side] for layer in results]).astype(np.float64)
-    return np.sqrt(((got - given) ** 2).mean() / (given**2).mean())
+def stored(arrays):
+    """Cache and, if there is one, scale."""
+    return [arrays[name] for name in ("cache", "scale") if name in arrays]
 
 
-def timing(arrays):
-    """Median seconds of the last step of one layer, for COPIES of both texts at once, and bytes moved."""
-    inputs = copies(arrays)
-    attributes = {name: int(array) for name, array in arrays.items() if not array.ndim}
-    call = kvkit.dynamic_batching.key_value_cache
-    out = call(max_seqlen=None, max_kvlen=None, **inputs, **attributes)
-    times = []
-    for _ in range(50):
-        begin = time.perf_counter()
-        call(max_seqlen=None, max_kvlen=None, **inputs, **attributes, out=out)
-        times.append(time.perf_counter() - begin)
-    stored = [inputs[name] for name in ("cache", "scale") if name in inputs]
-    token = sum(array.nbytes / array.shape[0] / array.shape[3] for array in stored)
-    return statistics.median(times), int(inputs["kvstarts"][-1]) * token + sum(array.nbytes for array in out)
+def cost(data, arrays):
+    """Bytes of a token in all layers, and their share of a float16 cache's."""
+    token = sum(array.nbytes / array.shape[3] for array in stored(arrays))
+    plain = 2 * data["current_key"].nbytes / data["current_key"].shape[1]
+    return f"{token:.0f}", f"{token / plain:.0%}"
 
 
-def copies(arrays):
-    """The inputs of a step for many times the same sequences, each copy with rows of its own."""
-    rows, sequences = arrays["cache"].shape[3], len(arrays["start_pos"])
-    made = {
-        name: np.concatenate([arrays[name]] * COPIES, axis=3) for name in ("cache", "scale") if name in arrays
+def context_errors(data, contexts):
+    """How far the contexts of all layers that came back are from what went in."""
+    appended = data["prompt_lens"] + STEPS.count(APPEND) - 1
+    tokens = packed(data, np.zeros_like(appended), appended)
+    for side in ("key", "value"):
+        yield rms(np.stack([context[side] for context in contexts]), data[f"current_{side}"][:, tokens])
+
+
+def rms(got, expected):
+    """Root mean square of the difference, relative to that of what is expected."""
+    got, expected = got.astype(np.float64), expected.astype(np.float64)
+    return f"{np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()):.2%}"
+
+
+def largest(got, expected):
+    """The largest difference, relative to the largest number that is expected."""
+    got, expected = got.astype(np.float64), expected.astype(np.float64)
+    return f"{np.abs(got - expected).max() / np.abs(expected).max():.2%}"
+
+
+def long_contexts(arrays):
+    """The last step for sequences whose contexts are whole pages of both texts, again and again."""
+    rows, lengths = arrays["cache"].shape[3], np.diff(arrays["kvstarts"])
+    full = np.arange(PAGES) < (lengths // PAGE_SIZE)[:, None]
+    pages = np.arange(COPIES)[:, None] * rows + arrays["cachestarts"][full]
+    kvlen = pages.size * PAGE_SIZE // BATCH
+    made = {name: array if array.ndim else int(array) for name, array in arrays.items()}
+    for name in ("query", "current_key", "current_value"):
+        made[name] = np.resize(arrays[name], (BATCH, *arrays[name].shape[1:]))
+    for name in ("cache", "scale"):
+        if name in arrays:
+            made[name] = np.concatenate([arrays[name]] * COPIES, axis=3)
+    return made | {
+        "seqstarts": np.arange(BATCH + 1),
+        "kvstarts": np.arange(BATCH + 1) * kvlen,
+        "cachestarts": pages.reshape(BATCH, -1),
+        "start_pos": np.full(BATCH, kvlen - 1),
+        "max_seqlen": None,
+        "max_kvlen": None,
     }
-    for name in ("current_key", "current_value", "start_pos", "cachestarts"):
-        made[name] = np.concatenate([arrays[name]] * COPIES)
-    made["cachestarts"] += np.repeat(np.arange(COPIES) * rows, sequences)[:, None]
-    for name in ("seqstarts", "kvstarts"):
-        made[name] = np.concatenate([[0], np.cumsum(np.tile(np.diff(arrays[name]), COPIES))])
-    return made
+
+
+def appending(inputs):
+    """Speed of a step that reads contexts back instead of attending to them."""
+    attends = ("query", "decoding_batches", "num_heads", "num_kv_heads", "head_dim")
+    inputs = {name: value for name, value in inputs.items() if name not in attends}
+    call = kvkit.dynamic_batching.key_value_cache
+    out = call(**inputs)
+    return speed(lambda: call(**inputs, out=out), context_bytes(inputs) + sum(array.nbytes for array in out))
+
+
+def attending(inputs):
+    """Speed of a step."""
+    call = kvkit.dynamic_batching.multi_head_cache_attention
+    out = call(**inputs)
+    return speed(lambda: call(**inputs, out=out), context_bytes(inputs))
+
+
+def context_bytes(inputs):
+    """What all contexts have in one layer of the cache."""
+    token = sum(array.nbytes / array.shape[0] / array.shape[3] for array in stored(inputs))
+    return int(inputs["kvstarts"][-1] * token)
+
+
+def speed(function, size):
+    """Least time of a call, and the bytes moved in it."""
+    times = []
+    for _ in range(CALLS):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return f"{min(times) * 1e6:.0f} µs", f"{size / min(times) / 1e9:.1f}"
 
 
 if __name__ == "__main__":

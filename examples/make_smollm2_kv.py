@@ -1,12 +1,14 @@
-"""Make data/smollm2_kv.npz: real keys and values of a small language model.
+"""Make data/smollm2_kv.npz: real keys, values and queries of a small language model.
 
 SmolLM2-135M-Instruct, read from its GGUF file, runs in plain numpy (float32) on two paragraphs and
 greedily decodes six tokens after each. The keys (after the rotary embedding, as a cache holds them)
-and values of four layers are kept as float16, the two sequences packed one after the other. The last
-decoded token is never fed back, so the cache ends one token before it.
+and values of four layers are kept as float16, the two sequences packed one after the other; so are
+the queries (likewise rotated) of the tokens decoded. The last decoded token is never fed back, so all
+of them end one token before it.
 
     layers                        int64 [L], the index of each kept layer
     current_key, current_value    float16 [L, tokens, kv_heads, head_dim]
+    query                         float16 [L, sequences, decoded tokens, q_heads, head_dim]
     seqstarts                     int64 [3], where each sequence starts; the last is the total
     prompt_lens                   int64 [2]
     tokens                        int64 [tokens], the token id behind each cached position
@@ -82,7 +84,7 @@ def build_tokenizer(reader):
 
 
 class Llama:
-    """A Llama forward pass for one sequence; the cache is a list of (keys, values) per layer."""
+    """A Llama forward pass for one sequence; the cache is a list of (keys, values, queries) per layer."""
 
     def __init__(self, reader):
         def number(name):
@@ -150,11 +152,10 @@ class Llama:
             v = self.project(h, block + "attn_v").reshape(len(tokens), self.kv_heads, -1)
             q, k = self.rotate(q, positions), self.rotate(k, positions)
             if past:
-                k = np.concatenate([cache[layer][0], k])
-                v = np.concatenate([cache[layer][1], v])
-                cache[layer] = k, v
+                cache[layer] = tuple(map(np.concatenate, zip(cache[layer], (k, v, q), strict=True)))
             else:
-                cache.append((k, v))
+                cache.append((k, v, q))
+            k, v, _ = cache[layer]
             x = x + self.project(self.attend(q, k, v), block + "attn_output")
             h = self.norm(x, block + "ffn_norm")
             gate = self.project(h, block + "ffn_gate")
@@ -180,7 +181,8 @@ def check_reference(model, tokenizer):
 
 def collect(model, tokenizer):
     """Run the model on both texts and return the arrays of the data file."""
-    tokens, keys, values, lengths, prompt_lens, continuation = [], [], [], [], [], []
+    tokens, lengths, prompt_lens, continuation = [], [], [], []
+    keys, values, queries = [], [], []
     for text in TEXTS:
         prompt = tokenizer.encode(text).ids
         assert tokenizer.decode(prompt) == text, "the text does not survive the tokenizer"
@@ -188,6 +190,7 @@ def collect(model, tokenizer):
         tokens += prompt + new[:-1]
         keys.append(np.stack([cache[layer][0] for layer in LAYERS]))
         values.append(np.stack([cache[layer][1] for layer in LAYERS]))
+        queries.append(np.stack([cache[layer][2][len(prompt) :] for layer in LAYERS]))
         lengths.append(keys[-1].shape[1])
         prompt_lens.append(len(prompt))
         continuation.append(tokenizer.decode(new))
@@ -195,6 +198,7 @@ def collect(model, tokenizer):
         "layers": np.array(LAYERS, np.int64),
         "current_key": np.concatenate(keys, axis=1).astype(np.float16),
         "current_value": np.concatenate(values, axis=1).astype(np.float16),
+        "query": np.stack(queries, axis=1).astype(np.float16),
         "seqstarts": np.cumsum([0, *lengths], dtype=np.int64),
         "prompt_lens": np.array(prompt_lens, np.int64),
         "tokens": np.array(tokens, np.int64),
@@ -222,8 +226,8 @@ def main():
     path.parent.mkdir(parents=True, exist_ok=True)
     save(path, arrays)
 
-    for name in ("current_key", "current_value"):
-        largest = np.abs(arrays[name]).max(axis=(1, 2, 3))
+    for name in ("current_key", "current_value", "query"):
+        largest = np.abs(arrays[name]).reshape(len(LAYERS), -1).max(axis=1)
         print(name, arrays[name].shape, "largest |x| per layer:", largest.tolist())
     for i, text in enumerate(TEXTS):
         print(f"{arrays['prompt_lens'][i]} prompt tokens: ...{text[-30:]}", [str(arrays["continuation"][i])])

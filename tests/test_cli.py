@@ -1,5 +1,6 @@
 """The command line: what it answers and how fast, what it writes, how it fails."""
 
+import itertools
 import json
 import os
 import shlex
@@ -7,14 +8,15 @@ import subprocess
 import sys
 import time
 
+import attention_scenes
 import click
 import numpy as np
 import pytest
 import scenes
 
 import kvkit
-from kvkit.operators import OPERATORS
-from kvkit_cli import npz
+from kvkit.operators import OPERATORS, REQUIRED
+from kvkit_cli import arguments, npz
 from kvkit_cli.main import VERBS, main
 
 NAMES = {"static": "key_value_cache", "dynamic": "dynamic_batching.key_value_cache"}
@@ -125,7 +127,7 @@ def test_help_lists_every_verb(run):
 def test_help_of_a_verb_begins_with_its_line(run, verb):
     code, out, err = run(verb, "--help")
     assert (code, err) == (0, "")
-    assert out.split("\n\n")[1].strip() == VERBS[verb][1]
+    assert " ".join(out.split("\n\n")[1].split()) == VERBS[verb][1]
     assert isinstance(main.get_command(click.Context(main), verb), click.Command)
 
 
@@ -157,23 +159,49 @@ def test_describe(run, op):
     for thing in (*op.inputs, *op.attributes, *op.outputs):
         assert f"\n {thing.name} " in out
     for attribute in op.attributes:
-        assert f" {attribute.name} {attribute.default} " in " ".join(out.split())
-    assert "in-out" in out
-    assert "optional" in out
+        default = (
+            "required" if attribute.default is REQUIRED else attribute.default or f"{attribute.default!r}"
+        )
+        assert f" {attribute.name} {default} " in " ".join(out.split())
+    for word, there in (
+        ("Inputs:", op.inputs),
+        ("Attributes\n", op.attributes),
+        ("in-out", any(array.inout for array in op.inputs)),
+        ("optional", any(array.optional for array in op.inputs)),
+        ("with return_lse", any(array.only_with for array in op.outputs)),
+        ("window=NUMBER,NUMBER", any(attribute.kind is tuple for attribute in op.attributes)),
+    ):
+        assert (words(word) in words(out)) == bool(there), word
+
+
+def described_example(run, op):
+    """The command that `describe` ends with, without the name of the program."""
+    text = run("describe", op)[1].split("\n\n")[-1]
+    program, *args = shlex.split(text.replace("\\\n", ""))
+    assert program == "kvkit"
+    return args
 
 
 def test_the_described_example_runs(run, files):
-    example = run("describe", "key_value_cache")[1].splitlines()[-1]
     source, output = files
     arrays = npz.read(source).arrays
     del arrays["start_pos"], arrays["num_layer"], arrays["layer_idx"]
     arrays["cache"] = arrays["cache"][:, :1]
     npz.write(source, arrays)
-    program, *args = shlex.split(example)
-    assert program == "kvkit"
     names = {"IN.npz": source, "OUT.npz": output}
-    assert run(*(names.get(arg, arg) for arg in args))[0] == 0
+    assert run(*(names.get(arg, arg) for arg in described_example(run, "key_value_cache")))[0] == 0
     assert npz.read(output).arrays["key"].shape[1] == arrays["current_key"].shape[1]
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=list(OPERATORS))
+def test_the_described_example_lacks_nothing_but_arrays(run, op):
+    args = described_example(run, op.name)
+    path = "IN.npz" if "IN.npz" in args else None
+    arrays = {array.name: np.zeros(1) for array in op.inputs if "()" not in array.shapes} if path else {}
+    settings = [value for flag, value in itertools.pairwise(args) if flag == "--set"]
+    inputs, attributes = arguments.bind(op, path, arrays, settings)
+    assert REQUIRED not in attributes.values()
+    assert all(array.optional or inputs[array.name] is not None for array in op.inputs)
 
 
 def test_info(run):
@@ -325,6 +353,215 @@ def test_in_place_keeps_the_number_in_the_file(run, files):
     scenes.assert_same(npz.read(files[0]).arrays["cache"], expected)
 
 
+@pytest.mark.parametrize("kind", ["static_cache", "dynamic_cache"])
+def test_attention_in_place(run, tmp_path, kind):
+    name, arrays, attrs = attention(kind)
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, arrays)
+    expected = direct(name, arrays, attrs)
+    assert run("run", name, source, "-o", output, "--in-place", *settings(attrs))[0] == 0
+    assert_arrays(output, expected)
+    assert_arrays(source, arrays | {"cache": expected["cache"]})
+
+
+# Every operator
+
+
+def attention(kind, mask_dtype=None, **more):
+    """(operator, arrays, attributes) of a call with all that it may have."""
+    rng, options = np.random.default_rng(0), {"window": (3, 0), "softmax_scale": 0.1, "return_lse": True}
+    call = attention_scenes.any_kind(kind, rng, **options, **more)
+    if kind.startswith("static"):
+        mask = attention_scenes.static_mask(rng, call, (4, 2), mask_dtype)
+    else:
+        mask = attention_scenes.dynamic_mask(rng, call, 4, mask_dtype)
+    arrays = arrays_of(call.but(attn_mask=mask)) | {"sinks": rng.standard_normal(4, np.float32)}
+    return attention_scenes.OPERATORS[kind][0], arrays, call.attrs
+
+
+def direct(name, arrays, attrs):
+    """What a call of the function returns and changes, by name; the arrays stay as they are."""
+    op, arrays = OPERATORS[name], {name: array.copy() for name, array in arrays.items()}
+    given = [arrays.get(array.name) for array in op.inputs if not array.keyword]
+    by_keyword = {array.name: arrays[array.name] for array in op.inputs if array.keyword}
+    results = op.function()(*given, **by_keyword, **attrs)
+    names = [array.name for array in op.outputs if not array.only_with or attrs.get(array.only_with)]
+    outputs = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
+    changed = [array.name for array in op.inputs if array.inout and array.name in arrays]
+    return outputs | {name: arrays[name] for name in changed}
+
+
+def assert_arrays(path, expected):
+    got = npz.read(path).arrays
+    assert sorted(got) == sorted(expected)
+    for name, array in expected.items():
+        scenes.assert_same(got[name], array, name)
+
+
+def moved(kind):
+    call = scene(kind, dim=6)
+    return NAMES[kind], arrays_of(call), call.attrs
+
+
+def turned(name, shape, **arrays):
+    rng = np.random.default_rng(0)
+    heads = {
+        x: rng.standard_normal((*shape, count, 8), np.float32) for x, count in (("query", 4), ("key", 2))
+    }
+    return name, heads | arrays, {"scaling_type": "linear", "scaling_factor": 2.0, "theta": 500.0}
+
+
+STARTS = {"seqstarts": np.array([0, 3, 4]), "start_pos": np.array([5, 0])}
+MASKS = {"num_heads": 3, "data_type": "float16"}
+CALLS = [
+    *(moved(kind) for kind in ("static", "dynamic")),
+    *(attention(kind, dtype) for kind in attention_scenes.KINDS for dtype in (np.float32, bool)),
+    (
+        "merge_attention_states",
+        {
+            "outputs": np.arange(24, dtype=np.float32).reshape(3, 2, 2, 2),
+            "lses": np.arange(12, dtype=np.float32).reshape(3, 2, 2),
+        },
+        {},
+    ),
+    turned("rotary_position_embedding", (2, 3), start_pos=np.array(7), pad_len=np.array([0, 2])),
+    turned("dynamic_batching.rotary_position_embedding", (4,), **STARTS),
+    ("dynamic_batching.position_index", STARTS | {"sequences": np.arange(4)}, {}),
+    ("alibi_slope", {}, {"num_heads": 3}),
+    ("alibi_mask", {"seqlen_q": np.array(2), "seqlen_kv": np.array(5)}, MASKS),
+    (
+        "dynamic_batching.alibi_mask",
+        {"seqstarts": np.array([0, 1, 3]), "kvstarts": np.array([0, 4, 6]), "attn_mask": np.eye(3, 6) > 0},
+        MASKS,
+    ),
+]
+
+
+def test_calls_are_of_every_operator():
+    assert {name for name, *_ in CALLS} == set(OPERATORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "attrs"), CALLS, ids=lambda value: value if type(value) is str else ""
+)
+def test_run_is_the_direct_call(run, tmp_path, name, arrays, attrs):
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, arrays)
+    code, out, err = run("run", name, source, "-o", output, *settings(attrs))
+    assert (code, err) == (0, "")
+    expected = direct(name, arrays, attrs)
+    assert_arrays(output, expected)
+    op, rows = OPERATORS[name], [line.split()[:2] for line in out.splitlines()]
+    for array in op.inputs:
+        if array.name in arrays:
+            assert [array.name, "in-out" if array.inout else "in"] in rows
+    assert all([array.name, "out"] in rows for array in op.outputs if array.name in expected)
+
+
+def test_lse_is_there_if_asked_for(run, tmp_path):
+    name, arrays, attrs = attention("static")
+    npz.write(tmp_path / "in.npz", arrays)
+    for wanted in (True, False):
+        attrs["return_lse"] = wanted
+        assert run("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs))[0] == 0
+        assert list(npz.read(tmp_path / "out.npz").arrays) == ["attn_output", "lse"][: 1 + wanted]
+
+
+@pytest.mark.parametrize("text", ["linear", "'linear'", '"linear"', None])
+def test_texts(run, tmp_path, text):
+    name, arrays, attrs = turned("dynamic_batching.rotary_position_embedding", (4,), **STARTS)
+    expected = direct(name, arrays, attrs)
+    if text is None:
+        arrays["scaling_type"] = np.array(attrs.pop("scaling_type"))
+    else:
+        attrs["scaling_type"] = text
+    npz.write(tmp_path / "in.npz", arrays)
+    assert run("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs))[0] == 0
+    assert_arrays(tmp_path / "out.npz", expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("alibi_slope", {"num_heads": 6}), ("alibi_mask", {"seqlen_q": 2, "seqlen_kv": 3, **MASKS})],
+)
+def test_a_run_without_a_file(run, tmp_path, name, values):
+    out = tmp_path / "out.npz"
+    assert run("run", name, "-o", out, *settings(values))[0] == 0
+    ((_, mask),) = npz.read(out).arrays.items()
+    scenes.assert_same(mask, getattr(kvkit, name)(**values))
+    result = run("run", name, "-o", tmp_path / "no.npz", *settings(values)[2:])
+    first = next(iter(values))
+    assert_fails(result, 2, f"no IN.npz: missing {first}: ", f" or give --set {first}=NUMBER; {name} takes")
+    assert_fails(run("run", name, "--in-place"), 2, f"--in-place: {name} changes none of its inputs: give -o")
+    assert_fails(run("run", name), 2, "nothing to write: give -o OUT.npz\n")
+
+
+ATTENTION = OPERATORS["multi_head_attention"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("window=(3,0)", (3, 0)),
+        ("window=(-1, 4)", (-1, 4)),
+        ("window=-1,4", (-1, 4)),
+        ("window=[3, 0]", (3, 0)),
+        ("softmax_scale=0.1", 0.1),
+        ("softmax_scale=1", 1.0),
+        ("softmax_scale=None", None),
+        ("return_lse=True", True),
+        ("return_lse=true", True),
+        ("is_causal=0", False),
+        ("is_causal=false", False),
+        ("num_kv_heads=4", 4),
+    ],
+)
+def test_settings_are_values(setting, value):
+    name = setting.split("=")[0]
+    arrays = dict.fromkeys(["query", "key", "value", "num_heads", "head_dim"], np.array(1))
+    got = arguments.bind(ATTENTION, "in.npz", arrays, [setting])[1][name]
+    assert (got, type(got)) == (value, type(value))
+    if value is not None:
+        got = arguments.bind(ATTENTION, "in.npz", arrays | {name: np.array(value)}, [])[1][name]
+        assert (got, type(got)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("window=left", "--set window=left: expected window=NUMBER,NUMBER"),
+        ("window=3", "window=3: expected two integers"),
+        ("window=1,2,3", "window: expected a pair of integers (left, right), got tuple (1, 2, 3)"),
+        ("softmax_scale=half", "expected softmax_scale=NUMBER"),
+        ("softmax_scale='half'", "softmax_scale='half': expected a number or None"),
+        ("return_lse=yes", "expected return_lse=True or False"),
+        ("return_lse=2", "return_lse=2: expected True or False"),
+        ("num_heads=eight", "expected num_heads=NUMBER"),
+        ("sinks=1", "no such name; there are num_heads"),
+    ],
+)
+def test_wrong_settings_of_attention(run, tmp_path, setting, text):
+    name, arrays, attrs = attention("static")
+    attrs.pop(setting.split("=")[0], None)
+    npz.write(tmp_path / "in.npz", arrays)
+    args = ("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs), "--set", setting)
+    assert_fails(run(*args), 2, text)
+
+
+def test_missing_attributes(run, tmp_path):
+    name, arrays, attrs = attention("static")
+    npz.write(tmp_path / "in.npz", arrays | {"window": np.array([1, 2, 3])})
+    args = ("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz")
+    del attrs["num_heads"], attrs["head_dim"]
+    ways = "add arrays of these names or give --set num_heads=NUMBER --set head_dim=NUMBER; "
+    assert_fails(run(*args, *settings(attrs)), 2, f"in.npz: missing num_heads, head_dim: {ways}")
+    assert_fails(
+        run(*args, "--set", "num_heads=4", "--set", "head_dim=64"),
+        2,
+        "in.npz: window has shape (3,), but is two integers, an array of shape (2,)",
+    )
+
+
 # Failures: a code and a line
 
 
@@ -347,7 +584,7 @@ def assert_fails(result, code, *texts):
             ["run", "key_value_cach", "IN", "-o", "OUT"],
             "(did you mean key_value_cache?); there are key_value_cache",
         ),
-        (["describe", "nothing"], "no operator 'nothing'; there are key_value_cache, dynamic_batching"),
+        (["describe", "nothing"], "no operator 'nothing'; there are key_value_cache, multi_head_attention"),
         (["run", "key_value_cache", "IN"], "nothing to write: give -o OUT.npz, --in-place or both"),
         (["run", "key_value_cache", "IN", "-o", "IN"], "-o names the input"),
         (["run", "key_value_cache", "IN", "-o", "OUT", "--backend", "tpu"], "'tpu'"),
@@ -372,9 +609,10 @@ def test_wrong_commands(run, files, args, text):
         ("num_layer", "expected num_layer=NUMBER"),
         ("num_layer=", "expected num_layer=NUMBER"),
         ("num_layer=a", "expected num_layer=NUMBER"),
-        ("num_layer=1.0", "num_layer=1.0: expected int"),
-        ("num_layer=True", "num_layer=True: expected int"),
-        ("num_layer=[1]", "num_layer=[1]: expected int"),
+        ("num_layer=1.0", "num_layer=1.0: expected an integer"),
+        ("num_layer=True", "num_layer=True: expected an integer"),
+        ("num_layer=[1]", "num_layer=[1]: expected an integer"),
+        ("num_layer=None", "num_layer=None: expected an integer"),
         ("num_layer=0", "num_layer"),
         ("start_pos=1.5", "start_pos=1.5: expected an integer of int64"),
         (f"start_pos={2**63}", "expected an integer of int64"),
@@ -395,16 +633,19 @@ def test_set_twice(run, files):
 @pytest.mark.parametrize(
     ("changes", "texts"),
     [
-        ({"cache": None, "current_key": None}, ("missing arrays current_key, cache; key_value_cache takes",)),
-        ({"start_pos": None}, ("missing arrays start_pos",)),
+        (
+            {"cache": None, "current_key": None},
+            ("missing current_key, cache: add arrays of these names; key_value_cache takes",),
+        ),
+        ({"start_pos": None}, ("missing start_pos: ", "names or give --set start_pos=NUMBER; ")),
         (
             {"cach": np.zeros(3), "other": np.zeros(3)},
             ("unknown arrays cach (did you mean cache?), other; ",),
         ),
         ({"key": np.zeros(3)}, ("unknown arrays key", "current_value, start_pos, cache, scale, num_layer")),
-        ({"num_layer": np.zeros(1, int)}, ("num_layer has shape (1,), an attribute is a 0-d array",)),
-        ({"num_layer": np.array(1.5)}, ("num_layer=1.5: expected int",)),
-        ({"num_layer": np.array("x")}, ("num_layer='x': expected int",)),
+        ({"num_layer": np.zeros(1, int)}, ("num_layer has shape (1,), but is an attribute, a 0-d array",)),
+        ({"num_layer": np.array(1.5)}, ("num_layer=1.5: expected an integer",)),
+        ({"num_layer": np.array("x")}, ("num_layer='x': expected an integer",)),
         ({"cache": np.zeros(3)}, ("cache",)),
     ],
 )

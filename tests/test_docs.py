@@ -3,14 +3,13 @@
 import doctest
 import importlib.util
 import inspect
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 import kvkit
-from kvkit.operators import OPERATORS
+from kvkit.operators import OPERATORS, REQUIRED
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -29,7 +28,7 @@ def test_readme_examples():
     run_examples("\n".join(blocks), "README.md")
 
 
-@pytest.mark.parametrize("op", OPERATORS.values(), ids=str)
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
 def test_docstring_example(op):
     run_examples(inspect.getdoc(op.function()), op.name)
 
@@ -40,9 +39,12 @@ def test_table_is_the_signature(op):
     parameters = list(inspect.signature(op.function()).parameters.values())
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert positional == [array.name for array in op.inputs]
+    assert positional == [array.name for array in op.inputs if not array.keyword]
     assert keywords.pop("out") is None
-    assert keywords == {attribute.name: attribute.default for attribute in op.attributes}
+    by_keyword = {array.name: None for array in op.inputs if array.keyword}
+    assert keywords == {attribute.name: attribute.default for attribute in op.attributes} | by_keyword
+    for attribute in op.attributes:
+        assert attribute.default in (None, REQUIRED) or type(attribute.default) is attribute.kind
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
@@ -55,14 +57,15 @@ def test_docstring_names_everything(op):
 
 
 def test_public_names():
-    assert kvkit.__all__ == [
-        "DeviceError",
-        "KvkitError",
-        "__version__",
-        "dynamic_batching",
-        "key_value_cache",
-    ]
-    assert all(hasattr(kvkit, name) for name in kvkit.__all__)
+    """Every operator is where its name says, and little else."""
+    folders = {kvkit: ["DeviceError", "KvkitError", "__version__", "dynamic_batching"]}
+    folders[kvkit.dynamic_batching] = ["Plan", "plan"]
+    for name in OPERATORS:
+        *folder, last = name.split(".")
+        folders[getattr(kvkit, folder[0]) if folder else kvkit].append(last)
+    for module, names in folders.items():
+        assert module.__all__ == sorted(names)
+        assert all(hasattr(module, name) for name in names)
 
 
 def test_cuda_twin_imports_and_says_what_it_lacks():
@@ -73,12 +76,12 @@ def test_cuda_twin_imports_and_says_what_it_lacks():
 
 
 def test_benchmark_figures_are_not_typed():
-    """The table is what `benchmarks/table.py` makes of the committed results."""
-    folder = README.parent / "benchmarks"
-    spec = importlib.util.spec_from_file_location("table", folder / "table.py")
+    """Every table is what `benchmarks/table.py` makes of the committed results."""
+    spec = importlib.util.spec_from_file_location("table", README.parent / "benchmarks" / "table.py")
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
-    readme = (folder / "README.md").read_text()
-    report = json.loads((folder / "results" / "cpu.json").read_text())
-    assert report["results"]
-    assert table.text(readme, report) == readme
+    pages = table.updated()
+    assert README in pages
+    for path, page in pages.items():
+        assert path.read_text() == page
+        assert "\n|---|" in page
