@@ -1,34 +1,130 @@
-"""Put the figures of results/cpu.json into README.md beside this file: python benchmarks/table.py"""
+"""Put the figures of results/ into the pages that show them: python benchmarks/table.py"""
 
+import itertools
 import json
 from pathlib import Path
 
-HERE = Path(__file__).parent
-BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
+from kvkit_cli import show
+
+HERE = Path(__file__).resolve().parent
+HEADLINES = [
+    *(
+        f"decode {kind}, 8 kv heads, layout 3, offsets"
+        for kind in ("float16", "bfloat16", "float32", "int8", "int4")
+    ),
+    "pages of 16, float16, layout 3",
+    "prefill float32, 2,048 tokens, 32 kv heads",
+    "prefill float32 from int8, 512 tokens after 8,192, 8 kv heads",
+]
 
 
-def figures(report):
-    """The results as a Markdown table, below a line about the machine."""
-    about = report["machine"]
-    yield f"{about['threads']} threads of a {about['cpu']} ({about['vectors']}), numba {about['numba']}, "
-    yield f"numpy {about['numpy']}; medians of {report['rounds']} runs.\n\n"
-    yield "| case | µs | GB/s | copy, GB/s | of the copy | goal |\n|---|--:|--:|--:|--:|--:|\n"
+def about(report):
+    """A line about the machine."""
+    machine = report["machine"]
+    versions = {name: machine[name] for name in ("numba", "numpy")} | report.get("peers", {})
+    yield f"{machine['threads']} threads of a {machine['cpu']} ({machine['vectors']}), "
+    yield ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield f"; medians of {report['rounds']} runs.\n\n"
+
+
+def markdown(columns, rows):
+    """A table whose first column is text; the others are numbers."""
+    yield f"| {' | '.join(columns)} |\n|---|{'--:|' * (len(columns) - 1)}\n"
+    for row in rows:
+        yield f"| {' | '.join(row)} |\n"
+
+
+def speed(result, key):
+    return f"{result[key] / result['seconds'] / 1e9:.1f}" if key in result else ""
+
+
+def times(result, name):
+    """How fast a result is beside `name`; bold where it misses its goal."""
+    if name not in result.get("beside", {}):
+        return ""
+    other, goal = result["beside"][name], result.get("goals", {}).get(name, 0)
+    ratio = other and other / result["seconds"]
+    text = show.times(name, ratio)
+    return f"**{text}**" if other and ratio < goal else text
+
+
+def goal(result, name):
+    goals = result.get("goals", {})
+    return show.times(name, goals[name]) if name in goals else ""
+
+
+def cache(report):
+    """The results of cache operators, beside copies."""
+    rows = []
     for result in report["results"]:
-        cells = [result["case"], f"{result['seconds'] * 1e6:,.0f}", "", "", "", ""]
-        if "bytes" in result:
-            speed, copy = (result["bytes"] / result[key] / 1e9 for key in ("seconds", "copy_seconds"))
-            goal = f"{result['goal']:.0%}" if result["goal"] else ""
-            missed = result["goal"] and speed / copy < result["goal"]
-            share = f"**{speed / copy:.0%}**" if missed else f"{speed / copy:.0%}"
-            cells[2:] = f"{speed:.1f}", f"{copy:.1f}", share, goal
-        yield f"| {' | '.join(cells)} |\n"
+        copy = result.get("beside", {}).get("copy")
+        cells = result["case"], f"{result['seconds'] * 1e6:,.0f}", speed(result, "bytes")
+        copied = f"{result['bytes'] / copy / 1e9:.1f}" if copy else ""
+        rows.append((*cells, copied, times(result, "copy"), goal(result, "copy")))
+    yield from about(report)
+    yield from markdown(("case", "µs", "GB/s", "copy, GB/s", "of the copy", "goal"), rows)
 
 
-def text(readme, report):
-    head, rest = readme.split(BEGIN)
-    return head + BEGIN + "".join(figures(report)) + END + rest.split(END)[1]
+def attention(report):
+    """The results of attention, a table for each first word of a case."""
+    yield from about(report)
+    for word, results in itertools.groupby(report["results"], lambda result: result["case"].split()[0]):
+        yield from beside(word, list(results))
+        yield "\n"
+
+
+def beside(word, results):
+    names = list(dict.fromkeys(name for result in results for name in result["beside"]))
+    key, unit = ("operations", "GFLOP/s") if word == "prefill" else ("bytes", "GB/s")
+    rows = []
+    for result in results:
+        cells = [result["case"], f"{result['seconds'] * 1e3:.2f}", speed(result, key)]
+        for name in names:
+            form = result.get("forms", {}).get(name, "").split(",")[0]
+            wanted = goal(result, name)
+            cells.append(times(result, name) + (f" ({wanted})" if wanted else ""))
+            if form and name.startswith("torch") and name != "torch same type":
+                cells[-1] += f" {form}"
+        rows.append(cells)
+    yield from markdown(("case", "ms", unit, *names), rows)
+
+
+def headlines(report):
+    """A few results, for the first page."""
+    results = {result["case"]: result for result in report["results"]}
+    rows = []
+    for result in (results[case] for case in HEADLINES if case in results):
+        prefill = result["case"].startswith("prefill")
+        pace = f"{speed(result, 'operations')} GFLOP/s" if prefill else f"{speed(result, 'bytes')} GB/s"
+        bound = f"{times(result, 'matmul')} of a product" if prefill else f"{times(result, 'read')} of a read"
+        cells = result["case"], f"{result['seconds'] * 1e3:.1f} ms", pace, bound.replace("*", "")
+        rows.append((*cells, *(times(result, name).replace("*", "") for name in ("torch", "onnxruntime"))))
+    yield from markdown(("", "time", "speed", "of what bounds it", "torch", "onnxruntime"), rows)
+
+
+PAGES = [
+    (HERE / "README.md", "figures", "cpu", cache),
+    (HERE / "README.md", "attention figures", "attention", attention),
+    (HERE.parent / "README.md", "speeds", "attention", headlines),
+]
+
+
+def text(page, name, made):
+    """A page with what is `made` between the comments that bear `name`."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    head, rest = page.split(begin)
+    return head + begin + made + end + rest.split(end)[1]
+
+
+def updated():
+    """Every page, by its path, as the committed results make it."""
+    pages = {}
+    for path, name, suite, make in PAGES:
+        report = json.loads((HERE / "results" / f"{suite}.json").read_text())
+        pages[path] = text(pages.get(path) or path.read_text(), name, "".join(make(report)))
+    return pages
 
 
 if __name__ == "__main__":
-    path = HERE / "README.md"
-    path.write_text(text(path.read_text(), json.loads((HERE / "results" / "cpu.json").read_text())))
+    for path, page in updated().items():
+        path.write_text(page)

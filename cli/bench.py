@@ -1,5 +1,6 @@
-"""`kvkit bench`: operators in bytes per second, beside a plain copy of the same bytes in the same run."""
+"""`kvkit bench`: operators beside plain copies and reads of the same bytes, and beside their peers."""
 
+import importlib.metadata
 import json
 import platform
 import statistics
@@ -10,110 +11,99 @@ from pathlib import Path
 import click
 import numba
 import numpy as np
-from llvmlite import binding, ir
-from numba import prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from llvmlite import binding
 
 from kvkit.version import __version__
-from kvkit_cli import show
-from kvkit_cli.bench_cases import CASES
+from kvkit_cli import bench_attention, bench_cases, show
+
+SUITES = {"cpu": bench_cases.CASES, "attention": bench_attention.CASES}  # by the file of their figures
+PEERS = "onnxruntime", "torch"
+PAUSE = 0.1  # seconds; threads of peers go on waiting, at full speed, for tens of milliseconds
 
 
 @click.command()
 @click.option(
-    "--json", "path", type=click.Path(path_type=Path), help="Write the figures and the machine to a file."
-)
-@click.option("--only", default="", metavar="TEXT", help="Only cases whose name contains TEXT.")
+    "--json", "folder", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+    help="Write the figures and the machine to FOLDER/cpu.json and FOLDER/attention.json.",
+)  # fmt: skip
+@click.option("--only", default="", metavar="TEXT", help="Only what contains TEXT in 'SUITE CASE'.")
 @click.option("--rounds", default=11, show_default=True, help="Runs of each case; medians are shown.")
-def bench(path, only, rounds):
-    """Measure each operator beside a plain parallel copy of the same bytes.
+def bench(folder, only, rounds):
+    """Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.
 
-    Operator and copy alternate; the bytes are those an operator must read and write, and the copy reads and
+    What is compared alternates; the bytes are those an operator must read and write, and a copy reads and
     writes as many. Sets of data rotate so that they come from memory, not from a cache. Outputs that are
     given are compared with a copy into memory that is there, outputs that are made with one into new memory.
+    Attention is compared with a read of its cache, and with torch and onnxruntime where they are installed.
+    Figures of cases left out stay in their file if the same machine measured them.
     """
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    table = show.table(
-        f"{numba.get_num_threads()} threads of {binding.get_host_cpu_name()}; medians of {rounds}",
-        "case", "µs", "GB/s", "copy", "of it", "goal",
-    )  # fmt: skip
-    results = []
-    for case in CASES:
-        if only in case.name:
+    title = f"{numba.get_num_threads()} threads of {binding.get_host_cpu_name()}; medians of {rounds}"
+    for suite, cases in SUITES.items():
+        chosen = [case for case in cases if only in f"{suite} {case.name}"]
+        if not chosen:
+            continue
+        table = show.table(title, "case", "µs", "GB/s", "Gop/s", "as fast as", "goals missed")
+        results = []
+        for case in chosen:
             results.append(measure(case, rounds))
             table.add_row(*row(results[-1]))
-    show.console(width=None if sys.stdout.isatty() else 100).print(table)
-    if path:
-        report = {"kvkit": __version__, "machine": machine(), "rounds": rounds, "results": results}
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        show.console(width=None if sys.stdout.isatty() else 130).print(table)
+        if folder:
+            write(folder / f"{suite}.json", results, rounds, [case.name for case in cases])
 
 
 def measure(case, rounds):
-    """Seconds of a case and of the copy beside it, alternating, after a warm-up of each."""
-    run, moved = case.prepare()
-    copy = plain_copy(moved, case.fresh) if moved else None
-    times, copies = [], []
+    """Median seconds of a case and of what is beside it, in turn, after two warm-ups of each."""
+    work = case.prepare()
+    turns = {"": work.run} | {name: function for name, function in work.beside.items() if function}
+    pause = PAUSE if set(turns) - {"", "copy"} else 0
+    times = {name: [] for name in turns}
     for i in range(rounds + 2):
-        begin = time.perf_counter()
-        for j in range(case.calls):
-            run(i * case.calls + j)
-        middle = time.perf_counter()
-        if copy:
-            copy(i)
-        times.append((middle - begin) / case.calls)
-        copies.append(time.perf_counter() - middle)
-    result = {"case": case.name, "seconds": statistics.median(times[2:]), "goal": case.goal}
-    if copy:
-        result |= {"bytes": moved, "copy_seconds": statistics.median(copies[2:])}
-    return result
+        for name, function in turns.items():
+            calls = 1 if name else case.calls
+            time.sleep(pause)
+            begin = time.perf_counter()
+            for j in range(calls):
+                function(i * calls + j)
+            times[name].append((time.perf_counter() - begin) / calls)
+    medians = {name: statistics.median(each[2:]) for name, each in times.items()}
+    result = {"case": case.name, "seconds": medians.pop("")}
+    if work.moved:
+        result["bytes"] = work.moved
+    if work.operations:
+        result["operations"] = work.operations
+    if work.beside:
+        result["beside"] = {name: medians.get(name) for name in work.beside}
+    if work.forms:
+        result["forms"] = work.forms
+    return result | ({"goals": case.goals} if case.goals else {})
 
 
 def row(result):
-    goal = result["goal"]
-    if "bytes" not in result:
-        return result["case"], f"{result['seconds'] * 1e6:,.0f}", "", "", "", ""
-    speeds = [result["bytes"] / result[key] / 1e9 for key in ("seconds", "copy_seconds")]
-    share = f"{speeds[0] / speeds[1]:.0%}"
-    cells = f"{result['seconds'] * 1e6:,.0f}", *(f"{speed:.1f}" for speed in speeds), share
-    return result["case"], *cells, f"{goal:.0%}" if goal else ""
+    """A result for the terminal."""
+    seconds, goals = result["seconds"], result.get("goals", {})
+    speeds = [
+        f"{result[key] / seconds / 1e9:.1f}" if key in result else "" for key in ("bytes", "operations")
+    ]
+    beside, missed = [], []
+    for name, other in result.get("beside", {}).items():
+        beside.append(f"{name} {show.times(name, other and other / seconds)}")
+        if other and other / seconds < goals.get(name, 0):
+            missed.append(f"{name} {show.times(name, goals[name])}")
+    return result["case"], f"{seconds * 1e6:,.0f}", *speeds, ", ".join(beside), ", ".join(missed)
 
 
-def plain_copy(moved, fresh):
-    """A function of the round that copies half of `moved` bytes, so that it reads and writes as many."""
-    size = moved // 2
-    sets = max(1, -(-(256 * 2**20) // size))
-    source = np.ones(sets * size, np.uint8)
-    target = np.ones(1 if fresh else sets * size, np.uint8)
-
-    def copy(i):
-        at = i % sets * size
-        into = np.empty(size, np.uint8) if fresh else target[at : at + size]
-        parallel_copy(into.ctypes.data, source.ctypes.data + at, size, numba.get_num_threads())
-
-    return copy
-
-
-@intrinsic
-def memcpy(typingctx, target, source, size):
-    def codegen(context, builder, signature, values):
-        pointer = ir.IntType(8).as_pointer()
-        function = ir.FunctionType(ir.VoidType(), [pointer, pointer, ir.IntType(64), ir.IntType(1)])
-        name = "llvm.memcpy.p0.p0.i64"
-        addresses = [builder.inttoptr(value, pointer) for value in values[:2]]
-        called = cgutils.get_or_insert_function(builder.module, function, name)
-        builder.call(called, [*addresses, values[2], ir.IntType(1)(0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@numba.njit(parallel=True)
-def parallel_copy(target, source, size, parts):
-    for part in prange(parts):
-        begin, end = part * size // parts, (part + 1) * size // parts
-        memcpy(target + begin, source + begin, end - begin)
+def write(path, results, rounds, names):
+    """Figures into a file, in the order of `names`, among those it holds of the same machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"kvkit": __version__, "machine": machine(), "rounds": rounds}
+    if any("forms" in result for result in results):
+        report["peers"] = peers()
+    older = json.loads(path.read_text()) if path.exists() else {}
+    known = older["results"] if older.get("machine") == report["machine"] else []
+    figures = {result["case"]: result for result in (*known, *results)}
+    report["results"] = [figures[name] for name in names if name in figures]
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def machine():
@@ -128,3 +118,14 @@ def machine():
         "numpy": np.__version__,
         "numba": numba.__version__,
     }
+
+
+def peers():
+    """Versions of the peers that are installed."""
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

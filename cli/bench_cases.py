@@ -1,13 +1,14 @@
-"""What `kvkit bench` measures: B=8, H=8, Dh=128, 4,096 past tokens and one new, or 512 new ones."""
+"""What `kvkit bench` measures of the cache: B=8, H=8, Dh=128; 4,096 past tokens and one new, or 512 new."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 
 import kvkit
 from kvkit import check, cpu, layout, steps
+from kvkit_cli.bench_memory import plain_copy
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
 GROUP = 8
@@ -17,13 +18,27 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 @dataclass(frozen=True)
 class Case:
-    """`prepare` returns a function of the round, and the bytes it moves (0 if only its time matters)."""
+    """`prepare` returns the work; a goal is how many times as fast it shall be as what is beside it."""
 
     name: str
     prepare: Callable
-    goal: float = 0.0
-    fresh: bool = False
+    goals: dict = field(default_factory=dict)
     calls: int = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """Functions of the round: what is measured, and by name what it is measured beside.
+
+    `moved` counts the bytes that must be read and written once, `operations` those of the two products of
+    attention; 0 where they say nothing. A peer that is not installed is None; `forms` tells how peers ran.
+    """
+
+    run: Callable
+    moved: int = 0
+    operations: int = 0
+    beside: dict = field(default_factory=dict)
+    forms: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,12 +74,12 @@ def tokens(kind, *shape, seed=0):
     return np.random.default_rng(seed).standard_normal((*shape, H, DIM), np.float32).astype(DTYPES[kind.data])
 
 
-def index_tensors(mode, past, new, batch=B):
+def index_tensors(mode, past, new, batch=B, page=PAGE):
     """Keyword arguments of a step; pages lie in random order."""
     lengths = past + new
     if mode:
-        pages = -(-lengths // PAGE)
-        table = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages) * PAGE
+        pages = -(-lengths // page)
+        table = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages) * page
     else:
         table = np.arange(batch) * lengths
     return {
@@ -100,7 +115,8 @@ def whole_step(kind, number, mode, past, new, made=False):
             call(x, x, cache=cache, scale=scale, out=out, **inputs, **attributes)
 
         stored, data = kind.token_bytes()
-        return run, B * (length + new) * (stored + data)
+        moved = B * (length + new) * (stored + data)
+        return Work(run, moved, beside={"copy": plain_copy(moved, made)})
 
     return prepare
 
@@ -122,9 +138,12 @@ def append_only(kind, number, mode, past, new, timed=False):
                 fmt, H, DIM, cache, scale, layout.DYNAMIC, layers, layer, kind.quant, GROUP, number
             )
             step = steps.dynamic(len(x), **where, cache_mode=mode, page_size=PAGE, cache=checked)
-            cpu.transfer.launch(cpu.transfer.store(key, value, checked, step))
+            cpu.launches.start(cpu.transfer.store(key, value, checked, step))
 
-        return run, 0 if timed else B * new * sum(kind.token_bytes())
+        if timed:
+            return Work(run)
+        moved = B * new * sum(kind.token_bytes())
+        return Work(run, moved, beside={"copy": plain_copy(moved)})
 
     return prepare
 
@@ -143,7 +162,7 @@ def checks_only(kind, batch):
             for name, array in (("cache", cache), ("scale", scale)):
                 check.apart(name, array, [("current_key", x), ("current_value", x)])
 
-        return run, 0
+        return Work(run)
 
     return prepare
 
@@ -153,7 +172,7 @@ def loads(kind, goal):
     places += [(name, number, mode) for number in range(4) for mode, name in enumerate(("offsets", "pages"))]
     for name, number, mode in places:
         label = f"load {kind.cache}->{kind.data}, layout {number}, {name}"
-        yield Case(label, whole_step(kind, number, mode, PAST, 1), goal)
+        yield Case(label, whole_step(kind, number, mode, PAST, 1), {"copy": goal})
 
 
 SAME = [Kind(name, name) for name in ("float16", "float32")]
@@ -167,8 +186,7 @@ CASES = [
         Case(
             f"load {kind.cache}->{kind.data}, layout 3, pages, made outputs",
             whole_step(kind, 3, 1, PAST, 1, True),
-            goal,
-            True,
+            {"copy": goal},
         )
         for kinds, goal in ((SAME, 0.8), (QUANTIZED, 0.6))
         for kind in kinds
@@ -177,9 +195,9 @@ CASES = [
         Case(
             f"store {kind.data}->{kind.cache}, layout {number}, pages",
             append_only(kind, number, 1, 0, PREFILL),
-            goal,
+            goals,
         )
-        for kinds, goal in (([*SAME, Kind("float32", "float16")], 0.0), (STORES, 0.5))
+        for kinds, goals in (([*SAME, Kind("float32", "float16")], {}), (STORES, {"copy": 0.5}))
         for kind in kinds
         for number in (0, 3)
     ),

@@ -1,0 +1,209 @@
+"""What `kvkit bench` measures of attention: 32 query heads, Dh=128.
+
+Decoding appends a token to each of B=8 sequences of 8,192 past ones and attends to all. Outputs of kvkit and
+its peers are compared with float64 numpy before they are measured.
+"""
+
+import numpy as np
+
+import kvkit
+from kvkit import layout
+from kvkit_cli import bench_peers
+from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
+from kvkit_cli.bench_memory import plain_read, sets
+from kvkit_cli.bench_problem import DIM, GROUPS, problem
+
+B, PAST, PREFILL, CHUNK, PAGE = 8, 8192, 2048, 512, 128
+BITS = {"int8": 8, "int4": 4}
+
+
+def decode(kind, place, number, kv_heads=8):
+    """A step of decoding, as users call it, beside the peers."""
+
+    def prepare():
+        task = problem(B, 1, PAST, kv_heads, BITS.get(kind, 0))
+        run, beside = from_cache(task, kind, place, number)
+        peers = {} if task.quant else torch_peers(task, kind)
+        if kind != "bfloat16":
+            peers["onnxruntime"] = task.peer(bench_peers.onnxruntime_peer, kind)
+        return work(task, run, kind, beside, peers)
+
+    return prepare
+
+
+def paged(kind, number, page):
+    """A step of decoding from pages in random order, beside the same from rows in order."""
+
+    def prepare():
+        task = problem(B, 1, PAST, 8)
+        contiguous, _ = from_cache(task, kind, "offsets", number)
+        run, beside = from_cache(task, kind, "pages", number, page)
+        return work(task, run, kind, beside | {"contiguous": contiguous}, {})
+
+    return prepare
+
+
+def chunk(kind, data):
+    """A chunk of one sequence attends to its past in a cache and to itself."""
+
+    def prepare():
+        task = problem(1, CHUNK, PAST, 8, BITS.get(kind, 0))
+        run, _ = from_cache(task, kind, "offsets", 3, data=data)
+        peers = {
+            "torch": task.peer(bench_peers.torch_peer, (data,)),
+            "onnxruntime": task.peer(bench_peers.onnxruntime_peer, kind),
+        }
+        return work(task, run, kind, {"matmul": matmul(task.operations)}, peers)
+
+    return prepare
+
+
+def prefill(kind):
+    """One sequence attends to itself; there is no cache."""
+
+    def prepare():
+        task = problem(1, PREFILL, 0, 32)
+        query = task.query.astype(DTYPES[kind])
+        key, value = (tokens_first(x).astype(DTYPES[kind]) for x in task.context())
+        out = np.empty_like(query)
+
+        def run(i):
+            kvkit.multi_head_attention(query, key, value, num_heads=task.heads, head_dim=DIM, out=out)
+
+        run(0)
+        task.check("kvkit", out, kind)
+        peers = torch_peers(task, kind)
+        peers["onnxruntime"] = task.peer(bench_peers.onnxruntime_peer, kind)
+        return work(task, run, "", {"matmul": matmul(task.operations)}, peers)
+
+    return prepare
+
+
+def work(task, run, kind, beside, peers):
+    moved = 0 if "matmul" in beside else B * task.length * token_bytes(task, kind)
+    beside = beside | {name: peer and peer.run for name, peer in peers.items()}
+    forms = {name: peer.form for name, peer in peers.items() if peer}
+    return Work(run, moved, task.operations, beside, forms)
+
+
+def torch_peers(task, kind):
+    """torch at its quickest, in the same type, and by the trick that decoding allows."""
+    peers = {
+        "torch": task.peer(bench_peers.torch_peer),
+        "torch same type": task.peer(bench_peers.torch_peer, (kind,)),
+    }
+    if task.new == 1 and task.group > 1:
+        peers["torch folded"] = task.peer(bench_peers.torch_peer, bench_peers.TYPES, ("folded",))
+    return peers
+
+
+def matmul(operations):
+    """A function of the round: numpy's product of two float32 matrices, of as many operations."""
+    left = np.ones((2048, 2048), np.float32)
+    right = np.ones((2048, operations // (2 * left.size)), np.float32)
+    out = np.empty_like(right)
+    return lambda i: np.matmul(left, right, out=out)
+
+
+def from_cache(task, kind, place, number, page=PAGE, data=None):
+    """Attention from caches in turn, checked: a function of the round, and the read beside it."""
+    order = (layout.STATIC if place == "static" else layout.DYNAMIC)[number]
+    where = index_tensors(int(place == "pages"), task.past, task.new, task.batch, page)
+    cache, scale = filled(task, kind, order, where["cachestarts"], page)
+    size = task.batch * task.length * token_bytes(task, kind)
+    turns = [(cache, scale)]
+    turns += [(cache.copy(), scale if scale is None else scale.copy()) for _ in range(1, sets(size))]
+
+    data = DTYPES[data or ("float16" if task.quant else kind)]
+    attributes = {"num_heads": task.heads, "num_kv_heads": task.kv_heads, "head_dim": DIM}
+    attributes |= {"cache_layout": number, "quant_bit": task.quant, "quant_group": GROUPS.get(task.quant, 8)}
+    arrays = [array.astype(data) for array in (task.query, *map(tokens_first, task.context(task.past)))]
+    if place == "static":
+        call, where = kvkit.multi_head_cache_attention, {"start_pos": task.past}
+    else:
+        call = kvkit.dynamic_batching.multi_head_cache_attention
+        where |= {"decoding_batches": task.batch if task.new == 1 else 0}
+        attributes |= {"cache_mode": int(place == "pages"), "page_size": page}
+        arrays = [array.reshape(-1, *array.shape[2:]) for array in arrays]
+    out = np.empty_like(arrays[0])
+
+    def run(i):
+        cache, scale = turns[i % len(turns)]
+        call(*arrays, cache=cache, scale=scale, out=out, **where, **attributes)
+
+    run(0)
+    task.check("kvkit", out.reshape(task.query.shape), data.__name__)
+    read = plain_read([[array for array in turn if array is not None] for turn in turns], size)
+    return run, {"read": read}
+
+
+def filled(task, kind, order, starts, page):
+    """A cache with the past of a problem in it, and its scale."""
+    static = "sequence" in order.axes
+    rows = -(-task.length // page) * page
+    sizes = {"sequence": task.batch, "layer": 1, "kv": 2, "row": rows, "head": task.kv_heads}
+    sizes["row"] *= 1 if static else task.batch
+    shape = tuple(sizes[axis] for axis in order.axes[:-1])
+    cache = np.zeros((*shape, task.stored.shape[-1]), np.int8 if task.quant else DTYPES[kind])
+    scale = np.full((*shape, DIM // GROUPS[task.quant]), task.step, np.float16) if task.quant else None
+    axes = "layer", *(["sequence"] if static else []), "kv", "row", "head", "dim"
+    view = cache.transpose([order.at[axis] for axis in axes])[0]
+    position = np.arange(task.past)
+    for b in range(task.batch):
+        past = tokens_first(task.stored[:, b, :, : task.past])
+        if static:
+            view[b][:, position] = past
+        elif starts.ndim == 1:
+            view[:, starts[b] + position] = past
+        else:
+            view[:, starts[b, position // page] + position % page] = past
+    return cache, scale
+
+
+def tokens_first(array):
+    """[..., heads, tokens, dim] -> [..., tokens, heads, dim]"""
+    return np.ascontiguousarray(array.swapaxes(-3, -2))
+
+
+def token_bytes(task, kind):
+    """Of the keys and values of one token in a cache, with their scales."""
+    if task.quant:
+        return 2 * task.kv_heads * (DIM * task.quant // 8 + DIM // GROUPS[task.quant] * 2)
+    return 2 * task.kv_heads * DIM * np.dtype(DTYPES[kind]).itemsize
+
+
+PLACES = [("static", 0), ("static", 1), *(("offsets", number) for number in range(4))]
+DECODE = [
+    *((kind, *place, 8, {"read": 0.75, "torch": 3}) for kind in ("float16", "bfloat16") for place in PLACES),
+    *(("float32", *place, 8, {"read": 0.8, "onnxruntime": 3}) for place in (PLACES[2], PLACES[5])),
+    *(("int8", *place, 8, {"onnxruntime": 2.2}) for place in (PLACES[2], PLACES[5])),
+    *(("int4", *place, 8, {"onnxruntime": 3}) for place in (PLACES[2], PLACES[5])),
+    *(("float16", *place, 32, {"read": 0.7}) for place in (PLACES[2], PLACES[5])),
+    *(("float16", *place, 4, {"read": 0.45}) for place in (PLACES[2], PLACES[5])),
+]
+
+CASES = [
+    *(
+        Case(
+            f"decode {kind}, {heads} kv heads, layout {number}, {place}",
+            decode(kind, place, number, heads),
+            goals,
+        )
+        for kind, place, number, heads, goals in DECODE
+    ),
+    *(
+        Case(
+            f"pages of {page}, float16, layout {number}",
+            paged("float16", number, page),
+            {"contiguous": 0.9},
+        )
+        for number in (0, 3)
+        for page in (16, 64, 128)
+    ),
+    Case("prefill float32, 2,048 tokens, 32 kv heads", prefill("float32"), {"torch same type": 1.3}),
+    Case(
+        "prefill float32 from int8, 512 tokens after 8,192, 8 kv heads",
+        chunk("int8", "float32"),
+        {"torch": 1.5},
+    ),
+]

@@ -1,0 +1,82 @@
+"""What operators are measured beside: a plain parallel copy, or read, of as many bytes."""
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FAR = 256 * 2**20  # bytes in turn that no cache holds
+
+
+def sets(size):
+    """How many sets of `size` bytes take turns, so that they come from memory."""
+    return max(1, -(-FAR // size))
+
+
+def plain_copy(moved, fresh=False):
+    """A function of the round that copies half of `moved` bytes, so that it reads and writes as many."""
+    size = moved // 2
+    count = sets(size)
+    source = np.ones(count * size, np.uint8)
+    target = np.ones(1 if fresh else count * size, np.uint8)
+
+    def copy(i):
+        at = i % count * size
+        into = np.empty(size, np.uint8) if fresh else target[at : at + size]
+        parallel_copy(into.ctypes.data, source.ctypes.data + at, size, numba.get_num_threads())
+
+    return copy
+
+
+def plain_read(turns, moved):
+    """A function of the round that reads `moved` bytes of the arrays whose turn it is."""
+    views = [[words(array) for array in arrays] for arrays in turns]
+    total = sum(view.nbytes for view in views[0])
+    views = [[view[: view.size * moved // total] for view in turn] for turn in views]
+
+    def read(i):
+        for view in views[i % len(views)]:
+            parallel_read(view, numba.get_num_threads())
+
+    return read
+
+
+def words(array):
+    flat = array.reshape(-1).view(np.uint8)
+    return flat[: flat.size // 8 * 8].view(np.int64)
+
+
+@intrinsic
+def memcpy(typingctx, target, source, size):
+    def codegen(context, builder, signature, values):
+        pointer = ir.IntType(8).as_pointer()
+        function = ir.FunctionType(ir.VoidType(), [pointer, pointer, ir.IntType(64), ir.IntType(1)])
+        name = "llvm.memcpy.p0.p0.i64"
+        addresses = [builder.inttoptr(value, pointer) for value in values[:2]]
+        called = cgutils.get_or_insert_function(builder.module, function, name)
+        builder.call(called, [*addresses, values[2], ir.IntType(1)(0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@numba.njit(parallel=True)
+def parallel_copy(target, source, size, parts):
+    for part in prange(parts):
+        begin, end = part * size // parts, (part + 1) * size // parts
+        memcpy(target + begin, source + begin, end - begin)
+
+
+@numba.njit(parallel=True)
+def parallel_read(words, parts):
+    mixed = np.zeros(parts, np.int64)
+    for part in prange(parts):
+        # Over a slice from its beginning: an index that could be negative would keep this from vectors.
+        share = words[part * len(words) // parts : (part + 1) * len(words) // parts]
+        bits = np.int64(0)
+        for i in range(len(share)):
+            bits ^= share[i]
+        mixed[part] = bits
+    return mixed.sum()

@@ -1,0 +1,186 @@
+"""Peers of the attention operators, where they are installed: torch and onnxruntime.
+
+Each gets what kvkit gets, in the form it likes best: keys and values `[B, H, T, D]`, packed, the new tokens
+of torch already in place, those of onnxruntime appended by the operator into buffers that it shares.
+"""
+
+import functools
+import importlib.util
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from kvkit_cli.bench_memory import sets
+
+TYPES = "float32", "bfloat16", "float16"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A function of the round, its output as float32 `[B, S, H, D]`, its type, and how it was asked."""
+
+    run: Callable
+    output: Callable
+    kind: str
+    form: str
+
+
+def installed(*names):
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+def torch_peer(problem, kinds=TYPES, shapes=("enable_gqa", "expanded heads")):
+    """`scaled_dot_product_attention` in the quickest of its types and shapes; None without torch."""
+    if not installed("torch"):
+        return None
+    best, least = None, float("inf")
+    for kind, shape in itertools.product(kinds, shapes):
+        if shape == "expanded heads" and problem.group == 1:
+            continue
+        peer = torch_attention(problem, kind, shape)
+        seconds = min(timed(peer, i) for i in range(3))
+        if seconds < least:
+            best, least = peer, seconds
+        del peer
+    return best
+
+
+def timed(peer, i):
+    begin = time.perf_counter()
+    peer.run(i)
+    return time.perf_counter() - begin
+
+
+def torch_attention(problem, kind, shape):
+    """Query heads as they are, or each with a copy of its keys (made before), or folded.
+
+    Folded, the query heads of one key head are the positions of one query: a single product a key head, which
+    only works where no mask tells positions apart.
+    """
+    import torch
+
+    torch.set_num_threads(numba.get_num_threads())
+    wanted = getattr(torch, kind)
+    query, key, value = (
+        torch.from_numpy(array).to(wanted)
+        for array in (problem.query.transpose(0, 2, 1, 3), *problem.context())
+    )
+    size = query.shape
+    if shape == "folded":
+        query = query.reshape(problem.batch, problem.kv_heads, problem.group, -1)
+    elif shape == "expanded heads":
+        key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    turns = [(key, value)]
+    while len(turns) < sets(2 * key.nbytes):
+        turns.append((key.clone(), value.clone()))
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        enable_gqa=shape == "enable_gqa" and problem.group > 1,
+    )
+    if problem.new > 1 and problem.past:
+        mask = torch.full((problem.new, problem.length), float("-inf")).triu(problem.past + 1)
+        attend = functools.partial(attend, attn_mask=mask.to(wanted))
+    elif problem.new > 1:
+        attend = functools.partial(attend, is_causal=True)
+
+    def run(i):
+        with torch.inference_mode():
+            return attend(query, *turns[i % len(turns)])
+
+    def output():
+        return run(0).reshape(size).transpose(1, 2).float().numpy()
+
+    return Peer(run, output, kind, f"{kind}, {shape}" if problem.group > 1 else kind)
+
+
+def onnxruntime_peer(problem, kind):
+    """`com.microsoft.GroupQueryAttention` over shared buffers; None without onnxruntime, or onnx.
+
+    Of quantized caches one scale for the whole tensor, its quickest form.
+    """
+    if not installed("onnxruntime", "onnx"):
+        return None
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = numba.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        group_query_attention(problem, kind), options, providers=["CPUExecutionProvider"]
+    )
+    data = np.float16 if kind == "float16" else np.float32
+    key, value = (x.transpose(0, 2, 1, 3) for x in problem.context(problem.past))
+    shape, packed = problem.query.shape, (problem.batch, problem.new, -1)
+    arrays = {
+        "query": problem.query.astype(data).reshape(packed),
+        "key": key.astype(data).reshape(packed),
+        "value": value.astype(data).reshape(packed),
+        "lengths": np.full(problem.batch, problem.length - 1, np.int32),
+        "total": np.array([problem.length], np.int32),
+    }
+    if problem.quant:
+        arrays["scale"] = np.array([problem.step], np.float32)
+    arrays["output"] = np.zeros_like(arrays["query"])
+    held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+    output = held.pop("output")
+
+    bindings = []
+    while len(bindings) < sets(problem.stored.size * (1 if problem.quant else np.dtype(data).itemsize)):
+        buffers = [onnxruntime.OrtValue.ortvalue_from_numpy(half) for half in buffers_of(problem, data)]
+        binding = session.io_binding()
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output("output", output)
+        for name, buffer in zip(("key", "value"), buffers, strict=True):
+            binding.bind_ortvalue_input(f"past_{name}", buffer)
+            binding.bind_ortvalue_output(f"present_{name}", buffer)
+        bindings.append(binding)
+
+    def run(i):
+        session.run_with_iobinding(bindings[i % len(bindings)])
+
+    def result():
+        run(0)
+        return output.numpy().reshape(shape).astype(np.float32)
+
+    return Peer(run, result, "float16" if kind == "float16" else "float32", kind)
+
+
+def buffers_of(problem, data):
+    """New arrays of keys and of values; nibbles as onnxruntime stores them, 8 above their value."""
+    if problem.quant == 4:
+        return [half.view(np.uint8) ^ 0x88 for half in problem.stored]
+    return [half.copy() if problem.quant else half.astype(data) for half in problem.stored]
+
+
+def group_query_attention(problem, kind):
+    """A model of one node."""
+    from onnx import TensorProto, helper
+
+    cache = {"int8": TensorProto.INT8, "int4": TensorProto.UINT8, "float16": TensorProto.FLOAT16}.get(
+        kind, TensorProto.FLOAT
+    )
+    data = TensorProto.FLOAT16 if kind == "float16" else TensorProto.FLOAT
+    inputs = {"query": data, "key": data, "value": data, "past_key": cache, "past_value": cache}
+    inputs |= {"lengths": TensorProto.INT32, "total": TensorProto.INT32}
+    outputs = {"output": data, "present_key": cache, "present_value": cache}
+    attributes = {"num_heads": problem.heads, "kv_num_heads": problem.kv_heads}
+    names = [*inputs]
+    if problem.quant:
+        names += ["", "", "", "", "", "scale", "scale"]
+        inputs["scale"] = TensorProto.FLOAT
+        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
+        attributes |= {"kv_cache_bit_width": problem.quant}
+    node = helper.make_node("GroupQueryAttention", names, [*outputs], domain="com.microsoft", **attributes)
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in inputs.items()],
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()

@@ -1,0 +1,115 @@
+"""An attention problem that kvkit, its peers and numpy solve alike."""
+
+import functools
+from dataclasses import dataclass
+
+import click
+import numpy as np
+
+DIM = 128
+GROUPS = {8: 8, 4: 32}  # quant_group by quant_bit
+STEPS = {8: 2.0**-6, 4: 0.25}  # the scale of all groups by quant_bit
+TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}  # of the largest output
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries of `new` tokens a sequence over a context of `past` tokens and these.
+
+    Numbers are such that all types hold them (bfloat16 rounds). Each group of codes has the largest code in
+    it, so that quantizing gives all groups one scale: a cache with a scale for each holds what a cache with a
+    scale for the whole tensor holds.
+    """
+
+    batch: int
+    new: int
+    past: int
+    kv_heads: int
+    quant: int = 0
+    heads: int = 32
+
+    @property
+    def length(self):
+        return self.past + self.new
+
+    @property
+    def group(self):
+        return self.heads // self.kv_heads
+
+    @property
+    def step(self):
+        return STEPS[self.quant]
+
+    @property
+    def operations(self):
+        """Of both products, over the pairs of queries and keys that the causal mask leaves."""
+        pairs = self.new * self.past + self.new * (self.new + 1) // 2
+        return 4 * DIM * self.batch * self.heads * pairs
+
+    @functools.cached_property
+    def query(self):
+        """float32 [B, S, H, D], wide enough that few keys have most of the weight."""
+        normal = np.random.default_rng(1).standard_normal
+        query = 2 * normal((self.batch, self.new, self.heads, DIM), np.float32)
+        return query.astype(np.float16).astype(np.float32)
+
+    @functools.cached_property
+    def stored(self):
+        """Keys and values as caches hold them: float16 or codes [2, B, H, T, D]."""
+        rng = np.random.default_rng(0)
+        shape = 2, self.batch, self.kv_heads, self.length, DIM
+        if not self.quant:
+            stored = np.empty(shape, np.float16)
+            for at in np.ndindex(shape[:3]):
+                stored[at] = rng.standard_normal(shape[3:], np.float32)
+            return stored
+        largest = 2 ** (self.quant - 1) - 1
+        codes = rng.integers(-largest, largest + 1, shape, np.int8)
+        codes[..., :: GROUPS[self.quant]] = largest
+        return codes if self.quant == 8 else codes[..., ::2] & 15 | codes[..., 1::2] << 4
+
+    def context(self, begin=0):
+        """Keys and values of tokens from `begin` on: float16 [2, B, H, T, D]."""
+        stored = self.stored[..., begin:, :]
+        if self.quant == 4:
+            stored = np.stack([stored << 4 >> 4, stored >> 4], -1).reshape(*stored.shape[:-1], DIM)
+        return stored * np.float16(self.step) if self.quant else stored
+
+    @functools.cached_property
+    def expected(self):
+        """float64 outputs of the first and last token of the first and last sequence."""
+        context, outputs = self.context(), {}
+        for b, i in {(b, i) for b in (0, self.batch - 1) for i in (0, self.new - 1)}:
+            outputs[b, i] = np.zeros((self.heads, DIM))
+            for h in range(self.heads):
+                key, value = context[:, b, h // self.group, : self.past + i + 1].astype(np.float64)
+                scores = key @ self.query[b, i, h] / DIM**0.5
+                weights = np.exp(scores - scores.max())
+                outputs[b, i][h] = weights @ value / weights.sum()
+        return outputs
+
+    def check(self, who, output, kind):
+        """Stop unless `output` [B, S, H, D] is what numpy gives."""
+        for at, expected in self.expected.items():
+            error = np.abs(output[at].astype(np.float64) - expected).max() / np.abs(expected).max()
+            if not error < TOLERANCES[kind]:
+                raise click.ClickException(f"{who}: output is off by {error:.1e} of the largest")
+
+    @functools.cached_property
+    def peers(self):
+        """Peers made so far."""
+        return {}
+
+    def peer(self, make, *args):
+        """A peer, made and checked once; None if it is not installed."""
+        if (make, args) not in self.peers:
+            peer = self.peers[make, args] = make(self, *args)
+            if peer:
+                self.check(peer.form, peer.output(), peer.kind)
+        return self.peers[make, args]
+
+
+@functools.lru_cache(maxsize=1)
+def problem(*sizes):
+    """The problem of cases in a row, whose data and peers are made once."""
+    return Problem(*sizes)

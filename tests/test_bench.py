@@ -1,0 +1,110 @@
+"""`kvkit bench`: it measures what it says, and keeps the figures it did not measure."""
+
+import itertools
+import json
+
+import click
+import numpy as np
+import pytest
+
+from kvkit_cli import bench, bench_attention, bench_memory, bench_peers, show
+from kvkit_cli.bench_cases import Case, Work
+from kvkit_cli.bench_problem import Problem
+
+SHAPES = [(2, 1, 37, 2), (2, 1, 37, 8), (1, 5, 20, 4), (1, 9, 0, 2)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """One set of data, and no rest between what is compared."""
+    monkeypatch.setattr(bench_memory, "FAR", 1)
+    monkeypatch.setattr(bench, "PAUSE", 0)
+
+
+def task(shape, quant=0):
+    return Problem(*shape, quant, heads=8)
+
+
+@pytest.mark.parametrize("quant", [0, 8, 4])
+def test_every_place_holds_the_same_problem(quant):
+    """From each cache comes what float64 numpy makes of the problem: `from_cache` compares."""
+    kind = {0: "float16", 8: "int8", 4: "int4"}[quant]
+    places = [*itertools.product(["static"], range(2)), *itertools.product(["offsets", "pages"], range(4))]
+    for place, number in places:
+        made = task(SHAPES[0], quant)
+        run, beside = bench_attention.from_cache(made, kind, place, number, page=16)
+        run(1)
+        beside["read"](1)
+
+
+def test_a_wrong_result_is_not_measured():
+    made = task(SHAPES[0])
+    right = np.zeros((2, 1, 8, 128))
+    for at, expected in made.expected.items():
+        right[at] = expected
+    made.check("kvkit", right, "float32")
+    right[1, 0, 7, 3] += 0.1
+    with pytest.raises(click.ClickException, match="kvkit: output is off by"):
+        made.check("kvkit", right, "float32")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torch_solves_the_same_problem(shape):
+    pytest.importorskip("torch")
+    made = task(shape)
+    shapes = ["enable_gqa", "expanded heads"]
+    if made.new == 1:
+        shapes.append("folded")
+    for kind, form in itertools.product(bench_peers.TYPES, shapes):
+        peer = bench_peers.torch_attention(made, kind, form)
+        made.check(peer.form, peer.output(), kind)
+    assert made.peer(bench_peers.torch_peer) is made.peer(bench_peers.torch_peer)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_onnxruntime_solves_the_same_problem(shape, kind):
+    pytest.importorskip("onnxruntime")
+    made = task(shape, {"int8": 8, "int4": 4}.get(kind, 0))
+    peer = bench_peers.onnxruntime_peer(made, kind)
+    made.check("onnxruntime", peer.output(), peer.kind)
+
+
+def test_peers_that_are_not_installed_say_so(monkeypatch):
+    monkeypatch.setattr(bench_peers, "installed", lambda *names: False)
+    made = task(SHAPES[0])
+    assert made.peer(bench_peers.torch_peer) is None
+    work = bench_attention.work(made, lambda i: None, "float16", {}, {"torch": None})
+    result = bench.measure(Case("empty", lambda: work, {"torch": 3}), 1)
+    assert result["beside"] == {"torch": None}
+    assert "torch not installed" in bench.row(result)[-2]
+
+
+def test_what_is_beside_gets_the_same_rounds():
+    rounds = {"run": [], "copy": []}
+    work = Work(rounds["run"].append, 100, beside={"copy": rounds["copy"].append})
+    result = bench.measure(Case("rounds", lambda: work, {"copy": 1e9}, calls=2), 3)
+    assert rounds == {"run": list(range(10)), "copy": list(range(5))}
+    assert set(result) == {"case", "seconds", "bytes", "beside", "goals"}
+    assert bench.row(result)[-1] == "copy 100000000000%"
+
+
+def test_a_file_keeps_what_was_not_measured_again(tmp_path):
+    path = tmp_path / "new" / "cpu.json"
+    names = ["a", "b", "c"]
+
+    def seconds():
+        return {result["case"]: result["seconds"] for result in json.loads(path.read_text())["results"]}
+
+    bench.write(path, [{"case": "c", "seconds": 1}, {"case": "b", "seconds": 1}], 3, names)
+    bench.write(path, [{"case": "a", "seconds": 2}, {"case": "c", "seconds": 2}], 5, names)
+    assert list(seconds().items()) == [("a", 2), ("b", 1), ("c", 2)]
+    path.write_text(path.read_text().replace(bench.machine()["cpu"], "another"))
+    bench.write(path, [{"case": "a", "seconds": 3}], 5, names)
+    assert seconds() == {"a": 3}
+
+
+def test_shares_and_times():
+    assert show.times("read", 0.756) == "76%"
+    assert show.times("torch", 2.95) == "3.0x"
+    assert show.times("torch", None) == "not installed"
