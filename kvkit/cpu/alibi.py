@@ -2,14 +2,13 @@
 
 import functools
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import running
+from kvkit.cpu.launches import running, threads
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.cpu.transfer import SMALL_BYTES, sequence_of
 from kvkit.formats import BY_NAME
@@ -159,7 +158,7 @@ def launch(target, element, starts, kvstarts, mask, mask_element, padding):
         return
     batches, heads, _, columns = target.shape
     parallel = target.nbytes >= SMALL_BYTES
-    chunks = numba.get_num_threads() if parallel else 1
+    chunks = threads() if parallel else 1
     places = np.array([(target.ctypes.data, *target.strides[:3]), mask], np.int64)
     code, run = row_of_mask(element, mask_element).address, compiled(parallel)
     bits = int(np.float32(padding).view(np.uint32))

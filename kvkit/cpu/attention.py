@@ -3,11 +3,10 @@
 import functools
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from kvkit.cpu import attend, products
-from kvkit.cpu.launches import Launch, address
+from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.online import MASKS
 from kvkit.cpu.rows import LOAD, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
@@ -177,7 +176,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     several = attend.compiled(True) if most > 1 else one
 
     def run():
-        workers = min(numba.get_num_threads(), most) if most > 1 else 1
+        workers = min(threads(), most) if most > 1 else 1
         numbers[AT["scratch"]] = scratch.at_least(workers * scratch_bytes)
         if parts:
             numbers[AT["partials"]] = partials.at_least(part_bytes)

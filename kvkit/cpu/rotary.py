@@ -7,13 +7,12 @@ signs, so that a panel is x * cosines + (x with the elements of each pair swappe
 import functools
 import math
 
-import numba
 import numpy as np
 from numba import prange, types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import running
+from kvkit.cpu.launches import running, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
 from kvkit.cpu.transfer import (
@@ -178,7 +177,7 @@ def launch(element, moves, starts, first, turned, bypass_key, scaling, new):
         moved += target.nbytes
     stream = not new and moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
     parallel = moved >= SMALL_BYTES
-    chunks = numba.get_num_threads() if parallel else 1
+    chunks = threads() if parallel else 1
     code, run = heads_of(element, stream).address, compiled(parallel)
     dim = moves[0][0].shape[-1]
     with running:

@@ -6,12 +6,11 @@ which tokens of a sequence they walk.
 
 import functools
 
-import numba
 import numpy as np
 from numba import prange, types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, address
+from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import LOAD, STORE, rows
 from kvkit.cpu.simd import panels
 from kvkit.index import page_of, rest_of_page, row_of, share
@@ -120,7 +119,7 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=F
     (key_at, _, row, *_), (value_at, *_) = cache.sides
     block = 0 if abs(value_at - key_at) > abs(row) else BLOCKS[direction]
     parallel = moved >= SMALL_BYTES
-    chunks = numba.get_num_threads() if parallel else 1
+    chunks = threads() if parallel else 1
     arguments = code, chunks, block, starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
     owners = OWNERS[direction] | (SCALE if cache.cell else {})
     return Launch(sides.reshape(-1), owners, functools.partial(compiled(parallel), *arguments))
