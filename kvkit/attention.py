@@ -65,8 +65,8 @@ def weights(num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, sof
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else number("softmax_scale", softmax_scale)
     left, right = pair("window", window)
     softcap = number("softcap", softcap)
-    if softcap < 0:
-        raise wrong("softcap", "0 (none) or a positive number", softcap)
+    if softcap != 0 and softcap < np.finfo(np.float32).tiny:
+        raise wrong("softcap", "0 (none) or a positive number of float32", softcap)
     flags = flag("is_causal", is_causal), flag("is_alibi", is_alibi)
     given = None
     if sinks is not None:

@@ -79,12 +79,13 @@ def merged(outputs, lses):
         np.maximum(top, lse, out=top)
     base = np.where(np.isneginf(top), np.float32(0), top)
     total, whole = np.zeros_like(top), np.zeros(outputs[0].shape, np.float32)
+    for lse in lses:
+        total += np.exp(lse - base)
+    divisor = np.where(total == 0, np.float32(1), total)
     for output, lse in zip(outputs, lses, strict=True):
-        share = np.exp(lse - base)
-        total += share
-        whole += np.where(share[..., None] == 0, 0, output.astype(np.float32) * share[..., None])
-    whole /= np.where(total == 0, np.float32(1), total)[..., None]
-    return whole, base + np.log(total)
+        share = (np.exp(lse - base) / divisor)[..., None]
+        whole += np.where(share == 0, 0, output.astype(np.float32) * share)
+    return whole, np.asarray(base + np.log(total))
 
 
 def parts(name, arrays):

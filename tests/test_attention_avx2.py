@@ -19,6 +19,9 @@ assert "haswell" in cpu_target.target_context.codegen().magic_tuple()
 rng = np.random.default_rng(0)
 for formats in (scenes.FP32, scenes.FP16, scenes.INT8):
     scenes.check(scenes.dynamic_cache(rng, formats, [(0, 40), (700, 1), (9, 5)], heads=8, kv_heads=2, dim=80))
+for bits, group, cell in ((4, 2, "fp16"), (4, 32, "fp32"), (4, 64, "bf16"), (8, 128, "bf16")):
+    formats = scenes.Formats("fp32", "int8", cell, bits, group)
+    scenes.check(scenes.dynamic_cache(rng, formats, [(60, 1), (9, 2)], heads=8, kv_heads=4, dim=128))
 scenes.check(scenes.dynamic(rng, scenes.BF16, is_alibi=True, dim=17, value_dim=5))
 call = scenes.static(rng, scenes.FP32, 70, 9, window=(40, -1), softcap=3.0, sinks=np.ones(4, np.float32))
 scenes.check(call.but(attn_mask=scenes.static_mask(rng, call, (4, 9), pad=3)))

@@ -67,6 +67,7 @@ ATTRIBUTES = {
     "num_kv_heads_not_that_of_key": (("num_kv_heads", "key", "current_key"), {"num_kv_heads": 1}),
     "num_kv_heads_0_is_num_heads": (("num_kv_heads", "key", "current_key"), {"num_kv_heads": 0}),
     "softcap_negative": ("softcap", {"softcap": -1.0}),
+    "softcap_that_float32_has_not": ("softcap", {"softcap": 1e-46}),
     "window_below_minus_1": ("window", {"window": (-2, 0)}),
     "window_right_below_minus_1": ("window", {"window": (0, -5)}),
     "window_of_one": ("window", {"window": (3,)}),

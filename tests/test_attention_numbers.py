@@ -259,6 +259,61 @@ def test_values_of_every_size(kind, rng):
         assert scenes.error(got / np.float32(size), output / size) < 2e-5
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("keys", [3, 100, 5000])
+def test_sums_of_large_values_do_not_overflow(rows, keys):
+    """All of one sign, near the largest float32: their mean is one of them."""
+    query, key = np.zeros((1, rows, 1, 16), np.float32), np.zeros((1, keys, 1, 16), np.float32)
+    value = np.full_like(key, 3e38)
+    output, lse = kvkit.multi_head_attention(
+        query, key, value, num_heads=1, head_dim=16, is_causal=False, return_lse=True
+    )
+    np.testing.assert_allclose(output, 3e38, rtol=2e-5)
+    np.testing.assert_allclose(lse, np.log(keys), rtol=1e-6)
+    output, _ = kvkit.merge_attention_states([output] * 3, [lse] * 3)
+    np.testing.assert_allclose(output, 3e38, rtol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("last", [99, 4999])
+def test_large_values_that_lose_all_weight(rows, last):
+    """What they summed up to so far counts for nothing once a key of a far higher score comes."""
+    query = np.ones((1, rows, 1, 16), np.float32)
+    key, value = np.zeros((1, last + 1, 1, 16), np.float32), np.full((1, last + 1, 1, 16), 3e38, np.float32)
+    key[0, last], value[0, last] = 25, 1
+    output = kvkit.multi_head_attention(
+        query, key, value, num_heads=1, head_dim=16, is_causal=False, softmax_scale=1.0
+    )
+    np.testing.assert_array_equal(output, 1)
+
+
+@pytest.mark.parametrize("top", [1, 600, 4999])
+def test_a_nan_score_counts_wherever_the_largest_is(top):
+    """A context in parts is as one in one piece."""
+    query, key = np.ones((1, 1, 1, 16), np.float32), np.zeros((1, 5000, 1, 16), np.float32)
+    key[0, top], key[0, 0] = 62.5, np.nan
+    results = kvkit.multi_head_attention(query, key, key * 0 + 1, num_heads=1, head_dim=16, return_lse=True)
+    assert all(np.isnan(array).all() for array in results)
+
+
+COARSE = [
+    scenes.Formats("bf16", "int8", "fp32", 8, 8),
+    scenes.Formats("bf16", "int8", "fp16", 4, 32),
+    scenes.Formats("fp16", "fp32"),
+    scenes.Formats("bf16", "fp16"),
+]
+
+
+@cached
+@pytest.mark.parametrize("formats", COARSE, ids=str)
+def test_data_coarser_than_their_cache(kind, formats, rng):
+    """Large scores tell a key that was rounded to the data, as a load does, from one that was not."""
+    for seqlen in (1, 16):
+        call = any_kind(kind, rng, formats, 250, seqlen, heads=4, kv_heads=2, dim=128)
+        call["query"][...] *= 4
+        check(call)
+
+
 # Contexts of one token and of 100,000
 
 

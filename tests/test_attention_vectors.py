@@ -280,3 +280,12 @@ def test_wrong_static_mask_shapes(kind, shape):
     with pytest.raises(kvkit.KvkitError, match=r"^attn_mask: expected .*, got "):
         call.run()
     scenes.assert_unchanged(call, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_as_arrays_of_one(kind):
+    """Files hold attributes as arrays."""
+    rng = np.random.default_rng(0)
+    call = scenes.any_kind(kind, rng, scenes.FP32, 2, 3)
+    sizes = {name: np.array([call.attrs[name]]) for name in ("num_heads", "head_dim")}
+    scenes.assert_same(call.copy().run(), call.but(**sizes).run())

@@ -385,12 +385,11 @@ def test_what_is_read_in_place(cell, group, dims, answer):
     assert products.in_place(cell, group, dims) is answer
 
 
-def test_scales_that_are_coarser_than_data():
+def test_formats_that_are_coarser():
     names = [name for name, fmt in BY_NAME.items() if fmt.bits >= 16]
     digits = dict(zip(names, (24, 11, 8), strict=True))
-    for packed, cell in itertools.product(names, names):
-        assert products.cells_are_coarser(packed, cell) is (digits[cell] < digits[packed])
-        assert products.cells_are_coarser(packed, None) is False
+    for one, other in itertools.product(names, names):
+        assert products.coarser(one, other) is (digits[one] < digits[other])
 
 
 # Assembly

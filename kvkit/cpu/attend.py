@@ -1,9 +1,10 @@
 """Attention over a cache where it lies: units of work, who does them, and the walk over a context.
 
-A unit is one sequence, one key head (or all of them) and up to 256 rows; a row is one query head of one query
-token. Up to 8 rows are a narrow tile, which reads the cache in place; more are wide tiles of 32, which share
-keys and values widened into scratch. A long context is split into parts whose length depends on the shapes
-only; whoever finishes a unit's last part merges all in order. So results depend on neither threads nor luck.
+A unit is one sequence, one key head (or all of them) and up to 256 rows; a row is one query head of one
+query token. Up to 8 rows are a narrow tile, which reads the cache in place where vectors fit its rows; more
+are wide tiles of 32, which share keys and values widened into scratch. A long context is split into parts
+whose length depends on the shapes only; whoever finishes a unit's last part merges all in order. So results
+depend on neither threads nor luck.
 """
 
 import functools
@@ -19,7 +20,8 @@ from kvkit.cpu.task import TASK
 from kvkit.index import page_of, rest_of_page, row_of
 from kvkit.jit import callback, helper, kernel
 
-TILES = 8  # wide tiles in a unit
+TILES = 8  # most wide tiles in a unit
+SHRINK = np.float32(2**-40)  # of careful sums: they stay finite if values and weights are
 NARROW, WIDE = attention.NARROW, attention.WIDE
 MINUS_INF = np.float32(-np.inf)
 
@@ -45,34 +47,43 @@ def sequence(task, b):
 
 @helper
 def units_of(task, b):
-    """(units, parts of each) of a sequence; only a unit of one tile is split."""
+    """(units, parts of each) of a sequence; units of several wide tiles are not split."""
     seqlen, kvlen, rows = sequence(task, b)
     if rows == 0:
         return 0, 1
-    if rows > WIDE:
-        return task.heads * (-(-rows // (WIDE * TILES))), 1
+    units = 1 if task.together and rows <= NARROW else task.heads
+    if rows > NARROW:
+        units *= -(-rows // (WIDE * task.unit_tiles))
+        if task.unit_tiles > 1:
+            return units, 1
     low, _ = visible(task, b, seqlen, kvlen, 0)
     _, high = visible(task, b, seqlen, kvlen, seqlen - 1)
     parts = max(1, -(-(high - low) // task.part_tokens))
-    return (1 if task.together and rows <= NARROW else task.heads), parts
+    return units, parts
 
 
 def schedule(worker, pointer):
     """Count units, items, and items of split units; sets them, and which tiles there are, in the task."""
     task = carray(pointer, (1,))[0]
     work = np.int64(0)
+    wide = np.int64(0)
     task.tiles = task.products = 0
     for b in range(task.batch):
-        seqlen, kvlen, rows = sequence(task, b)
+        _, kvlen, rows = sequence(task, b)
         task.products += rows * kvlen * task.heads
         if rows > NARROW:
             task.tiles |= WIDE
+            wide += task.heads * (-(-rows // WIDE))
         elif rows:
             task.tiles |= power_of_two(rows)
-        if 0 < rows <= WIDE:
+    task.unit_tiles = min(max(wide // task.most_parts, 1), TILES)
+    task.part_tokens = 2**62
+    for b in range(task.batch):
+        seqlen, kvlen, rows = sequence(task, b)
+        if rows and (rows <= NARROW or task.unit_tiles == 1):
             low, _ = visible(task, b, seqlen, kvlen, 0)
             _, high = visible(task, b, seqlen, kvlen, seqlen - 1)
-            work += (high - low) * (1 if task.together and rows <= NARROW else task.heads)
+            work += (high - low) * units_of(task, b)[0]
     even = -(-work // task.most_parts)
     task.part_tokens = max(task.least_part, -(-even // task.block) * task.block)
     task.units = task.items = task.parts = 0
@@ -109,9 +120,10 @@ def shape_of(task, b, unit):
     """(rows of a tile, tiles, first row, first key head, whether tiles are heads) of a unit."""
     _, _, rows = sequence(task, b)
     if rows > NARROW:
-        blocks = -(-rows // (WIDE * TILES))
-        row = (blocks - 1 - unit % blocks) * WIDE * TILES  # the rows that see most come first
-        return WIDE, min(TILES, -(-(rows - row) // WIDE)), row, unit // blocks, False
+        most = WIDE * task.unit_tiles
+        blocks = -(-rows // most)
+        row = (blocks - 1 - unit % blocks) * most  # the rows that see most come first
+        return WIDE, min(task.unit_tiles, -(-(rows - row) // WIDE)), row, unit // blocks, False
     tile = power_of_two(rows)
     if task.together:
         return tile, task.heads, 0, 0, True
@@ -131,9 +143,9 @@ def attend(task, scratch, b, unit, part, parts, slots):
         high = min(high, low + task.part_tokens)
     place_queries(task, scratch, b, tile, tiles, row, head, by_head)
     walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, False)
-    if not finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, True):
+    if not finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, False):
         walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, True)
-        finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, False)
+        finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, True)
 
 
 @helper
@@ -213,18 +225,29 @@ def ask_for_cells(task, keys, values, pieces, numbers, begin, end):
 
 
 @helper
-def widen_rows(code, source, source_row, cells, cell_row, numbers, count, target, target_row, dim):
-    """Rows of the cache as float32, run by run of neighbours."""
+def widen_rows(task, source, source_row, cells, cell_row, numbers, count, target, target_row, dim):
+    """Rows of the cache as float32, run by run of neighbours.
+
+    If the data are coarser than the cache, rows are rounded as a load does: as 16-bit floats they wait in the
+    second halves of their places.
+    """
     begin = 0
     while begin < count:
         number, end = get(numbers + 8 * begin), begin + 1
         while end < count and get(numbers + 8 * end) == number + end - begin:
             end += 1
+        place = target + begin * target_row
+        half = place + 2 * dim if task.rounds else place
         call_rows(
-            code, target + begin * target_row, target_row, 0,
+            task.to_float, half, target_row, 0,
             source + number * source_row, source_row, 0, cells + number * cell_row, cell_row, 0,
             end - begin, 1, 1, dim,
         )  # fmt: skip
+        if task.rounds:
+            call_rows(
+                task.query_to_float, place, target_row, 0, half, target_row, 0, 0, 0, 0,
+                end - begin, 1, 1, dim,
+            )  # fmt: skip
         begin = end
 
 
@@ -282,12 +305,11 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
             cell, value_cell = key_cells + at * task.cell_head, value_cells + at * task.cell_head
             if widens and (by_head or t == 0):
                 widen_rows(
-                    task.to_float, key, key_row, cell, task.cell_row, here, count,
-                    wide_keys, key_bytes, task.dim,
+                    task, key, key_row, cell, task.cell_row, here, count, wide_keys, key_bytes, task.dim
                 )  # fmt: skip
             if (widens or careful) and (by_head or t == 0):
                 widen_rows(
-                    task.to_float, value, value_row, value_cell, task.cell_row, here, count,
+                    task, value, value_row, value_cell, task.cell_row, here, count,
                     wide_values, value_bytes, task.value_dim,
                 )  # fmt: skip
             if task.cell_bytes and task.together and not widens:
@@ -309,6 +331,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                 online.softmax(scores, tile, seen, top, total, factor)
                 sums = scratch + task.sums + t * tile * value_bytes
                 if careful:
+                    put_float(scratch + task.rows, SHRINK)
+                    attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.rows)
                     online.careful_sums(
                         scores, wide_values, value_bytes, seen, task.padded_value_dim, sums, factor, tile
                     )
@@ -333,8 +357,9 @@ def get_code(task, tile, scores):
 
 
 @helper
-def finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, check):
-    """Write the rows of a unit, or its part of them; False if one is not finite and `check` is set."""
+def finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, careful):
+    """Write the rows of a unit, or its part of them; False if one is not finite, unless sums are careful."""
+    grow = np.float32(1) / SHRINK if careful else np.float32(1)
     _, _, rows = sequence(task, b)
     lanes, dim, number = max(tile, attention.LANES), task.padded_value_dim, scratch + task.factor
     for t in range(tiles):
@@ -347,18 +372,19 @@ def finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, check
         for r in range(min(tile, rows - first)):
             line = sums + 4 * r * dim
             top, total = online.fold(scratch + task.top + state, scratch + task.total + state, r, tile)
-            if check:
+            if not careful:
                 attention.sum_of_nothing(line, dim, number)
                 if get_float(number) + total * np.float32(0) != np.float32(0):
                     return False
             if slots:
-                target = slots + part * task.part_bytes + (t * tile + r) * 4 * (dim + 2)
+                target = slots + part * task.part_bytes + (t * tile + r) * 4 * (dim + 3)
                 put_float(number, np.float32(1))
                 attention.times(line, target, dim, number)
                 put_float(target + 4 * dim, top)
                 put_float(target + 4 * dim + 4, total)
+                put_float(target + 4 * dim + 8, grow)
             else:
-                write_row(task, line, number, b, first + r, kv, top, total)
+                write_row(task, line, number, b, first + r, kv, top, total, grow)
     return True
 
 
@@ -371,34 +397,37 @@ def merge(task, scratch, b, unit, parts, slots):
     for t in range(tiles):
         kv, first = (head + t, 0) if by_head else (head, row + t * tile)
         for r in range(min(tile, rows - first)):
-            source = slots + (t * tile + r) * 4 * (dim + 2)
+            source = slots + (t * tile + r) * 4 * (dim + 3)
             top, total = MINUS_INF, np.float32(0)
             for part in range(parts):
                 top = max(top, get_float(source + part * task.part_bytes + 4 * dim))
+            for part in range(parts):
+                at = source + part * task.part_bytes + 4 * dim
+                total += get_float(at + 4) * online.weight(get_float(at), top)
             attention.clear(line, dim)
             for part in range(parts):
                 at = source + part * task.part_bytes
                 share = online.weight(get_float(at + 4 * dim), top)
                 if share != np.float32(0):
-                    total += get_float(at + 4 * dim + 4) * share
-                    put_float(number, share)
+                    put_float(number, share / total * get_float(at + 4 * dim + 8))
                     attention.plus_times(at, line, dim, number)
-            write_row(task, line, number, b, first + r, kv, top, total)
+            write_row(task, line, number, b, first + r, kv, top, total, total)
 
 
 @helper
-def write_row(task, line, number, b, row, kv, top, total):
-    """A row divided by its total, in the format of the output; and the logarithm of its total."""
+def write_row(task, line, number, b, row, kv, top, total, grow):
+    """A row times `grow`, divided by its total, in the format of the output; the logarithm of its total."""
     token, query = row // task.group, kv * task.group + row % task.group
     place = get(task.seqstarts + 8 * b) + token
     shrink = np.float32(1)
     if task.sinks:
-        sink = get_float(task.sinks + 4 * query)
+        heads = task.heads * task.group
+        sink = get_float(task.sinks + 4 * (b % task.apart * heads + query))
         new = max(top, sink)
         shrink = online.weight(top, new)
         total = total * shrink + online.weight(sink, new)
         top = new
-    put_float(number, shrink / total if total != np.float32(0) else np.float32(0))
+    put_float(number, shrink / total * grow if total != np.float32(0) else np.float32(0))
     attention.times(line, line, task.padded_value_dim, number)
     target = task.out + b * task.out_sequence + place * task.out_token + query * task.out_head
     call_rows(task.float_to_out, target, 0, 0, line, 0, 0, 0, 0, 0, 1, 1, 1, task.value_dim)

@@ -50,6 +50,7 @@ class Weights:
     softcap: float
     sinks: np.ndarray | None  # float32
     mask: tuple[int, ...] = NO_MASK  # address, kind, strides (sequence, head, row, column), packed
+    apart: int = 1  # sequences in a row that have sinks of their own
 
 
 def mask_kind(name):
@@ -99,9 +100,9 @@ def scratch_offsets(dim, value_dim, narrow_rows, block):
 
 
 @functools.cache
-def conversions(packed, stored, cell, group):
-    """Machine code that widens rows of the cache, widens queries, narrows outputs."""
-    to_float = rows(LOAD, "float32", stored, cell, group).address
+def conversions(packed, rounds, stored, cell, group):
+    """Machine code that widens rows of the cache (or rounds them to the data), queries, narrows outputs."""
+    to_float = rows(LOAD, packed if rounds else "float32", stored, cell, group).address
     return to_float, rows(LOAD, "float32", packed).address, rows(LOAD, packed, "float32").address
 
 
@@ -125,7 +126,8 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
-    widens = not products.in_place(context.cell, context.group, (dim, value_dim))
+    rounds = products.coarser(context.packed, context.cell or context.stored)
+    widens = rounds or not products.in_place(context.cell, context.group, (dim, value_dim))
     (key, key_sequence, key_row, key_head, *key_cells) = context.sides[0]
     (value, value_sequence, value_row, value_head, value_cell, *_) = context.sides[1]
     together = (
@@ -149,21 +151,21 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             key, key_sequence, key_row, key_head, *key_cells,
             value, value_sequence, value_row, value_head, value_cell,
             address(query), *packed_strides(query), address(out), *packed_strides(out), *where_lse,
-            address(weights.sinks) if weights.sinks is not None else 0,
+            address(weights.sinks) if weights.sinks is not None else 0, weights.apart,
             address(constants), weights.softcap != 0, address(constants) + 4, *weights.mask,
             heads, query.shape[-2] // heads, dim, value_dim, padded_dim, padded_value_dim,
             context.key_bytes, context.value_bytes, cell_bytes,
             0 if orders is None else address(orders), together, widens, block, WIDE_BLOCK,
-            LEAST_PART, PARTS, *[0] * 6,
-            *conversions(context.packed, *formats), *[0] * 10,
-            0, max(narrow_rows, WIDE) * 4 * (padded_value_dim + 2), address(COUNTING),
+            LEAST_PART, PARTS, *[0] * 7,
+            rounds, *conversions(context.packed, rounds, *formats), *[0] * 10,
+            0, max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3), address(COUNTING),
             0, scratch_bytes, *offsets,
         ],
         np.int64,
     )  # fmt: skip
     attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
-    exact = products.cells_are_coarser(context.packed, context.cell)
+    exact = context.cell is not None and products.coarser(context.cell, context.packed)
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
         if tiles & tile:
             at = AT["scores1"] + i

@@ -38,7 +38,9 @@ def forbid_nested_threads():
     """
     if numba.threading_layer() == "omp":
         pool = importlib.import_module("numba.np.ufunc.omppool")
-        ctypes.CDLL(pool.__file__).omp_set_max_active_levels(1)
+        forbid = getattr(ctypes.CDLL(pool.__file__), "omp_set_max_active_levels", None)
+        if forbid:  # OpenMP 2.0 has no such levels
+            forbid(1)
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class Launch:
 
 
 def start(*launches):
-    """Run launches in order. Nothing can fail any more."""
+    """Run launches in order."""
     with running:
         for launch in launches:
             launch.run()

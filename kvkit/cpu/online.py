@@ -22,6 +22,7 @@ get, get_bool = memory.load(types.int64), memory.load(types.int8)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 get_half, get_bfloat16 = memory.read("float16"), memory.read("bfloat16")
 online_softmax, cap = attention.online_softmax, attention.cap
+careful_wide_sums = attention.careful_wide_sums
 
 
 @helper
@@ -126,14 +127,17 @@ def add(place, bias):
 
 @helper
 def careful_sums(weights, values, value_row, count, dim, sums, factors, tile):
-    """The sums again, in plain loops, over the values that have a weight."""
+    """The sums again, over the values that have a weight: one of 0 hides NaN and infinity.
+
+    `dim` is a multiple of 16.
+    """
+    if tile == WIDE:
+        careful_wide_sums(weights, values, value_row, count, dim, sums, factors)
+        return
     for r in range(tile):
-        shrink = get_float(factors + 4 * r)
-        for i in range(dim):
-            place = sums + 4 * (i * tile + r if tile == WIDE else r * dim + i)
-            total = get_float(place) * shrink
-            for t in range(count):
-                share = get_float(weights + 4 * (t * tile + r))
-                if share != np.float32(0):
-                    total += share * get_float(values + t * value_row + 4 * i)
-            put_float(place, total)
+        row = sums + 4 * r * dim
+        attention.times(row, row, dim, factors + 4 * r)
+        for t in range(count):
+            at = weights + 4 * (t * tile + r)
+            if get_float(at) != np.float32(0):
+                attention.plus_times(values + t * value_row, row, dim, at)

@@ -17,6 +17,7 @@ from kvkit.jit import callback, helper
 
 SCORES = types.void(*[types.int64] * 11)
 SUMS = types.void(*[types.int64] * 12)
+SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 NARROW, WIDE = attention.NARROW, attention.WIDE
 
 
@@ -25,10 +26,9 @@ def in_place(cell, group, dims):
     return all(dim % attention.LANES == 0 for dim in dims) and (not cell or panels.lanes_divide(group))
 
 
-def cells_are_coarser(packed, cell):
-    """Whether rounding to the format of the scale loses bits that the format of the data would keep."""
-    bits = {"float32": 24, "float16": 11, "bfloat16": 8}
-    return cell is not None and bits[cell] < bits[packed]
+def coarser(one, other):
+    """Whether rounding to a float format loses bits that another one keeps."""
+    return SIGNIFICANT_BITS[one] < SIGNIFICANT_BITS[other]
 
 
 @functools.cache

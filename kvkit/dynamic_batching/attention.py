@@ -97,7 +97,8 @@ def multi_head_attention(
     """
     step = steps.packed(seqstarts, kvstarts, max_seqlen, max_kvlen)
     fmt, query, kv_heads = attention.queries(query, 3, num_heads, head_dim, num_kv_heads)
-    steps.ends_with("seqstarts", step.tokens, ("query", len(query)))
+    tokens, num_heads, head_dim = query.shape
+    steps.ends_with("seqstarts", step.tokens, ("query", tokens))
     key, value = attention.keys_and_values(fmt, key, value, (None,), kv_heads, query.shape[-1])
     steps.ends_with("kvstarts", step.context, ("key", len(key)))
     decoding = check.integer("decoding_batches", decoding_batches, 0, len(step.start_pos))

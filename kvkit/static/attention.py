@@ -66,7 +66,7 @@ def multi_head_attention(
         Of the dtype of ``query``.
     lse : ndarray of float32, shape [B, S, num_heads]
         With ``return_lse``: natural logarithm of the sum of exp(score), sinks included; -inf for a query
-        that sees no key.
+        that sees no key and has no sink.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def multi_head_attention(
     array([0.5, 1. ], dtype=float32)
     """
     fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
-    batch, seqlen = query.shape[:2]
+    batch, seqlen, num_heads, head_dim = query.shape
     key, value = attention.keys_and_values(fmt, key, value, (batch, None), kv_heads, head_dim)
     kvlen = key.shape[1]
     mask = attention.static_mask(fmt, attn_mask, batch, num_heads, seqlen, kvlen)
@@ -187,7 +187,7 @@ def multi_head_cache_attention(
     (np.float32(2.0), np.float32(3.0))
     """
     fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
-    batch, seqlen = query.shape[:2]
+    batch, seqlen, num_heads, head_dim = query.shape
     shape = (batch, seqlen, kv_heads, head_dim)
     current_key, current_value = check.new_tokens(fmt, current_key, current_value, shape)
     layer = check.cache_layer(

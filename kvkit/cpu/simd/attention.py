@@ -52,7 +52,7 @@ def tile_columns(rows):
 
 
 def chunk_vectors(rows, cell, group):
-    """Vectors of a row that narrow products widen at a time: of codes several, if they hold whole groups."""
+    """Vectors of a row that narrow products widen at a time: of codes several, if groups fit them."""
     if not cell:
         return 1
     most = min(4, tile_columns(rows))
@@ -227,10 +227,11 @@ def along(b, dim, most, body):
             body(b.add(whole, i), 1)
 
 
-def wide_products(b, scalars, tile_step, step, vectors, count, start):
+def wide_products(b, scalars, tile_step, step, vectors, count, start, careful=False):
     """Sums over `count` of scalars [TILE, count] times rows [count, WIDE], as TILE * WIDE / 16 vectors.
 
-    `tile_step` and `step` are the byte strides of scalars along the tile and along the sum.
+    `tile_step` and `step` are the byte strides of scalars along the tile and along the sum. `careful` adds
+    nothing where a row is 0, whatever the scalar.
     """
     halves = WIDE // LANES
     sums = Slots(b, start)
@@ -241,7 +242,12 @@ def wide_products(b, scalars, tile_step, step, vectors, count, start):
         for t in range(TILE):
             scalar = broadcast(b, b.add(base, b.mul(tile_step, I64(t))), LANES)
             for half in range(halves):
-                sums[t * halves + half] = row[half].fma(scalar, sums[t * halves + half])
+                before = sums[t * halves + half]
+                after = row[half].fma(scalar, before)
+                if careful:
+                    there = b.fcmp_unordered("!=", row[half].value, row[half].of(0.0))
+                    after = lanes.Lanes(b, b.select(there, after.value, before.value))
+                sums[t * halves + half] = after
     return [sums[i] for i in range(TILE * halves)]
 
 
@@ -265,13 +271,23 @@ def wide_scores(b, queries, keys, key_row, count, dim, scores):
 @micro_kernel(7)
 def wide_sums(b, weights, values, value_row, count, dim, sums, factors):
     """sums [dim, WIDE] = sums * factors [WIDE] + weights [token, WIDE] times values; dim a multiple of 8."""
+    add_wide(b, weights, values, value_row, count, dim, sums, factors, careful=False)
+
+
+@micro_kernel(7)
+def careful_wide_sums(b, weights, values, value_row, count, dim, sums, factors):
+    """Likewise, over the values that have a weight."""
+    add_wide(b, weights, values, value_row, count, dim, sums, factors, careful=True)
+
+
+def add_wide(b, weights, values, value_row, count, dim, sums, factors, careful):
     halves = WIDE // LANES
     factor = [read(b, b.add(factors, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
     with loop(b, dim, TILE) as first:
         rows = wide_rows(b, b.add(sums, b.mul(first, I64(4 * WIDE))))
         start = [read(b, address, F32, LANES) * factor[i % halves] for i, address in enumerate(rows)]
         first_value = b.add(values, b.mul(first, I64(4)))
-        total = wide_products(b, first_value, I64(4), value_row, weights, count, start)
+        total = wide_products(b, first_value, I64(4), value_row, weights, count, start, careful)
         for address, vector in zip(rows, total, strict=True):
             write(b, address, vector)
 

@@ -1,6 +1,6 @@
 """ONNX `Attention` on kvkit's kernels: inputs, caches and outputs are used where they lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from onnx.reference.op_run import OpRun
@@ -13,7 +13,7 @@ FLOAT_TYPES = 1, 10, 11, 16  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Attention(OpRun):
-    """The ONNX operator of this name, opsets 23 to 25, for float32, float16 and bfloat16.
+    """The ONNX operator of this name, opsets 23 to 25, for float32, float16 and bfloat16, mixed too.
 
     Scores, softmax and sums are float32 whatever `softmax_precision` asks for. No kernel forms the matrix
     `qk_matmul_output`; a node that has this output gets it from numpy.
@@ -91,8 +91,20 @@ class Sight:
 
 
 def attend(query, key, value, sight, scale, softcap, out):
-    """Write attention into the rows of `out` that see a key, a part at a time; the others stay zero."""
+    """Write attention into the rows of `out` that see a key, a part at a time; the others stay zero.
+
+    Inputs of several types, or a mask of another one, are widened to float32.
+    """
     rows, mask = query.shape[1], sight.mask
+    types = {array.dtype for array in (query, key, value)}
+    types |= {mask.dtype} if mask is not None and mask.dtype != np.bool_ else set()
+    if len(types) > 1:
+        query, key, value = (array.astype(np.float32) for array in (query, key, value))
+        mask = mask if mask is None or mask.dtype == np.bool_ else mask.astype(np.float32)
+        whole = out.astype(np.float32)
+        attend(query, key, value, replace(sight, mask=mask), scale, softcap, whole)
+        out[...] = whole
+        return
     for part, (keys, offset) in enumerate(zip(sight.valid.tolist(), sight.offset.tolist(), strict=True)):
         at = slice(part, part + 1) if len(sight.valid) > 1 else slice(None)
         keys = keys if mask is None else min(keys, mask.shape[3])
