@@ -1,6 +1,6 @@
 """KV-cache operators for numpy arrays: exact to their specifications, as fast as memory."""
 
-from kvkit import dynamic_batching, sources  # noqa: F401  (sources: at import, see there)
+from kvkit import ascend, dynamic_batching, sources  # noqa: F401  (sources: at import, see there)
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
 from kvkit.static import (
@@ -19,6 +19,7 @@ __all__ = [
     "__version__",
     "alibi_mask",
     "alibi_slope",
+    "ascend",
     "dynamic_batching",
     "key_value_cache",
     "merge_attention_states",

@@ -102,12 +102,18 @@ def one_piece(array):
 
 def in_out(name, array):
     """An array that kernels write: writeable, rows in one piece, no two elements in one place."""
+    apart = array.shape[-1] > 1 and array.strides[-1] != array.itemsize
+    if apart and not array.flags.c_contiguous:
+        raise wrong(name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items")
+    written(name, array)
+
+
+def written(name, array):
+    """An array that kernels write: writeable, no two elements in one place."""
     if not array.flags.writeable:
         raise wrong(name, "a writeable array", "a read-only one")
     if array.flags.c_contiguous:
         return
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        raise wrong(name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items")
     span = array.itemsize
     for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if size > 1 and stride < span:

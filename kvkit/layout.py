@@ -8,6 +8,7 @@ A static cache has an axis of sequences; the rows of a dynamic cache are shared 
 from dataclasses import dataclass
 from functools import cached_property
 
+FRACTAL_BYTES = 32  # of a group of elements in Ascend's NZ
 ENDLESS = 2**63 - 1  # the page size of offset mode: one page holds every position of a sequence
 AXIS_NAMES = {"sequence": "MaxB", "layer": "L", "kv": "2", "row": "MaxS", "head": "H", "dim": "Dh"}
 

@@ -1,0 +1,211 @@
+"""New keys and values into the slots of a cache in blocks, whole or compressed per head."""
+
+import numpy as np
+
+from kvkit import check, cpu
+from kvkit.ascend import tensors
+from kvkit.check import describe, wrong
+from kvkit.compression import NEEDED, CompressType
+from kvkit.formats import BY_DTYPE, INT8
+
+WINDOWS = ("copy", "skip")
+DIM_STEP = 32  # a head's size in compressed modes is a multiple
+
+
+def reshape_and_cache(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    *,
+    compress_type=CompressType.UNDEFINED,
+    wins=None,
+    seq_lens=None,
+    offset_index=None,
+    cache_format="ND",
+    empty_window="copy",
+):
+    """Store packed keys and values in the slots of a cache in blocks.
+
+    Slot s is row ``s % block_size`` of block ``s // block_size``. A negative slot stores nothing.
+
+    Parameters
+    ----------
+    key, value : ndarray, shapes [num_tokens, num_head, Dk] and [num_tokens, num_head, Dv]
+        float32, float16, bfloat16 or int8; the tokens of all sequences, one after the other. `value` and
+        `value_cache` may both be None: keys alone.
+    key_cache, value_cache : ndarray
+        [num_blocks, block_size, num_head, D]; for NZ [num_blocks, num_head * D / n0, block_size, n0], where
+        n0 elements are 32 bytes; for compressed modes [num_blocks, block_size, 1, D]. Of the types of `key`
+        and `value` and of any strides. They change in place; what no slot names keeps its bytes.
+    slot_mapping : ndarray of int32 or int64
+        The slot of each token; compressed, of the first row of sequence b and head h at ``b * num_head + h``,
+        whose rows take the slots from there on.
+    compress_type : CompressType
+        UNDEFINED (0), KVHEAD (1), KVHEAD_ROPE (2) or OMNI (3).
+    wins : ndarray of int32 or int64, shape [B * num_head], optional
+        Tokens that are kept (KVHEAD), averaged (KVHEAD_ROPE) or dropped (OMNI).
+    seq_lens : ndarray of int32 or int64, shape [B], optional
+        The tokens of each sequence; compressed modes need them.
+    offset_index : ndarray of int32 or int64, shape [B * num_head], optional
+        The first token that is averaged or dropped; -1 for none.
+    cache_format : str
+        "ND" or "NZ".
+    empty_window : str
+        What KVHEAD stores where wins is 0: "copy" for all tokens, "skip" for none.
+
+    Returns
+    -------
+    key_cache, value_cache : ndarray
+        The arrays given.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong, a slot lies behind the cache or two tokens share one. Then nothing is
+        written.
+
+    Notes
+    -----
+    Ascend ATB ReshapeAndCache. Bits are moved as they are; a mean is a sum in float32, token by token,
+    divided once and rounded once to the type of the data.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> cache = np.zeros((2, 4, 1, 1), np.float16)
+    >>> key = np.array([1, 2, 3], np.float16).reshape(3, 1, 1)
+    >>> kvkit.ascend.reshape_and_cache(key, None, cache, None, np.array([5, -1, 0]))[1]
+    >>> cache[:, :, 0, 0]
+    array([[3., 0., 0., 0.],
+           [0., 1., 0., 0.]], dtype=float16)
+    """
+    mode = compression(compress_type)
+    tensors.text("cache_format", cache_format, tensors.FORMATS)
+    tensors.text("empty_window", empty_window, WINDOWS)
+    arguments = {"wins": wins, "seq_lens": seq_lens, "offset_index": offset_index}
+    for name, given in arguments.items():
+        if (given is not None) != (name in NEEDED[mode]):
+            raise wrong(name, f"{'an array' if given is None else 'None'} for {mode.name}", describe(given))
+    if mode and cache_format == "NZ":
+        raise wrong("cache_format", f"'ND' for {mode.name}", "'NZ'")
+    given = tensors.pairs("key", key, value, key_cache, value_cache)
+    packed, caches = checked(given, mode, cache_format)
+    blocks, block_size = tensors.same_blocks(
+        [(name, view) for (_, _, name, _), view in zip(given, caches, strict=True)]
+    )
+    if mode:
+        pieces = compressed_pieces(key, blocks * block_size, slot_mapping, mode, arguments, empty_window)
+    else:
+        pieces = plain_pieces(len(key), blocks * block_size, slot_mapping)
+    element = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
+    if len(pieces):
+        cpu.launches.start(cpu.pieces.prepare("store", packed, caches, pieces, block_size, element))
+    return key_cache, value_cache
+
+
+def compression(compress_type):
+    if isinstance(compress_type, CompressType):
+        return compress_type
+    return CompressType(check.choice("compress_type", compress_type, tuple(map(int, CompressType))))
+
+
+def checked(given, mode, cache_format):
+    """(packed arrays, views of their caches), both [.., .., heads or groups, dim]."""
+    packed, caches, formats = [], [], []
+    first = given[0][1]
+    for name, array, cache_name, cache in given:
+        fmt = check.tensor(name, array, tensors.DATA, 3)
+        if min(array.shape[1:]) < 1:
+            raise wrong(name, "at least one head and one element a head", f"shape {array.shape}")
+        if array.shape[:2] != first.shape[:2]:
+            raise wrong(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
+        cache_fmt, view = tensors.cache(cache_name, cache, cache_format, written=True)
+        if cache_fmt is not fmt:
+            raise wrong(cache_name, f"the dtype of {name}, {fmt}", cache_fmt)
+        if mode:
+            check_compressed(name, array, first, fmt, mode)
+            want = (1, array.shape[2])
+        elif cache_format == "NZ":
+            array, want = grouped(name, array, fmt)
+        else:
+            want = array.shape[1:]
+        if view.shape[2:] != want:
+            sizes = f"{want[0]} {'groups' if cache_format == 'NZ' else 'heads'} of {want[1]} elements"
+            raise wrong(cache_name, sizes, f"shape {cache.shape}")
+        packed.append(check.one_piece(array) if mode else array)
+        caches.append(view)
+        formats.append(fmt)
+    tensors.same_types(formats, cache_format)
+    return packed, caches
+
+
+def check_compressed(name, array, first, fmt, mode):
+    dim = array.shape[2]
+    if dim % DIM_STEP:
+        raise wrong(name, f"a head size that is a multiple of {DIM_STEP}, for {mode.name}", dim)
+    if dim != first.shape[2]:
+        raise wrong(name, f"the head size of key, {first.shape[2]}, for {mode.name}", dim)
+    if mode is CompressType.KVHEAD_ROPE and fmt is INT8:
+        raise wrong(name, "floats, which have a mean, for KVHEAD_ROPE", fmt)
+
+
+def grouped(name, array, fmt):
+    """Tokens as groups of NZ, and the shape of a token's groups."""
+    tokens, heads, dim = array.shape
+    size = tensors.fractal(fmt)
+    if heads * dim % size:
+        raise wrong(name, f"num_head * head size to be a multiple of {size}, for NZ of {fmt}", heads * dim)
+    return array.reshape(tokens, heads * dim // size, size), (heads * dim // size, size)
+
+
+def plain_pieces(tokens, capacity, slot_mapping):
+    """The pieces of a slot for each token."""
+    slots = tensors.index("slot_mapping", slot_mapping, tokens)
+    pieces = np.empty((tokens, len(cpu.slots.FIELDS)), np.int64)
+    rule, one, two, three = cpu.slots.compiled(cpu.slots.plain)(slots, capacity, pieces)
+    if rule:
+        raise broken_rule(rule, one, two, three, capacity)
+    return pieces[:one]
+
+
+def compressed_pieces(key, capacity, slot_mapping, mode, arguments, empty_window):
+    """The pieces of a run for each sequence and head."""
+    tokens, heads, _ = key.shape
+    lengths = tensors.index("seq_lens", arguments["seq_lens"])
+    if len(lengths) and lengths.min() < 1:
+        b = int(lengths.argmin())
+        raise wrong(f"seq_lens[{b}]", "at least 1", lengths[b])
+    if sum(lengths.tolist()) != tokens:
+        raise wrong("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
+    runs = len(lengths) * heads
+    slots = tensors.index("slot_mapping", slot_mapping, runs)
+    wins = tensors.index("wins", arguments["wins"], runs)
+    offsets = wins
+    if arguments["offset_index"] is not None:
+        offsets = tensors.index("offset_index", arguments["offset_index"], runs)
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    pieces = np.empty((3 * runs, len(cpu.slots.FIELDS)), np.int64)
+    rule, one, two, three = cpu.slots.compiled(cpu.slots.compressed)(
+        mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity, pieces
+    )
+    if rule:
+        raise broken_rule(rule, one, two, three, capacity)
+    return pieces[:one]
+
+
+def broken_rule(rule, one, two, three, capacity):
+    """The error for what `cpu.slots` found."""
+    slots = cpu.slots
+    if rule == slots.CAPACITY:
+        rows = f"{three} rows from there on" if three > 1 else "that slot"
+        return wrong(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)
+    if rule == slots.TWICE:
+        return wrong("slot_mapping", "a slot for one row only", f"slot {three} for entries {one} and {two}")
+    if rule == slots.WINDOW:
+        return wrong(f"wins[{one}]", f"0 to {three}, the length of its sequence", two)
+    if rule == slots.OFFSET:
+        return wrong(f"offset_index[{one}]", "-1 or a token", two)
+    return wrong(f"offset_index[{one}]", f"{three} tokens from there on within the sequence", two)

@@ -1,0 +1,281 @@
+"""Index tensors for callers: slots, block tables and context lengths from lengths and windows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvkit.ascend import tensors
+from kvkit.ascend.reshape import WINDOWS, compression
+from kvkit.attention import number
+from kvkit.check import describe, integer, wrong
+from kvkit.compression import CompressType
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where the rows of sequences lie in a cache in blocks.
+
+    Attributes
+    ----------
+    slot_mapping : ndarray of int32
+        For `reshape_and_cache`: a slot for each token; compressed, the first slot of each sequence and head.
+    block_tables : ndarray of int32, shape [entries, M]
+        The blocks of each sequence (compressed: of each sequence and head), -1 behind the last.
+    context_lens : ndarray of int32, shape [entries]
+        The rows of each.
+    num_blocks : int
+        Blocks up to the last one in use: what the cache must have at least.
+    mean_slots : ndarray of int32, shape [entries]
+        The slot of the row that is a mean of tokens, -1 where there is none.
+    mean_counts : ndarray of int32, shape [entries]
+        Of how many tokens; 0 where there is none.
+    block_size : int
+        Rows in a block.
+    """
+
+    slot_mapping: np.ndarray
+    block_tables: np.ndarray
+    context_lens: np.ndarray
+    num_blocks: int
+    mean_slots: np.ndarray
+    mean_counts: np.ndarray
+    block_size: int
+
+    def razor_offset(self, softmax_scale, num_blocks=None):
+        """For `paged_attention`: ln(N) / softmax_scale for each mean of N tokens, 0 elsewhere.
+
+        With it a mean counts as the N tokens it stands for. float32 [num_blocks, block_size]; `num_blocks`
+        are those of the cache.
+        """
+        scale = number("softmax_scale", softmax_scale)
+        if scale == 0:
+            raise wrong("softmax_scale", "a number other than 0", scale)
+        blocks = self.num_blocks if num_blocks is None else integer("num_blocks", num_blocks, self.num_blocks)
+        offset = np.zeros(blocks * self.block_size, np.float32)
+        there = self.mean_slots >= 0
+        offset[self.mean_slots[there]] = np.log(self.mean_counts[there]) / scale
+        return offset.reshape(blocks, self.block_size)
+
+    def next_slots(self, step=0):
+        """The slot of each entry's row after its context, `step` steps on, for a decoded token."""
+        step = integer("step", step, 0)
+        return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
+
+
+def slots(seq_lens, *, block_size=128, headroom=0, first_block=0):
+    """Blocks for new sequences, and a slot for each of their tokens.
+
+    Parameters
+    ----------
+    seq_lens : array of int, shape [B]
+        The tokens of each sequence.
+    block_size : int
+        Rows in a block.
+    headroom : int
+        Rows that each sequence can grow by.
+    first_block : int
+        The first block that is free; those after it are, too.
+
+    Returns
+    -------
+    Slots
+        For `reshape_and_cache` without compression, and for `paged_attention`.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Examples
+    --------
+    >>> import kvkit
+    >>> where = kvkit.ascend.slots([3, 1], block_size=2)
+    >>> where.slot_mapping, where.block_tables
+    (array([0, 1, 2, 4], dtype=int32), array([[ 0,  1],
+           [ 2, -1]], dtype=int32))
+    """
+    lengths = lengths_of(seq_lens)
+    tables, blocks, size = tables_of(lengths, block_size, headroom, first_block)
+    entry = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(entry)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    mapping = tables[entry, position // size].astype(np.int64) * size + position % size
+    nothing = np.full(len(lengths), -1, np.int32)
+    return Slots(small(mapping), tables, small(lengths), blocks, nothing, np.zeros_like(nothing), size)
+
+
+def compressed_slots(
+    seq_lens,
+    num_head,
+    wins,
+    offset_index=None,
+    *,
+    compress_type,
+    block_size=128,
+    headroom=0,
+    first_block=0,
+    empty_window="copy",
+):
+    """Blocks for new sequences whose heads keep rows of their own, each run on blocks of its own.
+
+    Parameters
+    ----------
+    seq_lens : array of int, shape [B]
+        The tokens of each sequence.
+    num_head : int
+        Key heads of each sequence.
+    wins, offset_index : array of int, shape [B * num_head]
+        As in `reshape_and_cache`.
+    compress_type : CompressType
+        KVHEAD, KVHEAD_ROPE or OMNI.
+    block_size, headroom, first_block : int
+        As in `slots`; `headroom` is for each head.
+    empty_window : str
+        As in `reshape_and_cache`.
+
+    Returns
+    -------
+    Slots
+        For `reshape_and_cache` with these windows, and for `paged_attention`.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Examples
+    --------
+    >>> import kvkit
+    >>> where = kvkit.ascend.compressed_slots([10], 2, [5, 0], [3, -1], compress_type=2, block_size=4)
+    >>> where.slot_mapping, where.context_lens, where.mean_slots
+    (array([0, 8], dtype=int32), array([ 6, 10], dtype=int32), array([ 3, -1], dtype=int32))
+    """
+    mode = compression(compress_type)
+    if mode is CompressType.UNDEFINED:
+        raise wrong("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
+    tensors.text("empty_window", empty_window, WINDOWS)
+    heads = integer("num_head", num_head, 1)
+    lengths = np.repeat(lengths_of(seq_lens), heads)
+    wins = tensors.index("wins", wins, len(lengths))
+    if (offset_index is None) != (mode is CompressType.KVHEAD):
+        needs = "None" if mode is CompressType.KVHEAD else "an array"
+        raise wrong("offset_index", f"{needs} for {mode.name}", describe(offset_index))
+    offsets = (
+        np.full_like(wins, -1)
+        if offset_index is None
+        else tensors.index("offset_index", offset_index, len(lengths))
+    )
+    check_windows(mode, lengths, wins, offsets)
+    changed = (offsets >= 0) & (wins > 0)
+    if mode is CompressType.KVHEAD:
+        kept = np.where(wins == 0, lengths if empty_window == "copy" else 0, wins)
+    else:
+        kept = lengths - np.where(changed, wins, 0) + (changed if mode is CompressType.KVHEAD_ROPE else 0)
+    tables, blocks, size = tables_of(kept, block_size, headroom, first_block)
+    begins = tables[:, 0].astype(np.int64) * size if tables.shape[1] else np.zeros(len(kept), np.int64)
+    begins = np.where(begins < 0, 0, begins)
+    averaged = changed & (mode is CompressType.KVHEAD_ROPE)
+    return Slots(
+        small(begins), tables, small(kept), blocks,
+        small(np.where(averaged, begins + offsets, -1)), small(np.where(averaged, wins, 0)), size,
+    )  # fmt: skip
+
+
+def razor_windows(seq_lens, num_head, retrieval_heads, *, sinks=4, recent=4000, fraction=5):
+    """The windows of RazorAttention: retrieval heads keep all, others their first and most recent tokens.
+
+    Parameters
+    ----------
+    seq_lens : array of int, shape [B]
+        The tokens of each sequence.
+    num_head : int
+        Key heads of each sequence.
+    retrieval_heads : sequence of int
+        Heads that keep every token.
+    sinks : int
+        First tokens that the others keep.
+    recent : int
+        Most recent tokens that the others keep, at least.
+    fraction : int
+        They keep ``seq_len // fraction`` recent tokens where that is more.
+
+    Returns
+    -------
+    wins, offset_index : ndarray of int32, shape [B * num_head]
+        For KVHEAD_ROPE: how many tokens each head averages into one, and the first of them, -1 for none.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Notes
+    -----
+    RazorAttention (Tang et al., 2024), whose base length is 4,000 and whose fraction 5.
+
+    Examples
+    --------
+    >>> import kvkit
+    >>> kvkit.ascend.razor_windows([100], 3, [1], sinks=4, recent=16)
+    (array([76,  0, 76], dtype=int32), array([ 4, -1,  4], dtype=int32))
+    """
+    heads = integer("num_head", num_head, 1)
+    lengths = np.repeat(lengths_of(seq_lens), heads)
+    sinks, recent = integer("sinks", sinks, 0), integer("recent", recent, 0)
+    fraction = integer("fraction", fraction, 1)
+    whole = np.zeros(heads, bool)
+    for head in retrieval_heads:
+        whole[integer("retrieval_heads", head, 0, heads - 1)] = True
+    middle = lengths - sinks - np.maximum(recent, lengths // fraction)
+    averages = (middle > 1) & ~np.tile(whole, len(lengths) // heads)
+    return small(np.where(averages, middle, 0)), small(np.where(averages, sinks, -1))
+
+
+def slots_at(block_tables, positions, block_size):
+    """The slot of one position of each entry."""
+    padded = np.pad(block_tables, ((0, 0), (0, 1)), constant_values=-1)
+    column = np.minimum(positions // block_size, block_tables.shape[1])
+    block = padded[np.arange(len(positions)), column].astype(np.int64)
+    if len(block) and block.min() < 0:
+        i = int(block.argmin())
+        raise wrong(
+            "step", f"a position in the blocks of entry {i} (see headroom)", f"position {positions[i]}"
+        )
+    return small(block * block_size + positions % block_size)
+
+
+def lengths_of(seq_lens):
+    lengths = tensors.index("seq_lens", seq_lens)
+    if len(lengths) and lengths.min() < 1:
+        raise wrong("seq_lens", "at least 1 token each", lengths.min())
+    return lengths
+
+
+def check_windows(mode, lengths, wins, offsets):
+    """The rules of `reshape_and_cache`."""
+    used = np.ones_like(wins, bool) if mode is CompressType.KVHEAD else offsets != -1
+    wrong_windows = used & ((wins < 0) | (wins > lengths))
+    if wrong_windows.any():
+        i = int(wrong_windows.argmax())
+        raise wrong(f"wins[{i}]", f"0 to {lengths[i]}, the length of its sequence", wins[i])
+    wrong_offsets = (offsets < -1) | (used & (offsets > lengths - wins))
+    if wrong_offsets.any():
+        i = int(wrong_offsets.argmax())
+        raise wrong(
+            f"offset_index[{i}]", f"-1, or {wins[i]} tokens from there on within the sequence", offsets[i]
+        )
+
+
+def tables_of(rows, block_size, headroom, first_block):
+    """(block tables, blocks up to the last in use, block size) of entries with blocks of their own."""
+    size = integer("block_size", block_size, 1)
+    need = -(-(rows + integer("headroom", headroom, 0)) // size)
+    begins = integer("first_block", first_block, 0) + np.cumsum(need) - need
+    column = np.arange(need.max(initial=0))
+    tables = np.where(column < need[:, None], begins[:, None] + column, -1)
+    return small(tables), int(begins[-1] + need[-1]) if len(need) else first_block, size
+
+
+def small(array):
+    """As int32, which Ascend takes; int64 where that is too small."""
+    fits = array.size == 0 or int(array.max()) < 2**31
+    return array.astype(np.int32 if fits else np.int64)

@@ -1,0 +1,52 @@
+"""The mean of some rows, in vectors."""
+
+import functools
+
+from kvkit.cpu.simd.attention import along
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I64,
+    RAW,
+    Slots,
+    fill,
+    loop,
+    micro_kernel,
+    narrow,
+    read,
+    widen,
+    write,
+    zeros,
+)
+from kvkit.cpu.simd.panels import LANES
+from kvkit.formats import BY_NAME
+
+VECTORS = 8  # whose sums stay in registers
+
+
+@functools.cache
+def mean(element):
+    """(source, step, count, target, dim): rows `step` bytes apart, added in turn in float32, divided once.
+
+    A multiple of 16 elements.
+    """
+    size = BY_NAME[element].bytes(1)
+
+    @micro_kernel(5)
+    def mean(b, source, step, count, target, dim):
+        divisor = fill(b, b.sitofp(count, F32), LANES)
+
+        def columns(first, vectors):
+            offset = b.mul(first, I64(size))
+            sums = Slots(b, zeros(b, LANES, vectors))
+            with loop(b, count) as token:
+                row = b.add(b.add(source, offset), b.mul(token, step))
+                for m in range(vectors):
+                    at = b.add(row, I64(m * LANES * size))
+                    sums[m] = sums[m] + widen(read(b, at, RAW[element], LANES), element)
+            for m in range(vectors):
+                at = b.add(b.add(target, offset), I64(m * LANES * size))
+                write(b, at, narrow(sums[m] / divisor, element))
+
+        along(b, dim, VECTORS, columns)
+
+    return mean

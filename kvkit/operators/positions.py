@@ -1,0 +1,128 @@
+"""Positions: PMX."""
+
+from kvkit.operators.parts import (
+    DYNAMIC_MASKS,
+    KVSTARTS,
+    LIMITS,
+    SEQSTARTS,
+    START_POS,
+    START_POSITIONS,
+)
+from kvkit.operators.words import FLOATS, INDEX, MASK, REQUIRED, Attribute, Input, Operator, Output
+
+NUM_HEADS = Attribute("num_heads", REQUIRED, "heads of query")
+DATA_TYPE = Attribute("data_type", "float32", "dtype of the mask: float32, float16 or bfloat16", str)
+ROTARY = (
+    Attribute("rotary_dim", 0, "elements at the front of each head that turn, even; 0 for all"),
+    Attribute("theta", 10000.0, "base of the frequencies", float),
+    Attribute("bypass_key", False, "copy keys as they are", bool),
+    Attribute("max_position_embeddings", 2048, "end of a sequence beyond which 'dynamic' scales"),
+    Attribute("scaling_type", "", "'linear' (slower positions), 'dynamic' (larger theta) or ''", str),
+    Attribute("scaling_factor", 1.0, "how much 'linear' or 'dynamic' scales", float),
+)
+
+
+def _to_turn(shape):
+    return (
+        Input("query", FLOATS, (shape,), "queries of the new tokens"),
+        Input("key", FLOATS, (shape,), "keys of the new tokens; may have other heads"),
+    )
+
+
+def _turned(shape):
+    return (
+        Output("query", "that of query", shape, "queries, turned"),
+        Output("key", "that of query", shape, "keys, turned"),
+    )
+
+
+STATIC_ROTARY = Operator(
+    "rotary_position_embedding",
+    "Turn queries and keys by angles that grow with their positions.",
+    "PMX RotaryPositionEmbedding",
+    (
+        *_to_turn("(B, S, heads, Dh)"),
+        START_POS,
+        Input("pad_len", INDEX, ("(B)",), "padding tokens in front of each sequence", optional=True),
+    ),
+    ROTARY,
+    _turned("(B, S, heads, Dh)"),
+)
+DYNAMIC_ROTARY = Operator(
+    "dynamic_batching.rotary_position_embedding",
+    "Turn the queries and keys of packed sequences by angles that grow with their positions.",
+    "PMX dynamic_batching.RotaryPositionEmbedding",
+    (*_to_turn("(seqstarts[B], heads, Dh)"), SEQSTARTS, START_POSITIONS, LIMITS[0]),
+    ROTARY,
+    _turned("(seqstarts[B], heads, Dh)"),
+)
+POSITION_INDEX = Operator(
+    "dynamic_batching.position_index",
+    "The position of every packed token.",
+    "PMX dynamic_batching.PositionIndex",
+    (
+        Input("sequences", INDEX, ("(seqstarts[B])",), "the new tokens; only their number matters"),
+        SEQSTARTS,
+        START_POSITIONS,
+        LIMITS[0],
+    ),
+    (),
+    (Output("positions", "int64", "(seqstarts[B])", "start_pos[b] + i for token i of sequence b"),),
+)
+ALIBI_SLOPE = Operator(
+    "alibi_slope",
+    "The slope of each head's linear bias.",
+    "PMX ALiBiSlope",
+    (),
+    (NUM_HEADS,),
+    (Output("slopes", "float32", "(num_heads)", "2^(-8(h+1)/P) for head h below P, the largest power of 2"),),
+)
+STATIC_ALIBI_MASK = Operator(
+    "alibi_mask",
+    "A mask with ALiBi biases, causal and aligned at the last query and key.",
+    "PMX ALiBiMask",
+    (
+        Input("seqlen_q", INDEX, ("()",), "queries"),
+        Input("seqlen_kv", INDEX, ("()",), "keys"),
+        Input(
+            "attn_mask",
+            MASK,
+            (
+                "(seqlen_q, seqlen_kv or more)",
+                "(num_heads, seqlen_q, seqlen_kv or more)",
+                "(B, num_heads, seqlen_q, seqlen_kv or more)",
+                "axes but the last may be 1",
+            ),
+            "added; boolean: True may attend",
+            optional=True,
+        ),
+    ),
+    (NUM_HEADS, DATA_TYPE),
+    (
+        Output(
+            "mask",
+            "data_type",
+            "(num_heads, seqlen_q, seqlen_kv up to a multiple of 16)",
+            "biases and attn_mask, then -inf; B in front for an attn_mask of 4 axes",
+        ),
+    ),
+)
+DYNAMIC_ALIBI_MASK = Operator(
+    "dynamic_batching.alibi_mask",
+    "A mask with the ALiBi biases of packed sequences on its diagonal blocks.",
+    "PMX dynamic_batching.ALiBiMask",
+    (
+        SEQSTARTS,
+        KVSTARTS,
+        Input("attn_mask", MASK, DYNAMIC_MASKS, "added; boolean: True may attend", optional=True),
+    ),
+    (NUM_HEADS, DATA_TYPE),
+    (
+        Output(
+            "mask",
+            "data_type",
+            "(num_heads, seqstarts[B], kvstarts[B] up to a multiple of 16)",
+            "biases on the diagonal blocks, and attn_mask",
+        ),
+    ),
+)

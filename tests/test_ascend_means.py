@@ -1,0 +1,167 @@
+"""Every bit of the mean of KVHEAD_ROPE: sums in float32, token by token, divided once, rounded once."""
+
+import math
+
+import ascend_reference as oracle
+import numpy as np
+import pytest
+from ascend_reference import ROPE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ascend import FLOATS, finite, seeds
+
+from kvkit.ascend import reshape_and_cache
+
+BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+every_float = pytest.mark.parametrize("element", FLOATS)
+
+
+def mean_of(tokens):
+    """What is stored for tokens [count, D], as keys and as values, of which both heads have the same."""
+    count, dim = tokens.shape
+    whole = -(-dim // 32) * 32
+    padded = np.zeros((count, 2, whole), tokens.dtype)
+    padded[:, :, :dim] = tokens[:, None]
+    caches = np.full((2, 1, 2, 1, whole), 7, tokens.dtype)
+    more = {"wins": [count] * 2, "seq_lens": [count], "offset_index": [0, 0]}
+    reshape_and_cache(padded, padded, *caches, [0, 1], compress_type=ROPE, **more)
+    rows = caches.reshape(4, whole)
+    assert all(row.tobytes() == rows[0].tobytes() for row in rows)
+    return rows[0, :dim]
+
+
+def numbers(rng, element, shape):
+    """Numbers whose sums round in every way: near each other, of any size, opposite, subnormal."""
+    how = rng.integers(0, 4)
+    if how == 0:
+        return finite(rng, shape, FLOATS[element])
+    steps = rng.integers(-40, 41, shape) if how == 1 else 1000 + rng.integers(-3, 4, shape)
+    smallest = oracle.PRECISION[element][1] - oracle.PRECISION[element][0] + 1
+    scale = 2.0 ** (smallest if rng.random() < 0.4 else rng.integers(-6, 4))
+    array = (steps * scale).astype(FLOATS[element])
+    if how == 3:
+        array[1::2] = -array[: len(array) // 2 * 2 : 2][: len(array[1::2])]
+        array[rng.integers(0, len(array))] += FLOATS[element].type(scale)
+    return array
+
+
+@settings(max_examples=60)
+@given(seeds, st.sampled_from(list(FLOATS)), st.integers(1, 12))
+def test_in_whole_numbers(rng, element, count):
+    """Against fractions, which are rounded by a rule and not by a machine."""
+    tokens = numbers(rng, element, (count, 16))
+    for got, column in zip(mean_of(tokens).astype(float), tokens.T, strict=True):
+        expected, negative = oracle.exact_mean(column, element)
+        assert got == float(expected)
+        assert math.copysign(1, got) == (-1 if negative else 1)
+
+
+@settings(max_examples=60)
+@given(seeds, st.sampled_from(list(FLOATS)), st.integers(1, 300))
+def test_in_loops(rng, element, count):
+    tokens = numbers(rng, element, (count, 33))
+    assert mean_of(tokens).tobytes() == oracle.mean(tokens).tobytes()
+
+
+@every_float
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 256, 288, 512])
+def test_every_lane(element, dim):
+    """Each element of a head has numbers of its own, whatever vectors it is in."""
+    tokens = finite(np.random.default_rng(dim), (7, dim), FLOATS[element])
+    assert mean_of(tokens).tobytes() == oracle.mean(tokens).tobytes()
+
+
+@every_float
+def test_one_token(element):
+    """It comes back with every bit but the sign of -0.0, subnormal numbers and infinities too."""
+    bits = np.arange(2**16, dtype=np.uint32)
+    if element == "float32":
+        bits = bits * 65_521 + 12_345
+    tokens = bits.astype(BITS[element]).view(FLOATS[element])
+    with np.errstate(invalid="ignore"):
+        nan, zero = np.isnan(tokens), tokens == 0
+    got = mean_of(tokens[None])
+    assert got[~nan & ~zero].tobytes() == tokens[~nan & ~zero].tobytes()
+    assert not got[zero].view(BITS[element]).any()
+    assert np.isnan(got[nan]).all()
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+def test_ties(element):
+    """Halfway between neighbours: the even one, in numbers of every size and sign."""
+    bits, lowest, highest = oracle.PRECISION[element]
+    below = np.arange(
+        0, 2 ** (bits - 1) * (highest - lowest), dtype=np.uint16
+    )  # all but infinity's neighbours
+    for sign in (0, 0x8000):
+        pairs = np.array([below | sign, (below + 1) | sign]).view(FLOATS[element])
+        even = np.where(below % 2, below + 1, below).astype(np.uint16)
+        got = mean_of(pairs).view(np.uint16)
+        nothing = (even == 0) & (sign == 0)
+        assert np.array_equal(got[~nothing], (even | np.uint16(sign))[~nothing])
+        assert not got[nothing].any()
+
+
+@every_float
+def test_division_and_not_a_factor(element):
+    """Some of these differ from the sum times 1 / count."""
+    differ = 0
+    for count in (3, 5, 7, 10, 11, 13, 49, 100):
+        tokens = np.ones((count, 32), np.float32)
+        tokens[-1] = 1 + np.arange(32)
+        tokens = tokens.astype(FLOATS[element])
+        total = tokens.astype(np.float32).cumsum(0, np.float32)[-1]
+        expected = (total / np.float32(count)).astype(FLOATS[element])
+        factor = (total * (np.float32(1) / np.float32(count))).astype(FLOATS[element])
+        differ += (expected != factor).sum()
+        assert mean_of(tokens).tobytes() == expected.tobytes()
+    assert differ or element != "float32"
+
+
+@pytest.mark.parametrize("order", ["forwards", "backwards"])
+def test_the_order_of_tokens(order):
+    """2^24 swallows ones that come after it, and not those that came before."""
+    tokens = np.ones((65, 32), np.float32)
+    tokens[0 if order == "forwards" else -1] = 2.0**24
+    assert mean_of(tokens)[0] == np.float32((2**24 if order == "forwards" else 2**24 + 64) / 65)
+
+
+@every_float
+def test_overflow(element):
+    """Only of the sum in float32: then infinity, with its sign, and later tokens do not lead back."""
+    largest = np.float32(1.5 * 2.0 ** oracle.PRECISION[element][2])
+    tokens = np.full((3, 32), largest).astype(FLOATS[element])
+    tokens[:, 1] *= -1
+    tokens[2, 2] *= -1
+    got = mean_of(tokens).astype(np.float32)
+    if element == "float16":
+        assert got[0] == largest
+        assert got[1] == -largest
+        assert got[2] == np.float32(np.float16(largest / 3))
+    else:
+        assert got[0] == np.inf
+        assert got[1] == -np.inf
+        assert got[2] == np.inf
+
+
+@every_float
+def test_nan_and_infinity_stay_in_their_element(element):
+    tokens = np.ones((5, 64), FLOATS[element])
+    tokens[2, 3], tokens[1, 40], tokens[3, 41] = np.nan, np.inf, -np.inf
+    tokens[0, 42], tokens[4, 42] = np.inf, -np.inf
+    got = mean_of(tokens)
+    assert np.isnan(got[[3, 42]]).all()
+    assert got[40] == np.inf
+    assert got[41] == -np.inf
+    assert (np.delete(got, [3, 40, 41, 42]) == 1).all()
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+def test_one_rounding(element):
+    """Partial sums that the type of the data could not hold."""
+    unit = 2.0 ** -(oracle.PRECISION[element][0] - 1)
+    tokens = np.full((4, 32), unit / 4, FLOATS[element])
+    tokens[0] = 1
+    assert (mean_of(tokens).astype(float) == float(FLOATS[element].type((1 + 3 * unit / 4) / 4))).all()
+    tokens[:] = 1 + unit
+    assert (mean_of(tokens) == tokens[0]).all()

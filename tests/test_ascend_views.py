@@ -1,0 +1,106 @@
+"""Views that runtimes hand over, and limits of Ascend's kernels that `reshape_and_cache` does not have."""
+
+import ascend_reference as oracle
+import ml_dtypes
+import numpy as np
+import pytest
+from ascend_reference import KVHEAD, ROPE
+from test_ascend import any_bits, check, every_dtype, finite, random_slots
+
+from kvkit.ascend import reshape_and_cache
+
+
+@every_dtype
+def test_fused_rows_and_an_interleaved_store(dtype):
+    """Keys and values from one projection, into one array [blocks, key|value, rows, heads, dim]."""
+    rng = np.random.default_rng(4)
+    fused, store = any_bits(rng, (11, 6, 40), dtype), any_bits(rng, (3, 2, 5, 2, 40), dtype)
+    after, slots = store.copy(), random_slots(rng, 11, 15)
+    oracle.reshape_and_cache(fused[:, 2:4], fused[:, 4:], after[:, 0], after[:, 1], slots)
+    reshape_and_cache(fused[:, 2:4], fused[:, 4:], store[:, 0], store[:, 1], slots)
+    assert store.tobytes() == after.tobytes()
+
+
+@every_dtype
+@pytest.mark.parametrize("dim", [1, 5, 64])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_nhsd(dtype, dim, rows):
+    """Neighbours are tokens of a head; runs are longer than the walk takes at a time."""
+    rng = np.random.default_rng(5)
+    key, store = any_bits(rng, (70, 3, dim), dtype), any_bits(rng, (-(-80 // rows), 3, rows, dim), dtype)
+    after, slots = store.copy(), np.r_[7:77]
+    oracle.reshape_and_cache(key, None, after.transpose(0, 2, 1, 3), None, slots)
+    reshape_and_cache(key, None, store.transpose(0, 2, 1, 3), None, slots)
+    assert store.tobytes() == after.tobytes()
+
+
+@every_dtype
+def test_broadcast_tokens(dtype):
+    """A stride of zero is one more stride of an input."""
+    rng = np.random.default_rng(6)
+    key = np.broadcast_to(any_bits(rng, (1, 1, 32), dtype), (6, 2, 32))
+    cache = any_bits(rng, (3, 3, 2, 32), dtype)
+    after, slots = cache.copy(), [8, 1, 2, 3, -1, 5]
+    oracle.reshape_and_cache(key, None, after, None, slots)
+    reshape_and_cache(key, None, cache, None, slots)
+    assert cache.tobytes() == after.tobytes()
+
+
+def test_offsets_of_more_than_32_bits():
+    """A slot whose bytes lie 4 GiB and more into a cache of which little is ever touched."""
+    cache = np.zeros((2**17 + 1, 16, 8, 128), np.int16).view(np.float16)
+    key = any_bits(np.random.default_rng(7), (2, 8, 128), np.float16)
+    last = 16 * (2**17 + 1) - 1
+    reshape_and_cache(key, None, cache, None, [last, 5])
+    assert cache[-1, -1].tobytes() == key[0].tobytes()
+    assert cache[0, 5].tobytes() == key[1].tobytes()
+    assert not cache[0, :5].any()
+    assert not cache[-1, :-1].any()
+
+
+# Limits that there are not
+
+
+@pytest.mark.parametrize("integer", [np.int32, np.int64])
+def test_slots_of_both_types(integer):
+    rng = np.random.default_rng(8)
+    key, cache = any_bits(rng, (3, 2, 8), np.float16), any_bits(rng, (2, 2, 2, 8), np.float16)
+    after = cache.copy()
+    oracle.reshape_and_cache(key, None, after, None, [3, 0, -1])
+    reshape_and_cache(key, None, cache, None, np.array([3, 0, -1], integer))
+    assert cache.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 15, 17])
+def test_nz_blocks_need_not_be_of_sixteen_rows(rows):
+    rng = np.random.default_rng(9)
+    key, value = any_bits(rng, (2, 20, 3, 32), np.int8)  # int8 values too
+    caches = any_bits(rng, (2, 20, 3, rows, 32), np.int8)
+    check(rng, key, value, *caches, random_slots(rng, 20, 20 * rows), cache_format="NZ")
+
+
+def test_large_heads():
+    """NZ rows of more than 98,304 bytes, and means over more than 16,384 elements."""
+    rng = np.random.default_rng(10)
+    key, cache = any_bits(rng, (2, 1, 49_168), np.float16), any_bits(rng, (1, 3073, 3, 16), np.float16)
+    check(rng, key, None, cache, None, [2, 0], cache_format="NZ")
+    key, cache = finite(rng, (3, 1, 16_416), np.float16), any_bits(rng, (2, 2, 1, 16_416), np.float16)
+    check(rng, key, None, cache, None, [1], compress_type=ROPE, wins=[2], seq_lens=[3], offset_index=[0])
+
+
+@pytest.mark.parametrize("mode", range(4), ids=["undefined", "kvhead", "rope", "omni"])
+def test_no_tokens(mode):
+    rng = np.random.default_rng(11)
+    more = {} if mode == 0 else {"wins": [], "seq_lens": [], "compress_type": mode}
+    more |= {"offset_index": []} if mode > KVHEAD else {}
+    cache = any_bits(rng, (2, 2, 1, 32), ml_dtypes.bfloat16)
+    check(rng, np.zeros((0, 1, 32), cache.dtype), None, cache, None, [], **more)
+    if mode == 0:
+        cache = any_bits(rng, (2, 2, 2, 16), cache.dtype)
+        check(rng, np.zeros((0, 1, 32), cache.dtype), None, cache, None, [], cache_format="NZ")
+
+
+def test_float32_rope():
+    rng = np.random.default_rng(12)
+    key, cache = finite(rng, (9, 1, 32), np.float32), any_bits(rng, (2, 5, 1, 32), np.float32)
+    check(rng, key, None, cache, None, [1], compress_type=ROPE, wins=[6], seq_lens=[9], offset_index=[2])
