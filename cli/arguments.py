@@ -47,9 +47,14 @@ def bind(op, path, arrays, settings):
 
 
 def settable(op):
-    """What --set may name, and the type of each."""
-    numbers = {array.name: int for array in op.inputs if is_scalar(array)}
-    return numbers | {attribute.name: attribute.kind for attribute in op.attributes}
+    """What --set may name: the type of each, and the names of its values."""
+    numbers = {array.name: (int, []) for array in op.inputs if is_scalar(array)}
+    return numbers | {attribute.name: (attribute.kind, attribute.names) for attribute in op.attributes}
+
+
+def form(kind, names):
+    """A value as --set takes it."""
+    return "|".join([*names, KINDS[kind][1]])
 
 
 def parse(op, settings):
@@ -63,15 +68,15 @@ def parse(op, settings):
         if name in values:
             raise KvkitError(f"--set {setting}: {name} is set twice")
         try:
-            values[name] = literal(text.strip(), legal[name])
+            values[name] = literal(text.strip(), *legal[name])
         except (ValueError, SyntaxError):
-            raise KvkitError(f"--set {setting}: expected {name}={KINDS[legal[name]][1]}") from None
+            raise KvkitError(f"--set {setting}: expected {name}={form(*legal[name])}") from None
     return values
 
 
-def literal(text, kind):
-    """The value that a text stands for; texts themselves need no quotes, true and false no capitals."""
-    if kind is str and text[:1] not in ("'", '"'):
+def literal(text, kind, names):
+    """The value that a text stands for; texts and names need no quotes, true and false no capitals."""
+    if text in names or (kind is str and text[:1] not in ("'", '"')):
         return text
     return ast.literal_eval(text.capitalize() if kind is bool else text)
 
@@ -87,8 +92,8 @@ def check_names(op, path, arrays, values):
     required += [attribute.name for attribute in op.attributes if attribute.default is REQUIRED]
     missing = [name for name in required if name not in arrays and name not in values]
     if missing:
-        kinds = settable(op)
-        settings = " ".join(f"--set {name}={KINDS[kinds[name]][1]}" for name in missing if name in kinds)
+        legal = settable(op)
+        settings = " ".join(f"--set {name}={form(*legal[name])}" for name in missing if name in legal)
         ways = "add arrays of these names" + (f" or give {settings}" if settings else "")
         raise KvkitError(f"{path or 'no IN.npz'}: missing {', '.join(missing)}: {ways}; {known}")
 
@@ -118,8 +123,10 @@ def value(attribute, path, arrays, values):
 
 
 def fitting(attribute, given, origin):
-    """A value of the attribute's type; a float may be given as an integer, a flag as 0 or 1."""
+    """A value of the attribute's type; a float may be an integer, a flag 0 or 1, a mode its name."""
     kind = attribute.kind
+    if given in attribute.names:
+        return attribute.names.index(given)
     if given is None and attribute.default is None:
         return None
     if (kind is float and type(given) is int) or (kind is bool and given in (0, 1)):
@@ -127,6 +134,7 @@ def fitting(attribute, given, origin):
     if kind is tuple and isinstance(given, list):
         given = tuple(given)
     if type(given) is not kind:
-        wanted = KINDS[kind][0] + (" or None" if attribute.default is None else "")
+        wanted = " or ".join([*attribute.names, KINDS[kind][0]])
+        wanted += " or None" if attribute.default is None else ""
         raise KvkitError(f"{origin} {attribute.name}={given!r}: expected {wanted}")
     return given

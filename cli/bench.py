@@ -14,9 +14,12 @@ import numpy as np
 from llvmlite import binding
 
 from kvkit.version import __version__
-from kvkit_cli import bench_attention, bench_cases, show
+from kvkit_cli import bench_ascend, bench_attention, bench_cases, show
 
-SUITES = {"cpu": bench_cases.CASES, "attention": bench_attention.CASES}  # by the file of their figures
+SUITES = {  # by the file of their figures
+    "cpu": [*bench_cases.CASES, *bench_ascend.CASES],
+    "attention": bench_attention.CASES,
+}
 PEERS = "onnxruntime", "torch"
 PAUSE = 0.1  # seconds; threads of peers go on waiting, at full speed, for tens of milliseconds
 

@@ -6,7 +6,8 @@ from kvkit.operators import REQUIRED
 from kvkit_cli import show
 from kvkit_cli.arguments import find, is_scalar
 
-SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16}  # in examples; other numbers are 0
+# In examples; other numbers are 0.
+SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 100, "n": 30}
 
 
 @click.command()
@@ -19,6 +20,8 @@ def describe(operator):
     for table in (inputs(op), attributes(op), outputs(op)):
         if table.row_count:
             screen.print(table)
+    if not op.outputs:
+        screen.print("Outputs: the in-out arrays.\n")
     screen.print(note(op))
     click.echo(example(op))
 
@@ -37,9 +40,16 @@ def inputs(op):
 def attributes(op):
     table = show.table("Attributes", "name", "default", "meaning")
     for attribute in op.attributes:
-        default = "required" if attribute.default is REQUIRED else str(attribute.default) or "''"
-        table.add_row(attribute.name, default, attribute.about)
+        modes = [f"{number} {name}: {about}" for number, (name, about) in enumerate(attribute.modes)]
+        table.add_row(attribute.name, default(attribute), "\n".join([attribute.about, *modes]))
     return table
+
+
+def default(attribute):
+    if attribute.default is REQUIRED:
+        return "required"
+    value = attribute.names[attribute.default] if attribute.modes else attribute.default
+    return str(value) or "''"
 
 
 def outputs(op):
@@ -69,7 +79,7 @@ def example(op):
     required = [attribute for attribute in op.attributes if attribute.default is REQUIRED]
     settings += [f"{attribute.name}={SIZES.get(attribute.name, 0)}" for attribute in required]
     if not required:
-        settings += [f"{attribute.name}={attribute.default}" for attribute in op.attributes[:1]]
+        settings += [f"{attribute.name}={default(attribute)}" for attribute in op.attributes[:1]]
     source = "" if all(map(is_scalar, needed)) else " IN.npz"
     command = f"kvkit run {op.name}{source} -o OUT.npz"
     options = "".join(f" --set {setting}" for setting in settings)

@@ -36,10 +36,9 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     if threads is not None:
         use_threads(threads)
     results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
-    returned = [array.name for array in op.outputs if not array.only_with or attributes[array.only_with]]
-    outputs = dict(zip(returned, results, strict=True))
-    changed = {array.name: inputs[array.name] for array in op.inputs if array.inout}
-    changed = {name: array for name, array in changed.items() if array is not None}
+    changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
+    outputs = given(dict(zip(op.returned(attributes), results, strict=True)))
+    outputs = {name: array for name, array in outputs.items() if name not in changed}
     if output:
         npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
     if in_place:
@@ -47,6 +46,11 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     if not quiet:
         report(op, inputs, outputs, changed)
         click.echo(f"{op.name} on {backend}: {seconds:.3g} s (includes compiling or loading the kernels)")
+
+
+def given(arrays):
+    """Those that are there: optional ones may be None."""
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def check_targets(op, source, output, in_place):

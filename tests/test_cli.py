@@ -162,10 +162,16 @@ def test_describe(run, op):
         default = (
             "required" if attribute.default is REQUIRED else attribute.default or f"{attribute.default!r}"
         )
+        if attribute.modes:
+            default = attribute.modes[attribute.default][0]
+            listed = [f"{number} {name}: {about}" for number, (name, about) in enumerate(attribute.modes)]
+            assert words("".join(listed)) in words(out)
         assert f" {attribute.name} {default} " in " ".join(out.split())
     for word, there in (
         ("Inputs:", op.inputs),
         ("Attributes\n", op.attributes),
+        ("Outputs: arrays", op.outputs),
+        ("Outputs: the in-out arrays.", not op.outputs),
         ("in-out", any(array.inout for array in op.inputs)),
         ("optional", any(array.optional for array in op.inputs)),
         ("with return_lse", any(array.only_with for array in op.outputs)),
@@ -383,12 +389,17 @@ def direct(name, arrays, attrs):
     """What a call of the function returns and changes, by name; the arrays stay as they are."""
     op, arrays = OPERATORS[name], {name: array.copy() for name, array in arrays.items()}
     given = [arrays.get(array.name) for array in op.inputs if not array.keyword]
-    by_keyword = {array.name: arrays[array.name] for array in op.inputs if array.keyword}
+    by_keyword = {array.name: arrays.get(array.name) for array in op.inputs if array.keyword}
     results = op.function()(*given, **by_keyword, **attrs)
+    changed = {array.name: arrays[array.name] for array in op.inputs if array.inout and array.name in arrays}
+    if not op.outputs:
+        assert [id(array) for array in results if array is not None] == [
+            id(array) for array in changed.values()
+        ]
+        return changed
     names = [array.name for array in op.outputs if not array.only_with or attrs.get(array.only_with)]
     outputs = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
-    changed = [array.name for array in op.inputs if array.inout and array.name in arrays]
-    return outputs | {name: arrays[name] for name in changed}
+    return {name: array for name, array in outputs.items() if array is not None} | changed
 
 
 def assert_arrays(path, expected):
@@ -411,8 +422,31 @@ def turned(name, shape, **arrays):
     return name, heads | arrays, {"scaling_type": "linear", "scaling_factor": 2.0, "theta": 500.0}
 
 
+def stored_in_blocks(name, values=True, **arrays):
+    """A call of an operator of Ascend on a small cache: 5 blocks of 4 rows, 2 heads."""
+    names = ("key_cache", "value_cache")[: 1 + values]
+    shape = (5, 4, 2, 32)
+    caches = {x: np.random.default_rng(len(x)).standard_normal(shape).astype(np.float16) for x in names}
+    return f"ascend.{name}", caches | arrays, {}
+
+
+def reshaped(values=True):
+    """A range of each head's tokens becomes their mean."""
+    rng = np.random.default_rng(0)
+    names = ("key", "value")[: 1 + values]
+    arrays = {name: rng.standard_normal((5, 2, 32)).astype(np.float16) for name in names}
+    arrays |= {f"{name}_cache": np.full((5, 4, 1, 32), 9, np.float16) for name in names}
+    arrays |= {"slot_mapping": np.array([1, 8]), "seq_lens": np.array([5], np.int32)}
+    arrays |= {"wins": np.array([3, 0]), "offset_index": np.array([1, -1])}
+    return "ascend.reshape_and_cache", arrays, {"compress_type": 2}
+
+
 STARTS = {"seqstarts": np.array([0, 3, 4]), "start_pos": np.array([5, 0])}
 MASKS = {"num_heads": 3, "data_type": "float16"}
+TABLE = {"block_tables": np.array([[2, 0], [3, -1]], np.int32)}
+COPIED = {"src": np.array([4, 0]), "dst": np.array([1, 3, 2]), "cum_sum": np.array([2, 3])}
+QUERIES = np.random.default_rng(1).standard_normal((2, 4, 32)).astype(np.float16)
+NZ = {"y": np.arange(256, dtype=np.float32).reshape(1, 2, 16, 8)}
 CALLS = [
     *(moved(kind) for kind in ("static", "dynamic")),
     *(attention(kind, dtype) for kind in attention_scenes.KINDS for dtype in (np.float32, bool)),
@@ -434,6 +468,24 @@ CALLS = [
         {"seqstarts": np.array([0, 1, 3]), "kvstarts": np.array([0, 4, 6]), "attn_mask": np.eye(3, 6) > 0},
         MASKS,
     ),
+    *(reshaped(values) for values in (True, False)),
+    *(
+        stored_in_blocks("paged_cache_load", values, seq_lens=np.array([5, 4]), **TABLE)
+        for values in (True, False)
+    ),
+    *(stored_in_blocks("block_copy", values, **COPIED) for values in (True, False)),
+    (
+        *stored_in_blocks(
+            "paged_attention",
+            query=QUERIES,
+            context_lens=np.array([5, 4]),
+            razor_offset=np.linspace(0, 3, 20, dtype=np.float32).reshape(5, 4),
+            **TABLE,
+        )[:2],
+        {"softmax_scale": 0.1, "return_lse": True},
+    ),
+    ("ascend.nd_to_nz", {"x": np.arange(20, dtype=np.int8).reshape(2, 10)}, {}),
+    ("ascend.nz_to_nd", NZ | {"m": np.array(3), "n": np.array(10)}, {}),
 ]
 
 
@@ -450,6 +502,7 @@ def test_run_is_the_direct_call(run, tmp_path, name, arrays, attrs):
     code, out, err = run("run", name, source, "-o", output, *settings(attrs))
     assert (code, err) == (0, "")
     expected = direct(name, arrays, attrs)
+    assert expected
     assert_arrays(output, expected)
     op, rows = OPERATORS[name], [line.split()[:2] for line in out.splitlines()]
     for array in op.inputs:
@@ -465,6 +518,42 @@ def test_lse_is_there_if_asked_for(run, tmp_path):
         attrs["return_lse"] = wanted
         assert run("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs))[0] == 0
         assert list(npz.read(tmp_path / "out.npz").arrays) == ["attn_output", "lse"][: 1 + wanted]
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("mode", ["KVHEAD_ROPE", 2])
+def test_modes_by_name_and_number(run, tmp_path, mode, in_file):
+    name, arrays, attrs = reshaped()
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, arrays | ({"compress_type": np.array(mode)} if in_file else {}))
+    more = () if in_file else ("--set", f"compress_type={mode}")
+    assert run("run", name, source, "-o", output, *more)[0] == 0
+    assert_arrays(output, direct(name, arrays, attrs))
+    assert npz.read(output).metadata["attributes"]["compress_type"] == 2
+
+
+def test_wrong_modes(run, tmp_path):
+    name, arrays, _ = reshaped()
+    source = tmp_path / "in.npz"
+    npz.write(source, arrays)
+    args = ("run", name, source, "-o", tmp_path / "out.npz", "--set")
+    legal = "UNDEFINED|KVHEAD|KVHEAD_ROPE|OMNI|NUMBER"
+    assert_fails(run(*args, "compress_type=ROPE"), 2, f"compress_type=ROPE: expected compress_type={legal}")
+    assert_fails(run(*args, "compress_type=4"), 2, "compress_type: expected 0 or 1 or 2 or 3, got 4")
+    assert_fails(
+        run(*args, "compress_type=None"), 2, "expected UNDEFINED or KVHEAD or KVHEAD_ROPE or OMNI or an"
+    )
+    npz.write(source, arrays | {"compress_type": np.array("ROPE")})
+    assert_fails(run(*args[:-1]), 2, "in.npz: compress_type='ROPE': expected UNDEFINED or KVHEAD or")
+    assert not (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.parametrize("values", [True, False], ids=["values", "keys alone"])
+def test_blocks_in_place(run, tmp_path, values):
+    name, arrays, attrs = reshaped(values)
+    npz.write(tmp_path / "in.npz", arrays)
+    assert run("run", name, tmp_path / "in.npz", "--in-place", *settings(attrs))[0] == 0
+    assert_arrays(tmp_path / "in.npz", arrays | direct(name, arrays, attrs))
 
 
 @pytest.mark.parametrize("text", ["linear", "'linear'", '"linear"', None])
@@ -678,7 +767,7 @@ def test_no_gpu(run, tmp_path, kind):
 
 
 def test_a_folder_that_may_not_be_written(run, files, monkeypatch):
-    monkeypatch.setattr(npz.os, "access", lambda place, mode: False)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
     result = run("run", "key_value_cache", files[0], "-o", files[1])
     assert_fails(result, 1, f"{files[1].parent}: Permission denied")
 
