@@ -6,8 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attention_scenes as scenes
+import numpy as np
 import pytest
 
+from kvkit import cpu
+
+GUARD = 4096  # bytes
 SCRIPT = """
 import json, sys
 import numpy as np, kvkit
@@ -81,3 +86,41 @@ def test_no_array_of_the_contexts_size():
     assert 60 < found.pop("key_value_cache") < 70
     assert len(found) == 8
     assert max(found.values()) < 4, found
+
+
+@pytest.fixture
+def guarded_scratch(monkeypatch):
+    """Scratch memory between guards, and a check of these."""
+    arenas = []
+
+    class Guarded:
+        def at_least(self, size):
+            self.memory, self.size = np.full(size + 2 * GUARD + 64, 0xAB, np.uint8), size
+            self.begin = GUARD + -(self.memory.ctypes.data + GUARD) % 64
+            return self.memory.ctypes.data + self.begin
+
+    for name in ("scratch", "partials"):
+        arenas.append(Guarded())
+        monkeypatch.setattr(cpu.attention, name, arenas[-1])
+
+    def untouched():
+        for arena in arenas:
+            if hasattr(arena, "memory"):
+                outside = np.r_[arena.memory[: arena.begin], arena.memory[arena.begin + arena.size :]]
+                assert (outside == 0xAB).all()
+
+    return untouched
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_alibi": True}, {"window": (700, 0)}, {"is_causal": False}], ids=str
+)
+@pytest.mark.parametrize("new", [1, 3, 20, 100])
+def test_nothing_is_written_outside_scratch(new, options, guarded_scratch):
+    """Parts of a context that some rows do not see, rows of several tiles, heads that take turns."""
+    rng = np.random.default_rng(new)
+    for formats in (scenes.FP32, scenes.INT8):
+        for lengths in ([(1500, new), (3, new)], [(0, 1500 + new)] if new == 1 else [(40000, new)]):
+            call = scenes.dynamic_cache(rng, formats, lengths, heads=4, kv_heads=1, dim=16, **options)
+            call.run()
+            guarded_scratch()

@@ -139,7 +139,7 @@ def attend(task, scratch, b, unit, part, parts, slots):
     last = min(rows, row + (tile if by_head else tile * tiles)) - 1
     _, high = visible(task, b, seqlen, kvlen, last // task.group)
     if parts > 1:
-        low = low + part * task.part_tokens
+        low = min(low + part * task.part_tokens, high)  # rows that see less may have nothing to do
         high = min(high, low + task.part_tokens)
     place_queries(task, scratch, b, tile, tiles, row, head, by_head)
     walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, False)
