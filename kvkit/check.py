@@ -102,7 +102,7 @@ def one_piece(array):
 
 def in_out(name, array):
     """An array that kernels write: writeable, rows in one piece, no two elements in one place."""
-    apart = array.shape[-1] > 1 and array.strides[-1] != array.itemsize
+    apart = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     if apart and not array.flags.c_contiguous:
         raise wrong(name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items")
     written(name, array)

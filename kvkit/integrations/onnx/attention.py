@@ -7,6 +7,7 @@ from onnx.reference.op_run import OpRun
 
 import kvkit
 from kvkit.check import wrong
+from kvkit.formats import FLOATS
 from kvkit.integrations.onnx import scores
 
 FLOAT_TYPES = 1, 10, 11, 16  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
@@ -98,7 +99,7 @@ def attend(query, key, value, sight, scale, softcap, out):
     rows, mask = query.shape[1], sight.mask
     types = {array.dtype for array in (query, key, value)}
     types |= {mask.dtype} if mask is not None and mask.dtype != np.bool_ else set()
-    if len(types) > 1:
+    if len(types) > 1 and types <= {fmt.dtype for fmt in FLOATS}:
         query, key, value = (array.astype(np.float32) for array in (query, key, value))
         mask = mask if mask is None or mask.dtype == np.bool_ else mask.astype(np.float32)
         whole = out.astype(np.float32)
