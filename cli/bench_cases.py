@@ -137,7 +137,9 @@ def append_only(kind, number, mode, past, new, timed=False):
             checked = check.cache_layer(
                 fmt, H, DIM, cache, scale, layout.DYNAMIC, layers, layer, kind.quant, GROUP, number
             )
-            step = steps.dynamic(len(x), **where, cache_mode=mode, page_size=PAGE, cache=checked)
+            packed = check.packed_tokens("current_key", x)
+            step = steps.dynamic(packed, **where, cache_mode=mode, page_size=PAGE)
+            steps.fits(step, packed, checked)
             cpu.launches.start(cpu.transfer.store(key, value, checked, step))
 
         if timed:
@@ -158,7 +160,8 @@ def checks_only(kind, batch):
         def run(i):
             fmt, _, _ = check.current(x, x, 3)
             checked = check.cache_layer(fmt, H, DIM, cache, scale, layout.DYNAMIC, 1, 0, kind.quant, GROUP, 3)
-            steps.dynamic(batch, **where, cache_mode=1, page_size=PAGE, cache=checked)
+            packed = check.packed_tokens("current_key", x)
+            steps.fits(steps.dynamic(packed, **where, cache_mode=1, page_size=PAGE), packed, checked)
             for name, array in (("cache", cache), ("scale", scale)):
                 check.apart(name, array, [("current_key", x), ("current_value", x)])
 

@@ -7,7 +7,7 @@ import click
 import numpy as np
 import pytest
 
-from kvkit_cli import bench, bench_attention, bench_memory, bench_peers, show
+from kvkit_cli import bench, bench_attention, bench_cases, bench_memory, bench_peers, show
 from kvkit_cli.bench_cases import Case, Work
 from kvkit_cli.bench_problem import Problem
 
@@ -78,6 +78,14 @@ def test_peers_that_are_not_installed_say_so(monkeypatch):
     result = bench.measure(Case("empty", lambda: work, {"torch": 3}), 1)
     assert result["beside"] == {"torch": None}
     assert "torch not installed" in bench.row(result)[-2]
+
+
+@pytest.mark.parametrize("form", sorted({case.prepare.__qualname__ for case in bench_cases.CASES}))
+def test_every_form_of_case_runs(form, monkeypatch):
+    for name in ("H", "SETS"):
+        monkeypatch.setattr(bench_cases, name, 1)
+    case = next(case for case in bench_cases.CASES if case.prepare.__qualname__ == form)
+    assert bench.measure(case, 1)["seconds"] > 0
 
 
 def test_what_is_beside_gets_the_same_rounds():
