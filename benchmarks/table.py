@@ -16,6 +16,7 @@ HEADLINES = [
     "prefill float32, 2,048 tokens, 32 kv heads",
     "prefill float32 from int8, 512 tokens after 8,192, 8 kv heads",
 ]
+PEERS = "torch", "torch folded", "onnxruntime"
 
 
 def about(report):
@@ -98,8 +99,8 @@ def headlines(report):
         pace = f"{speed(result, 'operations')} GFLOP/s" if prefill else f"{speed(result, 'bytes')} GB/s"
         bound = f"{times(result, 'matmul')} of a product" if prefill else f"{times(result, 'read')} of a read"
         cells = result["case"], f"{result['seconds'] * 1e3:.1f} ms", pace, bound.replace("*", "")
-        rows.append((*cells, *(times(result, name).replace("*", "") for name in ("torch", "onnxruntime"))))
-    yield from markdown(("", "time", "speed", "of what bounds it", "torch", "onnxruntime"), rows)
+        rows.append((*cells, *(times(result, name).replace("*", "") for name in PEERS)))
+    yield from markdown(("", "time", "speed", "of what bounds it", *PEERS), rows)
 
 
 PAGES = [
