@@ -1,144 +1,18 @@
-"""The file contract: named arrays in a .npz file, as numpy writes them, and what numpy leaves out.
+"""The file contract of `kvkit.files.npz`, with a bar on a terminal while much is written."""
 
-A file is a zip archive of members NAME.npy and, when kvkit wrote it, one member kvkit.json:
-
-    version     1, the version of this contract
-    producer    "kvkit 0.1.0"
-    dtypes      {name: dtype}, which says bfloat16 where a .npy header can only say "2 bytes"
-    operator, attributes    what made the arrays, in a file of results
-
-numpy.load opens such a file, and numpy.savez makes one that is as good: a 2-byte void array is bfloat16.
-
-Reading maps arrays that are stored uncompressed into memory, copy-on-write: data is read when it is used,
-once, and changing an array never changes the file. The zip checksum of mapped data is therefore not compared;
-sizes are, and deflated members are checked whole. Writing aligns the data of every array to 64 bytes, gives
-equal bytes for equal arrays, and replaces the old file in one step or not at all.
-"""
-
-import contextlib
-import errno
-import json
-import os
-import warnings
-import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kvkit.errors import KvkitError
-from kvkit.version import __version__
-from kvkit_cli import members
-from kvkit_cli.replace import replacing
+from kvkit.files import npz
+from kvkit.files.npz import Contents, FileError, check_target, read
 from kvkit_cli.show import progress
 
-VERSION = 1
-METADATA = "kvkit.json"
-AGAIN = "save or copy the file again"
-
-
-class FileError(KvkitError):
-    """A file is not what it should be: path, what is wrong, what to do."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a file holds."""
-
-    arrays: dict[str, np.ndarray]
-    metadata: dict
-
-
-def read(path):
-    """The arrays and the metadata of a file; stored arrays are mapped copy-on-write."""
-    path = Path(path)
-    if not path.exists():
-        raise FileError(f"{path}: no such file: check the name")
-    if not path.is_file():
-        raise FileError(f"{path}: not a regular file: give a .npz file")
-    arrays, metadata = {}, {}
-    with open(path, "rb") as file:
-        with explained(path, "not a zip archive, or cut short"):
-            archive = zipfile.ZipFile(file)
-        with archive:
-            infos = archive.infolist()
-            check_names(path, [info.filename for info in infos])
-            for info in infos:
-                with explained(path, f"member {info.filename!r} is damaged"):
-                    if info.filename == METADATA:
-                        metadata = json.loads(archive.read(info))
-                    else:
-                        arrays[info.filename.removesuffix(".npy")] = members.read(archive, info, file)
-    check_metadata(path, metadata, arrays)
-    return Contents(arrays, metadata)
-
-
-@contextlib.contextmanager
-def explained(path, wrong):
-    """Say in our words that bytes make no sense: zipfile, numpy and json have a dozen exceptions for it."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        # A seek to an absurd place is the file's fault; any other OSError is the machine's.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        raise FileError(f"{path}: {wrong} ({error or type(error).__name__}): {AGAIN}") from error
-
-
-def check_names(path, names):
-    known = set()
-    for name in names:
-        if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
-            raise FileError(f"{path}: member {name!r} is no array: keep only NAME.npy and {METADATA}")
-        if name in known:
-            raise FileError(f"{path}: member {name!r} is there twice: {AGAIN}")
-        known.add(name)
-
-
-def check_metadata(path, metadata, arrays):
-    dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
-    if not isinstance(dtypes, dict):
-        raise FileError(f"{path}: {METADATA} or its dtypes are no object: {AGAIN}")
-    if metadata.get("version", VERSION) != VERSION:
-        found = metadata["version"]
-        raise FileError(f"{path}: {METADATA} has version {found!r}, not {VERSION}: update kvkit")
-    for name, dtype in dtypes.items():
-        found = arrays[name].dtype.name if name in arrays else "absent"
-        if found != dtype:
-            raise FileError(f"{path}: {METADATA} says that {name} is {dtype}, but it is {found}: {AGAIN}")
-
-
-def check_target(path):
-    """Whether `write` can make or replace this file; to be asked before long work."""
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise FileError(f"{path}: there is no folder {target.parent}: make it first")
-    if target.exists() and not target.is_file():
-        raise FileError(f"{path}: not a regular file: give another name")
-    # The file itself need not be writeable to be replaced, but whoever made it read-only meant it.
-    for place in (target.parent, target) if target.exists() else (target.parent,):
-        if not os.access(place, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+__all__ = ["Contents", "FileError", "check_target", "read", "write"]
 
 
 def write(path, arrays, metadata=None, quiet=False):
     """Write arrays, and metadata beside what is always said; the old file is whole until the new one is."""
-    check_target(path)
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    for name, array in arrays.items():
-        if not members.has_name(array.dtype):
-            raise FileError(f"{path}: {name} has dtype {array.dtype}, which no .npz file can say: convert it")
-    about = {"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})}
-    about["dtypes"] = {name: array.dtype.name for name, array in arrays.items()}
-    total = sum(array.nbytes for array in arrays.values())
-    with (
-        replacing(path) as file,
-        progress(f"writing {Path(path).name}", total, quiet) as advance,
-        zipfile.ZipFile(file, "w") as archive,
-    ):
-        for name, array in arrays.items():
-            members.write(archive, f"{name}.npy", array, file.tell(), advance)
-        archive.writestr(members.info(METADATA), json.dumps(about, indent=2) + "\n")
+    total = sum(np.asarray(array).nbytes for array in arrays.values())
+    with progress(f"writing {Path(path).name}", total, quiet) as advance:
+        npz.write(path, arrays, metadata, advance)

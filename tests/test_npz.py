@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import struct
 import zipfile
 from errno import EACCES, ENOSPC
@@ -12,7 +13,8 @@ import pytest
 
 import kvkit
 from kvkit.errors import KvkitError
-from kvkit_cli import members, npz, show
+from kvkit.files import members
+from kvkit_cli import show
 from kvkit_cli.npz import FileError, read, write
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -253,7 +255,7 @@ def fail_in(name):
         def failing(*args):
             raise error
 
-        monkeypatch.setattr(f"kvkit_cli.replace.os.{name}", failing)
+        monkeypatch.setattr(f"kvkit.files.replace.os.{name}", failing)
 
     return patch
 
@@ -302,7 +304,7 @@ def test_targets_that_cannot_be(path, tmp_path):
 
 def test_a_read_only_target_is_respected(path, monkeypatch):
     write(path, {"a": np.zeros(1)})
-    monkeypatch.setattr(npz.os, "access", lambda place, mode: place != path)
+    monkeypatch.setattr(os, "access", lambda place, mode: place != path)
     with pytest.raises(PermissionError) as caught:
         write(path, {"a": np.ones(1)})
     assert caught.value.errno == EACCES

@@ -1,0 +1,1 @@
+"""What kvkit writes to disk: .npz files, and files that are replaced in one step."""
