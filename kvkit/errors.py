@@ -7,3 +7,7 @@ class KvkitError(ValueError):
 
 class DeviceError(KvkitError):
     """The asked-for backend cannot run on this machine."""
+
+
+class CapacityError(KvkitError):
+    """A cache of fixed size has no room for the new tokens."""

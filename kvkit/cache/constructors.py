@@ -1,0 +1,100 @@
+"""The constructors of the usual caches."""
+
+import functools
+
+from kvkit.cache.caches import Cache
+from kvkit.cache.layers import DynamicLayer, StaticLayer
+from kvkit.cache.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
+from kvkit.check import describe, integer, wrong
+
+
+def makers(num_layers, layer_types, sliding_window, full, sliding):
+    """What makes each layer, or, if their number is not known, (what makes any).
+
+    Layers are all full, or all sliding if there is a window, unless `layer_types` says of each what it is.
+    """
+    if sliding_window is not None:
+        integer("sliding_window", sliding_window, 1)
+    if num_layers is not None:
+        num_layers = integer("num_layers", num_layers, 0)
+    if layer_types is None:
+        kind = full if sliding_window is None else sliding
+        return kind, [kind] * (num_layers or 0)
+    known = {"full_attention": full, "sliding_attention": sliding}
+    for i, name in enumerate(layer_types):
+        if name not in known:
+            raise wrong(f"layer_types[{i}]", " or ".join(known), describe(name))
+    if num_layers not in (None, len(layer_types)):
+        raise wrong("layer_types", f"{num_layers} types (num_layers)", len(layer_types))
+    if sliding_window is None and "sliding_attention" in layer_types:
+        raise wrong("sliding_window", "a window for the sliding layers", "None")
+    return None, [known[name] for name in layer_types]
+
+
+class DynamicCache(Cache):
+    """A cache whose layers grow.
+
+    Parameters
+    ----------
+    num_layers : int, optional
+        How many; if it is not known each is made when it is first used.
+    layer_types : sequence of str, optional
+        "full_attention" or "sliding_attention" for each layer.
+    sliding_window : int, optional
+        W of the sliding layers; without ``layer_types`` all are such.
+    offload : path, optional
+        As `offload` called at once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import DynamicCache
+    >>> cache, tokens = DynamicCache(), np.ones((2, 4, 5, 8), np.float16)
+    >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
+    >>> cache.attend(np.ones((2, 8, 1, 8), np.float16), 0).shape
+    (2, 8, 1, 8)
+    """
+
+    def __init__(self, num_layers=None, layer_types=None, sliding_window=None, *, offload=None):
+        sliding = functools.partial(SlidingWindowLayer, sliding_window)
+        kind, layers = makers(num_layers, layer_types, sliding_window, DynamicLayer, sliding)
+        self._make_layer = kind if num_layers is None else None
+        super().__init__((make() for make in layers), offload=offload)
+
+    @classmethod
+    def from_legacy_cache(cls, past_key_values):
+        """A cache from a tuple over layers of (keys, values), which are copied."""
+        cache = cls()
+        for i, (keys, values) in enumerate(past_key_values):
+            cache.update(keys, values, i)
+        return cache
+
+
+class StaticCache(Cache):
+    """A cache of fixed size.
+
+    Parameters
+    ----------
+    max_cache_len : int
+        The most tokens it can hold.
+    num_layers : int
+    layer_types, sliding_window, offload
+        As in `DynamicCache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import StaticCache
+    >>> cache, tokens = StaticCache(8, num_layers=1), np.ones((1, 1, 5, 4), np.float32)
+    >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
+    >>> keys.shape, cache.reserve(4)
+    Traceback (most recent call last):
+        ...
+    kvkit.errors.CapacityError: layers[0]: expected room for 4 new tokens after 5 (max_cache_len 8), got 3
+    """
+
+    def __init__(self, max_cache_len, num_layers, layer_types=None, sliding_window=None, *, offload=None):
+        full = functools.partial(StaticLayer, max_cache_len)
+        sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, sliding_window)
+        _, layers = makers(integer("num_layers", num_layers, 0), layer_types, sliding_window, full, sliding)
+        super().__init__((make() for make in layers), offload=offload)

@@ -1,0 +1,165 @@
+"""A cache's folder: which layers lie in files, and how they come back."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from kvkit.cache import kinds
+from kvkit.cache.layers import StaticLayer
+from kvkit.cache.mapped import STATE, VERSION, Home, MappedStore, put
+from kvkit.cache.store import Geometry, Store
+from kvkit.check import wrong
+from kvkit.files.replace import sync_folder
+from kvkit.formats import BY_NAME
+
+
+class Folder:
+    """A cache's folder, and which of its layers lie in it."""
+
+    def __init__(self, directory, only_non_sliding, keep):
+        self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
+
+    def adopt(self, layers):
+        """Move the layers of a cache to the folder, new to caches."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if (self.path / "cache.json").exists():
+            raise wrong("directory", "a folder that holds no cache", self.path)
+        self.say(closed=False)
+        before = [dict(layer.__dict__) for layer in layers]
+        try:
+            for number, layer in enumerate(layers):
+                self.lead(number, layer)
+                self.register(number, layer)
+        except BaseException:
+            self.delete(layers)
+            for layer, attributes in zip(layers, before, strict=True):
+                layer.__dict__.update(attributes)
+            raise
+
+    def say(self, closed):
+        """Whether no step was under way when the process ended."""
+        os.close(put(self.path / "cache.json", json.dumps({"version": VERSION, "closed": closed}) + "\n"))
+
+    def lead(self, number, layer):
+        """Let new stores of a layer be files, unless it is to stay in memory."""
+        if layer.window is None or not self.only_non_sliding:
+            layer._new_store = Home(self.path, number, layer)
+
+    def register(self, number, layer):
+        """Move a layer's tokens to where new stores are, and have a sidecar."""
+        if layer._new_store is Store:
+            Home(self.path, number, layer).say_empty(in_memory=True)
+        elif layer._store is None:
+            layer._new_store.say_empty()
+        elif not isinstance(layer._store, MappedStore):
+            layer._move(layer._store.geometry, layer._store.capacity, min(layer._oldest, layer._begin))
+
+    def prefetch_after(self, layer_idx, layers):
+        """Prefetch the next layer that lies here."""
+        for layer in (*layers[layer_idx + 1 :], *layers[:layer_idx]):
+            if isinstance(layer._store, MappedStore):
+                prefetch(layer)
+                return
+
+    def close(self, layers):
+        """Complete the files, if they are to be kept, or delete them; the layers are empty then."""
+        if self.keep:
+            for number, layer in enumerate(layers):
+                if layer._new_store is Store:
+                    layer._new_store = Home(self.path, number, layer)
+                    self.register(number, layer)
+            flush(layers)
+            self.say(closed=True)
+        else:
+            self.delete(layers)
+        for layer in layers:
+            layer._new_store = Store
+            layer._empty()
+
+    def delete(self, layers):
+        """Delete all files; the layers can do nothing more with theirs."""
+        for layer in layers:
+            if isinstance(layer._store, MappedStore):
+                layer._store.close()
+        for path in (*self.path.glob("layer-*.json"), self.path / "cache.json"):
+            path.unlink()
+
+
+def prefetch(layer):
+    if isinstance(layer._store, MappedStore):
+        layer._store.prefetch(layer._length - layer._origin)
+
+
+def flush(layers):
+    for layer in layers:
+        if isinstance(layer._store, MappedStore):
+            layer._store.flush()
+            sync_folder(layer._store.path.parent)
+
+
+# Opening
+
+
+def opened(directory, keep):
+    """The folder and the layers of a cache that was kept, or whose process ended."""
+    folder = Folder(directory, True, keep)
+    closed = read(folder.path / "cache.json")["closed"]
+    paths = sorted(folder.path.glob("layer-*.json"))
+    layers = [opened_layer(folder.path, number) for number in range(len(paths))]
+    folder.say(closed=False)
+    for path in set(folder.path.glob("layer-*.raw")) - {
+        layer._store.path for layer in layers if layer._store
+    }:
+        path.unlink()  # it was still being filled
+    if not closed:
+        shortest = min((layer._length for layer in layers), default=0)
+        for layer in layers:
+            if layer._length > shortest:
+                layer._oldest = min(layer._oldest, layer._begin)
+                layer.crop(shortest - layer._length)
+    return folder, layers
+
+
+def opened_layer(folder, number):
+    path = folder / f"layer-{number:03}.json"
+    about = read(path)
+    if about.get("in_memory"):
+        raise wrong("directory", f"layer {number} in a file", "a process that ended while it was in memory")
+    with explained(path):
+        layer = kinds.made(about)
+        layer._new_store = home = Home(folder, number, layer)
+        if "generation" in about:
+            if about["byteorder"] != sys.byteorder:
+                raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
+            home.generation = about["generation"]
+            batch, heads, capacity, key_dim = about["keys"]
+            geometry = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
+            *numbers, layer.record_past = (about["state"][name] for name in STATE)
+            layer._length, layer._oldest, layer._begin, layer._origin = numbers
+            if not 0 <= layer._origin <= layer._oldest <= layer._length <= layer._origin + capacity:
+                raise ValueError(f"a state that cannot be: {about['state']}")
+            layer._store = home.current = MappedStore(geometry, capacity, home, home.path(), new=False)
+            layer._store.know_sidecar(os.open(path, os.O_RDWR), path.read_text().rindex("{"))
+            if isinstance(layer, StaticLayer):  # rows may have been written that no state came to mean
+                layer._store.clear(layer._length - layer._origin, capacity)
+    return layer
+
+
+def read(path):
+    """What a JSON file of this version says."""
+    with explained(path):
+        about = json.loads(path.read_text())
+        if about["version"] != VERSION:
+            raise ValueError(f"version {about['version']}, not {VERSION}")
+    return about
+
+
+@contextlib.contextmanager
+def explained(path):
+    """Say in our words that a file is not what it should be."""
+    try:
+        yield
+    except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
+        raise wrong("directory", "a cache that kvkit has written", f"{path}: {error!r}") from error

@@ -1,0 +1,93 @@
+"""Where the keys and values of a layer lie: rows in two arrays. Which token has which row, layers know."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvkit import check
+from kvkit.check import wrong
+from kvkit.formats import FLOATS, Format
+
+
+class Geometry(NamedTuple):
+    """What the first update decides about a layer."""
+
+    batch: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    fmt: Format
+
+    def __str__(self):
+        sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"
+        return f"{sizes} of {self.fmt}"
+
+
+def geometry(key_states, value_states, frozen):
+    """The geometry of new keys and values, which is the `frozen` one unless that is None."""
+    fmt = check.tensor("key_states", key_states, FLOATS, 4)
+    if check.tensor("value_states", value_states, FLOATS, 4) is not fmt:
+        raise wrong("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
+    batch, heads, new, dim = key_states.shape
+    if value_states.shape[:3] != (batch, heads, new):
+        raise wrong("value_states", f"shape ({batch}, {heads}, {new}, any)", value_states.shape)
+    given = Geometry(batch, heads, dim, value_states.shape[3], fmt)
+    if frozen is None:
+        if min(given[:4]) < 1:
+            raise wrong("key_states", "at least one row, head and element", f"shapes {given}")
+    elif given != frozen:
+        raise wrong("key_states", f"keys and values as at the first update, {frozen}", given)
+    return given
+
+
+class Store:
+    """Keys and values in memory: two arrays [B, Hkv, capacity, D], zeros until they are written."""
+
+    __slots__ = ("capacity", "geometry", "keys", "values")
+    in_place = True  # rows that a layer relies on may be written
+
+    def __init__(self, geometry, capacity):
+        self.geometry, self.capacity = geometry, capacity
+        self.keys, self.values = self._arrays()
+
+    def _arrays(self):
+        batch, heads, key_dim, value_dim, fmt = self.geometry
+        shape = batch, heads, self.capacity
+        return np.zeros((*shape, key_dim), fmt.dtype), np.zeros((*shape, value_dim), fmt.dtype)
+
+    def write(self, row, key_states, value_states):
+        """Write new tokens to the rows from `row` on."""
+        end = row + key_states.shape[2]
+        self.keys[:, :, row:end] = key_states
+        self.values[:, :, row:end] = value_states
+
+    def rows(self, begin, end):
+        """Views of the keys and values in some rows."""
+        return self.keys[:, :, begin:end], self.values[:, :, begin:end]
+
+    def clear(self, begin, end):
+        """Make rows zeros again."""
+        for array in self.rows(begin, end):
+            array[...] = 0
+
+    def take(self, indices, begin, end):
+        """Let row b of the batch be what row ``indices[b]`` was, for some rows of tokens."""
+        changed = [b for b, index in enumerate(indices) if index != b]
+        if changed:
+            sides = self.rows(begin, end)
+            taken = [side[indices[changed]] for side in sides]
+            for side, rows in zip(sides, taken, strict=True):
+                side[changed] = rows
+
+    def fill(self, store, indices, begin, end):
+        """Take rows of another store, which become the first ones, from the given rows of its batch."""
+        sides = zip(self.rows(0, end - begin), store.rows(begin, end), strict=True)
+        for target, source in sides:
+            for b, index in enumerate(indices):
+                target[b] = source[index]
+
+    def commit(self, layer):
+        """All rows are written that the layer now means."""
+
+    def close(self):
+        """Let go of what is not memory."""

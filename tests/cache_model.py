@@ -1,0 +1,120 @@
+"""Oracle of the unquantized layers: a list of all tokens, and a count of those that are stored.
+
+A token is a pair of arrays (key [B, H, Dk], value [B, H, Dv]). Nothing here is fast or shares anything with
+the package.
+"""
+
+import attention_reference
+import numpy as np
+
+KINDS = "dynamic", "sliding", "static", "static sliding"
+
+
+def tokens_of(keys, values):
+    """A list of tokens from arrays [B, H, q, D]."""
+    return [(keys[:, :, i].copy(), values[:, :, i].copy()) for i in range(keys.shape[2])]
+
+
+def arrays_of(tokens, like):
+    """Arrays [B, H, n, D] of a list of tokens; `like` is a token, for their shapes and type."""
+    made = []
+    for side in (0, 1):
+        batch, heads, dim = like[side].shape
+        array = np.zeros((batch, heads, len(tokens), dim), like[side].dtype)
+        for i, token in enumerate(tokens):
+            array[:, :, i] = token[side]
+        made.append(array)
+    return made
+
+
+class Model:
+    """A layer of one of the four kinds."""
+
+    def __init__(self, kind, window=None, max_cache_len=None):
+        self.kind, self.max_cache_len, self.recording = kind, max_cache_len, False
+        self.window = min(window, max_cache_len) if kind == "static sliding" else window
+        self.seen, self.stored = [], 0
+
+    def __len__(self):
+        return len(self.seen)
+
+    def last(self, count):
+        return self.seen[len(self.seen) - count :]
+
+    def keeps(self):
+        """How many tokens stay without recording; None for all."""
+        return {"sliding": lambda: self.window - 1, "static sliding": lambda: self.window}.get(
+            self.kind, lambda: None
+        )()
+
+    def sizes(self, new):
+        """(kv_length, kv_offset), by the specification's table."""
+        n, w = len(self), self.window
+        if self.kind == "dynamic":
+            return n + new, 0
+        if self.kind == "static":
+            return self.max_cache_len, 0
+        if self.kind == "sliding":
+            return (n + new, 0) if n < w else (w - 1 + new, n - w + 1)
+        if n + new <= w:
+            return w, 0
+        return (n + new, 0) if n < w else (w - 1 + new, n - w + 1)
+
+    def update(self, tokens):
+        """The tokens returned; those missing at the end are zeros."""
+        old = self.last(self.stored)
+        whole = self.kind == "static sliding" and len(self) + len(tokens) <= self.window
+        if self.window is not None and len(self) >= self.window and not whole:
+            old = old[len(old) - (self.window - 1) :]
+        self.seen += tokens
+        self.stored += len(tokens)
+        keeps = self.keeps()
+        if keeps is not None and not self.recording:
+            self.stored = min(self.stored, keeps)
+        return old + tokens
+
+    def rewind(self, start):
+        """A static layer's tokens from `start` on are written anew."""
+        del self.seen[start:]
+        self.stored = start
+
+    def crop(self, x):
+        """The error a crop raises, or None: then it has happened."""
+        n = len(self)
+        left = min(x, n) if x > 0 else n + x
+        if left < 0:
+            return ValueError
+        if self.window is not None and n - self.stored > max(0, left - self.window + 1):
+            return RuntimeError
+        self.stored -= n - left
+        del self.seen[left:]
+        if self.kind == "sliding":
+            self.stored = min(self.stored, self.window - 1)
+        return None
+
+    def take(self, indices):
+        self.seen = [tuple(side[list(indices)] for side in token) for token in self.seen]
+
+    def reset(self):
+        self.seen, self.stored, self.recording = [], 0, False
+
+    def attend(self, query, mask=None, **options):
+        """(attn_output [B, Hq, q, Dv], lse [B, Hq, q]) in float64; mask [B, Hq, q, n]."""
+        keys, values = arrays_of(self.seen, self.seen[0])
+        output = np.zeros((*query.shape[:3], values.shape[3]))
+        lse = np.zeros(query.shape[:3])
+        window = (-1, -1) if self.window is None else (self.window - 1, -1)
+        for b in range(query.shape[0]):
+            one, two = attention_reference.attend(
+                query[b].swapaxes(0, 1),
+                keys[b].swapaxes(0, 1),
+                values[b].swapaxes(0, 1),
+                None if mask is None else mask[b],
+                head_dim=query.shape[3],
+                causal=True,
+                is_alibi=False,
+                window=window,
+                **options,
+            )
+            output[b], lse[b] = one.swapaxes(0, 1), two.swapaxes(0, 1)
+        return output, lse

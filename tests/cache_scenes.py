@@ -1,0 +1,49 @@
+"""Layers of every kind, tokens that are easy to read or random, and all that can be seen of a layer."""
+
+import numpy as np
+import pytest
+from cache_model import KINDS
+
+from kvkit.cache import DynamicLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+LAYERS = {
+    "dynamic": DynamicLayer,
+    "sliding": lambda: SlidingWindowLayer(4),
+    "static": lambda: StaticLayer(12),
+    "static sliding": lambda: StaticSlidingWindowLayer(12, 4),
+}
+any_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def tokens(*values):
+    """[1, 1, q, 1] of the given numbers."""
+    return np.array(values, np.float32).reshape(1, 1, -1, 1)
+
+
+def append(layer, *values, **more):
+    """What a layer returns for tokens whose keys are the values, and whose values are their negatives."""
+    keys, negatives = layer.update(tokens(*values), -tokens(*values), **more)
+    assert np.array_equal(keys, -negatives)
+    return keys.ravel().tolist()
+
+
+def stored(layer):
+    assert np.array_equal(layer.keys, -layer.values)
+    return layer.keys.ravel().tolist()
+
+
+def filled(kind, count=5, batch=2, heads=3, dims=(4, 6), dtype=np.float16):
+    """A layer with some random tokens."""
+    layer, rng = LAYERS[kind](), np.random.default_rng(count)
+    layer.update(*(rng.standard_normal((batch, heads, count, dim)).astype(dtype) for dim in dims))
+    return layer
+
+
+def state(layer):
+    """Everything that can be seen of a layer."""
+    sizes = [layer.get_mask_sizes(q) for q in range(6)]
+    if layer.keys is None:
+        return layer.get_seq_length(), sizes, None
+    bits = [(side.dtype, side.shape, side.tobytes()) for side in (layer.keys, layer.values)]
+    attention = layer.attend(np.ones((*layer.keys.shape[:2], 1, layer.keys.shape[3]), layer.keys.dtype))
+    return layer.get_seq_length(), sizes, bits, layer.record_past, attention.tobytes()

@@ -1,0 +1,139 @@
+"""Files that are not what they say are refused by `load`."""
+
+import json
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_cache_files import filled
+
+import kvkit
+from kvkit.cache import load, saved
+from kvkit.files import npz
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def changed(path, change):
+    """Write the file again after a change of its arrays and of what it says of the cache."""
+    contents = npz.read(path)
+    arrays = {name: array.copy() for name, array in contents.arrays.items()}
+    about = json.loads(json.dumps(contents.metadata["cache"]))
+    about = change(arrays, about) or about
+    npz.write(path, arrays, {"cache": about})
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache.npz"
+
+
+def one_bit(arrays, about):
+    arrays["layers.2.values"].view(np.uint8)[1, 2, 3, 4] ^= 1
+
+
+def another_length(arrays, about):
+    about["layers"][1]["length"] += 1
+
+
+def reshaped(arrays, about):
+    arrays["layers.0.keys"] = arrays["layers.0.keys"].reshape(2, 3, -1, 2)
+
+
+def another_geometry(arrays, about):
+    about["layers"][0]["keys"] = [2, 3, 14, 2]
+
+
+def another_dtype(arrays, about):
+    arrays["layers.0.keys"] = arrays["layers.0.keys"].view(BF16)
+
+
+def swapped(arrays, about):
+    arrays["layers.0.keys"], arrays["layers.2.keys"] = arrays["layers.2.keys"], arrays["layers.0.keys"]
+
+
+def missing(arrays, about):
+    del arrays["layers.3.keys"]
+
+
+def another_array(arrays, about):
+    arrays["layers.9.keys"] = arrays["layers.0.keys"]
+
+
+def another_version(arrays, about):
+    about["version"] = 2
+
+
+def no_layers(arrays, about):
+    del about["layers"]
+
+
+def no_cache(arrays, about):
+    return "cache"
+
+
+def another_kind(arrays, about):
+    about["layers"][0]["kind"] = "PagedLayer"
+    about["fingerprint"] = saved.fingerprint(about["layers"], arrays)
+
+
+def another_window(arrays, about):
+    about["layers"][1]["arguments"]["sliding_window"] = 9
+    about["fingerprint"] = saved.fingerprint(about["layers"], arrays)
+
+
+def too_short_a_static_layer(arrays, about):
+    about["layers"][2]["arguments"]["max_cache_len"] = 3
+    about["fingerprint"] = saved.fingerprint(about["layers"], arrays)
+
+
+REFUSED = [
+    (one_bit, "expected contents with the fingerprint"),
+    (another_length, "expected contents with the fingerprint"),
+    (swapped, "expected contents with the fingerprint"),
+    (reshaped, r"expected layers\.0\.keys as it is described, \('float16', 2, 3, 7, 4\), got"),
+    (another_geometry, r"expected layers\.0\.keys as it is described"),
+    (another_dtype, r"expected layers\.0\.keys as it is described"),
+    (missing, r"expected layers\.3\.keys as it is described, .*, got None"),
+    (another_array, r"expected layers\.9\.keys as it is described, None, got"),
+    (another_version, "expected a cache of version 1, got 2"),
+    (no_layers, "expected a description of every layer"),
+    (no_cache, "expected a cache of version 1, got none"),
+    (another_kind, "expected a layer 0 that kvkit has"),
+    (another_window, "expected the last tokens of layer 1 of 7, got 3"),
+    (too_short_a_static_layer, "expected a layer 2 that kvkit has, got .* room for 7 new tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_not_what_it_says_is_refused(path, change, message):
+    filled(np.float16).save(path)
+    load(path)
+    changed(path, change)
+    with pytest.raises(kvkit.KvkitError, match=rf"cache\.npz: {message}"):
+        load(path)
+
+
+def test_files_that_are_no_caches(path):
+    with pytest.raises(kvkit.KvkitError, match="no such file"):
+        load(path)
+    path.write_bytes(b"PK")
+    with pytest.raises(kvkit.KvkitError, match="not a zip archive"):
+        load(path)
+    np.savez(path, key=np.zeros(3))
+    with pytest.raises(kvkit.KvkitError, match="expected a cache of version 1, got none"):
+        load(path)
+
+
+def test_a_cut_file_is_refused(path):
+    filled().save(path)
+    whole = path.read_bytes()
+    for end in (len(whole) // 3, len(whole) - 30):
+        path.write_bytes(whole[:end])
+        with pytest.raises(kvkit.KvkitError):
+            load(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("kvkit.json", "{}")
+    with pytest.raises(kvkit.KvkitError, match="expected a cache"):
+        load(path)

@@ -1,0 +1,263 @@
+"""`Cache` and its constructors: which layers there are, and calls that concern all of them."""
+
+import copy
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kvkit.cache
+from kvkit.cache import (
+    Cache,
+    CapacityError,
+    DynamicCache,
+    DynamicLayer,
+    SlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+HYBRID = ["full_attention", "sliding_attention", "full_attention"]
+
+
+def tokens(*values):
+    return np.array(values, np.float32).reshape(1, 1, -1, 1)
+
+
+def step(cache, *values, layers=None):
+    for i in range(len(cache)) if layers is None else layers:
+        cache.update(tokens(*values), -tokens(*values), i)
+
+
+def kept(cache):
+    return [None if layer.keys is None else layer.keys.ravel().tolist() for layer in cache.layers]
+
+
+# Which layers
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda: DynamicCache(), []),
+        (lambda: DynamicCache(2), [DynamicLayer] * 2),
+        (lambda: DynamicCache(2, sliding_window=4), [SlidingWindowLayer] * 2),
+        (lambda: DynamicCache(None, HYBRID, 4), [DynamicLayer, SlidingWindowLayer, DynamicLayer]),
+        (lambda: DynamicCache(3, HYBRID, 4), [DynamicLayer, SlidingWindowLayer, DynamicLayer]),
+        (lambda: DynamicCache(layer_types=["full_attention"]), [DynamicLayer]),
+        (lambda: StaticCache(8, 2), [StaticLayer] * 2),
+        (lambda: StaticCache(8, 2, sliding_window=4), [StaticSlidingWindowLayer] * 2),
+        (lambda: StaticCache(8, 3, HYBRID, 4), [StaticLayer, StaticSlidingWindowLayer, StaticLayer]),
+    ],
+)
+def test_constructors(make, kinds):
+    cache = make()
+    assert [type(layer) for layer in cache.layers] == kinds
+    assert len(cache) == len(kinds)
+    assert [layer.name for layer in cache.layers] == [f"layers[{i}]" for i in range(len(kinds))]
+    sliding = [layer for layer in cache.layers if "Sliding" in type(layer).__name__]
+    assert all(layer.sliding_window == 4 for layer in sliding)
+    assert all(layer.max_cache_len == 8 for layer in cache.layers if isinstance(layer, StaticLayer))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DynamicCache(2, HYBRID, 4), "layer_types: expected 2 types (num_layers), got 3"),
+        (
+            lambda: DynamicCache(layer_types=HYBRID),
+            "sliding_window: expected a window for the sliding layers",
+        ),
+        (
+            lambda: DynamicCache(layer_types=["full"]),
+            "layer_types[0]: expected full_attention or sliding_attention",
+        ),
+        (lambda: DynamicCache(-1), "num_layers: expected at least 0"),
+        (lambda: DynamicCache(sliding_window=0), "sliding_window: expected at least 1"),
+        (lambda: StaticCache(0, 1), "max_cache_len: expected at least 1"),
+        (lambda: StaticCache(8, None), "num_layers: expected an integer"),
+        (lambda: Cache([DynamicLayer]), "layers[0]: expected a layer"),
+        (lambda: Cache([DynamicLayer()] * 2), "layers[1]: expected a layer of its own"),
+    ],
+)
+def test_constructors_refuse(make, message):
+    with pytest.raises(kvkit.KvkitError) as error:
+        make()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("window", "kind"), [(None, DynamicLayer), (3, SlidingWindowLayer)])
+def test_layers_are_made_on_first_use(window, kind):
+    cache = DynamicCache(sliding_window=window)
+    assert (len(cache), cache.get_seq_length(), cache.get_seq_length(5)) == (0, 0, 0)
+    assert cache.get_mask_sizes(3, 0) == (3, 0)
+    with pytest.raises(kvkit.KvkitError, match="value_states"):
+        cache.update(tokens(1), tokens(1, 2), 0)
+    with pytest.raises(kvkit.KvkitError, match="layer_idx: expected a layer of 0, got 1"):
+        cache.update(tokens(1), tokens(1), 1)
+    assert len(cache) == 0
+    step(cache, 1, 2, layers=(0, 1))
+    assert [type(layer) for layer in cache.layers] == [kind] * 2
+    assert (cache.get_seq_length(1), cache.get_seq_length(2)) == (2, 0)
+
+
+@pytest.mark.parametrize("cache", [DynamicCache(2), StaticCache(8, 2), DynamicCache(layer_types=HYBRID[::2])])
+def test_layers_that_are_not_there(cache):
+    for number in (2, -1, 1.5, "0", None):
+        with pytest.raises(kvkit.KvkitError, match="layer_idx"):
+            cache.update(tokens(1), tokens(1), number)
+    assert cache.get_seq_length(2) == 0
+    assert kept(cache) == [None, None]
+
+
+# All layers at once
+
+
+def test_lengths():
+    cache = DynamicCache(layer_types=HYBRID, sliding_window=4)
+    assert cache.get_max_length() == -1
+    assert cache.get_max_length(1) == 4
+    assert DynamicCache(2, sliding_window=4).get_max_length() == 4
+    assert StaticCache(8, 3, HYBRID, 4).get_max_length() == 8
+    assert DynamicCache().get_max_length() == -1
+    step(cache, 1, 2, 3, 4, 5)
+    assert [cache.get_seq_length(i) for i in range(3)] == [5] * 3
+    assert [cache.get_mask_sizes(1, i) for i in range(3)] == [(6, 0), (4, 2), (6, 0)]
+
+
+def test_reserve_asks_all_layers_before_any_has_its_tokens():
+    cache = Cache([DynamicLayer(), StaticLayer(9), StaticLayer(4)])
+    step(cache, 1, 2, 3)
+    places = [layer.keys.base for layer in cache.layers]
+    with pytest.raises(CapacityError, match=r"layers\[2\]: expected room for 2 new tokens after 3"):
+        cache.reserve(2)
+    assert [layer.keys.base for layer in cache.layers] == places
+    cache.reserve(1)
+    step(cache, 4)
+    with pytest.raises(CapacityError):
+        step(cache, 5)
+    assert kept(cache) == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
+
+
+def test_a_crop_that_one_layer_cannot_make_is_made_by_none():
+    cache = DynamicCache(layer_types=HYBRID, sliding_window=3)
+    step(cache, 1, 2, 3, 4, 5)
+    with pytest.raises(RuntimeError, match=r"layers\[1\]"):
+        cache.crop(-1)
+    assert kept(cache) == [[1, 2, 3, 4, 5], [4, 5], [1, 2, 3, 4, 5]]
+    cache.crop(0)
+    cache.crop(5)
+    cache.activate_past_recording()
+    step(cache, 6, 7)
+    cache.crop(-2)
+    assert kept(cache) == [[1, 2, 3, 4, 5], [4, 5], [1, 2, 3, 4, 5]]
+
+
+def test_indices_that_one_layer_lacks_change_none():
+    cache = Cache([DynamicLayer(), DynamicLayer()])
+    many = np.arange(3, dtype=np.float32).reshape(3, 1, 1, 1)
+    cache.update(many, many, 0)
+    cache.update(many[:2], many[:2], 1)
+    for change in (cache.reorder, cache.select, cache.reorder_cache, cache.batch_select_indices):
+        with pytest.raises(kvkit.KvkitError, match="indices: expected rows of the batch, 0 to 1, got 2"):
+            change([2, 0])
+    assert kept(cache) == [[0, 1, 2], [0, 1]]
+    cache.reorder([1, 0])
+    cache.batch_repeat_interleave(2)
+    assert kept(cache) == [[1, 1, 0, 0]] * 2
+    with pytest.raises(kvkit.KvkitError, match="repeats: expected at least 1"):
+        cache.repeat(0)
+
+
+def test_reorder_twice_is_reorder_of_the_order():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 5, 7), rng.integers(0, 7, 4)
+    one, other = DynamicCache(), DynamicCache()
+    for cache in (one, other):
+        states = np.random.default_rng(1).standard_normal((2, 5, 2, 3, 4)).astype(np.float16)
+        cache.update(*states, 0)
+    one.reorder(a)
+    one.reorder(b)
+    other.reorder(a[b])
+    assert one.layers[0].keys.tobytes() == other.layers[0].keys.tobytes()
+    assert one.layers[0].values.tobytes() == other.layers[0].values.tobytes()
+
+
+def test_changes_of_a_cache_without_tokens():
+    cache = DynamicCache(2)
+    cache.reorder([3])
+    cache.repeat(2)
+    cache.reserve(10)
+    cache.crop(0)
+    cache.reset()
+    with pytest.raises(kvkit.KvkitError, match="length: expected at most 0 tokens to drop"):
+        cache.crop(-1)
+    assert kept(cache) == [None, None]
+
+
+def test_reset():
+    cache = Cache([DynamicLayer(), StaticLayer(4), StaticSlidingWindowLayer(4, 3)])
+    step(cache, 1, 2, 3, 4)
+    cache.reset()
+    assert [cache.get_seq_length(i) for i in range(3)] == [0] * 3
+    assert kept(cache) == [None, [], []]
+    step(cache, 5)
+    assert kept(cache) == [[5]] * 3
+
+
+def test_a_deep_copy_goes_its_own_way():
+    cache = DynamicCache()
+    step(cache, 1, 2, layers=(0,))
+    cache.attend(tokens(1), 0)
+    again = copy.deepcopy(cache)
+    step(again, 3)
+    step(again, 1, 2, 3, layers=(1,))
+    assert (kept(cache), kept(again)) == ([[1, 2]], [[1, 2, 3], [1, 2, 3]])
+
+
+def test_long_updates_of_sliding_layers_leave_no_memory_behind():
+    """While a prompt goes through the layers, one of them at a time holds more than its window."""
+    cache = DynamicCache(4, sliding_window=16)
+    prompt = np.ones((1, 2, 5000, 8), np.float32)
+    for i in range(4):
+        cache.update(prompt, prompt, i)
+        cache.attend(prompt, i)
+        sizes = [layer.keys.base.shape[2] for layer in cache.layers if layer.keys is not None]
+        assert sizes[i] >= 5000
+        assert max(sizes[:i], default=0) < 64
+
+
+# Names
+
+
+def test_public_names():
+    assert kvkit.cache.__all__ == sorted(kvkit.cache.__all__)
+    for name in kvkit.cache.__all__:
+        assert re.search(r"^    >>> ", getattr(kvkit.cache, name).__doc__ or "", re.M) or "Error" in name
+
+
+@pytest.mark.parametrize(
+    "name", ["kvkit.cache." + module.name for module in pkgutil.iter_modules(kvkit.cache.__path__)]
+)
+def test_examples(name):
+    options = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(importlib.import_module(name), optionflags=options).failed == 0
+
+
+def test_numba_is_not_needed_to_hold_tokens():
+    """Neither importing nor updating a cache loads it; attention does."""
+    script = """
+import sys, numpy as np
+from kvkit.cache import DynamicCache
+cache, new = DynamicCache(), np.ones((1, 1, 1, 4), np.float32)
+cache.update(new, new, 0)
+assert "numba" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

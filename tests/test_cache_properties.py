@@ -1,0 +1,219 @@
+"""Random sequences of operations on every kind of layer, in memory and in files, against a list of tokens."""
+
+import shutil
+import tempfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from attention_scenes import TOLERANCE, assert_near
+from cache_model import KINDS, Model, arrays_of, tokens_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvkit.cache import (
+    Cache,
+    CapacityError,
+    DynamicLayer,
+    SlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+DTYPES = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+HEADS, GROUP, DIMS = 2, 2, (5, 3)
+MAX = 24
+
+
+def layer_of(kind, window):
+    return {
+        "dynamic": DynamicLayer,
+        "sliding": lambda: SlidingWindowLayer(window),
+        "static": lambda: StaticLayer(MAX),
+        "static sliding": lambda: StaticSlidingWindowLayer(MAX, window),
+    }[kind]()
+
+
+class Operations(RuleBasedStateMachine):
+    """Two layers, one in memory and one in files, do what the model does."""
+
+    kind: str
+    offloaded = False
+
+    @initialize(window=st.integers(1, 9), dtype=st.sampled_from(DTYPES), batch=st.integers(1, 3))
+    def begin(self, window, dtype, batch):
+        self.model = Model(self.kind, window if "sliding" in self.kind else None, MAX)
+        self.cache, self.folder = Cache([layer_of(self.kind, window)]), None
+        if self.offloaded:
+            self.folder = tempfile.mkdtemp()
+            self.cache.offload(self.folder, only_non_sliding=False)
+        (self.layer,) = self.cache.layers
+        self.dtype, self.batch, self.rng = dtype, batch, np.random.default_rng(window)
+        self.queries = 0  # of the last tokens, whose windows are there
+
+    def teardown(self):
+        if getattr(self, "folder", None):
+            self.cache.close()
+            shutil.rmtree(self.folder)
+
+    def new(self, count):
+        shape = self.batch, HEADS, count
+        return [self.rng.standard_normal((*shape, dim)).astype(self.dtype) for dim in DIMS]
+
+    def append(self, count, start=None):
+        """Update both; what is returned has the model's tokens, and zeros after them."""
+        keys, values = self.new(count)
+        length, offset = self.model.sizes(count)
+        if start is None:
+            assert self.layer.get_mask_sizes(count) == (length, offset)
+        position = None if start is None else np.arange(start, start + count)
+        returned = self.cache.update(keys, values, 0, position)
+        like = (
+            np.zeros((self.batch, HEADS, DIMS[0]), self.dtype),
+            np.zeros((self.batch, HEADS, DIMS[1]), self.dtype),
+        )
+        expected = arrays_of(self.model.update(tokens_of(keys, values)), like)
+        for got, side in zip(returned, expected, strict=True):
+            whole = np.zeros((*side.shape[:2], length, side.shape[3]), side.dtype)
+            whole[:, :, : side.shape[2]] = side
+            assert got.dtype == side.dtype
+            assert got.shape == whole.shape
+            assert got.tobytes() == whole.tobytes()
+        self.same(like)
+        self.queries = count
+        if count:
+            self.attend(count)
+
+    def attend(self, count):
+        query = self.rng.standard_normal((self.batch, HEADS * GROUP, count, DIMS[0])).astype(self.dtype)
+        mask = self.rng.random((self.batch, len(self.model))) < 0.8
+        for columns in (None, mask):
+            got, lse = self.cache.attend(query, 0, columns, return_lse=True)
+            seen = None
+            if columns is not None:
+                seen = np.broadcast_to(mask[:, None, None], (self.batch, HEADS * GROUP, count, mask.shape[1]))
+            expected, expected_lse = self.model.attend(query, seen)
+            assert_near(got, expected, TOLERANCE[str(self.dtype)])
+            assert_near(lse, expected_lse, TOLERANCE["float32"], "lse")
+
+    def same(self, like=None):
+        """Everything that can be seen is as the model has it."""
+        assert self.layer.get_seq_length() == len(self.model)
+        for count in (0, 1, 3, 12):
+            assert self.layer.get_mask_sizes(count) == self.model.sizes(count)
+        if self.model.stored:
+            like = self.model.seen[0]
+        if like is not None and self.layer.keys is not None:
+            for got, side in zip(
+                (self.layer.keys, self.layer.values),
+                arrays_of(self.model.last(self.model.stored), like),
+                strict=True,
+            ):
+                assert got.shape == side.shape
+                assert got.tobytes() == side.tobytes()
+
+    @rule(count=st.sampled_from([0, 1, 1, 1, 2, 3, 7]))
+    def update(self, count):
+        if self.kind == "static" and len(self.model) + count > MAX:
+            with pytest.raises(CapacityError):
+                self.cache.update(*self.new(count), 0)
+            self.same()
+        else:
+            self.append(count)
+
+    @rule(count=st.integers(1, 3), back=st.integers(1, 5))
+    def write_again(self, count, back):
+        start = len(self.model) - back
+        if start < 0 or (self.kind == "static" and start + count > MAX):
+            return
+        if self.kind == "static":
+            self.model.rewind(start)
+            self.append(count, start)
+        else:
+            with pytest.raises(ValueError, match="cache_position"):
+                self.cache.update(*self.new(count), 0, np.arange(start, start + count))
+            self.same()
+
+    @rule(x=st.integers(-6, 30))
+    def crop(self, x):
+        self.queries = 0
+        error = self.model.crop(x)
+        if error is None:
+            self.cache.crop(x)
+        else:
+            with pytest.raises(error):
+                self.cache.crop(x)
+        self.same()
+
+    @precondition(lambda self: self.kind == "sliding")
+    @rule()
+    def record(self):
+        self.model.recording = True
+        self.cache.activate_past_recording()
+
+    @precondition(lambda self: len(self.model) and self.layer.keys is not None)
+    @rule(data=st.data())
+    def take(self, data):
+        count = data.draw(st.sampled_from([self.batch, self.batch, 1, 3]))
+        indices = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=count, max_size=count))
+        data.draw(st.sampled_from([self.cache.reorder, self.cache.select]))(indices)
+        self.model.take(indices)
+        self.batch = len(indices)
+        self.same()
+        if self.queries:
+            self.attend(self.queries)
+
+    @precondition(lambda self: len(self.model) and self.batch < 4)
+    @rule(repeats=st.integers(1, 2))
+    def repeat(self, repeats):
+        self.cache.repeat(repeats)
+        self.model.take([b for b in range(self.batch) for _ in range(repeats)])
+        self.batch *= repeats
+        self.same()
+
+    @rule(count=st.integers(0, 20))
+    def reserve(self, count):
+        if self.kind == "static" and len(self.model) + count > MAX:
+            with pytest.raises(CapacityError):
+                self.cache.reserve(count)
+        else:
+            self.cache.reserve(count)
+        self.same()
+
+    @rule()
+    def settle(self):
+        """What an update of another layer does."""
+        self.layer._settle()
+        self.same()
+        self.queries = min(self.queries, 1)
+        if self.queries:
+            self.attend(1)
+
+    @precondition(lambda self: len(self.model) > 6)
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.model.reset()
+        self.queries = 0
+        self.same()
+
+
+def machine(of, files, examples, steps):
+    chosen = type("Chosen", (Operations,), {"kind": of, "offloaded": files})
+    case = chosen.TestCase
+    case.settings = settings(max_examples=examples, stateful_step_count=steps)
+    return case
+
+
+@pytest.mark.parametrize("files", [False, True], ids=["memory", "files"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations(kind, files):
+    machine(kind, files, 6 if files else 20, 40)("runTest").runTest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [False, True], ids=["memory", "files"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_operations(kind, files):
+    machine(kind, files, 40 if files else 120, 80)("runTest").runTest()
