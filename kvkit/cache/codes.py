@@ -1,0 +1,257 @@
+"""What a quantized layer stores of its keys, or of its values: sinks, codes and a tail, each token in one."""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvkit import check, cpu
+from kvkit.check import wrong
+from kvkit.formats import BY_DTYPE, BY_NAME
+
+AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
+SPARE = 16  # tokens of room in a tail, beside what it must hold
+
+
+def kernels():
+    """The kernels, imported, and Numba with them, when they are first used."""
+    from kvkit.cpu import codes
+
+    return codes
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How a quantized layer codes its keys, or its values.
+
+    Parameters
+    ----------
+    bits : int
+        Of a code: 8, 4 or 2.
+    scheme : str
+        ``"sym"``: codes times a scale, as in PMX. ``"asym"``: codes from 0 times a scale, plus a minimum.
+    axis : str, optional
+        ``"token"``: a group is `group` neighbouring elements of a token, which must divide the head size.
+        ``"channel"``: one element of each of `group` consecutive tokens (KIVI). By default channel for
+        keys, whose outliers lie in few channels, and token for values.
+    group : int
+        Elements that share a scale.
+    param_dtype : str
+        ``"float16"`` or ``"float32"``: the dtype of scales and minima.
+
+    Examples
+    --------
+    >>> from kvkit.cache import QuantSpec
+    >>> QuantSpec(bits=2, group=16).bytes_per_token(head_dim=64)
+    32.0
+    """
+
+    bits: int = 4
+    scheme: str = "asym"
+    axis: str | None = None
+    group: int = 32
+    param_dtype: str = "float16"
+
+    def __post_init__(self):
+        check.choice("bits", self.bits, (8, 4, 2))
+        check.integer("group", self.group, 1)
+        legal = ("scheme", SCHEMES), ("axis", (None, *AXES)), ("param_dtype", CELLS)
+        for name, words in legal:
+            if getattr(self, name) not in words:
+                raise wrong(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
+
+    def bytes_per_token(self, head_dim):
+        """Bytes of a coded token and head: its codes, and its part of scales and minima."""
+        cells = (1 if self.scheme == "sym" else 2) * BY_NAME[self.param_dtype].bytes(1)
+        return head_dim * self.bits / 8 + head_dim * cells / self.group
+
+
+class Side:
+    """Keys or values of a layer, [B, H, tokens, dim], from `shape` and dtype of its first update.
+
+    Of `length` tokens the first `sink` stay as they are, then come `coded` ones, the rest is the tail.
+    `seen` is how many of the codes the latest view reads as codes: the tail keeps the others' originals.
+    """
+
+    def __init__(self, name, spec, shape, dtype, sink, residual):
+        batch, heads, _, dim = shape
+        element, by_token = BY_DTYPE[dtype].name, spec.axis == "token"
+        if dim * spec.bits % 8:
+            raise wrong(name, f"a head size whose {spec.bits}-bit codes fill bytes", dim)
+        if by_token and dim % spec.group:
+            raise wrong(name, f"a head size that groups of {spec.group} divide", dim)
+        group = spec.group if by_token else 1
+        self.block = 1 if by_token else spec.group  # tokens with the same scales
+        self.spec, self.dtype, self.sink, self.residual = spec, dtype, sink, residual
+        self.format = kernels().Codes(
+            element, spec.bits, spec.scheme == "sym", spec.param_dtype, group, self.block
+        )
+        kernels().encode(self.format), kernels().widen(self.format)  # compiled before anything changes
+        self.length = self.coded = self.seen = self.blocks = self.changes = 0
+        self.sinks = np.empty((batch, heads, sink, dim), dtype)
+        self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # the position of its first token
+        self.codes = np.empty((batch, heads, 0, dim * spec.bits // 8), np.uint8)
+        cells = dim // group * (1 if self.format.symmetric else 2)
+        self.cells = np.empty((batch, heads, 0, cells), BY_NAME[spec.param_dtype].dtype)
+        self.block_of = np.empty(0, np.int64)  # of each code
+
+    @property
+    def shape(self):
+        batch, heads, _, dim = self.sinks.shape
+        return batch, heads, self.length, dim
+
+    @property
+    def end(self):
+        """The first position of the tail."""
+        return min(self.sink, self.length) + self.coded
+
+    @property
+    def nbytes(self):
+        """Bytes of what is stored, without room to grow."""
+        sinks, tail = min(self.sink, self.length), self.length - self.end
+        counts = (self.sinks, sinks), (self.tail, tail), (self.codes, self.coded), (self.cells, self.blocks)
+        return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
+
+    # Room
+
+    def room(self, tokens):
+        """(tail, where it begins to hold live tokens) with room for more; nothing has changed yet.
+
+        Codes get their room at once.
+        """
+        after = self.length + tokens
+        self.grow(self.new_blocks(after))
+        live, new = self.length - self.end, max(0, after - max(self.length, self.sink))
+        first, need, capacity = self.end - self.start if live else 0, live + new, self.tail.shape[2]
+        spare = self.residual + self.block + SPARE
+        if capacity <= 4 * (need + spare):
+            if first + need <= capacity:
+                return self.tail, first
+            if need <= capacity:
+                return self.tail, 0
+        batch, heads, _, dim = self.sinks.shape
+        return np.empty((batch, heads, need + live + spare, dim), self.dtype), 0
+
+    def new_blocks(self, length):
+        """Blocks of tokens that leave the window where a context grows, or shrinks, to a length."""
+        coded = min(self.coded, max(0, length - self.sink))
+        return max(0, (length - self.residual - min(self.sink, length) - coded) // self.block)
+
+    def grow(self, blocks):
+        """Make room for that many more blocks."""
+        tokens = self.coded + blocks * self.block
+        if tokens > self.codes.shape[2]:
+            more = resized(self.codes, self.coded, tokens)
+            block_of = np.empty(more.shape[2], np.int64)
+            block_of[: self.coded] = self.block_of[: self.coded]
+            self.codes, self.block_of = more, block_of
+        if self.blocks + blocks > self.cells.shape[2]:
+            self.cells = resized(self.cells, self.blocks, self.blocks + blocks)
+
+    # Changes, which cannot fail
+
+    def append(self, states, room):
+        """New tokens, in the room that was made for them."""
+        (tail, first), old, new = room, self.length, states.shape[2]
+        live, sinks = old - self.end, max(0, min(new, self.sink - old))
+        begin = self.end - self.start
+        if live and (tail is not self.tail or first != begin):
+            tail[:, :, first : first + live] = self.tail[:, :, begin : begin + live]
+        self.sinks[:, :, old : old + sinks] = states[:, :, :sinks]
+        tail[:, :, first + live : first + live + new - sinks] = states[:, :, sinks:]
+        self.tail, self.length = tail, old + new
+        self.start, self.seen = self.end - first, self.coded
+        self.changes += 1
+
+    def evict(self):
+        """Encode what has left the window; the latest view does not see it."""
+        blocks = self.new_blocks(self.length)
+        if not blocks:
+            return
+        tokens, first = blocks * self.block, self.end - self.start
+        batch, heads, _, dim = self.shape
+        source = self.tail[:, :, first:]
+        target, cells = self.codes[:, :, self.coded :], self.cells[:, :, self.blocks :]
+        at: list[int] = []
+        for array, rows in ((source, self.block), (target, self.block), (cells, 1)):
+            sequence, head, row = array.strides[:3]
+            at += cpu.launches.address(array), sequence, rows * row, head
+        kernels().start(
+            kernels().encode(self.format).address, batch, blocks, at, heads, dim, batch * heads * tokens * dim
+        )
+        self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
+        self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
+
+    def crop(self, length):
+        """Keep so many tokens; a block that is cut keeps its scales."""
+        self.coded = min(self.coded, max(0, length - self.sink))
+        self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
+        self.length, self.seen = length, self.coded
+        self.changes += 1
+
+    def read_back(self):
+        """Let the next view see what is stored."""
+        if self.seen != self.coded:
+            self.seen = self.coded
+            self.changes += 1
+
+    def taken(self, index):
+        """The same for other rows of the batch."""
+        side, first = copy.copy(self), self.end - self.start
+        live = self.length - self.end
+        side.sinks = self.sinks[index]
+        side.tail, side.start = self.tail[:, :, first : first + live][index], self.end
+        side.codes, side.cells = (
+            self.codes[:, :, : self.coded][index],
+            self.cells[:, :, : self.blocks][index],
+        )
+        side.block_of = self.block_of[: self.coded].copy()
+        side.seen = self.coded
+        return side
+
+    # Reading
+
+    def described(self):
+        """The table of where that lies what the latest view sees."""
+        table = kernels().new_table()
+        batch, heads, length, _ = self.shape
+        sink, floats = min(self.sink, length), kernels().floats_code(self.format.element)
+        blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
+        table[:] = (
+            heads, batch * heads,
+            sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
+            sink + self.seen, kernels().widen(self.format).address, *place(self.codes, sink),
+            *place(self.cells, 0 if blocks else sink), blocks,
+            length, floats, *place(self.tail, self.start), 0, 0, 0, 0, 0,
+        )  # fmt: skip
+        return table
+
+    def read(self):
+        """What the latest view sees, as an array."""
+        batch, heads, tokens, dim = self.shape
+        wide, planes = np.empty(self.shape, np.float32), batch * heads
+        described = self.described()
+        table = cpu.launches.address(described)
+        at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
+        kernels().start(kernels().parts_code().address, planes, tokens, at, 1, dim, wide.size)
+        return wide.astype(self.dtype, copy=False)
+
+    def stored(self):
+        """What is stored, as an array."""
+        side = copy.copy(self)
+        side.seen = self.coded
+        return side.read()
+
+
+def place(array, position):
+    """Address of what would be position 0 if an array begins with `position`, and strides."""
+    sequence, head, row = array.strides[:3]
+    return cpu.launches.address(array) - position * row, sequence, head, row
+
+
+def resized(array, used, least):
+    """A copy with room for at least so many, and twice what there was; of the first `used` ones."""
+    batch, heads, capacity, dim = array.shape
+    more = np.empty((batch, heads, max(least, 2 * capacity), dim), array.dtype)
+    more[:, :, :used] = array[:, :, :used]
+    return more

@@ -1,0 +1,27 @@
+"""What an update of a quantized layer returns."""
+
+from kvkit.check import wrong
+
+
+class KVView:
+    """Keys or values as a step sees them, partly codes; ``numpy.asarray`` makes an array of them.
+
+    Valid until the layer changes: an older one says so.
+    """
+
+    __slots__ = ("_changes", "_side", "dtype", "shape")
+
+    def __init__(self, side):
+        self._side, self._changes = side, side.changes
+        self.shape, self.dtype = side.shape, side.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        if copy is False:
+            raise wrong("copy", "True or None, for a KVView is no array yet", False)
+        if self._side.changes != self._changes:
+            raise wrong("KVView", "one that the layer's latest update returned", "an older one")
+        array = self._side.read()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self):
+        return f"<KVView of {self.dtype}, shape {self.shape}>"

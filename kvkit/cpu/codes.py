@@ -1,0 +1,272 @@
+"""Rows of codes that a cache keeps for itself: encoding, widening, and rows that lie in parts.
+
+A code has 8, 4 or 2 bits and is packed along the head. A group, `group` neighbouring elements of a token or
+one element of each of `tokens` tokens, has a scale and, if it is not symmetric, a minimum; a block of tokens
+has all its scales, then all minima. So rows with a scale for each element are widened alike, whether those
+scales belong to a token or to a block.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import prange, types
+
+from kvkit import numeric
+from kvkit.cpu import attention, memory
+from kvkit.cpu.launches import address, running, threads
+from kvkit.cpu.rows import LOAD, SIGNATURE, row_by_row, rows
+from kvkit.cpu.simd import codes as panels
+from kvkit.cpu.simd.panels import LANES
+from kvkit.formats import BY_NAME
+from kvkit.index import share
+from kvkit.jit import callback, helper, kernel, shared
+
+SMALL = 2**15  # elements; below it one thread is done before a second one is awake
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What decides the machine code of such rows."""
+
+    element: str  # of the numbers that are encoded
+    bits: int
+    symmetric: bool
+    cell: str  # of scales and minima
+    group: int
+    tokens: int  # of a block; one of both is 1
+
+
+@shared
+def asymmetric_scale(cell, span, most):
+    return numeric.round_to(cell, max(span / np.float32(most), numeric.EPS32))
+
+
+@shared
+def asymmetric_code(x, minimum, scale, most):
+    ratio = min(max((x - minimum) / scale, np.float32(0)), np.float32(most))
+    return np.int8(numeric.bits_of(ratio + np.float32(numeric.ROUNDER)) & np.uint32(0xFF))
+
+
+@shared
+def asymmetric_number(element, code, scale, minimum):
+    return numeric.round_to(element, np.float32(code) * scale + minimum)
+
+
+@functools.cache
+def widen(codes, plain=False):
+    """Machine code that makes float32 of rows: numbers of the format that was encoded.
+
+    (target, target_row, target_head, codes, code_row, code_head, cells, cell_row, cell_head,
+    tokens, heads, 1, dim); tokens of one block have a `cell_row` of 0.
+    """
+    element, bits, symmetric, cell, group = (
+        codes.element, codes.bits, codes.symmetric, codes.cell, codes.group,
+    )  # fmt: skip
+    get_byte, get_cell, put = memory.load(types.int8), memory.read(cell), memory.write("float32")
+    cell_bytes, mask, most = BY_NAME[cell].bytes(1), (1 << bits) - 1, (1 << bits - 1) - 1
+    vector = panels.whole_panels(group) and not plain
+    panel: Any = panels.widen(bits, symmetric, cell, group, element) if vector else None
+
+    def row(target, codes, cells, dim):
+        minima, whole = cells + dim // group * cell_bytes, 0
+        if vector:
+            whole = dim // LANES * LANES
+            for i in range(0, whole, LANES):
+                at = i // group * cell_bytes
+                panel(codes + i * bits // 8, cells + at, minima + at, target + 4 * i)
+        for i in range(whole, dim):
+            at = i // group * cell_bytes
+            code = (get_byte(codes + i * bits // 8) >> (i * bits % 8)) & mask
+            if symmetric:
+                code -= (mask + 1) if code > most else 0
+                number = numeric.dequantize(element, cell, code, get_cell(cells + at))
+            else:
+                number = asymmetric_number(element, code, get_cell(cells + at), get_cell(minima + at))
+            put(target + 4 * i, number)
+
+    return callback(row_by_row(row), SIGNATURE, ("widen", codes, plain))
+
+
+@functools.cache
+def encode(codes, plain=False):
+    """Machine code that encodes blocks of tokens, each of one piece.
+
+    (source, source_block, source_head, codes, code_block, code_head, cells, cell_block, cell_head,
+    blocks, heads, 1, dim)
+    """
+    element, bits, cell, group, tokens = codes.element, codes.bits, codes.cell, codes.group, codes.tokens
+    size, width = BY_NAME[element].bytes(1), min(group, LANES)
+    vector = panels.whole_panels(group) and not plain
+    panel: Any = panels.encode(bits, codes.symmetric, cell, width, element) if vector else None
+    rest, step = encoded_groups(codes), max(group, LANES)
+    cell_bytes, count = BY_NAME[cell].bytes(1), tokens if tokens > 1 else step // LANES
+
+    def block(source, codes, cells, dim):
+        minima, whole = cells + dim // group * cell_bytes, 0
+        if vector:
+            whole = dim // step * step
+            apart = dim if tokens > 1 else LANES
+            for i in range(0, whole, step):
+                at = i // group * cell_bytes
+                panel(
+                    source + i * size, apart * size, count, codes + i * bits // 8, apart * bits // 8,
+                    cells + at, minima + at,
+                )  # fmt: skip
+        rest(source, codes, cells, minima, whole // group, dim)
+
+    return callback(row_by_row(block), SIGNATURE, ("encode", codes, plain))
+
+
+def encoded_groups(codes):
+    """(source, codes, cells, minima, first, dim): the groups of a block from `first` on, one by one."""
+    element, bits, symmetric, cell = codes.element, codes.bits, codes.symmetric, codes.cell
+    group, tokens = codes.group, codes.tokens
+    get, put_cell = memory.read(element), memory.write(cell)
+    get_byte, put_byte = memory.load(types.int8), memory.store(types.int8)
+    size, cell_bytes, mask = BY_NAME[element].bytes(1), BY_NAME[cell].bytes(1), (1 << bits) - 1
+    most = mask >> 1 if symmetric else mask
+
+    def groups(source, codes, cells, minima, first, dim):
+        for g in range(first, dim // group):
+            low = high = get(source + g * group * size)
+            for t in range(tokens):
+                for i in range(g * group, (g + 1) * group):
+                    x = get(source + (t * dim + i) * size)
+                    low, high = min(low, x), max(high, x)
+            if symmetric:
+                scale = numeric.group_scale(element, max(high, -low), most)
+            else:
+                low = numeric.round_to(cell, low) + np.float32(0)  # of both zeros the positive one
+                scale = asymmetric_scale(cell, high - low, most)
+                put_cell(minima + g * cell_bytes, low)
+            put_cell(cells + g * cell_bytes, scale)
+            for t in range(tokens):
+                for i in range(g * group, (g + 1) * group):
+                    x = get(source + (t * dim + i) * size)
+                    if symmetric:
+                        code = numeric.quantize(element, x, scale, most)
+                    else:
+                        code = asymmetric_code(x, low, scale, most)
+                    place, shift = codes + (t * dim + i) * bits // 8, i * bits % 8
+                    byte = get_byte(place) & ~(mask << shift)
+                    put_byte(place, np.int8(byte | (code & mask) << shift))
+
+    return helper(groups)
+
+
+# Rows that lie in parts
+
+PART = (
+    "end code address sequence head row",
+    "cells cell_sequence cell_head cell_block blocks",
+)
+FIELDS = [name for line in PART for name in line.split()]
+HEADS, PLANES, START, PART_BYTES = 0, 8, 16, 8 * len(FIELDS)
+END, CODE, ADDRESS, SEQUENCE, HEAD, ROW, CELLS, CELL_SEQUENCE, CELL_HEAD, CELL_BLOCK, BLOCKS = range(
+    0, PART_BYTES, 8
+)
+get, call_rows = memory.load(types.int64), memory.call(13)
+
+
+def widen_parts(
+    target, target_row, target_head, row, row_step, row_head, table, table_row, table_head,
+    tokens, heads, repeat, dim,
+):  # fmt: skip
+    """Rows as float32, wherever they lie: from row `row - table` of the parts that a table describes.
+
+    Rows are numbered by position, then sequence, then head.
+    """
+    position, plane = divmod(row - table, get(table + PLANES))
+    sequence, head = divmod(plane, get(table + HEADS))
+    part, end = table + START, position + tokens
+    while position < end:
+        while get(part + END) <= position:
+            part += PART_BYTES
+        stop, blocks = min(end, get(part + END)), get(part + BLOCKS)
+        block, cell_row = position, get(part + CELL_BLOCK)
+        if blocks:
+            block, cell_row, last = get(blocks + 8 * position), 0, stop
+            stop = position + 1
+            while stop < last and get(blocks + 8 * stop) == block:
+                stop += 1
+        source = get(part + ADDRESS) + sequence * get(part + SEQUENCE) + head * get(part + HEAD)
+        cells = get(part + CELLS) + sequence * get(part + CELL_SEQUENCE) + head * get(part + CELL_HEAD)
+        call_rows(
+            get(part + CODE), target, target_row, 0,
+            source + position * get(part + ROW), get(part + ROW), 0,
+            cells + block * get(part + CELL_BLOCK), cell_row, 0, stop - position, 1, 1, dim,
+        )  # fmt: skip
+        target += (stop - position) * target_row
+        position = stop
+
+
+@functools.cache
+def parts_code():
+    """`widen_parts` as machine code."""
+    return callback(widen_parts, SIGNATURE)
+
+
+@functools.cache
+def floats_code(element):
+    """Machine code that widens rows of floats."""
+    return rows(LOAD, "float32", element).address
+
+
+def new_table():
+    """Room for a description of three parts."""
+    return np.zeros(START // 8 + 3 * len(FIELDS), np.int64)
+
+
+# Launches
+
+
+def spread(code, batch, chunks, units, at, heads, dim):
+    """Call row code for equal shares of the units (tokens or blocks) of every sequence.
+
+    `at` holds address, byte strides of sequence, unit and head of one side, of the other, and of cells.
+    """
+    for item in prange(batch * chunks):
+        b, chunk = np.int64(item) // chunks, np.int64(item) % chunks
+        first, end = share(units, chunk, chunks), share(units, chunk + 1, chunks)
+        if first < end:
+            call_rows(
+                code,
+                at[0] + b * at[1] + first * at[2], at[2], at[3],
+                at[4] + b * at[5] + first * at[6], at[6], at[7],
+                at[8] + b * at[9] + first * at[10], at[10], at[11],
+                end - first, heads, 1, dim,
+            )  # fmt: skip
+
+
+@functools.cache
+def compiled(parallel):
+    index, numbers = types.int64, types.Array(types.int64, 1, "C")
+    signature = types.void(index, index, index, index, numbers, index, index)
+    return kernel(spread, signature, parallel, parallel=parallel)
+
+
+def start(code, batch, units, at, heads, dim, elements):
+    """Run row code over all units, in one thread if there are few elements."""
+    parallel = elements >= SMALL
+    chunks = threads() if parallel else 1
+    with running:
+        compiled(parallel)(code, batch, chunks, units, np.array(at, np.int64), heads, dim)
+
+
+def context(element, batch, heads, dims, tables):
+    """A `Context` of keys and values that lie in parts."""
+    dim, value_dim = dims
+    sides = tuple((address(table), heads, batch * heads, 1, address(table), 0, 0, 0) for table in tables)
+    return attention.Context(
+        element, "float32", None, 0, heads, dim, value_dim, sides, 4 * dim, 4 * value_dim
+    )
+
+
+def prepare_attention(query, out, lse, context, steps, weights):
+    """A launch of attention over keys and values in parts, a block of tokens widened at a time."""
+    launch = attention.prepare(query, out, lse, context, steps, 0, weights)
+    given = {"widens": 1, "rounds": 0, "to_float": parts_code().address}
+    launch.numbers[[attention.AT[name] for name in given]] = list(given.values())
+    return launch

@@ -1,0 +1,97 @@
+"""The micro-kernels of a cache's codes of 8, 4 or 2 bits: 16 lanes along the head.
+
+Each stands beside a plain sibling in `codes.py`, bit for bit the same.
+"""
+
+import functools
+
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.lanes import F32, I8, I32, I64, RAW, Slots, loop, micro_kernel, narrow, read, write
+from kvkit.cpu.simd.panels import LANES, lanes_divide, round_to
+from kvkit.formats import SMALLEST_SCALE
+from kvkit.numeric import ROUNDER
+
+WORD = 32  # bits that a lane takes its code out of
+
+
+def whole_panels(group):
+    """Whether 16 lanes hold whole groups, or groups whole panels; 1 is a scale for each element."""
+    return group == 1 or lanes_divide(group)
+
+
+@functools.cache
+def widen(bits, symmetric, cell, group, element):
+    """(codes, scales, minima, target): 16 codes as float32 that are numbers of the element format."""
+    cells, codes_in_word = max(1, LANES // group), WORD // bits
+
+    @micro_kernel(4)
+    def widen(b, code_address, scale_address, minimum_address, target_address):
+        def of_groups(address):
+            each = lanes.widen(read(b, address, RAW[cell], cells), cell)
+            return each.pick(lane * cells // LANES for lane in range(LANES))
+
+        words = read(b, code_address, I32, LANES // codes_in_word)
+        code = words.pick(lane // codes_in_word for lane in range(LANES))
+        code = code << [WORD - bits - bits * (lane % codes_in_word) for lane in range(LANES)]
+        code = code.signed_rshift(WORD - bits) if symmetric else code >> (WORD - bits)
+        number = code.cast("sitofp", F32) * of_groups(scale_address)
+        number = round_to(cell, number) if symmetric else number + of_groups(minimum_address)
+        write(b, target_address, round_to(element, number))
+
+    return widen
+
+
+@functools.cache
+def encode(bits, symmetric, cell, width, element):
+    """(source, step, count, codes, code_step, scales, minima): the groups of `count` vectors of elements.
+
+    Vectors lie `step` bytes apart. Of each, `width` neighbouring lanes belong to one group: 1 where a group
+    is one element of each vector.
+    """
+    most = (1 << bits - 1) - 1 if symmetric else (1 << bits) - 1
+    least = -most if symmetric else 0
+
+    @micro_kernel(7)
+    def encode(b, source, step, count, codes, code_step, scales, minima):
+        def elements(i):
+            return lanes.widen(read(b, b.add(source, b.mul(i, step)), RAW[element], LANES), element)
+
+        def over_group(vector, larger):
+            for distance in (1, 2, 4, 8):
+                if distance < width:
+                    vector = larger(vector, vector.pick(lane ^ distance for lane in range(LANES)))
+            return vector
+
+        def write_cells(address, numbers):
+            write(b, address, narrow(numbers.pick(range(0, LANES, width)), cell))
+
+        start = elements(I64(0))
+        ends = Slots(b, [abs(start)] if symmetric else [start, start])
+        with loop(b, count) as i:
+            x = elements(i)
+            ends[0] = ends[0].max(abs(x) if symmetric else x)
+            if not symmetric:
+                ends[1] = ends[1].min(x)
+        largest = over_group(ends[0], lanes.Lanes.max)
+        if symmetric:
+            scale = round_to(element, largest / float(most)).max(SMALLEST_SCALE[element])
+        else:
+            minimum = round_to(cell, over_group(ends[1], lanes.Lanes.min)) + 0.0  # of both zeros the positive
+            scale = ((largest - minimum) / float(most)).max(SMALLEST_SCALE["float32"])
+            scale = round_to(cell, scale)
+            write_cells(minima, minimum)
+        write_cells(scales, scale)
+        with loop(b, count) as i:
+            x = elements(i)
+            ratio = round_to(element, x / scale) if symmetric else (x - minimum) / scale
+            code = (ratio.max(float(least)).min(float(most)) + ROUNDER).as_bits() & ((1 << bits) - 1)
+            write(b, b.add(codes, b.mul(i, code_step)), packed(code, bits))
+
+    return encode
+
+
+def packed(code, bits):
+    """Codes in the low bits of 32-bit lanes as bytes, the first code lowest."""
+    in_byte = 8 // bits
+    parts = [code.pick(range(k, LANES, in_byte)) << bits * k for k in range(in_byte)]
+    return functools.reduce(lanes.Lanes.__or__, parts).cast("trunc", I8)
