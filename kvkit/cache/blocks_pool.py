@@ -1,0 +1,76 @@
+"""The blocks themselves: how many hold each, what is free, what can be found, and what is evicted first."""
+
+import hashlib
+from collections import OrderedDict
+
+
+class Pool:
+    """Reference counts of blocks, and the published ones by the hash of all tokens up to their end.
+
+    The hash of a chain of blocks is sha256(hash of the chain before, token ids of the last block). That of
+    the empty chain covers whatever else decides keys and values. So it is the same in every process.
+    """
+
+    def __init__(self, num_blocks):
+        self.references = [0] * num_blocks
+        self._free = list(range(num_blocks))[::-1]
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by nobody; oldest first
+        self._found: dict[bytes, int] = {}  # hash -> block
+        self._published: dict[int, tuple[bytes, bytes]] = {}  # block -> hash, token ids
+
+    @property
+    def available(self):
+        """Blocks that are free or can be evicted."""
+        return len(self._free) + len(self._idle)
+
+    def take(self):
+        """A block for one holder: a free one, else the least recently used of the published ones."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            self.withdraw(block)
+        self.references[block] = 1
+        return block
+
+    def share(self, blocks):
+        """Count one more holder of each block."""
+        for block in blocks:
+            self.references[block] += 1
+            self._idle.pop(block, None)
+
+    def release(self, blocks):
+        """Count one holder less of each block."""
+        # Last one first: a chain is found from its beginning, so its end is evicted before it.
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if not self.references[block]:
+                if block in self._published:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def publish(self, block, chain, ids):
+        """Let others find a full block; of blocks that hold the same, the first is found."""
+        if self._found.setdefault(chain, block) == block:
+            self._published[block] = chain, ids
+
+    def withdraw(self, block):
+        """Let nobody find a block any more, as its contents will change."""
+        if block in self._published:
+            del self._found[self._published.pop(block)[0]]
+
+    def find(self, chain, ids):
+        """The block of a chain, None if there is none; a hash alone is not believed."""
+        block = self._found.get(chain)
+        return block if block is not None and self._published[block][1] == ids else None
+
+
+def root(*parts):
+    """The hash of the empty chain."""
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+
+
+def follow(chain, ids):
+    """The hash of a chain with one more block."""
+    return hashlib.sha256(chain + ids).digest()

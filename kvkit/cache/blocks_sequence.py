@@ -1,0 +1,63 @@
+"""A sequence of tokens, and the blocks that hold them."""
+
+from array import array
+
+import numpy as np
+
+from kvkit import steps
+
+ID_BYTES = 8
+
+
+class Sequence:
+    """Tokens, and the blocks that hold them; `BlockAllocator.add` and `fork` make it.
+
+    Attributes
+    ----------
+    length : int
+        Tokens in the cache.
+    """
+
+    __slots__ = ("allocator", "chain", "ids", "length", "pending", "table")
+
+    def __init__(self, allocator, ids, chain):
+        self.allocator = allocator  # None after its end
+        self.length = 0
+        self.table = array("q")  # blocks
+        self.ids = ids  # those known, little-endian int64: of more than `length` tokens, or of fewer
+        self.chain = chain  # hashes: of no block, of the first full one, of two...
+        self.pending = 0  # tokens that the open step adds
+
+    @property
+    def blocks(self):
+        """Its blocks, in the order of its tokens."""
+        return self.table.tolist()
+
+    @property
+    def token_ids(self):
+        """Ids of its tokens as far as they are known; those behind `length` are still to be computed."""
+        return np.frombuffer(bytes(self.ids), "<i8").astype(np.int64)
+
+    @property
+    def known(self):
+        """How many of its tokens have ids."""
+        return len(self.ids) // ID_BYTES
+
+    def page(self, i, page_size):
+        """The ids of its tokens in block i."""
+        size = ID_BYTES * page_size
+        return bytes(self.ids[i * size : (i + 1) * size])
+
+    def copy(self):
+        """A sequence of the same tokens in the same blocks."""
+        other = Sequence(self.allocator, self.ids[:], self.chain[:])
+        other.length, other.table = self.length, self.table[:]
+        return other
+
+    def __repr__(self):
+        return f"<Sequence of {self.length} tokens in blocks {self.blocks}>"
+
+
+def encoded(token_ids):
+    """Token ids as bytes, the same on every machine."""
+    return bytearray(steps.index("token_ids", token_ids, 1).astype("<i8").tobytes())

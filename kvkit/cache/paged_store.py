@@ -1,0 +1,108 @@
+"""Where the keys and values of a paged cache lie: one PMX cache for all layers, cut into blocks."""
+
+import json
+
+import numpy as np
+
+from kvkit import attention, check
+from kvkit.check import describe, integer, wrong
+from kvkit.formats import BY_DTYPE, FLOATS, QUANTIZED
+from kvkit.layout import DYNAMIC
+
+BLOCK_AXES = ("layer", "kv", "block", "row", "head", "dim")
+
+
+class PagedStore:
+    """The arrays of a `PagedCache`, whose arguments these are, and their layers as kernels see them."""
+
+    def __init__(
+        self,
+        num_blocks,
+        page_size,
+        num_layers,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        quant_bit,
+        quant_group,
+        scale_dtype,
+        cache_layout,
+    ):
+        self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
+        self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
+        self.format = float_format("dtype", dtype)
+        bits = check.choice("quant_bit", quant_bit, (0, 4, 8))
+        group = integer("quant_group", quant_group, 1)
+        cell = float_format("scale_dtype", scale_dtype)
+        layout = DYNAMIC[integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)]
+        stored = QUANTIZED.get(bits, self.format)
+
+        sizes = {"layer": self.num_layers, "kv": 2, "row": num_blocks * page_size, "head": self.heads}
+        shape = [sizes[axis] for axis in layout.axes[:-1]]
+        self.cache = np.zeros((*shape, stored.bytes(self.dim) // stored.dtype.itemsize), stored.dtype)
+        self.scale = np.zeros((*shape, self.dim // group), cell.dtype) if bits else None
+        # As operators name them, but for the layer.
+        self.attributes = {
+            "num_layer": self.num_layers,
+            "quant_bit": bits,
+            "quant_group": group,
+            "cache_layout": layout.number,
+        }
+        self.places = [
+            check.cache_layer(
+                self.format,
+                self.heads,
+                self.dim,
+                self.cache,
+                self.scale,
+                DYNAMIC,
+                layer_idx=layer_idx,
+                **self.attributes,
+            )
+            for layer_idx in range(self.num_layers)
+        ]
+        self.contexts = [attention.cache_context(place) for place in self.places]
+        arrays = (self.cache,) if self.scale is None else (self.cache, self.scale)
+        self.blocks = [in_blocks(array, layout, page_size) for array in arrays]
+        geometry = {
+            "layers": self.num_layers,
+            "heads": self.heads,
+            "dims": [self.dim, self.dim],
+            "dtype": self.format.name,
+            "quantization": [bits, group, cell.name] if bits else None,
+        }
+        self.identity = json.dumps(geometry).encode()
+
+    def copy(self, copies):
+        """Copy blocks, (source, destination) each, in all layers."""
+        for source, destination in copies.tolist():
+            for array in self.blocks:
+                array[:, :, destination] = array[:, :, source]
+
+    def apart(self, layer_idx, inputs):
+        """Check that an append does not write its inputs, which have names."""
+        check.written_apart(self.cache, self.scale, self.places[layer_idx], list(inputs.items()))
+
+    def empty(self, *outer):
+        """New keys and values."""
+        shape = *outer, self.heads, self.dim
+        return np.empty(shape, self.format.dtype), np.empty(shape, self.format.dtype)
+
+
+def float_format(name, dtype):
+    """The format of a float dtype."""
+    try:
+        fmt = BY_DTYPE.get(np.dtype(dtype))
+    except TypeError:
+        fmt = None
+    if fmt not in FLOATS:
+        raise wrong(name, check.FLOAT_NAMES, describe(dtype))
+    return fmt
+
+
+def in_blocks(array, layout, page_size):
+    """A view of a cache or scale with its rows cut into blocks: [layer, key|value, block, row, head, dim]."""
+    row = layout.at["row"]
+    axes = [*layout.axes[:row], "block", *layout.axes[row:]]
+    split = array.reshape(*array.shape[:row], -1, page_size, *array.shape[row + 1 :])
+    return split.transpose([axes.index(axis) for axis in BLOCK_AXES])
