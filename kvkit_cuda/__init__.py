@@ -1,9 +1,15 @@
-"""The GPU twin of `kvkit`. Importing it touches no driver; its operators are not written yet."""
+"""The GPU twin of `kvkit`: the same operators for arrays of CUDA devices, and for numpy arrays.
 
-from kvkit.errors import DeviceError
+Importing it touches neither Numba nor a driver; the first call does.
+"""
 
+import kvkit
+from kvkit.errors import DeviceError, KvkitError
+from kvkit.version import __version__
+from kvkit_cuda import dynamic_batching
+from kvkit_cuda.missing import missing
+from kvkit_cuda.static import key_value_cache
 
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise DeviceError(f"kvkit_cuda.{name}: the CUDA backend has no operators yet; use kvkit on the CPU")
+__all__ = ["DeviceError", "KvkitError", "__version__", "dynamic_batching", "key_value_cache"]
+
+__getattr__ = missing(kvkit, __name__)

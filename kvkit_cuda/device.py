@@ -1,0 +1,168 @@
+"""Everything kvkit_cuda takes from numba-cuda: jit options, launches, memory and streams.
+
+No other file knows it. Where `NUMBA_ENABLE_CUDASIM=1` is set the simulator takes the place of a device: its
+memory is the host's, and its threads are Python's.
+"""
+
+import ctypes
+import functools
+import threading
+
+import numpy as np
+from numba import config, cuda
+
+from kvkit.check import describe, wrong
+from kvkit.errors import DeviceError
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+# What is launched is the PTX that the tests have seen: no link-time optimization; and no fastmath, which
+# flushes subnormal numbers and approximates quotients.
+OPTIONS = {"fastmath": False, "lto": False, "opt": True}
+LEGACY_DEFAULT = 1  # DLPack's word for the default stream
+BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
+NEED = "an NVIDIA GPU, its driver and `pip install 'kvkit-kernels[cuda]'` (kvkit itself needs none)"
+
+
+def require():
+    """Raise unless kernels can run."""
+    if not cuda.is_available():
+        raise DeviceError(f"kvkit_cuda: expected {NEED}, got no CUDA device that Numba can use")
+
+
+# Functions
+
+
+def kernel(function, signature):
+    """Compile `function` into something to `launch`."""
+    return cuda.jit(function) if SIMULATED else cuda.jit(signature, **OPTIONS)(function)
+
+
+def launch(kernel, blocks, threads, stream, arguments):
+    """Run a kernel, if there is anything to do for it."""
+    if all(blocks):
+        kernel[blocks, threads, stream](*arguments)
+
+
+def inlined(function):
+    """A function of threads, which becomes part of the kernels that call it."""
+    return function if SIMULATED else cuda.jit(function, device=True, inline="always", fastmath=False)
+
+
+def ptx(function, signature, capabilities):
+    """The PTX of a kernel for each of some compute capabilities; needs no device."""
+    from numba.cuda import compiler
+
+    options = {"fastmath": OPTIONS["fastmath"], "opt": OPTIONS["opt"], "abi": "numba", "abi_info": None}
+    code, _ = compiler._compile_pyfunc_with_fixup(
+        function, signature, cc=capabilities[0], device=False, **options
+    )
+    return [code.get_asm_str(cc=capability) for capability in capabilities]
+
+
+BOARD: dict[int, int] = {}
+
+
+def _exchange_simulated(members, value, distance):
+    thread = threading.current_thread()
+    BOARD[thread.thread_id] = value  # type: ignore[attr-defined]
+    thread.syncthreads()  # type: ignore[attr-defined]
+    other = BOARD[thread.thread_id ^ distance]  # type: ignore[attr-defined]
+    thread.syncthreads()  # type: ignore[attr-defined]
+    return other
+
+
+def _exchange(members, value, distance):
+    return cuda.shfl_xor_sync(members, value, distance)
+
+
+# (members, value, distance) -> the int32 of the thread whose number differs in the bit `distance`. `members`
+# is the mask of the threads of the warp that call it together.
+exchange = inlined(_exchange_simulated if SIMULATED else _exchange)
+
+
+@functools.cache
+def most_blocks():
+    """More blocks than these are of no use."""
+    return 2 if SIMULATED else BLOCKS * cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+
+# Streams
+
+
+def stream(given):
+    """The stream that a caller names: None, a number, or an object of numba, torch, CuPy or cuda.core."""
+    if given is None:
+        return cuda.default_stream()
+    if hasattr(given, "synchronize") and hasattr(given, "handle"):
+        return given
+    if hasattr(given, "__cuda_stream__"):
+        given = given.__cuda_stream__()[1]
+    for name in ("cuda_stream", "ptr"):  # torch, CuPy
+        given = getattr(given, name, given)
+    if isinstance(given, int) and not isinstance(given, bool):
+        return cuda.external_stream(given)
+    raise wrong("stream", "a CUDA stream or its address", describe(given))
+
+
+# Memory
+
+
+def interface(array):
+    """What the CUDA array interface says of an array; None if it has none."""
+    if SIMULATED and isinstance(array, type(cuda.device_array(1, np.uint8))):
+        return array.__array_interface__
+    return getattr(array, "__cuda_array_interface__", None)
+
+
+def by_dlpack(array, stream):
+    """(address, shape, byte strides, dtype, whether read-only, owner) of a tensor that DLPack passes on."""
+    from cuda.core.utils import StridedMemoryView
+
+    consumer = LEGACY_DEFAULT if SIMULATED else int(stream) or LEGACY_DEFAULT
+    view = StridedMemoryView.from_dlpack(array, stream_ptr=consumer)
+    strides = view.strides and tuple(stride * view.dtype.itemsize for stride in view.strides)
+    return view.ptr, tuple(view.shape), strides, view.dtype, view.readonly, view
+
+
+def empty(shape, dtype, stream):
+    """A new array of numba's."""
+    return cuda.device_array(shape, dtype, stream=stream)
+
+
+def address(array):
+    """Where an array of numba's lies."""
+    return interface(array)["data"][0]
+
+
+def upload(array, stream):
+    """A copy of a numpy array on the device, without its shape."""
+    contents = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return cuda.to_device(contents, stream=stream) if contents.size else empty(1, np.uint8, stream)
+
+
+def tables(arrays, stream):
+    """Copies of int64 arrays on the device, by one transfer."""
+    there = upload(np.concatenate([array.reshape(-1) for array in arrays]), stream).view(np.int64)
+    copies, begin = [], 0
+    for array in arrays:
+        copies.append(there[begin : begin + array.size].reshape(array.shape))
+        begin += array.size
+    return copies
+
+
+def read(place, size, stream):
+    """So many bytes of the device, when the stream has come so far."""
+    host = np.empty(size, np.uint8)
+    if SIMULATED:
+        ctypes.memmove(host.ctypes.data, place, size)
+        return host
+    there = {"data": (place, False), "shape": (size,), "strides": None, "typestr": "|u1", "version": 3}
+    cuda.from_cuda_array_interface(there, sync=False).copy_to_host(host, stream=stream)
+    stream.synchronize()
+    return host
+
+
+def wait_for(producer):
+    """Wait until another stream, known by its address, has done what it was given."""
+    if not SIMULATED:
+        cuda.external_stream(producer).synchronize()

@@ -1,0 +1,113 @@
+"""kvkit_cuda where there is no device: its face, and its suite in the simulator, in a process of its own."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvkit
+import kvkit_cuda
+from kvkit import KvkitError
+
+TESTS = Path(__file__).parent
+TWINS = [
+    (kvkit.key_value_cache, kvkit_cuda.key_value_cache),
+    (kvkit.dynamic_batching.key_value_cache, kvkit_cuda.dynamic_batching.key_value_cache),
+]
+# The errors of the CPU twin; one of them interrupts that twin's own launches.
+ERRORS = ("test_errors.py", "test_index_errors.py", "test_memory_errors.py")
+NOT_THE_TWIN = "not test_nothing_is_stored_if_the_load_cannot_be_prepared"
+
+
+def simulated(*arguments):
+    """Run pytest in the simulator; every test that it finds passes."""
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = done.stdout.splitlines()[-1]
+    assert re.match(r"\d+ passed", summary), summary
+    assert "skipped" not in summary
+    return int(summary.split()[0])
+
+
+def test_in_the_simulator():
+    assert simulated("cuda_simulated.py", "-m", "not slow") > 45
+
+
+@pytest.mark.slow
+def test_every_format_in_the_simulator():
+    assert simulated("cuda_simulated.py", "-m", "slow") > 50
+
+
+def test_errors_in_the_simulator():
+    assert simulated("-p", "cuda_twin", *ERRORS, "-k", NOT_THE_TWIN) > 500
+
+
+@pytest.mark.slow
+def test_the_suite_of_the_cpu_twin_in_the_simulator():
+    assert simulated("-p", "cuda_twin", "test_key_value_cache.py", "test_properties.py") > 800
+
+
+@pytest.mark.parametrize("twins", TWINS, ids=lambda twins: f"{twins[0].__module__}.{twins[0].__name__}")
+def test_the_twins_take_and_explain_the_same(twins):
+    cpu, cuda = (dict(inspect.signature(function).parameters) for function in twins)
+    stream = cuda.pop("stream")
+    assert (stream.kind, stream.default) == (inspect.Parameter.KEYWORD_ONLY, None)
+    assert list(cpu.values()) == list(cuda.values())
+    for name in (*cuda, "stream"):
+        assert re.search(rf"\b{name}\b", inspect.getdoc(twins[1]))
+
+
+def test_what_is_not_there_says_so():
+    for module, twin in ((kvkit_cuda, kvkit), (kvkit_cuda.dynamic_batching, kvkit.dynamic_batching)):
+        assert module.__all__ == sorted(module.__all__)
+        assert set(module.__all__) < set(twin.__all__)
+        for name in set(twin.__all__) - set(module.__all__):
+            with pytest.raises(
+                kvkit.DeviceError, match=f"{module.__name__}.{name}: .*{twin.__name__}.{name}"
+            ):
+                getattr(module, name)
+        with pytest.raises(AttributeError, match="no attribute 'other'"):
+            module.other  # noqa: B018
+
+
+SCRIPT = """
+import sys
+import kvkit_cuda
+assert not [name for name in sys.modules if name.startswith(("numba", "cuda"))]
+import numpy as np
+new = np.ones((1, 3, 2, 8), np.float32)
+cache = np.zeros((1, 1, 2, 16, 2, 8), np.float16)
+steps = [0, 3], [0, 3], [0], [0], 3, 3
+calls = [
+    (kvkit_cuda.key_value_cache, (new, new, 0, cache)),
+    (kvkit_cuda.dynamic_batching.key_value_cache, (new[0], new[0], *steps, cache[0])),
+]
+for operator, arguments in calls:
+    try:
+        operator(*arguments)
+    except kvkit_cuda.DeviceError as error:
+        print(error)
+assert not cache.any()
+"""
+
+
+def test_without_a_device():
+    """Importing needs no Numba; a call needs a device, and says how to get one."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    messages = done.stdout.splitlines()
+    assert len(messages) == 2
+    for message in messages:
+        assert message.startswith("kvkit_cuda: expected an NVIDIA GPU")
+        assert "pip install 'kvkit-kernels[cuda]'" in message
+    assert issubclass(kvkit_cuda.DeviceError, KvkitError)
