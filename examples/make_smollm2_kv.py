@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 from smollm2_model import Llama, build_tokenizer, chat, open_gguf
 
+DATA = Path(__file__).resolve().parent / "data" / "smollm2_kv.npz"
 LAYERS = [0, 10, 20, 29]
 NEW_TOKENS = 6
 
@@ -156,8 +157,7 @@ def save(path, arrays):
 
 
 def main():
-    default = Path(__file__).resolve().parent / "data" / "smollm2_kv.npz"
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else DATA
     reader = open_gguf()
     tokenizer = build_tokenizer(reader)
     model = Llama(reader)
