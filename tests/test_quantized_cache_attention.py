@@ -1,5 +1,6 @@
 """Attention over codes, against float64 over the same numbers; its memory; what the axis of groups is for."""
 
+import copy
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from attention_reference import attend
 from quantized_cache_scenes import OPTIONS, feed, states
 
+from kvkit.cache import attention
 from kvkit.cache.codes import QuantSpec
 from kvkit.cache.quantized import QuantizedLayer
 from kvkit.errors import KvkitError
@@ -78,6 +80,32 @@ def test_masks_and_weights(tokens):
     check(layer, views, query, rng.standard_normal((1, 4, tokens, 90)).astype(np.float32))
     sinks = rng.standard_normal(4).astype(np.float32)
     check(layer, views, query, softmax_scale=0.4, softcap=3.0, sinks=sinks)
+
+
+def test_prepared_calls_are_as_good_as_fresh_ones(monkeypatch):
+    """Token by token, while tokens become codes and a draft goes back: the same bytes, few preparations."""
+    made = []
+
+    class Counted(attention.Call):
+        def __init__(self, *arguments):
+            made.append(arguments)
+            super().__init__(*arguments)
+
+    layer, given = QuantizedLayer(**OPTIONS), states(600, dims=(32, 32), dtype="float16")
+    query = queries(4, 600, 32, "float16")
+    feed(layer, given, 20)
+    monkeypatch.setattr(attention, "Call", Counted)
+    for i in range(20, 600):
+        feed(layer, given, i + 1)
+        got = layer.attend(query[:, :, i : i + 1])
+        if i % 37 == 0 or i > 595:
+            fresh = copy.deepcopy(layer)  # which has no prepared call
+            assert fresh.attend(query[:, :, i : i + 1]).tobytes() == got.tobytes()
+            made.pop()
+        if i == 300:
+            layer.crop(-30)
+            feed(layer, given, i + 1)
+    assert len(made) < 10
 
 
 def test_short_blocks_after_crops():

@@ -1,7 +1,5 @@
 """Attention over what a layer has just stored, read where it lies."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvkit import attention, check, cpu, steps
@@ -84,7 +82,8 @@ def attend(
         weights = attention.weights(
             query_heads, dim, True, False, softmax_scale, (left, -1), softcap, sinks, mask
         )
-        self._call = self._prepared(form, fmt, query, out, lse, weights)
+        call = Call(form, self, fmt, query, out, lse, weights)
+        self._call = call if form else None
     attn_output = out.swapaxes(1, 2)
     return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
 
@@ -138,12 +137,7 @@ class Call:
     def __init__(self, form, layer, fmt, query, out, lse, weights):
         self.form, self.store = form, layer._store
         self.kvlen = layer._length - layer._begin
-        key, value = (
-            side.swapaxes(1, 2)  # [B, S, Hkv, D]
-            for side in self.store.rows(layer._begin - layer._origin, layer._length - layer._origin)
-        )
-        context = attention.context(self.store.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
-        context = replace(context, packed=fmt.name)
+        context = self.store.context(fmt.name, layer._begin - layer._origin, layer._length - layer._origin)
         batch, new = query.shape[:2]
         self.step, self.counts = steps.equal(batch, new, self.kvlen), np.arange(batch + 1)
         self.launch = cpu.attention.prepare(query, out, lse, context, self.step, 0, weights)
@@ -172,8 +166,7 @@ class Call:
                     return False
                 self.kvlen = kvlen
             numbers[at["query"]], numbers[at["out"]] = address(query), address(out)
-            numbers[at["keys"]] = address(store.keys) + row * store.keys.strides[2]
-            numbers[at["values"]] = address(store.values) + row * store.values.strides[2]
+            store.begin_at(numbers, row)
             numbers[at["mask"] : at["mask"] + len(mask)] = mask
             if lse is not None:
                 numbers[at["lse"]] = address(lse)

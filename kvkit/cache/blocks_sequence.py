@@ -16,6 +16,13 @@ class Sequence:
     ----------
     length : int
         Tokens in the cache.
+
+    Examples
+    --------
+    >>> from kvkit.cache import BlockAllocator
+    >>> sequence = BlockAllocator(num_blocks=4, page_size=2).add([7, 8, 9])
+    >>> sequence.length, sequence.blocks, sequence.token_ids
+    (0, [], array([7, 8, 9]))
     """
 
     __slots__ = ("allocator", "chain", "ids", "length", "pending", "table")

@@ -37,6 +37,14 @@ class Step:
     copies : ndarray of int64, shape [copies, 2]
         Blocks to copy, (source, destination), in all layers, before anything is written; also if the step
         is abandoned later.
+
+    Examples
+    --------
+    >>> from kvkit.cache import BlockAllocator
+    >>> blocks = BlockAllocator(num_blocks=4, page_size=2)
+    >>> with blocks.begin_step([(blocks.add(), 3), (blocks.add(), 1)]) as step:
+    ...     step.cachestarts.tolist(), step.slot_mapping.tolist()
+    ([[0, -1], [2, 4]], [0, 2, 3, 4])
     """
 
     sequences: tuple

@@ -211,9 +211,9 @@ class Side:
 
     # Reading
 
-    def described(self):
-        """The table of where that lies what the latest view sees."""
-        table = kernels().new_table()
+    def described(self, table=None):
+        """The table, or a new one, of where that lies what the latest view sees."""
+        table = kernels().new_table() if table is None else table
         batch, heads, length, _ = self.shape
         sink, floats = min(self.sink, length), kernels().floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import steps
-from kvkit.cache.attention import Call, attend
+from kvkit.cache.attention import attend
 from kvkit.cache.store import Store, geometry
 from kvkit.check import integer, wrong
 
@@ -189,11 +189,6 @@ class Layer:
         return self._store.rows(self._oldest - self._origin, self._length - self._origin)
 
     attend = attend
-
-    def _prepared(self, form, fmt, query, out, lse, weights):
-        """Make a checked call of `attend`; the call, if others of its form may make it again."""
-        call = Call(form, self, fmt, query, out, lse, weights)
-        return call if form else None
 
     # Tokens go, and the batch changes
 

@@ -95,6 +95,16 @@ class PagedLayer:
     ----------
     key_cache, value_cache : ndarray, shape [num_blocks, page_size, num_kv_heads, head_dim]
         Views of the storage, as operators on blocks take it; codes if it is quantized.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import PagedCache
+    >>> cache = PagedCache(8, 4, num_layers=1, num_kv_heads=2, head_dim=16, dtype=np.float16)
+    >>> layer, tokens = cache.layers[0], np.ones((3, 2, 5, 16), np.float16)
+    >>> keys, values = layer.update(tokens, tokens)
+    >>> keys.shape, layer.attend(tokens[:, :, -1:]).shape, layer.key_cache.shape
+    ((3, 2, 5, 16), (3, 2, 1, 16), (8, 4, 2, 16))
     """
 
     def __init__(self, store, rows, layer_idx):

@@ -21,6 +21,18 @@ class PagedStep:
         The index tensors, for operators that are called on the arrays of the cache themselves.
     written : set of int
         The layers that the step has written. Add those that another operator has written.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import PagedCache
+    >>> cache = PagedCache(8, 4, num_layers=1, num_kv_heads=2, head_dim=16, dtype=np.float16)
+    >>> sequences = [(cache.blocks.add(), 3), (cache.blocks.add(), 1)]
+    >>> tokens = np.ones((4, 2, 16), np.float16)                    # packed
+    >>> with cache.begin_step(sequences) as step:
+    ...     step.update(tokens, tokens, layer_idx=0)
+    ...     step.attend(tokens, layer_idx=0).shape, step.index.seqstarts
+    ((4, 2, 16), array([0, 1, 4]))
     """
 
     __slots__ = ("_steps", "_store", "index", "written")

@@ -4,7 +4,7 @@ import copy
 import functools
 from dataclasses import replace
 
-from kvkit import attention, cpu, steps
+from kvkit import attention
 from kvkit.cache.caches import Cache
 from kvkit.cache.codes import QuantSpec, Side, kernels
 from kvkit.cache.constructors import makers
@@ -23,6 +23,7 @@ class CodeStore:
         batch, heads, *dims, fmt = geometry
         self.geometry, self.read_back = geometry, read_back
         self.rooms: list = []  # of the update that is under way
+        self.tables: list = []  # that attention reads
         self.sides = [
             Side(name, spec, (batch, heads, 0, dim), fmt.dtype, sink, residual)
             for name, spec, dim in zip(("key", "value"), specs, dims, strict=True)
@@ -59,8 +60,16 @@ class CodeStore:
     def rows(self, begin, end):
         return tuple(KVView(side) for side in self.sides)
 
-    def tables(self):
-        return [side.described() for side in self.sides]
+    def context(self, packed, begin, end):
+        """All rows as attention reads them, with queries of the format `packed`."""
+        batch, heads, *dims, _ = self.geometry
+        self.tables = [side.described() for side in self.sides]
+        return kernels().context(packed, batch, heads, dims, self.tables)
+
+    def begin_at(self, numbers, row):
+        """Let prepared attention see what the latest view sees."""
+        for side, table in zip(self.sides, self.tables, strict=True):
+            side.described(table)
 
     def stored(self):
         return [side.stored() for side in self.sides]
@@ -68,6 +77,7 @@ class CodeStore:
     def taken(self, indices):
         """The same for other rows of the batch."""
         store = copy.copy(self)
+        store.tables = []
         store.geometry = self.geometry._replace(batch=len(indices))
         store.sides = [side.taken(indices) for side in self.sides]
         return store
@@ -155,12 +165,6 @@ class QuantizedLayer(Layer):
     def nbytes(self):
         """Bytes of what is stored, without room to grow."""
         return sum(side.nbytes for side in self._store.sides) if self._store else 0
-
-    def _prepared(self, form, fmt, query, out, lse, weights):
-        batch, heads, *dims, _ = self._store.geometry
-        context = kernels().context(fmt.name, batch, heads, dims, self._store.tables())
-        step = steps.equal(batch, query.shape[1], self._length)
-        cpu.launches.start(kernels().prepare_attention(query, out, lse, context, step, weights))
 
 
 class QuantizedCache(Cache):

@@ -7,6 +7,15 @@ class KVView:
     """Keys or values as a step sees them, partly codes; ``numpy.asarray`` makes an array of them.
 
     Valid until the layer changes: an older one says so.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import QuantizedLayer
+    >>> layer, tokens = QuantizedLayer(), np.ones((1, 2, 3, 32), np.float32)
+    >>> keys, values = layer.update(tokens, tokens)
+    >>> keys, np.asarray(keys).sum()
+    (<KVView of float32, shape (1, 2, 3, 32)>, np.float32(192.0))
     """
 
     __slots__ = ("_changes", "_side", "dtype", "shape")

@@ -1,10 +1,11 @@
 """Where the keys and values of a layer lie: rows in two arrays. Which token has which row, layers know."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from kvkit import check
+from kvkit import attention, check, cpu
 from kvkit.check import wrong
 from kvkit.formats import FLOATS, Format
 
@@ -64,6 +65,17 @@ class Store:
     def rows(self, begin, end):
         """Views of the keys and values in some rows."""
         return self.keys[:, :, begin:end], self.values[:, :, begin:end]
+
+    def context(self, packed, begin, end):
+        """Some rows as attention reads them, with queries of the format `packed`: as they are."""
+        key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
+        rows = attention.context(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
+        return replace(rows, packed=packed, as_loaded=False)
+
+    def begin_at(self, numbers, row):
+        """Let prepared attention begin at another row."""
+        for name, array in (("keys", self.keys), ("values", self.values)):
+            numbers[cpu.attention.AT[name]] = cpu.launches.address(array) + row * array.strides[2]
 
     def clear(self, begin, end):
         """Make rows zeros again."""

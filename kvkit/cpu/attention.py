@@ -24,7 +24,10 @@ NO_MASK = (0, 0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side."""
+    """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
+
+    Operators see what a load gives, which rounds to the data where these are coarser; `as_loaded` says so.
+    """
 
     packed: str
     stored: str
@@ -36,6 +39,8 @@ class Context:
     sides: tuple[tuple[int, ...], ...]  # [key|value]: elements, then scales (address, sequence, row, head)
     key_bytes: int
     value_bytes: int
+    as_loaded: bool = True
+    widen: int = 0  # address of machine code that makes float32 of rows, where the formats do not say it
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +131,9 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
-    rounds = products.coarser(context.packed, context.cell or context.stored)
-    widens = rounds or not products.in_place(context.cell, context.group, (dim, value_dim))
+    rounds = context.as_loaded and products.coarser(context.packed, context.cell or context.stored)
+    in_place = not context.widen and products.in_place(context.cell, context.group, (dim, value_dim))
+    widens = rounds or not in_place
     (key, key_sequence, key_row, key_head, *key_cells) = context.sides[0]
     (value, value_sequence, value_row, value_head, value_cell, *_) = context.sides[1]
     together = (
@@ -142,6 +148,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     orders = None if widens else products.orders(context.stored, context.cell, context.group, dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
     formats = context.stored, context.cell, context.group
+    to_float, *conversions_of_data = conversions(context.packed, rounds, *formats)
     where_lse = (address(lse), *packed_strides(lse[..., None])) if lse is not None else NO_MASK[:4]
     numbers = np.array(
         [
@@ -157,7 +164,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             context.key_bytes, context.value_bytes, cell_bytes,
             0 if orders is None else address(orders), together, widens, block, WIDE_BLOCK,
             LEAST_PART, PARTS, *[0] * 7,
-            rounds, *conversions(context.packed, rounds, *formats), *[0] * 10,
+            rounds, context.widen or to_float, *conversions_of_data, *[0] * 10,
             0, max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3), address(COUNTING),
             0, scratch_bytes, *offsets,
         ],

@@ -255,18 +255,11 @@ def start(code, batch, units, at, heads, dim, elements):
         compiled(parallel)(code, batch, chunks, units, np.array(at, np.int64), heads, dim)
 
 
-def context(element, batch, heads, dims, tables):
-    """A `Context` of keys and values that lie in parts."""
+def context(packed, batch, heads, dims, tables):
+    """A `Context` of keys and values that lie in parts, of which a block of tokens is widened at a time."""
     dim, value_dim = dims
     sides = tuple((address(table), heads, batch * heads, 1, address(table), 0, 0, 0) for table in tables)
     return attention.Context(
-        element, "float32", None, 0, heads, dim, value_dim, sides, 4 * dim, 4 * value_dim
-    )
-
-
-def prepare_attention(query, out, lse, context, steps, weights):
-    """A launch of attention over keys and values in parts, a block of tokens widened at a time."""
-    launch = attention.prepare(query, out, lse, context, steps, 0, weights)
-    given = {"widens": 1, "rounds": 0, "to_float": parts_code().address}
-    launch.numbers[[attention.AT[name] for name in given]] = list(given.values())
-    return launch
+        packed, "float32", None, 0, heads, dim, value_dim, sides, 4 * dim, 4 * value_dim,
+        as_loaded=False, widen=parts_code().address,
+    )  # fmt: skip
