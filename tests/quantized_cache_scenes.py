@@ -3,7 +3,7 @@
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
-from kvkit.cache.codes import QuantSpec
+from kvkit.cache.quant_spec import QuantSpec
 
 KEY, VALUE = QuantSpec(4, "asym", "channel", 4), QuantSpec(2, "asym", "token", 8)
 PMX = ("float32", "float16"), ("float16", "float16"), ("bfloat16", "float32")  # of data, of scales

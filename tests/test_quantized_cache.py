@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quantized_cache_scenes import OPTIONS, PMX, coded, coded_set, feed, states
 
 import kvkit
-from kvkit.cache.codes import QuantSpec
+from kvkit.cache.quant_spec import QuantSpec
 from kvkit.cache.quantized import QuantizedLayer
 from kvkit.errors import KvkitError
 

@@ -15,7 +15,7 @@ from attention_reference import attend
 from quantized_cache_scenes import OPTIONS, feed, states
 
 from kvkit.cache import attention
-from kvkit.cache.codes import QuantSpec
+from kvkit.cache.quant_spec import QuantSpec
 from kvkit.cache.quantized import QuantizedLayer
 from kvkit.errors import KvkitError
 
@@ -191,7 +191,7 @@ def test_outlier_channels_need_groups_along_channels():
 MEMORY = """
 import json
 import numpy as np
-from kvkit.cache.codes import QuantSpec
+from kvkit.cache.quant_spec import QuantSpec
 from kvkit.cache.quantized import QuantizedLayer
 
 MB = 2**20

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quantized_cache_scenes import PMX, coded
 
-from kvkit.cache.codes import QuantSpec, Side
+from kvkit.cache.codes import Side
+from kvkit.cache.quant_spec import QuantSpec
 from kvkit.cache.quantized import QuantizedLayer
 from kvkit.cpu import codes
 from kvkit.cpu.launches import address

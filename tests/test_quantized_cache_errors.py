@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from quantized_cache_scenes import KEY, OPTIONS, VALUE, feed, states
 
-from kvkit.cache import Cache, SlidingWindowLayer
-from kvkit.cache.codes import QuantSpec
-from kvkit.cache.quantized import QuantizedCache, QuantizedLayer
+from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, SlidingWindowLayer
+from kvkit.cache.quant_spec import QuantSpec
 from kvkit.errors import KvkitError
 
 WRONG = {
@@ -131,12 +130,9 @@ def test_a_cache_of_quantized_and_sliding_layers():
     assert isinstance(growing, Cache)
 
 
-def test_files_are_refused(tmp_path):
-    """Codes in files are not there yet, and say so."""
-    cache = QuantizedCache(1)
-    cache.update(*states(4, dims=(32, 32)), 0)
-    with pytest.raises(KvkitError, match=r"layers\[0\]: expected a layer that files can hold"):
-        cache.save(tmp_path / "cache.npz")
-    assert not (tmp_path / "cache.npz").exists()
-    with pytest.raises(KvkitError, match=r"layers\[0\]: expected a layer that files can hold"):
-        cache.offload(tmp_path / "folder")
+def test_offloading_is_refused(tmp_path):
+    """Before anything is written, also where layers are still to come."""
+    for cache in (QuantizedCache(1), QuantizedCache(), Cache([SlidingWindowLayer(4), QuantizedLayer()])):
+        with pytest.raises(KvkitError, match="expected a layer that can be offloaded, got a Quantized"):
+            cache.offload(tmp_path / "folder")
+        assert not (tmp_path / "folder").exists()

@@ -6,8 +6,8 @@ Bookkeeping only: no keys, no values, no kernels.
 import numpy as np
 
 from kvkit.cache.blocks_pool import Pool, follow, root
-from kvkit.cache.blocks_sequence import ID_BYTES, Sequence, encoded
-from kvkit.cache.blocks_step import Step, tensors
+from kvkit.cache.blocks_sequence import ID_BYTES, Sequence, encoded, octets
+from kvkit.cache.blocks_step import Step, slot_type, tensors
 from kvkit.check import describe, integer, wrong
 from kvkit.errors import KvkitError
 
@@ -143,6 +143,25 @@ class BlockAllocator:
         seq.allocator, seq.length = None, 0
         self._keep_pages(seq)
 
+    def restore(self, saved, published, blocks):
+        """Sequences that were (length, root of hashes, block table, token ids), in a new allocator.
+
+        They hold `blocks`; of these, `published` ones can be found.
+        """
+        sequences = []
+        for length, start, table, ids in saved:
+            seq = Sequence(self, encoded(ids), [start])
+            seq.length = integer("length", length, 0)
+            seq.table.extend(table.tolist())
+            if len(seq.table) != self._pages(length) or not blocks.issuperset(seq.table):
+                raise wrong("block_table", f"saved blocks for {length} tokens", seq.blocks)
+            self._chain(seq)
+            sequences.append(seq)
+        if not blocks.issuperset(block for block, *_ in published):
+            raise wrong("published", "saved blocks", published)
+        self._pool.restore([seq.table for seq in sequences], published)
+        return sequences
+
     # Steps
 
     def begin_step(self, sequences):
@@ -194,10 +213,8 @@ class BlockAllocator:
         for seq in step.sequences:
             seq.length += seq.pending
             seq.pending = 0
-            for i in range(len(seq.chain) - 1, min(seq.length, seq.known) // self.page_size):
-                page = seq.page(i, self.page_size)
-                seq.chain.append(follow(seq.chain[-1], page))
-                self._pool.publish(seq.table[i], seq.chain[-1], page)
+            for i, page in self._chain(seq):
+                self._pool.publish(seq.table[i], seq.chain[i + 1], page)
 
     def abandon(self, step):
         """End a step: see `Step.abandon`."""
@@ -212,6 +229,15 @@ class BlockAllocator:
         self.open_step = None
 
     # Blocks
+
+    def _chain(self, seq):
+        """Hash the full blocks that are not yet; (number, token ids) of each."""
+        new = []
+        for i in range(len(seq.chain) - 1, min(seq.length, seq.known) // self.page_size):
+            page = seq.page(i, self.page_size)
+            seq.chain.append(follow(seq.chain[-1], page))
+            new.append((i, page))
+        return new
 
     def _pages(self, tokens):
         return -(-tokens // self.page_size)
@@ -264,17 +290,3 @@ class BlockAllocator:
         if len(set(map(id, given))) < len(given):
             raise wrong("sequences", "each sequence once", f"one twice among {len(given)}")
         return given, counts
-
-
-def octets(name, value):
-    if not isinstance(value, bytes):
-        raise wrong(name, "bytes", describe(value))
-    return value
-
-
-def slot_type(dtype, slots):
-    """The dtype of slot mappings, which must reach every slot."""
-    dtype = np.dtype(dtype)
-    if dtype not in (np.int32, np.int64) or slots - 1 > np.iinfo(dtype).max:
-        raise wrong("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", dtype)
-    return dtype

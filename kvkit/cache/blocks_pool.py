@@ -3,6 +3,8 @@
 import hashlib
 from collections import OrderedDict
 
+HASH_BYTES = hashlib.sha256().digest_size
+
 
 class Pool:
     """Reference counts of blocks, and the published ones by the hash of all tokens up to their end.
@@ -59,6 +61,21 @@ class Pool:
         """Let nobody find a block any more, as its contents will change."""
         if block in self._published:
             del self._found[self._published.pop(block)[0]]
+
+    def published(self):
+        """(block, hash, token ids) of what can be found; what would be evicted first comes first."""
+        held = [block for block in self._published if self.references[block]]
+        return ((block, *self._published[block]) for block in (*self._idle, *held))
+
+    def restore(self, tables, published):
+        """Become a pool of which some tables hold blocks, and others can be found; a new pool can."""
+        for block in (block for table in tables for block in table):
+            self.references[block] += 1
+        for block, chain, ids in published:
+            self.publish(block, chain, ids)
+            if not self.references[block]:
+                self._idle[block] = None
+        self._free = [block for block in self._free if not self.references[block] and block not in self._idle]
 
     def find(self, chain, ids):
         """The block of a chain, None if there is none; a hash alone is not believed."""

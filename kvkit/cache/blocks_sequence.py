@@ -5,6 +5,7 @@ from array import array
 import numpy as np
 
 from kvkit import steps
+from kvkit.check import describe, wrong
 
 ID_BYTES = 8
 
@@ -68,3 +69,9 @@ class Sequence:
 def encoded(token_ids):
     """Token ids as bytes, the same on every machine."""
     return bytearray(steps.index("token_ids", token_ids, 1).astype("<i8").tobytes())
+
+
+def octets(name, value):
+    if not isinstance(value, bytes):
+        raise wrong(name, "bytes", describe(value))
+    return value

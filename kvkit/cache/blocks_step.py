@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvkit.check import wrong
+
 if TYPE_CHECKING:
     from kvkit.cache.blocks import BlockAllocator
 
@@ -119,3 +121,11 @@ def tensors(sequences, counts, page_size):
         "max_seqlen": max(counts, default=0),
         "max_kvlen": int(kvlens.max(initial=0)),
     }
+
+
+def slot_type(dtype, slots):
+    """The dtype of slot mappings, which must reach every slot."""
+    dtype = np.dtype(dtype)
+    if dtype not in (np.int32, np.int64) or slots - 1 > np.iinfo(dtype).max:
+        raise wrong("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", dtype)
+    return dtype

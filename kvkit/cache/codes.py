@@ -1,15 +1,14 @@
 """What a quantized layer stores of its keys, or of its values: sinks, codes and a tail, each token in one."""
 
 import copy
-from dataclasses import dataclass
 
 import numpy as np
 
-from kvkit import check, cpu
+from kvkit import cpu
 from kvkit.check import wrong
 from kvkit.formats import BY_DTYPE, BY_NAME
 
-AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
+PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file
 SPARE = 16  # tokens of room in a tail, beside what it must hold
 
 
@@ -18,52 +17,6 @@ def kernels():
     from kvkit.cpu import codes
 
     return codes
-
-
-@dataclass(frozen=True)
-class QuantSpec:
-    """How a quantized layer codes its keys, or its values.
-
-    Parameters
-    ----------
-    bits : int
-        Of a code: 8, 4 or 2.
-    scheme : str
-        ``"sym"``: codes times a scale, as in PMX. ``"asym"``: codes from 0 times a scale, plus a minimum.
-    axis : str, optional
-        ``"token"``: a group is `group` neighbouring elements of a token, which must divide the head size.
-        ``"channel"``: one element of each of `group` consecutive tokens (KIVI). By default channel for
-        keys, whose outliers lie in few channels, and token for values.
-    group : int
-        Elements that share a scale.
-    param_dtype : str
-        ``"float16"`` or ``"float32"``: the dtype of scales and minima.
-
-    Examples
-    --------
-    >>> from kvkit.cache import QuantSpec
-    >>> QuantSpec(bits=2, group=16).bytes_per_token(head_dim=64)
-    32.0
-    """
-
-    bits: int = 4
-    scheme: str = "asym"
-    axis: str | None = None
-    group: int = 32
-    param_dtype: str = "float16"
-
-    def __post_init__(self):
-        check.choice("bits", self.bits, (8, 4, 2))
-        check.integer("group", self.group, 1)
-        legal = ("scheme", SCHEMES), ("axis", (None, *AXES)), ("param_dtype", CELLS)
-        for name, words in legal:
-            if getattr(self, name) not in words:
-                raise wrong(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
-
-    def bytes_per_token(self, head_dim):
-        """Bytes of a coded token and head: its codes, and its part of scales and minima."""
-        cells = (1 if self.scheme == "sym" else 2) * BY_NAME[self.param_dtype].bytes(1)
-        return head_dim * self.bits / 8 + head_dim * cells / self.group
 
 
 class Side:
@@ -208,6 +161,47 @@ class Side:
         side.block_of = self.block_of[: self.coded].copy()
         side.seen = self.coded
         return side
+
+    # Files
+
+    def arrays(self):
+        """What is stored, by the names of `PARTS`; ends of blocks only where they say something."""
+        first, live = self.end - self.start, self.length - self.end
+        arrays = {
+            "sinks": self.sinks[:, :, : min(self.sink, self.length)],
+            "codes": self.codes[:, :, : self.coded],
+            "cells": self.cells[:, :, : self.blocks],
+            "tail": self.tail[:, :, first : first + live],
+        }
+        if self.block > 1:
+            arrays["ends"] = np.searchsorted(self.block_of[: self.coded], np.arange(self.blocks), "right")
+        return arrays
+
+    def fill(self, arrays, length):
+        """Hold what `arrays` gave of so many tokens, in an empty side; a KvkitError if that cannot be."""
+        *outer, _, dim = self.sinks.shape
+        sinks, codes, cells, tail = (arrays[name] for name in ("sinks", "codes", "cells", "tail"))
+        coded, blocks = codes.shape[2], cells.shape[2]
+        ends = arrays["ends"] if self.block > 1 else np.arange(1, coded + 1)
+        counts = np.diff(ends, prepend=0)
+        legal = (
+            sinks.shape == (*outer, min(self.sink, length), dim)
+            and (codes.dtype, *codes.shape) == (np.uint8, *outer, coded, self.codes.shape[3])
+            and (cells.dtype, *cells.shape) == (self.cells.dtype, *outer, blocks, self.cells.shape[3])
+            and tail.shape == (*outer, length - sinks.shape[2] - coded, dim)
+            and {sinks.dtype, tail.dtype} == {self.dtype}
+            and ends.shape == (blocks,)
+            and counts.sum() == coded
+            and (not blocks or (counts.min() > 0 and counts.max() <= self.block))
+        )
+        if not legal:
+            shapes = {name: array.shape for name, array in arrays.items()}
+            raise wrong("length", "sinks, codes and a tail of so many tokens", f"{length}, and {shapes}")
+        self.sinks[:, :, : sinks.shape[2]] = sinks
+        self.codes, self.cells, self.tail = codes.copy(), cells.copy(), tail.copy()
+        self.block_of = np.repeat(np.arange(blocks), counts)
+        self.length, self.coded, self.blocks = length, coded, blocks
+        self.seen, self.start = coded, self.end
 
     # Reading
 

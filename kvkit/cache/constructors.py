@@ -4,6 +4,7 @@ import functools
 
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers import DynamicLayer, StaticLayer
+from kvkit.cache.quantized import SPEC, QuantizedLayer
 from kvkit.cache.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.check import describe, integer, wrong
 
@@ -98,3 +99,46 @@ class StaticCache(Cache):
         sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, sliding_window)
         _, layers = makers(integer("num_layers", num_layers, 0), layer_types, sliding_window, full, sliding)
         super().__init__((make() for make in layers), offload=offload)
+
+
+class QuantizedCache(Cache):
+    """A cache whose layers keep old tokens as codes.
+
+    Parameters
+    ----------
+    num_layers : int, optional
+        How many; if it is not known each is made when it is first used.
+    key, value, residual_length, sink
+        As in `QuantizedLayer`.
+    layer_types : sequence of str, optional
+        "full_attention" or "sliding_attention" for each layer; sliding layers, being small, are not coded.
+    sliding_window : int, optional
+        W of the sliding layers; without ``layer_types`` all are such.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import QuantizedCache, QuantSpec
+    >>> cache = QuantizedCache(key=QuantSpec(bits=2), value=QuantSpec(bits=2), residual_length=16)
+    >>> tokens = np.ones((1, 4, 1024, 64), np.float16)
+    >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
+    >>> round(2 * tokens.nbytes / cache.layers[0].nbytes, 1)
+    4.8
+    """
+
+    def __init__(
+        self,
+        num_layers=None,
+        key=SPEC,
+        value=SPEC,
+        residual_length=128,
+        sink=4,
+        layer_types=None,
+        sliding_window=None,
+    ):
+        full = functools.partial(QuantizedLayer, key, value, residual_length, sink)
+        sliding = functools.partial(SlidingWindowLayer, sliding_window)
+        kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
+        full()  # wrong arguments are said at once
+        self._make_layer = kind if num_layers is None else None
+        super().__init__(make() for make in layers)

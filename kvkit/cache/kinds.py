@@ -1,10 +1,13 @@
 """Every kind of layer by its name, as files say it."""
 
 from kvkit.cache.layers import DynamicLayer, StaticLayer
+from kvkit.cache.quant_spec import QuantSpec
+from kvkit.cache.quantized import QuantizedLayer
 from kvkit.cache.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 
 KINDS = {
-    kind.__name__: kind for kind in (DynamicLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+    kind.__name__: kind
+    for kind in (DynamicLayer, QuantizedLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 }
 
 
@@ -14,4 +17,7 @@ def described(layer):
 
 
 def made(about):
-    return KINDS[about["kind"]](**about["arguments"])
+    arguments = about["arguments"].items()
+    return KINDS[about["kind"]](
+        **{name: QuantSpec(**x) if isinstance(x, dict) else x for name, x in arguments}
+    )

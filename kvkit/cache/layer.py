@@ -20,6 +20,7 @@ class Layer:
     _store: Any
     window: int | None = None  # how many tokens a query sees, itself included
     record_past = False
+    in_files = True  # whether it can be offloaded
 
     def __init__(self):
         self.name = type(self).__name__
@@ -187,6 +188,25 @@ class Layer:
 
     def _stored(self):
         return self._store.rows(self._oldest - self._origin, self._length - self._origin)
+
+    # To files, and back
+
+    def _arrays(self):
+        """What a file holds of it, by name."""
+        return {} if self._store is None else {"keys": self.keys, "values": self.values}
+
+    def _fill(self, arrays, length):
+        """Hold what `_arrays` gave when so many tokens had been seen; a KvkitError if that cannot be."""
+        keys, values = arrays["keys"], arrays["values"]
+        self._check_room(0, length)
+        stored = keys.shape[2]
+        oldest = length - stored
+        if not 0 <= oldest <= self._croppable_to(length):
+            raise wrong(self.name, f"the last tokens of {length}, all that a next one sees", stored)
+        store = self._new_store(geometry(keys, values, None), self._capacity(stored))
+        store.write(0, keys, values)
+        self._store, self._length = store, length
+        self._oldest = self._begin = self._origin = oldest
 
     attend = attend
 

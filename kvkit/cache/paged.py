@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from kvkit.cache.blocks import BlockAllocator, octets
+from kvkit.cache import saved
+from kvkit.cache.blocks import BlockAllocator
+from kvkit.cache.blocks_sequence import octets
 from kvkit.cache.paged_layer import PagedLayer, Rows
 from kvkit.cache.paged_step import PagedStep
 from kvkit.cache.paged_store import PagedStore
@@ -40,6 +42,8 @@ class PagedCache:
         The sequences: `add`, `extend`, `fork`, `crop`, `free`. Their steps begin with the cache's own
         `begin_step`, which copies what a step must not write.
     layers : list of PagedLayer
+    sequences : list of Sequence
+        Those that `save` was given, in a cache that comes from a file; empty otherwise.
 
     Examples
     --------
@@ -99,9 +103,11 @@ class PagedCache:
             cache_layout,
         )
         self.cache, self.scale = self._store.cache, self._store.scale
-        identity = self._store.identity + b"\0" + octets("salt", salt)
+        self.salt = octets("salt", salt)
+        identity = self._store.identity + b"\0" + salt
         self.blocks = BlockAllocator(*blocks, identity=identity)
         self._rows = Rows(self.blocks, self.begin_step)
+        self.sequences: list = []
         self.layers = [PagedLayer(self._store, self._rows, i) for i in range(self._store.num_layers)]
 
     def begin_step(self, sequences):
@@ -186,6 +192,31 @@ class PagedCache:
     def to_legacy_cache(self):
         """A tuple over layers of (keys, values), copies."""
         return tuple((layer.keys, layer.values) for layer in self.layers)
+
+    # To files
+
+    def describe(self):
+        """What the constructor takes; ``salt`` in hexadecimal."""
+        store = self._store
+        sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
+        sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
+        formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
+        names = "quant_bit", "quant_group", "cache_layout"
+        return sizes | formats | {name: store.attributes[name] for name in names}
+
+    def save(self, path, sequences=()):
+        """Write a .npz file that `load` reads; the old file is whole until the new one is.
+
+        It holds all published prefixes, the rows, and other sequences that are given. In the loaded cache
+        `blocks.add` finds the prefixes, `sequences` has the sequences, and rows go on.
+
+        Parameters
+        ----------
+        path : path
+        sequences : iterable of Sequence
+            Of which no step is open.
+        """
+        saved.save_paged(self, path, sequences)
 
     def _layer(self, layer_idx):
         return self.layers[integer("layer_idx", layer_idx, 0, len(self) - 1)]

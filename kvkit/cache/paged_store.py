@@ -29,18 +29,18 @@ class PagedStore:
         cache_layout,
     ):
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
+        self.cell = float_format("scale_dtype", scale_dtype)
         self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
         self.format = float_format("dtype", dtype)
         bits = check.choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
-        cell = float_format("scale_dtype", scale_dtype)
         layout = DYNAMIC[integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)]
         stored = QUANTIZED.get(bits, self.format)
 
         sizes = {"layer": self.num_layers, "kv": 2, "row": num_blocks * page_size, "head": self.heads}
         shape = [sizes[axis] for axis in layout.axes[:-1]]
         self.cache = np.zeros((*shape, stored.bytes(self.dim) // stored.dtype.itemsize), stored.dtype)
-        self.scale = np.zeros((*shape, self.dim // group), cell.dtype) if bits else None
+        self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype) if bits else None
         # As operators name them, but for the layer.
         self.attributes = {
             "num_layer": self.num_layers,
@@ -69,7 +69,7 @@ class PagedStore:
             "heads": self.heads,
             "dims": [self.dim, self.dim],
             "dtype": self.format.name,
-            "quantization": [bits, group, cell.name] if bits else None,
+            "quantization": [bits, group, self.cell.name] if bits else None,
         }
         self.identity = json.dumps(geometry).encode()
 

@@ -1,19 +1,18 @@
 """The quantized layer: old tokens as codes, first and recent ones as they came."""
 
 import copy
-import functools
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from kvkit import attention
-from kvkit.cache.caches import Cache
-from kvkit.cache.codes import QuantSpec, Side, kernels
-from kvkit.cache.constructors import makers
+from kvkit.cache.codes import PARTS, Side, kernels
 from kvkit.cache.layer import Layer
+from kvkit.cache.quant_spec import QuantSpec
 from kvkit.cache.quantized_view import KVView
-from kvkit.cache.sliding import SlidingWindowLayer
+from kvkit.cache.store import geometry
 from kvkit.check import describe, integer, wrong
 
 SPEC = QuantSpec()
+SIDES = "keys", "values"
 
 
 class CodeStore:
@@ -120,6 +119,8 @@ class QuantizedLayer(Layer):
     (1, 2, 1, 64)
     """
 
+    in_files = False
+
     def __init__(self, key=SPEC, value=SPEC, residual_length=128, sink=4, read_back=False):
         specs = []
         for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
@@ -133,7 +134,10 @@ class QuantizedLayer(Layer):
         super().__init__()
 
     def describe(self):
-        raise wrong(self.name, "a layer that files can hold", "a QuantizedLayer")
+        """What the constructor takes."""
+        key, value = map(asdict, self.specs)
+        counts = {"residual_length": self.residual_length, "sink": self.sink, "read_back": self.read_back}
+        return {"key": key, "value": value, **counts}
 
     # What the steps of `Layer` do here
 
@@ -157,6 +161,21 @@ class QuantizedLayer(Layer):
     def _stored(self):
         return self._store.stored()
 
+    def _arrays(self):
+        sides = zip(SIDES, self._store.sides, strict=True) if self._store else ()
+        return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
+
+    def _fill(self, arrays, length):
+        split = [
+            {part: arrays[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in arrays} for name in SIDES
+        ]
+        key, value = (parts["tail"][:, :, :0] for parts in split)
+        given = geometry(key, value, None)
+        store = CodeStore(given, self.specs, self.sink, self.residual_length, self.read_back)
+        for side, parts in zip(store.sides, split, strict=True):
+            side.fill(parts, length)
+        self._store, self._length = store, length
+
     def activate_past_recording(self):
         """From now on nothing is coded until the next `crop`, so that drafts can be taken back whole."""
         self.record_past = True
@@ -165,46 +184,3 @@ class QuantizedLayer(Layer):
     def nbytes(self):
         """Bytes of what is stored, without room to grow."""
         return sum(side.nbytes for side in self._store.sides) if self._store else 0
-
-
-class QuantizedCache(Cache):
-    """A cache whose layers keep old tokens as codes.
-
-    Parameters
-    ----------
-    num_layers : int, optional
-        How many; if it is not known each is made when it is first used.
-    key, value, residual_length, sink
-        As in `QuantizedLayer`.
-    layer_types : sequence of str, optional
-        "full_attention" or "sliding_attention" for each layer; sliding layers, being small, are not coded.
-    sliding_window : int, optional
-        W of the sliding layers; without ``layer_types`` all are such.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from kvkit.cache import QuantizedCache, QuantSpec
-    >>> cache = QuantizedCache(key=QuantSpec(bits=2), value=QuantSpec(bits=2), residual_length=16)
-    >>> tokens = np.ones((1, 4, 1024, 64), np.float16)
-    >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
-    >>> round(2 * tokens.nbytes / cache.layers[0].nbytes, 1)
-    4.8
-    """
-
-    def __init__(
-        self,
-        num_layers=None,
-        key=SPEC,
-        value=SPEC,
-        residual_length=128,
-        sink=4,
-        layer_types=None,
-        sliding_window=None,
-    ):
-        full = functools.partial(QuantizedLayer, key, value, residual_length, sink)
-        sliding = functools.partial(SlidingWindowLayer, sliding_window)
-        kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
-        full()  # wrong arguments are said at once
-        self._make_layer = kind if num_layers is None else None
-        super().__init__(make() for make in layers)

@@ -1,47 +1,61 @@
 """A cache in one .npz file, which says all about itself; see `kvkit.files.npz` for its form.
 
-Arrays are ``layers.I.keys`` and ``layers.I.values``, the stored tokens of layer I; a layer without tokens has
-none. The metadata's ``cache`` says of each layer what it is and how many tokens it has seen, and has the
-sha256 of that and of all bytes of the arrays.
+The metadata's ``cache`` has the version, the dtype and shape of every array, the sha256 of all that is said
+and of all bytes of the arrays, and:
+
+    layers      of each layer what it is, and how many tokens it has seen. Arrays are ``layers.I.keys`` and
+                ``layers.I.values``, the stored tokens of layer I; of a quantized one ``layers.I.keys.codes``
+                and so on, see `kvkit.cache.codes.PARTS`. A layer without tokens has none
+    paged       what a `PagedCache` is, in the place of layers; see `kvkit.cache.paged_saved`
 """
 
 import hashlib
 import json
 
-from kvkit.cache import kinds
-from kvkit.cache.store import geometry
+from kvkit.cache import kinds, paged_saved
 from kvkit.errors import KvkitError
 from kvkit.files import members, npz
 
 VERSION = 1
-SIDES = "keys", "values"
 
 
 def save(cache, path):
-    layers, arrays = [], {}
+    """Write a `Cache`."""
+    layers: list = []
+    arrays: dict = {}
     for i, layer in enumerate(cache.layers):
-        about = kinds.described(layer) | {"length": layer.get_seq_length(), "record_past": layer.record_past}
-        if layer.keys is not None:
-            for side in SIDES:
-                arrays[f"layers.{i}.{side}"] = array = getattr(layer, side)
-                about[side] = list(array.shape)
-            about["dtype"] = array.dtype.name
-        layers.append(about)
-    about = {"version": VERSION, "layers": layers, "fingerprint": fingerprint(layers, arrays)}
-    npz.write(path, arrays, {"cache": about})
+        state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
+        layers.append(kinds.described(layer) | state)
+        arrays |= {f"layers.{i}.{name}": array for name, array in layer._arrays().items()}
+    write(path, {"layers": layers}, arrays)
 
 
-def fingerprint(layers, arrays):
-    """sha256 of what is said about layers, and of the bytes of their arrays in order."""
-    total = hashlib.sha256(json.dumps(layers, sort_keys=True).encode())
-    for array in arrays.values():
-        for chunk in members.chunks(array):
+def save_paged(cache, path, sequences):
+    """Write a `PagedCache`."""
+    about, arrays = paged_saved.described(cache, sequences)
+    write(path, {"paged": about}, arrays)
+
+
+def write(path, about, arrays):
+    about = {"version": VERSION, **about, "arrays": {name: form(array) for name, array in arrays.items()}}
+    npz.write(path, arrays, {"cache": about | {"fingerprint": fingerprint(about, arrays)}})
+
+
+def form(array):
+    return [array.dtype.name, *array.shape]
+
+
+def fingerprint(about, arrays):
+    """sha256 of what is said, and of the bytes of all arrays in the order of their names."""
+    total = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(arrays):
+        for chunk in members.chunks(arrays[name]):
             total.update(chunk)
     return total.hexdigest()
 
 
 def load(path):
-    """The cache that `Cache.save` wrote, in memory.
+    """The cache that `Cache.save` or `PagedCache.save` wrote, in memory.
 
     Parameters
     ----------
@@ -50,8 +64,8 @@ def load(path):
 
     Returns
     -------
-    Cache
-        Of layers as they were, bit for bit.
+    Cache or PagedCache
+        As it was, bit for bit. Of quantized layers attention sees what is stored.
 
     Raises
     ------
@@ -73,52 +87,47 @@ def load(path):
     """
     from kvkit.cache.caches import Cache
 
+    about, arrays = read(path)
+    if "paged" in about:
+        try:
+            return paged_saved.made(about["paged"], arrays)
+        except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise unfit(path, "a paged cache that kvkit has", error) from None
+    if not isinstance(about.get("layers"), list):
+        raise unfit(path, "a description of every layer", sorted(about))
+    return Cache([restored(path, i, said, arrays) for i, said in enumerate(about["layers"])])
+
+
+def read(path):
+    """What a file says of a cache, and its arrays, which are as it says."""
     contents = npz.read(path)
     about = contents.metadata.get("cache")
     if not isinstance(about, dict) or about.get("version") != VERSION:
         found = about.get("version") if isinstance(about, dict) else "none"
         raise unfit(path, f"a cache of version {VERSION}", found)
-    try:
-        layers, expected = about["layers"], about["fingerprint"]
-        names = [f"layers.{i}.{side}" for i, said in enumerate(layers) for side in SIDES if side in said]
-        described = {name: form_of(layers, *name.split(".")[1:]) for name in names}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise unfit(path, "a description of every layer", f"{type(error).__name__} {error}") from None
-    found = {name: (array.dtype.name, *array.shape) for name, array in contents.arrays.items()}
-    for name in described | found:
-        if found.get(name) != described.get(name):
-            raise unfit(path, f"{name} as it is described, {described.get(name)}", found.get(name))
-    arrays = {name: contents.arrays[name] for name in names}
-    if fingerprint(layers, arrays) != expected:
+    expected, said = about.pop("fingerprint", None), about.get("arrays")
+    if not isinstance(said, dict):
+        raise unfit(path, "a description of every array", said)
+    found = {name: form(array) for name, array in contents.arrays.items()}
+    for name in said | found:
+        if found.get(name) != said.get(name):
+            raise unfit(path, f"{name} as it is described, {said.get(name)}", found.get(name))
+    if fingerprint(about, contents.arrays) != expected:
         raise unfit(path, f"contents with the fingerprint {expected}", "others")
-    return Cache(
-        restored(path, i, about, [arrays[f"layers.{i}.{side}"] for side in SIDES if side in about])
-        for i, about in enumerate(layers)
-    )
+    return about, contents.arrays
 
 
-def form_of(layers, number, side):
-    about = layers[int(number)]
-    return about["dtype"], *about[side]
-
-
-def restored(path, number, about, sides):
+def restored(path, number, about, arrays):
     """A layer with its tokens."""
-    stored = sides[0].shape[2] if sides else 0
+    begin = f"layers.{number}."
+    arrays = {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
     try:
-        layer, length = kinds.made(about), about["length"]
-        layer._check_room(0, length)
-        oldest = length - stored
-        legal = 0 <= oldest <= layer._croppable_to(length)
-    except (KvkitError, KeyError, TypeError) as error:
+        layer = kinds.made(about)
+        if arrays or about["length"]:
+            layer._fill(arrays, about["length"])
+        layer.record_past = about["record_past"]
+    except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise unfit(path, f"a layer {number} that kvkit has", error) from None
-    if not legal:
-        raise unfit(path, f"the last tokens of layer {number} of {length}", stored)
-    if sides:
-        layer._store = layer._new_store(geometry(sides[0], sides[1], None), layer._capacity(stored))
-        layer._store.write(0, *sides)
-        layer._length, layer.record_past = length, about["record_past"]
-        layer._oldest = layer._begin = layer._origin = oldest
     return layer
 
 

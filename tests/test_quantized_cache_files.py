@@ -1,0 +1,137 @@
+"""Quantized layers in files: every bit comes back, tokens go on, and what cannot be is refused."""
+
+import numpy as np
+import pytest
+from quantized_cache_scenes import OPTIONS, coded, feed, states
+from test_cache_files_refused import changed, sealed
+
+from kvkit.cache import Cache, DynamicLayer, KVView, QuantizedLayer, load
+from kvkit.errors import KvkitError
+
+SPECS = {
+    "channel and token": OPTIONS,
+    "token and channel": OPTIONS | {"key": OPTIONS["value"], "value": OPTIONS["key"]},
+    "no sinks, no tail": OPTIONS | {"sink": 0, "residual_length": 0, "read_back": True},
+}
+
+
+def assert_same(one, other):
+    assert one.describe() == other.describe()
+    assert one.get_seq_length() == other.get_seq_length()
+    assert one.record_past == other.record_past
+    assert one.nbytes == other.nbytes
+    if not one.nbytes:
+        return
+    for side in (0, 1):
+        for a, b in zip(coded(one, side), coded(other, side), strict=True):
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes()
+    assert one.keys.tobytes() == other.keys.tobytes()
+    assert one.values.tobytes() == other.values.tobytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache.npz"
+
+
+@pytest.mark.parametrize("case", SPECS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_round_trip(path, case, dtype):
+    """Of any length, cut blocks among them; then both go on alike."""
+    given, rng = states(90, dims=(16, 16), dtype=dtype), np.random.default_rng(0)
+    for ends, length in (((), 0), ((0,), 0), ((1,), 0), ((40,), 0), ((40, 41), 23), ((30, 60), 59)):
+        layer = QuantizedLayer(**SPECS[case])
+        feed(layer, given, *ends)
+        layer.crop(length)
+        Cache([layer, DynamicLayer()]).save(path)
+        again = load(path).layers[0]
+        assert_same(again, layer)
+        query = rng.standard_normal((2, 4, 1, 16)).astype(dtype)
+        if layer.get_seq_length():
+            assert again.attend(query).tobytes() == layer.attend(query).tobytes()
+        for end in (layer.get_seq_length() + 1, 75, 90):
+            views = feed(layer, given, end)
+            for a, b in zip(views, feed(again, given, end), strict=True):
+                assert isinstance(b, KVView)
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            assert again.attend(query).tobytes() == layer.attend(query).tobytes()
+        assert_same(again, layer)
+
+
+def test_recorded_past(path):
+    layer, given = QuantizedLayer(**OPTIONS), states(60)
+    feed(layer, given, 30)
+    layer.activate_past_recording()
+    feed(layer, given, 50)
+    Cache([layer]).save(path)
+    again = load(path).layers[0]
+    assert_same(again, layer)
+    for each in (layer, again):
+        each.crop(-7)
+        feed(each, given, 60)
+    assert_same(again, layer)
+
+
+def test_a_file_is_as_small_as_the_codes(path):
+    layer, x = QuantizedLayer(**OPTIONS), states(2048)
+    layer.update(*x)
+    Cache([layer]).save(path)
+    ends = 8 * layer._store.sides[0].blocks
+    assert layer.nbytes + ends < path.stat().st_size < layer.nbytes + ends + 8192
+    assert path.stat().st_size < sum(array.nbytes for array in x) / 3
+
+
+def fewer_codes(arrays, about):
+    arrays["layers.0.values.codes"] = arrays["layers.0.values.codes"][:, :, :-1].copy()
+
+
+def a_longer_block(arrays, about):
+    arrays["layers.0.keys.ends"][0] += 1
+
+
+def a_block_of_none(arrays, about):
+    arrays["layers.0.keys.ends"][0] = 0
+
+
+def another_length(arrays, about):
+    about["layers"][0]["length"] += 1
+
+
+def other_cells(arrays, about):
+    arrays["layers.0.keys.cells"] = arrays["layers.0.keys.cells"].astype(np.float32)
+
+
+def other_bits(arrays, about):
+    about["layers"][0]["arguments"]["key"]["bits"] = 8
+
+
+def no_bits(arrays, about):
+    about["layers"][0]["arguments"]["key"]["bits"] = 5
+
+
+def no_tail(arrays, about):
+    del arrays["layers.0.values.tail"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [fewer_codes, a_longer_block, a_block_of_none, another_length, other_cells, other_bits, no_bits, no_tail],
+)
+def test_what_cannot_be_is_refused(path, change):
+    layer = QuantizedLayer(**OPTIONS)
+    feed(layer, states(40), 40)
+    Cache([layer]).save(path)
+    load(path)
+
+    def sealed_change(arrays, about):
+        change(arrays, about)
+        sealed(about, arrays)
+
+    changed(path, change)
+    with pytest.raises(KvkitError, match=r"cache\.npz: expected"):
+        load(path)
+    Cache([layer]).save(path)
+    changed(path, sealed_change)
+    with pytest.raises(KvkitError, match=r"cache\.npz: expected a layer 0 that kvkit has"):
+        load(path)
