@@ -67,7 +67,7 @@ def cache(report):
 
 
 def attention(report):
-    """The results of attention, a table for each first word of a case."""
+    """The results of attention or of caches, a table for each first word of a case."""
     yield from about(report)
     for word, results in itertools.groupby(report["results"], lambda result: result["case"].split()[0]):
         yield from beside(word, list(results))
@@ -106,6 +106,7 @@ def headlines(report):
 PAGES = [
     (HERE / "README.md", "figures", "cpu", cache),
     (HERE / "README.md", "attention figures", "attention", attention),
+    (HERE / "README.md", "caches figures", "caches", attention),
     (HERE.parent / "README.md", "speeds", "attention", headlines),
 ]
 
@@ -121,7 +122,10 @@ def updated():
     """Every page, by its path, as the committed results make it."""
     pages = {}
     for path, name, suite, make in PAGES:
-        report = json.loads((HERE / "results" / f"{suite}.json").read_text())
+        results = HERE / "results" / f"{suite}.json"
+        if not results.exists():  # not measured yet
+            continue
+        report = json.loads(results.read_text())
         pages[path] = text(pages.get(path) or path.read_text(), name, "".join(make(report)))
     return pages
 

@@ -14,11 +14,12 @@ import numpy as np
 from llvmlite import binding
 
 from kvkit.version import __version__
-from kvkit_cli import bench_ascend, bench_attention, bench_cases, show
+from kvkit_cli import bench_ascend, bench_attention, bench_caches, bench_cases, show
 
 SUITES = {  # by the file of their figures
     "cpu": [*bench_cases.CASES, *bench_ascend.CASES],
     "attention": bench_attention.CASES,
+    "caches": bench_caches.CASES,
 }
 PEERS = "onnxruntime", "torch"
 PAUSE = 0.1  # seconds; threads of peers go on waiting, at full speed, for tens of milliseconds
@@ -27,7 +28,7 @@ PAUSE = 0.1  # seconds; threads of peers go on waiting, at full speed, for tens 
 @click.command()
 @click.option(
     "--json", "folder", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-    help="Write the figures and the machine to FOLDER/cpu.json and FOLDER/attention.json.",
+    help="Write the figures and the machine to a file of each suite in FOLDER.",
 )  # fmt: skip
 @click.option("--only", default="", metavar="TEXT", help="Only what contains TEXT in 'SUITE CASE'.")
 @click.option("--rounds", default=11, show_default=True, help="Runs of each case; medians are shown.")

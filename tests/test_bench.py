@@ -7,7 +7,7 @@ import click
 import numpy as np
 import pytest
 
-from kvkit_cli import bench, bench_attention, bench_cases, bench_memory, bench_peers, show
+from kvkit_cli import bench, bench_attention, bench_caches, bench_cases, bench_memory, bench_peers, show
 from kvkit_cli.bench_cases import Case, Work
 from kvkit_cli.bench_problem import Problem
 
@@ -35,6 +35,28 @@ def test_every_place_holds_the_same_problem(quant):
         run, beside = bench_attention.from_cache(made, kind, place, number, page=16)
         run(1)
         beside["read"](1)
+
+
+@pytest.mark.parametrize("kind", bench_caches.MAKERS)
+def test_every_cache_takes_steps(kind, monkeypatch):
+    monkeypatch.setattr(bench_caches, "PAST", 200)
+    monkeypatch.setattr(bench_caches, "sets", lambda size: 2)
+    work = bench_caches.decode(kind)()
+    for i in range(4):
+        work.run(i)
+        work.beside["read"](i)
+    whole = 2 * 200 * bench_caches.HEADS * bench_caches.DIM * 2
+    assert work.moved < whole if "int" in kind else work.moved == whole
+
+
+def test_concatenation_is_that_of_the_peer():
+    pytest.importorskip("torch")
+    work = bench_caches.append(5)()
+    assert work.forms["torch"] in ("torch.cat", "transformers DynamicCache")
+    for i in range(3):
+        lengths = [side.shape[2] for side in (*work.run(i), *work.beside["torch"](i))]
+        assert lengths == [6 + i] * 4
+        assert work.beside["at 0"](i)[0].shape[2] == 1 + i
 
 
 def test_a_wrong_result_is_not_measured():

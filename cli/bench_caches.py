@@ -1,0 +1,139 @@
+"""What `kvkit bench` measures of `kvkit.cache`: B=1, 8 key heads, 32 query heads, Dh=128, float16."""
+
+import shutil
+import tempfile
+import weakref
+
+import numpy as np
+
+from kvkit.cache import DynamicCache, DynamicLayer, PagedCache, QuantizedCache, QuantSpec
+from kvkit_cli.bench_cases import Case, Work
+from kvkit_cli.bench_memory import plain_read, sets
+from kvkit_cli.bench_peers import installed
+
+HEADS, QUERY_HEADS, DIM, PAST, PAGE = 8, 32, 128, 8192, 128
+TOKENS_8, VALUES_4 = QuantSpec(8, "sym", "token", 32), QuantSpec(4, "asym", "token", 32)
+MAKERS = {  # number of layers -> a cache
+    "float16": DynamicCache,
+    "int8": lambda layers: QuantizedCache(layers, TOKENS_8, TOKENS_8),
+    "int4, keys by channel": lambda layers: QuantizedCache(layers, QuantSpec(4), VALUES_4),
+    "int2, keys by channel": lambda layers: QuantizedCache(layers, QuantSpec(2), QuantSpec(2)),
+    "paged": lambda layers: PagedCache(PAST // PAGE + 8, PAGE, layers, HEADS, DIM, np.float16),
+    "offloaded": DynamicCache,
+}
+
+
+def states(tokens, heads=HEADS):
+    return np.random.default_rng(0).standard_normal((1, heads, tokens, DIM), np.float32).astype(np.float16)
+
+
+def append(past):
+    """A token into a layer, beside the same at 0 tokens, and beside concatenation."""
+
+    def prepare():
+        first, new = states(past), states(1)
+
+        def appending(start):
+            layer = DynamicLayer()
+            layer.update(start, start)
+            return lambda i: layer.update(new, new)
+
+        beside = {"at 0": appending(first[:, :, :0])} if past else {}
+        peer, form = concatenation(first, new)
+        return Work(appending(first), beside=beside | {"torch": peer}, forms={"torch": form} if peer else {})
+
+    return prepare
+
+
+def concatenation(first, new):
+    """transformers' `DynamicCache`, or what it does: both sides concatenated for every token."""
+    if not installed("torch"):
+        return None, ""
+    import torch
+
+    first, new = torch.from_numpy(first), torch.from_numpy(new)
+    if installed("transformers"):
+        from transformers import DynamicCache as Peer
+
+        cache = Peer()
+        cache.update(first, first, 0)
+        return lambda i: cache.update(new, new, 0), "transformers DynamicCache"
+    sides = [first, first.clone()]
+
+    def run(i):
+        for side in (0, 1):
+            sides[side] = torch.cat([sides[side], new], -2)
+        return sides
+
+    return run, "torch.cat"
+
+
+def decode(kind):
+    """A token appended and attended, beside a read of the stored bytes, and beside float16 in memory."""
+
+    def prepare():
+        run, turns, size = decoding(kind)
+        beside = {"read": plain_read(turns, size)}
+        if kind != "float16":
+            beside["float16"], *_ = decoding("float16")
+        return Work(run, size, beside=beside)
+
+    return prepare
+
+
+def decoding(kind):
+    """A function of the round, the stored arrays of each layer, and the bytes of one; layers take turns."""
+    past, new, query = states(PAST), states(1), states(1, QUERY_HEADS)
+    probe = MAKERS[kind](1)
+    probe.update(past, past, 0)
+    size = stored_bytes(probe, 0)
+    count = sets(size)
+    cache = MAKERS[kind](count)
+    if kind == "offloaded":
+        folder = tempfile.mkdtemp()
+        weakref.finalize(cache, shutil.rmtree, folder, ignore_errors=True)
+        cache.offload(folder)
+    for layer in range(count):
+        cache.update(past, past, layer)
+
+    def run(i):
+        cache.update(new, new, i % count)
+        cache.attend(query, i % count)
+
+    return run, [stored_arrays(cache, layer) for layer in range(count)], size
+
+
+def stored_arrays(cache, layer):
+    """Where the keys and values of a layer lie."""
+    if isinstance(cache, PagedCache):
+        return [cache.cache[layer]]
+    store = cache.layers[layer]._store
+    if isinstance(cache, QuantizedCache):
+        return [array for side in store.sides for array in (side.codes, side.cells, side.tail)]
+    return [store.keys, store.values]
+
+
+def stored_bytes(cache, layer):
+    """Bytes of the keys and values of all tokens in a layer."""
+    if isinstance(cache, QuantizedCache):
+        return cache.layers[layer].nbytes
+    return 2 * HEADS * DIM * cache.get_seq_length() * 2
+
+
+CASES = [
+    *(
+        Case(f"append a token after {past:,}", append(past), {"at 0": 0.8} if past else {}, calls=50)
+        for past in (0, 32768)
+    ),
+    *(
+        Case(f"decode {kind}", decode(kind), goals)
+        for kind, goals in (
+            ("float16", {"read": 0.75}),
+            ("int8", {"float16": 1}),
+            ("int4, keys by channel", {"float16": 1}),
+            ("int2, keys by channel", {"float16": 1}),
+            ("paged", {"float16": 0.9}),
+            ("offloaded", {"float16": 0.8}),
+        )
+    ),
+]
