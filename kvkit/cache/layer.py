@@ -177,6 +177,11 @@ class Layer:
         return end - begin, begin
 
     @property
+    def batch_size(self):
+        """B, rows of the batch; 0 before the first update."""
+        return 0 if self._store is None else self._store.geometry.batch
+
+    @property
     def keys(self):
         """Stored keys, shape [B, Hkv, stored, Dk]: a view; None before the first update."""
         return None if self._store is None else self._stored()[0]

@@ -107,6 +107,9 @@ class PagedLayer:
     ((3, 2, 5, 16), (3, 2, 1, 16), (8, 4, 2, 16))
     """
 
+    window = None  # a call's window hides tokens, but none leaves
+    record_past = False
+
     def __init__(self, store, rows, layer_idx):
         self.store, self._rows, self._layer_idx = store, rows, layer_idx
         self.key_cache, self.value_cache = store.blocks[0][layer_idx]
@@ -229,6 +232,11 @@ class PagedLayer:
     def get_mask_sizes(self, query_length):
         """(kv_length, kv_offset) of the keys that the next update of so many tokens returns."""
         return self.get_seq_length() + integer("query_length", query_length, 0), 0
+
+    @property
+    def batch_size(self):
+        """B, rows of the batch; 0 before the first update."""
+        return len(self._rows.sequences)
 
     @property
     def keys(self):
