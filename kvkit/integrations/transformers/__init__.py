@@ -1,0 +1,16 @@
+"""kvkit's caches and attention in transformers; importing this registers ``attn_implementation="kvkit"``.
+
+`KvkitCache` is what ``model.generate(past_key_values=...)`` takes. Under ``"kvkit"`` attention reads it where
+it lies, codes included; under ``"eager"`` or ``"sdpa"`` it hands out tensors of the context.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvkit.integrations.transformers.attention import NAME, attention
+from kvkit.integrations.transformers.cache import KvkitCache
+from kvkit.integrations.transformers.masks import attention_mask
+
+__all__ = ["KvkitCache"]
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, attention_mask)  # without it transformers would drop every mask

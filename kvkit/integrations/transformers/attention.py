@@ -1,0 +1,130 @@
+"""``attn_implementation="kvkit"``: attention that reads a `KvkitCache` where it lies."""
+
+import torch
+
+import kvkit
+from kvkit.cache import PagedLayer
+from kvkit.check import wrong
+from kvkit.integrations.transformers import pending
+from kvkit.integrations.transformers.bridge import to_numpy, to_torch
+
+NAME = "kvkit"
+NO_WINDOW = -1, -1
+
+
+def attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    dropout=0.0,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    is_causal=None,
+    position_bias=None,
+    **kwargs,
+):
+    """Attention as transformers' models call it.
+
+    Parameters
+    ----------
+    module : Module
+        The attention layer: its ``layer_idx``, and ``is_causal`` unless that is given.
+    query : Tensor, shape [B, Hq, q, Dk]
+    key : Tensor, shape [B, Hkv, S, Dk]
+        Those that `KvkitCache.update` returned stand for all that it has stored, others for themselves.
+    value : Tensor, shape [B, Hkv, S, Dv]
+    attention_mask : Tensor, optional
+        bool [B, S], the padding of the keys; or with 4 axes the whole mask, bool or added to the scores, in
+        which causality and the window are.
+    dropout : float
+        0: there is no other.
+    scaling : float, optional
+        Factor of the scores; 1 / sqrt(Dk) if None.
+    sliding_window : int, optional
+        How many tokens a query sees, itself included.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    s_aux : Tensor, shape [Hq], optional
+        Sinks: a score for each head that has no value.
+    is_causal : bool, optional
+        Whether a query sees no later token; queries are the last tokens.
+    position_bias : None
+        There is none.
+
+    Returns
+    -------
+    attn_output : Tensor, shape [B, q, Hq, Dv]
+    attn_weights : None
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kvkit.integrations.transformers.attention import attention
+    >>> value = torch.arange(3.).reshape(1, 1, 3, 1)
+    >>> attn_output, _ = attention(torch.nn.Module(), torch.ones(1, 2, 2, 4), torch.ones(1, 1, 3, 4), value)
+    >>> attn_output[0, :, 0, 0]
+    tensor([0.5000, 1.0000])
+    """
+    stored = pending.take(getattr(module, "layer_idx", None), key)
+    if dropout:
+        raise wrong("dropout", "0", dropout)
+    if position_bias is not None:
+        raise wrong("position_bias", "None", "a bias")
+    if module.training and query.requires_grad and torch.is_grad_enabled():
+        raise wrong("module", "one that is not trained: this attention has no gradient", "training mode")
+    queries = to_numpy("query", query)
+    mask, whole = None, False
+    if attention_mask is not None:
+        mask = to_numpy("attention_mask", attention_mask)
+        whole = mask.ndim == 4
+        mask = mask if whole else mask[:, None, None]
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    options = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else to_numpy("s_aux", s_aux),
+    }
+    causal = is_causal and not whole
+    window = (sliding_window - 1, -1) if causal and sliding_window else NO_WINDOW
+    if stored is None:
+        keys, values = to_numpy("key", key), to_numpy("value", value)
+    else:
+        if causal or query.shape[2] == 1:  # the last token sees all, whatever the mask says of causality
+            more = in_place(stored.layer, sliding_window, window)
+            if more is not None:
+                attn_output = stored.layer.attend(queries, mask, **options, **more)
+                return to_torch(attn_output.swapaxes(1, 2)), None
+        keys, values = stored.arrays()
+        if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
+            expected = f"{keys.shape[2]} columns, for the keys that the window needs"
+            raise wrong("attention_mask", expected, mask.shape[3])
+    queries, keys, values = (states.swapaxes(1, 2) for states in (queries, keys, values))
+    attn_output = kvkit.multi_head_attention(
+        queries,
+        keys,
+        values,
+        mask,
+        num_heads=queries.shape[2],
+        head_dim=queries.shape[3],
+        num_kv_heads=keys.shape[2],
+        is_causal=causal,
+        window=window,
+        **options,
+    )
+    return to_torch(attn_output), None
+
+
+def in_place(layer, sliding_window, window):
+    """The options with which a layer's own attention keeps to a window; None if it cannot."""
+    if isinstance(layer, PagedLayer):
+        return {"window": window}
+    if layer.window is None:
+        return {} if window == NO_WINDOW else None
+    if sliding_window not in (None, layer.sliding_window):
+        raise wrong("sliding_window", f"{layer.sliding_window}, as the cache has it", sliding_window)
+    return {}

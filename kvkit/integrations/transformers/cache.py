@@ -1,0 +1,187 @@
+"""The cache that transformers' models and `generate` take."""
+
+import copy
+import weakref
+
+import numpy as np
+import torch
+from transformers import Cache
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
+from kvkit.check import describe, wrong
+from kvkit.integrations.transformers import pending
+from kvkit.integrations.transformers.attention import NAME
+from kvkit.integrations.transformers.bridge import to_numpy, to_torch
+from kvkit.integrations.transformers.layer import KvkitLayer
+
+KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
+LAYER_TYPES = {
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+    "chunked_attention": "sliding_attention",  # the mask says where chunks begin
+}
+
+
+class KvkitCache(Cache):
+    """A cache of kvkit's for a transformers model.
+
+    Under ``attn_implementation="kvkit"`` attention reads what is stored, in place; under others each update
+    returns tensors of the context, which are views of the cache unless it is quantized or paged.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig, optional
+        The model's: how many layers there are, which of them slide, and the attention in use. Without one
+        layers are made when they are first used, all of them full.
+    kind : str
+        ``"dynamic"``, ``"static"``, ``"quantized"`` or ``"paged"``.
+    **options
+        What the cache of this kind takes beside the model's geometry: ``offload`` (a folder) for
+        `kvkit.cache.DynamicCache`; ``max_cache_len`` and ``offload`` for `StaticCache`; ``key``, ``value``,
+        ``residual_length`` and ``sink`` for `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit``
+        and so on for `PagedCache`, whose ``dtype`` is the model's unless given.
+
+    Attributes
+    ----------
+    cache : kvkit.cache.Cache or kvkit.cache.PagedCache
+        What holds the tokens: to save, to reserve room, to close.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from kvkit.cache import QuantSpec
+    >>> from kvkit.integrations.transformers import KvkitCache
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...     num_key_value_heads=2, attn_implementation="kvkit")
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> cache = KvkitCache(config, "quantized", key=QuantSpec(bits=8), residual_length=4, sink=0)
+    >>> ids = model.generate(torch.arange(12)[None], past_key_values=cache, max_new_tokens=4, do_sample=False)
+    >>> ids.shape, cache.get_seq_length()
+    (torch.Size([1, 16]), 15)
+    """
+
+    def __init__(self, config=None, kind="dynamic", **options):
+        if kind not in KINDS:
+            raise wrong("kind", " or ".join(map(repr, KINDS)), describe(kind))
+        if config is not None:
+            options = geometry(config, kind) | options
+        self._hold(KINDS[kind](**options), config)
+
+    @classmethod
+    def of(cls, cache, config=None):
+        """One that holds a given cache of kvkit's, filled or not: loaded, opened, or made in another way."""
+        held = cls.__new__(cls)
+        held._hold(cache, config)
+        return held
+
+    def _hold(self, cache, config):
+        self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
+        super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
+
+    def __deepcopy__(self, memo):
+        return type(self).of(copy.deepcopy(self.cache, memo), self.config)
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.cache!r})"
+
+    # Tokens come
+
+    def update(self, key_states, value_states, layer_idx, *args, cache_position=None, **kwargs):
+        """Append the keys and values [B, Hkv, q, D] of new tokens to a layer.
+
+        Returns
+        -------
+        keys, values : Tensor
+            What is to be handed to attention. Under ``"kvkit"`` those given, which then stand for all tokens;
+            otherwise past and new tokens as `get_mask_sizes` says.
+        """
+        tokens = key_states.shape[2]
+        kv_length, _ = self.get_mask_sizes(tokens, layer_idx)
+        if cache_position is not None:
+            cache_position = np.asarray(cache_position)
+        keys, values = self.cache.update(
+            to_numpy("key_states", key_states),
+            to_numpy("value_states", value_states),
+            layer_idx,
+            cache_position,
+        )
+        if layer_idx == len(self.layers):
+            self.layers.append(KvkitLayer(self, layer_idx))
+        layer = self.cache.layers[layer_idx]
+        stored = pending.Stored(layer, keys, values, kv_length, tokens, weakref.ref(key_states))
+        if self.config is not None and self.config._attn_implementation == NAME:
+            pending.put(layer_idx, stored)
+            return key_states, value_states
+        keys, values = stored.arrays()
+        return to_torch(keys), to_torch(values)
+
+    # What is there
+
+    def get_seq_length(self, layer_idx=0):
+        """Tokens that a layer has seen."""
+        return self.cache.get_seq_length(layer_idx)
+
+    def get_max_length(self, layer_idx=None):
+        """The most tokens that a layer holds, -1 for no limit; of the cache, that of its largest layer."""
+        return self.cache.get_max_length(layer_idx)
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        """(kv_length, kv_offset): how many keys the next update returns or stands for, and where they begin.
+
+        No more than there are tokens: the empty end of a static layer is left out.
+        """
+        kv_length, kv_offset = self.cache.get_mask_sizes(query_length, layer_idx)
+        return min(kv_length, self.get_seq_length(layer_idx) + query_length - kv_offset), kv_offset
+
+    # Tokens go, and the batch changes: all layers, or after an error none
+
+    def crop(self, tokens_to_remove):
+        """Drop the last tokens: so many if negative. Positive: how many are to stay."""
+        self.cache.crop(int(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx):
+        """Let row b of the batch become what row ``beam_idx[b]`` was."""
+        self.cache.reorder(np.asarray(beam_idx))
+
+    def batch_select_indices(self, indices):
+        """Keep some rows of the batch."""
+        self.cache.select(np.asarray(indices))
+
+    def batch_repeat_interleave(self, repeats):
+        """Repeat every row of the batch: rows A, B become A, A, B, B."""
+        self.cache.repeat(repeats)
+
+    def reset(self):
+        """Forget every token."""
+        self.cache.reset()
+
+    def activate_past_recording(self):
+        """Let layers keep what they would drop or code until the next `crop`."""
+        self.cache.activate_past_recording()
+
+
+def geometry(config, kind):
+    """What the constructor of a kind has to know of a model."""
+    config = config.get_text_config(decoder=True)
+    names, arguments = get_layer_types_and_kwargs(config)
+    for i, name in enumerate(names):
+        if name not in LAYER_TYPES:
+            raise wrong("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
+    if kind == "paged":
+        return {
+            "num_layers": len(names),
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "dtype": to_numpy("dtype", torch.empty(0, dtype=config.dtype)).dtype,
+        }
+    windows = {given["sliding_window"] for given in arguments if "sliding_window" in given}
+    if len(windows) > 1:
+        raise wrong("config", "one size of window", f"{sorted(windows)}")
+    return {
+        "num_layers": len(names),
+        "layer_types": [LAYER_TYPES[name] for name in names],
+        "sliding_window": min(windows, default=None),
+    }

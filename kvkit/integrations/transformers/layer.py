@@ -1,0 +1,109 @@
+"""A layer of a `KvkitCache`, as transformers asks for it."""
+
+import numpy as np
+from transformers.cache_utils import CacheLayerMixin
+
+from kvkit.cache import StaticSlidingWindowLayer
+from kvkit.integrations.transformers.bridge import to_torch
+
+
+class KvkitLayer(CacheLayerMixin):
+    """The layer of a kvkit cache that has a number; its cache is where its tokens come from."""
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, owner, layer_idx):
+        self._owner, self._layer_idx = owner, layer_idx
+
+    @property
+    def layer(self):
+        """The layer of kvkit's cache."""
+        return self._owner.cache.layers[self._layer_idx]
+
+    # Tokens come
+
+    def lazy_initialization(self, key_states, value_states):
+        """Nothing to do: the first update decides."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """As `KvkitCache.update`."""
+        return self._owner.update(key_states, value_states, self._layer_idx, *args, **kwargs)
+
+    def offload(self):
+        """Nothing to do: where a layer lies is said to kvkit's cache."""
+
+    def prefetch(self):
+        """Nothing to do: kvkit's cache asks for the next layer itself."""
+
+    # What is there
+
+    @property
+    def is_initialized(self):
+        """Whether there has been an update."""
+        return self.get_seq_length() > 0
+
+    @property
+    def is_sliding(self):
+        """Whether old tokens leave the layer."""
+        return self.layer.window is not None
+
+    @property
+    def is_croppable(self):
+        """Whether `crop` can go back, by any number of recorded tokens."""
+        return not isinstance(self.layer, StaticSlidingWindowLayer)
+
+    @property
+    def record_past(self):
+        """Whether what would be dropped is kept until the next `crop`."""
+        return self.layer.record_past
+
+    @record_past.setter
+    def record_past(self, value):
+        self.layer.record_past = value
+
+    @property
+    def batch_size(self):
+        """Rows of the batch; there is no such attribute before the first update."""
+        if not self.layer.batch_size:
+            raise AttributeError("batch_size: there are no keys yet")
+        return self.layer.batch_size
+
+    @property
+    def keys(self):
+        """Stored keys [B, Hkv, stored, D], None before the first update."""
+        return None if self.layer.keys is None else to_torch(self.layer.keys)
+
+    @property
+    def values(self):
+        """Stored values [B, Hkv, stored, D], None before the first update."""
+        return None if self.layer.values is None else to_torch(self.layer.values)
+
+    def get_seq_length(self):
+        return self._owner.get_seq_length(self._layer_idx)
+
+    def get_max_length(self):
+        return self._owner.get_max_length(self._layer_idx)
+
+    def get_mask_sizes(self, query_length):
+        return self._owner.get_mask_sizes(query_length, self._layer_idx)
+
+    # Tokens go, and the batch changes
+
+    def crop(self, tokens_to_remove):
+        self.layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx):
+        self.layer.reorder(np.asarray(beam_idx))
+
+    def batch_select_indices(self, indices):
+        self.layer.select(np.asarray(indices))
+
+    def batch_repeat_interleave(self, repeats):
+        self.layer.repeat(repeats)
+
+    def reset(self):
+        self.layer.reset()
+
+    def activate_past_recording(self):
+        self.layer.activate_past_recording()

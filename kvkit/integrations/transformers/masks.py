@@ -1,0 +1,71 @@
+"""The mask that transformers makes once for all layers of a kind."""
+
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+
+def attention_mask(
+    batch_size,
+    q_length,
+    kv_length,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=causal_mask_function,
+    attention_mask=None,
+    local_size=None,
+    allow_is_causal_skip=True,
+    config=None,
+    **kwargs,
+):
+    """What attention has to know beside causality and the window, which it applies itself.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length, q_offset, kv_offset : int
+        How many queries and keys there are in a row, and the positions of the first ones.
+    mask_function : callable
+        Which key a query sees; causal, perhaps with a window, if `allow_is_causal_skip`.
+    attention_mask : Tensor, optional
+        bool [B, n]: False where padding is.
+    local_size : int, optional
+        Size of the window, or of chunks.
+    allow_is_causal_skip : bool
+        Whether the mask is causal apart from padding.
+    config : PreTrainedConfig, optional
+        Its ``attention_chunk_size`` says that local means chunks.
+    **kwargs
+        For transformers' own masks.
+
+    Returns
+    -------
+    Tensor or None
+        None if nothing is padding. bool [B, kv_length], the padding of the keys, if that is all. Otherwise
+        the whole mask, bool [B, 1, q_length, kv_length].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kvkit.integrations.transformers.masks import attention_mask
+    >>> padded = torch.tensor([[False, True, True], [True, True, True]])
+    >>> attention_mask(2, 3, 3, attention_mask=padded).shape
+    torch.Size([2, 3])
+    >>> attention_mask(2, 3, 3, attention_mask=padded[1:]) is None
+    True
+    """
+    aligned = q_offset + q_length == kv_offset + kv_length  # not so if keys of no token follow
+    in_chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
+    if not allow_is_causal_skip or not aligned or in_chunks:
+        return sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            local_size,
+            allow_is_causal_skip=False,
+            **kwargs,
+        )
+    if attention_mask is None or attention_mask.all():
+        return None
+    return attention_mask[:, -kv_length:]
