@@ -9,7 +9,7 @@ from kvkit.formats import BFLOAT16
 
 def to_numpy(name, tensor):
     """An array of a tensor's memory, with its strides."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise wrong(name, "a tensor on the CPU", f"one on {tensor.device}")
     tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:  # which numpy has not, so that it crosses as 16-bit integers

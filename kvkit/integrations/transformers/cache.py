@@ -98,8 +98,6 @@ class KvkitCache(Cache):
             What is to be handed to attention. Under ``"kvkit"`` those given, which then stand for all tokens;
             otherwise past and new tokens as `get_mask_sizes` says.
         """
-        tokens = key_states.shape[2]
-        kv_length, _ = self.get_mask_sizes(tokens, layer_idx)
         if cache_position is not None:
             cache_position = np.asarray(cache_position)
         keys, values = self.cache.update(
@@ -111,7 +109,7 @@ class KvkitCache(Cache):
         if layer_idx == len(self.layers):
             self.layers.append(KvkitLayer(self, layer_idx))
         layer = self.cache.layers[layer_idx]
-        stored = pending.Stored(layer, keys, values, kv_length, tokens, weakref.ref(key_states))
+        stored = pending.Stored(layer, keys, values, key_states.shape[2], weakref.ref(key_states))
         if self.config is not None and self.config._attn_implementation == NAME:
             pending.put(layer_idx, stored)
             return key_states, value_states

@@ -66,6 +66,7 @@ def attention_mask(
             allow_is_causal_skip=False,
             **kwargs,
         )
-    if attention_mask is None or attention_mask.all():
+    if attention_mask is None:
         return None
-    return attention_mask[:, -kv_length:]
+    padding = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return None if padding.shape[1] == kv_length and padding.all() else padding  # if shorter it is refused

@@ -15,13 +15,13 @@ class Stored(NamedTuple):
     layer: Any  # of kvkit's cache
     keys: Any  # as the layer returns them: past and new ones, arrays or views of codes
     values: Any
-    kv_length: int  # of those so many belong to tokens
-    tokens: int
+    tokens: int  # new ones
     key: weakref.ref  # the tensor that the model hands on
 
     def arrays(self):
-        """Keys and values of all tokens that attention may need, [B, Hkv, kv_length, D]."""
-        return (np.asarray(side)[:, :, : self.kv_length] for side in (self.keys, self.values))
+        """Keys and values of all tokens that attention may need, without the empty end of a static layer."""
+        length = self.layer.get_seq_length()
+        return (np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 
 
 PENDING: ContextVar[dict[int, Stored]] = ContextVar("kvkit_pending", default={})  # noqa: B039  never changed
@@ -44,6 +44,6 @@ def take(layer_idx, key):
         return stored
     # A model that has made new keys of those it got would attend to them alone, without the past. Where none
     # of its tensors lives on the forward pass was cut off, unless there is a past and the tokens are as many.
-    if recorded is not None or (stored.kv_length > stored.tokens == key.shape[2]):
+    if recorded is not None or stored.layer.get_seq_length() > stored.tokens == key.shape[2]:
         raise wrong("key", f"the tensor that update of layer {layer_idx} returned", "another one")
     return None

@@ -1,0 +1,343 @@
+"""The attention function of the plug-in, called as models call it, beside loops; and what it refuses."""
+
+import threading
+
+import attention_reference
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
+from transformers_scenes import SIZES, logits, model, prompt
+
+from kvkit import KvkitError
+from kvkit.cache import CapacityError, DynamicCache, SlidingWindowLayer
+from kvkit.integrations.transformers import KvkitCache, pending
+from kvkit.integrations.transformers.attention import attention
+from kvkit.integrations.transformers.masks import attention_mask
+
+pytestmark = pytest.mark.transformers
+FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
+
+
+class Module(torch.nn.Module):
+    """An attention layer of a model, as far as attention asks."""
+
+    def __init__(self, layer_idx=0, is_causal=True):
+        super().__init__()
+        self.layer_idx, self.is_causal = layer_idx, is_causal
+        self.eval()
+
+
+def config(kind=LlamaConfig, **more):
+    return kind(**SIZES, attn_implementation="kvkit", **more)
+
+
+def states(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def wanted(query, key, value, mask=None, window=None, causal=True, **options):
+    """Loops over tensors [B, H, tokens, D]; a mask [B or 1, H or 1, q or 1, S]."""
+    arrays = [tensor.float().numpy().transpose(0, 2, 1, 3) for tensor in (query, key, value)]
+    batch, heads, new, dim = query.shape
+    if mask is not None:
+        mask = np.broadcast_to(mask.numpy(), (batch, heads, new, mask.shape[-1]))
+    rows = [
+        attention_reference.attend(
+            *(array[b] for array in arrays),
+            None if mask is None else mask[b],
+            head_dim=dim,
+            causal=causal,
+            is_alibi=False,
+            window=(-1, -1) if window is None else (window - 1, -1),
+            **options,
+        )[0]
+        for b in range(batch)
+    ]
+    return torch.from_numpy(np.stack(rows))
+
+
+def close(ours, theirs, dtype=torch.float32):
+    tolerance = {torch.float32: 2e-6, FLOAT16: 1e-3, BFLOAT16: 8e-3}[dtype]
+    assert ours.dtype is dtype
+    torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
+
+
+# Of what it is given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT16, BFLOAT16])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_queries_are_the_last_tokens(dtype, tokens):
+    query, key = states(2, 6, tokens, 16, dtype=dtype), states(2, 2, 9, 16, seed=1, dtype=dtype)
+    value = states(2, 2, 9, 8, seed=2, dtype=dtype)
+    output, weights = attention(Module(), query, key, value, None, scaling=0.3)
+    assert weights is None
+    assert output.shape == (2, tokens, 6, 8)
+    assert output.is_contiguous()
+    close(output, wanted(query, key, value, softmax_scale=0.3), dtype)
+
+
+def test_any_strides():
+    """As models make them: heads cut out of [B, q, heads * dim], without a copy."""
+    query, key = (states(2, 5, heads, 16, seed=heads).transpose(1, 2) for heads in (4, 2))
+    value = states(2, 2, 16, 5).transpose(2, 3)
+    close(attention(Module(), query, key, value, None)[0], wanted(query, key, value))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 3},
+        {"softcap": 0.5},
+        {"s_aux": states(4, seed=7)},
+        {"s_aux": states(4, seed=7, dtype=BFLOAT16)},
+        {"is_causal": False},
+        {"sliding_window": 4, "softcap": 0.7, "s_aux": states(4, seed=8), "scaling": 0.2},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_models_ask_for(options, padded):
+    query, key, value = states(2, 4, 5, 16), states(2, 2, 9, 16, seed=1), states(2, 2, 9, 16, seed=2)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :6] = False
+    output, _ = attention(Module(), query, key, value, mask if padded else None, **options)
+    sinks = options.get("s_aux")
+    theirs = wanted(
+        query,
+        key,
+        value,
+        mask[:, None, None] if padded else None,
+        options.get("sliding_window"),
+        options.get("is_causal", True),
+        softcap=options.get("softcap", 0.0),
+        sinks=None if sinks is None else sinks.float().numpy(),
+        softmax_scale=options.get("scaling"),
+    )
+    close(output, theirs)
+
+
+def test_a_module_says_whether_it_is_causal():
+    query, key, value = states(2, 4, 5, 16), states(2, 2, 5, 16, seed=1), states(2, 2, 5, 16, seed=2)
+    output, _ = attention(Module(is_causal=False), query, key, value, None)
+    close(output, wanted(query, key, value, causal=False))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 9), (1, 4, 5, 9)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_whole_mask_is_all_that_hides(shape, dtype):
+    query, key, value = states(2, 4, 5, 16), states(2, 2, 9, 16, seed=1), states(2, 2, 9, 16, seed=2)
+    mask = states(*shape, seed=3)
+    mask = mask > 0 if dtype is torch.bool else mask
+    output, _ = attention(Module(), query, key, value, mask, sliding_window=2)
+    close(output, wanted(query, key, value, mask, causal=False))
+
+
+# Of what is stored
+
+
+def stored(cache, layer_idx=0, tokens=9, seed=1, dtype=torch.float32):
+    """Keys and values, all but the last of them in the cache, and the last as update returns them."""
+    key, value = states(2, 2, tokens, 16, seed=seed, dtype=dtype), states(2, 2, tokens, 16, seed=seed + 1)
+    value = value.to(dtype)
+    cache.update(key[:, :, :-3], value[:, :, :-3], layer_idx)
+    return key, value, *cache.update(key[:, :, -3:], value[:, :, -3:], layer_idx)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT16, BFLOAT16])
+def test_new_keys_stand_for_all(dtype):
+    cache, query = KvkitCache(config()), states(2, 4, 3, 16, dtype=dtype)
+    key, value, *new = stored(cache, dtype=dtype)
+    assert new[0].shape[2] == 3
+    output, _ = attention(Module(), query, *new, None)
+    close(output, wanted(query, key, value), dtype)
+
+
+def test_each_layer_has_its_own():
+    cache, query = KvkitCache(config()), states(2, 4, 3, 16)
+    first, second = stored(cache, 0, seed=1), stored(cache, 1, seed=5)
+    for layer_idx, (key, value, *new) in ((1, second), (0, first)):
+        close(attention(Module(layer_idx), query, *new, None)[0], wanted(query, key, value))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_window_of_a_model_over_layers_that_keep_all(padded):
+    """A cache made without the model's config: the window is the call's."""
+    cache = KvkitCache.of(DynamicCache(), config(MistralConfig, sliding_window=4))
+    query, (key, value, *new) = states(2, 4, 3, 16), stored(cache)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 2:8] = False
+    output, _ = attention(Module(), query, *new, mask if padded else None, sliding_window=4)
+    close(output, wanted(query, key, value, mask[:, None, None] if padded else None, window=4))
+
+
+def test_chunks():
+    """Their mask is whole; a window of the chunk's size holds all that it shows."""
+    cache = KvkitCache.of(DynamicCache(1, sliding_window=4), config())
+    key, value = states(2, 2, 11, 16, seed=1), states(2, 2, 11, 16, seed=2)
+    whole = torch.tensor([[j <= i and i // 4 == j // 4 for j in range(11)] for i in range(11)])
+    chunked, position = chunked_causal_mask_function(4, torch.zeros(2, dtype=int)), 0
+    for tokens in (5, 1, 1, 3, 1):
+        kv_length, offset = cache.get_mask_sizes(tokens, 0)
+        more = LlamaConfig(attention_chunk_size=4)
+        mask = attention_mask(
+            2, tokens, kv_length, position, offset, chunked, None, local_size=4, config=more
+        )
+        query, end = states(2, 4, tokens, 16, seed=9), position + tokens
+        new = cache.update(key[:, :, position:end], value[:, :, position:end], 0)
+        output, _ = attention(Module(), query, *new, mask)
+        rows = whole[None, None, position:end, :end]
+        close(output, wanted(query, key[:, :, :end], value[:, :, :end], rows, causal=False))
+        position = end
+
+
+def test_threads_do_not_meet():
+    """What one thread has stored, another one's attention does not find."""
+    cache, query, found = KvkitCache(config()), states(2, 4, 3, 16), []
+    _, _, *new = stored(cache)
+    other = states(2, 2, 3, 16, seed=11)
+    thread = threading.Thread(target=lambda: found.append(attention(Module(), query, other, other, None)[0]))
+    thread.start()
+    thread.join()
+    close(found[0], wanted(query, other, other))
+    assert pending.PENDING.get()[0].key() is new[0]
+    attention(Module(), query, *new, None)
+
+
+# Masks
+
+
+def test_masks_are_as_small_as_may_be():
+    padded = torch.tensor([[False, True, True, True, True], [True] * 5])
+    sizes = {"batch_size": 2, "q_length": 1, "kv_length": 5, "q_offset": 4}
+    assert attention_mask(**sizes) is None
+    assert attention_mask(**sizes, attention_mask=torch.ones_like(padded)) is None
+    assert torch.equal(attention_mask(**sizes, attention_mask=padded), padded)
+    sizes |= {"kv_length": 3, "kv_offset": 2}
+    assert attention_mask(**sizes, attention_mask=padded) is None
+    padded[0, 2] = False
+    for longer in (padded, torch.cat([padded, padded], 1)):  # the columns are positions, however many
+        assert torch.equal(attention_mask(**sizes, attention_mask=longer, local_size=3), padded[:, 2:])
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused():
+    net, inputs = model("llama"), prompt(9)
+    cache = KvkitCache(net.config)
+    logits(net, "kvkit", inputs, cache)
+    with pytest.raises(KvkitError, match=r"^attention_mask: expected"):
+        logits(net, "kvkit", prompt(2), cache)
+
+
+def test_a_mask_of_its_own_is_made_whole():
+    def not_the_first(batch_idx, head_idx, q_idx, kv_idx):
+        return causal_mask_function(batch_idx, head_idx, q_idx, kv_idx) & (kv_idx != 1)
+
+    padded = torch.tensor([[False, True, True, True, True], [True] * 5])
+    sizes = {"batch_size": 2, "q_length": 2, "kv_length": 5, "q_offset": 3}
+    mask = attention_mask(
+        **sizes, mask_function=not_the_first, attention_mask=padded, allow_is_causal_skip=False
+    )
+    both = [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]], [[1, 0, 1, 1, 0], [1, 0, 1, 1, 1]]
+    assert torch.equal(mask, torch.tensor(both, dtype=torch.bool)[:, None])
+    longer = attention_mask(batch_size=1, q_length=1, kv_length=5, q_offset=2)
+    assert torch.equal(longer, torch.tensor([[[[1, 1, 1, 0, 0]]]], dtype=torch.bool))
+
+
+# Refused
+
+
+def test_another_tensor_than_that_of_update():
+    cache, query = KvkitCache(config()), states(2, 4, 3, 16)
+    _, _, key, value = stored(cache)
+    with pytest.raises(KvkitError, match="key: expected the tensor that update of layer 0 returned"):
+        attention(Module(), query, key.clone(), value, None)
+    attention(Module(), query, key.clone(), value, None)  # once said, it is over
+
+
+def test_a_copy_that_outlives_the_tensor_of_update():
+    """All that is left of the new keys is not all that is stored."""
+    cache, query = KvkitCache(config()), states(2, 4, 3, 16)
+    *_, new = stored(cache)
+    copy = new.clone()
+    with pytest.raises(KvkitError, match="key: expected the tensor"):
+        attention(Module(), query, copy, copy, None)
+
+
+def test_keys_of_a_pass_that_was_cut_off_are_forgotten():
+    cache, query, key = KvkitCache(config()), states(2, 4, 5, 16), states(2, 2, 5, 16)
+    stored(cache)
+    close(attention(Module(), query, key, key, None)[0], wanted(query, key, key))
+    assert not pending.PENDING.get()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.1}, "dropout: expected 0"),
+        ({"position_bias": states(1)}, "position_bias: expected None"),
+        ({"sliding_window": 5}, "sliding_window: expected 4, as the cache has it, got 5"),
+        ({"attention_mask": torch.ones(2, 1, 3, 9, dtype=torch.bool)}, "attention_mask: expected 6 columns"),
+        ({"attention_mask": torch.ones(2, 5, dtype=torch.bool)}, "attention_mask: expected"),
+        ({"query": states(2, 4, 3, 8)}, "query: expected"),
+        ({"query": states(2, 4, 3, 16, dtype=torch.float64)}, "query: expected dtype"),
+        ({"query": states(2, 4, 3, 16).to("meta")}, "query: expected a tensor on the CPU, got one on meta"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    cache = KvkitCache(config(MistralConfig, sliding_window=4))
+    _, _, *new = stored(cache)
+    given = {"query": states(2, 4, 3, 16), "attention_mask": None, **options}
+    with pytest.raises(KvkitError, match=f"^{message}"):
+        attention(Module(), key=new[0], value=new[1], **given)
+
+
+def test_training():
+    net = LlamaForCausalLM(config()).train()
+    with pytest.raises(KvkitError, match="module: expected one that is not trained"):
+        net(prompt(5)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_nothing_is_written_where_an_update_is_wrong(kind):
+    cache = KvkitCache(config(), kind, **({"max_cache_len": 10} if kind == "static" else {}))
+    _, _, key, value = stored(cache)
+    attention(Module(), states(2, 4, 3, 16), key, value, None)
+    before = [side.clone() for side in (cache.layers[0].keys, cache.layers[0].values)]
+    wrong = [
+        (states(2, 2, 1, 16, dtype=FLOAT16),) * 2,
+        (states(3, 2, 1, 16),) * 2,
+        (states(2, 2, 1, 16), states(2, 2, 2, 16)),
+        (states(2, 2, 1, 16).to("meta"),) * 2,
+    ]
+    for states_ in wrong:
+        with pytest.raises(KvkitError):
+            cache.update(*states_, 0)
+    if kind == "static":
+        with pytest.raises(CapacityError):
+            cache.update(*(states(2, 2, 2, 16),) * 2, 0)
+    assert not pending.PENDING.get()
+    assert cache.get_seq_length() == 9
+    assert torch.equal(cache.layers[0].keys, before[0])
+    assert torch.equal(cache.layers[0].values, before[1])
+
+
+def test_a_full_static_cache_stays_as_it_was():
+    net, inputs = model("llama"), prompt(9)
+    cache = KvkitCache(net.config, "static", max_cache_len=10)
+    logits(net, "kvkit", inputs, cache)
+    with pytest.raises(CapacityError):
+        logits(net, "kvkit", {"input_ids": inputs["input_ids"][:, :2]}, cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]
+
+
+def test_kinds_and_models():
+    with pytest.raises(KvkitError, match="kind: expected 'dynamic' or 'static'"):
+        KvkitCache(config(), "fluid")
+    linear = LlamaConfig(**SIZES)
+    linear.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(KvkitError, match=r"config: expected layers of .*, got linear_attention in layer 1"):
+        KvkitCache(linear)
+    hybrid = KvkitCache(Gemma2Config(**SIZES, sliding_window=4))
+    assert [type(layer) is SlidingWindowLayer for layer in hybrid.cache.layers] == [True, False]
