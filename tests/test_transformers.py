@@ -1,10 +1,12 @@
 """Generation with `KvkitCache`: the tokens of transformers' own cache, whatever holds them."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
 import torch
+from test_docs import run_examples
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers import StaticCache as TheirStaticCache
 from transformers_scenes import MODELS, expected, generated, logits, model, prompt
@@ -363,3 +365,8 @@ def test_no_copy_of_the_cache():
     assert np.shares_memory(keys.numpy(), stored.keys)
     assert np.shares_memory(values.numpy(), stored.values)
     assert cache.layers[0].keys.data_ptr() == stored.keys.ctypes.data
+
+
+@pytest.mark.parametrize("part", [KvkitCache, our_attention, masks.attention_mask])
+def test_examples(part):
+    run_examples(inspect.getdoc(part), part.__name__)
