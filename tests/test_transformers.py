@@ -14,7 +14,7 @@ from transformers_scenes import MODELS, expected, generated, logits, model, prom
 import kvkit.cache
 from kvkit.cache import QuantSpec
 from kvkit.integrations.transformers import KvkitCache, masks, pending
-from kvkit.integrations.transformers.attention import attention as our_attention
+from kvkit.integrations.transformers.attention import attention_forward
 
 pytestmark = pytest.mark.transformers
 
@@ -233,7 +233,7 @@ def test_half_precision(name, dtype):
 
 
 def test_both_names_are_registered():
-    assert AttentionInterface()["kvkit"] is our_attention
+    assert AttentionInterface()["kvkit"] is attention_forward
     assert AttentionMaskInterface()["kvkit"] is masks.attention_mask
 
 
@@ -367,6 +367,6 @@ def test_no_copy_of_the_cache():
     assert cache.layers[0].keys.data_ptr() == stored.keys.ctypes.data
 
 
-@pytest.mark.parametrize("part", [KvkitCache, our_attention, masks.attention_mask])
+@pytest.mark.parametrize("part", [KvkitCache, attention_forward, masks.attention_mask])
 def test_examples(part):
     run_examples(inspect.getdoc(part), part.__name__)

@@ -13,7 +13,7 @@ from transformers_scenes import SIZES, logits, model, prompt
 from kvkit import KvkitError
 from kvkit.cache import CapacityError, DynamicCache, SlidingWindowLayer
 from kvkit.integrations.transformers import KvkitCache, pending
-from kvkit.integrations.transformers.attention import attention
+from kvkit.integrations.transformers.attention import attention_forward as attention
 from kvkit.integrations.transformers.masks import attention_mask
 
 pytestmark = pytest.mark.transformers

@@ -6,11 +6,11 @@ it lies, codes included; under ``"eager"`` or ``"sdpa"`` it hands out tensors of
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvkit.integrations.transformers.attention import NAME, attention
+from kvkit.integrations.transformers.attention import NAME, attention_forward
 from kvkit.integrations.transformers.cache import KvkitCache
 from kvkit.integrations.transformers.masks import attention_mask
 
 __all__ = ["KvkitCache"]
 
-AttentionInterface.register(NAME, attention)
+AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)  # without it transformers would drop every mask

@@ -12,7 +12,7 @@ NAME = "kvkit"
 NO_WINDOW = -1, -1
 
 
-def attention(
+def attention_forward(
     module,
     query,
     key,
@@ -63,9 +63,10 @@ def attention(
     Examples
     --------
     >>> import torch
-    >>> from kvkit.integrations.transformers.attention import attention
+    >>> from kvkit.integrations.transformers.attention import attention_forward
     >>> value = torch.arange(3.).reshape(1, 1, 3, 1)
-    >>> attn_output, _ = attention(torch.nn.Module(), torch.ones(1, 2, 2, 4), torch.ones(1, 1, 3, 4), value)
+    >>> query, key = torch.ones(1, 2, 2, 4), torch.ones(1, 1, 3, 4)
+    >>> attn_output, _ = attention_forward(torch.nn.Module(), query, key, value)
     >>> attn_output[0, :, 0, 0]
     tensor([0.5000, 1.0000])
     """

@@ -11,7 +11,8 @@ def to_numpy(name, tensor):
     """An array of a tensor's memory, with its strides."""
     if not tensor.is_cpu:
         raise wrong(name, "a tensor on the CPU", f"one on {tensor.device}")
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:  # which numpy has not, so that it crosses as 16-bit integers
         return tensor.view(torch.int16).numpy().view(BFLOAT16.dtype)
     return tensor.numpy()

@@ -80,6 +80,7 @@ class KvkitCache(Cache):
 
     def _hold(self, cache, config):
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
+        self._reads = None  # whether attention is ours, and reads what is stored
         super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
 
     def __deepcopy__(self, memo):
@@ -111,7 +112,9 @@ class KvkitCache(Cache):
             self.layers.append(KvkitLayer(self, layer_idx))
         layer = self.cache.layers[layer_idx]
         stored = pending.Stored(layer, keys, values, key_states.shape[2], weakref.ref(key_states))
-        if self.config is not None and self.config._attn_implementation == NAME:
+        if layer_idx == 0 or self._reads is None:  # once a step, for a config takes its time to answer
+            self._reads = self.config is not None and self.config._attn_implementation == NAME
+        if self._reads:
             pending.put(layer_idx, stored)
             return key_states, value_states
         keys, values = stored.arrays()

@@ -38,7 +38,9 @@ def take(layer_idx, key):
     stored = pending.get(layer_idx)
     if stored is None:
         return None
-    PENDING.set({number: other for number, other in pending.items() if number != layer_idx})
+    rest = dict(pending)
+    del rest[layer_idx]
+    PENDING.set(rest)
     recorded = stored.key()
     if recorded is key:
         return stored
