@@ -1,0 +1,76 @@
+"""The kinds of cache that smollm2.py offers, and its model's attention over them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+import kvkit
+from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, QuantizedLayer, QuantSpec, StaticCache
+
+WINDOW, PAGE_SIZE, RECENT, SINK = 64, 16, 32, 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cache: what it is, the dtype of what comes in, and how to make one for so many tokens."""
+
+    about: str
+    make: Callable  # (model, tokens, folder for files) -> cache
+    dtype: type = np.float16
+
+
+def quantized(bits):
+    """A kind whose old tokens are codes of so many bits."""
+    spec = QuantSpec(bits)
+
+    def make(model, tokens, folder):
+        return QuantizedCache(model.num_layers, spec, spec, RECENT, SINK)
+
+    return Kind(f"{bits}-bit codes, keys per channel; {SINK} first and {RECENT} recent tokens float16", make)
+
+
+def paged(model, tokens, folder):
+    shape = model.num_layers, model.kv_heads, model.head_dim
+    return PagedCache(-(-tokens // PAGE_SIZE), PAGE_SIZE, *shape, np.float16)
+
+
+KINDS = {
+    "fp32": Kind("float32", lambda model, tokens, folder: DynamicCache(), np.float32),
+    "fp16": Kind("float16", lambda model, tokens, folder: DynamicCache()),
+    "bf16": Kind("bfloat16", lambda model, tokens, folder: DynamicCache(), ml_dtypes.bfloat16),
+    "int8": quantized(8),
+    "int4": quantized(4),
+    "int2": quantized(2),
+    "paged": Kind(f"float16, blocks of {PAGE_SIZE} tokens", paged),
+    "static": Kind(
+        "float16, of fixed size", lambda model, tokens, folder: StaticCache(tokens, model.num_layers)
+    ),
+    "sliding": Kind(
+        f"float16, a window of {WINDOW} tokens",
+        lambda model, tokens, folder: DynamicCache(sliding_window=WINDOW),
+    ),
+    "offloaded": Kind("float16, in files", lambda model, tokens, folder: DynamicCache(offload=folder)),
+}
+
+
+def attention(model, cache, dtype):
+    """What `Llama.forward` asks for: the next tokens come into a layer of the cache, and attend to it."""
+
+    def attend(layer, query, key, value):
+        start = cache.get_seq_length(layer)
+        query, key = kvkit.rotary_position_embedding(query[None], key[None], start, theta=model.theta)
+        query, key, value = (x.astype(dtype).swapaxes(1, 2) for x in (query, key, value[None]))
+        cache.update(key, value, layer)  # [1, heads, tokens, head_dim]
+        return cache.attend(query, layer).swapaxes(1, 2).astype(np.float32)
+
+    return attend
+
+
+def nbytes(cache):
+    """Bytes of the tokens that a cache holds, without room to grow."""
+    return sum(
+        layer.nbytes if isinstance(layer, QuantizedLayer) else layer.keys.nbytes + layer.values.nbytes
+        for layer in cache.layers
+    )
