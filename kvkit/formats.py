@@ -32,8 +32,15 @@ BFLOAT16 = Format("bfloat16", np.dtype(ml_dtypes.bfloat16), 16)
 INT8 = Format("int8", np.dtype(np.int8), 8)
 INT4 = Format("int4", np.dtype(np.int8), 4)  # two's complement nibbles, the even element in the low one
 
+
+# What only kvkit's own caches store: codes of 2 bits, and unsigned ones, which have minima beside scales.
+INT2 = Format("int2", np.dtype(np.uint8), 2)
+UINT8 = Format("uint8", np.dtype(np.uint8), 8)
+UINT4 = Format("uint4", np.dtype(np.uint8), 4)
+UINT2 = Format("uint2", np.dtype(np.uint8), 2)
+
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
-BY_NAME = {fmt.name: fmt for fmt in (*FLOATS, INT8, INT4)}
+BY_NAME = {fmt.name: fmt for fmt in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UINT2)}
 BY_DTYPE = {fmt.dtype: fmt for fmt in (*FLOATS, INT8)}
 QUANTIZED = {8: INT8, 4: INT4}
 QMAX = {"int8": 127, "int4": 7}

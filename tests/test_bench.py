@@ -37,7 +37,13 @@ def test_every_place_holds_the_same_problem(quant):
         beside["read"](1)
 
 
-@pytest.mark.parametrize("kind", bench_caches.MAKERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("int8", "int2")))
+        for kind in bench_caches.MAKERS
+    ],
+)
 def test_every_cache_takes_steps(kind, monkeypatch):
     monkeypatch.setattr(bench_caches, "PAST", 200)
     monkeypatch.setattr(bench_caches, "sets", lambda size: 2)

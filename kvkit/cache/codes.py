@@ -9,6 +9,7 @@ from kvkit.check import wrong
 from kvkit.formats import BY_DTYPE, BY_NAME
 
 PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file
+PART_FIELDS = 33  # that describe three parts
 SPARE = 16  # tokens of room in a tail, beside what it must hold
 
 
@@ -17,6 +18,13 @@ def kernels():
     from kvkit.cpu import codes
 
     return codes
+
+
+def parts():
+    """Likewise those over rows in parts."""
+    from kvkit.cpu import parts
+
+    return parts
 
 
 class Side:
@@ -207,12 +215,11 @@ class Side:
 
     def described(self, table=None):
         """The table, or a new one, of where that lies what the latest view sees."""
-        table = kernels().new_table() if table is None else table
         batch, heads, length, _ = self.shape
-        sink, floats = min(self.sink, length), kernels().floats_code(self.format.element)
+        table = parts().new_table(heads, batch * heads) if table is None else table
+        sink, floats = min(self.sink, length), parts().floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
-        table[:] = (
-            heads, batch * heads,
+        table[-PART_FIELDS:] = (
             sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
             sink + self.seen, kernels().widen(self.format).address, *place(self.codes, sink),
             *place(self.cells, 0 if blocks else sink), blocks,
@@ -227,7 +234,7 @@ class Side:
         described = self.described()
         table = cpu.launches.address(described)
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
-        kernels().start(kernels().parts_code().address, planes, tokens, at, 1, dim, wide.size)
+        kernels().start(parts().widen_code().address, planes, tokens, at, 1, dim, wide.size)
         return wide.astype(self.dtype, copy=False)
 
     def stored(self):

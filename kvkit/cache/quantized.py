@@ -4,7 +4,7 @@ import copy
 from dataclasses import asdict, replace
 
 from kvkit import attention
-from kvkit.cache.codes import PARTS, Side, kernels
+from kvkit.cache.codes import PARTS, Side, parts
 from kvkit.cache.layer import Layer
 from kvkit.cache.quant_spec import QuantSpec
 from kvkit.cache.quantized_view import KVView
@@ -63,7 +63,8 @@ class CodeStore:
         """All rows as attention reads them, with queries of the format `packed`."""
         batch, heads, *dims, _ = self.geometry
         self.tables = [side.described() for side in self.sides]
-        return kernels().context(packed, batch, heads, dims, self.tables)
+        forms = [side.format for side in self.sides]
+        return parts().context(packed, batch, heads, tuple(dims), forms, self.tables)
 
     def begin_at(self, numbers, row):
         """Let prepared attention see what the latest view sees."""
@@ -156,7 +157,7 @@ class QuantizedLayer(Layer):
 
     def _take(self, indices):
         if self._store is not None:
-            self._store = self._store.taken(indices)
+            self._store, self._call = self._store.taken(indices), None
 
     def _stored(self):
         return self._store.stored()
@@ -169,11 +170,11 @@ class QuantizedLayer(Layer):
         split = [
             {part: arrays[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in arrays} for name in SIDES
         ]
-        key, value = (parts["tail"][:, :, :0] for parts in split)
+        key, value = (held["tail"][:, :, :0] for held in split)
         given = geometry(key, value, None)
         store = CodeStore(given, self.specs, self.sink, self.residual_length, self.read_back)
-        for side, parts in zip(store.sides, split, strict=True):
-            side.fill(parts, length)
+        for side, held in zip(store.sides, split, strict=True):
+            side.fill(held, length)
         self._store, self._length = store, length
 
     def activate_past_recording(self):

@@ -1,6 +1,7 @@
 """From checked arguments of attention to a `Task`: machine code, scratch, and the launch."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,15 @@ NO_MASK = (0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class Reader:
+    """Machine code of rows that formats and strides alone do not describe."""
+
+    widen: int  # address: makes float32 of rows
+    product: Callable | None  # rows -> addresses of the narrow products over such rows, if there are any
+    orders: np.ndarray | None  # as `products.orders`
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
 
@@ -40,7 +50,7 @@ class Context:
     key_bytes: int
     value_bytes: int
     as_loaded: bool = True
-    widen: int = 0  # address of machine code that makes float32 of rows, where the formats do not say it
+    reader: Reader | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +142,11 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
     rounds = context.as_loaded and products.coarser(context.packed, context.cell or context.stored)
-    in_place = not context.widen and products.in_place(context.cell, context.group, (dim, value_dim))
-    widens = rounds or not in_place
+    formats, reader = (context.stored, context.cell, context.group), context.reader
+    if reader:
+        widens = not reader.product
+    else:
+        widens = rounds or not products.in_place(context.cell, context.group, (dim, value_dim))
     (key, key_sequence, key_row, key_head, *key_cells) = context.sides[0]
     (value, value_sequence, value_row, value_head, value_cell, *_) = context.sides[1]
     together = (
@@ -145,9 +158,8 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     narrow_rows = attend.NARROW * (heads if together else 1)
     offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block)
     cell_bytes = dim // context.group * BY_NAME[context.cell].bytes(1) if context.cell else 0
-    orders = None if widens else products.orders(context.stored, context.cell, context.group, dim)
+    orders = None if widens else reader.orders if reader else products.orders(*formats, dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
-    formats = context.stored, context.cell, context.group
     to_float, *conversions_of_data = conversions(context.packed, rounds, *formats)
     where_lse = (address(lse), *packed_strides(lse[..., None])) if lse is not None else NO_MASK[:4]
     numbers = np.array(
@@ -164,7 +176,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             context.key_bytes, context.value_bytes, cell_bytes,
             0 if orders is None else address(orders), together, widens, block, WIDE_BLOCK,
             LEAST_PART, PARTS, *[0] * 7,
-            rounds, context.widen or to_float, *conversions_of_data, *[0] * 10,
+            rounds, reader.widen if reader else to_float, *conversions_of_data, *[0] * 10,
             0, max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3), address(COUNTING),
             0, scratch_bytes, *offsets,
         ],
@@ -176,7 +188,10 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
         if tiles & tile:
             at = AT["scores1"] + i
-            numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
+            if reader and not widens and tile != WIDE:
+                numbers[at], numbers[at + 5] = reader.product(tile)
+            else:
+                numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
     counters = np.zeros(units + 1, np.int64)
     numbers[AT["counters"]] = address(counters)
     part_bytes = parts * int(numbers[AT["part_bytes"]])

@@ -1,4 +1,4 @@
-"""Rows of codes that a cache keeps for itself: encoding, widening, and rows that lie in parts.
+"""Rows of codes that a cache keeps for itself: encoding and widening; see `parts.py` for attention.
 
 A code has 8, 4 or 2 bits and is packed along the head. A group, `group` neighbouring elements of a token or
 one element of each of `tokens` tokens, has a scale and, if it is not symmetric, a minimum; a block of tokens
@@ -7,22 +7,23 @@ scales belong to a token or to a block.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numba import prange, types
 
 from kvkit import numeric
-from kvkit.cpu import attention, memory
-from kvkit.cpu.launches import address, running, threads
-from kvkit.cpu.rows import LOAD, SIGNATURE, row_by_row, rows
+from kvkit.cpu import memory
+from kvkit.cpu.launches import running, threads
+from kvkit.cpu.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats import BY_NAME
 from kvkit.index import share
 from kvkit.jit import callback, helper, kernel, shared
 
+call_rows = memory.call(13)
 SMALL = 2**15  # elements; below it one thread is done before a second one is awake
 
 
@@ -61,6 +62,12 @@ def widen(codes, plain=False):
     (target, target_row, target_head, codes, code_row, code_head, cells, cell_row, cell_head,
     tokens, heads, 1, dim); tokens of one block have a `cell_row` of 0.
     """
+    return widen_row(replace(codes, tokens=1), plain)
+
+
+@functools.cache
+def widen_row(codes, plain):
+    """Likewise, whatever the blocks are."""
     element, bits, symmetric, cell, group = (
         codes.element, codes.bits, codes.symmetric, codes.cell, codes.group,
     )  # fmt: skip
@@ -156,69 +163,6 @@ def encoded_groups(codes):
     return helper(groups)
 
 
-# Rows that lie in parts
-
-PART = (
-    "end code address sequence head row",
-    "cells cell_sequence cell_head cell_block blocks",
-)
-FIELDS = [name for line in PART for name in line.split()]
-HEADS, PLANES, START, PART_BYTES = 0, 8, 16, 8 * len(FIELDS)
-END, CODE, ADDRESS, SEQUENCE, HEAD, ROW, CELLS, CELL_SEQUENCE, CELL_HEAD, CELL_BLOCK, BLOCKS = range(
-    0, PART_BYTES, 8
-)
-get, call_rows = memory.load(types.int64), memory.call(13)
-
-
-def widen_parts(
-    target, target_row, target_head, row, row_step, row_head, table, table_row, table_head,
-    tokens, heads, repeat, dim,
-):  # fmt: skip
-    """Rows as float32, wherever they lie: from row `row - table` of the parts that a table describes.
-
-    Rows are numbered by position, then sequence, then head.
-    """
-    position, plane = divmod(row - table, get(table + PLANES))
-    sequence, head = divmod(plane, get(table + HEADS))
-    part, end = table + START, position + tokens
-    while position < end:
-        while get(part + END) <= position:
-            part += PART_BYTES
-        stop, blocks = min(end, get(part + END)), get(part + BLOCKS)
-        block, cell_row = position, get(part + CELL_BLOCK)
-        if blocks:
-            block, cell_row, last = get(blocks + 8 * position), 0, stop
-            stop = position + 1
-            while stop < last and get(blocks + 8 * stop) == block:
-                stop += 1
-        source = get(part + ADDRESS) + sequence * get(part + SEQUENCE) + head * get(part + HEAD)
-        cells = get(part + CELLS) + sequence * get(part + CELL_SEQUENCE) + head * get(part + CELL_HEAD)
-        call_rows(
-            get(part + CODE), target, target_row, 0,
-            source + position * get(part + ROW), get(part + ROW), 0,
-            cells + block * get(part + CELL_BLOCK), cell_row, 0, stop - position, 1, 1, dim,
-        )  # fmt: skip
-        target += (stop - position) * target_row
-        position = stop
-
-
-@functools.cache
-def parts_code():
-    """`widen_parts` as machine code."""
-    return callback(widen_parts, SIGNATURE)
-
-
-@functools.cache
-def floats_code(element):
-    """Machine code that widens rows of floats."""
-    return rows(LOAD, "float32", element).address
-
-
-def new_table():
-    """Room for a description of three parts."""
-    return np.zeros(START // 8 + 3 * len(FIELDS), np.int64)
-
-
 # Launches
 
 
@@ -253,13 +197,3 @@ def start(code, batch, units, at, heads, dim, elements):
     chunks = threads() if parallel else 1
     with running:
         compiled(parallel)(code, batch, chunks, units, np.array(at, np.int64), heads, dim)
-
-
-def context(packed, batch, heads, dims, tables):
-    """A `Context` of keys and values that lie in parts, of which a block of tokens is widened at a time."""
-    dim, value_dim = dims
-    sides = tuple((address(table), heads, batch * heads, 1, address(table), 0, 0, 0) for table in tables)
-    return attention.Context(
-        packed, "float32", None, 0, heads, dim, value_dim, sides, 4 * dim, 4 * value_dim,
-        as_loaded=False, widen=parts_code().address,
-    )  # fmt: skip

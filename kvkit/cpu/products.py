@@ -64,7 +64,7 @@ def scores(rows, stored="float32", cell=None, group=0, exact=False, plain=False)
             wide(queries, keys, key_row, count, dim, scores)
 
     else:
-        scores = passed_on(attention.narrow_scores(rows, stored, cell, group, exact))
+        scores = passed_on(attention.narrow_scores(rows, stored, cell, group, (cell,) if exact else ()))
     return callback(scores, SCORES, key)
 
 
@@ -86,7 +86,7 @@ def sums(rows, stored="float32", cell=None, group=0, exact=False, plain=False):
             wide(weights, values, value_row, count, dim, sums, factors)
 
     else:
-        narrow = attention.narrow_sums(rows, stored, cell, group, exact)
+        narrow = attention.narrow_sums(rows, stored, cell, group, (cell,) if exact else ())
 
         def sums(
             weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors

@@ -71,34 +71,49 @@ def chunk_order(stored, cell, vectors):
     return [word * codes + code for code in range(codes) for word in range(words)]
 
 
-def chunk_reader(stored, cell, group, exact):
-    """A function (builder, row address, cell address, i, vectors) -> elements of a row from i on, as float32.
+def chunk_reader(stored, cell, group, rounds, like=None):
+    """A function (builder, row address, cell address, i, vectors, dim) -> elements of a row from i on.
 
-    It returns a function of m: vector m of the chunk, in `chunk_order`. `exact` rounds a dequantized element
-    to the format of the scale, as a load does.
+    It returns a function of m: vector m of the chunk as float32, in `chunk_order`; that of the codes `like`
+    (stored, cell, group), if floats are read beside them. A dequantized element is rounded to the formats
+    `rounds` in turn, as a load does. Unsigned codes have minima behind the scales of a row.
     """
-    bits = BY_NAME[stored].bits
+    bits, symmetric = BY_NAME[stored].bits, not stored.startswith("uint")
 
     def at(b, row, i):
         return b.add(row, b.lshr(b.mul(i, I64(bits)), I64(3)))
 
-    def plain(b, row, cells, i, vectors):
+    def plain(b, row, cells, i, vectors, dim):
+        if like:
+            whole = widen(read(b, at(b, row, i), RAW[stored], LANES * vectors), stored)
+            turned = chunk_order(like[0], like[1], vectors)
+            return lambda m: whole.pick(turned[m * LANES : (m + 1) * LANES])
         return lambda m: widen(read(b, at(b, row, b.add(i, I64(m * LANES))), RAW[stored], LANES), stored)
 
-    def quantized(b, row, cells, i, vectors):
+    def quantized(b, row, cells, i, vectors, dim):
         size, order = LANES * vectors, chunk_order(stored, cell, vectors)
         count = max(1, size // group)
         cell_at = b.add(cells, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[cell].bytes(1))))
         scales = widen(read(b, cell_at, RAW[cell], count), cell)
+        minima = scales
+        if not symmetric:
+            span = b.mul(b.udiv(dim, I64(group)), I64(BY_NAME[cell].bytes(1)))
+            minima = widen(read(b, b.add(cell_at, span), RAW[cell], count), cell)
         words = size * bits // 32
         codes = read(b, at(b, row, i), I32, words).pick(lane % words for lane in range(LANES))
 
         def vector(m):
             lanes = range(m * LANES, (m + 1) * LANES)
             code = codes << [32 - bits - bits * (lane // words) for lane in lanes]
-            scale = scales.pick(order[lane] * count // size for lane in lanes)
-            product = code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
-            return widen(narrow(product, cell), cell) if exact else product
+            of_group = [order[lane] * count // size for lane in lanes]
+            scale = scales.pick(of_group)
+            if symmetric:
+                number = code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
+            else:
+                number = (code >> (32 - bits)).cast("sitofp", F32) * scale + minima.pick(of_group)
+            for coarser in rounds:
+                number = widen(narrow(number, coarser), coarser)
+            return number
 
         return vector
 
@@ -120,31 +135,33 @@ def number_at(b, address, i):
 
 
 @functools.cache
-def narrow_scores(rows, stored, cell, group, exact):
+def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
     """(queries [row, dim], keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
 
     scores [token, row] = queries, in their `order`, times keys. `numbers` are the rows of the cache that
     hold the tokens, a multiple of `tile_tokens`. `ahead` are addresses that, with `shift`, are needed soon,
-    a key's length at each: asking for them between the products keeps the memory busy.
+    a key's length at each: asking for them between the products keeps the memory busy. Rows that lie `like`
+    others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
     """
-    chunk, most = chunk_reader(stored, cell, group, exact), chunk_vectors(rows, cell, group)
+    chunk = chunk_reader(stored, cell, group, rounds, like)
+    most = chunk_vectors(rows, *(like[1:] if like else (cell, group)))
     tokens, bits = tile_tokens(rows), BY_NAME[stored].bits
 
     @micro_kernel(11)
     def narrow_scores(b, queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
         size = b.lshr(b.mul(dim, I64(bits)), I64(3))
         with loop(b, count, tokens) as first:
-            for t in range(tokens):
-                soon = b.add(shift, number_at(b, ahead, b.add(first, I64(t))))
-                with loop(b, size, LINE) as i:
-                    prefetch(b, b.add(soon, i))
             at = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
+            for t in range(tokens):
+                soon = key_at[t] if like else number_at(b, ahead, b.add(first, I64(t)))
+                with loop(b, size, LINE) as i:
+                    prefetch(b, b.add(b.add(shift, soon), i))
             cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
             sums, query_row = Slots(b, zeros(b, LANES, tokens * rows)), b.mul(dim, I64(4))
 
             def add(i, vectors):
-                key = [chunk(b, *at, i, vectors) for at in zip(key_at, cell_at, strict=True)]
+                key = [chunk(b, *at, i, vectors, dim) for at in zip(key_at, cell_at, strict=True)]
                 for m in range(vectors):
                     at = b.add(queries, b.mul(b.add(i, I64(m * LANES)), I64(4)))
                     query = [read(b, b.add(at, b.mul(query_row, I64(r))), F32, LANES) for r in range(rows)]
@@ -161,12 +178,13 @@ def narrow_scores(rows, stored, cell, group, exact):
 
 
 @functools.cache
-def narrow_sums(rows, stored, cell, group, exact):
+def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
     """(weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors).
 
-    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` as in `narrow_scores`.
+    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` as in `narrow_scores`, and
+    `neighbours` as `like` there.
     """
-    chunk, most = chunk_reader(stored, cell, group, exact), chunk_vectors(rows, cell, group)
+    chunk, most = chunk_reader(stored, cell, group, rounds), chunk_vectors(rows, cell, group)
     widest, bits = tile_columns(rows), BY_NAME[stored].bits
 
     @micro_kernel(12)
@@ -189,17 +207,18 @@ def narrow_sums(rows, stored, cell, group, exact):
                 kept += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
             totals = Slots(b, kept)
             with loop(b, count) as token:
-                number, soon = number_at(b, numbers, token), number_at(b, ahead, token)
-                soon = b.add(b.add(soon, shift), b.lshr(b.mul(first, I64(bits)), I64(3)))
-                for offset in range(0, vectors * LANES * bits // 8, LINE):
-                    prefetch(b, b.add(soon, I64(offset)))
+                number = number_at(b, numbers, token)
                 row, cell_at = (
                     b.add(base, b.mul(number, stride))
                     for base, stride in ((values, value_row), (cells, cell_row))
                 )
+                soon = row if neighbours else number_at(b, ahead, token)
+                soon = b.add(b.add(soon, shift), b.lshr(b.mul(first, I64(bits)), I64(3)))
+                for offset in range(0, vectors * LANES * bits // 8, LINE):
+                    prefetch(b, b.add(soon, I64(offset)))
                 value = []
                 for c in range(0, vectors, size):
-                    part = chunk(b, row, cell_at, b.add(first, I64(c * LANES)), size)
+                    part = chunk(b, row, cell_at, b.add(first, I64(c * LANES)), size, dim)
                     value += [part(m) for m in range(size)]
                 weight_at = b.add(weights, b.mul(token, I64(4 * rows)))
                 for r in range(rows):

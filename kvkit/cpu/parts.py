@@ -1,0 +1,196 @@
+"""Rows that lie in parts, floats, then codes, then floats again, and attention over them.
+
+A table describes the parts of a side. Attention numbers rows by position, then sequence, then head, from the
+address of the table on, so that the address of a row says which one it is.
+"""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import attention, memory, products
+from kvkit.cpu.launches import address
+from kvkit.cpu.products import SCORES, SUMS
+from kvkit.cpu.rows import LOAD, SIGNATURE, rows
+from kvkit.cpu.simd import attention as simd
+from kvkit.cpu.simd.codes import whole_panels
+from kvkit.jit import callback, helper
+
+PART = (
+    "end code address sequence head row",
+    "cells cell_sequence cell_head cell_block blocks",
+)
+FIELDS = [name for line in PART for name in line.split()]
+HEADS, PLANES, COUNTING, CLAMPED, ONES = range(0, 40, 8)  # then come the parts
+START, PART_BYTES = 40, 8 * len(FIELDS)
+END, CODE, ADDRESS, SEQUENCE, HEAD, ROW, CELLS, CELL_SEQUENCE, CELL_HEAD, CELL_BLOCK, BLOCKS = range(
+    0, PART_BYTES, 8
+)
+FEW = 8  # more tokens than any tile leaves over
+CLAMPS = np.minimum(np.arange(FEW), np.arange(-1, FEW - 1)[:, None]).clip(0)  # [tokens, FEW]
+UNITS = np.ones(simd.NARROW, np.float32)
+
+get, call_rows = memory.load(types.int64), memory.call(13)
+
+
+def new_table(heads, planes):
+    """A description of three parts, still to be filled in behind its head."""
+    table = np.zeros(START // 8 + 3 * len(FIELDS), np.int64)
+    table[: START // 8] = heads, planes, address(attention.COUNTING), address(CLAMPS), address(UNITS)
+    return table
+
+
+@helper
+def run_at(table, part, plane, position, end):
+    """The tokens from a position on that lie in one part and share their scales or have their own.
+
+    (part, first position behind, address of a row, of its scales, and the steps of both)
+    """
+    sequence, head = divmod(plane, get(table + HEADS))
+    while get(part + END) <= position:
+        part += PART_BYTES
+    stop, blocks = min(end, get(part + END)), get(part + BLOCKS)
+    block, cell_row = position, get(part + CELL_BLOCK)
+    if blocks:
+        block, cell_row, last = get(blocks + 8 * position), 0, stop
+        stop = position + 1
+        while stop < last and get(blocks + 8 * stop) == block:
+            stop += 1
+    row, step = get(part + ADDRESS), get(part + ROW)
+    row += sequence * get(part + SEQUENCE) + head * get(part + HEAD) + position * step
+    cells = get(part + CELLS) + sequence * get(part + CELL_SEQUENCE) + head * get(part + CELL_HEAD)
+    return part, stop, row, cells + block * get(part + CELL_BLOCK), step, cell_row  # floats have cells at 0
+
+
+def widen_parts(
+    target, target_row, target_head, row, row_step, row_head, table, table_row, table_head,
+    tokens, heads, repeat, dim,
+):  # fmt: skip
+    """Rows as float32, wherever they lie, from the one at the address `row` on."""
+    position, plane = divmod(row - table, get(table + PLANES))
+    part, end = table + START, position + tokens
+    while position < end:
+        part, stop, source, cells, step, cell_row = run_at(table, part, plane, position, end)
+        call_rows(
+            get(part + CODE), target, target_row, 0, source, step, 0, cells, cell_row, 0,
+            stop - position, 1, 1, dim,
+        )  # fmt: skip
+        target += (stop - position) * target_row
+        position = stop
+
+
+@functools.cache
+def widen_code():
+    """`widen_parts` as machine code."""
+    return callback(widen_parts, SIGNATURE)
+
+
+@functools.cache
+def floats_code(element):
+    """Machine code that widens rows of floats."""
+    return rows(LOAD, "float32", element).address
+
+
+# Products where rows lie
+
+
+def stored_as(codes):
+    """(stored, cell, group, rounds) of codes, as micro-kernels name them.
+
+    Numbers of 16 bits are not rounded to them here: what a read array loses to that is not worth its time.
+    """
+    exact = codes.symmetric and products.coarser(codes.cell, codes.element)
+    stored = f"{'int' if codes.symmetric else 'uint'}{codes.bits}"
+    return stored, codes.cell, codes.group, (codes.cell,) if exact else ()
+
+
+@functools.cache
+def scores(count, codes):
+    """`products.scores` of so many rows: queries in the order that the codes want them in."""
+    *like, rounds = stored_as(codes)
+    floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like))
+    coded = simd.narrow_scores(count, *like, rounds, tuple(like))
+    tile, soon, shared = simd.tile_tokens(count), attention.BLOCK, codes.tokens > 1
+
+    @helper
+    def of_run(queries, row, step, cells, cell_row, numbers, tokens, dim, scores):
+        if cells == 0:
+            floats(queries, row, step, 0, 0, numbers, 0, soon * step, tokens, dim, scores)
+        else:  # scales that all tokens share are then read once for a tile
+            coded(
+                queries, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, soon * step,
+                tokens, dim, scores,
+            )  # fmt: skip
+
+    def scores(queries, keys, key_row, table, table_row, numbers, ahead, shift, tokens, dim, scores):
+        position, end = get(numbers), get(numbers + 8 * (tokens - 1)) + 1
+        part, plane = table + START, keys - table
+        while position < end:
+            part, stop, row, cells, step, cell_row = run_at(table, part, plane, position, end)
+            live = stop - position
+            few = live < tile
+            whole = tile if few else live - live % tile
+            numbers = get(table + CLAMPED) + 8 * FEW * live if few else get(table + COUNTING)
+            of_run(queries, row, step, cells, cell_row, numbers, whole, dim, scores)
+            done = live if few else whole
+            scores += 4 * count * done
+            position += done
+
+    return callback(scores, SCORES, ("part scores", count, codes))
+
+
+@functools.cache
+def sums(count, codes):
+    """`products.sums` of so many rows."""
+    floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True)
+    coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True)
+    soon, shared = attention.BLOCK, codes.tokens > 1
+
+    @helper
+    def of_run(weights, row, step, cells, cell_row, numbers, tokens, dim, sums, factors):
+        if cells == 0:
+            floats(weights, row, step, 0, 0, numbers, 0, soon * step, tokens, dim, sums, factors)
+        else:
+            coded(
+                weights, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, soon * step,
+                tokens, dim, sums, factors,
+            )  # fmt: skip
+
+    def sums(weights, values, value_row, table, table_row, numbers, ahead, shift, tokens, dim, sums, factors):
+        position, end = get(numbers), get(numbers) + tokens
+        part, plane, numbers = table + START, values - table, get(table + COUNTING)
+        while position < end:
+            part, stop, row, cells, step, cell_row = run_at(table, part, plane, position, end)
+            of_run(weights, row, step, cells, cell_row, numbers, stop - position, dim, sums, factors)
+            weights += 4 * count * (stop - position)
+            factors = get(table + ONES)
+            position = stop
+
+    return callback(sums, SUMS, ("part sums", count, codes))
+
+
+@functools.cache
+def reader(key, value, dims):
+    """How attention reads keys and values of such codes: in place where vectors fit their rows."""
+    key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))  # as many or one
+    vectors = whole_panels(key.group) and whole_panels(value.group)
+    if not vectors or any(dim % simd.LANES for dim in dims):
+        return attention.Reader(widen_code().address, None, None)
+
+    def product(count):
+        return scores(count, key).address, sums(count, value).address
+
+    stored, cell, group, _ = stored_as(key)
+    return attention.Reader(widen_code().address, product, products.orders(stored, cell, group, dims[0]))
+
+
+def context(packed, batch, heads, dims, forms, tables):
+    """A `Context` of keys and values that lie in parts."""
+    sides = tuple((address(table), heads, batch * heads, 1, address(table), 0, 0, 0) for table in tables)
+    dim, value_dim = dims
+    return attention.Context(
+        packed, "float32", None, 0, heads, dim, value_dim, sides, 4 * dim, 4 * value_dim,
+        as_loaded=False, reader=reader(*forms, dims),
+    )  # fmt: skip
