@@ -339,5 +339,8 @@ def test_kinds_and_models():
     linear.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(KvkitError, match=r"config: expected layers of .*, got linear_attention in layer 1"):
         KvkitCache(linear)
+    shared = LlamaConfig(**SIZES, num_kv_shared_layers=1)
+    with pytest.raises(KvkitError, match="config: expected layers with keys of their own"):
+        KvkitCache.of(DynamicCache(), shared)
     hybrid = KvkitCache(Gemma2Config(**SIZES, sliding_window=4))
     assert [type(layer) is SlidingWindowLayer for layer in hybrid.cache.layers] == [True, False]

@@ -80,6 +80,8 @@ class KvkitCache(Cache):
 
     def _hold(self, cache, config):
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
+        if getattr(self.config, "num_kv_shared_layers", 0):  # they would see new keys only, where ours reads
+            raise wrong("config", "layers with keys of their own", "num_kv_shared_layers of more than 0")
         self._reads = None  # whether attention is ours, and reads what is stored
         super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
 
