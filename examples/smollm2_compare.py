@@ -51,7 +51,8 @@ def read(model, tokens, kind, folder):
     """Read a text over a kind of cache."""
     cache = kind.make(model, len(tokens), folder)
     attend, last = attention(model, cache, kind.dtype), len(tokens) - 1  # the last token is not fed
-    ends = [PROMPT, *range(PROMPT + 1, PROMPT + ONE_BY_ONE), *range(PROMPT + ONE_BY_ONE, last, DRAFT), last]
+    alone = min(PROMPT + ONE_BY_ONE, last)
+    ends = [*range(PROMPT, alone), *range(alone, last, DRAFT), last]
     best, loss, times = [], [], []
     for begin, end in itertools.pairwise([0, *ends]):
         clock = time.perf_counter()
