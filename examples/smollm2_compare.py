@@ -79,15 +79,15 @@ def compare_caches(model, tokenizer, out):
         with tempfile.TemporaryDirectory() as folder:
             readings[name] = read(model, tokens, kind, folder)
     for title, kinds in ("Caches", KINDS), ("Codes alone", CODED):
-        table = show.table(title, "cache", "bytes a token", "share", "tokens/s", "agreement", "perplexity")
+        table = show.table(title, "cache", "B/token", "share", "tokens/s", "agreement", "perplexity")
         for name in kinds:
             table.add_row(name, *cells(readings[name], readings["fp16"], readings["fp32"]))
         show.console().print(table)
     print(
-        f"{len(tokens) - PROMPT} tokens after {PROMPT} of a text. share: of fp16. agreement: how often the "
-        "same token is\nmost likely next as over fp32. tokens/s: of the median step. "
-        f"Codes\nalone: all tokens but {SINK} first ones and, of keys per channel, those of a group that is "
-        "not full."
+        f"{len(tokens) - PROMPT} tokens after {PROMPT} of a text. share: of fp16. tokens/s: the median step\n"
+        "agreement: how often the same token is most likely next as over fp32. Codes\n"
+        f"alone: all tokens but the first {SINK} and, where keys are coded per channel, the\n"
+        "last ones, which fill no group."
     )
     plot(out / "smollm2.png", readings)
 
@@ -114,6 +114,9 @@ def plot(path, readings):
     points = [(reading.size / 1024, reading.perplexity) for reading in plain]
     axes.plot(*zip(*points, strict=True), "s-", color="C2", label="float32, float16")
     axes.set(xlabel="KiB a token", ylabel="perplexity", xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
