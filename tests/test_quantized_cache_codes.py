@@ -6,7 +6,7 @@ import pytest
 import quantized_cache_reference as reference
 from hypothesis import given
 from hypothesis import strategies as st
-from quantized_cache_scenes import PMX, coded, first_quick
+from quantized_cache_scenes import OPTIONS, PMX, coded, first_quick, states
 
 from kvkit.cache.codes import Side
 from kvkit.cache.quant_spec import QuantSpec
@@ -144,10 +144,9 @@ def test_constant_groups_are_exact(bits):
 def test_bytes_of_a_token():
     keys, values = QuantSpec(4, group=32, axis="channel"), QuantSpec(4, group=64, axis="token")
     assert (keys.bytes_per_token(64), values.bytes_per_token(64)) == (40, 36)
-    layer = QuantizedLayer(keys, values, residual_length=0, sink=0)
-    x = np.zeros((2, 3, 64, 64), np.float16)
-    layer.update(x, x)
-    assert layer.nbytes == 2 * 3 * 64 * 76
+    layer = QuantizedLayer(**OPTIONS | {"residual_length": 0, "sink": 0})
+    layer.update(*states(64))
+    assert layer.nbytes == 2 * 2 * 64 * ((16 * 4 // 8 + 16 * 2 * 2 // 4) + (24 * 2 // 8 + 3 * 2 * 2))
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4), st.sampled_from([8, 4, 2]))
