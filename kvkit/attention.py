@@ -2,12 +2,40 @@
 
 import math
 import operator
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvkit import check, cpu
 from kvkit.check import describe, integer, wrong
-from kvkit.formats import BY_DTYPE, FLOATS
+from kvkit.formats import BY_DTYPE, FLOATS, Format
+from kvkit.steps import Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked call of an attention operator, but for its outputs."""
+
+    fmt: Format
+    shape: tuple[int, ...]  # of attn_output
+    query: np.ndarray
+    context: "cpu.attention.Context"
+    steps: Steps
+    decoding: int
+    weights: "cpu.attention.Weights"
+    inputs: list[tuple[str, np.ndarray]]
+    current: tuple[np.ndarray, ...] = ()  # what is appended first: keys and values,
+    layer: check.Cache | None = None  # to this layer of a cache,
+    written: list[tuple[str, np.ndarray]] = field(default_factory=list)  # these arrays
+
+
+def cached(fmt, query, step, decoding, weights, current, layer, cache, scale, attn_mask):
+    """A `Call` that appends to a cache and attends to it; the cache is apart from the inputs."""
+    inputs = named(query=query, current_key=current[0], current_value=current[1],
+                   attn_mask=attn_mask, sinks=weights.sinks)  # fmt: skip
+    written = check.written_apart(cache, scale, layer, inputs)
+    context = cache_context(layer)
+    return Call(fmt, query.shape, query, context, step, decoding, weights, inputs, current, layer, written)
 
 
 def queries(query, ndim, num_heads, head_dim, num_kv_heads):
@@ -68,13 +96,11 @@ def weights(num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, sof
     if softcap != 0 and softcap < np.finfo(np.float32).tiny:
         raise wrong("softcap", "0 (none) or a positive number of float32", softcap)
     flags = flag("is_causal", is_causal), flag("is_alibi", is_alibi)
-    given = None
     if sinks is not None:
         check.tensor("sinks", sinks, FLOATS, 1)
         if sinks.shape != (num_heads,):
             raise wrong("sinks", f"shape ({num_heads},), a number for each query head", sinks.shape)
-        given = np.ascontiguousarray(sinks, np.float32)
-    return cpu.attention.Weights(scale, *flags, left, right, softcap, given, mask)
+    return cpu.attention.Weights(scale, *flags, left, right, softcap, sinks, mask)
 
 
 def number(name, value):

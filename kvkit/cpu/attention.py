@@ -63,7 +63,7 @@ class Weights:
     left: int
     right: int
     softcap: float
-    sinks: np.ndarray | None  # float32
+    sinks: np.ndarray | None
     mask: tuple[int, ...] = NO_MASK  # address, kind, strides (sequence, head, row, column), packed
     apart: int = 1  # sequences in a row that have sinks of their own
 
@@ -160,6 +160,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     cell_bytes = dim // context.group * BY_NAME[context.cell].bytes(1) if context.cell else 0
     orders = None if widens else reader.orders if reader else products.orders(*formats, dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
+    sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
     to_float, *conversions_of_data = conversions(context.packed, rounds, *formats)
     where_lse = (address(lse), *packed_strides(lse[..., None])) if lse is not None else NO_MASK[:4]
     numbers = np.array(
@@ -170,7 +171,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             key, key_sequence, key_row, key_head, *key_cells,
             value, value_sequence, value_row, value_head, value_cell,
             address(query), *packed_strides(query), address(out), *packed_strides(out), *where_lse,
-            address(weights.sinks) if weights.sinks is not None else 0, weights.apart,
+            0 if sinks is None else address(sinks), weights.apart,
             address(constants), weights.softcap != 0, address(constants) + 4, *weights.mask,
             heads, query.shape[-2] // heads, dim, value_dim, padded_dim, padded_value_dim,
             context.key_bytes, context.value_bytes, cell_bytes,
@@ -209,4 +210,4 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             (several if workers > 1 else one)(code, workers, task)
 
     owners = {place: owner for place, owner in OWNERS.items() if numbers[place]}
-    return Launch(numbers, owners, run, alive=(steps, weights, constants, orders))
+    return Launch(numbers, owners, run, alive=(steps, weights, constants, sinks, orders))

@@ -95,6 +95,48 @@ def multi_head_attention(
     ...     query, key, value, [0, 1, 3], [0, 3, 5], 1, None, None, num_heads=1, head_dim=4).ravel()
     array([1. , 3. , 3.5], dtype=float32)
     """
+    call = checked_attention(
+        query,
+        key,
+        value,
+        seqstarts,
+        kvstarts,
+        decoding_batches,
+        max_seqlen,
+        max_kvlen,
+        attn_mask,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs)
+    return attention.attend(call.query, out, lse, call.context, call.steps, call.decoding, call.weights)
+
+
+def checked_attention(
+    query,
+    key,
+    value,
+    seqstarts,
+    kvstarts,
+    decoding_batches,
+    max_seqlen,
+    max_kvlen,
+    attn_mask,
+    *,
+    num_heads,
+    head_dim,
+    num_kv_heads,
+    sinks,
+    **attributes,
+):
+    """The checked call of `multi_head_attention`."""
     step = steps.packed(seqstarts, kvstarts, max_seqlen, max_kvlen)
     fmt, query, kv_heads = attention.queries(query, 3, num_heads, head_dim, num_kv_heads)
     tokens, num_heads, head_dim = query.shape
@@ -103,14 +145,11 @@ def multi_head_attention(
     steps.ends_with("kvstarts", step.context, ("key", len(key)))
     decoding = check.integer("decoding_batches", decoding_batches, 0, len(step.start_pos))
     mask = attention.dynamic_mask(fmt, attn_mask, num_heads, step.tokens, step.context)
-    weights = attention.weights(
-        num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
-    )
+    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
     inputs = attention.named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
-    shape = (step.tokens, num_heads, value.shape[-1])
-    out, lse = attention.outputs(out, shape, fmt, return_lse, inputs)
     context = attention.context(fmt, key, value, ((0, key.strides[0]), (0, value.strides[0])))
-    return attention.attend(query, out, lse, context, step, decoding, weights)
+    shape = (step.tokens, num_heads, value.shape[-1])
+    return attention.Call(fmt, shape, query, context, step, decoding, weights, inputs)
 
 
 def multi_head_cache_attention(

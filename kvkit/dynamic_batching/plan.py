@@ -191,42 +191,78 @@ class Plan:
             made = np.empty(query.shape, query.dtype) if out is None else out
             if self._replays.play(call, (*given, cache, scale, made)):
                 return made
-        fmt, query, kv_heads = attention.queries(query, 3, num_heads, head_dim, num_kv_heads)
-        tokens, num_heads, head_dim = query.shape
-        current_key, current_value = check.new_tokens(
-            fmt, current_key, current_value, (tokens, kv_heads, head_dim)
-        )
-        layer = check.cache_layer(
-            fmt,
-            kv_heads,
-            head_dim,
+        checked = checked_cache_attention(
+            step,
+            self._decoding,
+            *given,
             cache,
             scale,
-            layout.DYNAMIC,
-            num_layer,
-            layer_idx,
-            quant_bit,
-            quant_group,
-            cache_layout,
-        )
-        steps.fits(step, ("query", tokens), layer)
-        mask = attention.dynamic_mask(fmt, attn_mask, num_heads, tokens, step.context)
-        weights = attention.weights(
-            num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
-        )
-        inputs = attention.named(
-            query=query,
-            current_key=current_key,
-            current_value=current_value,
-            attn_mask=attn_mask,
+            attn_mask,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            num_layer=num_layer,
+            layer_idx=layer_idx,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            cache_layout=cache_layout,
+            is_causal=is_causal,
+            is_alibi=is_alibi,
+            softmax_scale=softmax_scale,
+            window=window,
+            softcap=softcap,
             sinks=sinks,
         )
-        written = check.written_apart(cache, scale, layer, inputs)
-        out, lse = attention.outputs(out, query.shape, fmt, return_lse, inputs + written)
+        query, current, inputs = checked.query, checked.current, checked.inputs
+        out, lse = attention.outputs(out, checked.shape, checked.fmt, return_lse, inputs + checked.written)
         results, launches = attention.append_and_attend(
-            current_key, current_value, query, out, lse, layer, step, self._decoding, weights
+            *current, query, out, lse, checked.layer, step, self._decoding, checked.weights
         )
-        if call and all(a is b for a, b in zip(given, (query, current_key, current_value), strict=True)):
+        if call and all(a is b for a, b in zip(given, (query, *current), strict=True)):
             written = {"cache": cache, "scale": scale, "out": out}
             self._replays.keep(call, dict(inputs), written, launches)
         return results
+
+
+def checked_cache_attention(
+    step,
+    decoding,
+    query,
+    current_key,
+    current_value,
+    cache,
+    scale,
+    attn_mask,
+    *,
+    num_heads,
+    head_dim,
+    num_kv_heads,
+    num_layer,
+    layer_idx,
+    quant_bit,
+    quant_group,
+    cache_layout,
+    sinks,
+    **attributes,
+):
+    """The checked call of `multi_head_cache_attention` for a checked step."""
+    fmt, query, kv_heads = attention.queries(query, 3, num_heads, head_dim, num_kv_heads)
+    tokens, num_heads, head_dim = query.shape
+    current = check.new_tokens(fmt, current_key, current_value, (tokens, kv_heads, head_dim))
+    layer = check.cache_layer(
+        fmt,
+        kv_heads,
+        head_dim,
+        cache,
+        scale,
+        layout.DYNAMIC,
+        num_layer,
+        layer_idx,
+        quant_bit,
+        quant_group,
+        cache_layout,
+    )
+    steps.fits(step, ("query", tokens), layer)
+    mask = attention.dynamic_mask(fmt, attn_mask, num_heads, tokens, step.context)
+    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
+    return attention.cached(fmt, query, step, decoding, weights, current, layer, cache, scale, attn_mask)

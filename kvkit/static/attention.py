@@ -86,20 +86,39 @@ def multi_head_attention(
     >>> kvkit.multi_head_attention(query, key, value, num_heads=1, head_dim=4).ravel()
     array([0.5, 1. ], dtype=float32)
     """
+    call = checked_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs)
+    return attention.attend(call.query, out, lse, call.context, call.steps, 0, call.weights)
+
+
+def checked_attention(
+    query, key, value, attn_mask, *, num_heads, head_dim, num_kv_heads, sinks, **attributes
+):
+    """The checked call of `multi_head_attention`."""
     fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
     batch, seqlen, num_heads, head_dim = query.shape
     key, value = attention.keys_and_values(fmt, key, value, (batch, None), kv_heads, head_dim)
     kvlen = key.shape[1]
     mask = attention.static_mask(fmt, attn_mask, batch, num_heads, seqlen, kvlen)
-    weights = attention.weights(
-        num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
-    )
+    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
     inputs = attention.named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
-    shape = (batch, seqlen, num_heads, value.shape[-1])
-    out, lse = attention.outputs(out, shape, fmt, return_lse, inputs)
     context = attention.context(fmt, key, value, (key.strides[:2], value.strides[:2]))
-    step = steps.equal(batch, seqlen, kvlen)
-    return attention.attend(query, out, lse, context, step, 0, weights)
+    step, shape = steps.equal(batch, seqlen, kvlen), (batch, seqlen, num_heads, value.shape[-1])
+    return attention.Call(fmt, shape, query, context, step, 0, weights, inputs)
 
 
 def multi_head_cache_attention(
@@ -186,10 +205,61 @@ def multi_head_cache_attention(
     >>> first[0, 0, 0, 0], second[0, 0, 0, 0]
     (np.float32(2.0), np.float32(3.0))
     """
+    call = checked_cache_attention(
+        query,
+        current_key,
+        current_value,
+        start_pos,
+        cache,
+        scale,
+        attn_mask,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs + call.written)
+    results, _ = attention.append_and_attend(
+        *call.current, call.query, out, lse, call.layer, call.steps, 0, call.weights
+    )
+    return results
+
+
+def checked_cache_attention(
+    query,
+    current_key,
+    current_value,
+    start_pos,
+    cache,
+    scale,
+    attn_mask,
+    *,
+    num_heads,
+    head_dim,
+    num_kv_heads,
+    num_layer,
+    layer_idx,
+    quant_bit,
+    quant_group,
+    cache_layout,
+    sinks,
+    **attributes,
+):
+    """The checked call of `multi_head_cache_attention`."""
     fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
     batch, seqlen, num_heads, head_dim = query.shape
     shape = (batch, seqlen, kv_heads, head_dim)
-    current_key, current_value = check.new_tokens(fmt, current_key, current_value, shape)
+    current = check.new_tokens(fmt, current_key, current_value, shape)
     layer = check.cache_layer(
         fmt,
         kv_heads,
@@ -206,15 +276,5 @@ def multi_head_cache_attention(
     start_pos = check.integer("start_pos", start_pos, 0)
     step = steps.static(batch, seqlen, start_pos, layer)
     mask = attention.static_mask(fmt, attn_mask, batch, num_heads, seqlen, start_pos + seqlen)
-    weights = attention.weights(
-        num_heads, head_dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
-    )
-    inputs = attention.named(
-        query=query, current_key=current_key, current_value=current_value, attn_mask=attn_mask, sinks=sinks
-    )
-    written = check.written_apart(cache, scale, layer, inputs)
-    out, lse = attention.outputs(out, query.shape, fmt, return_lse, inputs + written)
-    results, _ = attention.append_and_attend(
-        current_key, current_value, query, out, lse, layer, step, 0, weights
-    )
-    return results
+    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
+    return attention.cached(fmt, query, step, 0, weights, current, layer, cache, scale, attn_mask)
