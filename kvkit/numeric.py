@@ -5,6 +5,8 @@ KeyValueCache, ALiBiSlope, RotaryPositionEmbedding; `element` is the name of a f
 constant of the kernel.
 """
 
+import math
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -17,6 +19,7 @@ ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it 
 ROUNDER64 = 1.5 * 2.0**52  # the same for float64
 PI_HIGH, PI_MIDDLE, PI_LOW = 3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18  # their sum
 TURNS = 2.0**24  # angles below it turn less than 2^23 times by pi
+MINUS_INF, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
 EPS32, EPS16, EPSBF = (np.float32(SMALLEST_SCALE[name]) for name in ("float32", "float16", "bfloat16"))
 
 
@@ -119,6 +122,32 @@ def low_nibble(byte):
 @shared
 def high_nibble(byte):
     return np.int8(byte >> 4)
+
+
+@shared
+def weight(score, top):
+    """exp(score - top), 0 for a score of -inf."""
+    return np.float32(math.exp(score - max(top, LOWEST)))
+
+
+@shared
+def with_sink(top, total, sink):
+    """(top, total) of a row with one more score, and what its sums shrink by."""
+    new = max(top, sink)
+    shrink = weight(top, new)
+    return new, total * shrink + weight(sink, new), shrink
+
+
+@shared
+def biased(score, bias):
+    """A score and what is added to it: -inf hides a key, whatever its score."""
+    return MINUS_INF if bias == MINUS_INF else score + bias
+
+
+@shared
+def log_sum(top, total):
+    """The logarithm of a softmax denominator."""
+    return top + np.float32(math.log(total)) if total != np.float32(0) else MINUS_INF
 
 
 @shared

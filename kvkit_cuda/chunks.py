@@ -9,6 +9,7 @@ import functools
 import numpy as np
 
 from kvkit import numeric
+from kvkit.cpu.products import coarser
 from kvkit.formats import BY_NAME, QMAX
 from kvkit.jit import shared
 from kvkit_cuda import memory
@@ -178,3 +179,62 @@ def quantize(packed, stored, cell, span):
             write_cell(scale, np.uint64(cell_from(step)), np.uint64(0))
 
     return quantize
+
+
+@functools.cache
+def widen(packed, stored, cell, cells, span):
+    """(cache address, scale address, elements): a chunk as float32, rounded as far as attention does.
+
+    A value has the bits of the coarser one of the types of data and cache, or of scales.
+    """
+    read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
+    if cell is None:
+        element = packed if coarser(packed, stored) else "float32"
+
+        @shared
+        def widen(cache, scale, elements):
+            low, high = read(cache)
+            for i in range(span):
+                elements[i] = numeric.round_to(element, decode(raw(field(low, high, i * bits))))
+
+        return widen
+    element = packed if coarser(packed, cell) else "float32"
+    scale_element = cell if packed != cell else "float32"
+    (raw_cell, cell_of), cell_bits = DECODE[cell], BY_NAME[cell].bits
+    read_cells, group = memory.load(*access(cell, cells)), span // cells
+
+    @shared
+    def widen(cache, scale, elements):
+        low, high = read(cache)
+        low_cells, high_cells = read_cells(scale)
+        for i in range(span):
+            code = decode(raw(field(low, high, i * bits)))
+            step = cell_of(raw_cell(field(low_cells, high_cells, i // group * cell_bits)))
+            elements[i] = numeric.dequantize(element, scale_element, code, step)
+
+    return widen
+
+
+@functools.cache
+def read(element):
+    """(address) -> the element there, as float32."""
+    load, (raw, decode) = memory.load(*access(element, 1)), DECODE[element]
+
+    @shared
+    def read(address):
+        low, _ = load(address)
+        return np.float32(decode(raw(low)))
+
+    return read
+
+
+@functools.cache
+def write(element):
+    """(address, x): a float32 in another float format."""
+    store, encode = memory.store(*access(element, 1)), ENCODE[element]
+
+    @shared
+    def write(address, x):
+        store(address, np.uint64(encode(x)), np.uint64(0))
+
+    return write

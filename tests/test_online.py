@@ -311,7 +311,7 @@ def test_nan_stays_in_its_row(tile, rng):
 
 @functools.cache
 def weight_code():
-    weight, get, put = online.weight, memory.load(types.float32), memory.store(types.float32)
+    weight, get, put = numeric.weight, memory.load(types.float32), memory.store(types.float32)
 
     def over(scores, tops, weights, count):
         for i in range(count):

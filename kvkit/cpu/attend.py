@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from numba import carray, prange, types
 
+from kvkit import numeric
 from kvkit.cpu import memory, online
 from kvkit.cpu.online import visible
 from kvkit.cpu.simd import attention
@@ -23,7 +24,7 @@ from kvkit.jit import callback, helper, kernel
 TILES = 8  # most wide tiles in a unit
 SHRINK = np.float32(2**-40)  # of careful sums: they stay finite if values and weights are
 NARROW, WIDE = attention.NARROW, attention.WIDE
-MINUS_INF = np.float32(-np.inf)
+MINUS_INF = numeric.MINUS_INF
 
 get, put = memory.load(types.int64), memory.store(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
@@ -403,11 +404,11 @@ def merge(task, scratch, b, unit, parts, slots):
                 top = max(top, get_float(source + part * task.part_bytes + 4 * dim))
             for part in range(parts):
                 at = source + part * task.part_bytes + 4 * dim
-                total += get_float(at + 4) * online.weight(get_float(at), top)
+                total += get_float(at + 4) * numeric.weight(get_float(at), top)
             attention.clear(line, dim)
             for part in range(parts):
                 at = source + part * task.part_bytes
-                share = online.weight(get_float(at + 4 * dim), top)
+                share = numeric.weight(get_float(at + 4 * dim), top)
                 if share != np.float32(0):
                     put_float(number, share / total * get_float(at + 4 * dim + 8))
                     attention.plus_times(at, line, dim, number)
@@ -423,18 +424,14 @@ def write_row(task, line, number, b, row, kv, top, total, grow):
     if task.sinks:
         heads = task.heads * task.group
         sink = get_float(task.sinks + 4 * (b % task.apart * heads + query))
-        new = max(top, sink)
-        shrink = online.weight(top, new)
-        total = total * shrink + online.weight(sink, new)
-        top = new
+        top, total, shrink = numeric.with_sink(top, total, sink)
     put_float(number, shrink / total * grow if total != np.float32(0) else np.float32(0))
     attention.times(line, line, task.padded_value_dim, number)
     target = task.out + b * task.out_sequence + place * task.out_token + query * task.out_head
     call_rows(task.float_to_out, target, 0, 0, line, 0, 0, 0, 0, 0, 1, 1, 1, task.value_dim)
     if task.lse:
-        lse = top + np.float32(np.log(total)) if total != np.float32(0) else MINUS_INF
         at = task.lse + b * task.lse_sequence + place * task.lse_token + query * task.lse_head
-        put_float(at, lse)
+        put_float(at, numeric.log_sum(top, total))
 
 
 def run(code, workers, task):

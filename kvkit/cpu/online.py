@@ -3,8 +3,6 @@
 Scores lie as [token, row]; a running top and total for each row go from block to block.
 """
 
-import math
-
 import numpy as np
 from numba import types
 
@@ -14,8 +12,7 @@ from kvkit.cpu.simd import attention
 from kvkit.jit import helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
-LOWEST = np.float32(attention.LOWEST)
-MINUS_INF = np.float32(-np.inf)
+MINUS_INF = numeric.MINUS_INF
 MASKS = {"float32": 1, "float16": 2, "bfloat16": 3, "bool": 4}
 
 get, get_bool = memory.load(types.int64), memory.load(types.int8)
@@ -56,12 +53,6 @@ def fold(top, total, row, tile):
     for lane in range(row, max(tile, LANES), tile):
         whole += get_float(total + 4 * lane)
     return get_float(top + 4 * row), whole
-
-
-@helper
-def weight(score, top):
-    """exp(score - top), 0 for a score of -inf."""
-    return np.float32(math.exp(score - max(top, LOWEST)))
 
 
 @helper
@@ -122,7 +113,7 @@ def add_mask(task, scores, step, mask, low, high):
 
 @helper
 def add(place, bias):
-    put_float(place, MINUS_INF if bias == MINUS_INF else get_float(place) + bias)
+    put_float(place, numeric.biased(get_float(place), bias))
 
 
 @helper

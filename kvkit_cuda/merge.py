@@ -1,0 +1,103 @@
+"""Parts of attention put together, in order: those of a split context."""
+
+import functools
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit import numeric
+from kvkit.formats import BY_NAME
+from kvkit_cuda import chunks, device, scores
+from kvkit_cuda.task import RECORD
+from kvkit_cuda.transfer import INDEX1, sequence_of
+
+THREADS = 128  # of a block; a block takes a row
+SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1)
+STATE = 3  # floats behind the sums of a row: its top, its total and what its weights were multiplied by
+
+
+read_float, write_float = chunks.read("float32"), chunks.write("float32")
+with_sink, log_sum, weight = numeric.with_sink, numeric.log_sum, numeric.weight
+
+
+@device.inlined
+def place(task, slot, rows, row):
+    """Where a row of a slot lies."""
+    return task.partials + (slot * rows + row) * (task.value_dim + STATE) * 4
+
+
+@device.inlined
+def written_to(task, b, start, head, row):
+    """Where a row of the output lies."""
+    token = row // task.group
+    query = head * task.group + row - token * task.group
+    return task.out + b * task.out_sequence + (start + token) * task.out_token + query * task.out_head
+
+
+@device.inlined
+def ended(task, b, start, head, row, top, total, shrink):
+    """What the sums of a row are multiplied by in the end; its log-sum-exp is written."""
+    token = row // task.group
+    query = head * task.group + row - token * task.group
+    less = np.float32(1)
+    if task.sinks:
+        at = b % task.apart * task.heads * task.group + query
+        top, total, less = with_sink(
+            top, total, scores.number(task.sink_kind, task.sinks + at * task.sink_head)
+        )
+    if task.lse:
+        at = task.lse + b * task.lse_sequence + (start + token) * task.lse_token + query * task.lse_head
+        write_float(at, log_sum(top, total))
+    return scores.share(total, less, shrink)
+
+
+def merge(packed, rows):
+    """The kernel for outputs of a format, and tiles of so many rows. A block takes a row of the output."""
+    write, packed_bytes = chunks.write(packed), BY_NAME[packed].bytes(1)
+
+    def merge(task, seqstarts, items, slots):
+        position = cuda.blockIdx.x // (task.heads * task.group)
+        query = cuda.blockIdx.x - position * (task.heads * task.group)
+        b = sequence_of(seqstarts, position)
+        if slots[b + 1] == slots[b]:
+            return
+        start, head = seqstarts[b], query // task.group
+        row = (position - start) * task.group + query - head * task.group
+        tiles = ((seqstarts[b + 1] - start) * task.group + rows - 1) // rows
+        parts = (items[b + 1] - items[b]) // (tiles * task.heads)
+        slot = slots[b] + (head * tiles + row // rows) * parts
+        first = place(task, slot, rows, row % rows)
+        step = place(task, slot + 1, rows, row % rows) - first
+        state = first + 4 * task.value_dim
+        top, total = numeric.MINUS_INF, np.float32(0)
+        for part in range(parts):
+            top = max(top, read_float(state + part * step))
+        for part in range(parts):
+            at = state + part * step
+            total = scores.plus(total, scores.times(read_float(at + 4), weight(read_float(at), top)))
+        factor = ended(task, b, start, head, row, top, total, np.float32(1))
+        out = written_to(task, b, start, head, row)
+        for e in range(cuda.threadIdx.x, task.value_dim, cuda.blockDim.x):
+            whole = np.float32(0)
+            for part in range(parts):
+                at = state + part * step
+                share = scores.part_of(weight(read_float(at), top), factor, read_float(at + 8))
+                whole = scores.with_part(whole, read_float(first + part * step + 4 * e), share)
+            write(out + e * packed_bytes, whole)
+
+    return merge
+
+
+@functools.cache
+def compiled(packed, rows):
+    return device.kernel(merge(packed, rows), SIGNATURE)
+
+
+def prepare(record, packed, tables, work, rows, stream):
+    """A launch that writes the rows of split units."""
+    steps = tables.steps
+    arguments = record, *tables.of(("seqstarts", *work.names(record)[:2]), stream)
+    blocks = steps.tokens * record.heads * record.group
+    return functools.partial(
+        device.launch, compiled(packed, rows), (blocks, 1), (THREADS, 1), stream, arguments
+    )

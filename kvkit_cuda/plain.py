@@ -1,0 +1,340 @@
+"""Attention for every format, mask and head size: teams of threads read the cache in place.
+
+A block takes an item of work: the rows of a tile (up to 8 query heads of a token, or of several, that share a
+key head) over a part of a context. Its teams take tokens in turn. The threads of a team take the chunks of a
+row of the cache, so that a key is read and widened once for all rows of the tile; queries, sums and the state
+of the softmax stay in registers. The teams' results are put together in order at the end.
+"""
+
+import functools
+from dataclasses import astuple, dataclass
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit import numeric
+from kvkit.cpu.online import visible
+from kvkit.formats import BY_NAME
+from kvkit.index import page_of, row_of
+from kvkit_cuda import chunks, device, merge, scores
+from kvkit_cuda.task import RECORD
+from kvkit_cuda.transfer import INDEX1, INDEX2, WARP, sequence_of
+
+THREADS = 128  # of a block
+ROWS, ELEMENTS = 8, 64  # most rows of a tile; most elements of its queries that a thread holds
+SHRINK = np.float32(2**-40)  # of weights where sums overflow
+F32 = types.float32
+SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
+
+visible = device.inlined(visible.py_func)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides a kernel's machine code."""
+
+    packed: str
+    stored: str
+    cell: str | None
+    cells: int  # scales of a chunk
+    span: int  # elements of a chunk
+    pieces: int  # chunks of a row for each thread of a team
+    rows: int  # of a tile
+    threads: int  # of a block
+
+
+# What is known of a row of a tile: which keys it sees, where it is, its mask and query, the bits of its slope.
+LOW, HIGH, POSITION, MASK, QUERY, SLOPE, FACTS = range(7)
+
+
+def attend(packed, stored, cell, cells, span, pieces, rows, threads):
+    """The kernel of a form."""
+    widen, read = chunks.widen(packed, stored, cell, cells, span), chunks.read(packed)
+    packed_bytes, stored_bytes = BY_NAME[packed].bytes(1), BY_NAME[stored].bytes(span)
+    cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
+    held = rows * pieces * span
+    ahead = max(1, min(4, 16 // rows, 2 * ELEMENTS // held))  # tokens of a team at once
+    several = rows * ahead
+    multiply, soften, add = scores.multiply(rows, span), scores.soften(rows, ahead), scores.add(rows, span)
+    shrink_sums, exchange = scores.shrink(rows, span), device.exchange
+    end = ending(packed, span, pieces, rows, threads)
+
+    def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
+        lane, team, lanes, teams = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.x, cuda.blockDim.y
+        thread = team * lanes + lane
+        b = sequence_of(items, cuda.blockIdx.x)
+        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+        tiles = (seqlen * task.group + rows - 1) // rows
+        parts = (items[b + 1] - items[b]) // (tiles * task.heads)
+        item = cuda.blockIdx.x - items[b]
+        unit = item // parts
+        head = unit // tiles
+        first = (unit - head * tiles) * rows
+        live = min(rows, seqlen * task.group - first)
+        facts = cuda.shared.array((rows, FACTS), types.int64)
+        if thread < rows:
+            row = first + min(thread, live - 1)
+            token = row // task.group
+            query = head * task.group + row - token * task.group
+            mask = task.mask + b * task.mask_sequence + query * task.mask_head + token * task.mask_row
+            if task.mask_packed:
+                mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
+            query_at = task.query + b * task.query_sequence + (seqstarts[b] + token) * task.query_token
+            facts[thread, LOW], facts[thread, HIGH] = visible(task, b, seqlen, kvlen, token)
+            facts[thread, POSITION] = kvlen - seqlen + token
+            facts[thread, MASK] = mask
+            facts[thread, QUERY] = query_at + query * task.query_head
+            facts[thread, SLOPE] = slopes[query]
+        cuda.syncthreads()
+        all_from, all_until = facts[live - 1, LOW], facts[0, HIGH]
+        low, high = facts[0, LOW], facts[live - 1, HIGH]
+        if parts > 1:  # rows that see less may have nothing to do
+            low = min(low + (item - unit * parts) * task.part_tokens, high)
+            high = min(high, low + task.part_tokens)
+
+        queries, sums = cuda.local.array(held, F32), cuda.local.array(held, F32)
+        weights, elements = cuda.local.array(several, F32), cuda.local.array(span, F32)
+        top, total, factor = (
+            cuda.local.array(rows, F32),
+            cuda.local.array(rows, F32),
+            cuda.local.array(rows, F32),
+        )
+        cells_of = cuda.local.array(pieces, types.int64)
+        scale, cap = numeric.float_of(np.uint32(task.scale)), numeric.float_of(np.uint32(task.cap))
+        for p in range(pieces):
+            chunk = p * lanes + lane
+            cells_of[p] = chunk * span // task.cell_group * cell_bytes if cell_bytes else 0
+            for r in range(rows):
+                at = facts[r, QUERY] + chunk * span * packed_bytes
+                for i in range(span):
+                    x = np.float32(0)
+                    if chunk * span < task.dim:
+                        x = scores.times(read(at + i * packed_bytes), scale)
+                    queries[(p * rows + r) * span + i] = x
+
+        keys = task.keys + b * task.key_sequence + head * task.key_head
+        values = task.values + b * task.value_sequence + head * task.value_head
+        key_cells = task.key_cells + b * task.cell_sequence + head * task.cell_head
+        value_cells = task.value_cells + b * task.cell_sequence + head * task.cell_head
+        found = cuda.shared.array(threads, types.int64)  # the rows of the cache that hold a block of tokens
+        board = cuda.shared.array((threads, several), F32)
+        shrink = np.float32(1)
+        for _ in range(2):
+            for i in range(held):
+                sums[i] = np.float32(0)
+            for r in range(rows):
+                top[r] = numeric.MINUS_INF
+                total[r] = np.float32(0)
+            begin = low - threads if low < high else high
+            while begin < high:
+                position = min(begin + threads + thread, high - 1)  # of the next block: it is asked for now
+                number = row_of(table[b, page_of(position, task.page_size)], position, task.page_size)
+                count = min(high - begin, threads) if begin >= low else 0
+                adjusts = task.cap != 0 or task.alibi != 0 or task.mask != 0
+                adjusts = adjusts or begin < all_from or begin + count > all_until
+                for block in range(0, count, teams * ahead):
+                    for i in range(several):
+                        weights[i] = np.float32(0)
+                    for t in range(ahead):
+                        row = found[min(block + t * teams + team, count - 1)]
+                        for p in range(pieces):
+                            chunk = p * lanes + lane
+                            if chunk * span < task.dim:
+                                widen(
+                                    keys + row * task.key_row + chunk * stored_bytes,
+                                    key_cells + row * task.cell_row + cells_of[p],
+                                    elements,
+                                )
+                                multiply(elements, queries, p * rows * span, weights, t * rows)
+                    distance = 1
+                    while distance < lanes:
+                        for i in range(several):
+                            weights[i] = scores.plus(weights[i], exchange(-1, weights[i], distance))
+                        distance *= 2
+                    if adjusts:
+                        if lane == 0:
+                            for i in range(several):
+                                board[team, i] = weights[i]
+                        cuda.syncthreads()
+                        for i in range(lane, several, lanes):
+                            t = i // rows
+                            r, key = i - t * rows, begin + block + t * teams + team
+                            score = scores.capped(board[team, i], cap)
+                            if key < facts[r, LOW] or key >= facts[r, HIGH]:
+                                score = numeric.MINUS_INF
+                            elif task.alibi:
+                                score = scores.leaning(score, facts[r, SLOPE], key - facts[r, POSITION])
+                            if task.mask and score != numeric.MINUS_INF:
+                                at = facts[r, MASK] + key * task.mask_column
+                                score = scores.masked(score, task.mask_kind, at)
+                            board[team, i] = score
+                        cuda.syncthreads()
+                        for i in range(several):
+                            weights[i] = board[team, i]
+                        cuda.syncthreads()
+                    for t in range(ahead):
+                        for r in range(rows):
+                            if block + t * teams + team >= count:
+                                weights[t * rows + r] = numeric.MINUS_INF
+                    soften(weights, top, total, factor, shrink)
+                    for p in range(pieces):
+                        shrink_sums(sums, p * rows * span, factor)
+                    for t in range(ahead):
+                        row = found[min(block + t * teams + team, count - 1)]
+                        for p in range(pieces):
+                            chunk = p * lanes + lane
+                            if chunk * span < task.value_dim:
+                                widen(
+                                    values + row * task.value_row + chunk * stored_bytes,
+                                    value_cells + row * task.cell_row + cells_of[p],
+                                    elements,
+                                )
+                                add(elements, sums, p * rows * span, weights, t * rows)
+                cuda.syncthreads()
+                found[thread] = number
+                cuda.syncthreads()
+                begin += threads
+            slot = slots[b] + item if parts > 1 else -1
+            if end(task, sums, top, total, shrink, b, seqstarts[b], head, first, live, slot):
+                break
+            shrink = SHRINK
+
+    return attend
+
+
+def ending(packed, span, pieces, rows, threads):
+    """What the teams have found together: written to a slot, or, finished, to the output."""
+    write, write_float = chunks.write(packed), chunks.write("float32")
+    packed_bytes, held = BY_NAME[packed].bytes(1), rows * pieces * span
+    at_once = max(1, ELEMENTS // (rows * span))  # pieces
+    width = min(pieces, at_once) * rows * span
+
+    @device.inlined
+    def end(task, sums, top, total, shrink, b, start, head, first, live, slot):
+        """Whether all is finite, or cannot be."""
+        lane, team, lanes, teams = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.x, cuda.blockDim.y
+        thread = team * lanes + lane
+        tops = cuda.shared.array((threads, rows), F32)
+        totals = cuda.shared.array((threads, rows), F32)
+        factors = cuda.shared.array(rows, F32)
+        together = cuda.shared.array((threads, width), F32)
+        if lane == 0:
+            for r in range(rows):
+                tops[team, r] = top[r]
+                totals[team, r] = total[r]
+        cuda.syncthreads()
+        if thread < live:
+            new, whole = numeric.MINUS_INF, np.float32(0)
+            for t in range(teams):
+                new = max(new, tops[t, thread])
+            for t in range(teams):
+                whole = scores.plus(
+                    whole, scores.times(totals[t, thread], numeric.weight(tops[t, thread], new))
+                )
+            if slot >= 0:
+                factors[thread] = np.float32(1)
+                at = merge.place(task, slot, rows, thread) + task.value_dim * 4
+                write_float(at, new)
+                write_float(at + 4, whole)
+                write_float(at + 8, shrink)
+            else:
+                factors[thread] = merge.ended(task, b, start, head, first + thread, new, whole, shrink)
+        for r in range(rows):
+            new = numeric.MINUS_INF
+            for t in range(teams):
+                new = max(new, tops[t, r])
+            for p in range(pieces):
+                for i in range(span):
+                    at = (p * rows + r) * span + i
+                    sums[at] = scores.times(sums[at], numeric.weight(top[r], new))
+        odd = 0
+        for piece in range(0, pieces, at_once):
+            cuda.syncthreads()
+            for i in range(width):
+                together[thread, i] = sums[piece * rows * span + i]
+            cuda.syncthreads()
+            for r in range(live):
+                out = merge.written_to(task, b, start, head, first + r)
+                for i in range(thread, at_once * lanes * span, threads):
+                    e = piece * lanes * span + i
+                    if e < task.value_dim:
+                        p = i // (lanes * span)
+                        member = i // span - p * lanes
+                        x = np.float32(0)
+                        for t in range(teams):
+                            x = scores.plus(x, together[t * lanes + member, (p * rows + r) * span + i % span])
+                        if not scores.is_finite(x):
+                            odd = 1
+                        if slot >= 0:
+                            write_float(merge.place(task, slot, rows, r) + 4 * e, x)
+                        else:
+                            write(out + e * packed_bytes, scores.times(x, factors[r]))
+        return cuda.syncthreads_or(odd) == 0
+
+    return end
+
+
+@functools.cache
+def compiled(form):
+    return device.kernel(attend(*astuple(form)), SIGNATURE)
+
+
+def suits(context, most_rows):
+    return True
+
+
+def prepare(record, context, tables, most_rows, stream):
+    """Launches: of the kernel, and of the merge if contexts are split."""
+    form, lanes = form_of(record, context, most_rows)
+    work = tables.work(record, form.rows)
+    line = (record.value_dim + merge.STATE) * 4
+    partials = tables.memory(int(work.slots[-1]) * form.rows * line, stream)
+    record = record._replace(part_tokens=work.part_tokens, partials=partials)
+    items = int(work.items[-1])
+    if not items:
+        return []
+    arguments = record, *tables.of(("seqstarts", "kvstarts", "table", *work.names(record)), stream)
+    threads = lanes, form.threads // lanes
+    launches = [functools.partial(device.launch, compiled(form), (items, 1), threads, stream, arguments)]
+    if work.slots[-1]:
+        launches.append(merge.prepare(record, context.packed, tables, work, form.rows, stream))
+    return launches
+
+
+def form_of(record, context, most_rows):
+    """The form of the kernel for a call, and the threads of a team.
+
+    A chunk has as many elements as 16 bytes hold, or fewer: those of a row are whole chunks, chunks are
+    aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
+    """
+    span = 128 // BY_NAME[context.stored].bits
+    rows = 1 << (min(most_rows, ROWS) - 1).bit_length()
+    smallest = chunks.smallest(context.stored)
+    dim = max(context.dim, context.value_dim)
+    while span > smallest and not (fits(record, context, span) and holds(dim, span, rows)):
+        span //= 2
+    while rows > 1 and not holds(dim, span, rows):
+        rows //= 2
+    lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
+    pieces = -(-dim // (span * lanes))
+    cells = max(span // context.group, 1) if context.cell else 0
+    return Form(context.packed, context.stored, context.cell, cells, span, pieces, rows, THREADS), lanes
+
+
+def holds(dim, span, rows):
+    """Whether a thread can hold its part of the queries of a tile."""
+    return rows * span * -(-dim // (span * WARP)) <= ELEMENTS
+
+
+def fits(record, context, span):
+    """Whether rows are whole chunks of `span` elements, and chunks and their scales are aligned."""
+    at = (record.keys, record.key_sequence, record.key_row, record.key_head,
+          record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
+    whole = context.dim % span == 0 and context.value_dim % span == 0
+    if not whole or any(number % BY_NAME[context.stored].bytes(span) for number in at):
+        return False
+    if context.cell is None or context.group % span == 0:
+        return True
+    size = BY_NAME[context.cell].bytes(span // context.group)
+    at = record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head
+    return span % context.group == 0 and size <= 16 and not any(number % size for number in at)
