@@ -40,27 +40,28 @@ class Form:
     span: int  # elements of a chunk
     pieces: int  # chunks of a row for each thread of a team
     rows: int  # of a tile
-    threads: int  # of a block
+    lanes: int  # threads of a team
+    teams: int  # of a block
 
 
-# What is known of a row of a tile: which keys it sees, where it is, its mask and query, the bits of its slope.
+# What is known of a row of a tile: the keys it sees, its position, its mask and query, the bits of its slope.
 LOW, HIGH, POSITION, MASK, QUERY, SLOPE, FACTS = range(7)
 
 
-def attend(packed, stored, cell, cells, span, pieces, rows, threads):
+def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
     """The kernel of a form."""
     widen, read = chunks.widen(packed, stored, cell, cells, span), chunks.read(packed)
     packed_bytes, stored_bytes = BY_NAME[packed].bytes(1), BY_NAME[stored].bytes(span)
     cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
-    held = rows * pieces * span
+    held, threads = rows * pieces * span, lanes * teams
     ahead = max(1, min(4, 16 // rows, 2 * ELEMENTS // held))  # tokens of a team at once
     several = rows * ahead
     multiply, soften, add = scores.multiply(rows, span), scores.soften(rows, ahead), scores.add(rows, span)
     shrink_sums, exchange = scores.shrink(rows, span), device.exchange
-    end = ending(packed, span, pieces, rows, threads)
+    end = ending(packed, span, pieces, rows, lanes, teams)
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
-        lane, team, lanes, teams = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.x, cuda.blockDim.y
+        lane, team = cuda.threadIdx.x, cuda.threadIdx.y
         thread = team * lanes + lane
         b = sequence_of(items, cuda.blockIdx.x)
         seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
@@ -117,7 +118,7 @@ def attend(packed, stored, cell, cells, span, pieces, rows, threads):
         key_cells = task.key_cells + b * task.cell_sequence + head * task.cell_head
         value_cells = task.value_cells + b * task.cell_sequence + head * task.cell_head
         found = cuda.shared.array(threads, types.int64)  # the rows of the cache that hold a block of tokens
-        board = cuda.shared.array((threads, several), F32)
+        board = cuda.shared.array((teams, several), F32)
         shrink = np.float32(1)
         for _ in range(2):
             for i in range(held):
@@ -202,20 +203,20 @@ def attend(packed, stored, cell, cells, span, pieces, rows, threads):
     return attend
 
 
-def ending(packed, span, pieces, rows, threads):
+def ending(packed, span, pieces, rows, lanes, teams):
     """What the teams have found together: written to a slot, or, finished, to the output."""
     write, write_float = chunks.write(packed), chunks.write("float32")
-    packed_bytes, held = BY_NAME[packed].bytes(1), rows * pieces * span
+    packed_bytes, threads = BY_NAME[packed].bytes(1), lanes * teams
     at_once = max(1, ELEMENTS // (rows * span))  # pieces
     width = min(pieces, at_once) * rows * span
 
     @device.inlined
     def end(task, sums, top, total, shrink, b, start, head, first, live, slot):
         """Whether all is finite, or cannot be."""
-        lane, team, lanes, teams = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.x, cuda.blockDim.y
+        lane, team = cuda.threadIdx.x, cuda.threadIdx.y
         thread = team * lanes + lane
-        tops = cuda.shared.array((threads, rows), F32)
-        totals = cuda.shared.array((threads, rows), F32)
+        tops = cuda.shared.array((teams, rows), F32)
+        totals = cuda.shared.array((teams, rows), F32)
         factors = cuda.shared.array(rows, F32)
         together = cuda.shared.array((threads, width), F32)
         if lane == 0:
@@ -285,7 +286,7 @@ def suits(context, most_rows):
 
 def prepare(record, context, tables, most_rows, stream):
     """Launches: of the kernel, and of the merge if contexts are split."""
-    form, lanes = form_of(record, context, most_rows)
+    form = form_of(record, context, most_rows)
     work = tables.work(record, form.rows)
     line = (record.value_dim + merge.STATE) * 4
     partials = tables.memory(int(work.slots[-1]) * form.rows * line, stream)
@@ -294,15 +295,15 @@ def prepare(record, context, tables, most_rows, stream):
     if not items:
         return []
     arguments = record, *tables.of(("seqstarts", "kvstarts", "table", *work.names(record)), stream)
-    threads = lanes, form.threads // lanes
-    launches = [functools.partial(device.launch, compiled(form), (items, 1), threads, stream, arguments)]
+    block = form.lanes, form.teams
+    launches = [functools.partial(device.launch, compiled(form), (items, 1), block, stream, arguments)]
     if work.slots[-1]:
         launches.append(merge.prepare(record, context.packed, tables, work, form.rows, stream))
     return launches
 
 
 def form_of(record, context, most_rows):
-    """The form of the kernel for a call, and the threads of a team.
+    """The form of the kernel for a call.
 
     A chunk has as many elements as 16 bytes hold, or fewer: those of a row are whole chunks, chunks are
     aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
@@ -318,7 +319,8 @@ def form_of(record, context, most_rows):
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
     cells = max(span // context.group, 1) if context.cell else 0
-    return Form(context.packed, context.stored, context.cell, cells, span, pieces, rows, THREADS), lanes
+    sizes = cells, span, pieces, rows, lanes, THREADS // lanes
+    return Form(context.packed, context.stored, context.cell, *sizes)
 
 
 def holds(dim, span, rows):
