@@ -8,8 +8,16 @@ from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import dynamic_batching
 from kvkit_cuda.missing import missing
-from kvkit_cuda.static import key_value_cache
+from kvkit_cuda.static import key_value_cache, multi_head_attention, multi_head_cache_attention
 
-__all__ = ["DeviceError", "KvkitError", "__version__", "dynamic_batching", "key_value_cache"]
+__all__ = [
+    "DeviceError",
+    "KvkitError",
+    "__version__",
+    "dynamic_batching",
+    "key_value_cache",
+    "multi_head_attention",
+    "multi_head_cache_attention",
+]
 
 __getattr__ = missing(kvkit, __name__)

@@ -104,6 +104,11 @@ def stream(given):
     raise wrong("stream", "a CUDA stream or its address", describe(given))
 
 
+def number(stream):
+    """The address of a stream."""
+    return LEGACY_DEFAULT if SIMULATED else int(stream) or LEGACY_DEFAULT
+
+
 # Memory
 
 
@@ -118,8 +123,7 @@ def by_dlpack(array, stream):
     """(address, shape, byte strides, dtype, whether read-only, owner) of a tensor that DLPack passes on."""
     from cuda.core.utils import StridedMemoryView
 
-    consumer = LEGACY_DEFAULT if SIMULATED else int(stream) or LEGACY_DEFAULT
-    view = StridedMemoryView.from_dlpack(array, stream_ptr=consumer)
+    view = StridedMemoryView.from_dlpack(array, stream_ptr=number(stream))
     strides = view.strides and tuple(stride * view.dtype.itemsize for stride in view.strides)
     return view.ptr, tuple(view.shape), strides, view.dtype, view.readonly, view
 
@@ -141,8 +145,10 @@ def upload(array, stream):
 
 
 def tables(arrays, stream):
-    """Copies of int64 arrays on the device, by one transfer."""
+    """Copies of int64 arrays on the device, by one transfer, which is over for every stream."""
     there = upload(np.concatenate([array.reshape(-1) for array in arrays]), stream).view(np.int64)
+    if not SIMULATED:
+        stream.synchronize()
     copies, begin = [], 0
     for array in arrays:
         copies.append(there[begin : begin + array.size].reshape(array.shape))

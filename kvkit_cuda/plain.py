@@ -206,7 +206,7 @@ def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
 def ending(packed, span, pieces, rows, lanes, teams):
     """What the teams have found together: written to a slot, or, finished, to the output."""
     write, write_float = chunks.write(packed), chunks.write("float32")
-    packed_bytes, threads = BY_NAME[packed].bytes(1), lanes * teams
+    packed_bytes, held, threads = BY_NAME[packed].bytes(1), rows * pieces * span, lanes * teams
     at_once = max(1, ELEMENTS // (rows * span))  # pieces
     width = min(pieces, at_once) * rows * span
 
@@ -252,7 +252,8 @@ def ending(packed, span, pieces, rows, lanes, teams):
         for piece in range(0, pieces, at_once):
             cuda.syncthreads()
             for i in range(width):
-                together[thread, i] = sums[piece * rows * span + i]
+                if piece * rows * span + i < held:
+                    together[thread, i] = sums[piece * rows * span + i]
             cuda.syncthreads()
             for r in range(live):
                 out = merge.written_to(task, b, start, head, first + r)

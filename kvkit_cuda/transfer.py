@@ -125,20 +125,19 @@ def compiled(*variant):
     return device.kernel(walk(*variant), SIGNATURE)
 
 
-def store(current_key, current_value, cache, steps, stream):
+def store(current_key, current_value, cache, tables, stream):
     """A launch that appends the packed new tokens to their rows."""
-    return prepare(
-        "store", current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1, stream
-    )
+    return prepare("store", current_key, current_value, cache, tables, ("seqstarts", "start_pos"), 1, stream)
 
 
-def load(key, value, cache, steps, repeat, stream):
+def load(key, value, cache, tables, repeat, stream):
     """A launch that gathers the rows of every sequence's context into packed outputs."""
-    return prepare("load", key, value, cache, steps.kvstarts, steps.zeros, steps, repeat, stream)
+    return prepare("load", key, value, cache, tables, ("kvstarts", "zeros"), repeat, stream)
 
 
-def prepare(direction, key, value, cache, starts, first, steps, repeat, stream):
+def prepare(direction, key, value, cache, tables, names, repeat, stream):
     """Compile what a transfer needs, or find it, and gather its arguments; the result launches it."""
+    steps = tables.steps
     sides = [
         (array.ctypes.data, *packed_strides(array), *place)
         for array, place in zip((key, value), cache.sides, strict=True)
@@ -147,12 +146,12 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream):
     kernel = compiled(direction, cache.packed, cache.stored, cache.cell, span)
     in_head, group = cache.dim // span, max(cache.group // span, 1)
     lanes = group if group <= WARP and group & (group - 1) == 0 else 0
-    tokens, heads = int(starts[-1]), cache.heads
+    tokens, heads = int(getattr(steps, names[0])[-1]), cache.heads
     team = min(THREADS, 1 << (heads * repeat * in_head - 1).bit_length())
     teams = THREADS // team
     blocks = min(-(-tokens // teams), device.most_blocks())
-    tables = device.tables((starts, first, steps.table), stream) if tokens else ()
-    arguments = *tables, steps.page_size, *sides, heads, repeat, in_head, group, lanes
+    copies = tables.of((*names, "table"), stream) if tokens else ()
+    arguments = *copies, steps.page_size, *sides, heads, repeat, in_head, group, lanes
     return functools.partial(device.launch, kernel, (blocks, 2), (team, teams), stream, arguments)
 
 

@@ -109,8 +109,8 @@ class Array:
 class Tensor(Array):
     """One of torch."""
 
-    def new_empty(self, shape):
-        return Tensor(np.empty(shape, self.array.dtype))
+    def new_empty(self, shape, dtype=None):
+        return Tensor(np.empty(shape, dtype or self.array.dtype))
 
 
 class Capsule:
