@@ -48,6 +48,20 @@ def merge_attention_states(outputs, lses, *, out=None):
     >>> attn_output[0, :, 0], np.exp(total[0])
     (array([3., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
+    fmt, outputs, lses = checked(outputs, lses)
+    if out is not None:
+        check_given(out, outputs[0].shape, fmt, outputs, lses)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        whole, lse = merged(outputs, lses)
+        whole = whole.astype(fmt.dtype)
+    if out is None:
+        return whole, lse
+    out[0][...], out[1][...] = whole, lse
+    return tuple(out)
+
+
+def checked(outputs, lses):
+    """(format, outputs, lses) of checked parts."""
     outputs, lses = parts("outputs", outputs), parts("lses", lses)
     if len(lses) != len(outputs):
         raise wrong("lses", f"{len(outputs)} arrays, as many as outputs", len(lses))
@@ -61,15 +75,7 @@ def merge_attention_states(outputs, lses, *, out=None):
         check.tensor(f"lses[{i}]", lse, FLOATS[:1], len(shape) - 1)
         if lse.shape != shape[:-1]:
             raise wrong(f"lses[{i}]", f"shape {shape[:-1]}", lse.shape)
-    if out is not None:
-        check_given(out, shape, fmt, outputs, lses)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        whole, lse = merged(outputs, lses)
-        whole = whole.astype(fmt.dtype)
-    if out is None:
-        return whole, lse
-    out[0][...], out[1][...] = whole, lse
-    return tuple(out)
+    return fmt, outputs, lses
 
 
 def merged(outputs, lses):

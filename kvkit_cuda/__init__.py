@@ -8,6 +8,7 @@ from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import dynamic_batching
 from kvkit_cuda.missing import missing
+from kvkit_cuda.states import merge_attention_states
 from kvkit_cuda.static import key_value_cache, multi_head_attention, multi_head_cache_attention
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "__version__",
     "dynamic_batching",
     "key_value_cache",
+    "merge_attention_states",
     "multi_head_attention",
     "multi_head_cache_attention",
 ]

@@ -1,4 +1,4 @@
-"""Parts of attention put together, in order: those of a split context."""
+"""The parts of a split context put together, in order."""
 
 import functools
 
@@ -9,7 +9,7 @@ from kvkit import numeric
 from kvkit.formats import BY_NAME
 from kvkit_cuda import chunks, device, scores
 from kvkit_cuda.task import RECORD
-from kvkit_cuda.transfer import INDEX1, sequence_of
+from kvkit_cuda.transfer import INDEX1, INDEX2, sequence_of
 
 THREADS = 128  # of a block; a block takes a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1)
@@ -100,4 +100,68 @@ def prepare(record, packed, tables, work, rows, stream):
     blocks = steps.tokens * record.heads * record.group
     return functools.partial(
         device.launch, compiled(packed, rows), (blocks, 1), (THREADS, 1), stream, arguments
+    )
+
+
+# Parts that are arrays of their own
+
+STATES = types.void(INDEX1, INDEX2)
+
+
+@device.inlined
+def row_at(sizes, places, array, axes):
+    """Where the row of a block begins in an array."""
+    index, at = cuda.blockIdx.x, places[array, 0]
+    for axis in range(axes - 1, -1, -1):
+        rest = index // sizes[axis]
+        at += (index - rest * sizes[axis]) * places[array, 1 + axis]
+        index = rest
+    return at
+
+
+def merge_states(packed):
+    """The kernel for parts of a format: a block takes a row."""
+    read, write = chunks.read(packed), chunks.write(packed)
+
+    def merge_states(sizes, places):
+        """`sizes` are those of the axes; `places` [array, 1 + axes] holds addresses and byte strides.
+
+        The arrays are the outputs of the parts and attn_output, then the same of the log-sum-exps.
+        """
+        axes, parts = sizes.shape[0] - 1, places.shape[0] // 2 - 1
+        top, total = numeric.MINUS_INF, np.float32(0)
+        for part in range(parts):
+            top = max(top, read_float(row_at(sizes, places, parts + 1 + part, axes)))
+        for part in range(parts):
+            total = scores.plus(total, weight(read_float(row_at(sizes, places, parts + 1 + part, axes)), top))
+        if cuda.threadIdx.x == 0:
+            write_float(row_at(sizes, places, 2 * parts + 1, axes), log_sum(top, total))
+        factor = scores.share(total, np.float32(1), np.float32(1))
+        for e in range(cuda.threadIdx.x, sizes[axes], cuda.blockDim.x):
+            whole = np.float32(0)
+            for part in range(parts):
+                lse = read_float(row_at(sizes, places, parts + 1 + part, axes))
+                share = scores.times(weight(lse, top), factor)
+                at = row_at(sizes, places, part, axes) + e * places[part, axes + 1]
+                whole = scores.with_part(whole, read(at), share)
+            write(row_at(sizes, places, parts, axes) + e * places[parts, axes + 1], whole)
+
+    return merge_states
+
+
+@functools.cache
+def compiled_states(packed):
+    return device.kernel(merge_states(packed), STATES)
+
+
+def prepare_states(packed, arrays, stream):
+    """A launch that merges parts; `arrays` as the kernel has them, on the device."""
+    sizes = arrays[0].shape
+    places = np.zeros((len(arrays), 1 + len(sizes)), np.int64)
+    for place, array in zip(places, arrays, strict=True):
+        place[: 1 + array.ndim] = array.ctypes.data, *array.strides
+    blocks = int(np.prod(sizes[:-1]))
+    tables = device.tables((np.array(sizes), places), stream) if blocks else ()
+    return functools.partial(
+        device.launch, compiled_states(packed), (blocks, 1), (THREADS, 1), stream, tables
     )

@@ -1,14 +1,19 @@
 """A pytest plugin for the CUDA simulator: kvkit_cuda runs the scenes, in small blocks."""
 
+import attention_scenes
 import scenes
 
+import kvkit
 import kvkit_cuda
-from kvkit_cuda import device, transfer
+from kvkit_cuda import device, merge, plain, transfer
 
 assert device.SIMULATED
-transfer.THREADS = 16
+transfer.THREADS, plain.THREADS, merge.THREADS = 16, 16, 4
 ORACLES = {kind: oracle for kind, (_, oracle) in scenes.OPERATORS.items()}
 scenes.OPERATORS = {
     "static": (kvkit_cuda.key_value_cache, ORACLES["static"]),
     "dynamic": (kvkit_cuda.dynamic_batching.key_value_cache, ORACLES["dynamic"]),
 }
+attention_scenes.kvkit = kvkit_cuda
+MERGE = kvkit.merge_attention_states
+kvkit.merge_attention_states = kvkit_cuda.merge_attention_states
