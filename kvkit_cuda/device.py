@@ -80,6 +80,23 @@ def _exchange(members, value, distance):
 exchange = inlined(_exchange_simulated if SIMULATED else _exchange)
 
 
+def add_others(count):
+    """(values, distance): to each of `count` float32s is added that of the thread `distance` apart, in a warp
+    whose threads all call it.
+    """
+
+    def _add_others_simulated(values, distance):
+        other = _exchange_simulated(-1, values.copy(), distance)
+        with np.errstate(all="ignore"):
+            values += other
+
+    def _add_others(values, distance):
+        for i in range(count):
+            values[i] += cuda.shfl_xor_sync(-1, values[i], distance)
+
+    return inlined(_add_others_simulated if SIMULATED else _add_others)
+
+
 @functools.cache
 def most_blocks():
     """More blocks than these are of no use."""

@@ -74,7 +74,7 @@ def merge(packed, rows):
             top = max(top, read_float(state + part * step))
         for part in range(parts):
             at = state + part * step
-            total = scores.plus(total, scores.times(read_float(at + 4), weight(read_float(at), top)))
+            total += read_float(at + 4) * weight(read_float(at), top)
         factor = ended(task, b, start, head, row, top, total, np.float32(1))
         out = written_to(task, b, start, head, row)
         for e in range(cuda.threadIdx.x, task.value_dim, cuda.blockDim.x):
@@ -133,7 +133,7 @@ def merge_states(packed):
         for part in range(parts):
             top = max(top, read_float(row_at(sizes, places, parts + 1 + part, axes)))
         for part in range(parts):
-            total = scores.plus(total, weight(read_float(row_at(sizes, places, parts + 1 + part, axes)), top))
+            total += weight(read_float(row_at(sizes, places, parts + 1 + part, axes)), top)
         if cuda.threadIdx.x == 0:
             write_float(row_at(sizes, places, 2 * parts + 1, axes), log_sum(top, total))
         factor = scores.share(total, np.float32(1), np.float32(1))
@@ -141,7 +141,7 @@ def merge_states(packed):
             whole = np.float32(0)
             for part in range(parts):
                 lse = read_float(row_at(sizes, places, parts + 1 + part, axes))
-                share = scores.times(weight(lse, top), factor)
+                share = weight(lse, top) * factor
                 at = row_at(sizes, places, part, axes) + e * places[part, axes + 1]
                 whole = scores.with_part(whole, read(at), share)
             write(row_at(sizes, places, parts, axes) + e * places[parts, axes + 1], whole)

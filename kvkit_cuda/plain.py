@@ -7,7 +7,7 @@ of the softmax stay in registers. The teams' results are put together in order a
 """
 
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import numpy as np
 from numba import cuda, types
@@ -17,31 +17,15 @@ from kvkit.cpu.online import visible
 from kvkit.formats import BY_NAME
 from kvkit.index import page_of, row_of
 from kvkit_cuda import chunks, device, merge, scores
+from kvkit_cuda.forms import ELEMENTS, form_of
 from kvkit_cuda.task import RECORD
-from kvkit_cuda.transfer import INDEX1, INDEX2, WARP, sequence_of
+from kvkit_cuda.transfer import INDEX1, INDEX2, sequence_of
 
-THREADS = 128  # of a block
-ROWS, ELEMENTS = 8, 64  # most rows of a tile; most elements of its queries that a thread holds
 SHRINK = np.float32(2**-40)  # of weights where sums overflow
 F32 = types.float32
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
-visible = device.inlined(visible.py_func)
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What decides a kernel's machine code."""
-
-    packed: str
-    stored: str
-    cell: str | None
-    cells: int  # scales of a chunk
-    span: int  # elements of a chunk
-    pieces: int  # chunks of a row for each thread of a team
-    rows: int  # of a tile
-    lanes: int  # threads of a team
-    teams: int  # of a block
+visible, weight = device.inlined(visible.py_func), numeric.weight
 
 
 # What is known of a row of a tile: the keys it sees, its position, its mask and query, the bits of its slope.
@@ -57,7 +41,7 @@ def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
     ahead = max(1, min(4, 16 // rows, 2 * ELEMENTS // held))  # tokens of a team at once
     several = rows * ahead
     multiply, soften, add = scores.multiply(rows, span), scores.soften(rows, ahead), scores.add(rows, span)
-    shrink_sums, exchange = scores.shrink(rows, span), device.exchange
+    shrink_sums, add_others = scores.shrink(rows, span), device.add_others(several)
     end = ending(packed, span, pieces, rows, lanes, teams)
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
@@ -110,7 +94,7 @@ def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
                 for i in range(span):
                     x = np.float32(0)
                     if chunk * span < task.dim:
-                        x = scores.times(read(at + i * packed_bytes), scale)
+                        x = read(at + i * packed_bytes) * scale
                     queries[(p * rows + r) * span + i] = x
 
         keys = task.keys + b * task.key_sequence + head * task.key_head
@@ -149,8 +133,7 @@ def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
                                 multiply(elements, queries, p * rows * span, weights, t * rows)
                     distance = 1
                     while distance < lanes:
-                        for i in range(several):
-                            weights[i] = scores.plus(weights[i], exchange(-1, weights[i], distance))
+                        add_others(weights, distance)
                         distance *= 2
                     if adjusts:
                         if lane == 0:
@@ -229,9 +212,7 @@ def ending(packed, span, pieces, rows, lanes, teams):
             for t in range(teams):
                 new = max(new, tops[t, thread])
             for t in range(teams):
-                whole = scores.plus(
-                    whole, scores.times(totals[t, thread], numeric.weight(tops[t, thread], new))
-                )
+                whole += totals[t, thread] * weight(tops[t, thread], new)
             if slot >= 0:
                 factors[thread] = np.float32(1)
                 at = merge.place(task, slot, rows, thread) + task.value_dim * 4
@@ -244,10 +225,11 @@ def ending(packed, span, pieces, rows, lanes, teams):
             new = numeric.MINUS_INF
             for t in range(teams):
                 new = max(new, tops[t, r])
+            factor = weight(top[r], new)
             for p in range(pieces):
                 for i in range(span):
                     at = (p * rows + r) * span + i
-                    sums[at] = scores.times(sums[at], numeric.weight(top[r], new))
+                    sums[at] *= factor
         odd = 0
         for piece in range(0, pieces, at_once):
             cuda.syncthreads()
@@ -264,13 +246,13 @@ def ending(packed, span, pieces, rows, lanes, teams):
                         member = i // span - p * lanes
                         x = np.float32(0)
                         for t in range(teams):
-                            x = scores.plus(x, together[t * lanes + member, (p * rows + r) * span + i % span])
-                        if not scores.is_finite(x):
+                            x += together[t * lanes + member, (p * rows + r) * span + i % span]
+                        if x * np.float32(0) != np.float32(0):
                             odd = 1
                         if slot >= 0:
                             write_float(merge.place(task, slot, rows, r) + 4 * e, x)
                         else:
-                            write(out + e * packed_bytes, scores.times(x, factors[r]))
+                            write(out + e * packed_bytes, x * factors[r])
         return cuda.syncthreads_or(odd) == 0
 
     return end
@@ -301,43 +283,3 @@ def prepare(record, context, tables, most_rows, stream):
     if work.slots[-1]:
         launches.append(merge.prepare(record, context.packed, tables, work, form.rows, stream))
     return launches
-
-
-def form_of(record, context, most_rows):
-    """The form of the kernel for a call.
-
-    A chunk has as many elements as 16 bytes hold, or fewer: those of a row are whole chunks, chunks are
-    aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
-    """
-    span = 128 // BY_NAME[context.stored].bits
-    rows = 1 << (min(most_rows, ROWS) - 1).bit_length()
-    smallest = chunks.smallest(context.stored)
-    dim = max(context.dim, context.value_dim)
-    while span > smallest and not (fits(record, context, span) and holds(dim, span, rows)):
-        span //= 2
-    while rows > 1 and not holds(dim, span, rows):
-        rows //= 2
-    lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
-    pieces = -(-dim // (span * lanes))
-    cells = max(span // context.group, 1) if context.cell else 0
-    sizes = cells, span, pieces, rows, lanes, THREADS // lanes
-    return Form(context.packed, context.stored, context.cell, *sizes)
-
-
-def holds(dim, span, rows):
-    """Whether a thread can hold its part of the queries of a tile."""
-    return rows * span * -(-dim // (span * WARP)) <= ELEMENTS
-
-
-def fits(record, context, span):
-    """Whether rows are whole chunks of `span` elements, and chunks and their scales are aligned."""
-    at = (record.keys, record.key_sequence, record.key_row, record.key_head,
-          record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
-    whole = context.dim % span == 0 and context.value_dim % span == 0
-    if not whole or any(number % BY_NAME[context.stored].bytes(span) for number in at):
-        return False
-    if context.cell is None or context.group % span == 0:
-        return True
-    size = BY_NAME[context.cell].bytes(span // context.group)
-    at = record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head
-    return span % context.group == 0 and size <= 16 and not any(number % size for number in at)

@@ -84,16 +84,6 @@ def add(rows, span):
 
 
 @shared
-def plus(x, y):
-    return x + y
-
-
-@shared
-def times(x, y):
-    return x * y
-
-
-@shared
 def part_of(weight, factor, shrink):
     """What the sums of a part are multiplied by."""
     return weight * factor / shrink
@@ -103,11 +93,6 @@ def part_of(weight, factor, shrink):
 def with_part(whole, x, share):
     """A sum and one more part of it, unless that has no weight."""
     return whole + x * share if share != np.float32(0) else whole
-
-
-@shared
-def is_finite(x):
-    return x * np.float32(0) == np.float32(0)
 
 
 @shared

@@ -107,10 +107,13 @@ class Array:
 
 
 class Tensor(Array):
-    """One of torch."""
+    """One of torch, whose dtypes are names of the module."""
 
-    def new_empty(self, shape, dtype=None):
-        return Tensor(np.empty(shape, dtype or self.array.dtype))
+    def new_empty(self, shape, dtype):
+        return Tensor(np.empty(shape, dtype))
+
+
+int8, float16, float32, bfloat16 = np.int8, np.float16, np.float32, ml_dtypes.bfloat16
 
 
 class Capsule:
@@ -408,8 +411,16 @@ def test_the_stream_of_a_producer_is_waited_for(rng, monkeypatch):
     assert_same(contents(key), expected[0])
 
 
+OPERATORS = [
+    getattr(module, name)
+    for module in (kvkit_cuda, kvkit_cuda.dynamic_batching)
+    for name in module.__all__
+    if isinstance(getattr(module, name), types.FunctionType)
+]
+
+
 @pytest.mark.parametrize(
-    "operator", [kvkit_cuda.key_value_cache, kvkit_cuda.dynamic_batching.key_value_cache]
+    "operator", OPERATORS, ids=lambda operator: f"{operator.__module__}.{operator.__name__}"
 )
 def test_docstring_example(operator):
     test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, operator.__name__, None, 0)

@@ -5,10 +5,10 @@ import scenes
 
 import kvkit
 import kvkit_cuda
-from kvkit_cuda import device, merge, plain, transfer
+from kvkit_cuda import device, forms, merge, transfer
 
 assert device.SIMULATED
-transfer.THREADS, plain.THREADS, merge.THREADS = 16, 16, 4
+transfer.THREADS, forms.THREADS, merge.THREADS = 16, 8, 4
 ORACLES = {kind: oracle for kind, (_, oracle) in scenes.OPERATORS.items()}
 scenes.OPERATORS = {
     "static": (kvkit_cuda.key_value_cache, ORACLES["static"]),

@@ -15,19 +15,24 @@ from kvkit import KvkitError
 
 TESTS = Path(__file__).parent
 TWINS = [
-    (kvkit.key_value_cache, kvkit_cuda.key_value_cache),
-    (kvkit.dynamic_batching.key_value_cache, kvkit_cuda.dynamic_batching.key_value_cache),
+    (getattr(twin, name), getattr(module, name))
+    for twin, module in ((kvkit, kvkit_cuda), (kvkit.dynamic_batching, kvkit_cuda.dynamic_batching))
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
 ]
 # The errors of the CPU twin; one of them interrupts that twin's own launches.
 ERRORS = ("test_errors.py", "test_index_errors.py", "test_memory_errors.py")
 NOT_THE_TWIN = "not test_nothing_is_stored_if_the_load_cannot_be_prepared"
+# Simulated threads compute as numpy does, which warns of infinity.
+KERNELS = ("kvkit_cuda.plain", "kvkit_cuda.merge")
+QUIET = [word for kernel in KERNELS for word in ("-W", f"ignore::RuntimeWarning:{kernel}")]
 
 
 def simulated(*arguments):
     """Run pytest in the simulator; every test that it finds passes."""
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET, *arguments]
     done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = done.stdout.splitlines()[-1]
@@ -37,12 +42,26 @@ def simulated(*arguments):
 
 
 def test_in_the_simulator():
-    assert simulated("cuda_simulated.py", "-m", "not slow") > 45
+    assert simulated("cuda_simulated.py", "-m", "not slow") > 50
+
+
+def test_attention_in_the_simulator():
+    assert simulated("-p", "cuda_twin", "cuda_attention.py", "-m", "not slow") > 35
 
 
 @pytest.mark.slow
 def test_every_format_in_the_simulator():
     assert simulated("cuda_simulated.py", "-m", "slow") > 50
+
+
+@pytest.mark.slow
+def test_attention_of_every_format_in_the_simulator():
+    assert simulated("-p", "cuda_twin", "cuda_attention.py", "-m", "slow") > 50
+
+
+@pytest.mark.slow
+def test_attention_errors_in_the_simulator():
+    assert simulated("-p", "cuda_twin", "test_attention_errors.py", "test_merge.py") > 900
 
 
 def test_errors_in_the_simulator():
@@ -88,10 +107,15 @@ steps = [0, 3], [0, 3], [0], [0], 3, 3
 calls = [
     (kvkit_cuda.key_value_cache, (new, new, 0, cache)),
     (kvkit_cuda.dynamic_batching.key_value_cache, (new[0], new[0], *steps, cache[0])),
+    (kvkit_cuda.multi_head_attention, (new, new, new)),
+    (kvkit_cuda.multi_head_cache_attention, (new, new, new, 0, cache)),
+    (kvkit_cuda.dynamic_batching.plan, steps[:4]),
+    (kvkit_cuda.merge_attention_states, ([new], [new[..., 0]])),
 ]
 for operator, arguments in calls:
+    sizes = {"num_heads": 2, "head_dim": 8} if operator.__name__.startswith("multi") else {}
     try:
-        operator(*arguments)
+        operator(*arguments, **sizes)
     except kvkit_cuda.DeviceError as error:
         print(error)
 assert not cache.any()
@@ -106,7 +130,7 @@ def test_without_a_device():
     )
     assert done.returncode == 0, done.stderr
     messages = done.stdout.splitlines()
-    assert len(messages) == 2
+    assert len(messages) == 6
     for message in messages:
         assert message.startswith("kvkit_cuda: expected an NVIDIA GPU")
         assert "pip install 'kvkit-kernels[cuda]'" in message
