@@ -192,6 +192,7 @@ def ending(packed, span, pieces, rows, lanes, teams):
     packed_bytes, held, threads = BY_NAME[packed].bytes(1), rows * pieces * span, lanes * teams
     at_once = max(1, ELEMENTS // (rows * span))  # pieces
     width = min(pieces, at_once) * rows * span
+    apart = width + 1  # so that threads use different banks
 
     @device.inlined
     def end(task, sums, top, total, shrink, b, start, head, first, live, slot):
@@ -201,7 +202,7 @@ def ending(packed, span, pieces, rows, lanes, teams):
         tops = cuda.shared.array((teams, rows), F32)
         totals = cuda.shared.array((teams, rows), F32)
         factors = cuda.shared.array(rows, F32)
-        together = cuda.shared.array((threads, width), F32)
+        together = cuda.shared.array((threads, apart), F32)
         if lane == 0:
             for r in range(rows):
                 tops[team, r] = top[r]

@@ -29,16 +29,17 @@ NOWHERE = 0, 0, 0, 0
 def task(query, out, lse, context, page_size, decoding, weights):
     """The record of a checked call, its arrays on the device; `scale` and `cap` are the bits of float32s."""
     sinks = weights.sinks
-    return Task(
+    numbers = (
         *context.sides[0], *context.sides[1][:5],
         query.ctypes.data, *packed_strides(query), out.ctypes.data, *packed_strides(out),
         *((lse.ctypes.data, *packed_strides(lse[..., None])) if lse is not None else NOWHERE),
         *((sinks.ctypes.data, kind(sinks), sinks.strides[0]) if sinks is not None else NOWHERE[:3]),
-        weights.apart, *map(int, weights.mask),
-        decoding, int(weights.causal), int(weights.alibi), weights.left, weights.right,
+        weights.apart, *weights.mask,
+        decoding, weights.causal, weights.alibi, weights.left, weights.right,
         bits(weights.scale), bits(weights.softcap), page_size,
         context.heads, query.shape[-2] // context.heads, context.dim, context.value_dim, context.group, 0, 0,
     )  # fmt: skip
+    return Task._make(map(int, numbers))
 
 
 def bits(number):

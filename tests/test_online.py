@@ -10,7 +10,7 @@ from borders import guarded
 from numba import types
 from numpy.testing import assert_array_equal
 
-from kvkit import jit
+from kvkit import jit, numeric
 from kvkit.cpu import memory, online
 from kvkit.cpu.simd import attention
 from kvkit.cpu.simd.attention import LANES, WIDE
