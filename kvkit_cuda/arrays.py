@@ -115,9 +115,9 @@ def host(name, value, stream):
 
 def like(given, shape, dtype, stream):
     """A new array on the device, of the kind of `given` where that is torch's or CuPy's, else numba's."""
-    library = sys.modules.get(type(given).__module__.partition(".")[0])
+    library = type(given).__module__.partition(".")[0]
     if hasattr(given, "new_empty"):
-        return given.new_empty(shape, dtype=getattr(library, dtype.name))
-    if getattr(library, "__name__", None) == "cupy":
-        return library.empty(shape, dtype)
+        return given.new_empty(shape, dtype=getattr(sys.modules[library], dtype.name))
+    if library == "cupy":
+        return sys.modules[library].empty(shape, dtype)
     return device.empty(shape, dtype, stream)

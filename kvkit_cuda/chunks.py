@@ -189,15 +189,7 @@ def widen(packed, stored, cell, cells, span):
     """
     read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
     if cell is None:
-        element = packed if coarser(packed, stored) else "float32"
-
-        @shared
-        def widen(cache, scale, elements):
-            low, high = read(cache)
-            for i in range(span):
-                elements[i] = numeric.round_to(element, decode(raw(field(low, high, i * bits))))
-
-        return widen
+        return widen_floats(packed, stored, span)
     element = packed if coarser(packed, cell) else "float32"
     scale_element = cell if packed != cell else "float32"
     (raw_cell, cell_of), cell_bits = DECODE[cell], BY_NAME[cell].bits
@@ -211,6 +203,19 @@ def widen(packed, stored, cell, cells, span):
             code = decode(raw(field(low, high, i * bits)))
             step = cell_of(raw_cell(field(low_cells, high_cells, i // group * cell_bits)))
             elements[i] = numeric.dequantize(element, scale_element, code, step)
+
+    return widen
+
+
+def widen_floats(packed, stored, span):
+    read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
+    element = packed if coarser(packed, stored) else "float32"
+
+    @shared
+    def widen(cache, scale, elements):
+        low, high = read(cache)
+        for i in range(span):
+            elements[i] = numeric.round_to(element, decode(raw(field(low, high, i * bits))))
 
     return widen
 

@@ -40,8 +40,8 @@ def form_of(record, context, most_rows):
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
     cells = max(span // context.group, 1) if context.cell else 0
-    sizes = cells, span, pieces, rows, lanes, THREADS // lanes
-    return Form(context.packed, context.stored, context.cell, *sizes)
+    formats = context.packed, context.stored, context.cell
+    return Form(*formats, cells, span, pieces, rows, lanes, THREADS // lanes)
 
 
 def holds(dim, span, rows):
@@ -59,5 +59,5 @@ def fits(record, context, span):
     if context.cell is None or context.group % span == 0:
         return True
     size = BY_NAME[context.cell].bytes(span // context.group)
-    at = record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head
-    return span % context.group == 0 and size <= 16 and not any(number % size for number in at)
+    cells_at = record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head
+    return span % context.group == 0 and size <= 16 and not any(number % size for number in cells_at)

@@ -89,13 +89,14 @@ def attend(checked, given, out, return_lse, stream, tables=None):
     }
     call = checked(**{name: operand.seen for name, operand in there.items()})
     copies = [result.moved(stream, contents=False) for result in results]
-    attn_output, lse = *(copy.seen for copy in copies), *[None] * (2 - len(copies))
+    attn_output, lse = copies[0].seen, copies[1].seen if len(copies) > 1 else None
     tables = tables or Tables(call.steps)
     launches = kernels.prepare(
         call.query, attn_output, lse, call.context, tables, call.decoding, call.weights, stream
     )
     if call.layer:
-        launches = [transfer.store(*call.current, call.layer, tables, stream), *launches]
+        current_key, current_value = call.current
+        launches.insert(0, transfer.store(current_key, current_value, call.layer, tables, stream))
     for launch in launches:  # nothing has been written so far, and nothing can fail any more
         launch()
     for name in written:

@@ -97,7 +97,10 @@ def checked_plan(
         "cachestarts": cachestarts,
         "start_pos": start_pos,
     }
-    tokens = array and check.packed_tokens(array[0], arrays.operand(*array, stream).seen)
+    tokens = None
+    if array is not None:
+        name, given = array
+        tokens = check.packed_tokens(name, arrays.operand(name, given, stream).seen)
     step = steps.dynamic(
         tokens,
         **{name: arrays.host(name, index, stream) for name, index in indices.items()},

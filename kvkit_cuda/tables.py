@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ class Tables:
         self.waiting: dict[object, np.ndarray] = {name: getattr(steps, name) for name in STEP}
         self.there: dict[object, object] = {}
         self.works: dict[object, Work] = {}
-        self.scratch: dict[object, object] = {}
+        self.scratch: dict[int, Any] = {}
 
     def of(self, names, stream):
         """Tables on the device; all that wait go there in one copy, complete for every stream."""

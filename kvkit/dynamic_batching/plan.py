@@ -213,12 +213,21 @@ class Plan:
             softcap=softcap,
             sinks=sinks,
         )
-        query, current, inputs = checked.query, checked.current, checked.inputs
+        inputs, (current_key, current_value) = checked.inputs, checked.current
         out, lse = attention.outputs(out, checked.shape, checked.fmt, return_lse, inputs + checked.written)
         results, launches = attention.append_and_attend(
-            *current, query, out, lse, checked.layer, step, self._decoding, checked.weights
+            current_key,
+            current_value,
+            checked.query,
+            out,
+            lse,
+            checked.layer,
+            step,
+            self._decoding,
+            checked.weights,
         )
-        if call and all(a is b for a, b in zip(given, (query, *current), strict=True)):
+        used = checked.query, current_key, current_value
+        if call and all(a is b for a, b in zip(given, used, strict=True)):
             written = {"cache": cache, "scale": scale, "out": out}
             self._replays.keep(call, dict(inputs), written, launches)
         return results

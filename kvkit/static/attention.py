@@ -229,8 +229,9 @@ def multi_head_cache_attention(
         sinks=sinks,
     )
     out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs + call.written)
+    current_key, current_value = call.current
     results, _ = attention.append_and_attend(
-        *call.current, call.query, out, lse, call.layer, call.steps, 0, call.weights
+        current_key, current_value, call.query, out, lse, call.layer, call.steps, 0, call.weights
     )
     return results
 
