@@ -1,7 +1,8 @@
 """Ascend's ReshapeAndCache, the operators beside it, and the index tensors that they take."""
 
 from kvkit.ascend.attention import paged_attention
-from kvkit.ascend.blocks import block_copy, nd_to_nz, nz_to_nd, paged_cache_load
+from kvkit.ascend.blocks import block_copy, paged_cache_load
+from kvkit.ascend.matrices import nd_to_nz, nz_to_nd
 from kvkit.ascend.reshape import reshape_and_cache
 from kvkit.ascend.tables import Slots, compressed_slots, razor_windows, slots
 from kvkit.compression import CompressType

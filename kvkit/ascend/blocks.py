@@ -1,12 +1,15 @@
-"""The way back from blocks, copies of blocks, and the NZ format of matrices."""
+"""The way back from blocks, and copies of blocks."""
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvkit import check, cpu
 from kvkit.ascend import tensors
-from kvkit.check import describe, integer, wrong
-
-FRACTAL_ROWS = 16
+from kvkit.check import describe, wrong
+from kvkit.formats import Format
+from kvkit.steps import INT64_MAX
 
 
 def paged_cache_load(
@@ -54,13 +57,44 @@ def paged_cache_load(
     >>> key[:, 0, 0]
     array([5., 6., 1., 7., 8., 0., 0.], dtype=float16)
     """
+    call = checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
+    results = outputs(out, call)
+    pieces = pieces_of(call)
+    if out is not None and pieces[:, cpu.slots.COUNT].sum() < call.tokens:
+        for array in results:
+            array[...] = 0
+    if len(pieces):
+        packed = [
+            array.reshape(call.tokens, *cache.shape[2:])
+            for array, cache in zip(results, call.caches, strict=True)
+        ]
+        cpu.launches.start(cpu.pieces.prepare("load", packed, call.caches, pieces, call.caches[0].shape[1]))
+    return tuple(results) if len(results) == 2 else (*results, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A checked call of `paged_cache_load`, but for its outputs."""
+
+    given: list[tuple[str, np.ndarray]]
+    caches: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
+    formats: list[Format]
+    table: np.ndarray
+    lengths: np.ndarray
+    columns: np.ndarray  # of the table, where sequences begin
+    tokens: int
+    shapes: list[tuple[int, ...]]  # of the results
+
+
+def checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format):
+    """The checked call."""
     tensors.text("cache_format", cache_format, tensors.FORMATS)
-    given = [("key_cache", key_cache), *([("value_cache", value_cache)] if value_cache is not None else [])]
+    given = named(key_cache, value_cache)
     formats, views = zip(
         *(tensors.cache(name, a, cache_format, written=False) for name, a in given), strict=True
     )
     tensors.same_types(formats, cache_format)
-    blocks, block_size = tensors.same_blocks([(name, v) for (name, _), v in zip(given, views, strict=True)])
+    _, block_size = tensors.same_blocks([(name, v) for (name, _), v in zip(given, views, strict=True)])
     table = tensors.index("block_tables", block_tables, ndim=2)
     lengths = context_lengths(seq_lens, len(table))
     columns = np.zeros(len(table), np.int64)
@@ -73,17 +107,26 @@ def paged_cache_load(
     shapes = [
         (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
     ]
-    results = outputs(out, shapes, formats, given)
-    pieces = np.empty((int((-(-lengths // block_size)).sum()), len(cpu.slots.FIELDS)), np.int64)
-    made = cpu.slots.compiled(cpu.slots.table)(table, lengths, columns, block_size, blocks, pieces)
-    pieces = pieces[:made]
-    if out is not None and pieces[:, cpu.slots.COUNT].sum() < tokens:
-        for array in results:
-            array[...] = 0
-    if made:
-        packed = [array.reshape(tokens, *v.shape[2:]) for array, v in zip(results, views, strict=True)]
-        cpu.launches.start(cpu.pieces.prepare("load", packed, views, pieces, block_size))
-    return tuple(results) if len(results) == 2 else (*results, None)
+    for shape, fmt in zip(shapes, formats, strict=True):
+        if math.prod(shape) * fmt.dtype.itemsize > INT64_MAX:
+            raise wrong("seq_lens", "outputs that an array can hold", f"shape {shape}")
+    return Load(given, list(views), list(formats), table, lengths, columns, tokens, shapes)
+
+
+def named(key_cache, value_cache):
+    """[(name, cache)] of keys and, if they are there, of values."""
+    given = [("key_cache", key_cache), ("value_cache", value_cache)]
+    return given if value_cache is not None else given[:1]
+
+
+def pieces_of(call):
+    """The pieces of a load; tokens of blocks that are not there have none."""
+    blocks, block_size = call.caches[0].shape[:2]
+    pieces = np.empty((int((-(-call.lengths // block_size)).sum()), len(cpu.slots.FIELDS)), np.int64)
+    made = cpu.slots.compiled(cpu.slots.table)(
+        call.table, call.lengths, call.columns, block_size, blocks, pieces
+    )
+    return pieces[:made]
 
 
 def context_lengths(seq_lens, batch):
@@ -100,13 +143,11 @@ def context_lengths(seq_lens, batch):
     return lengths
 
 
-def outputs(out, shapes, formats, caches):
+def outputs(out, call):
     """New arrays of zeros, or those given."""
+    shapes, formats = call.shapes, call.formats
     if out is None:
-        try:
-            return [np.zeros(shape, fmt.dtype) for shape, fmt in zip(shapes, formats, strict=True)]
-        except ValueError:
-            raise wrong("seq_lens", "outputs that an array can hold", f"shape {shapes[0]}") from None
+        return [np.zeros(shape, fmt.dtype) for shape, fmt in zip(shapes, formats, strict=True)]
     names = ["key", "value"][: len(shapes)]
     if not isinstance(out, (tuple, list)) or len(out) < len(shapes):
         raise wrong("out", f"a tuple of {len(shapes)} arrays ({', '.join(names)})", describe(out))
@@ -117,7 +158,7 @@ def outputs(out, shapes, formats, caches):
         if array.shape != shape:
             raise wrong(label, f"shape {shape}", array.shape)
         check.in_out(label, array)
-        check.apart(label, array, caches)
+        check.apart(label, array, call.given)
     if len(given) == 2:
         check.apart("out (key)", given[0], [("out (value)", given[1])])
     return given
@@ -159,13 +200,21 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum):
     >>> cache.ravel()
     array([10., 14., 10., 14., 14.], dtype=float32)
     """
-    given = [("key_cache", key_cache), *([("value_cache", value_cache)] if value_cache is not None else [])]
+    given = named(key_cache, value_cache)
+    src, dst = checked_copy(given, src, dst, cum_sum)
+    for _, array in given:
+        array[dst] = array[src]
+    return key_cache, value_cache
+
+
+def checked_copy(given, src, dst, cum_sum):
+    """(source, destination) of every block that is written."""
     for name, array in given:
         check.tensor(name, array, tensors.DATA, 4)
         check.written(name, array)
-    blocks = len(key_cache)
-    if value_cache is not None and len(value_cache) != blocks:
-        raise wrong("value_cache", f"{blocks} blocks, as key_cache", len(value_cache))
+    blocks = len(given[0][1])
+    if len(given[-1][1]) != blocks:
+        raise wrong("value_cache", f"{blocks} blocks, as key_cache", len(given[-1][1]))
     src, dst = tensors.index("src", src), tensors.index("dst", dst)
     ends = tensors.index("cum_sum", cum_sum, len(src))
     counts = np.diff(ends, prepend=0)
@@ -184,108 +233,4 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum):
     both = np.intersect1d(src, dst)
     if len(both):
         raise wrong("dst", "no block of src", f"block {both[0]}")
-    for _, array in given:
-        array[dst] = array[np.repeat(src, counts)]
-    return key_cache, value_cache
-
-
-def nd_to_nz(x, *, out=None):
-    """Matrices in groups of columns: NZ, whose groups are 32 bytes wide and whose rows come in sixteens.
-
-    Parameters
-    ----------
-    x : ndarray, shape [m, n] or [b, m, n]
-        float32, float16, bfloat16 or int8.
-    out : ndarray, optional
-        An array for the result; made if not given.
-
-    Returns
-    -------
-    y : ndarray, shape [b, ceil(n / n0), 16 * ceil(m / 16), n0]
-        Where n0 elements are 32 bytes, b is 1 for one matrix, and what is not in `x` is zero.
-
-    Raises
-    ------
-    KvkitError
-        If an argument is wrong.
-
-    Notes
-    -----
-    Ascend ATB TransData.
-
-    Examples
-    --------
-    >>> import numpy as np, kvkit
-    >>> kvkit.ascend.nd_to_nz(np.arange(20, dtype=np.float32).reshape(2, 10))[0, 1, :2]
-    array([[ 8.,  9.,  0.,  0.,  0.,  0.,  0.,  0.],
-           [18., 19.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
-    """
-    if isinstance(x, np.ndarray) and x.ndim == 2:
-        x = x[None]
-    fmt = check.tensor("x", x, tensors.DATA, 3)
-    batch, rows, columns = x.shape
-    size = tensors.fractal(fmt)
-    groups, whole = -(-columns // size), -(-rows // FRACTAL_ROWS) * FRACTAL_ROWS
-    y = result(out, (batch, groups, whole, size), fmt, x)
-    padded = np.zeros((batch, rows, groups * size), fmt.dtype)
-    padded[:, :, :columns] = x
-    y[:, :, rows:] = 0
-    y[:, :, :rows] = padded.reshape(batch, rows, groups, size).transpose(0, 2, 1, 3)
-    return y
-
-
-def nz_to_nd(y, m, n, *, out=None):
-    """Matrices back from NZ: the inverse of `nd_to_nz`.
-
-    Parameters
-    ----------
-    y : ndarray, shape [b, ceil(n / n0), 16 * ceil(m / 16), n0]
-        float32, float16, bfloat16 or int8, where n0 elements are 32 bytes.
-    m, n : int
-        Rows and columns of a matrix.
-    out : ndarray, optional
-        An array for the result; made if not given.
-
-    Returns
-    -------
-    x : ndarray, shape [b, m, n]
-
-    Raises
-    ------
-    KvkitError
-        If an argument is wrong.
-
-    Notes
-    -----
-    Ascend ATB TransData.
-
-    Examples
-    --------
-    >>> import numpy as np, kvkit
-    >>> x = np.arange(20, dtype=np.float32).reshape(1, 2, 10)
-    >>> np.array_equal(kvkit.ascend.nz_to_nd(kvkit.ascend.nd_to_nz(x), 2, 10), x)
-    True
-    """
-    fmt = check.tensor("y", y, tensors.DATA, 4)
-    rows, columns = integer("m", m, 0), integer("n", n, 0)
-    size = tensors.fractal(fmt)
-    want = (-(-columns // size), -(-rows // FRACTAL_ROWS) * FRACTAL_ROWS, size)
-    if y.shape[1:] != want:
-        raise wrong(
-            "y", f"shape [b, {', '.join(map(str, want))}] for {rows} rows and {columns} columns", y.shape
-        )
-    x = result(out, (len(y), rows, columns), fmt, y)
-    whole = y[:, :, :rows].transpose(0, 2, 1, 3).reshape(len(y), rows, want[0] * size)
-    x[...] = whole[:, :, :columns]
-    return x
-
-
-def result(out, shape, fmt, source):
-    if out is None:
-        return np.empty(shape, fmt.dtype)
-    check.tensor("out", out, (fmt,), len(shape))
-    if out.shape != shape:
-        raise wrong("out", f"shape {shape}", out.shape)
-    check.written("out", out)
-    check.apart("out", out, [("the input", source)])
-    return out
+    return np.repeat(src, counts), dst

@@ -1,5 +1,7 @@
 """New keys and values into the slots of a cache in blocks, whole or compressed per head."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvkit import check, cpu
@@ -81,28 +83,61 @@ def reshape_and_cache(
     array([[3., 0., 0., 0.],
            [0., 1., 0., 0.]], dtype=float16)
     """
+    given = key, value, key_cache, value_cache
+    windows = {"wins": wins, "seq_lens": seq_lens, "offset_index": offset_index}
+    call = checked(*given, slot_mapping, compress_type, windows, cache_format, empty_window)
+    if len(call.pieces):
+        packed = [
+            check.one_piece(tokens) if call.mode else tokens.reshape(len(tokens), *cache.shape[2:])
+            for tokens, cache in zip(call.tokens, call.caches, strict=True)
+        ]
+        rows = call.caches[0].shape[1]
+        cpu.launches.start(cpu.pieces.prepare("store", packed, call.caches, call.pieces, rows, call.averaged))
+    return key_cache, value_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked call of `reshape_and_cache`."""
+
+    mode: CompressType
+    tokens: list[np.ndarray]  # as given
+    caches: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
+    pieces: np.ndarray  # see `cpu.slots`
+    averaged: str | None  # the format of means, if there can be some
+
+
+def checked(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    compress_type,
+    windows,
+    cache_format,
+    empty_window,
+):
+    """The checked call; `windows` are its arguments for compressed modes, by name."""
     mode = compression(compress_type)
     tensors.text("cache_format", cache_format, tensors.FORMATS)
     tensors.text("empty_window", empty_window, WINDOWS)
-    arguments = {"wins": wins, "seq_lens": seq_lens, "offset_index": offset_index}
-    for name, given in arguments.items():
+    for name, given in windows.items():
         if (given is not None) != (name in NEEDED[mode]):
             raise wrong(name, f"{'an array' if given is None else 'None'} for {mode.name}", describe(given))
     if mode and cache_format == "NZ":
         raise wrong("cache_format", f"'ND' for {mode.name}", "'NZ'")
     given = tensors.pairs("key", key, value, key_cache, value_cache)
-    packed, caches = checked(given, mode, cache_format)
+    caches = views(given, mode, cache_format)
     blocks, block_size = tensors.same_blocks(
         [(name, view) for (_, _, name, _), view in zip(given, caches, strict=True)]
     )
     if mode:
-        pieces = compressed_pieces(key, blocks * block_size, slot_mapping, mode, arguments, empty_window)
+        pieces = compressed_pieces(key, blocks * block_size, slot_mapping, mode, windows, empty_window)
     else:
         pieces = plain_pieces(len(key), blocks * block_size, slot_mapping)
-    element = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
-    if len(pieces):
-        cpu.launches.start(cpu.pieces.prepare("store", packed, caches, pieces, block_size, element))
-    return key_cache, value_cache
+    averaged = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
+    return Call(mode, [tokens for _, tokens, _, _ in given], caches, pieces, averaged)
 
 
 def compression(compress_type):
@@ -111,9 +146,9 @@ def compression(compress_type):
     return CompressType(check.choice("compress_type", compress_type, tuple(map(int, CompressType))))
 
 
-def checked(given, mode, cache_format):
-    """(packed arrays, views of their caches), both [.., .., heads or groups, dim]."""
-    packed, caches, formats = [], [], []
+def views(given, mode, cache_format):
+    """The caches as [blocks, rows, heads or groups, dim], checked against their tokens."""
+    caches, formats = [], []
     first = given[0][1]
     for name, array, cache_name, cache in given:
         fmt = check.tensor(name, array, tensors.DATA, 3)
@@ -128,17 +163,16 @@ def checked(given, mode, cache_format):
             check_compressed(name, array, first, fmt, mode)
             want = (1, array.shape[2])
         elif cache_format == "NZ":
-            array, want = grouped(name, array, fmt)
+            want = groups(name, array, fmt)
         else:
             want = array.shape[1:]
         if view.shape[2:] != want:
             sizes = f"{want[0]} {'groups' if cache_format == 'NZ' else 'heads'} of {want[1]} elements"
             raise wrong(cache_name, sizes, f"shape {cache.shape}")
-        packed.append(check.one_piece(array) if mode else array)
         caches.append(view)
         formats.append(fmt)
     tensors.same_types(formats, cache_format)
-    return packed, caches
+    return caches
 
 
 def check_compressed(name, array, first, fmt, mode):
@@ -151,13 +185,13 @@ def check_compressed(name, array, first, fmt, mode):
         raise wrong(name, "floats, which have a mean, for KVHEAD_ROPE", fmt)
 
 
-def grouped(name, array, fmt):
-    """Tokens as groups of NZ, and the shape of a token's groups."""
-    tokens, heads, dim = array.shape
+def groups(name, array, fmt):
+    """(groups, elements of one) of a token's row in NZ."""
+    _, heads, dim = array.shape
     size = tensors.fractal(fmt)
     if heads * dim % size:
         raise wrong(name, f"num_head * head size to be a multiple of {size}, for NZ of {fmt}", heads * dim)
-    return array.reshape(tokens, heads * dim // size, size), (heads * dim // size, size)
+    return heads * dim // size, size
 
 
 def plain_pieces(tokens, capacity, slot_mapping):
@@ -170,10 +204,10 @@ def plain_pieces(tokens, capacity, slot_mapping):
     return pieces[:one]
 
 
-def compressed_pieces(key, capacity, slot_mapping, mode, arguments, empty_window):
+def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
     """The pieces of a run for each sequence and head."""
     tokens, heads, _ = key.shape
-    lengths = tensors.index("seq_lens", arguments["seq_lens"])
+    lengths = tensors.index("seq_lens", windows["seq_lens"])
     if len(lengths) and lengths.min() < 1:
         b = int(lengths.argmin())
         raise wrong(f"seq_lens[{b}]", "at least 1", lengths[b])
@@ -181,10 +215,10 @@ def compressed_pieces(key, capacity, slot_mapping, mode, arguments, empty_window
         raise wrong("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
     runs = len(lengths) * heads
     slots = tensors.index("slot_mapping", slot_mapping, runs)
-    wins = tensors.index("wins", arguments["wins"], runs)
+    wins = tensors.index("wins", windows["wins"], runs)
     offsets = wins
-    if arguments["offset_index"] is not None:
-        offsets = tensors.index("offset_index", arguments["offset_index"], runs)
+    if windows["offset_index"] is not None:
+        offsets = tensors.index("offset_index", windows["offset_index"], runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     pieces = np.empty((3 * runs, len(cpu.slots.FIELDS)), np.int64)

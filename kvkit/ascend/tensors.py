@@ -57,11 +57,14 @@ def cache(name, array, cache_format, written):
         raise wrong(name, "no axis of size 0", f"shape {array.shape}")
     if written:
         check.written(name, array)
-    if cache_format == "ND":
-        return fmt, array
-    if array.shape[3] != fractal(fmt):
+    if cache_format == "NZ" and array.shape[3] != fractal(fmt):
         raise wrong(name, f"a last axis of {fractal(fmt)}, for NZ of {fmt}", f"shape {array.shape}")
-    return fmt, array.transpose(0, 2, 1, 3)
+    return fmt, rows(array, cache_format)
+
+
+def rows(array, cache_format):
+    """A cache, or matrices in NZ, as [blocks, rows, heads or groups, dim]."""
+    return array.transpose(0, 2, 1, 3) if cache_format == "NZ" else array
 
 
 def same_blocks(caches):
