@@ -1,12 +1,29 @@
 """What the static and the dynamic position operators share: their checks, and the launches."""
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvkit import attention, check, cpu, steps
 from kvkit.check import describe, integer, wrong
-from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS
+from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Format
 
 # Rotary position embedding
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A checked call of `rotary_position_embedding`, but for its outputs."""
+
+    fmt: Format
+    query: np.ndarray
+    key: np.ndarray
+    starts: np.ndarray  # of sequences, among the tokens
+    first: np.ndarray  # positions
+    turned: int  # elements of a head
+    bypass_key: bool
+    scaling: tuple  # see `scaling`
 
 
 def packed(name, tokens, seqstarts, start_pos, max_seqlen):
@@ -75,25 +92,57 @@ def scaling(theta, max_position_embeddings, scaling_type, scaling_factor):
     return theta, factor if scaling_type == "linear" else 1.0, steps.INT64_MAX, 1.0
 
 
-def rotate(fmt, query, key, starts, first, turned, bypass_key, scaling, out):
-    """Turn checked queries and keys into new arrays, or into `out`, which may be the inputs themselves."""
+def turn_call(
+    fmt,
+    query,
+    key,
+    starts,
+    first,
+    *,
+    rotary_dim,
+    theta,
+    bypass_key,
+    max_position_embeddings,
+    scaling_type,
+    scaling_factor,
+):
+    """A `Turn` of tokens that are checked, with attributes that are not."""
+    turned = turned_elements(rotary_dim, query.shape[-1])
+    slower = scaling(theta, max_position_embeddings, scaling_type, scaling_factor)
     bypass_key = attention.flag("bypass_key", bypass_key)
-    outputs = (np.empty(query.shape, fmt.dtype), np.empty(key.shape, fmt.dtype)) if out is None else out
-    if out is not None:
-        check_outputs(outputs, query, key, fmt)
-    if starts[-1]:
-        moves = zip(map(check.one_piece, (query, key)), outputs, strict=True)
-        cpu.rotary.launch(fmt.name, tuple(moves), starts, first, turned, bypass_key, scaling, out is None)
+    return Turn(fmt, query, key, starts, first, turned, bypass_key, slower)
+
+
+def rotate(call, out):
+    """Turn checked queries and keys into new arrays, or into `out`, which may be the inputs themselves."""
+    outputs = out
+    if out is None:
+        outputs = np.empty(call.query.shape, call.fmt.dtype), np.empty(call.key.shape, call.fmt.dtype)
+    else:
+        check_outputs(out, call)
+    if call.starts[-1]:
+        moves = tuple(zip(map(check.one_piece, (call.query, call.key)), outputs, strict=True))
+        cpu.rotary.launch(
+            call.fmt.name,
+            moves,
+            call.starts,
+            call.first,
+            call.turned,
+            call.bypass_key,
+            call.scaling,
+            out is None,
+        )
     return tuple(outputs)
 
 
-def check_outputs(out, query, key, fmt):
+def check_outputs(out, call):
+    """Check arrays that are given for the results: each may be its own input, exactly."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise wrong("out", "a tuple of 2 arrays (query, key)", describe(out))
-    inputs = ("query", query), ("key", key)
+    inputs = ("query", call.query), ("key", call.key)
     for array, own in zip(out, inputs, strict=True):
         name, old = own
-        attention.given([(f"out ({name})", array, old.shape, fmt)])
+        attention.given([(f"out ({name})", array, old.shape, call.fmt)])
         in_place = np.may_share_memory(array, old) and same_place(array, old)
         check.apart(f"out ({name})", array, [pair for pair in inputs if pair is not own or not in_place])
     check.apart("out (query)", out[0], [("out (key)", out[1])])
@@ -105,6 +154,20 @@ def same_place(a, b):
 
 
 # ALiBi
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A checked call of `alibi_mask`, but for its output."""
+
+    fmt: Format
+    shape: tuple[int, ...]
+    starts: np.ndarray  # of sequences, among the queries
+    kvstarts: np.ndarray  # and among the keys
+    added: np.ndarray | None  # another mask
+    element: str | None  # its format, or "bool"
+    place: tuple[int, ...]  # where it lies: address, strides (batch, head, row)
+    padding: float
 
 
 def mask_format(data_type):
@@ -126,20 +189,31 @@ def given_mask(mask):
     return (check.one_piece(mask) if mask.ndim > 1 else mask), fmt
 
 
-def alibi(fmt, shape, starts, kvstarts, mask, seen, padding, named, out):
-    """Write a mask of `shape`; `mask` as checked for attention in `seen`. `named` bounds its size."""
-    if out is None:
-        try:
-            out = np.empty(shape, fmt.dtype)
-        except ValueError:
-            raise wrong(named, "a mask that an array can hold", f"shape {shape}") from None
-    else:
-        attention.given([("out", out, shape, fmt)])
-        check.apart("out", out, attention.named(attn_mask=mask))
+def mask_call(fmt, shape, starts, kvstarts, added, seen, padding, named):
+    """A `Mask`; `added` as checked for attention in `seen`. `named` bounds the size."""
+    if math.prod(max(size, 1) for size in shape) * fmt.dtype.itemsize > steps.INT64_MAX:
+        raise wrong(named, "a mask that an array can hold", f"shape {shape}")
     address, _, *strides, _, _ = seen
-    element = None if not address else "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
+    element = None if not address else "bool" if added.dtype == np.bool_ else BY_DTYPE[added.dtype].name
+    return Mask(fmt, shape, starts, kvstarts, added, element, (address, *strides), padding)
+
+
+def check_mask_output(out, call):
+    """Check an array that is given for the mask."""
+    attention.given([("out", out, call.shape, call.fmt)])
+    check.apart("out", out, attention.named(attn_mask=call.added))
+
+
+def alibi(call, out):
+    """Write a mask."""
+    if out is None:
+        out = np.empty(call.shape, call.fmt.dtype)
+    else:
+        check_mask_output(out, call)
     target = out if out.ndim == 4 else out[None]
-    cpu.alibi.launch(target, fmt.name, starts, kvstarts, (address, *strides), element, padding)
+    cpu.alibi.launch(
+        target, call.fmt.name, call.starts, call.kvstarts, call.place, call.element, call.padding
+    )
     return out
 
 

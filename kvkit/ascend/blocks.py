@@ -108,7 +108,7 @@ def checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, cac
         (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
     ]
     for shape, fmt in zip(shapes, formats, strict=True):
-        if math.prod(shape) * fmt.dtype.itemsize > INT64_MAX:
+        if math.prod(max(size, 1) for size in shape) * fmt.dtype.itemsize > INT64_MAX:
             raise wrong("seq_lens", "outputs that an array can hold", f"shape {shape}")
     return Load(given, list(views), list(formats), table, lengths, columns, tokens, shapes)
 

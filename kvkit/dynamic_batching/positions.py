@@ -43,14 +43,24 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None
     >>> kvkit.dynamic_batching.position_index(tokens, [0, 3, 4], [0, 10])
     array([ 0,  1,  2, 10])
     """
-    tokens = steps.index("sequences", sequences, 1).shape[0]
-    starts, first = positions.packed("sequences", tokens, seqstarts, start_pos, max_seqlen)
+    starts, first = checked_index(sequences, seqstarts, start_pos, max_seqlen)
     if out is not None:
-        if not isinstance(out, np.ndarray) or out.dtype != np.int64 or out.shape != (tokens,):
-            raise wrong("out", f"an array of int64 and shape ({tokens},)", describe(out))
-        check.in_out("out", out)
+        check_index_output(out, len(sequences))
     shift = np.repeat(first - starts[:-1], np.diff(starts))
-    return np.add(shift, np.arange(tokens), out=out)
+    return np.add(shift, np.arange(starts[-1]), out=out)
+
+
+def checked_index(sequences, seqstarts, start_pos, max_seqlen):
+    """(seqstarts, start_pos) of packed sequences."""
+    tokens = steps.index("sequences", sequences, 1).shape[0]
+    return positions.packed("sequences", tokens, seqstarts, start_pos, max_seqlen)
+
+
+def check_index_output(out, tokens):
+    """Check an array that is given for the positions."""
+    if not isinstance(out, np.ndarray) or out.dtype != np.int64 or out.shape != (tokens,):
+        raise wrong("out", f"an array of int64 and shape ({tokens},)", describe(out))
+    check.in_out("out", out)
 
 
 def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="float32", out=None):
@@ -95,12 +105,17 @@ def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="flo
            [ 0.  ,  0.  ,  0.  ,  -inf,  0.  ],
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
+    return positions.alibi(checked_mask(seqstarts, kvstarts, attn_mask, num_heads, data_type), out)
+
+
+def checked_mask(seqstarts, kvstarts, attn_mask, num_heads, data_type):
+    """The checked call of `alibi_mask`."""
     step = steps.packed(seqstarts, kvstarts, None, None)
     num_heads, fmt = integer("num_heads", num_heads, 1, 2**31), positions.mask_format(data_type)
     mask, mask_fmt = positions.given_mask(attn_mask)
     seen = attention.dynamic_mask(mask_fmt, mask, num_heads, step.tokens, step.context)
     shape = num_heads, step.tokens, positions.padded(step.context)
-    return positions.alibi(fmt, shape, step.seqstarts, step.kvstarts, mask, seen, 0, "kvstarts", out)
+    return positions.mask_call(fmt, shape, step.seqstarts, step.kvstarts, mask, seen, 0, "kvstarts")
 
 
 def rotary_position_embedding(
@@ -170,8 +185,24 @@ def rotary_position_embedding(
            [-0.301,  1.382],
            [-1.325,  0.493]], dtype=float32)
     """
+    call = checked_turn(
+        query,
+        key,
+        seqstarts,
+        start_pos,
+        max_seqlen,
+        rotary_dim=rotary_dim,
+        theta=theta,
+        bypass_key=bypass_key,
+        max_position_embeddings=max_position_embeddings,
+        scaling_type=scaling_type,
+        scaling_factor=scaling_factor,
+    )
+    return positions.rotate(call, out)
+
+
+def checked_turn(query, key, seqstarts, start_pos, max_seqlen, **attributes):
+    """The checked call of `rotary_position_embedding`."""
     fmt = positions.queries_and_keys(query, key, 3)
     starts, first = positions.packed("query", query.shape[0], seqstarts, start_pos, max_seqlen)
-    turned = positions.turned_elements(rotary_dim, query.shape[-1])
-    scaling = positions.scaling(theta, max_position_embeddings, scaling_type, scaling_factor)
-    return positions.rotate(fmt, query, key, starts, first, turned, bypass_key, scaling, out)
+    return positions.turn_call(fmt, query, key, starts, first, **attributes)

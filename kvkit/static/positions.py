@@ -91,6 +91,11 @@ def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="flo
     array([[-0.25,  0.  ,  -inf,  -inf],
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
+    return positions.alibi(checked_mask(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type), out)
+
+
+def checked_mask(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type):
+    """The checked call of `alibi_mask`."""
     seqlen, kvlen = integer("seqlen_q", seqlen_q, 0, 2**62), integer("seqlen_kv", seqlen_kv, 0, 2**62)
     num_heads, fmt = integer("num_heads", num_heads, 1, 2**31), positions.mask_format(data_type)
     mask, mask_fmt = positions.given_mask(attn_mask)
@@ -99,7 +104,7 @@ def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="flo
     seen = attention.static_mask(mask_fmt, mask, batch, num_heads, seqlen, kvlen)
     shape = (*batches, num_heads, seqlen, positions.padded(kvlen))
     starts, kvstarts = np.array([0, seqlen]), np.array([0, kvlen])
-    return positions.alibi(fmt, shape, starts, kvstarts, mask, seen, -np.inf, "seqlen_kv", out)
+    return positions.mask_call(fmt, shape, starts, kvstarts, mask, seen, -np.inf, "seqlen_kv")
 
 
 def rotary_position_embedding(
@@ -165,8 +170,25 @@ def rotary_position_embedding(
     array([[-0.301,  1.382,  1.   ,  1.   ],
            [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)
     """
+    call = checked_turn(
+        query,
+        key,
+        start_pos,
+        pad_len,
+        rotary_dim=rotary_dim,
+        theta=theta,
+        bypass_key=bypass_key,
+        max_position_embeddings=max_position_embeddings,
+        scaling_type=scaling_type,
+        scaling_factor=scaling_factor,
+    )
+    return positions.rotate(call, out)
+
+
+def checked_turn(query, key, start_pos, pad_len, **attributes):
+    """The checked call of `rotary_position_embedding`."""
     fmt = positions.queries_and_keys(query, key, 4)
-    batch, seqlen, _, dim = query.shape
+    batch, seqlen = query.shape[:2]
     first = np.full(batch, integer("start_pos", start_pos, 0, steps.INT64_MAX - seqlen))
     if pad_len is not None:
         padding = steps.index("pad_len", pad_len, 1)
@@ -176,7 +198,4 @@ def rotary_position_embedding(
             b = int(padding.argmin())
             raise wrong("pad_len", f"at least 0 for sequence {b}", padding[b])
         first -= padding
-    turned = positions.turned_elements(rotary_dim, dim)
-    scaling = positions.scaling(theta, max_position_embeddings, scaling_type, scaling_factor)
-    starts = np.arange(batch + 1) * seqlen
-    return positions.rotate(fmt, query, key, starts, first, turned, bypass_key, scaling, out)
+    return positions.turn_call(fmt, query, key, np.arange(batch + 1) * seqlen, first, **attributes)
