@@ -40,6 +40,14 @@ def field(low, high, place):
 
 
 @shared
+def joined(low, high, word, place):
+    """The two words of a chunk with an element's bits at `place`."""
+    if place < 64:
+        return low | (word << np.uint64(place)), high
+    return low, high | (word << np.uint64(place - 64))
+
+
+@shared
 def as_it_is(code):
     return code
 

@@ -9,7 +9,10 @@ import functools
 import threading
 
 import numpy as np
-from numba import config, cuda
+from llvmlite import ir
+from numba import config, cuda, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from kvkit.check import describe, wrong
 from kvkit.errors import DeviceError
@@ -95,6 +98,20 @@ def add_others(count):
             values[i] += cuda.shfl_xor_sync(-1, values[i], distance)
 
     return inlined(_add_others_simulated if SIMULATED else _add_others)
+
+
+@intrinsic
+def product(typingctx, a, b):
+    """The rounded product of float32 numbers: never part of a fused sum, as compilers for devices like it."""
+
+    def codegen(context, builder, signature, values):
+        if SIMULATED:
+            return builder.fmul(*values)
+        form = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
+        name = "llvm.nvvm.mul.rn.f"
+        return builder.call(cgutils.get_or_insert_function(builder.module, form, name), values)
+
+    return types.float32(types.float32, types.float32), codegen
 
 
 @functools.cache

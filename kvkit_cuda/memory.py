@@ -16,15 +16,16 @@ WORD = {1: ir.IntType(8), 2: ir.IntType(16), 4: I32, 8: I64, 16: ir.VectorType(I
 
 
 @functools.cache
-def load(size, align):
-    """(address) -> low and high word of `size` bytes that no thread of the kernel writes."""
+def load(size, align, invariant=True):
+    """(address) -> low and high word of `size` bytes; `invariant` ones no thread of the kernel writes."""
 
     @intrinsic
     def load(typingctx, address):
         def codegen(context, builder, signature, values):
             pointer = builder.inttoptr(values[0], ir.PointerType(WORD[size], GLOBAL))
             bits = builder.load(pointer, align=align)
-            bits.set_metadata("invariant.load", builder.module.add_metadata([]))
+            if invariant:
+                bits.set_metadata("invariant.load", builder.module.add_metadata([]))
             if size == 16:
                 words = builder.extract_element(bits, I32(0)), builder.extract_element(bits, I32(1))
             else:

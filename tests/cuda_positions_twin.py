@@ -1,0 +1,18 @@
+"""A pytest plugin for the CUDA simulator: the position operators are kvkit_cuda's, in small blocks."""
+
+import kvkit
+import kvkit_cuda
+from kvkit_cuda import alibi, angles, device, positions, rotary
+
+assert device.SIMULATED
+alibi.THREADS = angles.THREADS = positions.THREADS = rotary.THREADS = 8
+OPERATORS = {
+    "": ("alibi_mask", "alibi_slope", "rotary_position_embedding"),
+    "dynamic_batching.": ("alibi_mask", "position_index", "rotary_position_embedding"),
+}
+TWINS = {}  # the CPU's own
+for prefix, names in OPERATORS.items():
+    cpu, cuda = (kvkit.dynamic_batching, kvkit_cuda.dynamic_batching) if prefix else (kvkit, kvkit_cuda)
+    for name in names:
+        TWINS[prefix + name] = getattr(cpu, name)
+        setattr(cpu, name, getattr(cuda, name))
