@@ -34,23 +34,14 @@ def slopes(num_heads):
 @functools.cache
 def addend(mask):
     """(address) -> float32, an element of a mask; False of a boolean one hides. None has no elements."""
-    if mask is None:
-        return shared(lambda address: ZERO)
-    if mask == "bool":
-        read = memory.load(1, 1)
+    if mask != "bool":
+        return chunks.read(mask) if mask else shared(lambda address: ZERO)
+    read = memory.load(1, 1)
 
-        @shared
-        def addend(address):
-            low, _ = read(address)
-            return MINUS_INF if low == np.uint64(0) else ZERO
-
-    else:
-        read, (raw, decode) = memory.load(*chunks.access(mask, 1)), chunks.DECODE[mask]
-
-        @shared
-        def addend(address):
-            low, _ = read(address)
-            return decode(raw(low))
+    @shared
+    def addend(address):
+        low, _ = read(address)
+        return MINUS_INF if low == np.uint64(0) else ZERO
 
     return addend
 

@@ -79,7 +79,7 @@ def on_host(function):
 
 
 def table(call, stream):
-    """(the table on the device, a launch that fills it) of a checked call."""
+    """(the table, the starts of sequences, both on the device, a launch that fills the table) of a call."""
     theta, divisor, longest, factor = call.scaling
     starts, first, pairs = call.starts, call.first, call.turned // 2
     stops = first + np.diff(starts)
@@ -90,13 +90,13 @@ def table(call, stream):
     if not near(starts, first, found[rows], divisor):
         numbers = np.empty((tokens, pairs, 2), np.float32)
         on_host(far)(starts, first, rows, found, divisor, numbers)
-        return device.upload(numbers, stream), nothing
+        return device.upload(numbers, stream), *device.tables((starts,), stream), nothing
     numbers = device.empty(tokens * pairs * PAIR, np.uint8, stream)
     tables = device.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
     blocks = min(-(-tokens * pairs // THREADS), device.most_blocks())
     arguments = *tables, divisor, device.address(numbers)
     launch = functools.partial(device.launch, compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
-    return numbers, launch
+    return numbers, tables[0], launch
 
 
 def nothing():

@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit.jit import shared
-from kvkit_cuda import chunks, device, memory
+from kvkit_cuda import chunks, device
 from kvkit_cuda.pieces import COUNT, INDEX2, ROW, SIDE, SOURCE, STEP, TARGET, form, nothing, row_at, side
 
 THREADS = 128  # of a block
@@ -22,21 +22,18 @@ SIGNATURE = types.void(INDEX2, types.int64, SIDE, SIDE, SIDE, SIDE)
 @functools.cache
 def mean(element):
     """(source, its row stride, count, target): an element of the mean of `count` rows."""
-    read, write = memory.load(*chunks.access(element, 1)), memory.store(*chunks.access(element, 1))
-    (raw, decode), encode = chunks.DECODE[element], chunks.ENCODE[element]
+    read, write = chunks.read(element), chunks.write(element)
 
     @shared
     def mean(source, row, count, target):
         total = np.float32(0)
         for _ in range(count // AHEAD):
             for i in range(AHEAD):
-                low, _ = read(source + i * row)
-                total += decode(raw(low))
+                total += read(source + i * row)
             source += AHEAD * row
         for i in range(count % AHEAD):
-            low, _ = read(source + i * row)
-            total += decode(raw(low))
-        write(target, np.uint64(encode(total / np.float32(count))), np.uint64(0))
+            total += read(source + i * row)
+        write(target, total / np.float32(count))
 
     return mean
 

@@ -31,8 +31,8 @@ def rotate(checked, query, key, out, stream):
         there = [operand.moved(stream) for operand in here]
         copies = [result.moved(stream, contents=False) for result in made]
         call = checked(*(operand.seen for operand in there))
-        table, fill = angles.table(call, stream)
-        turn = rotary.prepare(call, [copy.seen for copy in copies], table, stream)
+        table, starts, fill = angles.table(call, stream)
+        turn = rotary.prepare(call, [copy.seen for copy in copies], table, starts, stream)
         fill()  # nothing has been written so far, and nothing can fail any more
         turn()
         for result, copy in zip(made, copies, strict=True):

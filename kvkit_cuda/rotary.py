@@ -118,8 +118,8 @@ def compiled(element, span):
     return device.kernel(walk(element, span), SIGNATURE)
 
 
-def prepare(call, targets, table, stream):
-    """A launch that turns a checked call's query and key into `targets`, by a table on the device."""
+def prepare(call, targets, table, starts, stream):
+    """A launch that turns a checked call's query and key into `targets`, by a table; see `angles.table`."""
     element, dim, turned = call.fmt.name, call.query.shape[-1], call.turned
     turning, sides = (turned, 0 if call.bypass_key else turned), []
     for source, target, elements in zip((call.query, call.key), targets, turning, strict=True):
@@ -131,7 +131,6 @@ def prepare(call, targets, table, stream):
     columns = max(max(side[8] for side in sides) * -(-dim // span), 1)
     team = min(THREADS, 1 << (columns - 1).bit_length())
     blocks = min(-(-tokens // (THREADS // team)), device.most_blocks())
-    (starts,) = device.tables((call.starts,), stream)
     arguments = starts, device.address(table), turned // 2, dim, *sides
     grid, threads = (blocks, len(sides)), (team, THREADS // team)
     return functools.partial(device.launch, compiled(element, span), grid, threads, stream, arguments)
