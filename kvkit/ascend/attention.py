@@ -1,13 +1,13 @@
 """Attention of one query token a sequence over a cache in blocks."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvkit import attention, check, cpu
 from kvkit.ascend import tensors
 from kvkit.check import wrong
-from kvkit.formats import BY_DTYPE, FLOATS
+from kvkit.formats import FLOATS, Format
 from kvkit.steps import Steps
 
 
@@ -82,6 +82,55 @@ def paged_attention(
     >>> kvkit.ascend.paged_attention(one_head, keys, values.reshape(2, 2, 1, 1), table, lens)
     array([[[2.]]], dtype=float32)
     """
+    call = checked(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        razor_offset,
+        sinks,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+    )
+    weights = call.weights
+    if razor_offset is not None:
+        bias = razor_offset.take(call.table, 0, mode="clip") * np.float32(weights.scale)
+        weights = biased(weights, bias.reshape(len(bias), rows_of_a_context(call)))
+    out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs)
+    attend(query, out, lse, call, weights)
+    return out if lse is None else (out, lse)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked call of `paged_attention`, but for its outputs. An entry is a sequence, or a head of one."""
+
+    fmt: Format
+    shape: tuple[int, ...]  # of attn_output
+    caches: list[np.ndarray]
+    table: np.ndarray  # [entries, blocks]
+    lengths: np.ndarray
+    apart: int  # entries of a sequence
+    weights: "cpu.attention.Weights"
+    inputs: list[tuple[str, np.ndarray]]
+
+
+def checked(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    context_lens,
+    razor_offset,
+    sinks,
+    *,
+    softmax_scale,
+    window,
+    softcap,
+):
+    """The checked call."""
     fmt = check.tensor("query", query, FLOATS, 3)
     batch, heads, dim = query.shape
     if min(heads, dim) < 1:
@@ -109,17 +158,22 @@ def paged_attention(
         check.tensor("razor_offset", razor_offset, FLOATS[:1], 2)
         if razor_offset.shape != (blocks, block_size):
             raise wrong("razor_offset", f"shape ({blocks}, {block_size})", razor_offset.shape)
-        bias = razor_offset.take(table, 0, mode="clip") * np.float32(weights.scale)
-        bias = bias.reshape(len(lengths), table.shape[1] * block_size)
-        mask = (bias.ctypes.data, cpu.attention.mask_kind("float32"), bias.strides[0], 0, 0, 4, False)
-        weights = replace(weights, mask=mask)
     inputs = attention.named(
         query=query, key_cache=key_cache, value_cache=value_cache, razor_offset=razor_offset, sinks=sinks
     )
     shape = (batch, heads, value_cache.shape[3])
-    out, lse = attention.outputs(out, shape, fmt, return_lse, inputs)
-    attend(query, out, lse, views, table, lengths, apart, weights)
-    return out if lse is None else (out, lse)
+    return Call(fmt, shape, [array for _, array in views], table, lengths, apart, weights, inputs)
+
+
+def rows_of_a_context(call):
+    """How many rows the blocks of an entry have."""
+    return call.table.shape[1] * call.caches[0].shape[1]
+
+
+def biased(weights, bias):
+    """Weights with a bias [entries, rows] of scores."""
+    place = bias.ctypes.data, cpu.attention.mask_kind("float32"), bias.strides[0], 0, 0, bias.itemsize, False
+    return replace(weights, mask=place)
 
 
 def entries_of_a_sequence(entries, batch, heads, kv_heads):
@@ -153,35 +207,56 @@ def check_table(table, lengths, blocks, block_size):
         raise wrong(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
 
 
-def attend(query, out, lse, caches, table, lengths, apart, weights):
+def attend(query, out, lse, call, weights):
     """Each entry is a sequence of one query token over rows in pages of a block."""
-    batch, heads, _ = query.shape
-    folded = (batch * apart, heads // apart)
+    folded = folded_shape(call)
     query = check.one_piece(query).reshape(*folded, query.shape[2])
-    places = [rows_of(array) for _, array in caches]
-    if places[0][2] != places[1][2]:
-        places = [rows_of(np.ascontiguousarray(array)) for _, array in caches]
-    (key, key_row, step), (value, value_row, _) = places
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    steps = Steps(
-        np.arange(len(lengths) + 1), starts, lengths - 1, np.zeros_like(lengths), table.clip(0) * step,
-        key.shape[1], len(lengths), int(starts[-1]), 0,
-    )  # fmt: skip
-    fmt, sides = BY_DTYPE[query.dtype], [(0, key_row), (0, value_row)]
-    context = attention.context(fmt, key, value, sides)
+    caches, places = call.caches, [rows_of(array) for array in call.caches]
+    if uneven(places):
+        caches = [np.ascontiguousarray(array) for array in caches]
+        places = [rows_of(array) for array in caches]
     made = out.reshape(*folded, out.shape[2])
     made_lse = None if lse is None else lse.reshape(folded)
-    attention.attend(query, made, made_lse, context, steps, len(lengths), weights)
+    context = context_of(call, caches, places)
+    steps = steps_of(call, places)
+    attention.attend(query, made, made_lse, context, steps, len(call.lengths), weights)
     for array, folded_array in ((out, made), (lse, made_lse)):
         if folded_array is not None and not np.may_share_memory(array, folded_array):  # strides do not fold
             array[...] = folded_array.reshape(array.shape)
 
 
-def rows_of(cache):
-    """(cache, stride of its rows, how many of these one block is from the next).
+def uneven(places):
+    """Whether caches must be copied to be read as rows; see `rows_of`."""
+    return None in places or places[0][1] != places[1][1]
 
-    The strides of most caches divide so; a few odd ones are copied.
+
+def folded_shape(call):
+    """(entries, query heads of an entry)."""
+    batch, heads, _ = call.shape
+    return batch * call.apart, heads // call.apart
+
+
+def context_of(call, caches, places):
+    """The caches as attention sees them."""
+    key, value = caches
+    return attention.context(call.fmt, key, value, [(0, row) for row, _ in places])
+
+
+def steps_of(call, places):
+    """The entries as sequences of one new token; see `rows_of`."""
+    lengths, step = call.lengths, places[0][1]
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return Steps(
+        np.arange(len(lengths) + 1), starts, lengths - 1, np.zeros_like(lengths), call.table.clip(0) * step,
+        call.caches[0].shape[1], len(lengths), int(starts[-1]), 0,
+    )  # fmt: skip
+
+
+def rows_of(cache):
+    """(stride of the cache's rows, how many of these one block is from the next); None if that is no number.
+
+    The strides of most caches divide so.
     """
     block, row, _, last = cache.strides
     if len(cache) == 1:
@@ -189,5 +264,5 @@ def rows_of(cache):
     if cache.shape[1] == 1:
         row = block or cache.itemsize
     if (cache.shape[3] > 1 and last != cache.itemsize) or row == 0 or block % row:
-        return rows_of(np.ascontiguousarray(cache))
-    return cache, row, block // row
+        return None
+    return row, block // row
