@@ -8,9 +8,16 @@ from test_cuda import simulated
 from test_cuda_ptx import CAPABILITIES, REGISTERS, assemble
 
 from kvkit import ascend as twin
-from kvkit_cuda import ascend, device, means, pieces
+from kvkit_cuda import ascend, bias, device, means, pieces
 
-OPERATORS = ("reshape_and_cache", "paged_cache_load", "block_copy", "nd_to_nz", "nz_to_nd")
+OPERATORS = (
+    "reshape_and_cache",
+    "paged_cache_load",
+    "block_copy",
+    "nd_to_nz",
+    "nz_to_nd",
+    "paged_attention",
+)
 TWIN = ("-p", "cuda_ascend_twin")
 # A cache of 4 GiB, which is not copied for a test: `cuda_ascend.py` has it on the device.
 OF_THE_HOST = "not test_offsets_of_more_than_32_bits"
@@ -18,7 +25,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 def test_in_the_simulator():
-    assert simulated("cuda_ascend.py") > 85
+    assert simulated("cuda_ascend.py", "cuda_ascend_attention.py") > 95
 
 
 def test_vectors_and_errors_in_the_simulator():
@@ -27,7 +34,7 @@ def test_vectors_and_errors_in_the_simulator():
 
 @pytest.mark.slow
 def test_every_error_in_the_simulator():
-    assert simulated(*TWIN, "test_ascend_errors.py") > 600
+    assert simulated(*TWIN, "test_ascend_errors.py", "test_ascend_attention_errors.py") > 600
 
 
 @pytest.mark.slow
@@ -37,6 +44,7 @@ def test_every_error_in_the_simulator():
         (("test_ascend.py", "test_ascend_blocks.py"), 25),
         (("test_ascend_means.py", "test_ascend_properties.py"), 60),
         (("test_ascend_views.py", "-k", OF_THE_HOST), 20),
+        (("test_ascend_attention.py", "-k", "extras or random or views or vectors"), 50),
     ],
 )
 def test_the_suite_of_the_cpu_twin_in_the_simulator(files, count):
@@ -53,6 +61,10 @@ def test_the_twins_take_and_explain_the_same(name):
         assert re.search(rf"\b{argument}\b", inspect.getdoc(getattr(ascend, name)))
 
 
+def test_all_of_the_twin_is_there():
+    assert ascend.__all__ == sorted(twin.__all__)
+
+
 def test_index_tensors_are_made_on_the_host():
     for name in set(ascend.__all__) - set(OPERATORS):
         assert getattr(ascend, name) is getattr(twin, name)
@@ -61,6 +73,7 @@ def test_index_tensors_are_made_on_the_host():
 # Kernels
 
 KERNELS = {f"move {size}": (pieces.walk, size, pieces.SIGNATURE) for size in (16, 8, 4, 2, 1)}
+KERNELS["bias"] = (lambda _: bias.walk, None, bias.SIGNATURE)
 KERNELS |= {f"mean {element}": (means.walk, element, means.SIGNATURE) for element in FLOATS}
 
 
@@ -75,6 +88,8 @@ def test_kernel(name, tmp_path):
         if variant == 16:
             for access in (r"ld\.global\.nc", r"st\.global"):
                 assert re.search(access + r"\.v(2\.\w64|4\.\w32)", text)
+        if variant is None:
+            assert "mul.rn.f32" in text
         if walk is means.walk:
             assert "div.rn.f32" in text
             assert not re.search(r"\bfma\.", text)
