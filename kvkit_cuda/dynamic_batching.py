@@ -4,10 +4,19 @@ import functools
 
 import kvkit.dynamic_batching
 from kvkit.dynamic_batching import attention as twin
+from kvkit_cuda.dynamic_positions import alibi_mask, position_index, rotary_position_embedding
 from kvkit_cuda.missing import missing
 from kvkit_cuda.plan import checked_plan, plan
 
-__all__ = ["key_value_cache", "multi_head_attention", "multi_head_cache_attention", "plan"]
+__all__ = [
+    "alibi_mask",
+    "key_value_cache",
+    "multi_head_attention",
+    "multi_head_cache_attention",
+    "plan",
+    "position_index",
+    "rotary_position_embedding",
+]
 
 __getattr__ = missing(kvkit.dynamic_batching, __name__)
 
