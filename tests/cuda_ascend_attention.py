@@ -15,11 +15,16 @@ from cuda_simulated import KINDS, Array, Tensor, contents
 from test_ascend_attention import call_of, run
 
 import kvkit
-from kvkit_cuda import ascend, attention, device
+from kvkit_cuda import ascend, attention, device, tables
 
 TENSORS = ("query", "key_cache", "value_cache", "razor_offset", "sinks")
 LENGTHS = (9, 0, 1, 40)
 ALL = {"razor": True, "window": (20, 0), "softcap": 2.0, "sinks": True, "softmax_scale": 0.5}
+
+
+def few_of(cases, quick):
+    """All but one are slow."""
+    return [case if case == quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def check(call, given, **more):
     return results
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few_of(KINDS, "interface"))
 def test_arrays_of_the_device(kind, rng):
     """Also the index tensors, which are read; results are of the kind of the query."""
     call = call_of(rng, "float32", kind in ("torch", "numba"), LENGTHS, **ALL)
@@ -58,7 +63,7 @@ def strided(rng, array, where):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["plain", "per_head"])
-@pytest.mark.parametrize("where", ["apart", "backwards", "fused"])
+@pytest.mark.parametrize("where", few_of(["apart", "backwards", "fused"], "fused"))
 def test_strided_arrays_of_the_device(where, apart, rng):
     """What attention cannot read or write where it lies is moved on the device."""
     call = call_of(rng, "float32", apart, (9, 0, 5), razor=True)
@@ -69,6 +74,7 @@ def test_strided_arrays_of_the_device(where, apart, rng):
     assert check(call, given, out=out) == out
 
 
+@pytest.mark.slow
 def test_results_that_are_given(rng):
     call = call_of(rng, "bfloat16", True, (9, 2))
     out = np.empty_like(call["query"])
@@ -79,6 +85,14 @@ def test_results_that_are_given(rng):
         run(call | {"query": given}, ascend.paged_attention, out=given)
 
 
+@pytest.mark.slow
+def test_a_context_in_parts(rng):
+    """Of which each has a result of its own in device memory, until they are put together."""
+    call = call_of(rng, "float32", False, (tables.LEAST_PART + 9, 3), razor=True)
+    check(call, {name: Array(call[name]) for name in TENSORS[:4]})
+
+
+@pytest.mark.slow
 def test_a_mean_counts_as_the_tokens_it_stands_for(rng):
     """One layer of a compressed cache, stored and attended to on the device."""
     lengths, mode = [30, 12], ascend.CompressType.KVHEAD_ROPE
@@ -114,6 +128,7 @@ def test_nothing_is_written_if_a_launch_cannot_be_prepared(rng, monkeypatch):
     assert (out == 1).all()
 
 
+@pytest.mark.slow
 def test_docstring_example():
     test = doctest.DocTestParser().get_doctest(ascend.paged_attention.__doc__, {}, "paged", None, 0)
     assert len(test.examples) > 3

@@ -33,6 +33,7 @@ def test_every_format_in_the_simulator():
     assert simulated("cuda_positions.py", "-m", "slow") > 10
 
 
+@pytest.mark.slow
 def test_errors_in_the_simulator():
     assert simulated(*TWIN, "test_position_errors.py") > 300
 

@@ -140,6 +140,7 @@ def prepare(call, given, outputs, stream):
     made = [array.reshape(*entries, *array.shape[2:]) for array in made]
     out, lse = made[0], made[1] if len(made) > 1 else None
     tables, weights = Tables(twin.steps_of(call, places)), call.weights
+    owners.append(tables)
     offset = given["razor_offset"].seen
     if offset is not None:
         scores = new((len(call.lengths), twin.rows_of_a_context(call)), np.dtype(np.float32))
