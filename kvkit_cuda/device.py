@@ -21,6 +21,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 # What is launched is the PTX that the tests have seen: no link-time optimization; and no fastmath, which
 # flushes subnormal numbers and approximates quotients.
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
+WARP = 32
 LEGACY_DEFAULT = 1  # DLPack's word for the default stream
 BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
 NEED = "an NVIDIA GPU, its driver and `pip install 'kvkit-kernels[cuda]'` (kvkit itself needs none)"
@@ -46,6 +47,10 @@ def launch(kernel, blocks, threads, stream, arguments):
         kernel[blocks, threads, stream](*arguments)
 
 
+# A cast for kernels whose registers are scarce: a simulated one adds addresses to such numbers.
+int32 = int if SIMULATED else np.int32
+
+
 def inlined(function):
     """A function of threads, which becomes part of the kernels that call it."""
     return function if SIMULATED else cuda.jit(function, device=True, inline="always", fastmath=False)
@@ -62,16 +67,32 @@ def ptx(function, signature, capabilities):
     return [code.get_asm_str(cc=capability) for capability in capabilities]
 
 
-BOARD: dict[int, int] = {}
+BOARDS: tuple[dict, dict] = {}, {}
+
+
+def told(value):
+    """(lane, values): what each lane of a simulated warp tells the others; its threads call it together.
+
+    Two boards take turns, so that nobody writes what another one still reads.
+    """
+    thread = threading.current_thread()
+    thread.turn = turn = not getattr(thread, "turn", False)  # type: ignore[attr-defined]
+    board, place = BOARDS[turn], thread.thread_id  # type: ignore[attr-defined]
+    board[place] = value
+    thread.syncthreads()  # type: ignore[attr-defined]
+    first = place - place % WARP
+    return place % WARP, [board.get(i) for i in range(first, first + WARP)]
+
+
+def simulated_memory(size):
+    """Memory of the thread's block; it has only one."""
+    block = threading.current_thread()._manager  # type: ignore[attr-defined]
+    return block.__dict__.setdefault("memory", np.empty(size, np.uint8))
 
 
 def _exchange_simulated(members, value, distance):
-    thread = threading.current_thread()
-    BOARD[thread.thread_id] = value  # type: ignore[attr-defined]
-    thread.syncthreads()  # type: ignore[attr-defined]
-    other = BOARD[thread.thread_id ^ distance]  # type: ignore[attr-defined]
-    thread.syncthreads()  # type: ignore[attr-defined]
-    return other
+    lane, values = told(value)
+    return values[lane ^ distance]
 
 
 def _exchange(members, value, distance):
@@ -112,6 +133,19 @@ def product(typingctx, a, b):
         return builder.call(cgutils.get_or_insert_function(builder.module, form, name), values)
 
     return types.float32(types.float32, types.float32), codegen
+
+
+def _from_lane_simulated(value, lane):
+    _, values = told(value)
+    return values[lane]
+
+
+def _from_lane(value, lane):
+    return cuda.shfl_sync(0xFFFFFFFF, value, lane)
+
+
+# (value, lane) -> the value of a thread of the warp, all of whose threads call it together.
+from_lane = inlined(_from_lane_simulated if SIMULATED else _from_lane)
 
 
 @functools.cache

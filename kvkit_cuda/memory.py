@@ -8,23 +8,26 @@ import functools
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvkit_cuda import device
+
 I32, I64 = ir.IntType(32), ir.IntType(64)
-GLOBAL = 1  # the address space
+GLOBAL, SHARED = 1, 3  # address spaces
 WORD = {1: ir.IntType(8), 2: ir.IntType(16), 4: I32, 8: I64, 16: ir.VectorType(I64, 2)}
 
 
 @functools.cache
-def load(size, align, invariant=True):
-    """(address) -> low and high word of `size` bytes; `invariant` ones no thread of the kernel writes."""
+def load(size, align, invariant=True, space=GLOBAL):
+    """(address) -> low and high word of `size` bytes; no thread writes `invariant` ones of global memory."""
 
     @intrinsic
     def load(typingctx, address):
         def codegen(context, builder, signature, values):
-            pointer = builder.inttoptr(values[0], ir.PointerType(WORD[size], GLOBAL))
+            pointer = builder.inttoptr(values[0], ir.PointerType(WORD[size], space))
             bits = builder.load(pointer, align=align)
-            if invariant:
+            if invariant and space == GLOBAL:
                 bits.set_metadata("invariant.load", builder.module.add_metadata([]))
             if size == 16:
                 words = builder.extract_element(bits, I32(0)), builder.extract_element(bits, I32(1))
@@ -38,13 +41,13 @@ def load(size, align, invariant=True):
 
 
 @functools.cache
-def store(size, align):
+def store(size, align, space=GLOBAL):
     """(address, low, high): `size` bytes."""
 
     @intrinsic
     def store(typingctx, address, low, high):
         def codegen(context, builder, signature, values):
-            pointer = builder.inttoptr(values[0], ir.PointerType(WORD[size], GLOBAL))
+            pointer = builder.inttoptr(values[0], ir.PointerType(WORD[size], space))
             bits = builder.trunc(values[1], WORD[size]) if size < 8 else values[1]
             if size == 16:
                 bits = builder.insert_element(ir.Constant(WORD[size], ir.Undefined), values[1], I32(0))
@@ -55,3 +58,25 @@ def store(size, align):
         return types.void(types.int64, types.uint64, types.uint64), codegen
 
     return store
+
+
+@functools.cache
+def shared(size):
+    """() -> the address of `size` bytes that the threads of a block share, a multiple of 16; once a kernel."""
+
+    @intrinsic
+    def place(typingctx):
+        def codegen(context, builder, signature, values):
+            kind = ir.ArrayType(ir.IntType(8), size)
+            block = cgutils.add_global_variable(builder.module, kind, "kvkit_shared", SHARED)
+            block.linkage, block.align = "internal", 16
+            block.initializer = ir.Constant(kind, ir.Undefined)
+            return builder.ptrtoint(block, I64)
+
+        return types.int64(), codegen
+
+    def simulated():
+        place = device.simulated_memory(size + 16).ctypes.data
+        return place + -place % 16
+
+    return simulated if device.SIMULATED else place

@@ -264,7 +264,7 @@ def compiled(form):
     return device.kernel(attend(*astuple(form)), SIGNATURE)
 
 
-def suits(context, most_rows):
+def suits(record, context, steps, most_rows):
     return True
 
 

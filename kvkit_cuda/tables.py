@@ -32,11 +32,21 @@ class Tables:
             self.waiting = {}
         return [self.there[name] for name in names]
 
-    def work(self, task, rows):
+    def work(self, task, rows, most=PARTS):
         """How a call of attention is shared out in tiles of so many rows; its tables wait with the others."""
-        key = rows, task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
+        key = (
+            rows,
+            most,
+            task.heads,
+            task.group,
+            task.decoding,
+            task.causal,
+            task.alibi,
+            task.left,
+            task.right,
+        )
         if key not in self.works:
-            self.works[key] = work = shared_out(task, self.steps, rows, key)
+            self.works[key] = work = shared_out(task, self.steps, rows, most, key)
             self.waiting |= {("items", key): work.items, ("slots", key): work.slots}
         slopes = "slopes", task.heads * task.group
         if slopes not in self.there:
@@ -69,13 +79,13 @@ class Work:
         return ("items", self.key), ("slots", self.key), ("slopes", task.heads * task.group)
 
 
-def shared_out(task, steps, rows, key):
+def shared_out(task, steps, rows, most, key):
     """The work of a call. It depends on the shapes of the call only, so that results depend on no device."""
     seqlens, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
     units = -(-seqlens * task.group // rows) * task.heads
     lengths = enumerate(zip(seqlens.tolist(), kvlens.tolist(), strict=True))
     seen = np.array([span(task, b, *both) for b, both in lengths], np.int64)
-    part_tokens = max(LEAST_PART, -(-int(np.dot(units, seen)) // PARTS))
+    part_tokens = max(LEAST_PART, -(-int(np.dot(units, seen)) // most))
     parts = np.maximum(1, -(-seen // part_tokens))
     items, slots = units * parts, np.where(parts > 1, units * parts, 0)
     return Work(key, part_tokens, *(np.r_[0, np.cumsum(counts)] for counts in (items, slots)))

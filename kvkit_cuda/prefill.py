@@ -1,0 +1,466 @@
+"""Attention of many rows through tensor cores: 16-bit queries over a cache of their type or of codes.
+
+A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
+rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while the
+keys are multiplied the values are copied to shared memory, and the next keys while the values are. Scores and
+sums stay in registers: a thread has 2 rows of each strip of 16, and 2 of each 8 columns (see `ptx`).
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit import numeric
+from kvkit.cpu.online import visible
+from kvkit.index import page_of, row_of
+from kvkit_cuda import chunks, device, memory, merge, plain, ptx, tiles
+from kvkit_cuda.scores import capped, leaning, masked
+from kvkit_cuda.task import RECORD
+from kvkit_cuda.transfer import INDEX1, INDEX2, WARP, sequence_of
+
+WARPS, STRIP = 4, 16  # of a block; rows that a warp multiplies at once
+LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
+PARTS = 512  # into which a call is split, of at least `tables.LEAST_PART` tokens: two for each multiprocessor
+EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
+SHARED_MEMORY = 48 * 1024
+SHRINK = 40  # binary digits by which careful weights are smaller: their sums stay finite
+F32, U32 = types.float32, types.uint32
+LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
+LOWEST = np.float32(numeric.LOWEST)
+SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
+
+int32, visible, put_float = device.int32, device.inlined(visible.py_func), chunks.write("float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides a kernel's machine code."""
+
+    element: str
+    stored: str
+    cell: str | None
+    dim: int
+    value_dim: int
+    strips: int  # of a warp
+    tokens: int  # of a tile
+
+    @property
+    def query_bytes(self):
+        """Of the rows of a block; outputs take the same place."""
+        rows = WARPS * self.strips * STRIP
+        return rows * max(tiles.row_bytes(self.dim), tiles.row_bytes(self.value_dim))
+
+    @property
+    def key_bytes(self):
+        return self.tokens * tiles.row_bytes(self.dim)
+
+    @property
+    def shared_bytes(self):
+        return self.query_bytes + self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
+
+
+def form_of(context):
+    """The form of the kernel for a call: as many rows and tokens as registers and shared memory hold."""
+    longest = max(context.dim, context.value_dim)
+    strips, tokens = 2 if longest <= 128 else 1, 32 if longest <= 192 else 16
+    sizes = context.dim, context.value_dim, strips, tokens
+    return Form(context.packed, context.stored, context.cell, *sizes)
+
+
+@functools.cache
+def multiply(element, strips, columns):
+    """(a, b0, b1, c, block): c = a b + c for every strip, in a block of 8 of the columns of c [row, column]."""
+    product, width = ptx.product(element), columns // 4
+
+    def multiply(a, b0, b1, c, block):
+        for strip in range(strips):
+            i, j = 4 * strip, 2 * strip * width + 2 * block
+            k = j + width
+            c[j], c[j + 1], c[k], c[k + 1] = product(
+                a[i], a[i + 1], a[i + 2], a[i + 3], b0, b1, c[j], c[j + 1], c[k], c[k + 1]
+            )
+
+    return device.inlined(multiply)
+
+
+def multiply_keys(form):
+    """(queries, keys, warp, lane, a, scores): scores of a tile of tokens."""
+    steps, tokens, strips = form.dim // 16, form.tokens, form.strips
+    at, load, add = tiles.place(form.dim), ptx.matrices(False), multiply(form.element, strips, tokens)
+
+    def multiply_keys(queries, keys, warp, lane, a, scores):
+        for i in range(strips * tokens // 2):
+            scores[i] = np.float32(0)
+        for step in range(steps):
+            for strip in range(strips):
+                row, i = (warp * strips + strip) * STRIP + (lane & 15), 4 * strip
+                a[i], a[i + 1], a[i + 2], a[i + 3] = load(queries, at(row, 2 * step + (lane >> 4)))
+            for block in range(0, tokens // 8, 2):
+                row = 8 * block + (lane >> 4) * 8 + (lane & 7)
+                b0, b1, b2, b3 = load(keys, at(row, 2 * step + (lane >> 3 & 1)))
+                add(a, b0, b1, scores, block)
+                add(a, b2, b3, scores, block + 1)
+
+    return device.inlined(multiply_keys)
+
+
+def multiply_values(form):
+    """(weights, values, lane, a, sums): weights, rounded to the type of the data, times the tile's values."""
+    tokens, dim, strips = form.tokens, form.value_dim, form.strips
+    at, load, add = tiles.place(dim), ptx.matrices(True), multiply(form.element, strips, dim)
+    packed, width = ptx.packed(form.element), tokens // 4
+
+    def multiply_values(weights, values, lane, a, sums):
+        for step in range(tokens // 16):
+            for i in range(4 * strips):
+                j = (i // 4 * 2 + i % 2) * width + 4 * step + i % 4 // 2 * 2
+                a[i] = packed(weights[j], weights[j + 1])
+            for block in range(0, dim // 8, 2):
+                b0, b1, b2, b3 = load(values, at(16 * step + (lane & 15), block + (lane >> 4)))
+                add(a, b0, b1, sums, block)
+                add(a, b2, b3, sums, block + 1)
+
+    return device.inlined(multiply_values)
+
+
+def multiply_carefully(form):
+    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity."""
+    rows, columns, blocks = 2 * form.strips, form.tokens // 4, form.value_dim // 8
+    at, exchange, two, turn = (
+        tiles.place(form.value_dim),
+        device.exchange,
+        tiles.two(form.element),
+        rotate(form),
+    )
+
+    def multiply_carefully(weights, values, lane, a, sums):
+        for column in range(columns):
+            for other in range(4):
+                token = column // 2 * 8 + ((lane ^ other) & 3) * 2 + column % 2
+                for row in range(rows):
+                    weight = exchange(EVERYONE, weights[row * columns], other)
+                    if weight != np.float32(0):
+                        for block in range(blocks):
+                            low, high = two(values + at(token, block) + (lane & 3) * 4)
+                            i = (row * blocks + block) * 2
+                            sums[i] += weight * low
+                            sums[i + 1] += weight * high
+            turn(weights, 1)
+
+    return device.inlined(multiply_carefully)
+
+
+def soften(form):
+    """(scores, sums, top, total, shift): scores, times log2(e), to weights; sums shrink as a top grows."""
+    rows, columns, width = 2 * form.strips, form.tokens // 4, form.value_dim // 4
+    exchange, power, larger = device.exchange, ptx.power, ptx.larger
+
+    def soften(scores, sums, top, total, shift):
+        for row in range(rows):
+            peak = top[row]
+            for i in range(row * columns, (row + 1) * columns):
+                peak = larger(peak, scores[i])
+            peak = larger(peak, exchange(EVERYONE, peak, 1))
+            peak = larger(peak, exchange(EVERYONE, peak, 2))
+            base = larger(peak, LOWEST)
+            factor = power(top[row] - base)
+            top[row] = peak
+            base += shift
+            added = np.float32(0)
+            for i in range(row * columns, (row + 1) * columns):
+                scores[i] = power(scores[i] - base)
+                added += scores[i]
+            total[row] = total[row] * factor + added
+            for i in range(row * width, (row + 1) * width):
+                sums[i] *= factor
+
+    return device.inlined(soften)
+
+
+def rotate(form):
+    """(registers, step): the scores of a thread so many places on, so that a loop need not count places."""
+    held = form.strips * form.tokens // 2
+
+    def rotate(scores, step):
+        for _ in range(step):
+            first = scores[0]
+            for i in range(held - 1):
+                scores[i] = scores[i + 1]
+            scores[held - 1] = first
+
+    return device.inlined(rotate)
+
+
+def weigh(form):
+    """(task, .., scores): the scores of a thread capped, and what is added to them: ALiBi biases and masks."""
+    rows, columns, turn = 2 * form.strips, form.tokens // 4, rotate(form)
+
+    def weigh(task, seqstarts, kvstarts, slopes, b, head, row, last, begin, lane, scores):
+        cap = numeric.float_of(np.uint32(task.cap))
+        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+        for r in range(rows):
+            here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
+            token = here // task.group
+            query = head * task.group + here - token * task.group
+            low, high = visible(task, b, seqlen, kvlen, token)
+            position = kvlen - seqlen + token
+            mask = task.mask + b * task.mask_sequence + query * task.mask_head + token * task.mask_row
+            if task.mask_packed:
+                mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
+            for i in range(columns):
+                key = begin + (i >> 1) * 8 + (lane & 3) * 2 + (i & 1)
+                if low <= key < high:
+                    score = capped(scores[i], cap)
+                    if task.alibi:
+                        score = leaning(score, slopes[query], key - position)
+                    if task.mask:
+                        score = masked(score, task.mask_kind, mask + key * task.mask_column)
+                    scores[i] = score
+            turn(scores, columns)
+
+    return device.inlined(weigh)
+
+
+def hide(form):
+    """(task, .., scores): the scores of keys that rows do not see."""
+    rows, columns = 2 * form.strips, form.tokens // 4
+
+    def hide(task, seqstarts, kvstarts, b, row, last, begin, lane, scores):
+        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+        for r in range(rows):
+            here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
+            low, high = visible(task, b, seqlen, kvlen, here // task.group)
+            low, high = low - begin - (lane & 3) * 2, high - begin - (lane & 3) * 2
+            for i in range(columns):
+                if (i >> 1) * 8 + (i & 1) < low or (i >> 1) * 8 + (i & 1) >= high:
+                    scores[r * columns + i] = numeric.MINUS_INF
+
+    return device.inlined(hide)
+
+
+def fill(form, side):
+    """(task, tile, number, b, head, begin, high, thread): begin to load a tile of keys (0) or values (1).
+
+    A lane's `number` is the row of the cache that holds its token of the tile.
+    """
+    dim, tokens, from_lane = (form.dim, form.value_dim)[side], form.tokens, device.from_lane
+    if form.cell:
+        load = tiles.widen_row(dim, form.element, form.stored, form.cell)
+    else:
+        load = tiles.copy_row(dim)
+
+    def fill(task, tile, number, b, head, begin, high, thread):
+        if side == 0:
+            at, step = task.keys + b * task.key_sequence + head * task.key_head, task.key_row
+            cells = task.key_cells
+        else:
+            at, step = task.values + b * task.value_sequence + head * task.value_head, task.value_row
+            cells = task.value_cells
+        cells += b * task.cell_sequence + head * task.cell_head
+        for r in range(thread >> 3, tokens, cuda.blockDim.y * (WARP // 8)):
+            row, size = from_lane(number, r), 16 if begin + r < high else 0
+            load(tile, r, at + row * step, cells + row * task.cell_row, task.cell_group, size, thread & 7)
+
+    return device.inlined(fill)
+
+
+@device.inlined
+def number_of(task, table, b, position):
+    """The row of the cache that holds a position."""
+    return row_of(table[b, page_of(position, task.page_size)], position, task.page_size)
+
+
+def attend(form):
+    """The kernel of a form."""
+    strips, tokens, width = form.strips, form.tokens, form.value_dim // 4
+    held_words, held_scores, held_rows, held_sums = (
+        4 * strips,
+        strips * tokens // 2,
+        2 * strips,
+        2 * strips * width,
+    )
+    query_bytes, key_bytes, block = form.query_bytes, form.key_bytes, memory.shared(form.shared_bytes)
+    fill_queries, fill_keys, fill_values = tiles.copy_row(form.dim), fill(form, 0), fill(form, 1)
+    store_row, put, packed = (
+        tiles.store_row(form.value_dim),
+        tiles.put(form.value_dim),
+        ptx.packed(form.element),
+    )
+    times_keys, times_values, times_carefully = (
+        multiply_keys(form),
+        multiply_values(form),
+        multiply_carefully(form),
+    )
+    weighs, hides, softens = weigh(form), hide(form), soften(form)
+    exchange, arrived, anew = device.exchange, ptx.arrived, ptx.anew
+
+    def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
+        b = int32(sequence_of(items, cuda.blockIdx.x))
+        start, seqlen, kvlen = seqstarts[b], seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+        lane = int32(cuda.threadIdx.x)
+        thread = int32(cuda.threadIdx.y * WARP + lane)
+        rows = cuda.blockDim.y * strips * STRIP
+        count = (seqlen * task.group + rows - 1) // rows  # of units for a key head
+        parts = (items[b + 1] - items[b]) // (count * task.heads)
+        unit = (cuda.blockIdx.x - items[b]) // parts
+        part, head = int32(cuda.blockIdx.x - items[b] - unit * parts), int32(unit // count)
+        unit = count - 1 - (unit - head * count)  # rows that see most come first
+        first, last = int32(unit * rows), int32(seqlen * task.group - 1)
+        slot = int32(slots[b] + (head * count + unit) * parts + part if parts > 1 else -1)
+        low, until = visible(task, b, seqlen, kvlen, first // task.group)
+        since, high = visible(task, b, seqlen, kvlen, min(first + rows - 1, last) // task.group)
+        if parts > 1:
+            low = min(low + part * task.part_tokens, high)
+            high = min(high, low + task.part_tokens)
+        low, high, since, until = int32(low), int32(high), int32(since), int32(until)
+
+        queries = block()
+        keys, values = queries + query_bytes, queries + query_bytes + key_bytes
+        for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
+            row = min(first + r, last)
+            at = task.query + b * task.query_sequence + (start + row // task.group) * task.query_token
+            at += (head * task.group + row % task.group) * task.query_head
+            fill_queries(queries, r, at, 0, 1, 16 if first + r <= last else 0, thread & 7)
+
+        a, scores = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
+        sums = cuda.local.array(held_sums, F32)
+        top, total = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
+        free = task.cap == 0 and task.alibi == 0 and task.mask == 0
+        scale = numeric.float_of(np.uint32(task.scale)) * (LOG2E if free else np.float32(1))
+        row = int32(first + (thread >> 5) * strips * STRIP + (lane >> 2))  # the thread's first one
+        shrink = np.float32(1)
+        for attempt in range(2):
+            for i in range(held_sums):
+                sums[i] = np.float32(0)
+            for r in range(held_rows):
+                top[r], total[r] = numeric.MINUS_INF, np.float32(0)
+            number, begin = np.int64(0), low
+            if low < high:
+                number = number_of(task, table, b, min(low + lane, high - 1))
+                fill_keys(task, keys, number, b, head, low, high, thread)
+            while begin < high:
+                arrived()
+                cuda.syncthreads()
+                fill_values(task, values, number, anew(b), anew(head), begin, high, anew(thread))
+                number = number_of(task, table, anew(b), min(begin + tokens + lane, high - 1))
+                times_keys(queries, keys, thread >> 5, anew(lane), a, scores)
+                arrived()
+                cuda.syncthreads()
+                if begin + tokens < high:
+                    fill_keys(task, keys, number, anew(b), anew(head), begin + tokens, high, anew(thread))
+                for i in range(held_scores):
+                    scores[i] *= scale
+                if not free:
+                    weighs(
+                        task,
+                        seqstarts,
+                        kvstarts,
+                        slopes,
+                        anew(b),
+                        anew(head),
+                        anew(row),
+                        last,
+                        begin,
+                        anew(lane),
+                        scores,
+                    )
+                    for i in range(held_scores):
+                        scores[i] *= LOG2E
+                if begin < since or begin + tokens > until:
+                    hides(task, seqstarts, kvstarts, anew(b), anew(row), last, begin, anew(lane), scores)
+                softens(scores, sums, top, total, np.float32(attempt * SHRINK))
+                if attempt == 0:
+                    times_values(scores, values, anew(lane), a, sums)
+                else:
+                    times_carefully(scores, values, anew(lane), a, sums)
+                begin = int32(begin + tokens)
+
+            odd = np.float32(0)
+            for i in range(held_sums):
+                odd += sums[i] * np.float32(0)
+            arrived()
+            if not cuda.syncthreads_or(int32(odd != np.float32(0))):
+                break
+            shrink = np.float32(2.0**-SHRINK)
+
+        for r in range(held_rows):
+            whole = total[r] + exchange(EVERYONE, total[r], 1)
+            total[r] = (whole + exchange(EVERYONE, whole, 2)) / shrink
+        for r in range(held_rows):  # by turns, as a loop this long cannot name registers
+            here = row + (r >> 1) * STRIP + (r & 1) * 8
+            factor, top[0] = np.float32(0), top[0] * LN2
+            if here <= last and slot >= 0:
+                at = merge.place(task, slot, rows, here - first) + task.value_dim * 4
+                put_float(at, top[0])
+                put_float(at + 4, total[0])
+                put_float(at + 8, shrink)
+            elif here <= last:
+                factor = merge.ended(task, b, start, head, here, top[0], total[0], shrink)
+            for i in range(held_rows - 1):
+                top[i], total[i] = top[i + 1], total[i + 1]
+            total[held_rows - 1] = factor
+        for r in range(held_rows):
+            here = row + (r >> 1) * STRIP + (r & 1) * 8
+            for i in range(0, width, 2):
+                low_sum, high_sum = sums[r * width + i], sums[r * width + i + 1]
+                if slot < 0:
+                    word = packed(low_sum * total[r], high_sum * total[r])
+                    put(queries, here - first, i >> 1, lane & 3, word)
+                elif here <= last:
+                    at = merge.place(task, slot, rows, here - first) + (i * 4 + (lane & 3) * 2) * 4
+                    put_float(at, low_sum)
+                    put_float(at + 4, high_sum)
+        cuda.syncthreads()
+        if slot < 0:
+            for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
+                if first + r <= last:
+                    store_row(queries, r, merge.written_to(task, b, start, head, first + r), thread & 7)
+
+    return attend
+
+
+@functools.cache
+def compiled(form):
+    return device.kernel(attend(form), SIGNATURE)
+
+
+def suits(record, context, steps, most_rows):
+    """Whether tensor cores take a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
+    sizes, group = (context.dim, context.value_dim), context.group
+    whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
+    known = context.packed in ptx.SHORT and (
+        context.stored == context.packed or (context.cell and group % 8 == 0)
+    )
+    short = int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
+    return most_rows > plain.ROWS and whole and known and short and aligned(record, context)
+
+
+def aligned(record, context):
+    """Whether rows begin at multiples of what a thread loads."""
+    size = 16 if context.cell is None else tiles.code_bytes(context.stored)
+    cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
+              record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
+    packed = (record.query, record.query_sequence, record.query_token, record.query_head,
+              record.out, record.out_sequence, record.out_token, record.out_head)  # fmt: skip
+    return not any(number % size for number in cached) and not any(number % 16 for number in packed)
+
+
+def prepare(record, context, tables, most_rows, stream):
+    """Launches: of the kernel, and of the merge if contexts are split."""
+    form = form_of(context)
+    warps = min(WARPS, 1 << (-(-most_rows // (form.strips * STRIP)) - 1).bit_length())
+    rows = warps * form.strips * STRIP
+    work = tables.work(record, rows, PARTS)
+    line = (record.value_dim + merge.STATE) * 4
+    partials = tables.memory(int(work.slots[-1]) * rows * line, stream)
+    page_size = min(record.page_size, LONGEST)  # so that divisions are of 32 bits
+    record = record._replace(part_tokens=work.part_tokens, partials=partials, page_size=page_size)
+    arguments = record, *tables.of(("seqstarts", "kvstarts", "table", *work.names(record)), stream)
+    blocks = int(work.items[-1]), 1
+    launches = [functools.partial(device.launch, compiled(form), blocks, (WARP, warps), stream, arguments)]
+    if work.slots[-1]:
+        launches.append(merge.prepare(record, context.packed, tables, work, rows, stream))
+    return launches

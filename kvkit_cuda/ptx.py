@@ -1,0 +1,207 @@
+"""All inline PTX: products of 16-bit matrices by a warp, the copies that feed them, and a quick exponential.
+
+A warp holds matrices in fragments: words of two 16-bit elements, and float32 numbers. With g = lane // 4 and
+t = lane % 4 a thread has (PTX ISA, "Matrix Fragments for mma.m16n8k16")
+
+    a[0..3] of A [16, 16]: columns 2t, 2t+1 of row g, of row g+8; columns 2t+8, 2t+9 of row g, of row g+8
+    b[0..1] of B [16, 8]:  rows 2t, 2t+1 of column g; rows 2t+8, 2t+9
+    c[0..3] of C [16, 8]:  columns 2t, 2t+1 of row g; of row g+8
+
+Beside each instruction is its emulation, by which simulated threads do the same.
+"""
+
+import ctypes
+import functools
+import inspect
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvkit import numeric
+from kvkit.formats import BY_NAME
+from kvkit.jit import shared
+from kvkit_cuda import device, memory
+
+WORD, NUMBER, ADDRESS, OFFSET = types.uint32, types.float32, types.int64, types.int32
+LLVM = {WORD: ir.IntType(32), OFFSET: ir.IntType(32), ADDRESS: ir.IntType(64), NUMBER: ir.FloatType()}
+LETTER = {WORD: "r", OFFSET: "r", ADDRESS: "l", NUMBER: "f"}
+SHORT = {"float16": "f16", "bfloat16": "bf16"}
+NARROW = {"float16": numeric.float_to_half, "bfloat16": numeric.float_to_bfloat16}
+
+
+def instruction(text, results, arguments, ordered=False):
+    """A function of threads that is one PTX instruction, whose operands are results, then arguments.
+
+    `ordered`: it keeps its place among what reads and writes memory.
+    """
+    returned = types.void if not results else (results[0] if len(results) == 1 else types.Tuple(results))
+    parts = [LLVM[kind] for kind in results]
+    form = ir.VoidType() if not parts else (parts[0] if len(parts) == 1 else ir.LiteralStructType(parts))
+    constraints = ["=" + LETTER[kind] for kind in results] + [LETTER[kind] for kind in arguments]
+    constraints += ["~{memory}"] if ordered else []
+
+    def emit(typingctx, *given):
+        def codegen(context, builder, signature, values):
+            function = ir.FunctionType(form, [LLVM[kind] for kind in arguments])
+            code = ir.InlineAsm(function, text, ",".join(constraints), side_effect=ordered)
+            found = builder.call(code, values)
+            if len(parts) > 1:
+                found = [builder.extract_value(found, i) for i in range(len(parts))]
+                return context.make_tuple(builder, signature.return_type, found)
+            return found if parts else context.get_dummy_value()
+
+        return returned(*arguments), codegen
+
+    names = ["typingctx", *(f"operand{i}" for i in range(len(arguments)))]  # numba wants each by name
+    given = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    emit.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    return intrinsic(emit)
+
+
+def either(emulation, function):
+    """What threads call: the function on a device, its emulation in the simulator."""
+    return emulation if device.SIMULATED else device.inlined(function)
+
+
+# Matrices
+
+
+@functools.cache
+def matrices(transposed):
+    """(address, offset) -> 4 words: four matrices [8, 8] of 16-bit elements in shared memory.
+
+    Thread 8i + r says where row r of matrix i lies, at a multiple of 16 bytes. It gets columns 2t, 2t+1 of
+    row g of each matrix, or of its transpose.
+    """
+    kind = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    load = instruction(text, [WORD] * 4, [OFFSET], ordered=True)
+
+    def emulation(address, offset):
+        lane, rows = device.told(address + offset)
+        g, t = divmod(lane, 4)
+        if transposed:
+            return tuple(pair(rows[i + 2 * t] + 2 * g, rows[i + 2 * t + 1] + 2 * g) for i in range(0, 32, 8))
+        return tuple(pair(rows[i + g] + 4 * t, rows[i + g] + 4 * t + 2) for i in range(0, 32, 8))
+
+    def matrices(address, offset):
+        return load(np.int32(np.int32(address) + offset))
+
+    return either(emulation, matrices)
+
+
+def pair(low, high):
+    """A word of two elements, by their addresses."""
+    low, high = (ctypes.c_uint16.from_address(place).value for place in (low, high))
+    return np.uint32(low | high << 16)
+
+
+@functools.cache
+def product(element):
+    """(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3) -> fragments of A B + C, in float32."""
+    short = SHORT[element]
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    emit = instruction(text, [NUMBER] * 4, [WORD] * 6 + [NUMBER] * 4)
+    dtype = BY_NAME[element].dtype
+
+    def emulation(*fragments):
+        lane, told = device.told(fragments[:6])
+        g, t = divmod(lane, 4)
+        numbers = np.array(told, np.uint32).view(dtype).astype(np.float32).reshape(8, 4, 6, 2)  # [g, t, word]
+
+        def line(g, words):
+            return np.concatenate([numbers[g, :, word].ravel() for word in words])
+
+        rows = line(g, (0, 2)), line(g, (1, 3))
+        columns = line(2 * t, (4, 5)), line(2 * t + 1, (4, 5))
+        sums = [row @ column for row in rows for column in columns]
+        return tuple(np.float32(c + x) for c, x in zip(fragments[6:], sums, strict=True))
+
+    def product(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        return emit(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3)
+
+    return either(emulation, product)
+
+
+@functools.cache
+def packed(element):
+    """(low, high) -> the word of two float32 numbers, rounded."""
+    emit = instruction(f"cvt.rn.{SHORT[element]}x2.f32 $0, $2, $1;", [WORD], [NUMBER] * 2)
+    narrow = NARROW[element]
+
+    def emulation(low, high):
+        return np.uint32(int(narrow(low)) | int(narrow(high)) << 16)
+
+    def packed(low, high):
+        return emit(low, high)
+
+    return either(emulation, packed)
+
+
+# Copies
+
+_copy = instruction(
+    "cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [OFFSET, ADDRESS, OFFSET], ordered=True
+)
+_arrived = instruction("cp.async.wait_all;", [], [], ordered=True)
+_read, _write = memory.load(16, 16), memory.store(16, 16, memory.SHARED)
+
+
+@shared
+def _copy_simulated(target, source, size):
+    low, high = _read(source)
+    _write(target, low if size else np.uint64(0), high if size else np.uint64(0))
+
+
+def _copy_on_device(target, source, size):
+    _copy(np.int32(target), source, np.int32(size))
+
+
+def _arrived_on_device():
+    _arrived()
+
+
+# (target, source, size): begin to copy 16 bytes to shared memory; `size` is 16, or 0 for zeros instead.
+copy = either(_copy_simulated, _copy_on_device)
+# (): wait for all copies that the thread has begun.
+arrived = either(lambda: None, _arrived_on_device)
+
+_power = instruction("ex2.approx.ftz.f32 $0, $1;", [NUMBER], [NUMBER])
+
+
+def _power_simulated(x):
+    with np.errstate(all="ignore"):
+        return np.exp2(np.float32(x))
+
+
+def _power_on_device(x):
+    return _power(x)
+
+
+# (x) -> 2 to the power x, with a relative error below 2^-22; 0 where that is not a normal number.
+power = either(_power_simulated, _power_on_device)
+
+_larger = instruction("max.f32 $0, $1, $2;", [NUMBER], [NUMBER] * 2)
+
+
+def _larger_on_device(x, y):
+    return _larger(x, y)
+
+
+# (x, y) -> the larger one; the other one if one is NaN.
+larger = either(np.fmax, _larger_on_device)
+
+_anew = instruction("mov.b32 $0, $1;", [OFFSET], [OFFSET], ordered=True)
+
+
+def _anew_on_device(x):
+    return _anew(x)
+
+
+# (x) -> x, of which the compiler knows nothing: what is made of it in a loop holds no registers through it.
+anew = either(lambda x: x, _anew_on_device)
