@@ -10,9 +10,9 @@ KERNELS = (prefill, plain)  # the first one that suits a call takes it; the last
 def prepare(query, out, lse, context, tables, decoding, weights, stream):
     """Launches that compute attention into `out` and, unless None, `lse`; all arrays lie on the device.
 
-    A kernel is a module with `suits(record, context, steps, most_rows)` and `prepare(record, context, tables, most_rows,
-    stream)`, where `most_rows` is the number of query heads of new tokens that share a key head in some
-    sequence. After the first call of its form a call with these `tables` copies and allocates nothing.
+    A kernel is a module with `suits(record, context, steps, most_rows)` and `prepare(record, context, tables,
+    most_rows, stream)`, where `most_rows` is the number of query heads of new tokens that share a key head in
+    some sequence. After the first call of its form a call with these `tables` copies and allocates nothing.
     """
     steps = tables.steps
     record = task.task(query, out, lse, context, steps.page_size, decoding, weights)

@@ -7,6 +7,7 @@ memory is the host's, and its threads are Python's.
 import ctypes
 import functools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 from llvmlite import ir
@@ -56,14 +57,24 @@ def inlined(function):
     return function if SIMULATED else cuda.jit(function, device=True, inline="always", fastmath=False)
 
 
+def part(function):
+    """The same for a long one: it is compiled once, and LLVM copies what numba would copy more slowly."""
+    return function if SIMULATED else cuda.jit(function, device=True, forceinline=True, fastmath=False)
+
+
 def ptx(function, signature, capabilities):
     """The PTX of a kernel for each of some compute capabilities; needs no device."""
-    from numba.cuda import compiler
+    from numba.cuda import compiler, dispatcher
 
     options = {"fastmath": OPTIONS["fastmath"], "opt": OPTIONS["opt"], "abi": "numba", "abi_info": None}
-    code, _ = compiler._compile_pyfunc_with_fixup(
-        function, signature, cc=capabilities[0], device=False, **options
-    )
+    asked = dispatcher.get_current_device  # for the sake of the kernel's parts
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capabilities[0])
+    try:
+        code, _ = compiler._compile_pyfunc_with_fixup(
+            function, signature, cc=capabilities[0], device=False, **options
+        )
+    finally:
+        dispatcher.get_current_device = asked
     return [code.get_asm_str(cc=capability) for capability in capabilities]
 
 

@@ -62,7 +62,7 @@ def store(size, align, space=GLOBAL):
 
 @functools.cache
 def shared(size):
-    """() -> the address of `size` bytes that the threads of a block share, a multiple of 16; once a kernel."""
+    """() -> the address, a multiple of 16, of `size` bytes that the threads of a block share."""
 
     @intrinsic
     def place(typingctx):

@@ -15,7 +15,6 @@ from numba import cuda, types
 
 from kvkit import numeric
 from kvkit.cpu.online import visible
-from kvkit.index import page_of, row_of
 from kvkit_cuda import chunks, device, memory, merge, plain, ptx, tiles
 from kvkit_cuda.scores import capped, leaning, masked
 from kvkit_cuda.task import RECORD
@@ -32,7 +31,19 @@ LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 LOWEST = np.float32(numeric.LOWEST)
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
-int32, visible, put_float = device.int32, device.inlined(visible.py_func), chunks.write("float32")
+int32, quotient, visible, put_float = (
+    device.int32,
+    tiles.quotient,
+    device.inlined(visible.py_func),
+    chunks.write("float32"),
+)
+
+
+@device.inlined
+def number_of(task, table, b, position):
+    """The row of the cache that holds a position, as `index.row_of` has it."""
+    page = quotient(position, task.page_size)
+    return table[b, page] + (position - page * task.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,7 @@ class Form:
     value_dim: int
     strips: int  # of a warp
     tokens: int  # of a tile
+    weighs: bool  # whether scores are capped, biased or masked
 
     @property
     def query_bytes(self):
@@ -62,17 +74,17 @@ class Form:
         return self.query_bytes + self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
 
 
-def form_of(context):
+def form_of(record, context):
     """The form of the kernel for a call: as many rows and tokens as registers and shared memory hold."""
-    longest = max(context.dim, context.value_dim)
-    strips, tokens = 2 if longest <= 128 else 1, 32 if longest <= 192 else 16
+    longest, weighs = max(context.dim, context.value_dim), bool(record.cap or record.alibi or record.mask)
+    strips, tokens = 2 if longest <= (64 if weighs else 128) else 1, 32 if longest <= 192 else 16
     sizes = context.dim, context.value_dim, strips, tokens
-    return Form(context.packed, context.stored, context.cell, *sizes)
+    return Form(context.packed, context.stored, context.cell, *sizes, weighs)
 
 
 @functools.cache
 def multiply(element, strips, columns):
-    """(a, b0, b1, c, block): c = a b + c for every strip, in a block of 8 of the columns of c [row, column]."""
+    """(a, b0, b1, c, block): c = a b + c for every strip, in a block of 8 columns of c [row, column]."""
     product, width = ptx.product(element), columns // 4
 
     def multiply(a, b0, b1, c, block):
@@ -104,7 +116,7 @@ def multiply_keys(form):
                 add(a, b0, b1, scores, block)
                 add(a, b2, b3, scores, block + 1)
 
-    return device.inlined(multiply_keys)
+    return device.part(multiply_keys)
 
 
 def multiply_values(form):
@@ -123,7 +135,7 @@ def multiply_values(form):
                 add(a, b0, b1, sums, block)
                 add(a, b2, b3, sums, block + 1)
 
-    return device.inlined(multiply_values)
+    return device.part(multiply_values)
 
 
 def multiply_carefully(form):
@@ -150,7 +162,7 @@ def multiply_carefully(form):
                             sums[i + 1] += weight * high
             turn(weights, 1)
 
-    return device.inlined(multiply_carefully)
+    return device.part(multiply_carefully)
 
 
 def soften(form):
@@ -177,7 +189,7 @@ def soften(form):
             for i in range(row * width, (row + 1) * width):
                 sums[i] *= factor
 
-    return device.inlined(soften)
+    return device.part(soften)
 
 
 def rotate(form):
@@ -195,7 +207,7 @@ def rotate(form):
 
 
 def weigh(form):
-    """(task, .., scores): the scores of a thread capped, and what is added to them: ALiBi biases and masks."""
+    """(task, .., scores): the scores of a thread capped, and what is added to them: ALiBi and masks."""
     rows, columns, turn = 2 * form.strips, form.tokens // 4, rotate(form)
 
     def weigh(task, seqstarts, kvstarts, slopes, b, head, row, last, begin, lane, scores):
@@ -203,15 +215,20 @@ def weigh(form):
         seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
         for r in range(rows):
             here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
-            token = here // task.group
+            token = quotient(here, task.group)
             query = head * task.group + here - token * task.group
             low, high = visible(task, b, seqlen, kvlen, token)
-            position = kvlen - seqlen + token
-            mask = task.mask + b * task.mask_sequence + query * task.mask_head + token * task.mask_row
+            low, high, position = (
+                int32(low - begin),
+                int32(high - begin),
+                int32(kvlen - seqlen + token - begin),
+            )
+            mask = task.mask + b * task.mask_sequence + query * task.mask_head + begin * task.mask_column
+            mask += token * task.mask_row
             if task.mask_packed:
                 mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
             for i in range(columns):
-                key = begin + (i >> 1) * 8 + (lane & 3) * 2 + (i & 1)
+                key = int32((i >> 1) * 8 + (lane & 3) * 2 + (i & 1))
                 if low <= key < high:
                     score = capped(scores[i], cap)
                     if task.alibi:
@@ -221,24 +238,24 @@ def weigh(form):
                     scores[i] = score
             turn(scores, columns)
 
-    return device.inlined(weigh)
+    return device.part(weigh)
 
 
 def hide(form):
     """(task, .., scores): the scores of keys that rows do not see."""
     rows, columns = 2 * form.strips, form.tokens // 4
 
-    def hide(task, seqstarts, kvstarts, b, row, last, begin, lane, scores):
+    def hide(task, seqstarts, kvstarts, b, row, last, begin, end, lane, scores):
         seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
         for r in range(rows):
             here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
-            low, high = visible(task, b, seqlen, kvlen, here // task.group)
-            low, high = low - begin - (lane & 3) * 2, high - begin - (lane & 3) * 2
+            low, high = visible(task, b, seqlen, kvlen, quotient(here, task.group))
+            low, high = int32(low - begin - (lane & 3) * 2), int32(min(high, end) - begin - (lane & 3) * 2)
             for i in range(columns):
                 if (i >> 1) * 8 + (i & 1) < low or (i >> 1) * 8 + (i & 1) >= high:
                     scores[r * columns + i] = numeric.MINUS_INF
 
-    return device.inlined(hide)
+    return device.part(hide)
 
 
 def fill(form, side):
@@ -247,10 +264,9 @@ def fill(form, side):
     A lane's `number` is the row of the cache that holds its token of the tile.
     """
     dim, tokens, from_lane = (form.dim, form.value_dim)[side], form.tokens, device.from_lane
+    load = tiles.copy_row(dim)
     if form.cell:
         load = tiles.widen_row(dim, form.element, form.stored, form.cell)
-    else:
-        load = tiles.copy_row(dim)
 
     def fill(task, tile, number, b, head, begin, high, thread):
         if side == 0:
@@ -264,13 +280,7 @@ def fill(form, side):
             row, size = from_lane(number, r), 16 if begin + r < high else 0
             load(tile, r, at + row * step, cells + row * task.cell_row, task.cell_group, size, thread & 7)
 
-    return device.inlined(fill)
-
-
-@device.inlined
-def number_of(task, table, b, position):
-    """The row of the cache that holds a position."""
-    return row_of(table[b, page_of(position, task.page_size)], position, task.page_size)
+    return device.part(fill)
 
 
 def attend(form):
@@ -295,7 +305,11 @@ def attend(form):
         multiply_carefully(form),
     )
     weighs, hides, softens = weigh(form), hide(form), soften(form)
-    exchange, arrived, anew = device.exchange, ptx.arrived, ptx.anew
+    weighed, exchange, arrived, anew = form.weighs, device.exchange, ptx.arrived, ptx.anew
+
+    @device.inlined
+    def row_of_thread(first, thread):
+        return int32(first + (thread >> 5) * strips * STRIP + (thread >> 2 & 7))
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
         b = int32(sequence_of(items, cuda.blockIdx.x))
@@ -310,27 +324,27 @@ def attend(form):
         unit = count - 1 - (unit - head * count)  # rows that see most come first
         first, last = int32(unit * rows), int32(seqlen * task.group - 1)
         slot = int32(slots[b] + (head * count + unit) * parts + part if parts > 1 else -1)
-        low, until = visible(task, b, seqlen, kvlen, first // task.group)
-        since, high = visible(task, b, seqlen, kvlen, min(first + rows - 1, last) // task.group)
+        low, until = visible(task, b, seqlen, kvlen, quotient(first, task.group))
+        since, high = visible(task, b, seqlen, kvlen, quotient(min(first + rows - 1, last), task.group))
         if parts > 1:
             low = min(low + part * task.part_tokens, high)
             high = min(high, low + task.part_tokens)
+            until = min(until, high)
         low, high, since, until = int32(low), int32(high), int32(since), int32(until)
 
         queries = block()
         keys, values = queries + query_bytes, queries + query_bytes + key_bytes
         for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
             row = min(first + r, last)
-            at = task.query + b * task.query_sequence + (start + row // task.group) * task.query_token
-            at += (head * task.group + row % task.group) * task.query_head
+            token = quotient(row, task.group)
+            at = task.query + b * task.query_sequence + (start + token) * task.query_token
+            at += (head * task.group + row - token * task.group) * task.query_head
             fill_queries(queries, r, at, 0, 1, 16 if first + r <= last else 0, thread & 7)
 
         a, scores = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         sums = cuda.local.array(held_sums, F32)
         top, total = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
-        free = task.cap == 0 and task.alibi == 0 and task.mask == 0
-        scale = numeric.float_of(np.uint32(task.scale)) * (LOG2E if free else np.float32(1))
-        row = int32(first + (thread >> 5) * strips * STRIP + (lane >> 2))  # the thread's first one
+        scale = numeric.float_of(np.uint32(task.scale)) * (np.float32(1) if weighed else LOG2E)
         shrink = np.float32(1)
         for attempt in range(2):
             for i in range(held_sums):
@@ -353,7 +367,8 @@ def attend(form):
                     fill_keys(task, keys, number, anew(b), anew(head), begin + tokens, high, anew(thread))
                 for i in range(held_scores):
                     scores[i] *= scale
-                if not free:
+                row = row_of_thread(first, anew(thread))
+                if weighed:
                     weighs(
                         task,
                         seqstarts,
@@ -361,7 +376,7 @@ def attend(form):
                         slopes,
                         anew(b),
                         anew(head),
-                        anew(row),
+                        row,
                         last,
                         begin,
                         anew(lane),
@@ -370,7 +385,7 @@ def attend(form):
                     for i in range(held_scores):
                         scores[i] *= LOG2E
                 if begin < since or begin + tokens > until:
-                    hides(task, seqstarts, kvstarts, anew(b), anew(row), last, begin, anew(lane), scores)
+                    hides(task, seqstarts, kvstarts, anew(b), row, last, begin, high, anew(lane), scores)
                 softens(scores, sums, top, total, np.float32(attempt * SHRINK))
                 if attempt == 0:
                     times_values(scores, values, anew(lane), a, sums)
@@ -386,9 +401,10 @@ def attend(form):
                 break
             shrink = np.float32(2.0**-SHRINK)
 
+        start, row = seqstarts[anew(b)], row_of_thread(first, thread)
         for r in range(held_rows):
             whole = total[r] + exchange(EVERYONE, total[r], 1)
-            total[r] = (whole + exchange(EVERYONE, whole, 2)) / shrink
+            total[r] = (whole + exchange(EVERYONE, whole, 2)) * (np.float32(1) / shrink)
         for r in range(held_rows):  # by turns, as a loop this long cannot name registers
             here = row + (r >> 1) * STRIP + (r & 1) * 8
             factor, top[0] = np.float32(0), top[0] * LN2
@@ -450,7 +466,7 @@ def aligned(record, context):
 
 def prepare(record, context, tables, most_rows, stream):
     """Launches: of the kernel, and of the merge if contexts are split."""
-    form = form_of(context)
+    form = form_of(record, context)
     warps = min(WARPS, 1 << (-(-most_rows // (form.strips * STRIP)) - 1).bit_length())
     rows = warps * form.strips * STRIP
     work = tables.work(record, rows, PARTS)

@@ -34,17 +34,8 @@ class Tables:
 
     def work(self, task, rows, most=PARTS):
         """How a call of attention is shared out in tiles of so many rows; its tables wait with the others."""
-        key = (
-            rows,
-            most,
-            task.heads,
-            task.group,
-            task.decoding,
-            task.causal,
-            task.alibi,
-            task.left,
-            task.right,
-        )
+        reach = task.decoding, task.causal, task.alibi, task.left, task.right
+        key = rows, most, task.heads, task.group, *reach
         if key not in self.works:
             self.works[key] = work = shared_out(task, self.steps, rows, most, key)
             self.waiting |= {("items", key): work.items, ("slots", key): work.slots}

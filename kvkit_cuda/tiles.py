@@ -16,8 +16,15 @@ from kvkit_cuda import chunks, device, memory, ptx
 CHUNK, CODES = 8, 16  # elements of a chunk; codes that a thread widens at once, two chunks
 BANKS = 64  # elements in all banks
 
+int32 = device.int32
 _read, _write = memory.load(16, 16, space=memory.SHARED), memory.store(16, 16)
 _write_word = memory.store(4, 4, memory.SHARED)
+
+
+@device.inlined
+def quotient(x, y):
+    """Of numbers below 2^31: a division of 64 bits takes the registers of a tile."""
+    return int32(np.uint32(x) // np.uint32(y))
 
 
 def row_bytes(dim):
@@ -28,7 +35,7 @@ def row_bytes(dim):
 @functools.cache
 def place(dim):
     """(row, chunk) -> its offset in a tile of rows of `dim` elements."""
-    int32, size, turn = device.int32, row_bytes(dim), CHUNK - 1 if dim % BANKS == 0 else 0
+    size, turn = row_bytes(dim), CHUNK - 1 if dim % BANKS == 0 else 0
 
     def place(row, chunk):
         return int32(row * size + (chunk ^ (row & turn)) * 16)
@@ -60,8 +67,8 @@ def widen_row(dim, element, stored, cell):
 
     def widen_row(tile, row, address, cells, cell_group, size, thread):
         for piece in range(thread, dim // CODES, 8):
-            first = cells + piece * CODES // cell_group * cell_bytes
-            second = cells + (piece * CODES + CHUNK) // cell_group * cell_bytes
+            first = cells + quotient(piece * CODES, cell_group) * cell_bytes
+            second = cells + quotient(piece * CODES + CHUNK, cell_group) * cell_bytes
             targets = tile + at(row, 2 * piece), tile + at(row, 2 * piece + 1)
             widen(address + piece * piece_bytes, first, second, size, targets[0], targets[1])
 
