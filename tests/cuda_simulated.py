@@ -113,7 +113,8 @@ class Tensor(Array):
         return Tensor(np.empty(shape, dtype))
 
 
-int8, float16, float32, bfloat16 = np.int8, np.float16, np.float32, ml_dtypes.bfloat16
+int8, int64, float16, float32 = np.int8, np.int64, np.float16, np.float32
+bfloat16 = ml_dtypes.bfloat16
 
 
 class Capsule:
