@@ -60,8 +60,8 @@ def test_attention_of_every_format_in_the_simulator():
 
 
 @pytest.mark.slow
-def test_attention_errors_in_the_simulator():
-    assert simulated("-p", "cuda_twin", "test_attention_errors.py", "test_merge.py") > 900
+def test_attention_suites_of_the_cpu_twin_in_the_simulator():
+    assert simulated("-p", "cuda_twin", "test_attention_errors.py", "test_attention_vectors.py") > 1100
 
 
 def test_errors_in_the_simulator():
