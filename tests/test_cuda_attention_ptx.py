@@ -68,7 +68,9 @@ def test_every_other_kernel(made, tmp_path):
     check_form(made, tmp_path)
 
 
-@pytest.mark.parametrize("packed", FLOATS)
+@pytest.mark.parametrize(
+    "packed", ["float16", *(pytest.param(name, marks=pytest.mark.slow) for name in FLOATS[::2])]
+)
 def test_merge(packed, tmp_path):
     _, registers = check(merge.merge(packed, 4), merge.SIGNATURE, tmp_path)
     assert registers <= 64
