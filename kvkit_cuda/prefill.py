@@ -24,7 +24,6 @@ WARPS, STRIP = 4, 16  # of a block; rows that a warp multiplies at once
 LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
 PARTS = 512  # into which a call is split, of at least `tables.LEAST_PART` tokens: two for each multiprocessor
 EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
-SHARED_MEMORY = 48 * 1024
 SHRINK = 40  # binary digits by which careful weights are smaller: their sums stay finite
 F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
@@ -74,12 +73,17 @@ class Form:
         return self.query_bytes + self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
 
 
-def form_of(record, context):
-    """The form of the kernel for a call: as many rows and tokens as registers and shared memory hold."""
-    longest, weighs = max(context.dim, context.value_dim), bool(record.cap or record.alibi or record.mask)
+def form(element, stored, cell, dim, value_dim, weighs):
+    """The form of a kernel: as many rows and tokens as registers and shared memory hold."""
+    longest = max(dim, value_dim)
     strips, tokens = 2 if longest <= (64 if weighs else 128) else 1, 32 if longest <= 192 else 16
-    sizes = context.dim, context.value_dim, strips, tokens
-    return Form(context.packed, context.stored, context.cell, *sizes, weighs)
+    return Form(element, stored, cell, dim, value_dim, strips, tokens, bool(weighs))
+
+
+def form_of(record, context):
+    """The form of the kernel for a call."""
+    formats, weighs = (context.packed, context.stored, context.cell), record.cap or record.alibi or record.mask
+    return form(*formats, context.dim, context.value_dim, weighs)
 
 
 @functools.cache

@@ -1,0 +1,284 @@
+"""kvkit_cuda beside copies and torch on one GPU: python benchmarks/gpu.py --json benchmarks/results/gpu.json
+
+All in turn in one process, timed by CUDA events. A copy reads and writes as many bytes together as an
+operator must; matmul is torch's product of as many operations. torch is the quickest of its kinds of
+scaled_dot_product_attention; gather + torch copies the rows of the cache first, and widens codes.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+
+import kvkit_cuda
+from kvkit_cli import bench, show
+from kvkit_cli.bench_cases import Case, Work
+from kvkit_cuda import device
+
+B, HEADS, KV_HEADS, DIM, PAST, PAGE = 64, 32, 8, 128, 8191, 128
+PREFILL, APPEND, GROUP = 4096, 512, 8
+SIZES = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
+WHERE = "cuda"
+
+
+def sequences(past, new, paged):
+    """A plan, and the rows of the cache by position, [B, tokens]; pages lie in random order."""
+    length = past + new
+    pages = -(-length // PAGE)
+    starts = np.arange(B * pages).reshape(B, pages) * PAGE
+    if paged:
+        starts = np.random.default_rng(0).permutation(starts.reshape(-1)).reshape(starts.shape)
+    position = np.arange(length)
+    rows = starts[:, position // PAGE] + position % PAGE
+    plan = kvkit_cuda.dynamic_batching.plan(
+        np.arange(B + 1) * new, np.arange(B + 1) * length,
+        starts if paged else starts[:, 0], np.full(B, past), B if new == 1 else 0,
+        cache_mode=int(paged), page_size=PAGE,
+    )  # fmt: skip
+    return plan, rows, B * pages * PAGE
+
+
+def cache_of(kind, rows):
+    """(cache [L, 2, H, MaxT, Dh], scale, attributes)."""
+    import torch
+
+    shape, attributes = (1, 2, KV_HEADS, rows, DIM), {"cache_layout": 3}
+    if kind != "int8":
+        return torch.randn(shape, device=WHERE, dtype=getattr(torch, kind)), None, attributes
+    codes = torch.randint(-127, 128, shape, device=WHERE, dtype=torch.int8)
+    scale = torch.full((*shape[:-1], DIM // GROUP), 0.02, device=WHERE, dtype=torch.float16)
+    return codes, scale, attributes | {"quant_bit": 8, "quant_group": GROUP}
+
+
+def new_tokens(kind, tokens):
+    import torch
+
+    dtype = getattr(torch, "float16" if kind == "int8" else kind)
+    shapes = (tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM)
+    return [torch.randn(shape, device=WHERE, dtype=dtype) for shape in shapes]
+
+
+def gathered(cache, scale, rows):
+    """Keys and values [B, H, tokens, Dh] of the rows of a cache, by torch."""
+    import torch
+
+    flat = torch.as_tensor(rows.reshape(-1), device=WHERE)
+    found = cache[0].index_select(2, flat)
+    if scale is not None:
+        found = found.half().view(*found.shape[:-1], -1, GROUP) * scale[0].index_select(2, flat)[..., None]
+    return found.reshape(2, KV_HEADS, *rows.shape, DIM).transpose(1, 2)
+
+
+def bytes_of(cache, scale, tokens):
+    """What the keys and values of so many tokens take."""
+    arrays = [array for array in (cache, scale) if array is not None]
+    return sum(array.nbytes // array.shape[3] * tokens for array in arrays)
+
+
+def copy(moved):
+    """A function of the round that reads and writes so many bytes together."""
+    import torch
+
+    source, target = (torch.empty(moved // 2, device=WHERE, dtype=torch.uint8) for _ in range(2))
+    return lambda i: target.copy_(source)
+
+
+def quickest(query, key, value, causal):
+    """(name, function of key and value) of the quickest of torch's kinds of attention for these arrays."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attention(backend, folded):
+        def run(key, value):
+            asked = query.reshape(*key.shape[:2], -1, DIM) if folded else query
+            with sdpa_kernel(backend):
+                found = torch.nn.functional.scaled_dot_product_attention(
+                    asked, key, value, is_causal=causal, enable_gqa=not folded
+                )
+            return found.reshape(query.shape)
+
+        return run
+
+    found = []
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        for folded in (False, True) if query.shape[2] == 1 else (False,):
+            run = attention(getattr(SDPBackend, name), folded)
+            try:
+                seconds = statistics.median(timed(lambda i, run=run: run(key, value), i) for i in range(4))
+            except RuntimeError:  # there is no such kind for these arrays, or no memory for it
+                continue
+            found.append((seconds, name.lower() + " folded" * folded, run))
+    _, name, run = min(found, key=lambda each: each[0])
+    return name, run
+
+
+def timed(function, i):
+    """Seconds on the device."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    function(i)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def agree(kind, got, expected):
+    """Nothing wrong is measured."""
+    worst = (got.float() - expected.float()).abs().max().item()
+    if not worst < TOLERANCE["float16" if kind == "int8" else kind]:
+        raise click.ClickException(f"{kind}: results are {worst:.3g} apart")
+
+
+def decode(kind, paged):
+    def prepare():
+        plan, rows, count = sequences(PAST, 1, paged)
+        cache, scale, attributes = cache_of(kind, count)
+        query, key, value = new_tokens(kind, B)
+        out = query.clone()
+
+        def run(i, plan=plan, cache=cache, scale=scale):
+            plan.multi_head_cache_attention(
+                query, key, value, cache, scale, **SIZES, **attributes, out=out, stream=stream()
+            )
+
+        run(0)
+        asked, (keys, values) = query[:, :, None], gathered(cache, scale, rows)
+        keys, values = keys.contiguous(), values.contiguous()
+        name, torch_run = quickest(asked, keys, values, False)
+        agree(kind, out[:, :, None], torch_run(keys, values))
+        moved = bytes_of(cache, scale, B * (PAST + 1))
+        beside = {
+            "copy": copy(moved),
+            "torch": lambda i: torch_run(keys, values),
+            "gather + torch": lambda i: torch_run(*gathered(cache, scale, rows)),
+        }
+        if paged:
+            straight, _, count = sequences(PAST, 1, False)
+            other, other_scale, _ = cache_of(kind, count)
+            beside["contiguous"] = lambda i: run(i, straight, other, other_scale)
+        return Work(run, moved, beside=beside, forms={"torch": name})
+
+    return prepare
+
+
+def transfer(kind, past, new):
+    """Append new tokens of every sequence and gather all its context, into outputs that are given."""
+
+    def prepare():
+        plan, rows, count = sequences(past, new, True)
+        cache, scale, attributes = cache_of(kind, count)
+        _, key, value = new_tokens(kind, B * new)
+        out = tuple(key.new_empty((rows.size, KV_HEADS, DIM)) for _ in range(2))
+
+        def run(i):
+            plan.key_value_cache(key, value, cache, scale, **attributes, out=out, stream=stream())
+
+        run(0)
+        expected = gathered(cache, scale, rows).transpose(2, 3).reshape(2, -1, KV_HEADS, DIM)
+        for got, array in zip(out, expected, strict=True):
+            agree(kind, got, array)
+        moved = 2 * key.nbytes + bytes_of(cache, scale, B * new) + bytes_of(cache, scale, rows.size)
+        return Work(run, moved + 2 * out[0].nbytes, beside={"copy": copy(moved + 2 * out[0].nbytes)})
+
+    return prepare
+
+
+def prefill(kind):
+    def prepare():
+        import torch
+
+        query, key, value = (array[None] for array in new_tokens(kind, PREFILL))
+        out = query.clone()
+
+        def run(i):
+            kvkit_cuda.multi_head_attention(query, key, value, **SIZES, out=out, stream=stream())
+
+        run(0)
+        heads_first = [array.transpose(1, 2).contiguous() for array in (query, key, value)]
+        name, torch_run = quickest(*heads_first, True)
+        agree(kind, out.transpose(1, 2), torch_run(*heads_first[1:]))
+        operations = 2 * DIM * HEADS * PREFILL * (PREFILL + 1)  # two products over half of the scores
+        left = torch.randn(PREFILL, PREFILL, device=WHERE, dtype=query.dtype)
+        right = torch.randn(PREFILL, operations // (2 * left.numel()), device=WHERE, dtype=query.dtype)
+        beside = {"matmul": lambda i: left @ right, "torch": lambda i: torch_run(*heads_first[1:])}
+        return Work(run, operations=operations, beside=beside, forms={"torch": name})
+
+    return prepare
+
+
+def stream():
+    import torch
+
+    return torch.cuda.current_stream()
+
+
+CASES = [
+    *(Case(f"decode {kind}", decode(kind, False), {"copy": 0.6 if kind == "int8" else 0.75})
+      for kind in ("float16", "bfloat16", "int8")),
+    *(Case(f"decode {kind}, pages of {PAGE}", decode(kind, True), {"contiguous": 0.95})
+      for kind in ("float16", "bfloat16", "int8")),
+    *(Case(f"append 1, gather 8,192, {kind}", transfer(kind, PAST, 1), {"copy": 0.8})
+      for kind in ("float16", "int8")),
+    *(Case(f"append and gather {APPEND}, {kind}", transfer(kind, 0, APPEND), {"copy": 0.8})
+      for kind in ("float16", "int8")),
+    *(Case(f"prefill {PREFILL:,}, {kind}", prefill(kind), {"matmul": 0.35})
+      for kind in ("float16", "bfloat16")),
+]  # fmt: skip
+
+
+def measure(case, rounds):
+    """Median seconds of a case and of what is beside it, in turn, after two warm-ups of each."""
+    work = case.prepare()
+    turns = {"": work.run} | work.beside
+    times = {name: [] for name in turns}
+    for i in range(rounds + 2):
+        for name, function in turns.items():
+            times[name].append(timed(function, i))
+    medians = {name: statistics.median(each[2:]) for name, each in times.items()}
+    result = {"case": case.name, "seconds": medians.pop("")}
+    result |= {"bytes": work.moved} if work.moved else {"operations": work.operations}
+    return result | {"beside": medians, "forms": work.forms, "goals": case.goals}
+
+
+@click.command()
+@click.option(
+    "--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures there."
+)
+@click.option("--only", default="", metavar="TEXT", help="Only cases whose names contain TEXT.")
+@click.option("--rounds", default=21, show_default=True, help="Runs of each case; medians are shown.")
+def main(path, only, rounds):
+    """Measure kvkit_cuda beside copies and torch on the current GPU."""
+    try:
+        import torch
+
+        device.require()
+    except (ImportError, kvkit_cuda.DeviceError) as error:
+        raise click.ClickException(str(error)) from None
+    if device.SIMULATED or not torch.cuda.is_available():
+        raise click.ClickException("expected a GPU that torch can use, got none")
+    gpu = torch.cuda.get_device_properties(0)
+    versions = {"cuda": torch.version.cuda, "torch": torch.__version__}
+    machine = bench.machine() | {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count} | versions
+    table = show.table(
+        f"{gpu.name}; medians of {rounds}", "case", "µs", "GB/s", "Gop/s", "as fast as", "goals missed"
+    )
+    results = []
+    for case in CASES:
+        if only in case.name:
+            results.append(measure(case, rounds))
+            table.add_row(*bench.row(results[-1]))
+            torch.cuda.empty_cache()
+    show.console(width=None if sys.stdout.isatty() else 130).print(table)
+    if path:
+        report = {"kvkit": kvkit_cuda.__version__, "machine": machine, "rounds": rounds, "results": results}
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
