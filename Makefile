@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-model test-transformers test-all lint bench clean
+.PHONY: demo test test-model test-transformers test-all test-gpu lint bench bench-gpu clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -43,6 +43,11 @@ test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest --cov --cov-report=term
 
+# On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
+test-gpu: $(VENV)/kvkit.test
+	@$(BIN)/python -c "from kvkit_cuda import device; device.require()"
+	$(SANITIZER) $(BIN)/python -m pytest -m gpu tests/cuda_prefill.py tests/cuda_on_device.py
+
 lint: $(VENV)/kvkit.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,6 +57,9 @@ lint: $(VENV)/kvkit.lint
 bench: $(VENV)/kvkit.bench
 	$(BIN)/kvkit bench --json benchmarks/results
 	$(BIN)/python benchmarks/table.py
+
+bench-gpu: $(VENV)/kvkit.bench $(VENV)/kvkit.cuda
+	$(BIN)/python benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out
