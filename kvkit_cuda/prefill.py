@@ -1,9 +1,9 @@
 """Attention of many rows through tensor cores: 16-bit queries over a cache of their type or of codes.
 
 A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
-rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while the
-keys are multiplied the values are copied to shared memory, and the next keys while the values are. Scores and
-sums stay in registers: a thread has 2 rows of each strip of 16, and 2 of each 8 columns (see `ptx`).
+rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while keys are
+multiplied the tile's values are copied to shared memory, and the next keys while the values are. Queries wait
+in shared memory, scores and sums stay in registers (see `fragments`).
 """
 
 import functools
@@ -14,28 +14,20 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit import numeric
-from kvkit.cpu.online import visible
-from kvkit_cuda import chunks, device, memory, merge, plain, ptx, tiles
-from kvkit_cuda.scores import capped, leaning, masked
+from kvkit_cuda import chunks, device, forms, fragments, memory, merge, ptx, tiles
+from kvkit_cuda.fragments import EVERYONE, STRIP, visible
 from kvkit_cuda.task import RECORD
 from kvkit_cuda.transfer import INDEX1, INDEX2, WARP, sequence_of
 
-WARPS, STRIP = 4, 16  # of a block; rows that a warp multiplies at once
+WARPS = 4  # of a block
 LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
 PARTS = 512  # into which a call is split, of at least `tables.LEAST_PART` tokens: two for each multiprocessor
-EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
 SHRINK = 40  # binary digits by which careful weights are smaller: their sums stay finite
 F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
-LOWEST = np.float32(numeric.LOWEST)
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
-int32, quotient, visible, put_float = (
-    device.int32,
-    tiles.quotient,
-    device.inlined(visible.py_func),
-    chunks.write("float32"),
-)
+int32, quotient, put_float = device.int32, tiles.quotient, chunks.write("float32")
 
 
 @device.inlined
@@ -86,182 +78,6 @@ def form_of(record, context):
     return form(*formats, context.dim, context.value_dim, weighs)
 
 
-@functools.cache
-def multiply(element, strips, columns):
-    """(a, b0, b1, c, block): c = a b + c for every strip, in a block of 8 columns of c [row, column]."""
-    product, width = ptx.product(element), columns // 4
-
-    def multiply(a, b0, b1, c, block):
-        for strip in range(strips):
-            i, j = 4 * strip, 2 * strip * width + 2 * block
-            k = j + width
-            c[j], c[j + 1], c[k], c[k + 1] = product(
-                a[i], a[i + 1], a[i + 2], a[i + 3], b0, b1, c[j], c[j + 1], c[k], c[k + 1]
-            )
-
-    return device.inlined(multiply)
-
-
-def multiply_keys(form):
-    """(queries, keys, warp, lane, a, scores): scores of a tile of tokens."""
-    steps, tokens, strips = form.dim // 16, form.tokens, form.strips
-    at, load, add = tiles.place(form.dim), ptx.matrices(False), multiply(form.element, strips, tokens)
-
-    def multiply_keys(queries, keys, warp, lane, a, scores):
-        for i in range(strips * tokens // 2):
-            scores[i] = np.float32(0)
-        for step in range(steps):
-            for strip in range(strips):
-                row, i = (warp * strips + strip) * STRIP + (lane & 15), 4 * strip
-                a[i], a[i + 1], a[i + 2], a[i + 3] = load(queries, at(row, 2 * step + (lane >> 4)))
-            for block in range(0, tokens // 8, 2):
-                row = 8 * block + (lane >> 4) * 8 + (lane & 7)
-                b0, b1, b2, b3 = load(keys, at(row, 2 * step + (lane >> 3 & 1)))
-                add(a, b0, b1, scores, block)
-                add(a, b2, b3, scores, block + 1)
-
-    return device.part(multiply_keys)
-
-
-def multiply_values(form):
-    """(weights, values, lane, a, sums): weights, rounded to the type of the data, times the tile's values."""
-    tokens, dim, strips = form.tokens, form.value_dim, form.strips
-    at, load, add = tiles.place(dim), ptx.matrices(True), multiply(form.element, strips, dim)
-    packed, width = ptx.packed(form.element), tokens // 4
-
-    def multiply_values(weights, values, lane, a, sums):
-        for step in range(tokens // 16):
-            for i in range(4 * strips):
-                j = (i // 4 * 2 + i % 2) * width + 4 * step + i % 4 // 2 * 2
-                a[i] = packed(weights[j], weights[j + 1])
-            for block in range(0, dim // 8, 2):
-                b0, b1, b2, b3 = load(values, at(16 * step + (lane & 15), block + (lane >> 4)))
-                add(a, b0, b1, sums, block)
-                add(a, b2, b3, sums, block + 1)
-
-    return device.part(multiply_values)
-
-
-def multiply_carefully(form):
-    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity."""
-    rows, columns, blocks = 2 * form.strips, form.tokens // 4, form.value_dim // 8
-    at, exchange, two, turn = (
-        tiles.place(form.value_dim),
-        device.exchange,
-        tiles.two(form.element),
-        rotate(form),
-    )
-
-    def multiply_carefully(weights, values, lane, a, sums):
-        for column in range(columns):
-            for other in range(4):
-                token = column // 2 * 8 + ((lane ^ other) & 3) * 2 + column % 2
-                for row in range(rows):
-                    weight = exchange(EVERYONE, weights[row * columns], other)
-                    if weight != np.float32(0):
-                        for block in range(blocks):
-                            low, high = two(values + at(token, block) + (lane & 3) * 4)
-                            i = (row * blocks + block) * 2
-                            sums[i] += weight * low
-                            sums[i + 1] += weight * high
-            turn(weights, 1)
-
-    return device.part(multiply_carefully)
-
-
-def soften(form):
-    """(scores, sums, top, total, shift): scores, times log2(e), to weights; sums shrink as a top grows."""
-    rows, columns, width = 2 * form.strips, form.tokens // 4, form.value_dim // 4
-    exchange, power, larger = device.exchange, ptx.power, ptx.larger
-
-    def soften(scores, sums, top, total, shift):
-        for row in range(rows):
-            peak = top[row]
-            for i in range(row * columns, (row + 1) * columns):
-                peak = larger(peak, scores[i])
-            peak = larger(peak, exchange(EVERYONE, peak, 1))
-            peak = larger(peak, exchange(EVERYONE, peak, 2))
-            base = larger(peak, LOWEST)
-            factor = power(top[row] - base)
-            top[row] = peak
-            base += shift
-            added = np.float32(0)
-            for i in range(row * columns, (row + 1) * columns):
-                scores[i] = power(scores[i] - base)
-                added += scores[i]
-            total[row] = total[row] * factor + added
-            for i in range(row * width, (row + 1) * width):
-                sums[i] *= factor
-
-    return device.part(soften)
-
-
-def rotate(form):
-    """(registers, step): the scores of a thread so many places on, so that a loop need not count places."""
-    held = form.strips * form.tokens // 2
-
-    def rotate(scores, step):
-        for _ in range(step):
-            first = scores[0]
-            for i in range(held - 1):
-                scores[i] = scores[i + 1]
-            scores[held - 1] = first
-
-    return device.inlined(rotate)
-
-
-def weigh(form):
-    """(task, .., scores): the scores of a thread capped, and what is added to them: ALiBi and masks."""
-    rows, columns, turn = 2 * form.strips, form.tokens // 4, rotate(form)
-
-    def weigh(task, seqstarts, kvstarts, slopes, b, head, row, last, begin, lane, scores):
-        cap = numeric.float_of(np.uint32(task.cap))
-        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
-        for r in range(rows):
-            here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
-            token = quotient(here, task.group)
-            query = head * task.group + here - token * task.group
-            low, high = visible(task, b, seqlen, kvlen, token)
-            low, high, position = (
-                int32(low - begin),
-                int32(high - begin),
-                int32(kvlen - seqlen + token - begin),
-            )
-            mask = task.mask + b * task.mask_sequence + query * task.mask_head + begin * task.mask_column
-            mask += token * task.mask_row
-            if task.mask_packed:
-                mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
-            for i in range(columns):
-                key = int32((i >> 1) * 8 + (lane & 3) * 2 + (i & 1))
-                if low <= key < high:
-                    score = capped(scores[i], cap)
-                    if task.alibi:
-                        score = leaning(score, slopes[query], key - position)
-                    if task.mask:
-                        score = masked(score, task.mask_kind, mask + key * task.mask_column)
-                    scores[i] = score
-            turn(scores, columns)
-
-    return device.part(weigh)
-
-
-def hide(form):
-    """(task, .., scores): the scores of keys that rows do not see."""
-    rows, columns = 2 * form.strips, form.tokens // 4
-
-    def hide(task, seqstarts, kvstarts, b, row, last, begin, end, lane, scores):
-        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
-        for r in range(rows):
-            here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
-            low, high = visible(task, b, seqlen, kvlen, quotient(here, task.group))
-            low, high = int32(low - begin - (lane & 3) * 2), int32(min(high, end) - begin - (lane & 3) * 2)
-            for i in range(columns):
-                if (i >> 1) * 8 + (i & 1) < low or (i >> 1) * 8 + (i & 1) >= high:
-                    scores[r * columns + i] = numeric.MINUS_INF
-
-    return device.part(hide)
-
-
 def fill(form, side):
     """(task, tile, number, b, head, begin, high, thread): begin to load a tile of keys (0) or values (1).
 
@@ -303,12 +119,9 @@ def attend(form):
         tiles.put(form.value_dim),
         ptx.packed(form.element),
     )
-    times_keys, times_values, times_carefully = (
-        multiply_keys(form),
-        multiply_values(form),
-        multiply_carefully(form),
-    )
-    weighs, hides, softens = weigh(form), hide(form), soften(form)
+    times_keys, times_values = fragments.multiply_keys(form), fragments.multiply_values(form)
+    times_carefully, softens = fragments.multiply_carefully(form), fragments.soften(form)
+    weighs, hides = fragments.weigh(form), fragments.hide(form)
     weighed, exchange, arrived, anew = form.weighs, device.exchange, ptx.arrived, ptx.anew
 
     @device.inlined
@@ -455,7 +268,7 @@ def suits(record, context, steps, most_rows):
         context.stored == context.packed or (context.cell and group % 8 == 0)
     )
     short = int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
-    return most_rows > plain.ROWS and whole and known and short and aligned(record, context)
+    return most_rows > forms.ROWS and whole and known and short and aligned(record, context)
 
 
 def aligned(record, context):
