@@ -32,8 +32,9 @@ class Tables:
             self.waiting = {}
         return [self.there[name] for name in names]
 
-    def work(self, task, rows, most=PARTS):
+    def work(self, task, rows, most=0):
         """How a call of attention is shared out in tiles of so many rows; its tables wait with the others."""
+        most = most or PARTS
         reach = task.decoding, task.causal, task.alibi, task.left, task.right
         key = rows, most, task.heads, task.group, *reach
         if key not in self.works:
