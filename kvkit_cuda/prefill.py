@@ -74,8 +74,8 @@ def form(element, stored, cell, dim, value_dim, weighs):
 
 def form_of(record, context):
     """The form of the kernel for a call."""
-    formats, weighs = (context.packed, context.stored, context.cell), record.cap or record.alibi or record.mask
-    return form(*formats, context.dim, context.value_dim, weighs)
+    formats = context.packed, context.stored, context.cell
+    return form(*formats, context.dim, context.value_dim, record.cap or record.alibi or record.mask)
 
 
 def fill(form, side):
