@@ -11,7 +11,6 @@ import numpy as np
 
 from kvkit.errors import DeviceError
 from kvkit.jit import cache_folder
-from kvkit.operators import OPERATORS
 from kvkit.version import __version__
 from kvkit_cli import show
 
@@ -64,10 +63,11 @@ def cache():
 
 
 def cuda():
-    """What the GPU package says about itself."""
+    """Whether the GPU package finds a device, and which."""
+    from kvkit_cuda import device
+
     try:
-        for op in OPERATORS.values():
-            op.function("kvkit_cuda")
+        device.require()
     except DeviceError as error:
         return f"not available: {error}"
-    return "available"
+    return f"works on {device.name()}"

@@ -3,11 +3,9 @@
 Importing it touches neither Numba nor a driver; the first call does.
 """
 
-import kvkit
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.missing import missing
 from kvkit_cuda.states import merge_attention_states
 from kvkit_cuda.static import key_value_cache, multi_head_attention, multi_head_cache_attention
 from kvkit_cuda.static_positions import alibi_mask, alibi_slope, rotary_position_embedding
@@ -26,5 +24,3 @@ __all__ = [
     "multi_head_cache_attention",
     "rotary_position_embedding",
 ]
-
-__getattr__ = missing(kvkit, __name__)

@@ -34,6 +34,11 @@ def require():
         raise DeviceError(f"kvkit_cuda: expected {NEED}, got no CUDA device that Numba can use")
 
 
+def name():
+    """What the device calls itself."""
+    return str(cuda.get_current_device().name)
+
+
 # Functions
 
 

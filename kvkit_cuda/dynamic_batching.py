@@ -2,13 +2,12 @@
 
 import functools
 
-import kvkit.dynamic_batching
 from kvkit.dynamic_batching import attention as twin
 from kvkit_cuda.dynamic_positions import alibi_mask, position_index, rotary_position_embedding
-from kvkit_cuda.missing import missing
-from kvkit_cuda.plan import checked_plan, plan
+from kvkit_cuda.plan import Plan, checked_plan, plan
 
 __all__ = [
+    "Plan",
     "alibi_mask",
     "key_value_cache",
     "multi_head_attention",
@@ -17,8 +16,6 @@ __all__ = [
     "position_index",
     "rotary_position_embedding",
 ]
-
-__getattr__ = missing(kvkit.dynamic_batching, __name__)
 
 
 def key_value_cache(

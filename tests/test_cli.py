@@ -16,8 +16,9 @@ import scenes
 
 import kvkit
 from kvkit.operators import OPERATORS, REQUIRED
-from kvkit_cli import arguments, npz
+from kvkit_cli import arguments, info, npz
 from kvkit_cli.main import VERBS, main
+from kvkit_cuda import device
 
 NAMES = {"static": "key_value_cache", "dynamic": "dynamic_batching.key_value_cache"}
 LAZY = ("numba", "numpy", "rich", "kvkit", "ml_dtypes", "llvmlite")
@@ -223,7 +224,15 @@ def test_info(run):
         "backend cuda",
     ):
         assert fact in out
-    assert "not available" in out
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_info_about_a_gpu(found, monkeypatch):
+    monkeypatch.setattr(device.cuda, "is_available", lambda: found)
+    monkeypatch.setattr(device, "name", lambda: "a GPU")
+    text = info.facts()["backend cuda"]
+    expected = "works on a GPU" if found else "not available: kvkit_cuda: expected an NVIDIA GPU"
+    assert text.startswith(expected)
 
 
 def test_info_without_a_compile_cache():
