@@ -38,7 +38,8 @@ def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
     packed_bytes, stored_bytes = BY_NAME[packed].bytes(1), BY_NAME[stored].bytes(span)
     cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
     held, threads = rows * pieces * span, lanes * teams
-    ahead = max(1, min(4, 16 // rows, 2 * ELEMENTS // held))  # tokens of a team at once
+    most = ELEMENTS if cell else 2 * ELEMENTS  # codes take registers too
+    ahead = max(1, min(4, 16 // rows, most // held, 32 // span))  # tokens of a team at once
     several = rows * ahead
     multiply, soften, add = scores.multiply(rows, span), scores.soften(rows, ahead), scores.add(rows, span)
     shrink_sums, add_others = scores.shrink(rows, span), device.add_others(several)
