@@ -21,7 +21,7 @@ from kvkit_cuda.transfer import INDEX1, INDEX2, WARP, sequence_of
 
 WARPS = 4  # of a block
 LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
-PARTS = 512  # into which a call is split, of at least `tables.LEAST_PART` tokens: two for each multiprocessor
+PARTS = 512  # into which a call is split, if they are no shorter than `tables.LEAST_PART`
 SHRINK = 40  # binary digits by which careful weights are smaller: their sums stay finite
 F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
@@ -74,8 +74,8 @@ def form(element, stored, cell, dim, value_dim, weighs):
 
 def form_of(record, context):
     """The form of the kernel for a call."""
-    formats = context.packed, context.stored, context.cell
-    return form(*formats, context.dim, context.value_dim, record.cap or record.alibi or record.mask)
+    weighs, sizes = record.cap or record.alibi or record.mask, (context.dim, context.value_dim)
+    return form(context.packed, context.stored, context.cell, *sizes, weighs)
 
 
 def fill(form, side):
