@@ -67,8 +67,8 @@ class Form:
 
 def form(element, stored, cell, dim, value_dim, weighs):
     """The form of a kernel: as many rows and tokens as registers and shared memory hold."""
-    longest = max(dim, value_dim)
-    strips, tokens = 2 if longest <= (64 if weighs else 128) else 1, 32 if longest <= 192 else 16
+    longest, most = max(dim, value_dim), 64 if weighs else (96 if cell else 128)
+    strips, tokens = 2 if longest <= most else 1, 32 if longest <= 192 else 16
     return Form(element, stored, cell, dim, value_dim, strips, tokens, bool(weighs))
 
 
