@@ -1,6 +1,8 @@
 """One hypothesis profile: the same examples in every run, and no deadline, for the first call compiles."""
 
 import importlib.util
+import os
+import sys
 
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +18,7 @@ settings.load_profile("kvkit")
 
 # Their imports need the extra `transformers`, which `make test-transformers` installs.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_transformers*.py"]
+
+# The CUDA simulator's threads wait for each other at every barrier.
+if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+    sys.setswitchinterval(1e-4)

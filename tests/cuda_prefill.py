@@ -3,7 +3,6 @@
 `test_cuda_prefill.py` runs it in the CUDA simulator, `make test-gpu` on a device.
 """
 
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,8 +20,6 @@ from kvkit_cuda import device, memory, prefill, ptx, tables, tiles
 from kvkit_cuda.task import Task
 
 attention_scenes.kvkit = kvkit_cuda
-if device.SIMULATED:
-    sys.setswitchinterval(1e-3)  # its threads wait for each other, and for whoever waits for all of them
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 slow = pytest.mark.slow
