@@ -30,8 +30,11 @@ demo: $(VENV)/kvkit
 	then set -x; $(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64; \
 	else echo "No language model is installed for examples/smollm2.py: make test-model does that (93 MB)."; fi
 
+# A process for each core; threads of a process that wait leave theirs to the others.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: $(VENV)/kvkit.test
-	$(BIN)/python -m pytest -m "not slow and not model and not transformers"
+	$(PYTEST) -m "not slow and not model and not transformers"
 
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
@@ -41,7 +44,7 @@ test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest -m transformers
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(PYTEST) --cov --cov-report=term
 
 # On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
 test-gpu: $(VENV)/kvkit.test
