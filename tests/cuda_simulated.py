@@ -425,5 +425,5 @@ OPERATORS = [
 )
 def test_docstring_example(operator):
     test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, operator.__name__, None, 0)
-    assert len(test.examples) > 3
+    assert len(test.examples) > 1
     assert doctest.DocTestRunner().run(test).failed == 0
