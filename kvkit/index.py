@@ -27,6 +27,18 @@ def rest_of_page(position, page_size):
 
 
 @shared
+def filled(tokens, page, page_size):
+    """How many rows of a page hold one of a sequence's first `tokens` tokens."""
+    return min(page_size, max(tokens - page * page_size, 0))
+
+
+@shared
+def inside(first, count, rows):
+    """Whether `count` rows from `first` on are among `rows`; no sum here can overflow."""
+    return 0 <= first <= rows - count
+
+
+@shared
 def share(total, part, parts):
     """Where share `part` of `total` equal items begins; share `parts` begins at the end."""
     return total // parts * part + min(part, total % parts)

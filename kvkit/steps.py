@@ -20,7 +20,7 @@ class Steps:
     kvstarts: np.ndarray
     start_pos: np.ndarray
     zeros: np.ndarray
-    table: np.ndarray
+    table: np.ndarray  # or something else of its shape that numpy can read
     page_size: int
     tokens: int
     context: int
@@ -30,6 +30,11 @@ class Steps:
 
 def index(name, value, ndim):
     """A copy of an index tensor as int64: kernels trust what was checked, whoever changes the original."""
+    return of_form(name, value, ndim).astype(np.int64, order="C")
+
+
+def of_form(name, value, ndim):
+    """An index tensor of the right type and number of axes, whose elements nobody has read."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -40,7 +45,7 @@ def index(name, value, ndim):
         raise wrong(name, "integers of dtype int64 or int32", array.dtype)
     if array.ndim != ndim:
         raise wrong(name, f"{ndim} {AXES[ndim]}", f"shape {array.shape}")
-    return array.astype(np.int64, order="C")
+    return array
 
 
 def static(batch, seqlen, start_pos, cache):
@@ -77,10 +82,31 @@ def dynamic(
 
     `tokens` is (name, length) of an array of packed tokens, or None if there is none yet.
     """
+    step = unchecked(
+        tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size
+    )
+    return checked(step)
+
+
+def unchecked(
+    tokens,
+    seqstarts,
+    kvstarts,
+    cachestarts,
+    start_pos,
+    max_seqlen,
+    max_kvlen,
+    cache_mode,
+    page_size,
+    take=index,
+):
+    """A step of the right types, shapes and totals. `take` makes its table: `index`, or `of_form`, which
+    reads nothing.
+    """
     seqstarts, kvstarts = index("seqstarts", seqstarts, 1), index("kvstarts", kvstarts, 1)
     start_pos = index("start_pos", start_pos, 1)
     mode = choice("cache_mode", cache_mode, (0, 1))
-    table = index("cachestarts", cachestarts, mode + 1)
+    table = take("cachestarts", cachestarts, mode + 1)
     if mode == 0:
         table, page_size = table.reshape(-1, 1), ENDLESS
     else:
@@ -98,10 +124,14 @@ def dynamic(
     if tokens:
         ends_with("seqstarts", seqstarts[-1], tokens)
     limits = hint("max_seqlen", max_seqlen), hint("max_kvlen", max_kvlen)
-    step = Steps(
+    return Steps(
         seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size,
         int(seqstarts[-1]), int(kvstarts[-1]), 0, limits,
     )  # fmt: skip
+
+
+def checked(step):
+    """The step with the rows that it needs, if it breaks no rule."""
     return replace(step, rows=scanned(step, INT64_MAX))
 
 
@@ -152,13 +182,23 @@ def fits(step, tokens, cache):
 
 def scanned(step, rows):
     """How many rows of a cache with `rows` a step needs, or the error for the first rule it breaks."""
+    table = np.asarray(step.table)
     found = cpu.scan.compiled()(
-        step.seqstarts, step.kvstarts, step.table, step.start_pos, step.page_size, rows, *step.limits
+        step.seqstarts, step.kvstarts, table, step.start_pos, step.page_size, rows, *step.limits
     )
     if found[0]:
-        raise broken_rule(
-            found, step.seqstarts, step.start_pos, step.table, step.page_size, rows, step.limits
-        )
+        raise broken_rule(found, step.seqstarts, step.start_pos, table, step.page_size, rows, step.limits)
+    return found[1]
+
+
+def stored_runs(step):
+    """How many runs of rows a step stores, or the error for what its lengths break; its table is not read."""
+    columns, page_size = step.table.shape[1], step.page_size
+    found = cpu.scan.compiled_lengths()(
+        step.seqstarts, step.kvstarts, step.start_pos, columns, page_size, *step.limits
+    )
+    if found[0]:
+        raise broken_rule(found, step.seqstarts, step.start_pos, step.table, page_size, 0, step.limits)
     return found[1]
 
 
