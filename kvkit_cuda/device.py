@@ -231,8 +231,7 @@ def upload(array, stream):
 def tables(arrays, stream):
     """Copies of int64 arrays on the device, by one transfer, which is over for every stream."""
     there = upload(np.concatenate([array.reshape(-1) for array in arrays]), stream).view(np.int64)
-    if not SIMULATED:
-        stream.synchronize()
+    finish(stream)
     copies, begin = [], 0
     for array in arrays:
         copies.append(there[begin : begin + array.size].reshape(array.shape))
@@ -250,6 +249,12 @@ def read(place, size, stream):
     cuda.from_cuda_array_interface(there, sync=False).copy_to_host(host, stream=stream)
     stream.synchronize()
     return host
+
+
+def finish(stream):
+    """Wait until a stream has done what it was given."""
+    if not SIMULATED:
+        stream.synchronize()
 
 
 def wait_for(producer):

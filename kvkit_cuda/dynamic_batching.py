@@ -49,8 +49,8 @@ def key_value_cache(
         As the twin has them, each an array of the current device (with the CUDA array interface or DLPack;
         used where it is) or of numpy (copied to the device, and back if it changes).
     seqstarts, kvstarts, cachestarts, start_pos
-        As the twin has them. They are best on the host, where they are checked: the call waits for those that
-        are on the device.
+        As the twin has them. They are best on the host: the call waits for those that are on the device,
+        where a page table is checked and stays.
     max_seqlen, max_kvlen : int or None
         At least the longest sequence of new tokens, and context. They change no result.
     num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_mode, cache_layout, page_size : int
@@ -252,8 +252,8 @@ def multi_head_cache_attention(
         As the twin has them, each an array of the current device (with the CUDA array interface or DLPack;
         used where it is) or of numpy (copied to the device, and back if it changes).
     seqstarts, kvstarts, cachestarts, start_pos, decoding_batches
-        As the twin has them. They are best on the host, where they are checked: the call waits for those that
-        are on the device.
+        As the twin has them. They are best on the host: the call waits for those that are on the device,
+        where a page table is checked and stays.
     max_seqlen, max_kvlen, num_heads, head_dim, is_causal, is_alibi, num_kv_heads, num_layer, layer_idx
         As the twin has them.
     quant_bit, quant_group, cache_mode, cache_layout, page_size, softmax_scale, window, softcap, return_lse

@@ -2,7 +2,7 @@
 
 import functools
 
-from kvkit import check, layout, steps
+from kvkit import attention, check, layout, steps
 from kvkit.dynamic_batching.plan import checked_cache_attention
 
 
@@ -17,6 +17,7 @@ def plan(
     max_kvlen=None,
     cache_mode=0,
     page_size=128,
+    check=True,
     stream=None,
 ):
     """`kvkit.dynamic_batching.plan` for the device: index tensors are checked, and copied there, once.
@@ -26,11 +27,16 @@ def plan(
 
     Parameters
     ----------
-    seqstarts, kvstarts, cachestarts, start_pos
-        As the twin has them. They are best on the host, where they are checked: the call waits for those that
-        are on the device.
+    seqstarts, kvstarts, start_pos
+        As the twin has them. They are best on the host, which needs them: those that are on the device are
+        read, and the call waits for them.
+    cachestarts
+        As the twin has it. A page table that is on the device is checked there, and stays there.
     decoding_batches, max_seqlen, max_kvlen, cache_mode, page_size
         As the twin has them.
+    check : bool
+        False for index tensors that a plan, for the same caches, has checked once. Then of their entries only
+        the totals are looked at; wrong ones make kernels read and write any memory.
     stream : optional
         The stream that those on the device are made on.
 
@@ -69,6 +75,7 @@ def plan(
         cache_mode,
         page_size,
         stream,
+        check,
     )
 
 
@@ -84,33 +91,39 @@ def checked_plan(
     cache_mode,
     page_size,
     stream,
+    wanted=True,
 ):
-    """A plan for (name, array) of packed tokens, or for any."""
+    """A plan for (name, array) of packed tokens, or for any; checked if so `wanted`."""
     from kvkit_cuda import arrays, device
     from kvkit_cuda.tables import Tables
 
     device.require()
-    stream = device.stream(stream)
-    indices = {
-        "seqstarts": seqstarts,
-        "kvstarts": kvstarts,
-        "cachestarts": cachestarts,
-        "start_pos": start_pos,
-    }
+    stream, wanted = device.stream(stream), attention.flag("check", wanted)
+    vectors = {"seqstarts": seqstarts, "kvstarts": kvstarts, "start_pos": start_pos}
+    table = arrays.operand("cachestarts", cachestarts, stream)
+    stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0
     tokens = None
     if array is not None:
         name, given = array
         tokens = check.packed_tokens(name, arrays.operand(name, given, stream).seen)
-    step = steps.dynamic(
+    step = steps.unchecked(
         tokens,
-        **{name: arrays.host(name, index, stream) for name, index in indices.items()},
+        **{name: arrays.host(name, index, stream) for name, index in vectors.items()},
+        cachestarts=table.seen if stays else table.read(stream),
         max_seqlen=max_seqlen,
         max_kvlen=max_kvlen,
         cache_mode=cache_mode,
         page_size=page_size,
+        take=steps.of_form if stays else steps.index,
     )
+    if stays:
+        from kvkit_cuda import scan
+
+        tables = scan.taken(step, wanted, stream)
+    else:
+        tables = Tables(steps.checked(step) if wanted else step)
     decoding = arrays.host("decoding_batches", decoding_batches, stream)
-    return Plan(Tables(step), check.integer("decoding_batches", decoding, 0, len(step.start_pos)))
+    return Plan(tables, check.integer("decoding_batches", decoding, 0, len(step.start_pos)))
 
 
 class Plan:

@@ -17,10 +17,11 @@ PARTS, LEAST_PART = 2048, 256  # a call's work is split into so many parts, of a
 class Tables:
     """The tables of a step, by name, and scratch: copied to the device once, together, and kept there."""
 
-    def __init__(self, steps):
+    def __init__(self, steps, **there: object):
         self.steps = steps
-        self.waiting: dict[object, np.ndarray] = {name: getattr(steps, name) for name in STEP}
-        self.there: dict[object, object] = {}
+        names = [name for name in STEP if name not in there]
+        self.waiting: dict[object, np.ndarray] = {name: getattr(steps, name) for name in names}
+        self.there: dict[object, object] = {name: there[name] for name in there}
         self.works: dict[object, Work] = {}
         self.scratch: dict[int, Any] = {}
 

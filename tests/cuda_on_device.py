@@ -80,6 +80,24 @@ def test_results_stay_on_the_device(rng):
     assert_all_same(got, expected)
 
 
+def test_page_tables_on_the_device(rng):
+    """They are checked there: a right one gives the oracle's results, a wrong one the twin's error."""
+    lengths = [(int(past), int(seqlen)) for past, seqlen in rng.integers(1, 90, (40, 2))]
+    scene = scenes.dynamic(rng, ALL_FORMATS[0], 0, 1, lengths=lengths, page_size=4)
+    table = scene["cachestarts"]
+    for b, seen in ((7, 0), (39, 11)):  # what the first sequence stores is read, or stored, by another
+        broken = table.copy()
+        broken[b, 0] = table[seen, scene["start_pos"][seen] // 4]
+        with pytest.raises(kvkit.KvkitError) as expected:
+            CPU["dynamic"](*scene.but(cachestarts=broken).copy().inputs.values(), **scene.attrs)
+        with pytest.raises(kvkit.KvkitError) as error:
+            scene.but(cachestarts=cuda.to_device(broken)).run()
+        assert str(error.value) == str(expected.value)
+    expected = scene.oracle()
+    key, value = scene.but(cachestarts=cuda.to_device(table)).run()
+    assert_all_same((key, value, scene["cache"], scene["scale"]), expected)
+
+
 # Attention
 
 

@@ -76,10 +76,12 @@ def test_the_suite_of_the_cpu_twin_in_the_simulator():
 @pytest.mark.parametrize("twins", TWINS, ids=lambda twins: f"{twins[0].__module__}.{twins[0].__name__}")
 def test_the_twins_take_and_explain_the_same(twins):
     cpu, cuda = (dict(inspect.signature(function).parameters) for function in twins)
-    stream = cuda.pop("stream")
-    assert (stream.kind, stream.default) == (inspect.Parameter.KEYWORD_ONLY, None)
+    own = {"stream": None} | ({"check": True} if twins[0] is kvkit.dynamic_batching.plan else {})
+    for name, default in own.items():
+        parameter = cuda.pop(name)
+        assert (parameter.kind, parameter.default) == (inspect.Parameter.KEYWORD_ONLY, default)
     assert list(cpu.values()) == list(cuda.values())
-    for name in (*cuda, "stream"):
+    for name in (*cuda, *own):
         assert re.search(rf"\b{name}\b", inspect.getdoc(twins[1]))
 
 
