@@ -215,14 +215,14 @@ def test_the_next_layer_is_prefetched(tmp_path, monkeypatch):
         mapped.background().submit(int).result()
         store = cache.layers[following]._store
         length = cache.get_seq_length(following)
-        assert {call[0] for call in asked} == {store.file}
+        assert {call[0] for call in asked} == {store.file.descriptor}
         assert len(asked) == 2 * 2 * 3
         assert sum(call[2] for call in asked) == 2 * 3 * length * (4 + 6) * 4
     asked.clear()
     cache.prefetch(2)
     cache.prefetch(1)
     mapped.background().submit(int).result()
-    assert {call[0] for call in asked} == {cache.layers[2]._store.file}
+    assert {call[0] for call in asked} == {cache.layers[2]._store.file.descriptor}
     cache.close()
 
 
@@ -233,5 +233,5 @@ def test_flush(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
     cache.flush()
-    assert {cache.layers[0]._store.sidecar, cache.layers[1]._store.sidecar} <= set(synced)
+    assert {cache.layers[0]._store.file.sidecar, cache.layers[1]._store.file.sidecar} <= set(synced)
     cache.close()

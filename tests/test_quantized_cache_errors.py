@@ -128,11 +128,3 @@ def test_a_cache_of_quantized_and_sliding_layers():
     assert len(legacy) == 3
     assert np.array_equal(legacy[2][0], growing.layers[2].keys)
     assert isinstance(growing, Cache)
-
-
-def test_offloading_is_refused(tmp_path):
-    """Before anything is written, also where layers are still to come."""
-    for cache in (QuantizedCache(1), QuantizedCache(), Cache([SlidingWindowLayer(4), QuantizedLayer()])):
-        with pytest.raises(KvkitError, match="expected a layer that can be offloaded, got a Quantized"):
-            cache.offload(tmp_path / "folder")
-        assert not (tmp_path / "folder").exists()

@@ -191,11 +191,6 @@ class Cache:
         """
         if self._folder is not None:
             raise wrong("directory", "a cache in memory", f"one that is in {self._folder.path}")
-        growing = (self._make_layer(),) if self._make_layer else ()
-        for layer in (*self.layers, *growing):
-            if not layer.in_files:
-                kind = f"a {type(layer).__name__}, which can only be saved"
-                raise wrong(layer.name, "a layer that can be offloaded", kind)
         folder = offload.Folder(directory, only_non_sliding, keep)
         folder.adopt(self.layers)
         self._folder = folder

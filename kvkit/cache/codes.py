@@ -48,7 +48,9 @@ class Side:
             element, spec.bits, spec.scheme == "sym", spec.param_dtype, group, self.block
         )
         kernels().encode(self.format), kernels().widen(self.format)  # compiled before anything changes
-        self.length = self.coded = self.seen = self.blocks = self.changes = 0
+        self.length = self.coded = self.seen = self.blocks = 0
+        self.before = 0  # codes when the latest update began: the tail still holds the others' originals
+        self.changes = [0]  # shared by all sides that follow from one another
         self.sinks = np.empty((batch, heads, sink, dim), dtype)
         self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # the position of its first token
         self.codes = np.empty((batch, heads, 0, dim * spec.bits // 8), np.uint8)
@@ -80,18 +82,37 @@ class Side:
 
         Codes get their room at once.
         """
-        after = self.length + tokens
-        self.grow(self.new_blocks(after))
-        live, new = self.length - self.end, max(0, after - max(self.length, self.sink))
-        first, need, capacity = self.end - self.start if live else 0, live + new, self.tail.shape[2]
-        spare = self.residual + self.block + SPARE
-        if capacity <= 4 * (need + spare):
-            if first + need <= capacity:
-                return self.tail, first
-            if need <= capacity:
-                return self.tail, 0
+        self.grow(self.new_blocks(self.length + tokens))
+        live, _, new_tail = self.tail_counts(tokens)
+        first = self.tail_at(tokens)
+        if first is not None and self.tail.shape[2] <= 4 * (new_tail - live):
+            return self.tail, first
         batch, heads, _, dim = self.sinks.shape
-        return np.empty((batch, heads, need + live + spare, dim), self.dtype), 0
+        return np.empty((batch, heads, new_tail, dim), self.dtype), 0
+
+    def tail_counts(self, tokens):
+        """Tokens in the tail, those in it when more have come, and the room of a new one for them."""
+        live = self.length - self.end
+        need = live + max(0, self.length + tokens - max(self.length, self.sink))
+        return live, need, need + live + self.residual + self.block + SPARE
+
+    def tail_at(self, tokens):
+        """Where the live tokens of the tail are to begin when more come; None if there is no room.
+
+        They move only to where none of them lies: in a file they may still be what counts.
+        """
+        live, need, _ = self.tail_counts(tokens)
+        first = self.end - self.start if live else 0
+        if first + need <= self.tail.shape[2]:
+            return first
+        return 0 if need <= first else None
+
+    def fits(self, tokens):
+        """Whether there is room for more."""
+        blocks = self.new_blocks(self.length + tokens)
+        codes, cells = self.coded + blocks * self.block, self.blocks + blocks
+        rooms = self.codes.shape[2], self.cells.shape[2]
+        return self.tail_at(tokens) is not None and codes <= rooms[0] and cells <= rooms[1]
 
     def new_blocks(self, length):
         """Blocks of tokens that leave the window where a context grows, or shrinks, to a length."""
@@ -121,8 +142,8 @@ class Side:
         self.sinks[:, :, old : old + sinks] = states[:, :, :sinks]
         tail[:, :, first + live : first + live + new - sinks] = states[:, :, sinks:]
         self.tail, self.length = tail, old + new
-        self.start, self.seen = self.end - first, self.coded
-        self.changes += 1
+        self.start, self.seen, self.before = self.end - first, self.coded, self.coded
+        self.changes[0] += 1
 
     def evict(self):
         """Encode what has left the window; the latest view does not see it."""
@@ -147,14 +168,19 @@ class Side:
         """Keep so many tokens; a block that is cut keeps its scales."""
         self.coded = min(self.coded, max(0, length - self.sink))
         self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
-        self.length, self.seen = length, self.coded
-        self.changes += 1
+        self.length, self.seen, self.before = length, self.coded, self.coded
+        self.changes[0] += 1
+
+    def take_back(self, length):
+        """Keep so many tokens, and uncode what the latest update coded."""
+        self.coded = self.before
+        self.crop(length)
 
     def read_back(self):
         """Let the next view see what is stored."""
         if self.seen != self.coded:
             self.seen = self.coded
-            self.changes += 1
+            self.changes[0] += 1
 
     def taken(self, index):
         """The same for other rows of the batch."""
@@ -167,7 +193,7 @@ class Side:
             self.cells[:, :, : self.blocks][index],
         )
         side.block_of = self.block_of[: self.coded].copy()
-        side.seen = self.coded
+        side.seen = side.before = self.coded
         return side
 
     # Files
@@ -209,7 +235,7 @@ class Side:
         self.codes, self.cells, self.tail = codes.copy(), cells.copy(), tail.copy()
         self.block_of = np.repeat(np.arange(blocks), counts)
         self.length, self.coded, self.blocks = length, coded, blocks
-        self.seen, self.start = coded, self.end
+        self.seen, self.before, self.start = coded, coded, self.end
 
     # Reading
 

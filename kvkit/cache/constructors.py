@@ -114,6 +114,8 @@ class QuantizedCache(Cache):
         "full_attention" or "sliding_attention" for each layer; sliding layers, being small, are not coded.
     sliding_window : int, optional
         W of the sliding layers; without ``layer_types`` all are such.
+    offload : path, optional
+        As `offload` called at once.
 
     Examples
     --------
@@ -135,10 +137,12 @@ class QuantizedCache(Cache):
         sink=4,
         layer_types=None,
         sliding_window=None,
+        *,
+        offload=None,
     ):
         full = functools.partial(QuantizedLayer, key, value, residual_length, sink)
         sliding = functools.partial(SlidingWindowLayer, sliding_window)
         kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # wrong arguments are said at once
         self._make_layer = kind if num_layers is None else None
-        super().__init__(make() for make in layers)
+        super().__init__((make() for make in layers), offload=offload)

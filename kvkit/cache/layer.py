@@ -6,6 +6,7 @@ import numpy as np
 
 from kvkit import steps
 from kvkit.cache.attention import attend
+from kvkit.cache.mapped import MappedStore
 from kvkit.cache.store import Store, geometry
 from kvkit.check import integer, wrong
 
@@ -20,11 +21,12 @@ class Layer:
     _store: Any
     window: int | None = None  # how many tokens a query sees, itself included
     record_past = False
-    in_files = True  # whether it can be offloaded
+    _in_memory: Any = Store
+    _in_files: Any = MappedStore
 
     def __init__(self):
         self.name = type(self).__name__
-        self._new_store = Store
+        self._new_store = self._in_memory
         self._empty()
 
     def _empty(self):
@@ -256,6 +258,11 @@ class Layer:
         self._length, self._begin = length, min(self._begin, length)
         if self._store is not None:
             self._commit()
+
+    def _take_back(self, length):
+        """Be as before the latest update, when there were so many tokens."""
+        self._oldest = min(self._oldest, self._begin)
+        self.crop(length - self._length)
 
     def reorder(self, indices):
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""

@@ -1,7 +1,8 @@
 """A layer in a memory-mapped file, with a JSON sidecar that says which one and what it holds.
 
-The file holds keys, then values, each [B, Hkv, capacity, D]. The sidecar says of which kind the layer is, and
-its state: the numbers that say which rows hold which tokens. Rows are written first, then the state, in one
+The file holds the layer's arrays, keys and values or the parts of codes, in the order in which the sidecar
+has them, each from a multiple of `PAGE` bytes on. The sidecar also says of which kind the layer is, and its
+state: the numbers that say which rows hold which tokens. Rows are written first, then the state, in one
 write; a larger store is a new file, which counts when its sidecar has replaced the old one. So a process may
 end at any moment.
 """
@@ -10,6 +11,7 @@ import concurrent.futures
 import contextlib
 import functools
 import json
+import math
 import mmap
 import os
 import sys
@@ -17,50 +19,44 @@ import weakref
 
 import numpy as np
 
-from kvkit.cache import kinds
-from kvkit.cache.store import Store
+from kvkit.cache.store import Geometry, Store
+from kvkit.formats import BY_NAME
 
 VERSION = 1
-PAGE = 4096  # where values begin in a file; no file is smaller
+PAGE = 4096  # every array begins at a multiple of it; no file is smaller
 STATE = "length", "oldest", "begin", "origin", "record_past"
 NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
 
 
-class MappedStore(Store):
-    """Keys and values in a mapped file. Rows that count are never written again."""
+class File:
+    """A mapped file of arrays of the given shapes and dtypes, zeros until they are written."""
 
-    in_place = False
-
-    def __init__(self, geometry, capacity, home, path, new=True):
-        self.home, self.path, self.sidecar, self.loading = home, path, -1, False
-        self.file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0))
-        weakref.finalize(self, os.close, self.file)
-        batch, heads, key_dim, value_dim, fmt = geometry
-        key_bytes, value_bytes = (batch * heads * capacity * fmt.bytes(dim) for dim in (key_dim, value_dim))
-        self.values_at = -(-key_bytes // PAGE) * PAGE
-        self.size = max(self.values_at + value_bytes, PAGE)
+    def __init__(self, home, forms, new=True):
+        self.home, self.path, self.sidecar, self.loading = home, home.path(), -1, False
+        self.descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0))
+        weakref.finalize(self, os.close, self.descriptor)
+        self.starts, end = [], 0
+        for shape, dtype in forms:
+            self.starts.append(-(-end // PAGE) * PAGE)
+            end = self.starts[-1] + math.prod(shape) * dtype.itemsize
+        size = max(end, PAGE)
         try:
             if new:
-                allocate(self.file, self.size)
-            self.memory = mmap.mmap(self.file, self.size)
+                allocate(self.descriptor, size)
+            memory = self.memory = mmap.mmap(self.descriptor, size)
         except BaseException:
             if new:
-                path.unlink()
+                self.path.unlink()
             raise
-        super().__init__(geometry, capacity)
+        places = zip(forms, self.starts, strict=True)
+        self.arrays = [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in places]
 
-    def _arrays(self):
-        batch, heads, key_dim, value_dim, fmt = self.geometry
-        shape = batch, heads, self.capacity
-        keys = np.ndarray((*shape, key_dim), fmt.dtype, self.memory)
-        return keys, np.ndarray((*shape, value_dim), fmt.dtype, self.memory, self.values_at)
-
-    def commit(self, layer):
-        numbers = layer._length, layer._oldest, layer._begin, layer._origin, layer.record_past
-        text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in zip(STATE, numbers, strict=True))
+    def commit(self, about, numbers):
+        """Let the file count, which `about` describes, and these numbers be its state."""
+        text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in numbers.items())
         text = f"{{{text}}}}}\n"
         if self.sidecar < 0:
-            self.home.accept(self, text)
+            self.home.accept(self, about(), text)
         else:
             os.lseek(self.sidecar, self.state_at, os.SEEK_SET)
             os.write(self.sidecar, text.encode())
@@ -80,19 +76,64 @@ class MappedStore(Store):
         self.memory.flush()
         os.fsync(self.sidecar)
 
-    def prefetch(self, rows):
-        """Let the system read the first rows into memory, in the background."""
+    def prefetch(self, counts):
+        """Let the system read the first rows of each array into memory, so many, in the background."""
         if not self.loading and hasattr(os, "posix_fadvise"):
             self.loading = True
-            background().submit(self.load, rows)
+            background().submit(self.load, counts)
 
-    def load(self, rows):
+    def load(self, counts):
         with contextlib.suppress(OSError):
-            for array, start in ((self.keys, 0), (self.values, self.values_at)):
+            for array, start, rows in zip(self.arrays, self.starts, counts, strict=True):
                 head, length = array.strides[1], rows * array.strides[2]
-                for i in range(array.shape[0] * array.shape[1]):
-                    os.posix_fadvise(self.file, start + i * head, length, os.POSIX_FADV_WILLNEED)
+                for i in range(array.shape[0] * array.shape[1] if length else 0):
+                    os.posix_fadvise(self.descriptor, start + i * head, length, os.POSIX_FADV_WILLNEED)
         self.loading = False
+
+
+def state(layer):
+    """The numbers that say which rows hold which tokens."""
+    numbers = layer._length, layer._oldest, layer._begin, layer._origin, layer.record_past
+    return dict(zip(STATE, numbers, strict=True))
+
+
+class MappedStore(Store):
+    """Keys and values in a mapped file. Rows that count are never written again."""
+
+    __slots__ = ("file",)
+    in_place = False
+
+    def __init__(self, geometry, capacity, home, new=True):
+        batch, heads, key_dim, value_dim, fmt = geometry
+        dims = key_dim, value_dim
+        self.file = File(home, [((batch, heads, capacity, dim), fmt.dtype) for dim in dims], new)
+        super().__init__(geometry, capacity)
+
+    def _arrays(self):
+        return self.file.arrays
+
+    @classmethod
+    def opened(cls, layer, about, home):
+        """The store of a layer, which has its state already, from what the sidecar says."""
+        batch, heads, capacity, key_dim = about["keys"]
+        given = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
+        if not 0 <= layer._origin <= layer._oldest <= layer._length <= layer._origin + capacity:
+            raise ValueError(f"a state that cannot be: {about['state']}")
+        return cls(given, capacity, home, new=False)
+
+    def commit(self, layer):
+        self.file.commit(self.about, state(layer))
+
+    def about(self):
+        """What a sidecar says of the arrays."""
+        arrays = {"keys": list(self.keys.shape), "values": list(self.values.shape)}
+        return {"dtype": self.geometry.fmt.name} | arrays
+
+    def close(self):
+        self.file.close()
+
+    def prefetch(self, layer):
+        self.file.prefetch([layer._length - layer._origin] * 2)
 
 
 @functools.cache
@@ -111,33 +152,26 @@ def allocate(file, size):
 
 
 class Home:
-    """Where a layer's files lie; called for a new store."""
+    """Where a layer's files lie; called for a new store of some kind. `about` describes the layer."""
 
-    def __init__(self, folder, number, layer):
-        self.folder, self.number, self.about = folder, number, kinds.described(layer)
+    def __init__(self, folder, number, about, kind):
+        self.folder, self.number, self.about, self.kind = folder, number, about, kind
         self.sidecar = folder / f"layer-{number:03}.json"
         self.generation, self.current = 0, None
 
-    def __call__(self, geometry, capacity):
+    def __call__(self, *arguments):
         self.generation += 1
-        return MappedStore(geometry, capacity, self, self.path())
+        return self.kind(*arguments, self)
 
     def path(self):
         return self.folder / f"layer-{self.number:03}-{self.generation}.raw"
 
-    def accept(self, store, state):
-        """Let a store's file be the layer's; the one before it goes."""
-        batch, heads, key_dim, value_dim, fmt = store.geometry
-        text = self.text(
-            generation=self.generation,
-            dtype=fmt.name,
-            byteorder=sys.byteorder,
-            keys=[batch, heads, store.capacity, key_dim],
-            values=[batch, heads, store.capacity, value_dim],
-        )
+    def accept(self, file, about, state):
+        """Let a file be the layer's; the one before it goes."""
+        text = self.text(generation=self.generation, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
-        store.know_sidecar(put(self.sidecar, text + state), len(text))
-        before, self.current = self.current, store
+        file.know_sidecar(put(self.sidecar, text + state), len(text))
+        before, self.current = self.current, file
         if before is not None:
             before.path.unlink()
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from kvkit.cache import kinds
 from kvkit.cache.layers import StaticLayer
-from kvkit.cache.mapped import STATE, VERSION, Home, MappedStore, put
-from kvkit.cache.store import Geometry, Store
+from kvkit.cache.mapped import STATE, VERSION, Home, put
 from kvkit.check import wrong
 from kvkit.files.replace import sync_folder
-from kvkit.formats import BY_NAME
 
 
 class Folder:
@@ -45,21 +43,21 @@ class Folder:
     def lead(self, number, layer):
         """Let new stores of a layer be files, unless it is to stay in memory."""
         if layer.window is None or not self.only_non_sliding:
-            layer._new_store = Home(self.path, number, layer)
+            layer._new_store = home(self.path, number, layer)
 
     def register(self, number, layer):
         """Move a layer's tokens to where new stores are, and have a sidecar."""
-        if layer._new_store is Store:
-            Home(self.path, number, layer).say_empty(in_memory=True)
+        if layer._new_store is layer._in_memory:
+            home(self.path, number, layer).say_empty(in_memory=True)
         elif layer._store is None:
             layer._new_store.say_empty()
-        elif not isinstance(layer._store, MappedStore):
+        elif not mapped(layer):
             layer._move(layer._store.geometry, layer._store.capacity, min(layer._oldest, layer._begin))
 
     def prefetch_after(self, layer_idx, layers):
         """Prefetch the next layer that lies here."""
         for layer in (*layers[layer_idx + 1 :], *layers[:layer_idx]):
-            if isinstance(layer._store, MappedStore):
+            if mapped(layer):
                 prefetch(layer)
                 return
 
@@ -67,36 +65,44 @@ class Folder:
         """Complete the files, if they are to be kept, or delete them; the layers are empty then."""
         if self.keep:
             for number, layer in enumerate(layers):
-                if layer._new_store is Store:
-                    layer._new_store = Home(self.path, number, layer)
+                if layer._new_store is layer._in_memory:
+                    layer._new_store = home(self.path, number, layer)
                     self.register(number, layer)
             flush(layers)
             self.say(closed=True)
         else:
             self.delete(layers)
         for layer in layers:
-            layer._new_store = Store
+            layer._new_store = layer._in_memory
             layer._empty()
 
     def delete(self, layers):
         """Delete all files; the layers can do nothing more with theirs."""
         for layer in layers:
-            if isinstance(layer._store, MappedStore):
+            if mapped(layer):
                 layer._store.close()
         for path in (*self.path.glob("layer-*.json"), self.path / "cache.json"):
             path.unlink()
 
 
+def home(folder, number, layer):
+    return Home(folder, number, kinds.described(layer), layer._in_files)
+
+
+def mapped(layer):
+    return isinstance(layer._store, layer._in_files)
+
+
 def prefetch(layer):
-    if isinstance(layer._store, MappedStore):
-        layer._store.prefetch(layer._length - layer._origin)
+    if mapped(layer):
+        layer._store.prefetch(layer)
 
 
 def flush(layers):
     for layer in layers:
-        if isinstance(layer._store, MappedStore):
-            layer._store.flush()
-            sync_folder(layer._store.path.parent)
+        if mapped(layer):
+            layer._store.file.flush()
+            sync_folder(layer._store.file.path.parent)
 
 
 # Opening
@@ -110,15 +116,14 @@ def opened(directory, keep):
     layers = [opened_layer(folder.path, number) for number in range(len(paths))]
     folder.say(closed=False)
     for path in set(folder.path.glob("layer-*.raw")) - {
-        layer._store.path for layer in layers if layer._store
+        layer._store.file.path for layer in layers if layer._store
     }:
         path.unlink()  # it was still being filled
     if not closed:
         shortest = min((layer._length for layer in layers), default=0)
         for layer in layers:
             if layer._length > shortest:
-                layer._oldest = min(layer._oldest, layer._begin)
-                layer.crop(shortest - layer._length)
+                layer._take_back(shortest)
     return folder, layers
 
 
@@ -129,21 +134,18 @@ def opened_layer(folder, number):
         raise wrong("directory", f"layer {number} in a file", "a process that ended while it was in memory")
     with explained(path):
         layer = kinds.made(about)
-        layer._new_store = home = Home(folder, number, layer)
+        layer._new_store = place = home(folder, number, layer)
         if "generation" in about:
             if about["byteorder"] != sys.byteorder:
                 raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
-            home.generation = about["generation"]
-            batch, heads, capacity, key_dim = about["keys"]
-            geometry = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
+            place.generation = about["generation"]
             *numbers, layer.record_past = (about["state"][name] for name in STATE)
             layer._length, layer._oldest, layer._begin, layer._origin = numbers
-            if not 0 <= layer._origin <= layer._oldest <= layer._length <= layer._origin + capacity:
-                raise ValueError(f"a state that cannot be: {about['state']}")
-            layer._store = home.current = MappedStore(geometry, capacity, home, home.path(), new=False)
-            layer._store.know_sidecar(os.open(path, os.O_RDWR), path.read_text().rindex("{"))
+            layer._store = place.kind.opened(layer, about, place)
+            file = place.current = layer._store.file
+            file.know_sidecar(os.open(path, os.O_RDWR), path.read_text().rindex("{"))
             if isinstance(layer, StaticLayer):  # rows may have been written that no state came to mean
-                layer._store.clear(layer._length - layer._origin, capacity)
+                layer._store.clear(layer._length - layer._origin, layer._store.capacity)
     return layer
 
 

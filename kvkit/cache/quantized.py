@@ -1,89 +1,16 @@
 """The quantized layer: old tokens as codes, first and recent ones as they came."""
 
-import copy
 from dataclasses import asdict, replace
 
 from kvkit import attention
-from kvkit.cache.codes import PARTS, Side, parts
+from kvkit.cache.code_store import SIDES, CodeStore, MappedCodeStore, planned
+from kvkit.cache.codes import PARTS, Side
 from kvkit.cache.layer import Layer
 from kvkit.cache.quant_spec import QuantSpec
-from kvkit.cache.quantized_view import KVView
 from kvkit.cache.store import geometry
 from kvkit.check import describe, integer, wrong
 
 SPEC = QuantSpec()
-SIDES = "keys", "values"
-
-
-class CodeStore:
-    """Keys and values of a layer as codes, in the place of a `Store`."""
-
-    def __init__(self, geometry, specs, sink, residual, read_back):
-        batch, heads, *dims, fmt = geometry
-        self.geometry, self.read_back = geometry, read_back
-        self.rooms: list = []  # of the update that is under way
-        self.tables: list = []  # that attention reads
-        self.sides = [
-            Side(name, spec, (batch, heads, 0, dim), fmt.dtype, sink, residual)
-            for name, spec, dim in zip(("key", "value"), specs, dims, strict=True)
-        ]
-
-    def make_room(self, new):
-        self.rooms = [side.room(new) for side in self.sides]
-
-    def write(self, row, key_states, value_states):
-        states = key_states, value_states
-        for side, new, room in zip(self.sides, states, self.rooms, strict=True):
-            side.append(new, room)
-
-    def commit(self, layer):
-        """Encode what has left the window, unless past is recorded."""
-        self.rooms = []
-        if not layer.record_past:
-            self.evict()
-
-    def evict(self):
-        for side in self.sides:
-            side.evict()
-            if self.read_back:
-                side.read_back()
-
-    def crop(self, length):
-        for side in self.sides:
-            side.grow(side.new_blocks(length))
-        for side in self.sides:
-            side.crop(length)
-            side.evict()
-            side.seen = side.coded
-
-    def rows(self, begin, end):
-        return tuple(KVView(side) for side in self.sides)
-
-    def context(self, packed, begin, end):
-        """All rows as attention reads them, with queries of the format `packed`."""
-        batch, heads, *dims, _ = self.geometry
-        self.tables = [side.described() for side in self.sides]
-        forms = [side.format for side in self.sides]
-        return parts().context(packed, batch, heads, tuple(dims), forms, self.tables)
-
-    def begin_at(self, numbers, row):
-        """Let prepared attention see what the latest view sees."""
-        for side, table in zip(self.sides, self.tables, strict=True):
-            side.described(table)
-
-    def stored(self):
-        return [side.stored() for side in self.sides]
-
-    def taken(self, indices):
-        """The same for other rows of the batch."""
-        store = copy.copy(self)
-        store.tables = []
-        store.geometry = self.geometry._replace(batch=len(indices))
-        store.sides = [side.taken(indices) for side in self.sides]
-        return store
-
-    def close(self):
-        pass
 
 
 class QuantizedLayer(Layer):
@@ -120,7 +47,7 @@ class QuantizedLayer(Layer):
     (1, 2, 1, 64)
     """
 
-    in_files = False
+    _in_memory, _in_files = CodeStore, MappedCodeStore
 
     def __init__(self, key=SPEC, value=SPEC, residual_length=128, sink=4, read_back=False):
         specs = []
@@ -142,22 +69,46 @@ class QuantizedLayer(Layer):
 
     # What the steps of `Layer` do here
 
+    def _empty_store(self, given):
+        batch, heads, *dims, fmt = given
+        sides = [
+            Side(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
+            for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)
+        ]
+        return CodeStore(given, sides, self.read_back)
+
     def _make_room(self, given, end, keep):
-        if self._store is None:
-            store = CodeStore(given, self.specs, self.sink, self.residual_length, self.read_back)
-        else:
+        new, store = end - self._length, self._store
+        if self._new_store is CodeStore:
+            store = store or self._empty_store(given)
+        elif store is None or not store.fits(new):
+            self._move(given, new, keep)
             store = self._store
-        store.make_room(end - self._length)
+        store.make_room(new)
         self._store = store
+
+    def _move(self, given, capacity, keep, indices=None):
+        """Take a store in another file, with room for `capacity` more tokens."""
+        plan = planned(self._store or self._empty_store(given), given.batch, capacity)
+        super()._move(given, plan, keep, indices)
 
     def _shorten(self, length):
         if self._store is not None:
             self._store.crop(length)
         super()._shorten(length)
 
+    def _take_back(self, length):
+        self._store.take_back(length)
+        super()._shorten(length)
+
     def _take(self, indices):
-        if self._store is not None:
+        if self._store is None:
+            return
+        if self._new_store is CodeStore:
             self._store, self._call = self._store.taken(indices), None
+        else:
+            super()._take(indices)
+            self._store.see_stored()
 
     def _stored(self):
         return self._store.stored()
@@ -172,7 +123,7 @@ class QuantizedLayer(Layer):
         ]
         key, value = (held["tail"][:, :, :0] for held in split)
         given = geometry(key, value, None)
-        store = CodeStore(given, self.specs, self.sink, self.residual_length, self.read_back)
+        store = self._empty_store(given)
         for side, held in zip(store.sides, split, strict=True):
             side.fill(held, length)
         self._store, self._length = store, length
