@@ -283,6 +283,16 @@ def test_a_thousand_tokens_make_few_files(tmp_path):
     cache.close()
 
 
+def test_a_file_is_small_after_a_long_prompt(tmp_path):
+    """The originals of a prompt go with the next token, as they do in memory."""
+    cache = Cache([QuantizedLayer(**OPTIONS)], offload=tmp_path)
+    layer, given = cache.layers[0], states(4000)
+    feed(layer, given, 3000, 3001)
+    (path,) = tmp_path.glob("*.raw")
+    assert path.stat().st_size < 2 * layer.nbytes + 2 * 8 * 3001 * 2 + 10 * 4096
+    cache.close()
+
+
 def test_a_sidecar_says_all(tmp_path):
     """Raw arrays, and JSON that describes them: numpy alone finds the codes."""
     cache = Cache([QuantizedLayer(**OPTIONS)], offload=tmp_path)

@@ -107,11 +107,9 @@ class MappedCodeStore(CodeStore):
     coded the tail keeps the originals, so that opening after a crash between two layers can take it back.
     """
 
-    in_place = False
-
     def __init__(self, geometry, plan, home, new=True):
         source, forms = plan
-        super().__init__(geometry, [copy.copy(side) for side in source.sides], source.read_back)
+        super().__init__(geometry, source.sides, source.read_back)
         self.forms = forms
         self.file = File(home, [form for of_side in forms for form in of_side.values()], new)
         arrays = iter(self.file.arrays)
@@ -176,25 +174,27 @@ class MappedCodeStore(CodeStore):
         self.file.prefetch(counts)
 
 
-def planned(store, batch, tokens):
+def planned(store, batch, tokens, view):
     """What a `MappedCodeStore` is to hold: a store, and arrays with room for it and so many more tokens.
 
-    Where one is too small all are doubled, as they would soon be too small too, and every time is a new file.
+    Where one is too small all grow, as they would soon be too small too, and every time is a new file.
+    Without the latest view there are no originals of codes.
     """
-    counts = [tuple(getattr(side, part).shape[2] for part in GROWING) for side in store.sides]
-    if not store.fits(tokens):
-        counts = [grown(side, tokens) for side in store.sides]
-    return store, [forms_of(side, batch, *count) for side, count in zip(store.sides, counts, strict=True)]
+    store = copy.copy(store)
+    store.sides = [copy.copy(side) for side in store.sides]
+    for side in store.sides if not view else ():
+        side.before = side.seen = side.coded
+    grows = not store.fits(tokens)
+    return store, [forms_of(side, batch, *counts(side, tokens, grows)) for side in store.sides]
 
 
-def grown(side, tokens):
-    """Rows of the tail, the codes and the cells."""
-    blocks = side.new_blocks(side.length + tokens)
-    return (
-        side.tail_counts(tokens)[2] + side.coded - side.before,
-        side.coded + max(blocks * side.block, side.coded),
-        side.blocks + max(blocks, side.blocks),
-    )
+def counts(side, tokens, grows):
+    """Rows of the tail, the codes and the cells, as they are or twice as many."""
+    blocks, codes, cells = side.new_blocks(side.length + tokens), side.codes.shape[2], side.cells.shape[2]
+    if grows:
+        codes = side.coded + max(blocks * side.block, side.coded)
+        cells = side.blocks + max(blocks, side.blocks)
+    return side.tail_counts(tokens)[2] + side.coded - side.before, codes, cells
 
 
 def forms_of(side, batch, tail, codes, cells):

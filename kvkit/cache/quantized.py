@@ -82,15 +82,23 @@ class QuantizedLayer(Layer):
         if self._new_store is CodeStore:
             store = store or self._empty_store(given)
         elif store is None or not store.fits(new):
-            self._move(given, new, keep)
+            self._move(given, new, keep, view=False)
             store = self._store
         store.make_room(new)
         self._store = store
 
-    def _move(self, given, capacity, keep, indices=None):
-        """Take a store in another file, with room for `capacity` more tokens."""
-        plan = planned(self._store or self._empty_store(given), given.batch, capacity)
-        super()._move(given, plan, keep, indices)
+    def _move(self, given, capacity, keep, indices=None, view=True):
+        """Take a store in another file, with room for `capacity` more tokens and, or not, the latest view."""
+        source = self._store or self._empty_store(given)
+        super()._move(given, planned(source, given.batch, capacity, view), keep, indices)
+
+    def reserve(self, query_length):
+        new, store = integer("query_length", query_length, 0), self._store
+        if isinstance(store, MappedCodeStore) and not store.fits(new):
+            self._move(store.geometry, new, 0)
+        super().reserve(new)
+
+    reserve.__doc__ = Layer.reserve.__doc__
 
     def _shorten(self, length):
         if self._store is not None:
@@ -107,8 +115,7 @@ class QuantizedLayer(Layer):
         if self._new_store is CodeStore:
             self._store, self._call = self._store.taken(indices), None
         else:
-            super()._take(indices)
-            self._store.see_stored()
+            self._move(self._store.geometry._replace(batch=len(indices)), 0, 0, indices, view=False)
 
     def _stored(self):
         return self._store.stored()
