@@ -37,10 +37,10 @@ class KvkitCache(Cache):
     kind : str
         ``"dynamic"``, ``"static"``, ``"quantized"`` or ``"paged"``.
     **options
-        What the cache of this kind takes beside the model's geometry: ``offload`` (a folder) for
-        `kvkit.cache.DynamicCache`; ``max_cache_len`` and ``offload`` for `StaticCache`; ``key``, ``value``,
-        ``residual_length`` and ``sink`` for `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit``
-        and so on for `PagedCache`, whose ``dtype`` is the model's unless given.
+        What the cache of this kind takes beside the model's geometry: ``offload`` (a folder) for all but
+        paged ones; ``max_cache_len`` for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``
+        and ``sink`` for `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so on for
+        `PagedCache`, whose ``dtype`` is the model's unless given.
 
     Attributes
     ----------
