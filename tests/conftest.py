@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +18,7 @@ settings.load_profile("kvkit")
 # Their imports need the extra `transformers`, which `make test-transformers` installs.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_transformers*.py"]
 
-# The CUDA simulator's threads wait for each other at every barrier.
 if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
-    sys.setswitchinterval(1e-4)
+    import simulator
+
+    simulator.prepare()
