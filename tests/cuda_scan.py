@@ -99,7 +99,7 @@ def steps(scene):
     return {name: scene[name] for name in names} | {"cache_mode": 1, "page_size": scene.attrs["page_size"]}
 
 
-@pytest.mark.parametrize("threads", [4, 32])
+@pytest.mark.parametrize("threads", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_random_tables(threads, monkeypatch):
     """Many of them are broken, in every way; the twin decides, and no right one is read."""
     monkeypatch.setattr(scan, "SCAN_THREADS", threads)

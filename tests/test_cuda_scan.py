@@ -15,7 +15,12 @@ REGISTERS = 64 * 1024  # of a multiprocessor
 
 
 def test_in_the_simulator():
-    assert simulated("-p", "cuda_twin", "cuda_scan.py") > 70
+    assert simulated("-p", "cuda_twin", "cuda_scan.py", "-m", "not slow") > 70
+
+
+@pytest.mark.slow
+def test_more_threads_in_the_simulator():
+    assert simulated("-p", "cuda_twin", "cuda_scan.py", "-m", "slow") == 1
 
 
 @pytest.mark.parametrize("name", KERNELS)
