@@ -50,13 +50,18 @@ class Side:
         kernels().encode(self.format), kernels().widen(self.format)  # compiled before anything changes
         self.length = self.coded = self.seen = self.blocks = 0
         self.before = 0  # codes when the latest update began: the tail still holds the others' originals
-        self.changes = [0]  # shared by all sides that follow from one another
+        self.counter = [0]  # of changes; shared by all sides that follow from one another
         self.sinks = np.empty((batch, heads, sink, dim), dtype)
         self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # the position of its first token
         self.codes = np.empty((batch, heads, 0, dim * spec.bits // 8), np.uint8)
         cells = dim // group * (1 if self.format.symmetric else 2)
         self.cells = np.empty((batch, heads, 0, cells), BY_NAME[spec.param_dtype].dtype)
         self.block_of = np.empty(0, np.int64)  # of each code
+
+    @property
+    def changes(self):
+        """How often what a view reads has changed."""
+        return self.counter[0]
 
     @property
     def shape(self):
@@ -143,7 +148,7 @@ class Side:
         tail[:, :, first + live : first + live + new - sinks] = states[:, :, sinks:]
         self.tail, self.length = tail, old + new
         self.start, self.seen, self.before = self.end - first, self.coded, self.coded
-        self.changes[0] += 1
+        self.counter[0] += 1
 
     def evict(self):
         """Encode what has left the window; the latest view does not see it."""
@@ -169,7 +174,7 @@ class Side:
         self.coded = min(self.coded, max(0, length - self.sink))
         self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
         self.length, self.seen, self.before = length, self.coded, self.coded
-        self.changes[0] += 1
+        self.counter[0] += 1
 
     def take_back(self, length):
         """Keep so many tokens, and uncode what the latest update coded."""
@@ -180,7 +185,7 @@ class Side:
         """Let the next view see what is stored."""
         if self.seen != self.coded:
             self.seen = self.coded
-            self.changes[0] += 1
+            self.counter[0] += 1
 
     def taken(self, index):
         """The same for other rows of the batch."""

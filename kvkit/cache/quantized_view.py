@@ -21,13 +21,13 @@ class KVView:
     __slots__ = ("_changes", "_side", "dtype", "shape")
 
     def __init__(self, side):
-        self._side, self._changes = side, side.changes[0]
+        self._side, self._changes = side, side.changes
         self.shape, self.dtype = side.shape, side.dtype
 
     def __array__(self, dtype=None, copy=None):
         if copy is False:
             raise wrong("copy", "True or None, for a KVView is no array yet", False)
-        if self._side.changes[0] != self._changes:
+        if self._side.changes != self._changes:
             raise wrong("KVView", "one that the layer's latest update returned", "an older one")
         array = self._side.read()
         return array if dtype is None else array.astype(dtype, copy=False)
