@@ -72,8 +72,8 @@ def decode(kind):
     """A token appended and attended, beside a read of the stored bytes, and beside float16 in memory."""
 
     def prepare():
-        run, turns, size = decoding(kind)
-        beside = {"read": plain_read(turns, size)}
+        run, count, size = decoding(kind)
+        beside = {"read": plain_read([[np.ones(size // 8)] for _ in range(count)], size)}
         if kind != "float16":
             beside["float16"], *_ = decoding("float16")
         return Work(run, size, beside=beside)
@@ -82,7 +82,7 @@ def decode(kind):
 
 
 def decoding(kind):
-    """A function of the round, the stored arrays of each layer, and the bytes of one; layers take turns."""
+    """A function of the round, how many layers take turns, and the bytes that one stores."""
     past, new, query = states(PAST), states(1), states(1, QUERY_HEADS)
     probe = MAKERS[kind](1)
     probe.update(past, past, 0)
@@ -93,24 +93,15 @@ def decoding(kind):
         folder = tempfile.mkdtemp()
         weakref.finalize(cache, shutil.rmtree, folder, ignore_errors=True)
         cache.offload(folder)
-    for layer in range(count):
-        cache.update(past, past, layer)
+    for states_before in (past, new):  # with the second, layers grow
+        for layer in range(count):
+            cache.update(states_before, states_before, layer)
 
     def run(i):
         cache.update(new, new, i % count)
         cache.attend(query, i % count)
 
-    return run, [stored_arrays(cache, layer) for layer in range(count)], size
-
-
-def stored_arrays(cache, layer):
-    """Where the keys and values of a layer lie."""
-    if isinstance(cache, PagedCache):
-        return [cache.cache[layer]]
-    store = cache.layers[layer]._store
-    if isinstance(cache, QuantizedCache):
-        return [array for side in store.sides for array in (side.codes, side.cells, side.tail)]
-    return [store.keys, store.values]
+    return run, count, size
 
 
 def stored_bytes(cache, layer):
