@@ -76,10 +76,7 @@ def convert(source, target, span):
         new_low, new_high = np.uint64(0), np.uint64(0)
         for i in range(span):
             bits = np.uint64(encode(decode(raw(field(low, high, i * source_bits)))))
-            if i * target_bits < 64:
-                new_low |= bits << np.uint64(i * target_bits)
-            else:
-                new_high |= bits << np.uint64(i * target_bits - 64)
+            new_low, new_high = joined(new_low, new_high, bits, i * target_bits)
         return new_low, new_high
 
     return convert
@@ -138,10 +135,7 @@ def dequantize(packed, stored, cell, span):
         for i in range(span):
             code = code_of(raw(field(low, high, i * code_bits)))
             word = np.uint64(encode(numeric.dequantize(element, scale_element, code, step)))
-            if i * bits < 64:
-                new_low |= word << np.uint64(i * bits)
-            else:
-                new_high |= word << np.uint64(i * bits - 64)
+            new_low, new_high = joined(new_low, new_high, word, i * bits)
         write(packed, new_low, new_high)
 
     return dequantize

@@ -38,7 +38,7 @@ def merge_attention_states(outputs, lses, *, out=None, stream=None):
     >>> attn_output[0, :, 0].round(4), np.exp(total[0]).round(4)
     (array([3., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
-    from kvkit_cuda import arrays, device, merge
+    from kvkit_cuda import device, merge, results
 
     device.require()
     stream = device.stream(stream)
@@ -46,22 +46,19 @@ def merge_attention_states(outputs, lses, *, out=None, stream=None):
     lses, of_lses = parts("lses", lses, stream)
     fmt, seen_outputs, seen_lses = twin.checked(of_outputs, of_lses)
     forms = [(seen_outputs[0].shape, fmt.dtype), (seen_lses[0].shape, np.dtype(np.float32))]
-    if out is None and outputs[0].on_device:
-        out = tuple(arrays.like(outputs[0].owner, *form, stream) for form in forms)
-    elif out is None:
-        out = tuple(np.empty(*form) for form in forms)
-    pair = isinstance(out, (tuple, list))
-    results = [arrays.operand(f"out[{i}]", array, stream) for i, array in enumerate(out)] if pair else []
-    seen = [result.seen for result in results] if pair else out
-    twin.check_given(seen, seen_outputs[0].shape, fmt, seen_outputs, seen_lses)
+    source = outputs[0].owner, outputs[0]
 
-    copies = [result.moved(stream, contents=False) for result in results]
+    def checked(given):
+        twin.check_given(given, seen_outputs[0].shape, fmt, seen_outputs, seen_lses)
+
+    found, returned = results.outputs(out, forms, source, checked, stream)
+    copies = [result.moved(stream, contents=False) for result in found]
     outputs, lses = ([part.moved(stream) for part in parts] for parts in (outputs, lses))
     operands = *outputs, copies[0], *lses, copies[1]
     merge.prepare_states(fmt.name, [operand.seen for operand in operands], stream)()
-    for result, copy in zip(results, copies, strict=True):
+    for result, copy in zip(found, copies, strict=True):
         result.take(copy, stream)
-    return tuple(out)
+    return tuple(returned)
 
 
 def parts(name, given, stream):
