@@ -93,9 +93,9 @@ def decoding(kind):
         folder = tempfile.mkdtemp()
         weakref.finalize(cache, shutil.rmtree, folder, ignore_errors=True)
         cache.offload(folder)
-    for states_before in (past, new):  # with the second, layers grow
+    for tokens in (past, new):  # with the second, layers grow
         for layer in range(count):
-            cache.update(states_before, states_before, layer)
+            cache.update(tokens, tokens, layer)
 
     def run(i):
         cache.update(new, new, i % count)
