@@ -7,7 +7,9 @@ from kvkit_cuda import chunks
 from kvkit_cuda.transfer import WARP
 
 THREADS = 128  # of a block
-ROWS, ELEMENTS = 8, 64  # most rows of a tile; most elements of its queries that a thread holds
+ROWS = 8  # most rows of a tile
+# Most elements of its queries that a thread holds; the same if they are several chunks, or types are mixed.
+ELEMENTS, IN_PIECES, MIXED = 64, 48, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,14 @@ class Form:
     lanes: int  # threads of a team
     teams: int  # of a block
 
+    @property
+    def ahead(self):
+        """Tokens that a team takes at once: as many as there are registers for what it holds of them."""
+        held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
+        if self.cell or self.pieces > 1 or self.packed != self.stored:
+            most = MIXED // 2 if mixed(self.packed, self.cell) else ELEMENTS
+        return max(1, min(4, 16 // self.rows, most // held, 32 // self.span))
+
 
 def form_of(record, context, most_rows):
     """The form of the kernel for a call.
@@ -33,9 +43,12 @@ def form_of(record, context, most_rows):
     """
     span, smallest = 128 // BY_NAME[context.stored].bits, chunks.smallest(context.stored)
     rows, dim = 1 << (min(most_rows, ROWS) - 1).bit_length(), max(context.dim, context.value_dim)
-    while rows > 1 and rows * -(-dim // WARP) > ELEMENTS:
+    most = ELEMENTS if dim <= span * WARP else IN_PIECES
+    if mixed(context.packed, context.cell):
+        span, most = min(span, MIXED // 2), MIXED
+    while rows > 1 and rows * -(-dim // WARP) > most:
         rows //= 2
-    while span > smallest and not (fits(record, context, span) and holds(dim, span, rows)):
+    while span > smallest and not (fits(record, context, span) and holds(dim, span, rows, most)):
         span //= 2
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
@@ -44,9 +57,14 @@ def form_of(record, context, most_rows):
     return Form(*formats, cells, span, pieces, rows, lanes, THREADS // lanes)
 
 
-def holds(dim, span, rows):
+def mixed(packed, cell):
+    """Whether scales are of another type than the data: to widen codes takes registers of its own then."""
+    return cell not in (None, packed)
+
+
+def holds(dim, span, rows, most):
     """Whether a thread can hold its part of the queries of a tile, or holds no less in smaller chunks."""
-    return rows * span * -(-dim // (span * WARP)) <= ELEMENTS or span * WARP <= dim
+    return rows * span * -(-dim // (span * WARP)) <= most or span * WARP <= dim
 
 
 def fits(record, context, span):

@@ -7,7 +7,6 @@ of the softmax stay in registers. The teams' results are put together in order a
 """
 
 import functools
-from dataclasses import astuple
 
 import numpy as np
 from numba import cuda, types
@@ -32,18 +31,21 @@ visible, weight = device.inlined(visible.py_func), numeric.weight
 LOW, HIGH, POSITION, MASK, QUERY, SLOPE, FACTS = range(7)
 
 
-def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
+def attend(form):
     """The kernel of a form."""
-    widen, read = chunks.widen(packed, stored, cell, cells, span), chunks.read(packed)
-    packed_bytes, stored_bytes = BY_NAME[packed].bytes(1), BY_NAME[stored].bytes(span)
-    cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
-    held, threads = rows * pieces * span, lanes * teams
-    most = ELEMENTS if cell else 2 * ELEMENTS  # codes take registers too
-    ahead = max(1, min(4, 16 // rows, most // held, 32 // span))  # tokens of a team at once
-    several = rows * ahead
+    span, pieces, rows, lanes, teams, ahead = (
+        form.span, form.pieces, form.rows, form.lanes, form.teams, form.ahead,
+    )  # fmt: skip
+    widen = chunks.widen(form.packed, form.stored, form.cell, form.cells, span)
+    read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
+    stored_bytes, cell_bytes = (
+        BY_NAME[form.stored].bytes(span),
+        BY_NAME[form.cell].bytes(1) if form.cell else 0,
+    )
+    held, threads, several = rows * pieces * span, lanes * teams, rows * ahead
     multiply, soften, add = scores.multiply(rows, span), scores.soften(rows, ahead), scores.add(rows, span)
     shrink_sums, add_others = scores.shrink(rows, span), device.add_others(several)
-    end = ending(packed, span, pieces, rows, lanes, teams)
+    end = ending(form)
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
         lane, team = cuda.threadIdx.x, cuda.threadIdx.y
@@ -187,10 +189,11 @@ def attend(packed, stored, cell, cells, span, pieces, rows, lanes, teams):
     return attend
 
 
-def ending(packed, span, pieces, rows, lanes, teams):
+def ending(form):
     """What the teams have found together: written to a slot, or, finished, to the output."""
-    write, write_float = chunks.write(packed), chunks.write("float32")
-    packed_bytes, held, threads = BY_NAME[packed].bytes(1), rows * pieces * span, lanes * teams
+    span, pieces, rows, lanes, teams = form.span, form.pieces, form.rows, form.lanes, form.teams
+    write, write_float = chunks.write(form.packed), chunks.write("float32")
+    packed_bytes, held, threads = BY_NAME[form.packed].bytes(1), rows * pieces * span, lanes * teams
     at_once = max(1, ELEMENTS // (rows * span))  # pieces
     width = min(pieces, at_once) * rows * span
     apart = width + 1  # so that threads use different banks
@@ -262,7 +265,7 @@ def ending(packed, span, pieces, rows, lanes, teams):
 
 @functools.cache
 def compiled(form):
-    return device.kernel(attend(*astuple(form)), SIGNATURE)
+    return device.kernel(attend(form), SIGNATURE)
 
 
 def suits(record, context, steps, most_rows):

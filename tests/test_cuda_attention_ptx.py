@@ -1,7 +1,6 @@
 """Every kernel of attention on CUDA compiles without a device, for two generations: no spills, wide loads."""
 
 import re
-from dataclasses import astuple
 
 import pytest
 from test_cuda_ptx import CAPABILITIES, CODES, MOVED, assemble
@@ -26,7 +25,12 @@ FORMS |= {
     for rows in (1, 8)
     for dim in (64, 256, 17, 576)
 }
-FORMS |= {form("float16", "int8", "float16", rows, 128, group) for rows in (1, 8) for group in (4, 128)}
+FORMS |= {
+    form(*formats, rows, 128, group)
+    for formats in (("float16", "int8", "float16"), ("bfloat16", "int4", "float32"))
+    for rows in (1, 8)
+    for group in (4, 128)
+}
 # Decode of a usual model: heads of 128, groups of 4.
 QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "float16", 4): 255}
 
@@ -45,7 +49,7 @@ def check(kernel, signature, folder):
 
 
 def check_form(made, folder):
-    texts, registers = check(plain.attend(*astuple(made)), plain.SIGNATURE, folder)
+    texts, registers = check(plain.attend(made), plain.SIGNATURE, folder)
     for text in texts:
         bits = {"float32": 32, "int8": 8, "int4": 4}.get(made.stored, 16)
         wide = re.findall(r"ld\.global\.nc\.v(?:2\.\w64|4\.\w32)", text)
