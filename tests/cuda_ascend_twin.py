@@ -1,10 +1,10 @@
-"""A pytest plugin for the CUDA simulator: `kvkit.ascend` is kvkit_cuda's, in small blocks."""
+"""A pytest plugin: `kvkit.ascend` is kvkit_cuda's; in the CUDA simulator its blocks are small."""
 
 import kvkit.ascend
-from kvkit_cuda import ascend, bias, device, means, merge, pieces, plain
+from kvkit_cuda import ascend, bias, device, forms, means, merge, pieces
 
-assert device.SIMULATED
-bias.THREADS = pieces.THREADS = means.THREADS = 8
-plain.THREADS, merge.THREADS = 16, 4
+if device.SIMULATED:
+    bias.THREADS = pieces.THREADS = means.THREADS = 8
+    forms.THREADS, merge.THREADS = 16, 4
 for name in ascend.__all__:
     setattr(kvkit.ascend, name, getattr(ascend, name))

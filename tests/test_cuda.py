@@ -28,17 +28,22 @@ KERNELS = ("kvkit_cuda.plain", "kvkit_cuda.merge")
 QUIET = [word for kernel in KERNELS for word in ("-W", f"ignore::RuntimeWarning:{kernel}")]
 
 
-def simulated(*arguments):
-    """Run pytest in the simulator; every test that it finds passes."""
+def passed(*arguments, **environment):
+    """Run pytest in a process of its own; every test that it finds passes, and this is how many there are."""
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET, *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = done.stdout.splitlines()[-1]
     assert re.match(r"\d+ passed", summary), summary
     assert "skipped" not in summary
     return int(summary.split()[0])
+
+
+def simulated(*arguments):
+    """The same in the CUDA simulator."""
+    return passed(*QUIET, *arguments, NUMBA_ENABLE_CUDASIM="1")
 
 
 def test_in_the_simulator():

@@ -21,8 +21,9 @@ OPERATORS = (
 TWIN = ("-p", "cuda_ascend_twin")
 # A cache of 4 GiB, which is not copied for a test: `cuda_ascend.py` has it on the device.
 OF_THE_HOST = "not test_offsets_of_more_than_32_bits"
-# Threads of the host; and heads and sizes at random, for each of which the simulator compiles for a minute.
-OF_THE_CPU = "threads or random"
+# Threads of the host; heads and sizes at random, for each of which the simulator compiles for a minute; and
+# how near operators are to each other, which with tensor cores they are by fewer bits.
+OF_THE_CPU = "threads or random or gathered_rows"
 FLOATS = ("float32", "float16", "bfloat16")
 ERRORS = ("test_ascend_errors.py", "test_ascend_index_errors.py", "test_ascend_attention_errors.py")
 
