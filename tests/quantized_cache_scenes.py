@@ -2,21 +2,12 @@
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
-import pytest
 
 from kvkit.cache.quant_spec import QuantSpec
 
 KEY, VALUE = QuantSpec(4, "asym", "channel", 4), QuantSpec(2, "asym", "token", 8)
 PMX = ("float32", "float16"), ("float16", "float16"), ("bfloat16", "float32")  # of data, of scales
 OPTIONS = {"key": KEY, "value": VALUE, "residual_length": 5, "sink": 2}
-
-
-def first_quick(cases, count=1):
-    """Parameters of which the first ones are quick: what each proves is the same, of other formats."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.slow] * (i >= count))
-        for i, case in enumerate(cases)
-    ]
 
 
 def states(tokens, batch=2, heads=2, dims=(16, 24), dtype=np.float32, seed=0):

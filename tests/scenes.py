@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import pytest
 import reference
 
 import kvkit
@@ -104,6 +105,17 @@ class Scene:
     def results(self, **more):
         """(key, value, cache, scale) by kvkit, whose cache and scale are the scene's."""
         return *self.run(**more), self["cache"], self["scale"]
+
+
+# Which cases are quick
+
+
+def first_quick(cases, count=1):
+    """Parameters of which the first ones are quick: what each proves is the same, of other formats."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.slow] * (i >= count))
+        for i, case in enumerate(cases)
+    ]
 
 
 # Comparison, by bits

@@ -5,7 +5,7 @@ import signal
 
 import numpy as np
 import pytest
-from quantized_cache_scenes import first_quick
+from scenes import first_quick
 from test_cache_files import four_layers, random
 from test_offload import fill, names, run
 

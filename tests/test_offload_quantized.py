@@ -5,7 +5,8 @@ import os
 
 import numpy as np
 import pytest
-from quantized_cache_scenes import OPTIONS, feed, first_quick, states
+from quantized_cache_scenes import OPTIONS, feed, states
+from scenes import first_quick
 from test_offload import names
 from test_quantized_cache_files import SPECS, assert_same
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantized_cache_scenes import OPTIONS, feed, first_quick, states
+from quantized_cache_scenes import OPTIONS, feed, states
+from scenes import first_quick
 from test_offload import run
 from test_offload_quantized import KINDS, assert_alike_from_now_on, do, some_operations
 from test_quantized_cache_files import assert_same

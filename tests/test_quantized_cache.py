@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quantized_cache_scenes import OPTIONS, PMX, coded, coded_set, feed, first_quick, states
+from quantized_cache_scenes import OPTIONS, PMX, coded, coded_set, feed, states
+from scenes import first_quick
 
 import kvkit
 from kvkit.cache.quant_spec import QuantSpec

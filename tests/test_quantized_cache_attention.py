@@ -12,7 +12,8 @@ import numba
 import numpy as np
 import pytest
 from attention_reference import attend
-from quantized_cache_scenes import OPTIONS, feed, first_quick, states
+from quantized_cache_scenes import OPTIONS, feed, states
+from scenes import first_quick
 
 from kvkit.cache import attention
 from kvkit.cache.quant_spec import QuantSpec

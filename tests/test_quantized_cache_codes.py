@@ -6,7 +6,8 @@ import pytest
 import quantized_cache_reference as reference
 from hypothesis import given
 from hypothesis import strategies as st
-from quantized_cache_scenes import OPTIONS, PMX, coded, first_quick, states
+from quantized_cache_scenes import OPTIONS, PMX, coded, states
+from scenes import first_quick
 
 from kvkit.cache.codes import Side
 from kvkit.cache.quant_spec import QuantSpec

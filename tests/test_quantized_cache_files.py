@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from quantized_cache_scenes import OPTIONS, coded, feed, first_quick, states
+from quantized_cache_scenes import OPTIONS, coded, feed, states
+from scenes import first_quick
 from test_cache_files_refused import changed, sealed
 
 from kvkit.cache import Cache, DynamicLayer, KVView, QuantizedLayer, load
