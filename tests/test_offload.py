@@ -1,7 +1,9 @@
 """Layers in files: the same bytes, whatever happens to the process, the disk or the memory."""
 
+import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,10 +13,19 @@ import numpy as np
 import pytest
 from test_cache_files import assert_alike_from_now_on, assert_same, four_layers, random
 
-from kvkit.cache import Cache, DynamicCache, StaticCache, mapped
+from kvkit.cache import (
+    Cache,
+    DynamicCache,
+    QuantizedLayer,
+    QuantSpec,
+    SlidingWindowLayer,
+    StaticCache,
+    mapped,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
+CODES = QuantSpec(8, group=2)
 
 
 def run(script, *arguments):
@@ -133,6 +144,52 @@ def test_kept_layers_without_tokens_and_recorded_ones(tmp_path):
         cache.crop(-2)
     assert_same(again, caches[0])
     again.close()
+
+
+@pytest.mark.parametrize("tokens", [0, 8])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("layer", [SlidingWindowLayer(3), QuantizedLayer(CODES, CODES, 2)], ids=repr)
+def test_recording_is_remembered_at_once(tmp_path, layer, when, tokens):
+    """Whether there are tokens or not, by a folder that is closed and by one whose process ends."""
+
+    def recording(place, **options):
+        with Cache.open(place, **options) as again:
+            return again.layers[0].record_past
+
+    cache = Cache([copy.deepcopy(layer)])
+    fill(cache, counts=(tokens,) * bool(tokens))
+    if when == "before":
+        cache.activate_past_recording()
+    cache.offload(tmp_path / "cache", only_non_sliding=False, keep=True)
+    if when == "after":
+        cache.activate_past_recording()
+    shutil.copytree(tmp_path / "cache", tmp_path / "crashed")
+    assert recording(tmp_path / "crashed", keep=False) is True
+    cache.close()
+    assert recording(tmp_path / "cache") is True
+    with Cache.open(tmp_path / "cache") as again:
+        fill(again)
+        again.crop(-4)
+        again.reset()
+        assert recording(shutil.copytree(tmp_path / "cache", tmp_path / "reset")) is False
+    assert recording(tmp_path / "cache") is False
+
+
+def test_a_recording_that_the_disk_does_not_take_has_not_begun(tmp_path, monkeypatch):
+    cache = Cache([SlidingWindowLayer(3)])
+    cache.offload(tmp_path, only_non_sliding=False)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    for _ in "ab":  # without tokens, and with some
+        with monkeypatch.context() as patch:
+            patch.setattr(mapped.os, "write", full)
+            with pytest.raises(OSError, match="No space"):
+                cache.activate_past_recording()
+        assert not cache.layers[0].record_past
+        fill(cache)
+    cache.close()
 
 
 def test_layers_made_later_are_in_files_too(tmp_path):

@@ -150,7 +150,11 @@ class Layer:
             raise
 
     def _commit(self):
-        self._store.commit(self)
+        """Let the state count, also where it lies in a file."""
+        if self._store is not None:
+            self._store.commit(self)
+        elif self._new_store is not self._in_memory:
+            self._new_store.say_empty(record_past=self.record_past)
 
     def reserve(self, query_length):
         """Check, and make, room for so many more tokens, so that no update of them can fail for capacity."""
@@ -300,10 +304,21 @@ class Layer:
 
     def reset(self):
         """Forget everything, geometry included."""
-        if self._store is not None:
-            self._store.close()
         self.record_past = False
+        if self._store is None:
+            self._commit()
+        else:
+            self._store.close()
         self._empty()
 
     def activate_past_recording(self):
         """From now on keep what a sliding window would drop, until the next `crop`; elsewhere nothing is."""
+
+    def _record_past(self):
+        """What `activate_past_recording` does in a layer that drops something."""
+        before, self.record_past = self.record_past, True
+        try:
+            self._commit()
+        except BaseException:
+            self.record_past = before
+            raise

@@ -50,7 +50,7 @@ class Folder:
         if layer._new_store is layer._in_memory:
             home(self.path, number, layer).say_empty(in_memory=True)
         elif layer._store is None:
-            layer._new_store.say_empty()
+            layer._commit()
         elif not mapped(layer):
             layer._move(layer._store.geometry, layer._store.capacity, min(layer._oldest, layer._begin))
 
@@ -135,12 +135,14 @@ def opened_layer(folder, number):
     with explained(path):
         layer = kinds.made(about)
         layer._new_store = place = home(folder, number, layer)
+        layer.record_past = about.get("record_past", False)
         if "generation" in about:
             if about["byteorder"] != sys.byteorder:
                 raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
             place.generation = about["generation"]
-            *numbers, layer.record_past = (about["state"][name] for name in STATE)
+            *numbers, record_past = (about["state"][name] for name in STATE)
             layer._length, layer._oldest, layer._begin, layer._origin = numbers
+            layer.record_past = bool(record_past)
             layer._store = place.kind.opened(layer, about, place)
             file = place.current = layer._store.file
             file.know_sidecar(os.open(path, os.O_RDWR), path.read_text().rindex("{"))

@@ -137,7 +137,7 @@ class QuantizedLayer(Layer):
 
     def activate_past_recording(self):
         """From now on nothing is coded until the next `crop`, so that drafts can be taken back whole."""
-        self.record_past = True
+        self._record_past()
 
     @property
     def nbytes(self):

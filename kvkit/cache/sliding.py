@@ -68,7 +68,7 @@ class SlidingWindowLayer(Layer):
 
     def activate_past_recording(self):
         """From now on keep tokens that have left the window until the next `crop`, which may then go back."""
-        self.record_past = True
+        self._record_past()
 
 
 class StaticSlidingWindowLayer(StaticLayer):
