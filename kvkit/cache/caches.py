@@ -138,18 +138,24 @@ class Cache:
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
         for layer in self.layers:
             layer._check_indices(indices)
-        for layer in self.layers:
-            layer.reorder(indices)
+        self._change_batch(lambda layer: layer.reorder(indices))
 
     select = reorder_cache = batch_select_indices = reorder
 
     def repeat(self, repeats):
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         repeats = integer("repeats", repeats, 1)
-        for layer in self.layers:
-            layer.repeat(repeats)
+        self._change_batch(lambda layer: layer.repeat(repeats))
 
     batch_repeat_interleave = repeat
+
+    def _change_batch(self, change):
+        """Change the batch of every layer; of those in files all together."""
+        if self._folder is not None:
+            self._folder.at_once(self.layers, change)
+            return
+        for layer in self.layers:
+            change(layer)
 
     def reset(self):
         """Forget every token; see the layers for what stays."""

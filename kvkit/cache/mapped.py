@@ -158,6 +158,7 @@ class Home:
         self.folder, self.number, self.about, self.kind = folder, number, about, kind
         self.sidecar = folder / f"layer-{number:03}.json"
         self.generation, self.current = 0, None
+        self.waiting = ""  # the ending of sidecars that do not count yet
 
     def __call__(self, *arguments):
         self.generation += 1
@@ -167,12 +168,16 @@ class Home:
         return self.folder / f"layer-{self.number:03}-{self.generation}.raw"
 
     def accept(self, file, about, state):
-        """Let a file be the layer's; the one before it goes."""
+        """Let a file be the layer's; the one before it goes, unless the new sidecar has to wait."""
         text = self.text(generation=self.generation, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
-        file.know_sidecar(put(self.sidecar, text + state), len(text))
+        if self.waiting:
+            sidecar = written(self.sidecar.with_suffix(self.waiting), text + state)
+        else:
+            sidecar = put(self.sidecar, text + state)
+        file.know_sidecar(sidecar, len(text))
         before, self.current = self.current, file
-        if before is not None:
+        if before is not None and not self.waiting:
             before.path.unlink()
 
     def text(self, **more):
@@ -187,12 +192,23 @@ class Home:
 def put(path, text):
     """Write a small file, or replace it in one step; its descriptor."""
     temporary = path.with_suffix(".new")
-    file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    file = written(temporary, text)
     try:
-        os.write(file, text.encode())
         os.replace(temporary, path)
     except BaseException:
         os.close(file)
         temporary.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def written(path, text):
+    """Write a small file; its descriptor."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.write(file, text.encode())
+    except BaseException:
+        os.close(file)
+        path.unlink(missing_ok=True)
         raise
     return file

@@ -12,12 +12,15 @@ from kvkit.cache.mapped import STATE, VERSION, Home, put
 from kvkit.check import wrong
 from kvkit.files.replace import sync_folder
 
+WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
+
 
 class Folder:
     """A cache's folder, and which of its layers lie in it."""
 
     def __init__(self, directory, only_non_sliding, keep):
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
+        self.changes = 0  # of the batch, in all layers at once
 
     def adopt(self, layers):
         """Move the layers of a cache to the folder, new to caches."""
@@ -38,7 +41,8 @@ class Folder:
 
     def say(self, closed):
         """Whether no step was under way when the process ended."""
-        os.close(put(self.path / "cache.json", json.dumps({"version": VERSION, "closed": closed}) + "\n"))
+        about = {"version": VERSION, "closed": closed, "changes": self.changes}
+        os.close(put(self.path / "cache.json", json.dumps(about) + "\n"))
 
     def lead(self, number, layer):
         """Let new stores of a layer be files, unless it is to stay in memory."""
@@ -53,6 +57,39 @@ class Folder:
             layer._commit()
         elif not mapped(layer):
             layer._move(layer._store.geometry, layer._store.capacity, min(layer._oldest, layer._begin))
+
+    def at_once(self, layers, change):
+        """Change all layers; new files, which those that lie here get, count together.
+
+        Their sidecars wait until `cache.json` counts one more change, and are then renamed, if need be by
+        whoever opens the folder. Layers in memory come last: they do not fail for the disk.
+        """
+        moved, number = [layer for layer in layers if mapped(layer)], self.changes + 1
+        before, left = [dict(layer.__dict__) for layer in moved], []
+        try:
+            for layer in moved:
+                layer._new_store.waiting = f"{WAITING}{number}"
+                change(layer)
+            self.changes = number
+            self.say(closed=False)
+            left = [attributes["_store"].file for attributes in before]
+        except BaseException:
+            self.changes = number - 1
+            for layer, attributes in zip(moved, before, strict=True):
+                if layer._store is not attributes["_store"]:
+                    left.append(layer._store.file)
+                layer.__dict__.update(attributes)
+                layer._new_store.current = layer._store.file
+            raise
+        finally:
+            for layer in moved:
+                layer._new_store.waiting = ""
+            follow(self.path, self.changes)
+            for file in left:
+                file.path.unlink()
+        for layer in layers:
+            if not mapped(layer):
+                change(layer)
 
     def prefetch_after(self, layer_idx, layers):
         """Prefetch the next layer that lies here."""
@@ -85,6 +122,15 @@ class Folder:
             path.unlink()
 
 
+def follow(folder, changes):
+    """Let sidecars that waited for a change take their places if that is done, and go if not."""
+    for path in folder.glob(f"layer-*{WAITING}*"):
+        if int(path.suffix.removeprefix(WAITING)) <= changes:
+            os.replace(path, path.with_suffix(".json"))
+        else:
+            path.unlink()
+
+
 def home(folder, number, layer):
     return Home(folder, number, kinds.described(layer), layer._in_files)
 
@@ -111,7 +157,9 @@ def flush(layers):
 def opened(directory, keep):
     """The folder and the layers of a cache that was kept, or whose process ended."""
     folder = Folder(directory, True, keep)
-    closed = read(folder.path / "cache.json")["closed"]
+    about = read(folder.path / "cache.json")
+    closed, folder.changes = about["closed"], about.get("changes", 0)
+    follow(folder.path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
     layers = [opened_layer(folder.path, number) for number in range(len(paths))]
     folder.say(closed=False)
