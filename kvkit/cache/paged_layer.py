@@ -6,6 +6,7 @@ from kvkit import attention, check, steps
 from kvkit.cache.quantized_view import KVView
 from kvkit.cache.store import Geometry, geometry
 from kvkit.check import describe, integer, wrong
+from kvkit.dynamic_batching.replay import form
 
 
 class Rows:
@@ -84,6 +85,13 @@ class Side:
 
     def read(self):
         return self._layer.read()[self._side]
+
+
+def turned(results):
+    """Outputs of attention, and its lse, with heads before tokens."""
+    if isinstance(results, tuple):
+        return tuple(result.swapaxes(1, 2) for result in results)
+    return results.swapaxes(1, 2)
 
 
 class PagedLayer:
@@ -190,9 +198,15 @@ class PagedLayer:
         lse : ndarray of float32, shape [B, num_heads, q]
             With ``return_lse``.
         """
-        store = self.store
+        store, step = self.store, self._rows.step
         if not self._rows.sequences:
             raise wrong("layer", "keys and values: update comes first", "none")
+        options = window, softmax_scale, softcap, sinks, return_lse
+        call = form((query,), (self.get_seq_length(), attention_mask, *options))
+        prepared = step and step.calls.get(call)
+        if prepared:
+            query = check.one_piece(query.swapaxes(1, 2))
+            return turned(step.attend_again(prepared, query, self._layer_idx))
         check.tensor("query", query, (store.format,), 4)
         _, heads, tokens, _ = query.shape
         batch, _, length, _ = self.shape
@@ -213,9 +227,9 @@ class PagedLayer:
         query = check.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         out, lse = attention.outputs(None, query.shape, store.format, return_lse, [])
         decoding = batch if tokens == 1 else 0
-        rows = self._rows.tables().equal(tokens, length)
-        attention.attend(query, out, lse, store.contexts[self._layer_idx], rows, decoding, weights)
-        return out.swapaxes(1, 2) if lse is None else (out.swapaxes(1, 2), lse.swapaxes(1, 2))
+        step = self._rows.tables()
+        rows = step.equal(tokens, length)
+        return turned(step.attend_first(call, query, out, lse, self._layer_idx, rows, decoding, weights))
 
     def get_seq_length(self):
         """Tokens in every row."""

@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from kvkit import attention, check, cpu, steps
+from kvkit.cache.paged_calls import Calls
 from kvkit.check import integer, wrong
+from kvkit.dynamic_batching.replay import form
 
 
 class PagedStep:
@@ -35,10 +37,11 @@ class PagedStep:
     ((4, 2, 16), array([0, 1, 4]))
     """
 
-    __slots__ = ("_steps", "_store", "index", "written")
+    __slots__ = ("_steps", "_store", "calls", "index", "written")
 
     def __init__(self, store, index):
         self._store, self.index, self.written = store, index, set()
+        self.calls = Calls(store)
         self._steps = steps.dynamic(
             None,
             index.seqstarts,
@@ -84,9 +87,14 @@ class PagedStep:
         lse : ndarray of float32, shape [seqstarts[B], num_heads]
             With ``return_lse``.
         """
-        context, decoding = self._store.contexts[self.to_read(layer_idx)], self.index.decoding_batches
+        layer_idx = self.to_read(layer_idx)
+        call = form((query,), (attn_mask, tuple(options), *options.values()))
+        prepared = self.calls.get(call)
+        if prepared:
+            return self.attend_again(prepared, check.one_piece(query), layer_idx)
         query, out, lse, weights = self._queries(query, attn_mask, {}, **options)
-        return attention.attend(query, out, lse, context, self._steps, decoding, weights)
+        decoding = self.index.decoding_batches
+        return self.attend_first(call, query, out, lse, layer_idx, self._steps, decoding, weights)
 
     def multi_head_cache_attention(
         self, query, current_key, current_value, layer_idx, attn_mask=None, **options
@@ -94,14 +102,17 @@ class PagedStep:
         """`update` and `attend` in one call; on an error the layer has not been written."""
         layer_idx = self.to_write(layer_idx)
         key, value = self._tokens(current_key, current_value, layer_idx)
+        call = form((query,), (attn_mask, tuple(options), *options.values()))
+        prepared = self.calls.get(call)
+        if prepared:
+            self.append(key, value, layer_idx)
+            return self.attend_again(prepared, check.one_piece(query), layer_idx)
         tokens = {"current_key": key, "current_value": value}
         query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
-        place, decoding = self._store.places[layer_idx], self.index.decoding_batches
-        results, _ = attention.append_and_attend(
-            key, value, query, out, lse, place, self._steps, decoding, weights
-        )
-        self.written.add(layer_idx)
-        return results
+        context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
+        launch = cpu.attention.prepare(query, out, lse, context, self._steps, decoding, weights)
+        self.append(key, value, layer_idx)
+        return self.start(call, launch, query, out, lse, layer_idx)
 
     def gather(self, layer_idx):
         """Read the contexts of a layer, new tokens included.
@@ -205,9 +216,35 @@ class PagedStep:
 
     def append(self, key, value, layer_idx):
         """Store new tokens, [tokens, heads, dim] or [batch, tokens, heads, dim]."""
-        place = self._store.places[layer_idx]
-        cpu.launches.start(cpu.transfer.store(key, value, place, self._steps))
+        call, arrays = form((key, value), ()), {"current_key": key, "current_value": value}
+        prepared = self.calls.get(call)
+        if prepared:
+            self.calls.again(prepared, layer_idx, arrays)
+        else:
+            launch = cpu.transfer.store(key, value, self._store.places[layer_idx], self._steps)
+            cpu.launches.start(launch)
+            self.calls.keep(call, layer_idx, arrays, launch)
         self.written.add(layer_idx)
+
+    def attend_first(self, call, query, out, lse, layer_idx, rows, decoding, weights):
+        """Attend with checked arguments; calls of this form are made again for other layers."""
+        context = self._store.contexts[layer_idx]
+        launch = cpu.attention.prepare(query, out, lse, context, rows, decoding, weights)
+        return self.start(call, launch, query, out, lse, layer_idx)
+
+    def start(self, call, launch, query, out, lse, layer_idx):
+        """Start attention, and keep the call."""
+        cpu.launches.start(launch)
+        self.calls.keep(call, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
+        return out if lse is None else (out, lse)
+
+    def attend_again(self, prepared, query, layer_idx):
+        """Attend with the queries of a call of a known form; the results are new arrays."""
+        out, lse = np.empty(query.shape, query.dtype), None
+        if prepared.returns("lse"):
+            lse = np.empty(query.shape[:-1], np.float32)
+        self.calls.again(prepared, layer_idx, {"query": query, "out": out, "lse": lse})
+        return out if lse is None else (out, lse)
 
     def load(self, key, value, layer_idx, contexts):
         """Load contexts into arrays of such axes."""

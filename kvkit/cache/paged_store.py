@@ -62,6 +62,10 @@ class PagedStore:
             for layer_idx in range(self.num_layers)
         ]
         self.contexts = [attention.cache_context(place) for place in self.places]
+        self.addresses = [
+            {"cache": key_address, "scale": cell_address}
+            for (key_address, _, _, _, cell_address, *_), _ in (place.sides for place in self.places)
+        ]
         arrays = (self.cache,) if self.scale is None else (self.cache, self.scale)
         self.blocks = [in_blocks(array, layout, page_size) for array in arrays]
         geometry = {

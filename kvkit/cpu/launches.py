@@ -52,6 +52,13 @@ class Launch:
     run: Callable[[], object]
     alive: tuple = ()  # whatever else the numbers point into
 
+    def offsets(self, addresses):
+        """(place, owner, offset) of each address among the numbers, from what the owner's address is now."""
+        return [
+            (place, owner, int(self.numbers[place]) - addresses[owner])
+            for place, owner in self.owners.items()
+        ]
+
 
 def start(*launches):
     """Run launches in order."""

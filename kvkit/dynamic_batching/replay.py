@@ -66,9 +66,9 @@ class Replay:
         self.launches, self.written = launches, written
         names, base = list(arrays), {name: cpu.launches.address(array) for name, array in arrays.items()}
         self.slots = [
-            (launch.numbers, place, names.index(owner), int(launch.numbers[place]) - base[owner])
+            (launch.numbers, place, names.index(owner), offset)
             for launch in launches
-            for place, owner in launch.owners.items()
+            for place, owner, offset in launch.offsets(base)
         ]
         self.spans = [span(array) for array in arrays.values()]
 
