@@ -48,6 +48,18 @@ class PagedStore:
             "quant_group": group,
             "cache_layout": layout.number,
         }
+        self._find_places()
+        geometry = {
+            "layers": self.num_layers,
+            "heads": self.heads,
+            "dims": [self.dim, self.dim],
+            "dtype": self.format.name,
+            "quantization": [bits, group, self.cell.name] if bits else None,
+        }
+        self.identity = json.dumps(geometry).encode()
+
+    def _find_places(self):
+        """What follows from where the arrays lie."""
         self.places = [
             check.cache_layer(
                 self.format,
@@ -67,15 +79,16 @@ class PagedStore:
             for (key_address, _, _, _, cell_address, *_), _ in (place.sides for place in self.places)
         ]
         arrays = (self.cache,) if self.scale is None else (self.cache, self.scale)
-        self.blocks = [in_blocks(array, layout, page_size) for array in arrays]
-        geometry = {
-            "layers": self.num_layers,
-            "heads": self.heads,
-            "dims": [self.dim, self.dim],
-            "dtype": self.format.name,
-            "quantization": [bits, group, self.cell.name] if bits else None,
-        }
-        self.identity = json.dumps(geometry).encode()
+        layout = DYNAMIC[self.attributes["cache_layout"]]
+        self.blocks = [in_blocks(array, layout, self.page_size) for array in arrays]
+
+    def __getstate__(self):
+        found = "places", "contexts", "addresses", "blocks"
+        return {name: value for name, value in self.__dict__.items() if name not in found}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._find_places()  # of a copy, whose arrays lie elsewhere
 
     def copy(self, copies):
         """Copy blocks, (source, destination) each, in all layers."""
