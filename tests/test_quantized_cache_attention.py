@@ -23,8 +23,8 @@ from kvkit.errors import KvkitError
 # float32 sums of some hundred products, then one rounding to the format
 CLOSE = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
-# An array of a view is rounded to its format, which attention does not do: a score is off by no more than its
-# terms are, and the logarithm by no more than a score
+# An array of a view is rounded to its format, which attention does not do for few rows of queries: a score is
+# off by no more than its terms are, and the logarithm by no more than a score
 ROUNDING = {"float32": 0, "float16": 2**-11, "bfloat16": 2**-8}
 
 
@@ -103,6 +103,42 @@ def test_every_code_read_in_place(case):
             layer.reorder([1, 0])
             check(layer, (layer.keys, layer.values), queries(8, 1, 96, "float32"))
             given = [x[[1, 0]] for x in given]
+
+
+def unrounded(side):
+    """What a side's codes stand for, and its other tokens, as float32."""
+    bits, dim, sink, coded = side.spec.bits, side.shape[3], min(side.sink, side.length), side.seen
+    places = np.tile(np.arange(0, 8, bits), dim * bits // 8).astype(np.uint8)
+    codes = side.codes[:, :, :coded].repeat(8 // bits, axis=-1) >> places
+    codes = (codes & (2**bits - 1)).astype(np.float32)
+    cells = side.cells[:, :, side.block_of[:coded]].astype(np.float32)
+    scales, minima = (half.repeat(2 * dim // cells.shape[3], axis=-1) for half in np.split(cells, 2, axis=-1))
+    numbers = side.read().astype(np.float32)
+    numbers[:, :, sink : sink + coded] = codes * scales + minima
+    return numbers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "tokens", "rounds"), [(2, 1, False), (16, 1, False), (18, 1, True), (2, 9, True)]
+)
+def test_which_numbers_attention_sees(dtype, heads, tokens, rounds):
+    """Up to 8 rows of queries see what codes stand for, more see it rounded, as arrays of views do."""
+    layer, given = QuantizedLayer(**OPTIONS), states(333, dims=(32, 32), dtype=dtype)
+    feed(layer, given, 320)
+    views = feed(layer, given, 333)
+    exact, rounded = (
+        [unrounded(side) for side in layer._store.sides],
+        [np.asarray(view).astype(np.float32) for view in views],
+    )
+    assert all(
+        np.array_equal(a.astype(dtype).astype(np.float32), b) for a, b in zip(exact, rounded, strict=True)
+    )
+    query = 8 * queries(heads, tokens, 32, "float32").astype(dtype)
+    lse = layer.attend(query, return_lse=True)[1]
+    errors = [np.abs(lse - attended(query, *seen)[1]).max() for seen in (exact, rounded)]
+    assert errors[rounds] < 2e-5
+    assert dtype == "float32" or errors[not rounds] > 2e-4
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
