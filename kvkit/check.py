@@ -3,6 +3,7 @@
 A check returns what the kernels need, in canonical form, or raises before anything has been written.
 """
 
+import math
 import operator
 from dataclasses import dataclass
 
@@ -144,12 +145,7 @@ def _share(a, b):
 
 
 def outputs(out, names, shape, fmt):
-    """New arrays, or the ones given as `out`."""
-    if out is None:
-        try:
-            return tuple(np.empty(shape, fmt.dtype) for _ in names)
-        except ValueError:
-            raise wrong("num_repeat", "outputs that an array can hold", f"shape {shape}") from None
+    """Check arrays that are given for the results."""
     if not isinstance(out, (tuple, list)) or len(out) != len(names):
         raise wrong("out", f"a tuple of {len(names)} arrays ({', '.join(names)})", describe(out))
     for name, array in zip(names, out, strict=True):
@@ -158,7 +154,12 @@ def outputs(out, names, shape, fmt):
         if array.shape != shape:
             raise wrong(label, f"shape {shape}", array.shape)
         in_out(label, array)
-    return tuple(out)
+
+
+def holdable(name, shape, fmt, what="outputs"):
+    """Check that an array can have a shape, which `name` decides."""
+    if math.prod(max(size, 1) for size in shape) * fmt.dtype.itemsize > np.iinfo(np.int64).max:
+        raise wrong(name, f"{what} that an array can hold", f"shape {shape}")
 
 
 # The cache

@@ -1,6 +1,5 @@
 """What the static and the dynamic position operators share: their checks, and the launches."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,8 +190,7 @@ def given_mask(mask):
 
 def mask_call(fmt, shape, starts, kvstarts, added, seen, padding, named):
     """A `Mask`; `added` as checked for attention in `seen`. `named` bounds the size."""
-    if math.prod(max(size, 1) for size in shape) * fmt.dtype.itemsize > steps.INT64_MAX:
-        raise wrong(named, "a mask that an array can hold", f"shape {shape}")
+    check.holdable(named, shape, fmt, "a mask")
     address, _, *strides, _, _ = seen
     element = None if not address else "bool" if added.dtype == np.bool_ else BY_DTYPE[added.dtype].name
     return Mask(fmt, shape, starts, kvstarts, added, element, (address, *strides), padding)

@@ -55,16 +55,17 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None
     )
     tokens = int(starts[-1])
     made, returned = results.outputs(
-        None if out is None else (out,),
+        out,
+        "out",
         [((tokens,), np.dtype(np.int64))],
         (sequences, here),
-        lambda given: twin.check_index_output(given[0], tokens),
+        lambda given: twin.check_index_output(given, tokens),
         stream,
     )
     copy = made[0].moved(stream, contents=False)
     positions.index(starts, first, copy.seen, stream)
     made[0].take(copy, stream)
-    return returned[0]
+    return returned
 
 
 def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="float32", out=None, stream=None):

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkit import attention, check
+from kvkit import check
+from kvkit import launch as twin
 from kvkit.formats import Format
+from kvkit.launch import RESULTS
 from kvkit.steps import Steps
-from kvkit_cuda import arrays, transfer
+from kvkit_cuda import arrays, results, transfer
 from kvkit_cuda import attention as kernels
 from kvkit_cuda.tables import Tables
 
-NEW, RESULTS = ("current_key", "current_value"), ("key", "value")
+NEW = "current_key", "current_value"
 ROWS = ("query", *RESULTS, *NEW)  # whose last axis is in one piece
 
 
@@ -39,11 +41,25 @@ def append_and_load(checked, current_key, current_value, cache, scale, out, stre
     here |= {name: here[name].one_piece(stream) for name in NEW}
     call = checked(*(operand.seen for operand in here.values()))
     written = ["cache", "scale"] if call.layer.cell else ["cache"]
-    results, returned = outputs(out, call, current_key, here, stream)
+
+    def check_outputs(given):
+        seen = {name: operand.seen for name, operand in here.items()}
+        twin.check_outputs(given, call.fmt, call.shape, layer=call.layer, **seen)
+
+    if out is None:
+        check_outputs(None)
+    made, returned = results.outputs(
+        out,
+        [f"out ({name})" for name in RESULTS],
+        [(call.shape, call.fmt.dtype)] * 2,
+        (current_key, here["current_key"]),
+        check_outputs,
+        stream,
+    )
 
     there = {name: here[name].moved(stream) if name in (*NEW, *written) else here[name] for name in here}
     call = checked(*(operand.seen for operand in there.values()))
-    key, value = (result.moved(stream, contents=False) for result in results)
+    key, value = (result.moved(stream, contents=False) for result in made)
     tables = tables or Tables(call.step)
     store = transfer.store(call.current_key, call.current_value, call.layer, tables, stream)
     load = transfer.load(key.seen, value.seen, call.layer, tables, call.repeat, stream)
@@ -51,28 +67,9 @@ def append_and_load(checked, current_key, current_value, cache, scale, out, stre
     load()
     for name in written:
         here[name].take(there[name], stream)
-    for result, copy in zip(results, (key, value), strict=True):
+    for result, copy in zip(made, (key, value), strict=True):
         result.take(copy, stream)
     return returned
-
-
-def outputs(out, call, current_key, here, stream):
-    """The operands of the results, checked, and what is returned: given arrays, or new ones like the keys."""
-    tokens = [(name, here[name].seen) for name in NEW]
-    written = check.written_apart(here["cache"].seen, here["scale"].seen, call.layer, tokens)
-    if out is None:
-        if here["current_key"].on_device:
-            made = tuple(arrays.like(current_key, call.shape, call.fmt.dtype, stream) for _ in RESULTS)
-        else:
-            made = check.outputs(None, RESULTS, call.shape, call.fmt)
-        return [arrays.operand(name, array, stream) for name, array in zip(RESULTS, made, strict=True)], made
-    results = []
-    if isinstance(out, (tuple, list)):
-        results = [arrays.operand(f"out[{i}]", array, stream) for i, array in enumerate(out)]
-    key, value = check.outputs(tuple(r.seen for r in results) or out, RESULTS, call.shape, call.fmt)
-    check.apart("out (key)", key, [("out (value)", value), *tokens, *written])
-    check.apart("out (value)", value, [*tokens, *written])
-    return results, tuple(out)
 
 
 def attend(checked, given, out, return_lse, stream, tables=None):
@@ -80,7 +77,9 @@ def attend(checked, given, out, return_lse, stream, tables=None):
     here = {name: arrays.operand(name, array, stream) for name, array in given.items()}
     here |= {name: here[name].one_piece(stream) for name in ROWS if name in here}
     call = checked(**{name: operand.seen for name, operand in here.items()})
-    results, returned = attention_outputs(out, call, given["query"], here, return_lse, stream)
+    source = given["query"], here["query"]
+    inputs = call.inputs + call.written
+    made, returned = results.of_attention(out, call, inputs, source, return_lse, stream)
 
     written = [name for name, _ in call.written]
     there = {
@@ -88,7 +87,7 @@ def attend(checked, given, out, return_lse, stream, tables=None):
         for name, operand in here.items()
     }
     call = checked(**{name: operand.seen for name, operand in there.items()})
-    copies = [result.moved(stream, contents=False) for result in results]
+    copies = [result.moved(stream, contents=False) for result in made]
     attn_output, lse = copies[0].seen, copies[1].seen if len(copies) > 1 else None
     tables = tables or Tables(call.steps)
     launches = kernels.prepare(
@@ -101,25 +100,6 @@ def attend(checked, given, out, return_lse, stream, tables=None):
         launch()
     for name in written:
         here[name].take(there[name], stream)
-    for result, copy in zip(results, copies, strict=True):
+    for result, copy in zip(made, copies, strict=True):
         result.take(copy, stream)
     return returned
-
-
-def attention_outputs(out, call, query, here, return_lse, stream):
-    """The operands of the results, checked, and what is returned: given arrays, or new ones like `query`."""
-    wants_lse = attention.flag("return_lse", return_lse)
-    forms = [(call.shape, call.fmt.dtype), (call.shape[:-1], np.dtype(np.float32))][: 1 + wants_lse]
-    if out is None and here["query"].on_device:
-        out = tuple(arrays.like(query, *form, stream) for form in forms)
-    elif out is None:
-        out = tuple(np.empty(*form) for form in forms)
-    elif not wants_lse:
-        out = (out,)
-    pair = isinstance(out, (tuple, list))
-    results = [arrays.operand("out", array, stream) for array in out] if pair else []
-    seen = tuple(result.seen for result in results) if pair else out
-    attention.outputs(
-        seen if wants_lse else seen[0], call.shape, call.fmt, return_lse, call.inputs + call.written
-    )
-    return results, tuple(out) if wants_lse else out[0]

@@ -24,8 +24,9 @@ def rotate(checked, query, key, out, stream):
     here = [arrays.operand(name, array, stream).one_piece(stream) for name, array in given.items()]
     call = checked(*(operand.seen for operand in here))
     forms = [(array.shape, call.fmt.dtype) for array in (call.query, call.key)]
+    names = "out (query)", "out (key)"
     made, returned = results.outputs(
-        out, forms, (query, here[0]), lambda seen: twin.check_outputs(seen, call), stream
+        out, names, forms, (query, here[0]), lambda seen: twin.check_outputs(seen, call), stream
     )
     if call.starts[-1]:
         there = [operand.moved(stream) for operand in here]
@@ -37,7 +38,7 @@ def rotate(checked, query, key, out, stream):
         turn()
         for result, copy in zip(made, copies, strict=True):
             result.take(copy, stream)
-    return tuple(returned)
+    return returned
 
 
 def mask(checked, attn_mask, out, stream):
@@ -45,10 +46,11 @@ def mask(checked, attn_mask, out, stream):
     here = arrays.operand("attn_mask", attn_mask, stream).one_piece(stream)
     call = checked(here.seen)
     made, returned = results.outputs(
-        None if out is None else (out,),
+        out,
+        "out",
         [(call.shape, call.fmt.dtype)],
         (attn_mask, here),
-        lambda seen: twin.check_mask_output(seen[0], call),
+        lambda seen: twin.check_mask_output(seen, call),
         stream,
     )
     if made[0].seen.size:
@@ -57,7 +59,7 @@ def mask(checked, attn_mask, out, stream):
         target = copy.seen if copy.seen.ndim == 4 else copy.seen[None]
         alibi.prepare(checked(there.seen), target, stream)()
         made[0].take(copy, stream)
-    return returned[0]
+    return returned
 
 
 @shared

@@ -2,24 +2,42 @@
 
 import numpy as np
 
+from kvkit import attention
 from kvkit_cuda import arrays
 
 
-def outputs(out, forms, source, checked, stream):
+def outputs(out, names, forms, source, checked, stream):
     """(operands, what is returned) of results of these shapes and dtypes.
 
-    `source` is an input and its operand: results are of its kind. `checked` refuses what `out` may not be; it
-    gets the arrays as the checks of `kvkit` see them.
+    `names` are what errors call them: of several, which are a tuple, or of one, which is as it is. `source`
+    is an input and its operand: results are of its kind. `checked` refuses what `out` may not be; it gets
+    arrays as the checks of `kvkit` see them, and `out` itself if that is not as many.
     """
-    array, operand = source
+    alone, (array, operand) = isinstance(names, str), source
+    names = (names,) if alone else names
     if out is None:
         made = [
             arrays.like(array, shape, dtype, stream) if operand.on_device else np.empty(shape, dtype)
             for shape, dtype in forms
         ]
-        return [arrays.operand("out", result, stream) for result in made], made
-    found = []
-    if isinstance(out, (tuple, list)):
-        found = [arrays.operand(f"out[{i}]", result, stream) for i, result in enumerate(out)]
-    checked(tuple(operand.seen for operand in found) or out)
-    return found[: len(forms)], list(out[: len(forms)])
+    else:
+        made = [out] if alone else out
+        if not isinstance(made, (tuple, list)) or len(made) != len(names):
+            checked(out)
+    found = [arrays.operand(name, result, stream) for name, result in zip(names, made, strict=True)]
+    if out is not None:
+        seen = tuple(result.seen for result in found)
+        checked(seen[0] if alone else seen)
+    return found, made[0] if alone else tuple(made)
+
+
+def of_attention(out, call, inputs, source, return_lse, stream):
+    """`outputs` of a checked call of attention, apart from its inputs."""
+    wants_lse = attention.flag("return_lse", return_lse)
+    names = ("out", "out (lse)") if wants_lse else "out"
+    forms = [(call.shape, call.fmt.dtype), (call.shape[:-1], np.dtype(np.float32))][: 1 + wants_lse]
+
+    def checked(given):
+        attention.outputs(given, call.shape, call.fmt, return_lse, inputs)
+
+    return outputs(out, names, forms, source, checked, stream)

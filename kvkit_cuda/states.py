@@ -51,14 +51,15 @@ def merge_attention_states(outputs, lses, *, out=None, stream=None):
     def checked(given):
         twin.check_given(given, seen_outputs[0].shape, fmt, seen_outputs, seen_lses)
 
-    found, returned = results.outputs(out, forms, source, checked, stream)
+    names = "out (attn_output)", "out (lse)"
+    found, returned = results.outputs(out, names, forms, source, checked, stream)
     copies = [result.moved(stream, contents=False) for result in found]
     outputs, lses = ([part.moved(stream) for part in parts] for parts in (outputs, lses))
     operands = *outputs, copies[0], *lses, copies[1]
     merge.prepare_states(fmt.name, [operand.seen for operand in operands], stream)()
     for result, copy in zip(found, copies, strict=True):
         result.take(copy, stream)
-    return tuple(returned)
+    return returned
 
 
 def parts(name, given, stream):

@@ -47,7 +47,7 @@ def simulated(*arguments):
 
 
 def test_in_the_simulator():
-    assert simulated("cuda_simulated.py", "-m", "not slow") > 50
+    assert simulated("cuda_simulated.py", "cuda_outputs.py", "-m", "not slow") > 80
 
 
 def test_attention_in_the_simulator():

@@ -1,6 +1,5 @@
 """The way back from blocks, and copies of blocks."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +8,8 @@ from kvkit import check, cpu
 from kvkit.ascend import tensors
 from kvkit.check import describe, wrong
 from kvkit.formats import Format
-from kvkit.steps import INT64_MAX
+
+RESULTS = "key", "value"
 
 
 def paged_cache_load(
@@ -108,8 +108,7 @@ def checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, cac
         (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
     ]
     for shape, fmt in zip(shapes, formats, strict=True):
-        if math.prod(max(size, 1) for size in shape) * fmt.dtype.itemsize > INT64_MAX:
-            raise wrong("seq_lens", "outputs that an array can hold", f"shape {shape}")
+        check.holdable("seq_lens", shape, fmt)
     return Load(given, list(views), list(formats), table, lengths, columns, tokens, shapes)
 
 
@@ -148,7 +147,7 @@ def outputs(out, call):
     shapes, formats = call.shapes, call.formats
     if out is None:
         return [np.zeros(shape, fmt.dtype) for shape, fmt in zip(shapes, formats, strict=True)]
-    names = ["key", "value"][: len(shapes)]
+    names = RESULTS[: len(shapes)]
     if not isinstance(out, (tuple, list)) or len(out) < len(shapes):
         raise wrong("out", f"a tuple of {len(shapes)} arrays ({', '.join(names)})", describe(out))
     given = list(out[: len(shapes)])

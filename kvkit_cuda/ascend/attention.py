@@ -4,7 +4,6 @@ import functools
 
 import numpy as np
 
-from kvkit import attention
 from kvkit.ascend import attention as twin
 
 
@@ -81,14 +80,8 @@ def paged_attention(
     given |= {"razor_offset": razor_offset, "sinks": sinks}
     here = {name: arrays.operand(name, array, stream) for name, array in given.items()}
     call = checked(**{name: operand.seen for name, operand in here.items()})
-    wants_lse = attention.flag("return_lse", return_lse)
-    forms = [(call.shape, call.fmt.dtype), (call.shape[:-1], np.dtype(np.float32))][: 1 + wants_lse]
-
-    def check_outputs(seen):
-        attention.outputs(seen if wants_lse else seen[0], call.shape, call.fmt, return_lse, call.inputs)
-
-    pair = out if wants_lse or out is None else (out,)
-    made, returned = results.outputs(pair, forms, (query, here["query"]), check_outputs, stream)
+    source = query, here["query"]
+    made, returned = results.of_attention(out, call, call.inputs, source, return_lse, stream)
 
     there = {
         name: operand if operand.seen is None else operand.moved(stream) for name, operand in here.items()
@@ -100,7 +93,7 @@ def paged_attention(
         launch()
     for result, copy in zip(made, copies, strict=True):
         result.take(copy, stream)
-    return tuple(returned) if wants_lse else returned[0]
+    return returned
 
 
 def prepare(call, given, outputs, stream):

@@ -71,8 +71,11 @@ def paged_cache_load(
         cache_format,
     )
     forms = [(shape, fmt.dtype) for shape, fmt in zip(call.shapes, call.formats, strict=True)]
+    names = [f"out ({name})" for name in blocks.RESULTS[: len(forms)]]
+    if isinstance(out, (tuple, list)):
+        out = out[: len(forms)]  # behind keys alone there may be anything
     made, returned = results.outputs(
-        out, forms, (key_cache, caches[0]), lambda seen: blocks.outputs(seen, call), stream
+        out, names, forms, (key_cache, caches[0]), lambda seen: blocks.outputs(seen, call), stream
     )
     there = [cache.moved(stream) for cache in caches]
     copies = [result.moved(stream, contents=False) for result in made]
@@ -83,7 +86,7 @@ def paged_cache_load(
     pieces.prepare(pairs, moves_of(call), stream)()
     for result, copy in zip(made, copies, strict=True):
         result.take(copy, stream)
-    return tuple(returned) if len(returned) == 2 else (*returned, None)
+    return returned if len(returned) == 2 else (*returned, None)
 
 
 def moves_of(call):

@@ -106,14 +106,15 @@ def convert(source, seen, shape, fmt, moves, pair, out, stream):
     from kvkit_cuda import pieces, results
 
     made, returned = results.outputs(
-        None if out is None else (out,),
+        out,
+        "out",
         [(shape, fmt.dtype)],
         source,
-        lambda given: matrices.result(given[0], shape, fmt, seen),
+        lambda given: matrices.result(given, shape, fmt, seen),
         stream,
     )
     there, copy = source[1].moved(stream), made[0].moved(stream, contents=False)
     numbers = [np.stack(np.broadcast_arrays(*move, np.zeros_like(move[1]))[:3], axis=1) for move in moves]
     pieces.prepare([pair(there.seen, copy.seen)], np.concatenate(numbers), stream)()
     made[0].take(copy, stream)
-    return returned[0]
+    return returned
