@@ -1,6 +1,6 @@
 """A cache: the layers of a model."""
 
-from kvkit.cache import offload, saved
+from kvkit.cache import layer_checks, offload, saved
 from kvkit.cache.layer import Layer
 from kvkit.check import describe, integer, wrong
 
@@ -130,14 +130,14 @@ class Cache:
     def crop(self, length):
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
         for layer in self.layers:
-            layer._check_crop(length)
+            layer_checks.cropped(layer, length)
         for layer in self.layers:
             layer.crop(length)
 
     def reorder(self, indices):
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
         for layer in self.layers:
-            layer._check_indices(indices)
+            layer_checks.rows(layer, indices)
         self._change_batch(lambda layer: layer.reorder(indices))
 
     select = reorder_cache = batch_select_indices = reorder

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit import steps
+from kvkit.cache import layer_checks
 from kvkit.cache.attention import attend
 from kvkit.cache.mapped import MappedStore
 from kvkit.cache.store import Store, geometry
@@ -94,7 +94,7 @@ class Layer:
         given, new = geometry(key_states, value_states, frozen), key_states.shape[2]
         start = self._length
         if cache_position is not None:
-            start = self._start(cache_position, new)
+            start = layer_checks.first_position(self, cache_position, new)
         self._check_room(start, new)
         begin, end = self._span(start, new)
         self._make_room(given, max(end, start + new), self._oldest)
@@ -107,18 +107,6 @@ class Layer:
             self._oldest = max(self._oldest, self._stored_from(self._length))
         self._commit()
         return self._store.rows(begin - self._origin, end - self._origin)
-
-    def _start(self, cache_position, new):
-        """The first of checked positions."""
-        positions = steps.index("cache_position", cache_position, 1)
-        if len(positions) != new:
-            raise wrong("cache_position", f"{new} positions, one for each new token", len(positions))
-        start = int(positions[0]) if new else self._length
-        if new and not np.array_equal(positions, np.arange(start, start + new)):
-            raise wrong("cache_position", f"consecutive positions from {start} on", positions)
-        if start != self._length and not self._may_start(start):
-            raise wrong("cache_position", f"positions from {self._length} on, the tokens seen", start)
-        return start
 
     def _may_start(self, start):
         """Whether new tokens may begin at another position than the next."""
@@ -239,23 +227,10 @@ class Layer:
         RuntimeError
             If a sliding window would need tokens that are no longer stored.
         """
-        length = self._check_crop(length)
+        length = layer_checks.cropped(self, length)
         self._oldest = max(self._oldest, self._stored_from(length))
         self._begin = min(self._begin, self._oldest)
         self._shorten(length)
-
-    def _check_crop(self, length):
-        """Tokens left by a legal crop."""
-        given = integer("length", length)
-        left = min(given or self._length, self._length) if given >= 0 else self._length + given
-        if left < 0:
-            raise wrong("length", f"at most {self._length} tokens to drop, those seen", -given)
-        if self._oldest > self._croppable_to(left):
-            raise RuntimeError(
-                f"crop of {self.name}: the window of {left} tokens needs tokens that are not stored; "
-                "call activate_past_recording() before they are dropped"
-            )
-        return left
 
     def _shorten(self, length):
         """Forget the tokens from `length` on; the shorter state counts before any row changes."""
@@ -270,7 +245,7 @@ class Layer:
 
     def reorder(self, indices):
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
-        self._take(self._check_indices(indices))
+        self._take(layer_checks.rows(self, indices))
 
     select = reorder_cache = batch_select_indices = reorder
 
@@ -281,17 +256,6 @@ class Layer:
             self._take(np.repeat(np.arange(self._store.geometry.batch), repeats))
 
     batch_repeat_interleave = repeat
-
-    def _check_indices(self, indices):
-        indices = steps.index("indices", indices, 1)
-        if not len(indices):
-            raise wrong("indices", "at least one", "none")
-        if self._store is not None:
-            batch = self._store.geometry.batch
-            illegal = indices[(indices < 0) | (indices >= batch)]
-            if len(illegal):
-                raise wrong("indices", f"rows of the batch, 0 to {batch - 1}", illegal[0])
-        return indices
 
     def _take(self, indices):
         if self._store is None:
