@@ -1,0 +1,227 @@
+"""The walk of attention over a context: queries in place, rows found and widened, products of each block."""
+
+import numpy as np
+from numba import types
+
+from kvkit import numeric
+from kvkit.cpu import memory, online
+from kvkit.cpu.attend_units import WIDE, sequence
+from kvkit.cpu.online import visible
+from kvkit.cpu.simd import attention
+from kvkit.index import page_of, rest_of_page, row_of
+from kvkit.jit import helper
+
+SHRINK = np.float32(2**-40)  # of careful sums: they stay finite if values and weights are
+MINUS_INF = numeric.MINUS_INF
+
+get, put = memory.load(types.int64), memory.store(types.int64)
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+call_scores, call_sums, call_rows = memory.call(11), memory.call(12), memory.call(13)
+
+
+@helper
+def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
+    """Queries of every tile as float32 times the scale: [row, dim] in order, or [dim, row] if wide."""
+    rows_at, dim = scratch + task.rows, task.padded_dim
+    _, _, rows = sequence(task, b)
+    start = get(task.seqstarts + 8 * b)
+    for t in range(tiles):
+        target = scratch + task.queries + t * tile * dim * 4
+        place = rows_at if tile == WIDE or task.orders else target
+        first, kv = (0, head + t) if by_head else (row + t * tile, head)
+        attention.clear(place, tile * dim)
+        for r in range(min(tile, rows - first)):
+            token, query = (first + r) // task.group, kv * task.group + (first + r) % task.group
+            source = task.query + b * task.query_sequence
+            source += (start + token) * task.query_token + query * task.query_head
+            line = place + 4 * r * dim
+            call_rows(task.query_to_float, line, 0, 0, source, 0, 0, 0, 0, 0, 1, 1, 1, task.dim)
+            attention.times(line, line, dim, task.scale_at)
+        if tile == WIDE:
+            turn(rows_at, 4 * dim, WIDE, dim, target, 4 * WIDE)
+        elif task.orders:
+            order = task.orders + 8 * tile * dim
+            for r in range(tile):
+                for i in range(dim):
+                    put_float(
+                        target + 4 * (r * dim + i), get_float(place + 4 * (r * dim + get(order + 8 * i)))
+                    )
+
+
+@helper
+def turn(source, source_row, rows, columns, target, target_row):
+    """[rows, columns] to [columns, rows], both multiples of 16."""
+    for r in range(0, rows, attention.LANES):
+        for c in range(0, columns, attention.LANES):
+            attention.transpose(
+                source + r * source_row + 4 * c, source_row, target + c * target_row + 4 * r, target_row
+            )
+
+
+@helper
+def find_rows(task, b, begin, end, numbers):
+    """The rows of the cache that hold positions begin..end of a sequence, then the last one 16 times more."""
+    position, number = begin, np.int64(0)
+    while position < end:
+        page = page_of(position, task.page_size)
+        number = row_of(get(task.table + b * task.table_row + 8 * page), position, task.page_size)
+        run = min(rest_of_page(position, task.page_size), end - position)
+        for i in range(run):
+            put(numbers + 8 * (position - begin + i), number + i)
+        position += run
+        number += run - 1
+    for i in range(end - begin, end - begin + 16):
+        put(numbers + 8 * i, number)
+
+
+@helper
+def find_addresses(base, stride, numbers, count, pieces, piece, addresses):
+    """Where the pieces of rows begin, in order."""
+    at = addresses
+    for i in range(count):
+        row = base + get(numbers + 8 * i) * stride
+        for _ in range(pieces):
+            put(at, row)
+            row += piece
+            at += 8
+
+
+@helper
+def ask_for_cells(task, keys, values, pieces, numbers, begin, end):
+    """Scales of tokens that are next, of one head or all: some at a time keeps the memory busy."""
+    for i in range(begin, end):
+        offset = get(numbers + 8 * i) * task.cell_row
+        attention.ask_for(keys + offset, pieces * task.cell_bytes)
+        attention.ask_for(values + offset, pieces * task.cell_bytes)
+
+
+@helper
+def widen_rows(task, source, source_row, cells, cell_row, numbers, count, target, target_row, dim):
+    """Rows of the cache as float32, run by run of neighbours.
+
+    If the data are coarser than the cache, rows are rounded as a load does: as 16-bit floats they wait in the
+    second halves of their places.
+    """
+    begin = 0
+    while begin < count:
+        number, end = get(numbers + 8 * begin), begin + 1
+        while end < count and get(numbers + 8 * end) == number + end - begin:
+            end += 1
+        place = target + begin * target_row
+        half = place + 2 * dim if task.rounds else place
+        call_rows(
+            task.to_float, half, target_row, 0,
+            source + number * source_row, source_row, 0, cells + number * cell_row, cell_row, 0,
+            end - begin, 1, 1, dim,
+        )  # fmt: skip
+        if task.rounds:
+            call_rows(
+                task.query_to_float, place, target_row, 0, half, target_row, 0, 0, 0, 0,
+                end - begin, 1, 1, dim,
+            )  # fmt: skip
+        begin = end
+
+
+@helper
+def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
+    """Scores, softmax and sums over positions low..high, block by block, for every tile.
+
+    `careful` leaves out values whose weight is 0, even where they are not finite.
+    """
+    seqlen, kvlen, rows = sequence(task, b)
+    lanes = max(tile, attention.LANES)
+    for i in range(0, tiles * lanes * 4, 4):
+        put_float(scratch + task.top + i, MINUS_INF)
+        put_float(scratch + task.total + i, np.float32(0))
+    attention.clear(scratch + task.sums, tiles * tile * task.padded_value_dim)
+    wide = tile == WIDE
+    widens, most = wide or task.widens, task.wide_block if wide else task.block
+    if widens and (task.dim < task.padded_dim or task.value_dim < task.padded_value_dim):
+        attention.clear(scratch + task.wide_keys, most * task.padded_dim)
+        attention.clear(scratch + task.wide_values, most * task.padded_value_dim)
+    score_code = task.scores32 if wide else get_code(task, tile, True)
+    sum_code = task.sums32 if wide else get_code(task, tile, False)
+    keys, values = task.keys + b * task.key_sequence, task.values + b * task.value_sequence
+    key_cells, value_cells = (
+        task.key_cells + b * task.cell_sequence,
+        task.value_cells + b * task.cell_sequence,
+    )
+    scores, factor = scratch + task.scores, scratch + task.factor
+    here = scratch + task.numbers
+    there = here + 8 * (most + 16)
+    wide_keys, wide_values = scratch + task.wide_keys, scratch + task.wide_values
+    key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
+    pieces = tiles if by_head else 1
+    soon = there + 8 * (most + 16)
+    for i in range(0, 8 * pieces * most, 8):
+        put(soon + i, keys)
+    first_key, beside = keys + head * task.key_head, task.values - task.keys
+    find_rows(task, b, low, min(low + most, high), here)
+    for begin in range(low, high, most):
+        count = min(most, high - begin)
+        ahead = min(most, high - begin - count)
+        if ahead > 0:
+            find_rows(task, b, begin + count, begin + count + ahead, there)
+            if not widens:
+                find_addresses(first_key, task.key_row, there, ahead, pieces, task.key_head, soon)
+        for t in range(tiles):
+            at, first = (head + t, 0) if by_head else (head, row + t * tile)
+            live = min(tile, rows - first)
+            end = visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[1]
+            seen = min(count, end - begin)
+            state = 4 * t * lanes
+            top, total = scratch + task.top + state, scratch + task.total + state
+            key, key_row, numbers = keys + at * task.key_head, task.key_row, here
+            value, value_row = values + at * task.value_head, task.value_row
+            cell, value_cell = key_cells + at * task.cell_head, value_cells + at * task.cell_head
+            if widens and (by_head or t == 0):
+                widen_rows(
+                    task, key, key_row, cell, task.cell_row, here, count, wide_keys, key_bytes, task.dim
+                )  # fmt: skip
+            if (widens or careful) and (by_head or t == 0):
+                widen_rows(
+                    task, value, value_row, value_cell, task.cell_row, here, count,
+                    wide_values, value_bytes, task.value_dim,
+                )  # fmt: skip
+            if task.cell_bytes and task.together and not widens:
+                ask_for_cells(
+                    task, key_cells + head * task.cell_head, value_cells + head * task.cell_head, pieces,
+                    there, t * ahead // tiles, (t + 1) * ahead // tiles,
+                )  # fmt: skip
+            if seen > 0:
+                if widens:
+                    key, key_row, numbers = wide_keys, key_bytes, task.counting
+                    value, value_row = wide_values, value_bytes
+                whole = -(-seen // 8) * 8
+                queries = scratch + task.queries + t * tile * key_bytes
+                call_scores(
+                    score_code, queries, key, key_row, cell, task.cell_row, numbers,
+                    soon + 8 * t * most, 0, whole, task.padded_dim, scores,
+                )  # fmt: skip
+                online.adjust(task, b, scores, tile, live, first, at, begin, seen, seqlen, kvlen)
+                online.softmax(scores, tile, seen, top, total, factor)
+                sums = scratch + task.sums + t * tile * value_bytes
+                if careful:
+                    put_float(scratch + task.rows, SHRINK)
+                    attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.rows)
+                    online.careful_sums(
+                        scores, wide_values, value_bytes, seen, task.padded_value_dim, sums, factor, tile
+                    )
+                else:
+                    call_sums(
+                        sum_code, scores, value, value_row, value_cell, task.cell_row, numbers,
+                        soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor,
+                    )  # fmt: skip
+        here, there = there, here
+
+
+@helper
+def get_code(task, tile, scores):
+    """The machine code of a narrow tile."""
+    if tile == 1:
+        return task.scores1 if scores else task.sums1
+    if tile == 2:
+        return task.scores2 if scores else task.sums2
+    if tile == 4:
+        return task.scores4 if scores else task.sums4
+    return task.scores8 if scores else task.sums8
