@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvkit_cuda import plain, prefill, task
+from kvkit_cuda import decode, plain, prefill, task
 
-KERNELS = (prefill, plain)  # the first one that suits a call takes it; the last one suits any
+KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; the last one suits any
 
 
 def prepare(query, out, lse, context, tables, decoding, weights, stream):

@@ -160,6 +160,16 @@ def _from_lane(value, lane):
     return cuda.shfl_sync(0xFFFFFFFF, value, lane)
 
 
+def _meet_simulated():
+    threading.current_thread().syncthreads()  # type: ignore[attr-defined]
+
+
+def _meet():
+    cuda.syncwarp()
+
+
+# (): what the threads of a warp, which call it together, have written to shared memory all of them see now.
+meet = inlined(_meet_simulated if SIMULATED else _meet)
 # (value, lane) -> the value of a thread of the warp, all of whose threads call it together.
 from_lane = inlined(_from_lane_simulated if SIMULATED else _from_lane)
 

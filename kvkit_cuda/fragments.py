@@ -2,10 +2,13 @@
 
 Scores and sums are registers: those of a thread lie as [row, column], with 2 rows of each strip of 16 and 2
 of each 8 columns (see `ptx`). Loops over them have constant bounds, or turn them and look at the first ones.
-`form` is the form of the kernel (see `prefill`).
+`form` is the form of the kernel (see `prefill` and `decode`). It says how many rows a thread has, how many
+scores (`columns`) and sums (`width`) of each, and their `places`.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +19,49 @@ from kvkit_cuda.scores import capped, leaning, masked
 
 STRIP = 16  # rows that a warp multiplies at once
 EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
+LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
 LOWEST = np.float32(numeric.LOWEST)
 int32, quotient, visible = device.int32, tiles.quotient, device.inlined(visible.py_func)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which scores of a tile a thread has: rows so far from its first one, tokens likewise."""
+
+    row: Callable
+    token: Callable
+    first: Callable  # (lane) -> the first token
+    distances: tuple[int, ...]  # from a lane to those that have the other scores of its rows
+
+
+def _places(row, token, first, distances):
+    return Places(device.inlined(row), device.inlined(token), device.inlined(first), distances)
+
+
+# Where a product has rows of queries and columns of tokens, and where it has them the other way round.
+BY_ROWS = _places(
+    lambda r: (r >> 1) * STRIP + (r & 1) * 8,
+    lambda i: (i >> 1) * 8 + (i & 1),
+    lambda lane: (lane & 3) * 2,
+    (1, 2),
+)
+BY_TOKENS = _places(lambda r: (r >> 1) * 8 + (r & 1), lambda i: i * 8, lambda lane: lane >> 2, (4, 8, 16))
+
+
+def suits(record, context, steps, most_rows, alignment):
+    """Whether data can be multiplied so: of 16 bits or codes, whole fragments, and rows that are aligned."""
+    sizes, group = (context.dim, context.value_dim), context.group
+    whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
+    known = context.packed in ptx.SHORT and (
+        context.stored == context.packed or (context.cell and group % tiles.CHUNK == 0)
+    )
+    short = int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
+    cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
+              record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
+    packed = (record.query, record.query_sequence, record.query_token, record.query_head,
+              record.out, record.out_sequence, record.out_token, record.out_head)  # fmt: skip
+    aligned = not any(n % alignment for n in cached) and not any(n % 16 for n in packed)
+    return whole and known and short and aligned
 
 
 @functools.cache
@@ -105,7 +149,7 @@ def multiply_carefully(form):
 
 def soften(form):
     """(scores, sums, top, total, shift): scores, times log2(e), to weights; sums shrink as a top grows."""
-    rows, columns, width = 2 * form.strips, form.tokens // 4, form.value_dim // 4
+    rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.places.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger
 
     def soften(scores, sums, top, total, shift):
@@ -113,8 +157,8 @@ def soften(form):
             peak = top[row]
             for i in range(row * columns, (row + 1) * columns):
                 peak = larger(peak, scores[i])
-            peak = larger(peak, exchange(EVERYONE, peak, 1))
-            peak = larger(peak, exchange(EVERYONE, peak, 2))
+            for distance in distances:
+                peak = larger(peak, exchange(EVERYONE, peak, distance))
             base = larger(peak, LOWEST)
             factor = power(top[row] - base)
             top[row] = peak
@@ -132,7 +176,7 @@ def soften(form):
 
 def rotate(form):
     """(registers, step): the scores of a thread so many places on, so that a loop need not count places."""
-    held = form.strips * form.tokens // 2
+    held = form.thread_rows * form.columns
 
     def rotate(scores, step):
         for _ in range(step):
@@ -146,13 +190,14 @@ def rotate(form):
 
 def weigh(form):
     """(task, .., scores): the scores of a thread capped, and what is added to them: ALiBi and masks."""
-    rows, columns, turn = 2 * form.strips, form.tokens // 4, rotate(form)
+    rows, columns, turn, places = form.thread_rows, form.columns, rotate(form), form.places
+    row_of, token_of, first_of = places.row, places.token, places.first
 
     def weigh(task, seqstarts, kvstarts, slopes, b, head, row, last, begin, lane, scores):
         cap = numeric.float_of(np.uint32(task.cap))
         seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
         for r in range(rows):
-            here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
+            here = min(row + row_of(r), last)
             token = quotient(here, task.group)
             query = head * task.group + here - token * task.group
             low, high = visible(task, b, seqlen, kvlen, token)
@@ -166,7 +211,7 @@ def weigh(form):
             if task.mask_packed:
                 mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
             for i in range(columns):
-                key = int32((i >> 1) * 8 + (lane & 3) * 2 + (i & 1))
+                key = int32(token_of(i) + first_of(lane))
                 if low <= key < high:
                     score = capped(scores[i], cap)
                     if task.alibi:
@@ -181,16 +226,17 @@ def weigh(form):
 
 def hide(form):
     """(task, .., scores): the scores of keys that rows do not see."""
-    rows, columns = 2 * form.strips, form.tokens // 4
+    rows, columns, places = form.thread_rows, form.columns, form.places
+    row_of, token_of, first_of = places.row, places.token, places.first
 
     def hide(task, seqstarts, kvstarts, b, row, last, begin, end, lane, scores):
         seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
         for r in range(rows):
-            here = min(row + (r >> 1) * STRIP + (r & 1) * 8, last)
+            here = min(row + row_of(r), last)
             low, high = visible(task, b, seqlen, kvlen, quotient(here, task.group))
-            low, high = int32(low - begin - (lane & 3) * 2), int32(min(high, end) - begin - (lane & 3) * 2)
+            low, high = int32(low - begin - first_of(lane)), int32(min(high, end) - begin - first_of(lane))
             for i in range(columns):
-                if (i >> 1) * 8 + (i & 1) < low or (i >> 1) * 8 + (i & 1) >= high:
+                if token_of(i) < low or token_of(i) >= high:
                     scores[r * columns + i] = numeric.MINUS_INF
 
     return device.part(hide)

@@ -15,12 +15,11 @@ from numba import cuda, types
 
 from kvkit import numeric
 from kvkit_cuda import chunks, device, forms, fragments, memory, merge, ptx, tiles
-from kvkit_cuda.fragments import EVERYONE, STRIP, visible
+from kvkit_cuda.fragments import EVERYONE, LONGEST, STRIP, visible
 from kvkit_cuda.task import RECORD
 from kvkit_cuda.transfer import INDEX1, INDEX2, WARP, sequence_of
 
 WARPS = 4  # of a block
-LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
 PARTS = 512  # into which a call is split, if they are no shorter than `tables.LEAST_PART`
 SHRINK = 40  # binary digits by which careful weights are smaller: their sums stay finite
 F32, U32 = types.float32, types.uint32
@@ -28,13 +27,7 @@ LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
 int32, quotient, put_float = device.int32, tiles.quotient, chunks.write("float32")
-
-
-@device.inlined
-def number_of(task, table, b, position):
-    """The row of the cache that holds a position, as `index.row_of` has it."""
-    page = quotient(position, task.page_size)
-    return table[b, page] + (position - page * task.page_size)
+number_of = tiles.number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +42,22 @@ class Form:
     strips: int  # of a warp
     tokens: int  # of a tile
     weighs: bool  # whether scores are capped, biased or masked
+
+    @property
+    def thread_rows(self):
+        return 2 * self.strips
+
+    @property
+    def columns(self):
+        return self.tokens // 4
+
+    @property
+    def width(self):
+        return self.value_dim // 4
+
+    @property
+    def places(self):
+        return fragments.BY_ROWS
 
     @property
     def query_bytes(self):
@@ -262,23 +271,8 @@ def compiled(form):
 
 def suits(record, context, steps, most_rows):
     """Whether tensor cores take a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
-    sizes, group = (context.dim, context.value_dim), context.group
-    whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
-    known = context.packed in ptx.SHORT and (
-        context.stored == context.packed or (context.cell and group % 8 == 0)
-    )
-    short = int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
-    return most_rows > forms.ROWS and whole and known and short and aligned(record, context)
-
-
-def aligned(record, context):
-    """Whether rows begin at multiples of what a thread loads."""
-    size = 16 if context.cell is None else tiles.code_bytes(context.stored)
-    cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
-              record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
-    packed = (record.query, record.query_sequence, record.query_token, record.query_head,
-              record.out, record.out_sequence, record.out_token, record.out_head)  # fmt: skip
-    return not any(number % size for number in cached) and not any(number % 16 for number in packed)
+    alignment = 16 if context.cell is None else tiles.code_bytes(context.stored)
+    return most_rows > forms.ROWS and fragments.suits(record, context, steps, most_rows, alignment)
 
 
 def prepare(record, context, tables, most_rows, stream):

@@ -13,6 +13,7 @@ Beside each instruction is its emulation, by which simulated threads do the same
 import ctypes
 import functools
 import inspect
+import threading
 
 import numpy as np
 from llvmlite import ir
@@ -128,6 +129,24 @@ def product(element):
     return either(emulation, product)
 
 
+_turned = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [WORD], [WORD])
+
+
+def _turned_simulated(word):
+    lane, words = device.told(word)
+    g, t = divmod(lane, 4)
+    one, other = (int(words[4 * (2 * t + i) + g // 2]) >> g % 2 * 16 & 0xFFFF for i in range(2))
+    return np.uint32(one | other << 16)
+
+
+def _turned_on_device(word):
+    return _turned(word)
+
+
+# (word) -> columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8], of which `word` is the same.
+turned = either(_turned_simulated, _turned_on_device)
+
+
 @functools.cache
 def packed(element):
     """(low, high) -> the word of two float32 numbers, rounded."""
@@ -143,33 +162,105 @@ def packed(element):
     return either(emulation, packed)
 
 
+@functools.cache
+def halves(operation):
+    """(x, y) -> "sub" or "mul" of the two float16 elements of words, each rounded."""
+    emit = instruction(f"{operation}.rn.f16x2 $0, $1, $2;", [WORD], [WORD] * 2)
+    compute = {"sub": np.subtract, "mul": np.multiply}[operation]
+
+    def emulation(x, y):
+        x, y = (np.array([word], np.uint32).view(np.float16) for word in (x, y))
+        with np.errstate(all="ignore"):
+            return compute(x, y).view(np.uint32)[0]
+
+    def halves(x, y):
+        return emit(x, y)
+
+    return either(emulation, halves)
+
+
 # Copies
 
-_copy = instruction(
-    "cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [OFFSET, ADDRESS, OFFSET], ordered=True
-)
+
+def copies(size, kind):
+    """(target, source, size): begin to copy so many bytes to shared memory; the last `size` 0 means zeros."""
+    text = f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;"
+    begin = instruction(text, [], [OFFSET, ADDRESS, OFFSET], ordered=True)
+    read, write = memory.load(size, size), memory.store(size, size, memory.SHARED)
+
+    @shared
+    def spoil(target):
+        write(target, np.uint64(2**64 - 1), np.uint64(2**64 - 1))
+
+    @shared
+    def fill(target, source, size):
+        low, high = read(source)
+        write(target, low if size else np.uint64(0), high if size else np.uint64(0))
+
+    def emulation(target, source, size):
+        spoil(target)
+        groups()[-1].append(functools.partial(fill, target, source, size))
+
+    def copy(target, source, size):
+        begin(np.int32(target), source, np.int32(size))
+
+    return either(emulation, copy)
+
+
+def groups():
+    """The groups of copies that a simulated thread waits for, the one that it adds to last."""
+    return threading.current_thread().__dict__.setdefault("groups", [[]])
+
+
+def _end(count):
+    """End the copies of the first groups of a simulated thread."""
+    for _ in range(count):
+        for fill in groups().pop(0):
+            fill()
+
+
+# Copies of 16 and of 4 bytes.
+copy, copy_word = copies(16, "cg"), copies(4, "ca")
+
 _arrived = instruction("cp.async.wait_all;", [], [], ordered=True)
-_read, _write = memory.load(16, 16), memory.store(16, 16, memory.SHARED)
+_together = instruction("cp.async.commit_group;", [], [], ordered=True)
 
 
-@shared
-def _copy_simulated(target, source, size):
-    low, high = _read(source)
-    _write(target, low if size else np.uint64(0), high if size else np.uint64(0))
-
-
-def _copy_on_device(target, source, size):
-    _copy(np.int32(target), source, np.int32(size))
+def _arrived_simulated():
+    _end(len(groups()))
+    groups().append([])
 
 
 def _arrived_on_device():
     _arrived()
 
 
-# (target, source, size): begin to copy 16 bytes to shared memory; `size` is 16, or 0 for zeros instead.
-copy = either(_copy_simulated, _copy_on_device)
+def _together_simulated():
+    groups().append([])
+
+
+def _together_on_device():
+    _together()
+
+
 # (): wait for all copies that the thread has begun.
-arrived = either(lambda: None, _arrived_on_device)
+arrived = either(_arrived_simulated, _arrived_on_device)
+# (): the copies that the thread has begun since the last call, if any, are a group.
+together = either(_together_simulated, _together_on_device)
+
+
+def all_but(count):
+    """(): wait for all groups of copies of the thread but the last `count` ones."""
+    wait = instruction(f"cp.async.wait_group {count};", [], [], ordered=True)
+
+    def emulation():
+        _end(len(groups()) - 1 - count)
+
+    def all_but():
+        wait()
+
+    return either(emulation, all_but)
+
 
 _power = instruction("ex2.approx.ftz.f32 $0, $1;", [NUMBER], [NUMBER])
 

@@ -27,6 +27,13 @@ def quotient(x, y):
     return int32(np.uint32(x) // np.uint32(y))
 
 
+@device.inlined
+def number_of(task, table, b, position):
+    """The row of the cache that holds a position, as `index.row_of` has it."""
+    page = quotient(position, task.page_size)
+    return table[np.uint32(b), np.uint32(page)] + (position - page * task.page_size)
+
+
 def row_bytes(dim):
     """From one row of a tile to the next: rows that would begin in the same bank are a chunk apart."""
     return 2 * (dim if dim % BANKS == 0 else dim + CHUNK)
