@@ -13,6 +13,7 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit import numeric
+from kvkit.formats import BY_NAME
 from kvkit.jit import shared
 from kvkit_cuda import chunks, device, forms, fragments, memory, merge, panels, ptx, tiles
 from kvkit_cuda.fragments import EVERYONE, LONGEST, LOWEST, visible
@@ -314,11 +315,23 @@ def compiled(form):
 
 
 def suits(record, context, steps, most_rows):
-    """Whether a call is taken: few rows of 16-bit data, whole fragments, rows aligned to 16 bytes."""
-    most = ROWS if max(context.dim, context.value_dim) <= DIM else forms.ROWS
-    if most_rows > most or not fragments.suits(record, context, steps, most_rows, 16):
-        return False
-    return context.cell is None
+    """Whether a call is taken: few rows of 16-bit data or codes, whole fragments, rows of whole copies."""
+    sizes = context.dim, context.value_dim
+    most = ROWS if max(sizes) <= DIM else forms.ROWS
+    whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
+    return (
+        most_rows <= most
+        and whole
+        and fragments.suits(record, context, steps, most_rows, 16)
+        and (context.cell is None or cells_suit(record, context, sizes))
+    )
+
+
+def cells_suit(record, context, sizes):
+    """Whether scales are whole words."""
+    cells = (record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head,
+             *(BY_NAME[context.cell].bytes(size // context.group) for size in sizes))  # fmt: skip
+    return not any(number % 4 for number in cells)
 
 
 def prepare(record, context, tables, most_rows, stream):

@@ -145,11 +145,72 @@ def reader(tile):
 def widening_reader(tile):
     """The same for codes.
 
-    Two codes, less their signs, are put below the exponents of float16s of 1024 and more. What these exceed
-    the smallest code's number by is exact, and so is its product with a scale of 16 bits, but for the one
-    rounding to the type of the data.
+    Two codes at a time, their signs turned, are put below the exponent of float16s from 1024 on. What these
+    exceed the number of 0 by is, exactly, what the codes mean.
     """
-    raise NotImplementedError
+    bits, apart, step, cell_step = BY_NAME[tile.stored].bits, tile.apart, tile.step, tile.cell_step
+    chunk_bytes, cell_bytes, chunks_of_group = bits, BY_NAME[tile.cell].bytes(1), tile.group // CHUNK
+    load = memory.load(chunk_bytes, chunk_bytes, space=memory.SHARED)
+    load_cell = memory.load(cell_bytes, cell_bytes, space=memory.SHARED)
+    minus, (scale_of, times) = ptx.halves("sub"), scaling(tile.element, tile.cell)
+    mask = np.uint64((2**bits - 1) * 0x10001)
+    zero = np.uint32((0x6400 + 2 ** (bits - 1)) * 0x10001)
+    first, second, third, last = (np.uint64(32 * (k // apart) + bits * (k % apart)) for k in range(4))
+
+    @shared
+    def codes_at(address):
+        codes, _ = load(address)
+        return (
+            np.uint32((codes >> first) & mask) ^ zero,
+            np.uint32((codes >> second) & mask) ^ zero,
+            np.uint32((codes >> third) & mask) ^ zero,
+            np.uint32((codes >> last) & mask) ^ zero,
+        )
+
+    @shared
+    def cell_at(address):
+        return np.uint32(load_cell(address)[0])
+
+    def read(at, token, chunk, words, i):
+        cell = cell_at(
+            at + np.int64(TOKENS * step) + np.int64(token) * cell_step
+            + np.int64(quotient(chunk, chunks_of_group)) * cell_bytes
+        )  # fmt: skip
+        scale = scale_of(cell)
+        codes = codes_at(at + np.int64(token) * step + np.int64(chunk) * chunk_bytes)
+        words[i], words[i + 1], words[i + 2], words[i + 3] = codes
+        for k in range(i, i + 4):
+            words[k] = times(minus(words[k], zero), scale)
+
+    return device.inlined(read)
+
+
+def scaling(element, cell):
+    """(bits of a scale) -> the scale, and (two codes as float16s, it) -> what they mean, as a word."""
+    raw, cell_of = chunks.DECODE[cell]
+    if element == cell == "float16":
+
+        @shared
+        def twice(bits):
+            return np.uint32(bits | (bits << np.uint32(16)))
+
+        return twice, ptx.halves("mul")  # a product of float32s would be exact, and rounded once as well
+
+    two, packed, halves = both(cell), ptx.packed(element), both("float16")
+    rounded = ptx.packed(cell) if cell in ptx.SHORT and cell != element else None
+
+    @shared
+    def scale_of(bits):
+        return np.float32(cell_of(raw(bits)))
+
+    def times(codes, scale):
+        x, y = halves(codes)
+        x, y = np.float32(x) * scale, np.float32(y) * scale
+        if rounded is not None:
+            x, y = two(rounded(x, y))
+        return packed(x, y)
+
+    return scale_of, device.inlined(times)
 
 
 @shared

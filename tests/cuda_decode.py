@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from attention_scenes import BF16, FP16, normal
 from numba import cuda, types
-from scenes import assert_same
+from scenes import Formats, assert_same
 from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, static, word
 
+from kvkit.formats import BY_NAME
 from kvkit.jit import shared
-from kvkit_cuda import decode, device, memory, ptx, tables
+from kvkit_cuda import decode, device, memory, panels, ptx, tables
 from kvkit_cuda.task import Task
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
@@ -104,6 +105,50 @@ def test_groups_of_copies():
     assert_same(got, given)
 
 
+# Tiles
+
+
+@pytest.mark.parametrize("element", DTYPES)
+@pytest.mark.parametrize("cell", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_codes_are_widened_to_the_same_bits(element, cell, stored, rng):
+    """Every code, with scales of every size, becomes what `numeric.dequantize` makes of it."""
+    dim, dtype = 32, BY_NAME[cell].dtype
+    tile = panels.values(element, stored, cell, 8, dim)
+    codes = rng.permutation(np.tile(np.arange(256, dtype=np.uint8), 2)).view(np.int8).reshape(16, dim)
+    codes = codes if stored == "int8" else codes >> 4
+    packed = codes if stored == "int8" else (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+    scales = (rng.uniform(1, 2, (16, 4)) * 2.0 ** rng.integers(-26, 12, (16, 4))).astype(dtype)
+    image = np.zeros(tile.bytes, np.uint8)
+    rows, cells = image[: 16 * tile.step].reshape(16, -1), image[16 * tile.step :].reshape(16, -1)
+    rows[:, : packed.shape[1]], cells[:, : scales[0].nbytes] = packed.view(np.uint8), scales.view(np.uint8)
+    size, block, copy, read = tile.bytes, memory.shared(tile.bytes), ptx.copy, panels.reader(tile)
+    arrived = ptx.arrived
+
+    def kernel(places, words):
+        i, at = cuda.threadIdx.x, block()
+        for j in range(16 * i, size, 16 * 32):
+            copy(at + j, places[0, 0] + j, 16)
+        arrived()
+        cuda.syncthreads()
+        held = cuda.local.array(4, types.uint32)
+        for chunk in range(i >> 4, 4, 2):
+            read(at, i & 15, chunk, held, 0)
+            for k in range(4):
+                words[i & 15, 4 * chunk + k] = held[k]
+
+    there = cuda.to_device(image)
+    place = np.array([[device.address(there)]], np.int64)
+    _, got = run(kernel, ADDRESSES, U32, arrays=(place, np.zeros((16, 16), np.uint32)))
+    exact = codes.astype(np.float32) * np.repeat(scales, 8, axis=1).astype(np.float32)
+    expected = exact.astype(dtype).astype(DTYPES[element]).reshape(16, 4, 8)
+    pairs = [
+        [k // tile.apart * 2 * tile.apart + k % tile.apart + half for half in (0, tile.apart)]
+        for k in range(4)
+    ]
+    assert_same(got.view(DTYPES[element]).reshape(16, 4, 4, 2), expected[..., pairs])
+
+
 # The kernel
 
 
@@ -188,10 +233,19 @@ def test_sinks(dtype, rng, taken):
     check(one(rng, sinks=normal(rng, 2, dtype)), taken)
 
 
-CACHES = [(FP16, 5), (BF16, 0)]
-
-
-@pytest.mark.parametrize(("formats", "page_size"), CACHES, ids=str)
+@pytest.mark.parametrize(
+    ("formats", "page_size"),
+    [
+        (FP16, 5),
+        (BF16, 0),
+        (Formats("fp16", "int8", "fp16", 8, 8), 7),
+        pytest.param(Formats("fp16", "int8", "fp32", 8, 32), 0, marks=slow),
+        (Formats("bf16", "int8", "bf16", 8, 16), 0),
+        (Formats("fp16", "int8", "bf16", 4, 16), 3),
+        pytest.param(Formats("bf16", "uint8", "fp16", 4, 8), 6, marks=slow),
+    ],
+    ids=str,
+)
 def test_caches(formats, page_size, rng, taken):
     lengths = [(50, 1), (3, 4), (0, 2), (0, 0), (4, 0)]
     layout, mode = page_size % 4, int(page_size > 0)
@@ -204,7 +258,8 @@ def test_caches(formats, page_size, rng, taken):
 @slow
 @pytest.mark.parametrize("layout", [0, 1])
 def test_static_caches(layout, rng, taken):
-    check(attention_scenes.static_cache(rng, FP16, 40, 1, 2, 4, 2, 32, layout), taken)
+    formats = (FP16, Formats("fp16", "int8", "fp16", 8, 16))[layout]
+    check(attention_scenes.static_cache(rng, formats, 40, 1, 2, 4, 2, 32, layout), taken)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (30, -1)}], ids=str)
@@ -257,6 +312,8 @@ def test_which_calls_are_taken():
     record, steps = Task(*[0] * len(Task._fields)), SimpleNamespace(kvstarts=np.array([0, 99]))
     context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
 
+    codes = {"stored": "int8", "cell": "float16", "group": 16}
+
     def suits(rows=4, kvlen=99, at=None, **changes):
         steps.kvstarts[1] = kvlen
         changed = SimpleNamespace(**vars(context) | changes)
@@ -266,9 +323,13 @@ def test_which_calls_are_taken():
     assert suits(rows=16)
     assert suits(rows=8, dim=256)
     assert suits(kvlen=2**31 - 2**10 - 1)
+    assert suits(**codes, at={"cell_row": 4})
+    assert suits(**codes | {"stored": "int4"})
     for refused in (
         {"rows": 17}, {"rows": 9, "value_dim": 144}, {"kvlen": 2**31}, {"dim": 24}, {"dim": 272},
         {"packed": "float32", "stored": "float32"}, {"stored": "bfloat16"}, {"value_dim": 8},
         {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"key_row": 8}}, {"at": {"out_token": 4}},
+        codes | {"group": 4}, codes | {"at": {"key_row": 8}}, codes | {"at": {"cell_row": 2}},
+        codes | {"stored": "int4", "value_dim": 16}, codes | {"group": 32},
     ):  # fmt: skip
         assert not suits(**refused), refused
