@@ -7,25 +7,22 @@ waits for no other warp until the end, when their results are put together in or
 """
 
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda, types
 
 from kvkit import numeric
-from kvkit.formats import BY_NAME
 from kvkit.jit import shared
-from kvkit_cuda import chunks, device, forms, fragments, memory, merge, panels, ptx, tiles
+from kvkit_cuda import chunks, device, fragments, memory, merge, panels, ptx, stored_tiles, tiles
+from kvkit_cuda.decode_forms import form_of, suits
 from kvkit_cuda.fragments import EVERYONE, LONGEST, LOWEST, visible
-from kvkit_cuda.panels import TOKENS, VALUES, WORDS, Tile
+from kvkit_cuda.panels import WORDS
 from kvkit_cuda.prefill import LN2, LOG2E, SHRINK, SIGNATURE
+from kvkit_cuda.stored_tiles import KEYS, TOKENS, VALUES
 from kvkit_cuda.tiles import CHUNK, put_word
 from kvkit_cuda.transfer import WARP, sequence_of
 
-WARPS = 4  # of a block, if their tiles fit
-SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
-STAGES = 4  # most tiles of a warp
-ROWS, DIM = 16, 128  # most rows of a call, and the head size up to which there may be more than 8 of them
+__all__ = ["prepare", "suits"]
 PARTS = 4096  # into which a call is split, if they are no shorter than `tables.LEAST_PART`
 F32, U32 = types.float32, types.uint32
 
@@ -33,77 +30,14 @@ int32, quotient, number_of, put_float = device.int32, tiles.quotient, tiles.numb
 _read_sums, _write_pair = memory.load(8, 8, space=memory.SHARED), memory.store(4, 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What decides a kernel's machine code."""
-
-    keys: Tile
-    values: Tile
-    blocks: int  # of 8 rows
-    warps: int
-    stages: int  # tiles of a warp
-    weighs: bool  # whether scores are capped, biased or masked
-
-    @property
-    def element(self):
-        return self.keys.element
-
-    @property
-    def rows(self):
-        return 8 * self.blocks
-
-    @property
-    def thread_rows(self):
-        return 2 * self.blocks
-
-    @property
-    def columns(self):
-        return TOKENS // 8
-
-    @property
-    def width(self):
-        return VALUES * self.values.panels(VALUES)
-
-    @property
-    def places(self):
-        return fragments.BY_TOKENS
-
-    @property
-    def stage_bytes(self):
-        return self.keys.bytes + self.values.bytes
-
-    @property
-    def shared_bytes(self):
-        """Of the tiles; in the end the sums of all warps take their place."""
-        sums = self.rows * self.values.dim * 4
-        return self.warps * max(self.stages * self.stage_bytes, sums)
-
-
-def form(element, stored, cell, group, dim, value_dim, rows, weighs):
-    """The form of a kernel: as many warps, and as many tiles for each, as shared memory holds."""
-    keys = panels.keys(element, stored, cell, group, dim)
-    values = panels.values(element, stored, cell, group, value_dim)
-    warps, each = WARPS, keys.bytes + values.bytes
-    while warps * each > SHARED_MEMORY:
-        warps //= 2
-    stages = min(STAGES, SHARED_MEMORY // (warps * each))
-    return Form(keys, values, -(-rows // 8), warps, stages, bool(weighs))
-
-
-def form_of(record, context, most_rows):
-    """The form of the kernel for a call."""
-    weighs, sizes = record.cap or record.alibi or record.mask, (context.dim, context.value_dim)
-    return form(context.packed, context.stored, context.cell, context.group, *sizes, most_rows, weighs)
-
-
 def attend(form):
     """The kernel of a form."""
-    rows, blocks, warps, stages = form.thread_rows, form.blocks, form.warps, form.stages
+    rows, blocks, stages = form.thread_rows, form.blocks, form.stages
     held_scores, held_sums = rows * form.columns, rows * form.width
-    held_queries = blocks * form.keys.panels(panels.KEYS) * 4
-    key_bytes, stage_bytes, step = form.keys.bytes, form.stage_bytes, warps * TOKENS
+    held_queries = blocks * form.keys.panels(KEYS) * 4
+    key_bytes, stage_bytes, step = form.keys.bytes, form.stage_bytes, form.warps * TOKENS
     place_of_tiles, read_queries = memory.shared(form.shared_bytes), panels.query_reader(form.keys)
-    fill_keys, fill_values = panels.fill(form.keys, 0), panels.fill(form.values, 1)
+    fill_keys, fill_values = stored_tiles.fill(form.keys), stored_tiles.fill(form.values)
     times_keys, times_values = panels.multiply_keys(form), panels.multiply_values(form)
     times_carefully, softens = panels.multiply_carefully(form), fragments.soften(form)
     weighs, hides, end = fragments.weigh(form), fragments.hide(form), ending(form)
@@ -133,6 +67,14 @@ def attend(form):
             at = task.query + b * task.query_sequence + (start + token) * task.query_token
             at += (head * task.group + min(here, last) - token * task.group) * task.query_head
             read_queries(at, here <= last, lane, words, queries, block)
+        bases = cuda.shared.array(4, types.int64)  # registers are scarce
+        if lane == 0 and warp == 0:
+            cells = b * task.cell_sequence + head * task.cell_head
+            bases[0] = task.keys + b * task.key_sequence + head * task.key_head
+            bases[1] = task.key_cells + cells
+            bases[2] = task.values + b * task.value_sequence + head * task.value_head
+            bases[3] = task.value_cells + cells
+        cuda.syncthreads()
         board = int32(place_of_tiles())
         ring = int32(board + warp * (stages * stage_bytes))
         row = int32((lane & 3) * 2)
@@ -157,7 +99,10 @@ def attend(form):
                     times_keys(queries, place, anew(lane), words, scores)
                     meet()
                 if comes:
-                    fill_keys(task, place, number, anew(b), anew(head), coming, high, anew(lane))
+                    fill_keys(
+                        place, number, bases[0], task.key_row, bases[1], task.cell_row, coming, high,
+                        anew(lane),
+                    )  # fmt: skip
                 together()
                 at = int32(place + key_bytes)
                 if tile >= 0:
@@ -165,33 +110,16 @@ def attend(form):
                         scores[j] *= scale
                     if weighed:
                         weighs(
-                            task,
-                            seqstarts,
-                            kvstarts,
-                            slopes,
-                            anew(b),
-                            anew(head),
-                            anew(row),
-                            anew(last),
-                            begin,
-                            anew(lane),
-                            scores,
-                        )
+                            task, seqstarts, kvstarts, slopes, anew(b), anew(head), anew(row), anew(last),
+                            begin, anew(lane), scores,
+                        )  # fmt: skip
                         for j in range(held_scores):
                             scores[j] *= LOG2E
                     if begin < since or begin + TOKENS > until:
                         hides(
-                            task,
-                            seqstarts,
-                            kvstarts,
-                            anew(b),
-                            anew(row),
-                            anew(last),
-                            begin,
-                            high,
-                            anew(lane),
-                            scores,
-                        )
+                            task, seqstarts, kvstarts, anew(b), anew(row), anew(last), begin, high,
+                            anew(lane), scores,
+                        )  # fmt: skip
                     softens(scores, sums, top, total, np.float32(attempt * SHRINK))
                     arrived()
                     meet()
@@ -201,7 +129,10 @@ def attend(form):
                         times_carefully(scores, at, anew(lane), words, sums)
                     meet()
                 if comes:
-                    fill_values(task, at, number, anew(b), anew(head), coming, high, anew(lane))
+                    fill_values(
+                        at, number, bases[2], task.value_row, bases[3], task.cell_row, coming, high,
+                        anew(lane),
+                    )  # fmt: skip
                     number = number_of(task, table, anew(b), min(coming + step + (anew(lane) & 15), high - 1))
                 together()
                 tile, begin = int32(tile + 1), int32(begin + step)
@@ -210,20 +141,9 @@ def attend(form):
                     place = ring
             shrink = np.float32(2.0**-SHRINK) if attempt else np.float32(1)
             if end(
-                task,
-                seqstarts,
-                anew(board),
-                sums,
-                top,
-                total,
-                shrink,
-                anew(b),
-                anew(head),
-                anew(last),
-                anew(slot),
-                anew(lane),
-                anew(warp),
-            ):
+                task, seqstarts, anew(board), sums, top, total, shrink, anew(b), anew(head), anew(last),
+                anew(slot), anew(lane), anew(warp),
+            ):  # fmt: skip
                 break
 
     return attend
@@ -311,27 +231,7 @@ def put_pair(address, word):
 
 @functools.cache
 def compiled(form):
-    return device.kernel(attend(form), SIGNATURE)
-
-
-def suits(record, context, steps, most_rows):
-    """Whether a call is taken: few rows of 16-bit data or codes, whole fragments, rows of whole copies."""
-    sizes = context.dim, context.value_dim
-    most = ROWS if max(sizes) <= DIM else forms.ROWS
-    whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
-    return (
-        most_rows <= most
-        and whole
-        and fragments.suits(record, context, steps, most_rows, 16)
-        and (context.cell is None or cells_suit(record, context, sizes))
-    )
-
-
-def cells_suit(record, context, sizes):
-    """Whether scales are whole words."""
-    cells = (record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head,
-             *(BY_NAME[context.cell].bytes(size // context.group) for size in sizes))  # fmt: skip
-    return not any(number % 4 for number in cells)
+    return device.kernel(attend(form), SIGNATURE, device.CROWDED)
 
 
 def prepare(record, context, tables, most_rows, stream):

@@ -22,6 +22,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 # What is launched is the PTX that the tests have seen: no link-time optimization; and no fastmath, which
 # flushes subnormal numbers and approximates quotients.
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
+CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that as many blocks as can be run at once
 WARP = 32
 LEGACY_DEFAULT = 1  # DLPack's word for the default stream
 BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
@@ -42,9 +43,9 @@ def name():
 # Functions
 
 
-def kernel(function, signature):
+def kernel(function, signature, options=OPTIONS):
     """Compile `function` into something to `launch`."""
-    return cuda.jit(function) if SIMULATED else cuda.jit(signature, **OPTIONS)(function)
+    return cuda.jit(function) if SIMULATED else cuda.jit(signature, **options)(function)
 
 
 def launch(kernel, blocks, threads, stream, arguments):

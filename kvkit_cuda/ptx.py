@@ -139,12 +139,24 @@ def _turned_simulated(word):
     return np.uint32(one | other << 16)
 
 
-def _turned_on_device(word):
-    return _turned(word)
-
-
 # (word) -> columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8], of which `word` is the same.
-turned = either(_turned_simulated, _turned_on_device)
+turned = either(_turned_simulated, lambda word: _turned(word))
+
+
+def _halves_of(choice, shift):
+    """(x, y) -> the word of the low elements of two words, or of the high ones."""
+    emit = instruction(f"prmt.b32 $0, $1, $2, {choice};", [WORD], [WORD] * 2)
+
+    def emulation(x, y):
+        return np.uint32(int(x) >> shift & 0xFFFF | (int(y) >> shift & 0xFFFF) << 16)
+
+    def halves_of(x, y):
+        return emit(x, y)
+
+    return either(emulation, halves_of)
+
+
+low, high = _halves_of("0x5410", 0), _halves_of("0x7632", 16)
 
 
 @functools.cache
@@ -231,22 +243,14 @@ def _arrived_simulated():
     groups().append([])
 
 
-def _arrived_on_device():
-    _arrived()
-
-
 def _together_simulated():
     groups().append([])
 
 
-def _together_on_device():
-    _together()
-
-
 # (): wait for all copies that the thread has begun.
-arrived = either(_arrived_simulated, _arrived_on_device)
+arrived = either(_arrived_simulated, lambda: _arrived())
 # (): the copies that the thread has begun since the last call, if any, are a group.
-together = either(_together_simulated, _together_on_device)
+together = either(_together_simulated, lambda: _together())
 
 
 def all_but(count):
@@ -270,29 +274,17 @@ def _power_simulated(x):
         return np.exp2(np.float32(x))
 
 
-def _power_on_device(x):
-    return _power(x)
-
-
 # (x) -> 2 to the power x, with a relative error below 2^-22; 0 where that is not a normal number.
-power = either(_power_simulated, _power_on_device)
+power = either(_power_simulated, lambda x: _power(x))
 
 _larger = instruction("max.f32 $0, $1, $2;", [NUMBER], [NUMBER] * 2)
 
 
-def _larger_on_device(x, y):
-    return _larger(x, y)
-
-
 # (x, y) -> the larger one; the other one if one is NaN.
-larger = either(np.fmax, _larger_on_device)
+larger = either(np.fmax, lambda x, y: _larger(x, y))
 
 _anew = instruction("mov.b32 $0, $1;", [OFFSET], [OFFSET], ordered=True)
 
 
-def _anew_on_device(x):
-    return _anew(x)
-
-
 # (x) -> x, of which the compiler knows nothing: what is made of it in a loop holds no registers through it.
-anew = either(lambda x: x, _anew_on_device)
+anew = either(lambda x: x, lambda x: _anew(x))

@@ -15,7 +15,7 @@ from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, s
 
 from kvkit.formats import BY_NAME
 from kvkit.jit import shared
-from kvkit_cuda import decode, device, memory, panels, ptx, tables
+from kvkit_cuda import decode, decode_forms, device, memory, ptx, stored_tiles, tables
 from kvkit_cuda.task import Task
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
@@ -110,20 +110,23 @@ def test_groups_of_copies():
 
 @pytest.mark.parametrize("element", DTYPES)
 @pytest.mark.parametrize("cell", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("stored", ["int8", "int4"])
-def test_codes_are_widened_to_the_same_bits(element, cell, stored, rng):
+@pytest.mark.parametrize(
+    ("stored", "group", "dim", "panel"), [("int8", 8, 64, 4), ("int8", 24, 96, 8), ("int4", 16, 96, 4)]
+)
+def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, panel, rng):
     """Every code, with scales of every size, becomes what `numeric.dequantize` makes of it."""
-    dim, dtype = 32, BY_NAME[cell].dtype
-    tile = panels.values(element, stored, cell, 8, dim)
-    codes = rng.permutation(np.tile(np.arange(256, dtype=np.uint8), 2)).view(np.int8).reshape(16, dim)
+    dtype, groups = BY_NAME[cell].dtype, dim // group
+    tile = {4: stored_tiles.keys, 8: stored_tiles.values}[panel](element, stored, cell, group, dim)
+    codes = rng.permutation(np.tile(np.arange(256, dtype=np.uint8), dim // 16)).view(np.int8).reshape(16, dim)
     codes = codes if stored == "int8" else codes >> 4
     packed = codes if stored == "int8" else (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
-    scales = (rng.uniform(1, 2, (16, 4)) * 2.0 ** rng.integers(-26, 12, (16, 4))).astype(dtype)
+    scales = (rng.uniform(1, 2, (16, groups)) * 2.0 ** rng.integers(-26, 12, (16, groups))).astype(dtype)
     image = np.zeros(tile.bytes, np.uint8)
     rows, cells = image[: 16 * tile.step].reshape(16, -1), image[16 * tile.step :].reshape(16, -1)
     rows[:, : packed.shape[1]], cells[:, : scales[0].nbytes] = packed.view(np.uint8), scales.view(np.uint8)
-    size, block, copy, read = tile.bytes, memory.shared(tile.bytes), ptx.copy, panels.reader(tile)
-    arrived = ptx.arrived
+    size, block, copy, arrived = tile.bytes, memory.shared(tile.bytes + 128), ptx.copy, ptx.arrived
+    begin, read = stored_tiles.start(tile, panel), stored_tiles.reader(tile, panel)
+    panels = tile.panels(panel)
 
     def kernel(places, words):
         i, at = cuda.threadIdx.x, block()
@@ -132,21 +135,21 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, rng):
         arrived()
         cuda.syncthreads()
         held = cuda.local.array(4, types.uint32)
-        for chunk in range(i >> 4, 4, 2):
-            read(at, i & 15, chunk, held, 0)
-            for k in range(4):
-                words[i & 15, 4 * chunk + k] = held[k]
+        for token in range(0, 16, 8):
+            for j in range(panels):
+                for chunk in range(i >> 3, panel, 4):
+                    read(begin(at, i & 7, chunk), token, j, held, 0)
+                    for k in range(4):
+                        words[token + (i & 7), 4 * (j * panel + chunk) + k] = held[k]
 
     there = cuda.to_device(image)
     place = np.array([[device.address(there)]], np.int64)
-    _, got = run(kernel, ADDRESSES, U32, arrays=(place, np.zeros((16, 16), np.uint32)))
-    exact = codes.astype(np.float32) * np.repeat(scales, 8, axis=1).astype(np.float32)
-    expected = exact.astype(dtype).astype(DTYPES[element]).reshape(16, 4, 8)
-    pairs = [
-        [k // tile.apart * 2 * tile.apart + k % tile.apart + half for half in (0, tile.apart)]
-        for k in range(4)
-    ]
-    assert_same(got.view(DTYPES[element]).reshape(16, 4, 4, 2), expected[..., pairs])
+    _, got = run(kernel, ADDRESSES, U32, arrays=(place, np.zeros((16, 4 * panel * panels), np.uint32)))
+    exact = codes.astype(np.float32) * np.repeat(scales, group, axis=1).astype(np.float32)
+    expected = exact.astype(dtype).astype(DTYPES[element]).reshape(16, -1, 8)
+    apart, made = tile.apart, got[:, : dim // 2].copy()
+    pairs = [[k // apart * 2 * apart + k % apart + half for half in (0, apart)] for k in range(4)]
+    assert_same(made.view(DTYPES[element]).reshape(16, -1, 4, 2), expected[..., pairs])
 
 
 # The kernel
@@ -155,7 +158,7 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, rng):
 @pytest.fixture
 def taken(monkeypatch):
     """The forms of the kernels that calls are given; blocks are of two warps."""
-    monkeypatch.setattr(decode, "WARPS", 2)
+    monkeypatch.setattr(decode_forms, "WARPS", 2)
     return forms_taken(decode, monkeypatch)
 
 
@@ -188,8 +191,8 @@ def test_head_sizes(dim, value_dim, rng, taken):
 @pytest.mark.parametrize("warps", [1, pytest.param(4, marks=slow)])
 def test_any_ring(stages, warps, rng, taken, monkeypatch):
     """Tiles, also more of them than a context has, are asked for in time and not overwritten too early."""
-    monkeypatch.setattr(decode, "WARPS", warps)
-    monkeypatch.setattr(decode, "STAGES", stages)
+    monkeypatch.setattr(decode_forms, "WARPS", warps)
+    monkeypatch.setattr(decode_forms, "STAGES", stages)
     for past in (20, 130):
         check(one(rng, past=past), taken)
     assert {(form.stages, form.warps) for form in taken} == {(stages, warps)}

@@ -4,24 +4,38 @@ import itertools
 import re
 
 import pytest
-from test_cuda_prefill_ptx import SHARED_MEMORY, SIZES
+from test_cuda_prefill_ptx import CACHES, SHARED_MEMORY, SIZES
 from test_cuda_ptx import CAPABILITIES, assemble
 
-from kvkit_cuda import decode, device
+from kvkit_cuda import decode, decode_forms, device
 
-# Of a thread, so that 4 or 3 blocks of 128 threads share a multiprocessor, or it makes no difference to them.
-REGISTERS = {8: 128, 16: 168}
+# Of a thread: with up to 8 rows 4 blocks of 128 threads share a multiprocessor, with more rows 2 of them.
+REGISTERS = {8: 128, 16: 255}
 
 
 def form(element="float16", cell=None, stored="{}", group=8, dim=128, value_dim=None, rows=4, weighs=False):
-    return decode.form(element, stored.format(element), cell, group, dim, value_dim or dim, rows, weighs)
+    return decode_forms.form(
+        element, stored.format(element), cell, group, dim, value_dim or dim, rows, weighs
+    )
 
 
-# Decode of usual models: heads of 128 and 64, groups of 4 and 1; then each size, and each number of rows.
-QUICK = [form(), form("bfloat16", dim=64, rows=1, weighs=True)]
+# Decode of usual models: heads of 128 and 64, groups of 4 and 1, codes with scales of either path.
+QUICK = [
+    form(),
+    form("bfloat16", dim=64, rows=1, weighs=True),
+    form(cell="float16", stored="int8"),
+    form("bfloat16", cell="float32", stored="int4", group=32, rows=16),
+]
 EVERY = [
-    *(form(element, weighs=weighs) for element in ("float16", "bfloat16") for weighs in (0, 1)),
-    *(form(dim=dim, rows=rows) for dim in SIZES for rows in (8, 16) if rows == 8 or dim <= decode.DIM),
+    *(
+        form(element, *cache, weighs=weighs)
+        for element in ("float16", "bfloat16")
+        for cache in CACHES
+        for weighs in (0, 1)
+    ),
+    *(form(dim=dim, rows=rows) for dim in SIZES for rows in (8, 16) if rows == 8 or dim <= decode_forms.DIM),
+    *(form("bfloat16", "bfloat16", "int8", 16, dim) for dim in SIZES),
+    *(form("float16", "float16", "int8", group, 240) for group in (24, 48, 80)),
     *(form(dim=dim, value_dim=value_dim) for dim, value_dim in ((192, 128), (64, 256), (256, 16))),
 ]
 
@@ -34,11 +48,15 @@ def check(form, folder):
         assert "movmatrix.sync.aligned.m8n8.trans.b16" in text
         assert re.search(r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16,", text)
         assert f"cp.async.wait_group {2 * form.stages - 1};" in text
-        assert re.search(r"ld\.shared\.v(2\.\w64|4\.\w32)", text)
+        if form.keys.cell:
+            assert re.search(r"cp\.async\.ca\.shared\.global \[%r\d+\], \[%rd\d+\], 4,", text)
+            assert re.search(rf"ld\.shared\.\w{8 * form.keys.chunk_bytes}", text)
+        else:
+            assert re.search(r"ld\.shared\.v(2\.\w64|4\.\w32)", text)
         assert not re.search(r"\.f64|\.local\b|\bcall\b", text)
         frame, registers = assemble(text, capability, folder)
         assert frame == [0, 0, 0], form
-        assert registers <= (REGISTERS[form.rows] if form.keys.dim <= decode.DIM else 255)
+        assert registers <= (REGISTERS[form.rows] if form.keys.dim <= decode_forms.DIM else 255)
     assert form.shared_bytes <= SHARED_MEMORY
 
 
@@ -54,5 +72,7 @@ def test_every_other_kernel(form, tmp_path):
 
 
 def test_every_size_fits():
-    for dim, value_dim in itertools.product(SIZES, SIZES):
-        assert form(dim=dim, value_dim=value_dim).shared_bytes <= SHARED_MEMORY
+    for dim, value_dim, cache in itertools.product(SIZES, SIZES, CACHES):
+        made = form("float16", *cache, dim=dim, value_dim=value_dim)
+        assert made.shared_bytes <= SHARED_MEMORY
+        assert made.stages >= 1
