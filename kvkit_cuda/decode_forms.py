@@ -53,9 +53,9 @@ class Form:
 
     @property
     def shared_bytes(self):
-        """Of the tiles and what is read behind them; in the end the sums of all warps take their place."""
+        """Of the tiles; in the end the sums of all warps take their place."""
         sums = self.rows * self.values.dim * 4
-        return self.warps * max(self.stages * self.stage_bytes, sums) + VALUES * 16
+        return self.warps * max(self.stages * self.stage_bytes, sums)
 
 
 def form(element, stored, cell, group, dim, value_dim, rows, weighs):

@@ -120,7 +120,8 @@ def product(element):
 
         rows = line(g, (0, 2)), line(g, (1, 3))
         columns = line(2 * t, (4, 5)), line(2 * t + 1, (4, 5))
-        sums = [row @ column for row in rows for column in columns]
+        with np.errstate(all="ignore"):
+            sums = [row @ column for row in rows for column in columns]
         return tuple(np.float32(c + x) for c, x in zip(fragments[6:], sums, strict=True))
 
     def product(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):

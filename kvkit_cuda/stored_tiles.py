@@ -119,8 +119,10 @@ def start(tile, panel):
     step, chunk_bytes, coded = tile.step, tile.chunk_bytes, tile.cell is not None
     cell_bytes, cell_step, mask = BY_NAME[tile.cell].bytes(1) if coded else 0, tile.cell_step, code_mask(tile)
     group, regular = tile.group // CHUNK if coded else 1, regularly(tile, panel)
+    last = tile.chunks - 1
 
     def start(at, token, chunk):
+        chunk = min(chunk, last) if last < panel - 1 else chunk
         rows, cells, codes = np.int64(anew(int32(at + token * step + chunk * chunk_bytes))), np.int64(0), 0
         if coded:
             member = quotient(chunk, group) if regular else 0
@@ -142,19 +144,28 @@ def regularly(tile, panel):
     return panel % group == 0 or group % panel == 0
 
 
+def within_row(tile, panel):
+    """(panels, chunk) -> so many panels, or 0 if a row ends before that chunk of them."""
+    ragged, count = tile.chunks > panel and tile.chunks % panel != 0, tile.chunks
+
+    def within(panels, chunk):
+        return panels if not ragged or panels * panel + chunk < count else 0
+
+    return device.inlined(within)
+
+
 def reader(tile, panel):
     """(begin, tokens, panels, words, i): the chunk so far from where a thread begins, in the data's type.
 
-    Threads beyond a row's last chunk read whatever is there.
+    Threads beyond a row's last chunk read another one.
     """
-    step, panel_bytes = tile.step, panel * tile.chunk_bytes
+    step, panel_bytes, within = tile.step, panel * tile.chunk_bytes, within_row(tile, panel)
     if tile.cell:
         return widening_reader(tile, panel)
 
     def read(begin, tokens, panels, words, i):
-        words[i], words[i + 1], words[i + 2], words[i + 3] = four(
-            begin[0] + (tokens * step + panels * panel_bytes)
-        )
+        at = begin[0] + (tokens * step + within(panels, begin[2]) * panel_bytes)
+        words[i], words[i + 1], words[i + 2], words[i + 3] = four(at)
 
     return device.inlined(read)
 
@@ -174,6 +185,7 @@ def widening_reader(tile, panel):
         scaling(tile.element, tile.cell),
         regularly(tile, panel),
     )
+    within = within_row(tile, panel)
     zero, panel_bytes = np.uint32((0x6400 + 2 ** (bits - 1)) * 0x10001), panel * chunk_bytes
     first, second, third, last = (np.uint64(32 * (k // apart) + bits * (k % apart)) for k in range(4))
 
@@ -193,6 +205,7 @@ def widening_reader(tile, panel):
 
     def read(begin, tokens, panels, words, i):
         rows, cells, chunk, mask = begin
+        panels = within(panels, chunk)
         if regular:
             cells = cells + (tokens * cell_step + panels * panel // group * cell_bytes)
         else:

@@ -124,7 +124,7 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, p
     image = np.zeros(tile.bytes, np.uint8)
     rows, cells = image[: 16 * tile.step].reshape(16, -1), image[16 * tile.step :].reshape(16, -1)
     rows[:, : packed.shape[1]], cells[:, : scales[0].nbytes] = packed.view(np.uint8), scales.view(np.uint8)
-    size, block, copy, arrived = tile.bytes, memory.shared(tile.bytes + 128), ptx.copy, ptx.arrived
+    size, block, copy, arrived = tile.bytes, memory.shared(tile.bytes), ptx.copy, ptx.arrived
     begin, read = stored_tiles.start(tile, panel), stored_tiles.reader(tile, panel)
     panels = tile.panels(panel)
 
