@@ -73,6 +73,8 @@ def test_groups_of_copies():
         memory.load(4, 4, space=3),
     )
 
+    early = device.SIMULATED  # a device would not say what is there
+
     @shared
     def look(address):
         return np.uint32(load(address)[0])
@@ -90,7 +92,7 @@ def test_groups_of_copies():
         all_but_one()
         for j in range(6):
             words[i, j] = look(at + 4 * j)
-        words[i, 6] = look(at + 60)
+        words[i, 6] = look(at + 60) if early else 0
         arrived()
         for j in range(8, 16):
             words[i, j] = look(at + 4 * j)
