@@ -201,8 +201,9 @@ def test_nothing_is_written_if_attention_cannot_be_prepared(rng, monkeypatch):
 # Forms
 
 
-def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed="float32"):
+def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
     """The form for a cache [8 rows, 2 heads, dim] that begins at a multiple of 16 and `moved` bytes."""
+    packed = packed or cell or "float32"
     size = kvkit.formats.BY_NAME[stored].bytes(dim) + head
     sides = ((4096 + moved, 0, 2 * size, size, 8192, 0, 64, 32),) * 2
     context = kvkit.cpu.attention.Context(packed, stored, cell, group, 2, dim, dim, sides, size, size)
@@ -235,8 +236,8 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed="float32
         (("float16", 20, 1), (4, 0, 1, 1, 8)),
         (("float16", 24, 1, 0, 8, None, 4), (2, 0, 1, 1, 16)),
         (("float32", 128, 1), (4, 0, 1, 1, 32)),
-        (("float32", 256, 8), (4, 0, 2, 8, 32)),
-        (("float32", 512, 8), (4, 0, 4, 4, 32)),
+        (("float32", 256, 8), (4, 0, 2, 4, 32)),
+        (("float32", 512, 8), (4, 0, 4, 2, 32)),
         (("float32", 17, 1), (1, 0, 1, 1, 32)),
         (("int8", 128, 4, 0, 8, "float16"), (16, 2, 1, 4, 8)),
         (("int8", 128, 8, 0, 8, "float16"), (8, 1, 1, 8, 16)),
@@ -245,6 +246,8 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed="float32
         (("int4", 128, 1, 0, 8, "float16"), (32, 4, 1, 1, 4)),
         (("int4", 128, 1, 0, 2, "float32"), (8, 4, 1, 1, 16)),
         (("int4", 6, 1, 0, 6, "float32"), (2, 1, 1, 1, 4)),
+        (("int8", 128, 4, 0, 8, "float16", 0, "float32"), (8, 1, 1, 4, 16)),
+        (("int4", 128, 1, 0, 8, "float16", 0, "float32"), (16, 2, 1, 1, 8)),
     ],
     ids=str,
 )

@@ -17,10 +17,12 @@ QUICK = {
     "positions": (["cuda_positions.py"], "test_rotary_in_place or test_far_positions", 3),
     "pieces": (["cuda_ascend.py"], INTERFACE, 5),
     "prefill": (["cuda_prefill.py"], "test_causal and fp16 and 40", 1),
-    "decode": ([*TWIN, "cuda_attention.py"], "test_what_weighs_keys and plain", 1),
+    "decode": (["cuda_decode.py"], "test_contexts and fp16 and 100 or test_groups_of_copies", 2),
+    "any attention": ([*TWIN, "cuda_attention.py"], "test_what_weighs_keys and plain", 1),
 }
 SUITES = {
     "cuda_prefill.py": 50,
+    "cuda_decode.py": 60,
     "cuda_on_device.py": 150,
     "cuda_scan.py": 70,
     "cuda_positions.py": 70,
