@@ -56,7 +56,8 @@ def check(form, folder):
         assert not re.search(r"\.f64|\.local\b|\bcall\b", text)
         frame, registers = assemble(text, capability, folder)
         assert frame == [0, 0, 0], form
-        assert registers <= (REGISTERS[form.rows] if form.keys.dim <= decode_forms.DIM else 255)
+        usual = max(form.keys.dim, form.values.dim) <= decode_forms.DIM
+        assert registers <= (REGISTERS[form.rows] if usual else 255)
     assert form.shared_bytes <= SHARED_MEMORY
 
 
