@@ -67,7 +67,7 @@ def operand(name, array, stream):
         if described.get("mask") is not None:
             raise wrong(name, "an array without a mask", "one with a mask")
         if described.get("stream") is not None:
-            device.wait_for(described["stream"])
+            device.wait_for(described["stream"], stream)
         place, read_only = described["data"]
         found = place, described["shape"], described.get("strides"), np.dtype(described["typestr"]), read_only
         owner = array

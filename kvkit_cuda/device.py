@@ -24,7 +24,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
 CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that as many blocks as can be run at once
 WARP = 32
-LEGACY_DEFAULT = 1  # DLPack's word for the default stream
+LEGACY_DEFAULT = 1  # the default stream by its address, as protocols have it; numba's 0 is none of theirs
 BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
 NEED = "an NVIDIA GPU, its driver and `pip install 'kvkit-kernels[cuda]'` (kvkit itself needs none)"
 
@@ -51,7 +51,20 @@ def kernel(function, signature, options=OPTIONS):
 def launch(kernel, blocks, threads, stream, arguments):
     """Run a kernel, if there is anything to do for it."""
     if all(blocks):
-        kernel[blocks, threads, stream](*arguments)
+        configured(kernel, blocks, threads, stream)(*arguments)
+
+
+ADVICE = threading.Lock()
+
+
+def configured(kernel, *form):
+    """A kernel for a grid. numba would warn of small ones, which decoding has; here it does not."""
+    with ADVICE:
+        wanted, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
+        try:
+            return kernel[form]
+        finally:
+            config.CUDA_LOW_OCCUPANCY_WARNINGS = wanted
 
 
 # A cast for kernels whose registers are scarce: a simulated one adds addresses to such numbers.
@@ -187,21 +200,21 @@ def most_blocks():
 def stream(given):
     """The stream that a caller names: None, a number, or an object of numba, torch, CuPy or cuda.core."""
     if given is None:
-        return cuda.default_stream()
+        return cuda.legacy_default_stream()
     if hasattr(given, "synchronize") and hasattr(given, "handle"):
-        return given
+        return given if int(given.handle) else cuda.legacy_default_stream()
     if hasattr(given, "__cuda_stream__"):
         given = given.__cuda_stream__()[1]
     for name in ("cuda_stream", "ptr"):  # torch, CuPy
         given = getattr(given, name, given)
     if isinstance(given, int) and not isinstance(given, bool):
-        return cuda.external_stream(given)
+        return cuda.external_stream(given or LEGACY_DEFAULT)
     raise wrong("stream", "a CUDA stream or its address", describe(given))
 
 
 def number(stream):
     """The address of a stream."""
-    return LEGACY_DEFAULT if SIMULATED else int(stream) or LEGACY_DEFAULT
+    return LEGACY_DEFAULT if SIMULATED else int(stream.handle)
 
 
 # Memory
@@ -268,7 +281,7 @@ def finish(stream):
         stream.synchronize()
 
 
-def wait_for(producer):
-    """Wait until another stream, known by its address, has done what it was given."""
-    if not SIMULATED:
+def wait_for(producer, stream):
+    """Wait until a stream that is known by its address has done what it was given, if it is another one."""
+    if not SIMULATED and (producer or LEGACY_DEFAULT) != number(stream):
         cuda.external_stream(producer).synchronize()

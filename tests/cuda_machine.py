@@ -118,7 +118,7 @@ def pytest_configure():
     device.kernel = Kernel
     device.launch = launch
     device.require = lambda: None
-    cuda.stream = cuda.default_stream = Stream
+    cuda.stream = cuda.default_stream = cuda.legacy_default_stream = Stream
     cuda.external_stream = lambda address: Stream()
     cuda.synchronize = lambda: None
     device.most_blocks = lambda: 2
@@ -126,7 +126,8 @@ def pytest_configure():
     device.read = lambda place, size, stream: np.ctypeslib.as_array(
         (np.ctypeslib.ctypes.c_uint8 * size).from_address(place)
     ).copy()
-    device.finish = device.wait_for = lambda stream: None
+    device.finish = lambda stream: None
+    device.wait_for = lambda producer, stream: None
     arrays.operand = operand
     cuda.to_device = lambda array, **_: Array(np.ascontiguousarray(array).copy())
     cuda.device_array = empty

@@ -389,13 +389,13 @@ class Named:
 def test_streams(monkeypatch):
     """Whoever makes a stream, its address counts; the legacy default stream is that of None."""
     monkeypatch.setattr(cuda, "external_stream", lambda address: ("stream", address))
-    monkeypatch.setattr(cuda, "default_stream", lambda: "default")
+    monkeypatch.setattr(cuda, "legacy_default_stream", lambda: "default")
     of_core = Named(__cuda_stream__=lambda: (0, 9))
-    for given, expected in ((7, 7), (Named(cuda_stream=5), 5), (Named(ptr=6), 6), (of_core, 9), (0, 0)):
+    for given, expected in ((7, 7), (Named(cuda_stream=5), 5), (Named(ptr=6), 6), (of_core, 9), (0, 1)):
         assert device.stream(given) == ("stream", expected)
-    of_numba = Named(handle=1, synchronize=print)
+    of_numba = Named(handle=3, synchronize=print)
     assert device.stream(of_numba) is of_numba
-    assert device.stream(None) == "default"
+    assert device.stream(Named(handle=0, synchronize=print)) == device.stream(None) == "default"
     for given in ("0", True, 1.0, [1]):
         with pytest.raises(kvkit.KvkitError, match=r"^stream: expected"):
             device.stream(given)
@@ -403,7 +403,7 @@ def test_streams(monkeypatch):
 
 def test_the_stream_of_a_producer_is_waited_for(rng, monkeypatch):
     waited = []
-    monkeypatch.setattr(device, "wait_for", waited.append)
+    monkeypatch.setattr(device, "wait_for", lambda producer, stream: waited.append(producer))
     scene = scenes.static(rng, HALF)
     expected = scene.oracle()
     key = Array(scene["current_key"], stream=77)
