@@ -253,9 +253,8 @@ def upload(array, stream):
 
 
 def tables(arrays, stream):
-    """Copies of int64 arrays on the device, by one transfer, which is over for every stream."""
+    """Copies of int64 arrays on the device, by one transfer on a stream."""
     there = upload(np.concatenate([array.reshape(-1) for array in arrays]), stream).view(np.int64)
-    finish(stream)
     copies, begin = [], 0
     for array in arrays:
         copies.append(there[begin : begin + array.size].reshape(array.shape))

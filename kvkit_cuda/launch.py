@@ -60,7 +60,7 @@ def append_and_load(checked, current_key, current_value, cache, scale, out, stre
     there = {name: here[name].moved(stream) if name in (*NEW, *written) else here[name] for name in here}
     call = checked(*(operand.seen for operand in there.values()))
     key, value = (result.moved(stream, contents=False) for result in made)
-    tables = tables or Tables(call.step)
+    tables = tables or Tables(call.step, lasting=False)
     store = transfer.store(call.current_key, call.current_value, call.layer, tables, stream)
     load = transfer.load(key.seen, value.seen, call.layer, tables, call.repeat, stream)
     store()  # nothing has been written so far, and nothing can fail any more
@@ -89,7 +89,7 @@ def attend(checked, given, out, return_lse, stream, tables=None):
     call = checked(**{name: operand.seen for name, operand in there.items()})
     copies = [result.moved(stream, contents=False) for result in made]
     attn_output, lse = copies[0].seen, copies[1].seen if len(copies) > 1 else None
-    tables = tables or Tables(call.steps)
+    tables = tables or Tables(call.steps, lasting=False)
     launches = kernels.prepare(
         call.query, attn_output, lse, call.context, tables, call.decoding, call.weights, stream
     )

@@ -124,7 +124,7 @@ def compiled():
 
 
 class Table:
-    """A page table on the device, complete for every stream; numpy reads it where an error is told."""
+    """A page table on the device; numpy reads it where an error is told, after the verdict."""
 
     __slots__ = ("shape", "there")
 
@@ -137,17 +137,18 @@ class Table:
         return contents.view(np.int64).reshape(self.shape)
 
 
-def taken(step, wanted, stream):
+def taken(step, wanted, stream, lasting):
     """The tables of a step whose page table is on the device and has entries; checked if so `wanted`."""
     given, runs = step.table, steps.stored_runs(step) if wanted else 0
     there = device.empty(given.shape, np.int64, stream)
     blocks = min(-(-given.size // COPY_THREADS), device.most_blocks())
     arguments = given.ctypes.data, *given.strides, there
     device.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
-    tables = Tables(replace(step, table=Table(there)), table=there)
+    tables = Tables(replace(step, table=Table(there)), lasting, table=there)
     if wanted:
         tables.steps = replace(tables.steps, rows=rows_in_use(tables, runs, stream))
-    device.finish(stream)
+    if lasting:
+        device.finish(stream)
     return tables
 
 

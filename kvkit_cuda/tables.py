@@ -15,10 +15,13 @@ PARTS, LEAST_PART = 2048, 256  # a call's work is split into so many parts, of a
 
 
 class Tables:
-    """The tables of a step, by name, and scratch: copied to the device once, together, and kept there."""
+    """The tables of a step, by name, and scratch: copied to the device once, together, and kept there.
 
-    def __init__(self, steps, **there: object):
-        self.steps = steps
+    Lasting ones serve calls on any stream, others only the one that they were copied on.
+    """
+
+    def __init__(self, steps, lasting, **there: object):
+        self.steps, self.lasting = steps, lasting
         names = [name for name in STEP if name not in there]
         self.waiting: dict[object, np.ndarray] = {name: getattr(steps, name) for name in names}
         self.there: dict[object, object] = {name: there[name] for name in there}
@@ -26,9 +29,11 @@ class Tables:
         self.scratch: dict[int, Any] = {}
 
     def of(self, names, stream):
-        """Tables on the device; all that wait go there in one copy, complete for every stream."""
+        """Tables on the device; all that wait go there in one copy."""
         if not all(name in self.there for name in names):
             arrays = device.tables(tuple(self.waiting.values()), stream)
+            if self.lasting:
+                device.finish(stream)
             self.there |= dict(zip(self.waiting, arrays, strict=True))
             self.waiting = {}
         return [self.there[name] for name in names]

@@ -132,7 +132,7 @@ def prepare(call, given, outputs, stream):
             move(made[-1].reshape(1, *rows.shape), rows[None], after)
     made = [array.reshape(*entries, *array.shape[2:]) for array in made]
     out, lse = made[0], made[1] if len(made) > 1 else None
-    tables, weights = Tables(twin.steps_of(call, places)), call.weights
+    tables, weights = Tables(twin.steps_of(call, places), lasting=False), call.weights
     owners.append(tables)
     offset = given["razor_offset"].seen
     if offset is not None:

@@ -93,7 +93,7 @@ def checked_plan(
     stream,
     wanted=True,
 ):
-    """A plan for (name, array) of packed tokens, or for any; checked if so `wanted`."""
+    """A plan for (name, array) of packed tokens, or one that lasts, for any; checked if so `wanted`."""
     from kvkit_cuda import arrays, device
     from kvkit_cuda.tables import Tables
 
@@ -119,9 +119,9 @@ def checked_plan(
     if stays:
         from kvkit_cuda import scan
 
-        tables = scan.taken(step, wanted, stream)
+        tables = scan.taken(step, wanted, stream, lasting=array is None)
     else:
-        tables = Tables(steps.checked(step) if wanted else step)
+        tables = Tables(steps.checked(step) if wanted else step, lasting=array is None)
     decoding = arrays.host("decoding_batches", decoding_batches, stream)
     return Plan(tables, check.integer("decoding_batches", decoding, 0, len(step.start_pos)))
 
