@@ -31,6 +31,7 @@ class Operand:
             return self
         if contents:
             copy = device.upload(self.seen, stream)
+            device.finish(stream)  # pinned memory is read until then
         else:
             copy = device.empty(max(self.seen.nbytes, 1), np.uint8, stream)
         return Operand(addressed(device.address(copy), self.seen.shape, None, self.seen.dtype), True, copy)

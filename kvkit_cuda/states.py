@@ -15,7 +15,7 @@ def merge_attention_states(outputs, lses, *, out=None, stream=None):
         interface or DLPack; used where it is) or of numpy (copied to the device, and back if it changes).
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------

@@ -33,7 +33,7 @@ def key_value_cache(
         As `kvkit.key_value_cache` has them.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -120,7 +120,7 @@ def multi_head_attention(
         As `kvkit.multi_head_attention` has them.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -205,7 +205,7 @@ def multi_head_cache_attention(
         Likewise.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------

@@ -72,7 +72,7 @@ def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="flo
         As the twin has them.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -139,7 +139,7 @@ def rotary_position_embedding(
         the host.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------

@@ -412,6 +412,16 @@ def test_the_stream_of_a_producer_is_waited_for(rng, monkeypatch):
     assert_same(contents(key), expected[0])
 
 
+def test_the_callers_memory_is_read_before_a_call_returns(rng, monkeypatch):
+    """Copies from pinned memory go on behind the host."""
+    finished = []
+    monkeypatch.setattr(device, "finish", finished.append)
+    scene, names = scenes.static(rng, HALF), ("current_key", "current_value", "cache")
+    for i in range(len(names)):
+        scene.but(**{name: Array(scene[name]) for name in names if name != names[i]}).run()
+        assert len(finished) == i + 1
+
+
 def test_only_a_plan_waits_for_its_tables(rng, monkeypatch):
     """Its calls may be on other streams; those of a single call are on its own."""
     finished = []
@@ -423,7 +433,7 @@ def test_only_a_plan_waits_for_its_tables(rng, monkeypatch):
     index = {name: scene[name] for name in ("seqstarts", "kvstarts", "cachestarts", "start_pos")}
     step = kvkit_cuda.dynamic_batching.plan(**index, cache_mode=1, page_size=scene.attrs["page_size"])
     heads, dim = scene["current_key"].shape[1:]
-    cache, keys = np.zeros((1, 1 << 12, 2, heads, dim), np.float16), scene["current_key"]
+    cache, keys = Array(np.zeros((1, 1 << 12, 2, heads, dim), np.float16)), Array(scene["current_key"])
     for waits in (1, 1):
         step.key_value_cache(keys, keys, cache, cache_layout=1)
         assert len(finished) == waits

@@ -33,7 +33,7 @@ def paged_cache_load(
         "ND" or "NZ".
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum, *, stream=None):
         are on the device.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------

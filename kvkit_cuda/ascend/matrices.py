@@ -17,7 +17,7 @@ def nd_to_nz(x, *, out=None, stream=None):
         used where it is) or of numpy (copied to the device, and back if it changes).
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def nz_to_nd(y, m, n, *, out=None, stream=None):
         Rows and columns of a matrix.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------

@@ -48,7 +48,7 @@ def multi_head_attention(
         Likewise.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -152,7 +152,7 @@ def multi_head_cache_attention(
         Likewise.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------

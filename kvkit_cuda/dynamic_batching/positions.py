@@ -20,7 +20,7 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None
         At least the longest sequence. It changes no result.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="flo
         As the twin has them.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
@@ -154,7 +154,7 @@ def rotary_position_embedding(
         the host.
     stream : optional
         The stream to work on: of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-        it, unless arrays are copied back.
+        it, unless arrays are copied.
 
     Returns
     -------
