@@ -221,10 +221,17 @@ def number(stream):
 
 
 def interface(array):
-    """What the CUDA array interface says of an array; None if it has none."""
+    """What the CUDA array interface says of an array; None if it has none, or DLPack knows better."""
     if SIMULATED and isinstance(array, type(cuda.device_array(1, np.uint8))):
         return array.__array_interface__
-    return getattr(array, "__cuda_array_interface__", None)
+    if str(getattr(array, "dtype", None)) == "torch.bfloat16":
+        return None  # torch 2.5 says that it is float16, older ones fail
+    try:
+        return getattr(array, "__cuda_array_interface__", None)
+    except RuntimeError:  # JAX's word for bfloat16
+        if hasattr(array, "__dlpack__"):
+            return None
+        raise
 
 
 def by_dlpack(array, stream):

@@ -199,6 +199,44 @@ def test_arrays_of_the_device(kind, name, formats, rng):
     assert_all_same(got, expected)
 
 
+def fail(array):
+    raise array.error
+
+
+class Refusing(Capsule):
+    """A tensor whose interface fails, as JAX's does for bfloat16."""
+
+    error, dtype = RuntimeError, None
+    __cuda_array_interface__ = property(fail)
+
+
+class Old(Refusing):
+    error, dtype = KeyError, "torch.bfloat16"
+
+
+class Wrong(Old):
+    """Says, as torch 2.5 does, that it was float16."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return Array(self.array.view(np.float16)).__cuda_array_interface__
+
+
+@pytest.mark.parametrize("kind", [Refusing, Old, Wrong])
+def test_dlpack_knows_better_what_bfloat16_is(kind, rng):
+    scene = scenes.static(rng, Formats("bf16", "bf16"))
+    expected = scene.oracle()
+    given = {name: kind(scene[name]) for name in ("current_key", "current_value", "cache")}
+    key, value = scene.but(**given).run()
+    assert_all_same((contents(key), contents(value), given["cache"].array, None), expected)
+
+
+def test_an_array_that_nothing_passes_on():
+    array = type("Failing", (), {"error": RuntimeError("no"), "__cuda_array_interface__": property(fail)})
+    with pytest.raises(RuntimeError, match="^no$"):
+        device.interface(array())
+
+
 def test_results_are_cupys(rng, monkeypatch):
     cupy = types.ModuleType("cupy")
     cupy.empty = lambda shape, dtype: cupy.ndarray(np.empty(shape, dtype))
