@@ -24,6 +24,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
 CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that as many blocks as can be run at once
 WARP = 32
+OLDEST = 8, 0  # compute capability of a device whose tensor cores take bfloat16
 LEGACY_DEFAULT = 1  # the default stream by its address, as protocols have it; numba's 0 is none of theirs
 BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
 NEED = "an NVIDIA GPU, its driver and `pip install 'kvkit-kernels[cuda]'` (kvkit itself needs none)"
@@ -33,6 +34,10 @@ def require():
     """Raise unless kernels can run."""
     if not cuda.is_available():
         raise DeviceError(f"kvkit_cuda: expected {NEED}, got no CUDA device that Numba can use")
+    if not SIMULATED and (found := tuple(cuda.get_current_device().compute_capability)) < OLDEST:
+        oldest, own = (".".join(map(str, numbers)) for numbers in (OLDEST, found))
+        expected = f"compute capability {oldest} or later"
+        raise DeviceError(f"kvkit_cuda: expected {expected}, got {name()}, of {own}")
 
 
 def name():

@@ -1,13 +1,29 @@
 """What kvkit_cuda asks of numba-cuda itself, as far as that goes without a driver; warnings are errors."""
 
+from types import SimpleNamespace
+
 import pytest
 from numba import cuda
 from numba.cuda.core.errors import NumbaPerformanceWarning
 from numba.cuda.cudadrv import driver
 
+from kvkit.errors import DeviceError
 from kvkit_cuda import device
 
+DEVICES = {(7, 5): "expected compute capability 8.0 or later, got Tesla T4, of 7.5", (8, 0): None}
 DEFAULT, LEGACY, PER_THREAD, OTHER = 0, 1, 2, 4096
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+def test_old_devices_are_refused(capability, monkeypatch):
+    found = SimpleNamespace(compute_capability=capability, name="Tesla T4")
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: found)
+    if DEVICES[capability]:
+        with pytest.raises(DeviceError, match=DEVICES[capability]):
+            device.require()
+    else:
+        device.require()
 
 
 def stream(address):
