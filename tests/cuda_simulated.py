@@ -233,7 +233,7 @@ def test_dlpack_knows_better_what_bfloat16_is(kind, rng):
 
 def test_an_array_that_nothing_passes_on():
     array = type("Failing", (), {"error": RuntimeError("no"), "__cuda_array_interface__": property(fail)})
-    with pytest.raises(RuntimeError, match="^no$"):
+    with pytest.raises(RuntimeError, match=r"^no$"):
         device.interface(array())
 
 
