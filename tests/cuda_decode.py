@@ -210,7 +210,7 @@ def test_any_ring(stages, warps, rng, taken, monkeypatch):
         {"is_alibi": True, "seqlen": 2},
         {"softmax_scale": -0.3},
         {"past": -2, "seqlen": 4},
-        {"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2},
+        pytest.param({"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2}, marks=slow),
     ],
     ids=str,
 )
@@ -233,7 +233,7 @@ def test_a_mask_of_packed_sequences(rng, taken):
     check(call, taken)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float16, marks=slow)])
 def test_sinks(dtype, rng, taken):
     check(one(rng, sinks=normal(rng, 2, dtype)), taken)
 
@@ -242,10 +242,10 @@ def test_sinks(dtype, rng, taken):
     ("formats", "page_size"),
     [
         (FP16, 5),
-        (BF16, 0),
+        pytest.param(BF16, 0, marks=slow),
         (Formats("fp16", "int8", "fp16", 8, 8), 7),
         pytest.param(Formats("fp16", "int8", "fp32", 8, 32), 0, marks=slow),
-        (Formats("bf16", "int8", "bf16", 8, 16), 0),
+        pytest.param(Formats("bf16", "int8", "bf16", 8, 16), 0, marks=slow),
         (Formats("fp16", "int8", "bf16", 4, 16), 3),
         pytest.param(Formats("bf16", "uint8", "fp16", 4, 8), 6, marks=slow),
     ],

@@ -85,6 +85,7 @@ def test_little_to_do(choices, rng):
     check(scenes.static(rng, CODES, **choices))
 
 
+@pytest.mark.slow
 def test_a_large_group(rng, monkeypatch):
     """Half a warp tells each other of a group; a whole warp; more threads than that look for themselves."""
     monkeypatch.setattr(transfer, "THREADS", 32)

@@ -14,7 +14,7 @@ QUICK = {
     "instructions": (["cuda_prefill.py"], "test_product or matrices or rounded or powers", 10),
     "transfers": (["cuda_simulated.py"], f"{INTERFACE} and dynamic", 1),
     "page tables": ([*TWIN, "cuda_scan.py"], "test_rows_that_look_wrong_but_are_legal", 8),
-    "positions": (["cuda_positions.py"], "test_rotary_in_place or test_far_positions", 3),
+    "positions": (["cuda_positions.py"], "test_rotary_in_place", 2),
     "pieces": (["cuda_ascend.py"], INTERFACE, 5),
     "prefill": (["cuda_prefill.py"], "test_causal and fp16 and 40", 1),
     "decode": (["cuda_decode.py"], "test_contexts and fp16 and 100 or test_groups_of_copies", 2),
