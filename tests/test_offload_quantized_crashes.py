@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,11 @@ def test_a_crash_between_two_layers_takes_the_first_one_back(tmp_path, case):
     for number, end in enumerate((30, 31, 32, 33, 34, 35, 61, 62, 140)):
         feed(cache.layers[0], given, end)
         shutil.copytree(tmp_path / "cache", tmp_path / str(number))
-        with Cache.open(tmp_path / str(number)) as again:
+        with warnings.catch_warnings():
+            if not number:
+                warnings.filterwarnings("ignore", ".*the first step was cut off", UserWarning)
+            again = Cache.open(tmp_path / str(number))
+        with again:
             assert_same(again.layers[0], expected[0])
             assert_alike_from_now_on(again.layers[0], copy.deepcopy(expected[0]))
         for layer in (cache.layers[1], *expected):

@@ -203,7 +203,12 @@ class Cache:
 
     @classmethod
     def open(cls, directory, keep=True):
-        """The cache in a folder, where it stays; if it was cut off in a step, as it was before that step."""
+        """The cache in a folder, where it stays; if it was cut off in a step, as it was before that step.
+
+        In a step every layer that the model uses gets tokens once. Layers whose lengths differ otherwise keep
+        all, and layers without tokens take none from the others; but of a first step that did not reach the
+        last layer nothing is left. Warnings say so.
+        """
         folder, layers = offload.opened(directory, keep)
         cache = Cache(layers)
         cache._folder = folder

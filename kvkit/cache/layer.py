@@ -16,6 +16,7 @@ class Layer:
 
     `_length` tokens have been seen; those from position `_oldest` on are stored, and those from `_begin` on,
     which the last update returned, can be attended to. Position p lies in row ``p - _origin`` of the store.
+    Before the last update there were `_before` tokens; that can still be taken back, unless these are all.
     """
 
     _store: Any
@@ -31,7 +32,7 @@ class Layer:
 
     def _empty(self):
         self._store = self._call = None
-        self._length = self._oldest = self._begin = self._origin = 0
+        self._length = self._oldest = self._begin = self._origin = self._before = 0
 
     def __repr__(self):
         held = "" if self._store is None else f", {self._store.geometry}"
@@ -102,7 +103,7 @@ class Layer:
             key_states, value_states = (self._apart(states) for states in (key_states, value_states))
             self._shorten(start)
         self._store.write(start - self._origin, key_states, value_states)
-        self._length, self._begin = start + new, begin
+        self._length, self._begin, self._before = start + new, begin, start
         if not self.record_past:
             self._oldest = max(self._oldest, self._stored_from(self._length))
         self._commit()
@@ -125,15 +126,17 @@ class Layer:
     def _move(self, given, capacity, keep, indices=None):
         """Take another store, for the same tokens from `keep` on; nothing has happened if this fails."""
         store = self._new_store(given, capacity)
-        before = self._store, self._call, self._origin, self._begin
+        before = self._store, self._call, self._origin, self._begin, self._before
         try:
             if self._store is not None:
                 indices = range(given.batch) if indices is None else indices
                 store.fill(self._store, indices, keep - self._origin, self._length - self._origin)
-            self._store, self._call, self._origin, self._begin = store, None, keep, max(self._begin, keep)
+            if keep > self._begin:
+                self._begin, self._before = keep, self._length
+            self._store, self._call, self._origin = store, None, keep
             self._commit()
         except BaseException:
-            self._store, self._call, self._origin, self._begin = before
+            self._store, self._call, self._origin, self._begin, self._before = before
             store.close()
             raise
 
@@ -204,7 +207,7 @@ class Layer:
             raise wrong(self.name, f"the last tokens of {length}, all that a next one sees", stored)
         store = self._new_store(geometry(keys, values, None), self._capacity(stored))
         store.write(0, keys, values)
-        self._store, self._length = store, length
+        self._store, self._length, self._before = store, length, length
         self._oldest = self._begin = self._origin = oldest
 
     attend = attend
@@ -234,7 +237,7 @@ class Layer:
 
     def _shorten(self, length):
         """Forget the tokens from `length` on; the shorter state counts before any row changes."""
-        self._length, self._begin = length, min(self._begin, length)
+        self._length, self._begin, self._before = length, min(self._begin, length), length
         if self._store is not None:
             self._commit()
 
@@ -264,6 +267,7 @@ class Layer:
         if len(indices) == given.batch and self._store.in_place:
             self._store.take(indices, first - self._origin, self._length - self._origin)
         else:
+            self._before = self._length
             self._move(given._replace(batch=len(indices)), self._store.capacity, first, indices)
 
     def reset(self):

@@ -81,7 +81,7 @@ class StaticLayer(Layer):
     def reset(self):
         """Forget every token; the zeroed memory and its geometry stay."""
         rows = self._length - self._origin
-        self._length = self._oldest = self._begin = self._origin = 0
+        self._length = self._oldest = self._begin = self._origin = self._before = 0
         if self._store is not None:
             self._commit()
             self._store.clear(0, rows)

@@ -24,7 +24,7 @@ from kvkit.formats import BY_NAME
 
 VERSION = 1
 PAGE = 4096  # every array begins at a multiple of it; no file is smaller
-STATE = "length", "oldest", "begin", "origin", "record_past"
+STATE = "length", "oldest", "begin", "origin", "before", "record_past"
 NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
 
 
@@ -93,8 +93,7 @@ class File:
 
 def state(layer):
     """The numbers that say which rows hold which tokens."""
-    numbers = layer._length, layer._oldest, layer._begin, layer._origin, layer.record_past
-    return dict(zip(STATE, numbers, strict=True))
+    return {name: getattr(layer, name if name == "record_past" else f"_{name}") for name in STATE}
 
 
 class MappedStore(Store):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from kvkit.cache import kinds
@@ -56,6 +57,7 @@ class Folder:
         elif layer._store is None:
             layer._commit()
         elif not mapped(layer):
+            layer._before = layer._length  # no step is under way
             layer._move(layer._store.geometry, layer._store.capacity, min(layer._oldest, layer._begin))
 
     def at_once(self, layers, change):
@@ -162,17 +164,41 @@ def opened(directory, keep):
     follow(folder.path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
     layers = [opened_layer(folder.path, number) for number in range(len(paths))]
-    folder.say(closed=False)
     for path in set(folder.path.glob("layer-*.raw")) - {
         layer._store.file.path for layer in layers if layer._store
     }:
         path.unlink()  # it was still being filled
     if not closed:
-        shortest = min((layer._length for layer in layers), default=0)
-        for layer in layers:
-            if layer._length > shortest:
-                layer._take_back(shortest)
+        take_back(layers, folder.path)
+    for layer in layers:
+        if layer._store is not None:
+            layer._before = layer._length
+            layer._commit()
+    folder.say(closed=False)
     return folder, layers
+
+
+def take_back(layers, folder):
+    """Take back what some layers have of a step that not all have had.
+
+    Such a layer had as many tokens before as another one has now. A layer without tokens is one that the
+    model does not use, unless the others have had their first tokens and it comes after them.
+    """
+    used = [layer for layer in layers if layer._length]
+    held = {layer._length for layer in used}
+    if used and used[-1] is not layers[-1] and not any(layer._before for layer in used):
+        held.add(0)
+        message = (
+            f"{folder}: the first step was cut off, or the last layers are not used: give its tokens again"
+        )
+        warnings.warn(message, stacklevel=4)
+    for layer in used:
+        if layer._before < layer._length and layer._before in held:
+            layer._take_back(layer._before)
+    left = [layer._length for layer in used]
+    if len(set(left)) > 1:
+        message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to what is alike"
+        warnings.warn(message, stacklevel=4)
 
 
 def opened_layer(folder, number):
@@ -189,7 +215,7 @@ def opened_layer(folder, number):
                 raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
             place.generation = about["generation"]
             *numbers, record_past = (about["state"][name] for name in STATE)
-            layer._length, layer._oldest, layer._begin, layer._origin = numbers
+            layer._length, layer._oldest, layer._begin, layer._origin, layer._before = numbers
             layer.record_past = bool(record_past)
             layer._store = place.kind.opened(layer, about, place)
             file = place.current = layer._store.file

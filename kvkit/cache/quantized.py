@@ -94,6 +94,7 @@ class QuantizedLayer(Layer):
     def _move(self, given, capacity, keep, indices=None, view=True):
         """Take a store in another file, with room for `capacity` more tokens and, or not, the latest view."""
         source = self._store or self._empty_store(given)
+        self._before = self._before if view else self._length
         super()._move(given, planned(source, given.batch, capacity, view), keep, indices)
 
     def reserve(self, query_length):
@@ -137,7 +138,7 @@ class QuantizedLayer(Layer):
         store = self._empty_store(given)
         for side, held in zip(store.sides, split, strict=True):
             side.fill(held, length)
-        self._store, self._length = store, length
+        self._store, self._length, self._before = store, length, length
 
     def activate_past_recording(self):
         """From now on nothing is coded until the next `crop`, so that drafts can be taken back whole."""

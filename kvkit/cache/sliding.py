@@ -13,11 +13,17 @@ def slack(window):
 
 
 def settled(layer):
-    """Give a layer a store for its window again, where a long update has left a much larger one."""
+    """Give a layer a store for its window again, where a long update has left a much larger one.
+
+    In a file it keeps what the latest update returned, as that may have to be taken back, and so waits for a
+    shorter one.
+    """
     room, store = layer.window + slack(layer.window), layer._store
     if store is not None and store.capacity > room + slack(layer.window) and not layer.record_past:
-        keep = max(min(layer._oldest, layer._begin), layer._length - layer.window)
-        layer._move(store.geometry, room, keep)
+        keep = min(layer._oldest, layer._begin)
+        keep = max(keep, layer._length - layer.window) if store.in_place else keep
+        if layer._length - keep <= room:
+            layer._move(store.geometry, room, keep)
 
 
 class SlidingWindowLayer(Layer):
