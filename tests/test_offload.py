@@ -213,7 +213,9 @@ def test_a_sidecar_says_all(tmp_path):
     assert about == {
         "version": 1, "kind": "StaticLayer", "arguments": {"max_cache_len": 20}, "generation": 1,
         "dtype": "float16", "byteorder": sys.byteorder, "keys": [2, 3, 20, 4], "values": [2, 3, 20, 6],
-        "state": {"length": 8, "oldest": 0, "begin": 0, "origin": 0, "before": 8, "record_past": 0},
+        "state": {
+            "length": 8, "oldest": 0, "begin": 0, "origin": 0, "before": 8, "record_past": 0, "changes": 0,
+        },
     }  # fmt: skip
     raw = np.fromfile(tmp_path / "layer-000-1.raw", np.float16)
     keys = raw[: 2 * 3 * 20 * 4].reshape(2, 3, 20, 4)

@@ -31,6 +31,7 @@ def test_folders_that_cannot_be(tmp_path):
     [
         ("cache.json", "{", "got .*cache.json: JSONDecodeError"),
         ("cache.json", '{"version": 7}', "got .*cache.json: ValueError.*version 7, not 1"),
+        ("cache.json", '{"version": 1}', "got .*cache.json: KeyError"),
         ("layer-000.json", "[]", "expected a cache that kvkit has written, got .*layer-000.json"),
         ("layer-000.json", '{"version": 1, "kind": "Other", "arguments": {}}', "layer-000.json"),
         ("layer-000.json", '{"version": 1}', "layer-000.json"),

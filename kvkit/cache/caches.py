@@ -125,12 +125,14 @@ class Cache:
         """(kv_length, kv_offset) of what the next update of so many tokens returns; to be asked before it."""
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
-    # Tokens go, and the batch changes: every layer is checked before the first one changes
+    # Tokens go, and the batch changes: every layer is checked before the first one changes, and a process
+    # that ends leaves files in which all have changed, or none
 
     def crop(self, length):
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
-        for layer in self.layers:
-            layer_checks.cropped(layer, length)
+        lengths = [layer_checks.cropped(layer, length) for layer in self.layers]
+        if self._folder is not None:
+            self._folder.announce(lengths)
         for layer in self.layers:
             layer.crop(length)
 
@@ -159,6 +161,8 @@ class Cache:
 
     def reset(self):
         """Forget every token; see the layers for what stays."""
+        if self._folder is not None:
+            self._folder.announce("reset")
         for layer in self.layers:
             layer.reset()
 

@@ -53,6 +53,7 @@ class File:
 
     def commit(self, about, numbers):
         """Let the file count, which `about` describes, and these numbers be its state."""
+        numbers = numbers | {"changes": self.home.folder.changes}
         text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in numbers.items())
         text = f"{{{text}}}}}\n"
         if self.sidecar < 0:
@@ -155,7 +156,7 @@ class Home:
 
     def __init__(self, folder, number, about, kind):
         self.folder, self.number, self.about, self.kind = folder, number, about, kind
-        self.sidecar = folder / f"layer-{number:03}.json"
+        self.sidecar = folder.path / f"layer-{number:03}.json"
         self.generation, self.current = 0, None
         self.waiting = ""  # the ending of sidecars that do not count yet
 
@@ -164,7 +165,7 @@ class Home:
         return self.kind(*arguments, self)
 
     def path(self):
-        return self.folder / f"layer-{self.number:03}-{self.generation}.raw"
+        return self.folder.path / f"layer-{self.number:03}-{self.generation}.raw"
 
     def accept(self, file, about, state):
         """Let a file be the layer's; the one before it goes, unless the new sidecar has to wait."""
@@ -184,7 +185,7 @@ class Home:
 
     def say_empty(self, **more):
         """Say that the layer has no file."""
-        os.close(put(self.sidecar, self.text(**more) + "\n"))
+        os.close(put(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
         self.current = None
 
 

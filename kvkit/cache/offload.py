@@ -21,7 +21,8 @@ class Folder:
 
     def __init__(self, directory, only_non_sliding, keep):
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
-        self.changes = 0  # of the batch, in all layers at once
+        self.changes = 0  # in all layers at once, of which the latest is
+        self.due: list | str | None = None  # for layers whose state is from before it
 
     def adopt(self, layers):
         """Move the layers of a cache to the folder, new to caches."""
@@ -42,18 +43,18 @@ class Folder:
 
     def say(self, closed):
         """Whether no step was under way when the process ended."""
-        about = {"version": VERSION, "closed": closed, "changes": self.changes}
+        about = {"version": VERSION, "closed": closed, "changes": self.changes, "due": self.due}
         os.close(put(self.path / "cache.json", json.dumps(about) + "\n"))
 
     def lead(self, number, layer):
         """Let new stores of a layer be files, unless it is to stay in memory."""
         if layer.window is None or not self.only_non_sliding:
-            layer._new_store = home(self.path, number, layer)
+            layer._new_store = home(self, number, layer)
 
     def register(self, number, layer):
         """Move a layer's tokens to where new stores are, and have a sidecar."""
         if layer._new_store is layer._in_memory:
-            home(self.path, number, layer).say_empty(in_memory=True)
+            home(self, number, layer).say_empty(in_memory=True)
         elif layer._store is None:
             layer._commit()
         elif not mapped(layer):
@@ -67,16 +68,16 @@ class Folder:
         whoever opens the folder. Layers in memory come last: they do not fail for the disk.
         """
         moved, number = [layer for layer in layers if mapped(layer)], self.changes + 1
-        before, left = [dict(layer.__dict__) for layer in moved], []
+        before, left, counted = [dict(layer.__dict__) for layer in moved], [], (self.changes, self.due)
         try:
             for layer in moved:
                 layer._new_store.waiting = f"{WAITING}{number}"
                 change(layer)
-            self.changes = number
+            self.changes, self.due = number, None
             self.say(closed=False)
             left = [attributes["_store"].file for attributes in before]
         except BaseException:
-            self.changes = number - 1
+            self.changes, self.due = counted
             for layer, attributes in zip(moved, before, strict=True):
                 if layer._store is not attributes["_store"]:
                     left.append(layer._store.file)
@@ -93,6 +94,21 @@ class Folder:
             if not mapped(layer):
                 change(layer)
 
+    def announce(self, due):
+        """Say what every layer is to do next, so that whoever opens the folder does what is left of it.
+
+        It is to `crop` to one of a list of lengths, or to `reset`. What it then commits says that it has.
+        """
+        before = self.changes, self.due
+        self.changes, self.due = self.changes + 1, due
+        try:
+            self.say(closed=False)
+        except BaseException:
+            self.changes, self.due = before
+            with contextlib.suppress(OSError):
+                self.say(closed=False)  # it may have been said
+            raise
+
     def prefetch_after(self, layer_idx, layers):
         """Prefetch the next layer that lies here."""
         for layer in (*layers[layer_idx + 1 :], *layers[:layer_idx]):
@@ -105,7 +121,7 @@ class Folder:
         if self.keep:
             for number, layer in enumerate(layers):
                 if layer._new_store is layer._in_memory:
-                    layer._new_store = home(self.path, number, layer)
+                    layer._new_store = home(self, number, layer)
                     self.register(number, layer)
             flush(layers)
             self.say(closed=True)
@@ -160,10 +176,11 @@ def opened(directory, keep):
     """The folder and the layers of a cache that was kept, or whose process ended."""
     folder = Folder(directory, True, keep)
     about = read(folder.path / "cache.json")
-    closed, folder.changes = about["closed"], about.get("changes", 0)
+    with explained(folder.path / "cache.json"):
+        closed, folder.changes, due = about["closed"], about["changes"], about["due"]
     follow(folder.path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
-    layers = [opened_layer(folder.path, number) for number in range(len(paths))]
+    layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
     for path in set(folder.path.glob("layer-*.raw")) - {
         layer._store.file.path for layer in layers if layer._store
     }:
@@ -201,8 +218,8 @@ def take_back(layers, folder):
         warnings.warn(message, stacklevel=4)
 
 
-def opened_layer(folder, number):
-    path = folder / f"layer-{number:03}.json"
+def opened_layer(folder, number, due):
+    path = folder.path / f"layer-{number:03}.json"
     about = read(path)
     if about.get("in_memory"):
         raise wrong("directory", f"layer {number} in a file", "a process that ended while it was in memory")
@@ -222,6 +239,8 @@ def opened_layer(folder, number):
             file.know_sidecar(os.open(path, os.O_RDWR), path.read_text().rindex("{"))
             if isinstance(layer, StaticLayer):  # rows may have been written that no state came to mean
                 layer._store.clear(layer._length - layer._origin, layer._store.capacity)
+        if due is not None and about.get("state", about)["changes"] < folder.changes:
+            layer.reset() if due == "reset" else layer.crop(due[number] - layer._length)
     return layer
 
 
@@ -239,5 +258,5 @@ def explained(path):
     """Say in our words that a file is not what it should be."""
     try:
         yield
-    except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
+    except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
         raise wrong("directory", "a cache that kvkit has written", f"{path}: {error!r}") from error
