@@ -1,5 +1,7 @@
 """What changes all layers of a folder changes all or none, whatever ends the change."""
 
+import itertools
+import sys
 from hashlib import sha256
 
 import numpy as np
@@ -10,6 +12,7 @@ from test_offload import names
 from test_offload_quantized_crashes import watched
 
 from kvkit.cache import Cache, DynamicLayer, QuantizedLayer, SlidingWindowLayer, mapped
+from kvkit.cache.offload import Folder
 
 DIMS = 4, 8
 
@@ -197,3 +200,60 @@ def test_no_room_on_the_disk_leaves_every_layer_as_it_was(
     next_step(cache)
     cache.close()
     assert names(tmp_path) == []
+
+
+LINES = {
+    *(each.__code__ for each in (Folder.at_once, Folder.count, Folder.say, Folder.settle)),
+    *(each.__code__ for each in (mapped.Home.settle, mapped.follow, mapped.put)),
+}
+
+
+def interrupted(call, number):
+    """Whether there was such a line of what ends a change of a folder: there a KeyboardInterrupt came."""
+    left = number
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code not in LINES:
+            return None
+        left -= event == "line"
+        if left < 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_leaves_a_folder_that_goes_on(tmp_path):
+    """Whatever then happens to the cache, a process that ends leaves files that open to what was there."""
+    for number in itertools.count():
+        cache = more(Cache([DynamicLayer(), DynamicLayer(), SlidingWindowLayer(4)]), 6)
+        before = contents(cache)
+        cache.offload(tmp_path / "cache", only_non_sliding=False)
+        if not interrupted(lambda cache=cache: cache.reorder([1, 0]), number):
+            break
+        changed = [one != other for one, other in zip(contents(cache), before, strict=True)]
+        assert len(set(changed)) == 1
+        for change in (
+            lambda cache: None,
+            lambda cache: more(cache, 40),
+            lambda cache: cache.layers[1].reset(),
+            lambda cache: cache.update(*random(np.float32, 46, 1, DIMS), 1),
+            lambda cache: cache.reorder([1, 0]),
+            lambda cache: cache.repeat(2),
+        ):
+            change(cache)
+            files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+            assert opened(tmp_path / "crashed", files)[0] == contents(cache)
+        cache.close()
+        assert names(tmp_path / "cache") == []
+    assert number > 30
+    cache.close()

@@ -26,6 +26,7 @@ VERSION = 1
 PAGE = 4096  # every array begins at a multiple of it; no file is smaller
 STATE = "length", "oldest", "begin", "origin", "before", "record_past"
 NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
+WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
 
 
 class File:
@@ -158,7 +159,7 @@ class Home:
         self.folder, self.number, self.about, self.kind = folder, number, about, kind
         self.sidecar = folder.path / f"layer-{number:03}.json"
         self.generation, self.current = 0, None
-        self.waiting = ""  # the ending of sidecars that do not count yet
+        self.waiting = 0  # the change whose sidecar may not have taken its place yet
 
     def __call__(self, *arguments):
         self.generation += 1
@@ -169,24 +170,42 @@ class Home:
 
     def accept(self, file, about, state):
         """Let a file be the layer's; the one before it goes, unless the new sidecar has to wait."""
+        self.settle()
         text = self.text(generation=self.generation, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
-        if self.waiting:
-            sidecar = written(self.sidecar.with_suffix(self.waiting), text + state)
-        else:
-            sidecar = put(self.sidecar, text + state)
+        self.waiting = self.folder.under_way
+        sidecar = written(self.waits_as(), text + state) if self.waiting else put(self.sidecar, text + state)
         file.know_sidecar(sidecar, len(text))
         before, self.current = self.current, file
         if before is not None and not self.waiting:
             before.path.unlink()
+
+    def waits_as(self):
+        return self.sidecar.with_suffix(f"{WAITING}{self.waiting}")
+
+    def settle(self):
+        """Before the sidecar changes again, let one that waited take its place, or go."""
+        if self.waiting:
+            with contextlib.suppress(FileNotFoundError):  # it has, before an interrupt
+                follow(self.waits_as(), self.folder.changes)
+            self.waiting = 0
 
     def text(self, **more):
         return json.dumps({"version": VERSION, **self.about, **more})
 
     def say_empty(self, **more):
         """Say that the layer has no file."""
+        self.settle()
         os.close(put(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
         self.current = None
+
+
+def follow(path, changes):
+    """Let a sidecar that waited for a change take its place if that is done, and go if not."""
+    if int(path.suffix.removeprefix(WAITING)) <= changes:
+        os.replace(path, path.with_suffix(".json"))
+    else:
+        path.unlink()
 
 
 def put(path, text):

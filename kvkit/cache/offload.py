@@ -9,11 +9,11 @@ from pathlib import Path
 
 from kvkit.cache import kinds
 from kvkit.cache.layers import StaticLayer
-from kvkit.cache.mapped import STATE, VERSION, Home, put
+from kvkit.cache.mapped import STATE, VERSION, WAITING, Home, follow, put
 from kvkit.check import wrong
 from kvkit.files.replace import sync_folder
 
-WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
+NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", "layer-*.new", "cache.new", "cache.json"
 
 
 class Folder:
@@ -23,6 +23,7 @@ class Folder:
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
         self.changes = 0  # in all layers at once, of which the latest is
         self.due: list | str | None = None  # for layers whose state is from before it
+        self.under_way = 0  # the number of a change that does not count yet
 
     def adopt(self, layers):
         """Move the layers of a cache to the folder, new to caches."""
@@ -64,20 +65,21 @@ class Folder:
     def at_once(self, layers, change):
         """Change all layers; new files, which those that lie here get, count together.
 
-        Their sidecars wait until `cache.json` counts one more change, and are then renamed, if need be by
-        whoever opens the folder. Layers in memory come last: they do not fail for the disk.
+        Their sidecars wait until `cache.json` counts one more change, and are then renamed: here, or before
+        the layer's next one is written, or by whoever opens the folder. Layers in memory come last: they do
+        not fail for the disk.
         """
-        moved, number = [layer for layer in layers if mapped(layer)], self.changes + 1
-        before, left, counted = [dict(layer.__dict__) for layer in moved], [], (self.changes, self.due)
+        moved = [layer for layer in layers if mapped(layer)]
+        before, left = [dict(layer.__dict__) for layer in moved], []
+        self.settle(moved)
         try:
+            self.under_way = self.changes + 1
             for layer in moved:
-                layer._new_store.waiting = f"{WAITING}{number}"
                 change(layer)
-            self.changes, self.due = number, None
-            self.say(closed=False)
             left = [attributes["_store"].file for attributes in before]
+            self.count(self.under_way, None)
         except BaseException:
-            self.changes, self.due = counted
+            left = []
             for layer, attributes in zip(moved, before, strict=True):
                 if layer._store is not attributes["_store"]:
                     left.append(layer._store.file)
@@ -85,23 +87,31 @@ class Folder:
                 layer._new_store.current = layer._store.file
             raise
         finally:
-            for layer in moved:
-                layer._new_store.waiting = ""
-            follow(self.path, self.changes)
+            self.under_way = 0
+            self.settle(moved)
             for file in left:
                 file.path.unlink()
         for layer in layers:
             if not mapped(layer):
                 change(layer)
 
+    def settle(self, layers):
+        """Let what waited for a change take its place, or go."""
+        for layer in layers:
+            layer._new_store.settle()
+
     def announce(self, due):
         """Say what every layer is to do next, so that whoever opens the folder does what is left of it.
 
         It is to `crop` to one of a list of lengths, or to `reset`. What it then commits says that it has.
         """
+        self.count(self.changes + 1, due)
+
+    def count(self, changes, due):
+        """Say that there has been one more change, or nothing."""
         before = self.changes, self.due
-        self.changes, self.due = self.changes + 1, due
         try:
+            self.changes, self.due = changes, due
             self.say(closed=False)
         except BaseException:
             self.changes, self.due = before
@@ -136,17 +146,9 @@ class Folder:
         for layer in layers:
             if mapped(layer):
                 layer._store.close()
-        for path in (*self.path.glob("layer-*.json"), self.path / "cache.json"):
-            path.unlink()
-
-
-def follow(folder, changes):
-    """Let sidecars that waited for a change take their places if that is done, and go if not."""
-    for path in folder.glob(f"layer-*{WAITING}*"):
-        if int(path.suffix.removeprefix(WAITING)) <= changes:
-            os.replace(path, path.with_suffix(".json"))
-        else:
-            path.unlink()
+        for pattern in NAMES:
+            for path in self.path.glob(pattern):
+                path.unlink()
 
 
 def home(folder, number, layer):
@@ -178,7 +180,8 @@ def opened(directory, keep):
     about = read(folder.path / "cache.json")
     with explained(folder.path / "cache.json"):
         closed, folder.changes, due = about["closed"], about["changes"], about["due"]
-    follow(folder.path, folder.changes)
+    for path in folder.path.glob(f"layer-*{WAITING}*"):
+        follow(path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
     layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
     for path in set(folder.path.glob("layer-*.raw")) - {
