@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import shutil
 
 import numpy as np
 import pytest
@@ -97,6 +98,25 @@ def test_offloaded(tmp_path):
     cache = KvkitCache(net.config, offload=tmp_path)
     assert torch.equal(generated(net, "kvkit", inputs, cache), expected(net, inputs))
     assert len(list(tmp_path.glob("*.raw"))) == 2
+    cache.cache.close()
+
+
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_a_folder_knows_what_is_recorded(tmp_path, tokens):
+    """Also where it is set as an attribute, as transformers does after drafts."""
+    kinds = kvkit.cache
+    layers = [kinds.SlidingWindowLayer(4), kinds.QuantizedLayer(**CODED), kinds.DynamicLayer()]
+    cache = KvkitCache.of(kvkit.cache.Cache(layers))
+    cache.cache.offload(tmp_path / "cache", only_non_sliding=False)
+    for i in range(3 * bool(tokens)):
+        cache.update(torch.ones(1, 2, tokens, 16), torch.ones(1, 2, tokens, 16), i)
+    for recording in (True, False):
+        for layer in cache.layers:
+            layer.record_past = recording
+        copied = shutil.copytree(tmp_path / "cache", tmp_path / str(recording))
+        with kvkit.cache.Cache.open(copied) as again:
+            assert [layer.record_past for layer in again.layers] == [recording, recording, False]
+        assert [layer.record_past for layer in cache.layers] == [recording, recording, False]
     cache.cache.close()
 
 

@@ -282,9 +282,9 @@ class Layer:
     def activate_past_recording(self):
         """From now on keep what a sliding window would drop, until the next `crop`; elsewhere nothing is."""
 
-    def _record_past(self):
-        """What `activate_past_recording` does in a layer that drops something."""
-        before, self.record_past = self.record_past, True
+    def _record_past(self, recording=True):
+        """What `activate_past_recording` does in a layer that drops something, or the opposite."""
+        before, self.record_past = self.record_past, recording
         try:
             self._commit()
         except BaseException:

@@ -60,7 +60,10 @@ class KvkitLayer(CacheLayerMixin):
 
     @record_past.setter
     def record_past(self, value):
-        self.layer.record_past = value
+        if value:
+            self.layer.activate_past_recording()
+        elif self.layer.record_past:
+            self.layer._record_past(False)
 
     @property
     def batch_size(self):
