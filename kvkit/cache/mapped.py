@@ -95,7 +95,8 @@ class File:
 
 def state(layer):
     """The numbers that say which rows hold which tokens."""
-    return {name: getattr(layer, name if name == "record_past" else f"_{name}") for name in STATE}
+    numbers = layer._length, layer._oldest, layer._begin, layer._origin, layer._before, layer.record_past
+    return dict(zip(STATE, numbers, strict=True))
 
 
 class MappedStore(Store):
