@@ -231,6 +231,9 @@ class PagedLayer:
         rows = step.equal(tokens, length)
         return turned(step.attend_first(call, query, out, lse, self._layer_idx, rows, decoding, weights))
 
+    def activate_past_recording(self):
+        """Nothing to do: only `PagedCache.crop` drops tokens."""
+
     def get_seq_length(self):
         """Tokens in every row."""
         if not self._rows.sequences:
