@@ -246,7 +246,7 @@ def test_sinks(dtype, rng, taken):
         (Formats("fp16", "int8", "fp16", 8, 8), 7),
         pytest.param(Formats("fp16", "int8", "fp32", 8, 32), 0, marks=slow),
         pytest.param(Formats("bf16", "int8", "bf16", 8, 16), 0, marks=slow),
-        (Formats("fp16", "int8", "bf16", 4, 16), 3),
+        pytest.param(Formats("fp16", "int8", "bf16", 4, 16), 3, marks=slow),
         pytest.param(Formats("bf16", "uint8", "fp16", 4, 8), 6, marks=slow),
     ],
     ids=str,

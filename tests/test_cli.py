@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import attention_scenes
 import click
@@ -226,10 +227,13 @@ def test_info(run):
         assert fact in out
 
 
+GPU = SimpleNamespace(name="a GPU", compute_capability=(9, 0))
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_info_about_a_gpu(found, monkeypatch):
     monkeypatch.setattr(device.cuda, "is_available", lambda: found)
-    monkeypatch.setattr(device, "name", lambda: "a GPU")
+    monkeypatch.setattr(device.cuda, "get_current_device", lambda: GPU)
     text = info.facts()["backend cuda"]
     expected = "works on a GPU" if found else "not available: kvkit_cuda: expected an NVIDIA GPU"
     assert text.startswith(expected)

@@ -24,9 +24,9 @@ QUICK = [
     form(),
     form("bfloat16", dim=64, rows=1, weighs=True),
     form(cell="float16", stored="int8"),
-    form("bfloat16", cell="float32", stored="int4", group=32, rows=16),
 ]
 EVERY = [
+    form("bfloat16", cell="float32", stored="int4", group=32, rows=16),
     *(
         form(element, *cache, weighs=weighs)
         for element in ("float16", "bfloat16")

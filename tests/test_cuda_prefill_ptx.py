@@ -18,8 +18,9 @@ def form(element="float16", cell=None, stored="{}", dim=128, value_dim=None, wei
 
 
 # Each tile of rows and tokens, each element, and each kind of cache.
-QUICK = [form(), form("bfloat16", "float32", "int8", 256), form(cell="float16", stored="int4", weighs=True)]
+QUICK = [form(), form(cell="float16", stored="int4", weighs=True)]
 EVERY = [
+    form("bfloat16", "float32", "int8", 256),
     *(
         form(element, *cache, weighs=weighs)
         for element in ("float16", "bfloat16")
