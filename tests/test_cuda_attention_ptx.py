@@ -31,6 +31,7 @@ FORMS |= {
     for rows in (1, 8)
     for group in (4, 128)
 }
+BITS = {"float32": 32, "int8": 8, "int4": 4}  # others have 16
 # Decode of a usual model: heads of 128, groups of 4.
 QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "float16", 4): 255}
 
@@ -51,9 +52,9 @@ def check(kernel, signature, folder):
 def check_form(made, folder):
     texts, registers = check(plain.attend(made), plain.SIGNATURE, folder)
     for text in texts:
-        bits = {"float32": 32, "int8": 8, "int4": 4}.get(made.stored, 16)
+        bits, cell_bits = (BITS.get(element, 16) for element in (made.stored, made.cell))
         wide = re.findall(r"ld\.global\.nc\.v(?:2\.\w64|4\.\w32)", text)
-        assert (made.span * bits == 128) == bool(wide)
+        assert (128 in (made.span * bits, made.cells * cell_bits)) == bool(wide)
         assert "fma.rn.f32" in text
         assert ("shfl.sync.bfly" in text) == (made.lanes > 1)
     return registers
