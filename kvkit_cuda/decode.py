@@ -237,14 +237,6 @@ def compiled(form):
 def prepare(record, context, tables, most_rows, stream):
     """Launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
-    work = tables.work(record, form.rows, PARTS)
-    line = (record.value_dim + merge.STATE) * 4
-    partials = tables.memory(int(work.slots[-1]) * form.rows * line, stream)
-    page_size = min(record.page_size, LONGEST)  # so that divisions are of 32 bits
-    record = record._replace(part_tokens=work.part_tokens, partials=partials, page_size=page_size)
-    arguments = record, *tables.of(("seqstarts", "kvstarts", "table", *work.names(record)), stream)
-    blocks, block = (int(work.items[-1]), 1), (WARP, form.warps)
-    launches = [functools.partial(device.launch, compiled(form), blocks, block, stream, arguments)]
-    if work.slots[-1]:
-        launches.append(merge.prepare(record, context.packed, tables, work, form.rows, stream))
-    return launches
+    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
+    block = WARP, form.warps
+    return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream, PARTS)

@@ -93,14 +93,25 @@ def compiled(packed, rows):
     return device.kernel(merge(packed, rows), SIGNATURE)
 
 
-def prepare(record, packed, tables, work, rows, stream):
-    """A launch that writes the rows of split units."""
-    steps = tables.steps
-    arguments = record, *tables.of(("seqstarts", *work.names(record)[:2]), stream)
-    blocks = steps.tokens * record.heads * record.group
-    return functools.partial(
-        device.launch, compiled(packed, rows), (blocks, 1), (THREADS, 1), stream, arguments
-    )
+def prepare(kernel, record, packed, tables, rows, block, stream, most=0):
+    """Launches: of a kernel over tiles of so many rows, and of the merge if contexts are split.
+
+    A call is split into at most so many parts (0: as many as `tables` has it).
+    """
+    work = tables.work(record, rows, most)
+    partials = tables.memory(int(work.slots[-1]) * rows * (record.value_dim + STATE) * 4, stream)
+    record = record._replace(part_tokens=work.part_tokens, partials=partials)
+    names = work.names(record)
+    launches = [(kernel, int(work.items[-1]), block, ("seqstarts", "kvstarts", "table", *names))]
+    if work.slots[-1]:
+        outputs = tables.steps.tokens * record.heads * record.group
+        launches.append((compiled(packed, rows), outputs, (THREADS, 1), ("seqstarts", *names[:2])))
+    return [
+        functools.partial(
+            device.launch, each, (blocks, 1), threads, stream, (record, *tables.of(read, stream))
+        )
+        for each, blocks, threads, read in launches
+    ]
 
 
 # Parts that are arrays of their own

@@ -275,16 +275,5 @@ def suits(record, context, steps, most_rows):
 def prepare(record, context, tables, most_rows, stream):
     """Launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
-    work = tables.work(record, form.rows)
-    line = (record.value_dim + merge.STATE) * 4
-    partials = tables.memory(int(work.slots[-1]) * form.rows * line, stream)
-    record = record._replace(part_tokens=work.part_tokens, partials=partials)
-    items = int(work.items[-1])
-    if not items:
-        return []
-    arguments = record, *tables.of(("seqstarts", "kvstarts", "table", *work.names(record)), stream)
     block = form.lanes, form.teams
-    launches = [functools.partial(device.launch, compiled(form), (items, 1), block, stream, arguments)]
-    if work.slots[-1]:
-        launches.append(merge.prepare(record, context.packed, tables, work, form.rows, stream))
-    return launches
+    return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream)

@@ -280,14 +280,6 @@ def prepare(record, context, tables, most_rows, stream):
     form = form_of(record, context)
     warps = min(WARPS, 1 << (-(-most_rows // (form.strips * STRIP)) - 1).bit_length())
     rows = warps * form.strips * STRIP
-    work = tables.work(record, rows, PARTS)
-    line = (record.value_dim + merge.STATE) * 4
-    partials = tables.memory(int(work.slots[-1]) * rows * line, stream)
-    page_size = min(record.page_size, LONGEST)  # so that divisions are of 32 bits
-    record = record._replace(part_tokens=work.part_tokens, partials=partials, page_size=page_size)
-    arguments = record, *tables.of(("seqstarts", "kvstarts", "table", *work.names(record)), stream)
-    blocks = int(work.items[-1]), 1
-    launches = [functools.partial(device.launch, compiled(form), blocks, (WARP, warps), stream, arguments)]
-    if work.slots[-1]:
-        launches.append(merge.prepare(record, context.packed, tables, work, rows, stream))
-    return launches
+    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
+    block = WARP, warps
+    return merge.prepare(compiled(form), record, context.packed, tables, rows, block, stream, PARTS)

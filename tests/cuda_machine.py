@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numba import cuda
 from ptx_machine import Machine, Program
+from ptx_memory import Memory
 
 from kvkit_cuda import arrays, device
 
 CAPABILITY = 9, 0
 assert not device.SIMULATED
 machine = Machine()
-programs = {}
 
 
 class Array:
@@ -111,7 +111,7 @@ seen_before = arrays.operand
 @pytest.fixture(autouse=True)
 def fresh_memory():
     """No test may use what an earlier one was allowed to."""
-    machine.memory.__init__()
+    machine.memory = Memory()
 
 
 def pytest_configure():

@@ -80,7 +80,6 @@ class Machine:
     def __init__(self):
         self.memory = Memory()
         self.elements = {}
-        self.launched = 0
 
     def launch(self, program, blocks, threads, arguments):
         """Run the entry of a program; arguments are numbers, one for each parameter."""
@@ -92,7 +91,6 @@ class Machine:
             for (kind, name), argument in zip(program.parameters, arguments, strict=True)
         }
         log = Log()
-        self.launched += 1
         for index in np.ndindex(*blocks[::-1]):
             Block(self, program, blocks, threads, index[::-1], parameters, log).run()
         log.check()

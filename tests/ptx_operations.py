@@ -278,16 +278,12 @@ def approximate(function):
     return operation
 
 
-def opposite(x):
-    return ~x
-
-
 OPERATIONS = {
     "add": plain(np.add), "sub": plain(np.subtract), "mul": multiply, "mad": multiply_add, "fma": fused,
     "div": plain(divide), "rem": plain(remainder), "neg": plain(np.negative), "abs": plain(np.abs),
     "max": plain(lambda a, b: np.fmax(a, b)), "min": plain(lambda a, b: np.fmin(a, b)),
     "and": plain(np.bitwise_and), "or": plain(np.bitwise_or), "xor": plain(np.bitwise_xor),
-    "not": plain(opposite), "shl": shifted, "shr": shifted, "setp": compared, "selp": selected,
+    "not": plain(np.invert), "shl": shifted, "shr": shifted, "setp": compared, "selp": selected,
     "cvt": converted, "cvta": moved, "mov": moved, "bfi": inserted, "prmt": permuted, "lop3": looked_up,
     "copysign": plain(lambda sign, x: np.copysign(x, sign)), "ex2": approximate(np.exp2),
     "rcp": approximate(lambda x: np.float32(1) / x), "lg2": approximate(np.log2),
