@@ -1,8 +1,9 @@
 """Every jit option of kvkit, and the folder where compiled code is kept.
 
 Numba's own ``cache=True`` looks at one source file only and goes stale when a helper in another file
-changes. Here a compiled function is filed under a fingerprint of the whole package, of numba, llvmlite,
-Python and the CPU: an edit anywhere, an upgrade or another machine leads to another folder, to new code.
+changes. Here a compiled function is filed under a digest of every file of the package that its module
+imports, directly or not, in a folder for this numba, llvmlite, Python and CPU: an edit of what it can come
+from, an upgrade or another machine leads to new code.
 """
 
 import functools
@@ -12,6 +13,7 @@ import pickle
 import re
 import sys
 import tempfile
+import types
 import uuid
 from pathlib import Path
 
@@ -39,13 +41,20 @@ def helper(function):
 
 
 def own_name(function):
-    """A name for the function's machine code that no other process gives.
+    """The function, under a name for its machine code that no other process gives.
 
     Numba counts functions to tell namesakes apart, in each process from one. Code from the folder was
     compiled by several processes, and the linker takes two symbols of one name for one function.
     """
-    function.__qualname__ += f".{uuid.uuid4().hex}"
-    return function
+    named = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    named.__qualname__ = f"{function.__qualname__}.{uuid.uuid4().hex}"
+    return named
 
 
 def kernel(function, signature, key=(), parallel=False):
@@ -75,23 +84,28 @@ class Folder(_Cache):
     """Numba's cache protocol over one file per compiled variant; a missing or odd file is just a miss."""
 
     def __init__(self, function, key):
-        self.name = re.sub(r"(\W|<locals>)+", "-", f"{function.__module__}.{function.__qualname__}")
-        self.key = repr(key)
+        self.module, self.key = function.__module__, repr(key)
+        self.name = re.sub(r"(\W|<locals>)+", "-", f"{self.module}.{function.__qualname__}")
 
     @property
     def cache_path(self):
         return str(cache_folder())
 
     def _file(self, signature):
-        variant = hashlib.sha256(f"{signature} {self.key}".encode()).hexdigest()[:20]
+        """The file of a variant; None if none is kept."""
+        source = sources.digest(self.module)
+        if cache_folder() is None or source is None:
+            return None
+        variant = hashlib.sha256(f"{signature} {self.key} {source}".encode()).hexdigest()[:20]
         return cache_folder() / f"{self.name}-{variant}.bin"
 
     def load_overload(self, signature, target_context):
-        if cache_folder() is None:
+        file = self._file(signature)
+        if file is None:
             return None
         target_context.refresh()
         try:
-            blob = self._file(signature).read_bytes()
+            blob = file.read_bytes()
         except OSError:
             return None
         digest, payload = blob[:32], blob[32:]
@@ -100,16 +114,17 @@ class Folder(_Cache):
         return compiler.CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, signature, result):
-        if cache_folder() is None or sources.digest() != sources.IMPORTED:
+        kept = self._file(signature)
+        if kept is None or sources.digest_of(self.module, sources.texts()) != sources.digest(self.module):
             return
         payload = serialize.dumps(result._reduce())
         try:
-            cache_folder().mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=cache_folder(), delete=False) as file:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
                 try:
                     file.write(hashlib.sha256(payload).digest() + payload)
                     file.close()
-                    os.replace(file.name, self._file(signature))
+                    os.replace(file.name, kept)
                 except BaseException:
                     os.unlink(file.name)
                     raise
@@ -137,7 +152,7 @@ def cache_folder():
 
 @functools.cache
 def fingerprint():
-    """Of everything that decides what machine code the package compiles to."""
+    """Of everything but sources that decides what machine code the package compiles to."""
     config = numba.config
     settings = (
         config.OPT,
@@ -148,4 +163,4 @@ def fingerprint():
     )
     versions = numba.__version__, llvmlite.__version__, np.__version__, sys.version
     target = cpu_target.target_context.codegen().magic_tuple()
-    return hashlib.sha256(repr((sources.IMPORTED, versions, settings, target)).encode()).hexdigest()[:20]
+    return hashlib.sha256(repr((versions, settings, target)).encode()).hexdigest()[:20]

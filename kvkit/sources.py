@@ -1,24 +1,77 @@
-"""A digest of the package's source files, taken when `kvkit` is imported.
+"""The source files of the package, as they were when `kvkit` was imported.
 
-Compiled code is kept under it. Taken later, after an edit, it would file what was compiled from the old
-sources under the new ones, so this is the one module that works at import: a millisecond.
+Compiled code is kept under a digest of the files that it can come from. Read later, after an edit, they would
+file what was compiled from the old sources under the new ones, so this is the one module that works at
+import: a millisecond or two.
 """
 
+import functools
 import hashlib
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
+TWIN = PACKAGE.with_name("kvkit_cuda")
+IMPORT = re.compile(rb"^\s*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|import (kvkit[\w., ]*))", re.M)
 
 
-def digest():
-    """Of every source file, by name and content; None if one cannot be read."""
-    total = hashlib.sha256()
+def texts():
+    """Every source file, by the name of its module; None if one cannot be read."""
+    found = {}
     try:
-        for path in sorted(PACKAGE.rglob("[!.]*.py")):
-            total.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+        for root in (PACKAGE, TWIN):
+            for path in root.rglob("[!.]*.py"):
+                parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+                found[".".join(parts).removesuffix(".__init__")] = path.read_bytes()
     except OSError:
         return None
+    return found
+
+
+IMPORTED = texts()
+
+
+def named(text):
+    """The modules that a source file imports, wherever in it. A package stands for all that it may import."""
+    for package, names, modules in IMPORT.findall(text):
+        for module in modules.decode().split(","):
+            yield from within(module.split(" as ")[0].strip())
+        for name in re.findall(rb"(?:^|[,(])\s*(\w+)", names):
+            module = f"{package.decode()}.{name.decode()}"
+            yield from within(module if module in IMPORTED else package.decode())
+
+
+def within(name):
+    """A module, or all those of a package."""
+    inside = [module for module in IMPORTED if module.startswith(f"{name}.")]
+    return [name, *inside] if inside else [name] if name in IMPORTED else []
+
+
+@functools.cache
+def reached(module):
+    """The modules that code of this one can come from: itself, and what it imports, directly or not."""
+    found, left = set(), [module]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += named(IMPORTED[name])
+    return sorted(found)
+
+
+@functools.cache
+def digest(module):
+    """Of all that code of a module can come from; None if it is not one of the package's."""
+    return digest_of(module, IMPORTED)
+
+
+def digest_of(module, files):
+    """The same for other states of the files; None if one has gone."""
+    if not files or not IMPORTED or module not in IMPORTED:
+        return None
+    total = hashlib.sha256()
+    for name in reached(module):
+        if name not in files:
+            return None
+        total.update(f"{name}\0".encode() + files[name] + b"\0")
     return total.hexdigest()
-
-
-IMPORTED = digest()

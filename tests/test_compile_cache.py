@@ -64,7 +64,6 @@ def test_an_edit_of_any_file_leads_to_new_code(copy, tmp_path):
     formats.write_text(formats.read_text().replace('QMAX = {"int8": 127', 'QMAX = {"int8": 100'))
     after = call(copy, tmp_path / "cache")
     assert (before["scale"], after["scale"]) == (pytest.approx(3 / 127), pytest.approx(3 / 100))
-    assert before["folder"] != after["folder"]
 
 
 def test_an_edit_after_the_import_poisons_nothing(copy, tmp_path):
@@ -78,32 +77,55 @@ def test_an_edit_after_the_import_poisons_nothing(copy, tmp_path):
     assert call(copy, tmp_path / "cache")["scale"] == pytest.approx(3 / 100)
 
 
-def test_every_source_file_counts(copy):
-    """The fingerprint changes with each file of the package, wherever it lies."""
+def test_an_edit_of_what_code_comes_from_leads_to_new_code(copy):
+    """The digest changes with each file that a kernel's module imports, directly or not, and no other."""
     done = subprocess.run(
-        [sys.executable, "-c", FINGERPRINTS, str(copy / "kvkit")], capture_output=True, text=True, cwd=copy
+        [sys.executable, "-c", DIGESTS, str(copy)], capture_output=True, text=True, cwd=copy
     )
     assert done.returncode == 0, done.stderr
     changed = json.loads(done.stdout)
-    sources = {str(path.relative_to(copy / "kvkit")) for path in (copy / "kvkit").rglob("*.py")}
-    assert set(changed) == sources
-    assert all(changed.values())
+    walk = changed["kvkit.cpu.transfer"]
+    for name in (
+        "cpu.transfer",
+        "cpu.rows",
+        "cpu.memory",
+        "cpu.simd.lanes",
+        "formats",
+        "index",
+        "jit",
+        "numeric",
+    ):
+        assert f"kvkit.{name}" in walk, name
+    assert not [name for name in walk if name.startswith(("kvkit.cache", "kvkit.static", "kvkit.ascend"))]
+    assert {"kvkit.cpu.attend_walk", "kvkit.cpu.online", "kvkit.index"} <= set(changed["kvkit.cpu.attend"])
 
 
-FINGERPRINTS = """
+DIGESTS = """
 import json, pathlib, sys
 from kvkit import sources
-root = pathlib.Path(sys.argv[1])
-assert sources.PACKAGE == root.resolve(), sources.PACKAGE
-plain, changed = sources.IMPORTED, {}
-for path in root.rglob("*.py"):
-    text = path.read_bytes()
-    path.write_bytes(text + b"# edited")
-    changed[str(path.relative_to(root))] = sources.digest() != plain
-    path.write_bytes(text)
-assert sources.digest() == plain
+root, kernels = pathlib.Path(sys.argv[1]), ("kvkit.cpu.transfer", "kvkit.cpu.attend")
+assert sources.PACKAGE == root.resolve() / "kvkit", sources.PACKAGE
+plain, changed = {name: sources.digest(name) for name in kernels}, {name: [] for name in kernels}
+for name, text in sources.IMPORTED.items():
+    edited = sources.IMPORTED | {name: text + b"# edited"}
+    for kernel in kernels:
+        if sources.digest_of(kernel, edited) != plain[kernel]:
+            changed[kernel].append(name)
+assert sources.texts() == sources.IMPORTED
 print(json.dumps(changed))
 """
+
+
+def test_one_thread_and_all_are_found_by_the_next_process(copy, tmp_path):
+    """Variants of one kernel, compiled in one process."""
+    code = CALL.replace(
+        "print(", "big = np.ones((1, 4096, 2, 64), np.float32)\n"
+        "kvkit.key_value_cache(big, big, 0, np.zeros((1, 1, 2, 4096, 2, 64), np.float32))\nprint("
+    )  # fmt: skip
+    kept = files(call(copy, tmp_path / "cache", code)["folder"])
+    assert files(call(copy, tmp_path / "cache", code)["folder"]) == kept
+    walks = [name for name in kept if name.startswith("kvkit-cpu-transfer-walk-")]
+    assert len(walks) == 2
 
 
 def test_numba_and_cpu_are_part_of_the_key(monkeypatch):
@@ -169,7 +191,7 @@ def test_code_is_for_its_owner_only(copy, tmp_path):
 
 
 def test_a_full_disk_costs_nothing_but_time(monkeypatch, tmp_path):
-    from kvkit import jit
+    from kvkit import index, jit
 
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
 
@@ -178,8 +200,8 @@ def test_a_full_disk_costs_nothing_but_time(monkeypatch, tmp_path):
 
     monkeypatch.setattr(jit.tempfile, "NamedTemporaryFile", full)
     begin = time.perf_counter()
-    add = jit.kernel(lambda a, b: a + b, "int64(int64, int64)")
-    assert add(2, 3) == 5
+    add = jit.kernel(index.share.py_func, "int64(int64, int64, int64)")
+    assert add(7, 1, 2) == 4
     assert time.perf_counter() - begin < 60
     assert not list(tmp_path.iterdir())
 
