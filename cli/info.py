@@ -64,7 +64,7 @@ def cache():
 
 def cuda():
     """Whether the GPU package finds a device, and which."""
-    from kvkit_cuda import device
+    from kvkit_cuda.ground import device
 
     try:
         device.require()

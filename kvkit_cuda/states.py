@@ -38,7 +38,9 @@ def merge_attention_states(outputs, lses, *, out=None, stream=None):
     >>> attn_output[0, :, 0].round(4), np.exp(total[0]).round(4)
     (array([3., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
-    from kvkit_cuda import device, merge, results
+    from kvkit_cuda.attend import merge
+    from kvkit_cuda.calls import results
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -64,7 +66,7 @@ def merge_attention_states(outputs, lses, *, out=None, stream=None):
 
 def parts(name, given, stream):
     """The operands of a sequence of arrays or of one along its first axis, and what checks see of them."""
-    from kvkit_cuda import arrays
+    from kvkit_cuda.calls import arrays
 
     if isinstance(given, (list, tuple)):
         operands = [arrays.operand(f"{name}[{i}]", array, stream) for i, array in enumerate(given)]

@@ -57,7 +57,8 @@ def key_value_cache(
     >>> key[0, :, 0, 0]
     array([1., 1., 1., 2.], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, launch
+    from kvkit_cuda.calls import arrays, launch
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -144,7 +145,8 @@ def multi_head_attention(
     >>> kvkit_cuda.multi_head_attention(query, key, value, num_heads=1, head_dim=4).ravel()
     array([0.5, 1. ], dtype=float32)
     """
-    from kvkit_cuda import device, launch
+    from kvkit_cuda.calls import launch
+    from kvkit_cuda.ground import device
 
     device.require()
     checked = functools.partial(
@@ -231,7 +233,8 @@ def multi_head_cache_attention(
     >>> first[0, 0, 0, 0], second[0, 0, 0, 0]
     (np.float32(2.0), np.float32(3.0))
     """
-    from kvkit_cuda import arrays, device, launch
+    from kvkit_cuda.calls import arrays, launch
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)

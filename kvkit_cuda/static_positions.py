@@ -39,7 +39,10 @@ def alibi_slope(*, num_heads, out=None, stream=None):
     >>> kvkit_cuda.alibi_slope(num_heads=3)
     array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
     """
-    from kvkit_cuda import alibi, arrays, device, pieces
+    from kvkit_cuda.calls import arrays
+    from kvkit_cuda.ground import device
+    from kvkit_cuda.moves import pieces
+    from kvkit_cuda.positions import alibi
 
     device.require()
     stream = device.stream(stream)
@@ -94,7 +97,8 @@ def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="flo
     array([[-0.25,  0.  ,  -inf,  -inf],
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, positions
+    from kvkit_cuda.calls import arrays, positions
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -162,7 +166,8 @@ def rotary_position_embedding(
     array([[-0.301,  1.382,  1.   ,  1.   ],
            [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, positions
+    from kvkit_cuda.calls import arrays, positions
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)

@@ -1,19 +1,19 @@
 """Caches that a generation loop can hold: layers that grow, stay fixed, slide, are coded, or share blocks."""
 
-from kvkit.cache.blocks import BlockAllocator, OutOfBlocksError
-from kvkit.cache.blocks_sequence import Sequence
-from kvkit.cache.blocks_step import Step
+from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
+from kvkit.cache.blocks.sequence import Sequence
+from kvkit.cache.blocks.step import Step
 from kvkit.cache.caches import Cache
 from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
-from kvkit.cache.layers import DynamicLayer, StaticLayer
-from kvkit.cache.paged import PagedCache
-from kvkit.cache.paged_layer import PagedLayer
-from kvkit.cache.paged_step import PagedStep
-from kvkit.cache.quant_spec import QuantSpec
-from kvkit.cache.quantized import QuantizedLayer
-from kvkit.cache.quantized_view import KVView
+from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.cache.layers.quantized import QuantizedLayer
+from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
+from kvkit.cache.layers.view import KVView
+from kvkit.cache.paged.cache import PagedCache
+from kvkit.cache.paged.layer import PagedLayer
+from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.saved import load
-from kvkit.cache.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.errors import CapacityError
 
 __all__ = [

@@ -1,7 +1,8 @@
 """A cache: the layers of a model."""
 
-from kvkit.cache import layer_checks, offload, saved
-from kvkit.cache.layer import Layer
+from kvkit.cache import offload, saved
+from kvkit.cache.layers import requests as layer_checks
+from kvkit.cache.layers.layer import Layer
 from kvkit.check import describe, integer, wrong
 
 

@@ -3,9 +3,9 @@
 import functools
 
 from kvkit.cache.caches import Cache
-from kvkit.cache.layers import DynamicLayer, StaticLayer
-from kvkit.cache.quantized import SPEC, QuantizedLayer
-from kvkit.cache.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
+from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
+from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.check import describe, integer, wrong
 
 

@@ -7,9 +7,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from kvkit.cache import kinds
-from kvkit.cache.layers import StaticLayer
-from kvkit.cache.mapped import STATE, VERSION, WAITING, Home, follow, put
+from kvkit.cache.layers import kinds
+from kvkit.cache.layers.dynamic import StaticLayer
+from kvkit.cache.stores.mapped import STATE, VERSION, WAITING, Home, follow, put
 from kvkit.check import wrong
 from kvkit.files.replace import sync_folder
 

@@ -5,14 +5,15 @@ and of all bytes of the arrays, and:
 
     layers      of each layer what it is, and how many tokens it has seen. Arrays are ``layers.I.keys`` and
                 ``layers.I.values``, the stored tokens of layer I; of a quantized one ``layers.I.keys.codes``
-                and so on, see `kvkit.cache.codes.PARTS`. A layer without tokens has none
-    paged       what a `PagedCache` is, in the place of layers; see `kvkit.cache.paged_saved`
+                and so on, see `kvkit.cache.layers.codes.PARTS`. A layer without tokens has none
+    paged       what a `PagedCache` is, in the place of layers; see `kvkit.cache.paged.saved`
 """
 
 import hashlib
 import json
 
-from kvkit.cache import kinds, paged_saved
+from kvkit.cache.layers import kinds
+from kvkit.cache.paged import saved as paged_saved
 from kvkit.errors import KvkitError
 from kvkit.files import members, npz
 

@@ -64,7 +64,8 @@ def paged_attention(
     >>> kvkit_cuda.ascend.paged_attention(one_head, keys, values.reshape(2, 2, 1, 1), table, lens)
     array([[[2.]]], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, results
+    from kvkit_cuda.calls import arrays, results
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -98,8 +99,11 @@ def paged_attention(
 
 def prepare(call, given, outputs, stream):
     """(launches of a checked call on the device, what owns their memory)."""
-    from kvkit_cuda import arrays, attention, bias, device, pieces
-    from kvkit_cuda.tables import Tables
+    from kvkit_cuda.attend import bias
+    from kvkit_cuda.calls import arrays, attention
+    from kvkit_cuda.calls.tables import Tables
+    from kvkit_cuda.ground import device
+    from kvkit_cuda.moves import pieces
 
     before: list = []
     after: list = []

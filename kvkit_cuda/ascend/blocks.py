@@ -57,7 +57,9 @@ def paged_cache_load(
     >>> key[:, 0, 0]
     array([5., 6., 1., 7., 8., 0., 0.], dtype=float16)
     """
-    from kvkit_cuda import arrays, device, pieces, results
+    from kvkit_cuda.calls import arrays, results
+    from kvkit_cuda.ground import device
+    from kvkit_cuda.moves import pieces
 
     device.require()
     stream = device.stream(stream)
@@ -134,7 +136,9 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum, *, stream=None):
     >>> cache.ravel()
     array([10., 14., 10., 14., 14.], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, pieces
+    from kvkit_cuda.calls import arrays
+    from kvkit_cuda.ground import device
+    from kvkit_cuda.moves import pieces
 
     device.require()
     stream = device.stream(stream)

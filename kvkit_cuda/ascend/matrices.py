@@ -38,7 +38,8 @@ def nd_to_nz(x, *, out=None, stream=None):
     array([[ 8.,  9.,  0.,  0.,  0.,  0.,  0.,  0.],
            [18., 19.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
     """
-    from kvkit_cuda import arrays, device
+    from kvkit_cuda.calls import arrays
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -86,7 +87,8 @@ def nz_to_nd(y, m, n, *, out=None, stream=None):
     >>> np.array_equal(kvkit_cuda.ascend.nz_to_nd(kvkit_cuda.ascend.nd_to_nz(x), 2, 10), x)
     True
     """
-    from kvkit_cuda import arrays, device
+    from kvkit_cuda.calls import arrays
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -103,7 +105,8 @@ def nz_to_nd(y, m, n, *, out=None, stream=None):
 
 def convert(source, seen, shape, fmt, moves, pair, out, stream):
     """Move rows of `source` to the result, which are a `pair` of arrays in blocks."""
-    from kvkit_cuda import pieces, results
+    from kvkit_cuda.calls import results
+    from kvkit_cuda.moves import pieces
 
     made, returned = results.outputs(
         out,

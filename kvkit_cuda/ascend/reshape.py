@@ -60,7 +60,9 @@ def reshape_and_cache(
     array([[3., 0., 0., 0.],
            [0., 1., 0., 0.]], dtype=float16)
     """
-    from kvkit_cuda import arrays, device, means, pieces
+    from kvkit_cuda.calls import arrays
+    from kvkit_cuda.ground import device
+    from kvkit_cuda.moves import means, pieces
 
     device.require()
     stream = device.stream(stream)

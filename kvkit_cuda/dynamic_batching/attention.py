@@ -75,7 +75,8 @@ def multi_head_attention(
     ...     query, key, value, [0, 1, 3], [0, 3, 5], 1, None, None, num_heads=1, head_dim=4).ravel()
     array([1. , 3. , 3.5], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, launch
+    from kvkit_cuda.calls import arrays, launch
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)

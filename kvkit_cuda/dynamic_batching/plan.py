@@ -94,8 +94,9 @@ def checked_plan(
     wanted=True,
 ):
     """A plan for (name, array) of packed tokens, or one that lasts, for any; checked if so `wanted`."""
-    from kvkit_cuda import arrays, device
-    from kvkit_cuda.tables import Tables
+    from kvkit_cuda.calls import arrays
+    from kvkit_cuda.calls.tables import Tables
+    from kvkit_cuda.ground import device
 
     device.require()
     stream, wanted = device.stream(stream), attention.flag("check", wanted)
@@ -117,7 +118,7 @@ def checked_plan(
         take=steps.of_form if stays else steps.index,
     )
     if stays:
-        from kvkit_cuda import scan
+        from kvkit_cuda.calls import scan
 
         tables = scan.taken(step, wanted, stream, lasting=array is None)
     else:
@@ -151,7 +152,8 @@ class Plan:
         stream=None,
     ):
         """`dynamic_batching.key_value_cache` for this step."""
-        from kvkit_cuda import device, launch
+        from kvkit_cuda.calls import launch
+        from kvkit_cuda.ground import device
 
         step = self._tables.steps
 
@@ -207,7 +209,8 @@ class Plan:
         stream=None,
     ):
         """`dynamic_batching.multi_head_cache_attention` for this step."""
-        from kvkit_cuda import device, launch
+        from kvkit_cuda.calls import launch
+        from kvkit_cuda.ground import device
 
         checked = functools.partial(
             checked_cache_attention,

@@ -41,7 +41,8 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None
     >>> kvkit_cuda.dynamic_batching.position_index(tokens, [0, 3, 4], [0, 10])
     array([ 0,  1,  2, 10])
     """
-    from kvkit_cuda import arrays, device, positions, results
+    from kvkit_cuda.calls import arrays, positions, results
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -106,7 +107,8 @@ def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="flo
            [ 0.  ,  0.  ,  0.  ,  -inf,  0.  ],
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, positions
+    from kvkit_cuda.calls import arrays, positions
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)
@@ -178,7 +180,8 @@ def rotary_position_embedding(
            [-0.301,  1.382],
            [-1.325,  0.493]], dtype=float32)
     """
-    from kvkit_cuda import arrays, device, positions
+    from kvkit_cuda.calls import arrays, positions
+    from kvkit_cuda.ground import device
 
     device.require()
     stream = device.stream(stream)

@@ -106,7 +106,7 @@ def quantize(source, codes, cell, group, groups):
     """(source, factors, codes, cells): the codes and the stored scales of a panel.
 
     Quotients come from products with the reciprocal of the scale and equal true division bit for bit. For
-    16-bit sources the rounding to 11 or 8 bits absorbs the error of the product (`tests/test_numeric.py`
+    16-bit sources the rounding to 11 or 8 bits absorbs the error of the product (`test_numeric.py`
     tries all pairs of significands); for float32 two corrections round it as Markstein's theorem says
     (IBM J. Res. Dev. 34, 1990).
     """

@@ -1,0 +1,1 @@
+"""Sequences in blocks; knows no arrays."""

@@ -1,0 +1,292 @@
+"""Which sequence holds which blocks of a paged cache, and the steps that fill them.
+
+Bookkeeping only: no keys, no values, no kernels.
+"""
+
+import numpy as np
+
+from kvkit.cache.blocks.pool import Pool, follow, root
+from kvkit.cache.blocks.sequence import ID_BYTES, Sequence, encoded, octets
+from kvkit.cache.blocks.step import Step, slot_type, tensors
+from kvkit.check import describe, integer, wrong
+from kvkit.errors import KvkitError
+
+
+class OutOfBlocksError(KvkitError):
+    """A step needs more blocks than are free or can be evicted; nothing has changed."""
+
+    def __init__(self, needed, available):
+        super().__init__(needed, available)
+        self.needed, self.available = needed, available
+
+    def __str__(self):
+        return f"num_blocks: expected {self.needed} free or evictable blocks, got {self.available}"
+
+
+class BlockAllocator:
+    """Gives sequences of tokens their blocks, shares blocks between them, and makes the tensors of a step.
+
+    A full block is published by the step that fills it: a new sequence that begins with the same tokens
+    takes it over. Published blocks are never written; those that no sequence holds stay until they are
+    needed, and the least recently used goes first. A block that several sequences hold is copied for the
+    one that writes into it.
+
+    Parameters
+    ----------
+    num_blocks, page_size : int
+        Blocks, and tokens in each.
+    identity : bytes
+        Whatever decides keys and values besides the tokens: geometry, format, model. Part of every hash.
+    slot_dtype : dtype
+        Of `Step.slot_mapping`: int32 or int64.
+
+    Examples
+    --------
+    >>> from kvkit.cache import BlockAllocator
+    >>> blocks = BlockAllocator(num_blocks=8, page_size=4)
+    >>> first = blocks.add([1, 2, 3, 4, 5, 6])
+    >>> with blocks.begin_step([(first, 6)]) as step:
+    ...     step.slot_mapping
+    array([0, 1, 2, 3, 4, 5], dtype=int32)
+    >>> second = blocks.add([1, 2, 3, 4, 7])
+    >>> second
+    <Sequence of 4 tokens in blocks [0]>
+    >>> branch = blocks.fork(first)
+    >>> with blocks.begin_step([(branch, 1), (second, 1)]) as step:
+    ...     step.copies.tolist(), step.slot_mapping.tolist()
+    ([[1, 2]], [10, 12])
+    """
+
+    def __init__(self, num_blocks, page_size, *, identity=b"", slot_dtype=np.int32):
+        self.num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)
+        self.page_size = integer("page_size", page_size, 1, 2**31 - 1)
+        self.slot_dtype = slot_type(slot_dtype, self.num_blocks * self.page_size)
+        self._identity = str(self.page_size).encode(), octets("identity", identity)
+        self._pool = Pool(self.num_blocks)
+        self.open_step = None
+
+    @property
+    def available(self):
+        """Blocks that are free or can be evicted."""
+        return self._pool.available
+
+    @property
+    def references(self):
+        """How many sequences hold each block: int64, shape [num_blocks]."""
+        return np.array(self._pool.references)
+
+    # Sequences
+
+    def add(self, token_ids=(), *, salt=b""):
+        """Begin a sequence. It takes over published blocks with its first tokens, never with all of them.
+
+        Parameters
+        ----------
+        token_ids : array-like of int
+            Ids of the tokens to compute. Tokens without ids are legal; nobody finds their blocks.
+        salt : bytes
+            What else its keys and values depend on, such as an adapter.
+
+        Returns
+        -------
+        Sequence
+            Its ``length`` says how many tokens are in the cache already.
+        """
+        seq = Sequence(self, encoded(token_ids), [root(*self._identity, octets("salt", salt))])
+        for i in range((seq.known - 1) // self.page_size):
+            page = seq.page(i, self.page_size)
+            link = follow(seq.chain[-1], page)
+            block = self._pool.find(link, page)
+            if block is None:
+                break
+            seq.chain.append(link)
+            seq.table.append(block)
+            seq.length += self.page_size
+        self._pool.share(seq.table)
+        return seq
+
+    def extend(self, seq, token_ids):
+        """Say which tokens come next, so that the blocks they fill can be shared."""
+        self._check(seq)
+        ids, tokens = encoded(token_ids), seq.length + seq.pending
+        if seq.known < tokens:
+            raise wrong("seq", f"a sequence with ids for all its {tokens} tokens", f"{seq.known} ids")
+        seq.ids += ids
+
+    def fork(self, seq):
+        """A second sequence with the same tokens, in the same blocks. Nothing is copied until one writes."""
+        self._check(seq, at_rest=True)
+        self._pool.share(seq.table)
+        return seq.copy()
+
+    def crop(self, seq, length):
+        """Take back a sequence's last tokens.
+
+        Parameters
+        ----------
+        seq : Sequence
+            Of which no open step computes tokens.
+        length : int
+            Tokens to keep; negative: tokens to remove; 0 removes nothing.
+        """
+        self._check(seq, at_rest=True)
+        length = integer("length", length, -seq.length)
+        kept = min(length, seq.length) if length > 0 else seq.length + length
+        if kept < seq.length:
+            seq.length = kept
+            self._keep_pages(seq)
+            del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
+
+    def free(self, seq):
+        """End a sequence. Its published blocks can be found until they are evicted."""
+        self._check(seq, at_rest=True)
+        seq.allocator, seq.length = None, 0
+        self._keep_pages(seq)
+
+    def restore(self, saved, published, blocks):
+        """Sequences that were (length, root of hashes, block table, token ids), in a new allocator.
+
+        They hold `blocks`; of these, `published` ones can be found.
+        """
+        sequences = []
+        for length, start, table, ids in saved:
+            seq = Sequence(self, encoded(ids), [start])
+            seq.length = integer("length", length, 0)
+            seq.table.extend(table.tolist())
+            if len(seq.table) != self._pages(length) or not blocks.issuperset(seq.table):
+                raise wrong("block_table", f"saved blocks for {length} tokens", seq.blocks)
+            self._chain(seq)
+            sequences.append(seq)
+        if not blocks.issuperset(block for block, *_ in published):
+            raise wrong("published", "saved blocks", published)
+        self._pool.restore([seq.table for seq in sequences], published)
+        return sequences
+
+    # Steps
+
+    def begin_step(self, sequences):
+        """Reserve blocks for new tokens.
+
+        Parameters
+        ----------
+        sequences : iterable of (Sequence, int)
+            Each sequence once, and how many tokens it gets.
+
+        Returns
+        -------
+        Step
+            The next one begins after it has been committed or abandoned.
+
+        Raises
+        ------
+        OutOfBlocksError
+            If too few blocks are free or evictable; then nothing has changed.
+        """
+        if self.open_step is not None:
+            raise wrong("sequences", "the step before to be committed or abandoned", "an open step")
+        given, counts = self._checked(sequences)
+        order = sorted(range(len(given)), key=lambda i: counts[i] != 1)
+        given, counts = [given[i] for i in order], [counts[i] for i in order]
+        needed = self._needed(given, counts)
+        if needed > self.available:
+            raise OutOfBlocksError(needed, self.available)
+        copies: list[tuple[int, int]] = []
+        for seq, count in zip(given, counts, strict=True):
+            if count:
+                if seq.length % self.page_size:
+                    self._own_tail(seq, copies)
+                while len(seq.table) * self.page_size < seq.length + count:
+                    seq.table.append(self._pool.take())
+                seq.pending = count
+        self.open_step = Step(
+            sequences=tuple(given),
+            order=np.array(order, np.int64),
+            copies=np.array(copies, np.int64).reshape(-1, 2),
+            allocator=self,
+            **tensors(given, counts, self.page_size),
+        )
+        return self.open_step
+
+    def commit(self, step):
+        """End a step: see `Step.commit`."""
+        self._close(step)
+        for seq in step.sequences:
+            seq.length += seq.pending
+            seq.pending = 0
+            for i, page in self._chain(seq):
+                self._pool.publish(seq.table[i], seq.chain[i + 1], page)
+
+    def abandon(self, step):
+        """End a step: see `Step.abandon`."""
+        self._close(step)
+        for seq in step.sequences:
+            seq.pending = 0
+            self._keep_pages(seq)
+
+    def _close(self, step):
+        if step is not self.open_step:
+            raise wrong("step", "the open step", "one that has ended")
+        self.open_step = None
+
+    # Blocks
+
+    def _chain(self, seq):
+        """Hash the full blocks that are not yet; (number, token ids) of each."""
+        new = []
+        for i in range(len(seq.chain) - 1, min(seq.length, seq.known) // self.page_size):
+            page = seq.page(i, self.page_size)
+            seq.chain.append(follow(seq.chain[-1], page))
+            new.append((i, page))
+        return new
+
+    def _pages(self, tokens):
+        return -(-tokens // self.page_size)
+
+    def _needed(self, given, counts):
+        """Blocks that a step takes: those it adds, and one for each copy."""
+        added = 0
+        writers: dict[int, int] = {}  # of partial blocks
+        for seq, count in zip(given, counts, strict=True):
+            added += self._pages(seq.length + count) - len(seq.table)
+            if count and seq.length % self.page_size:
+                writers[seq.table[-1]] = writers.get(seq.table[-1], 0) + 1
+        # Where all holders of a block write, the last one finds itself alone.
+        return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())
+
+    def _own_tail(self, seq, copies):
+        """Make a partial last block writeable."""
+        tail = seq.table[-1]
+        if self._pool.references[tail] == 1:
+            self._pool.withdraw(tail)
+        else:
+            self._pool.release([tail])
+            seq.table[-1] = self._pool.take()
+            copies.append((tail, seq.table[-1]))
+
+    def _keep_pages(self, seq):
+        """Let go of the blocks behind a sequence's last token."""
+        pages = self._pages(seq.length)
+        self._pool.release(seq.table[pages:])
+        del seq.table[pages:]
+
+    # Arguments
+
+    def _check(self, seq, at_rest=False):
+        if not isinstance(seq, Sequence) or seq.allocator is not self:
+            raise wrong("seq", "a live sequence of this allocator", describe(seq))
+        if at_rest and seq.pending:
+            raise wrong("seq", "a sequence that no open step adds to", describe(seq))
+
+    def _checked(self, sequences):
+        """Sequences and counts of a step."""
+        try:
+            pairs = [(seq, count) for seq, count in sequences]
+        except (TypeError, ValueError):
+            raise wrong("sequences", "pairs (sequence, new tokens)", describe(sequences)) from None
+        for seq, _ in pairs:
+            self._check(seq)
+        given = [seq for seq, _ in pairs]
+        counts = [integer("new tokens", count, 0) for _, count in pairs]
+        if len(set(map(id, given))) < len(given):
+            raise wrong("sequences", "each sequence once", f"one twice among {len(given)}")
+        return given, counts

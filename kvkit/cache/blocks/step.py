@@ -1,0 +1,131 @@
+"""A step over sequences in blocks: the index tensors that every operator needs, and its end."""
+
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkit.check import wrong
+
+if TYPE_CHECKING:
+    from kvkit.cache.blocks.allocator import BlockAllocator
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What to compute next, as index tensors; `BlockAllocator.begin_step` makes it.
+
+    Sequences of one new token come first, then the others, otherwise as they were given; new tokens are
+    packed in this order. Blocks are reserved until the step ends: by `commit`, which counts the new tokens
+    and publishes the blocks they filled, or by `abandon`. In a ``with`` statement it commits, and abandons
+    on an exception.
+
+    Attributes
+    ----------
+    sequences : tuple of Sequence, length B
+        In the order of the tensors.
+    order : ndarray of int64, shape [B]
+        Where each of them was among the arguments of `begin_step`.
+    seqstarts, kvstarts : ndarray of int64, shape [B + 1]
+        Where each sequence begins among the new tokens, and among all contexts.
+    start_pos : ndarray of int64, shape [B]
+        Tokens in the cache before the step.
+    cachestarts : ndarray of int64, shape [B, MaxP]
+        The first row of each page, for ``cache_mode`` 1; -1 behind the last page.
+    decoding_batches, max_seqlen, max_kvlen : int
+        Sequences of one new token, the most new tokens, the longest context.
+    copies : ndarray of int64, shape [copies, 2]
+        Blocks to copy, (source, destination), in all layers, before anything is written; also if the step
+        is abandoned later.
+
+    Examples
+    --------
+    >>> from kvkit.cache import BlockAllocator
+    >>> blocks = BlockAllocator(num_blocks=4, page_size=2)
+    >>> with blocks.begin_step([(blocks.add(), 3), (blocks.add(), 1)]) as step:
+    ...     step.cachestarts.tolist(), step.slot_mapping.tolist()
+    ([[0, -1], [2, 4]], [0, 2, 3, 4])
+    """
+
+    sequences: tuple
+    order: np.ndarray
+    seqstarts: np.ndarray
+    kvstarts: np.ndarray
+    start_pos: np.ndarray
+    cachestarts: np.ndarray
+    decoding_batches: int
+    max_seqlen: int
+    max_kvlen: int
+    copies: np.ndarray
+    allocator: "BlockAllocator"
+
+    @cached_property
+    def slot_mapping(self):
+        """The row of every new token, as Ascend names it: int32 (or ``slot_dtype``), shape [seqstarts[B]]."""
+        page_size = self.allocator.page_size
+        sequence = np.repeat(np.arange(len(self.sequences)), np.diff(self.seqstarts))
+        position = np.arange(len(sequence)) + (self.start_pos - self.seqstarts[:-1])[sequence]
+        rows = self.cachestarts[sequence, position // page_size] + position % page_size
+        return rows.astype(self.allocator.slot_dtype)
+
+    @cached_property
+    def block_tables(self):
+        """The blocks of every sequence: int32, shape [B, MaxP]; -1 behind the last one."""
+        return (self.cachestarts // self.allocator.page_size).astype(np.int32)
+
+    @cached_property
+    def context_lens(self):
+        """Tokens of every sequence, the new ones among them: int32, shape [B]."""
+        return np.diff(self.kvstarts).astype(np.int32)
+
+    @property
+    def is_open(self):
+        """Whether it has neither been committed nor abandoned."""
+        return self.allocator.open_step is self
+
+    def commit(self):
+        """Count the new tokens, and publish the blocks that they filled: every layer has written them."""
+        self.allocator.commit(self)
+
+    def abandon(self):
+        """Give back the blocks of the new tokens, as if the step had not begun."""
+        self.allocator.abandon(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.commit() if kind is None else self.abandon()
+
+
+def tensors(sequences, counts, page_size):
+    """The tensors of a step of sequences that have their blocks, as keywords for `Step`."""
+    start_pos = np.array([seq.length for seq in sequences], np.int64)
+    seqlens = np.array(counts, np.int64)
+    kvlens = start_pos + seqlens
+    seqstarts, kvstarts = np.zeros((2, len(counts) + 1), np.int64)
+    np.cumsum(seqlens, out=seqstarts[1:])
+    np.cumsum(kvlens, out=kvstarts[1:])
+    width = max((len(seq.table) for seq in sequences), default=0)
+    padding = array("q", [-1]) * width
+    tables = b"".join([(seq.table + padding)[:width] for seq in sequences])
+    blocks = np.frombuffer(tables, np.int64).reshape(len(sequences), width)
+    return {
+        "seqstarts": seqstarts,
+        "kvstarts": kvstarts,
+        "start_pos": start_pos,
+        "cachestarts": np.maximum(blocks * page_size, -1),
+        "decoding_batches": counts.count(1),
+        "max_seqlen": max(counts, default=0),
+        "max_kvlen": int(kvlens.max(initial=0)),
+    }
+
+
+def slot_type(dtype, slots):
+    """The dtype of slot mappings, which must reach every slot."""
+    dtype = np.dtype(dtype)
+    if dtype not in (np.int32, np.int64) or slots - 1 > np.iinfo(dtype).max:
+        raise wrong("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", dtype)
+    return dtype

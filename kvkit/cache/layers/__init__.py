@@ -1,0 +1,1 @@
+"""What a layer of a cache is, and its kinds."""

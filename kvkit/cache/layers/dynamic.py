@@ -1,0 +1,87 @@
+"""The layers that keep every token."""
+
+from kvkit.cache.layers.layer import Layer
+from kvkit.check import integer
+from kvkit.errors import CapacityError
+
+
+class DynamicLayer(Layer):
+    """A layer that grows: every token is kept, and an append copies nothing but the new tokens.
+
+    When the store is full it is doubled, so that n appends copy O(n) tokens in all.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import DynamicLayer
+    >>> layer, token = DynamicLayer(), np.ones((1, 1, 1, 2), np.float32)
+    >>> for i in range(3):
+    ...     keys, values = layer.update(i * token, token)
+    >>> keys[0, 0, :, 0], layer.get_seq_length(), layer.get_mask_sizes(1)
+    (array([0., 1., 2.], dtype=float32), 3, (4, 0))
+    """
+
+    def describe(self):
+        """What the constructor takes."""
+        return {}
+
+
+class StaticLayer(Layer):
+    """A layer of fixed size: an update returns all of its memory, zeros where no token is yet.
+
+    `attend` reads the filled part only.
+
+    Parameters
+    ----------
+    max_cache_len : int
+        The most tokens it can hold.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import StaticLayer
+    >>> layer, token = StaticLayer(4), np.ones((1, 1, 1, 2), np.float32)
+    >>> keys, values = layer.update(token, token)
+    >>> keys[0, 0, :, 0], layer.keys.shape, layer.get_mask_sizes(1)
+    (array([1., 0., 0., 0.], dtype=float32), (1, 1, 1, 2), (4, 0))
+    """
+
+    def __init__(self, max_cache_len):
+        self.max_cache_len = integer("max_cache_len", max_cache_len, 1)
+        super().__init__()
+
+    def describe(self):
+        """What the constructor takes."""
+        return {"max_cache_len": self.max_cache_len}
+
+    def _span(self, length, new):
+        return 0, self.max_cache_len
+
+    def _may_start(self, start):
+        return 0 <= start < self._length
+
+    def _check_room(self, length, new):
+        if length + new > self.max_cache_len:
+            wanted = f"room for {new} new tokens after {length} (max_cache_len {self.max_cache_len})"
+            raise CapacityError(f"{self.name}: expected {wanted}, got {self.max_cache_len - length}")
+
+    def _capacity(self, rows):
+        return self.max_cache_len
+
+    def get_max_length(self):
+        return self.max_cache_len
+
+    def _shorten(self, length):
+        """Zeros where tokens were: as if they had never come."""
+        end = self._length
+        super()._shorten(length)
+        if self._store is not None:
+            self._store.clear(length - self._origin, end - self._origin)
+
+    def reset(self):
+        """Forget every token; the zeroed memory and its geometry stay."""
+        rows = self._length - self._origin
+        self._length = self._oldest = self._begin = self._origin = self._before = 0
+        if self._store is not None:
+            self._commit()
+            self._store.clear(0, rows)

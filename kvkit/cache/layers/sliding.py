@@ -1,0 +1,137 @@
+"""The layers that keep a window of tokens."""
+
+import warnings
+
+from kvkit.cache.layers.dynamic import StaticLayer
+from kvkit.cache.layers.layer import Layer
+from kvkit.check import integer
+
+
+def slack(window):
+    """Rows beside a window: it moves on through them, and is copied to a new store when they are used up."""
+    return 16 + window // 4
+
+
+def settled(layer):
+    """Give a layer a store for its window again, where a long update has left a much larger one.
+
+    In a file it keeps what the latest update returned, as that may have to be taken back, and so waits for a
+    shorter one.
+    """
+    room, store = layer.window + slack(layer.window), layer._store
+    if store is not None and store.capacity > room + slack(layer.window) and not layer.record_past:
+        keep = min(layer._oldest, layer._begin)
+        keep = max(keep, layer._length - layer.window) if store.in_place else keep
+        if layer._length - keep <= room:
+            layer._move(store.geometry, room, keep)
+
+
+class SlidingWindowLayer(Layer):
+    """A layer for sliding-window attention: W - 1 tokens are kept, all that a next one can see beside itself.
+
+    An update returns all that its tokens can see, also when they are more than a window.
+
+    Parameters
+    ----------
+    sliding_window : int
+        W, how many tokens a query sees, itself included.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import SlidingWindowLayer
+    >>> layer, tokens = SlidingWindowLayer(4), np.arange(6, dtype=np.float32).reshape(1, 1, 6, 1)
+    >>> keys, values = layer.update(tokens, tokens)
+    >>> keys.shape[2], layer.keys.ravel(), layer.get_mask_sizes(1)
+    (6, array([3., 4., 5.], dtype=float32), (4, 3))
+    """
+
+    def __init__(self, sliding_window):
+        self.window = self.sliding_window = integer("sliding_window", sliding_window, 1)
+        super().__init__()
+
+    def describe(self):
+        """What the constructor takes."""
+        return {"sliding_window": self.sliding_window}
+
+    def _span(self, length, new):
+        return max(0, length - self.window + 1), length + new
+
+    def _stored_from(self, length):
+        return max(0, length - self.window + 1)
+
+    _croppable_to = _stored_from
+
+    def _capacity(self, rows):
+        grown = super()._capacity(rows)
+        return grown if self.record_past else min(grown, rows + slack(self.window))
+
+    def _settle(self):
+        settled(self)
+
+    def get_max_length(self):
+        return self.window
+
+    def activate_past_recording(self):
+        """From now on keep tokens that have left the window until the next `crop`, which may then go back."""
+        self._record_past()
+
+
+class StaticSlidingWindowLayer(StaticLayer):
+    """A layer of fixed size for sliding-window attention: the last W' = min(W, max_cache_len) tokens.
+
+    Until the window is full an update returns all of it, zeros where no token is yet.
+
+    Parameters
+    ----------
+    max_cache_len, sliding_window : int
+        The window is the smaller of both; a warning says so if that is not ``sliding_window``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import StaticSlidingWindowLayer
+    >>> layer, tokens = StaticSlidingWindowLayer(8, 4), np.arange(1, 6, dtype=np.float32).reshape(1, 1, 5, 1)
+    >>> layer.update(tokens[:, :, :3], tokens[:, :, :3])[0].ravel()
+    array([1., 2., 3., 0.], dtype=float32)
+    >>> layer.update(tokens[:, :, 3:], tokens[:, :, 3:])[0].ravel(), layer.keys.ravel()
+    (array([1., 2., 3., 4., 5.], dtype=float32), array([2., 3., 4., 5.], dtype=float32))
+    """
+
+    def __init__(self, max_cache_len, sliding_window):
+        super().__init__(max_cache_len)
+        self.sliding_window = integer("sliding_window", sliding_window, 1)
+        self.window = min(self.max_cache_len, self.sliding_window)
+        if self.window < self.sliding_window:
+            message = f"max_cache_len {self.window} narrows the sliding window of {self.sliding_window}"
+            warnings.warn(message, stacklevel=2)
+
+    def describe(self):
+        """What the constructor takes."""
+        return {"max_cache_len": self.max_cache_len, "sliding_window": self.sliding_window}
+
+    def _span(self, length, new):
+        if length + new <= self.window:
+            return 0, self.window
+        return max(0, length - self.window + 1), length + new
+
+    def _stored_from(self, length):
+        return max(0, length - self.window)
+
+    def _croppable_to(self, length):
+        return max(0, length - self.window + 1)
+
+    def _may_start(self, start):
+        return False
+
+    def _check_room(self, length, new):
+        pass  # old tokens make room
+
+    def _capacity(self, rows):
+        return max(self.window, rows) + slack(self.window)
+
+    def _settle(self):
+        settled(self)
+
+    def get_max_length(self):
+        return self.window

@@ -1,0 +1,222 @@
+"""A cache of many sequences in blocks that they share."""
+
+import numpy as np
+
+from kvkit.cache import saved
+from kvkit.cache.blocks.allocator import BlockAllocator
+from kvkit.cache.blocks.sequence import octets
+from kvkit.cache.paged.layer import PagedLayer, Rows
+from kvkit.cache.paged.step import PagedStep
+from kvkit.cache.paged.store import PagedStore
+from kvkit.check import integer
+
+
+class PagedCache:
+    """Keys and values of many sequences, of any lengths, in blocks; sequences share what they have in common.
+
+    `blocks` begins, forks, crops and ends sequences; `begin_step` takes their new tokens through all layers.
+    For rows of one length there is, beside that, all that other caches have: `update`, `attend`, `crop`...
+
+    Parameters
+    ----------
+    num_blocks, page_size : int
+        Blocks, and tokens in each.
+    num_layers, num_kv_heads, head_dim : int
+        Geometry of the model.
+    dtype : dtype
+        Of keys, values and queries: float32, float16 or bfloat16.
+    quant_bit, quant_group : int
+        0 stores them as they are, 8 and 4 store codes with one scale for each ``quant_group`` elements.
+    scale_dtype : dtype
+        Of the scales.
+    cache_layout : int
+        Axis order of the storage, 0 to 3, as in `kvkit.dynamic_batching.key_value_cache`.
+    salt : bytes
+        Names the model, whose prefixes are found by no other one.
+
+    Attributes
+    ----------
+    cache, scale : ndarray
+        The storage, a PMX cache of ``num_blocks * page_size`` rows; scale is None if it is not quantized.
+    blocks : BlockAllocator
+        The sequences: `add`, `extend`, `fork`, `crop`, `free`. Their steps begin with the cache's own
+        `begin_step`, which copies what a step must not write.
+    layers : list of PagedLayer
+    sequences : list of Sequence
+        Those that `save` was given, in a cache that comes from a file; empty otherwise.
+
+    Examples
+    --------
+    Two prompts that begin alike, then a token for each and for a branch of the first:
+
+    >>> import numpy as np
+    >>> from kvkit.cache import PagedCache
+    >>> cache = PagedCache(
+    ...     num_blocks=16, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype=np.float16)
+    >>> def forward(step):
+    ...     hidden = np.ones((step.index.seqstarts[-1], 4, 8), np.float16)  # [tokens, heads, dim]
+    ...     for layer in range(2):
+    ...         hidden = step.multi_head_cache_attention(hidden, hidden[:, :2], hidden[:, :2], layer)
+    ...     return hidden
+    >>> first = cache.blocks.add([5, 6, 7, 8, 9])
+    >>> with cache.begin_step([(first, 5)]) as step:
+    ...     output = forward(step)
+    >>> second = cache.blocks.add([5, 6, 7, 8, 1, 2])
+    >>> second.length                                     # tokens that are in the cache already
+    4
+    >>> with cache.begin_step([(second, 2)]) as step:
+    ...     output = forward(step)
+    >>> branch = cache.blocks.fork(first)
+    >>> for sequence, token in ((first, 3), (second, 4), (branch, 5)):
+    ...     cache.blocks.extend(sequence, [token])
+    >>> with cache.begin_step([(first, 1), (second, 1), (branch, 1)]) as step:
+    ...     output = forward(step)
+    >>> first.blocks, second.blocks, branch.blocks
+    ([0, 3], [0, 2], [0, 1])
+    """
+
+    def __init__(
+        self,
+        num_blocks,
+        page_size,
+        num_layers,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        *,
+        quant_bit=0,
+        quant_group=8,
+        scale_dtype=np.float16,
+        cache_layout=3,
+        salt=b"",
+    ):
+        blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
+        self._store = PagedStore(
+            *blocks,
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            quant_bit,
+            quant_group,
+            scale_dtype,
+            cache_layout,
+        )
+        self.cache, self.scale = self._store.cache, self._store.scale
+        self.salt = octets("salt", salt)
+        identity = self._store.identity + b"\0" + salt
+        self.blocks = BlockAllocator(*blocks, identity=identity)
+        self._rows = Rows(self.blocks, self.begin_step)
+        self.sequences: list = []
+        self.layers = [PagedLayer(self._store, self._rows, i) for i in range(self._store.num_layers)]
+
+    def begin_step(self, sequences):
+        """Make room for new tokens, and copy the shared blocks that they are written into.
+
+        Parameters
+        ----------
+        sequences : iterable of (Sequence, int)
+            Each sequence once, and how many tokens it gets.
+
+        Returns
+        -------
+        PagedStep
+            Computes layer by layer. The next step begins after this one has ended.
+
+        Raises
+        ------
+        OutOfBlocksError
+            If too few blocks are free or evictable; then nothing has changed.
+        """
+        index = self.blocks.begin_step(sequences)
+        try:
+            self._store.copy(index.copies)
+            return PagedStep(self._store, index)
+        except BaseException:
+            index.abandon()
+            raise
+
+    # Rows of one length
+
+    def __len__(self):
+        return len(self.layers)
+
+    def update(self, key_states, value_states, layer_idx, cache_position=None):
+        """`PagedLayer.update` of a layer."""
+        return self._layer(layer_idx).update(key_states, value_states, cache_position)
+
+    def attend(self, query, layer_idx, attention_mask=None, **options):
+        """`PagedLayer.attend` of a layer."""
+        return self._layer(layer_idx).attend(query, attention_mask, **options)
+
+    def get_seq_length(self, layer_idx=0):
+        """Tokens in every row; 0 for a layer that there is not."""
+        return self.layers[layer_idx].get_seq_length() if 0 <= layer_idx < len(self) else 0
+
+    def get_max_length(self, layer_idx=None):
+        """-1: rows grow while there are blocks."""
+        return -1
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        """(kv_length, kv_offset) of the keys that the next update of so many tokens returns."""
+        return self._layer(layer_idx).get_mask_sizes(query_length)
+
+    def reserve(self, query_length):
+        """Make sure that the next update of so many tokens finds room in every layer."""
+        self._rows.reserve(query_length)
+
+    def crop(self, length):
+        """Drop the last tokens of every row: keep ``length``, or if negative drop so many; 0 drops none."""
+        self._rows.crop(length)
+
+    def reorder(self, indices):
+        """Let row b become what row ``indices[b]`` was. No keys and values move."""
+        self._rows.select(indices)
+
+    select = reorder_cache = batch_select_indices = reorder
+
+    def repeat(self, repeats):
+        """Repeat every row: rows A, B become A, A, B, B. No keys and values move."""
+        repeats = integer("repeats", repeats, 1)
+        self._rows.select(np.repeat(np.arange(len(self._rows.sequences)), repeats))
+
+    batch_repeat_interleave = repeat
+
+    def reset(self):
+        """End all rows, and release their blocks."""
+        self._rows.reset()
+
+    def activate_past_recording(self):
+        """Nothing to do: only `crop` drops tokens."""
+
+    def to_legacy_cache(self):
+        """A tuple over layers of (keys, values), copies."""
+        return tuple((layer.keys, layer.values) for layer in self.layers)
+
+    # To files
+
+    def describe(self):
+        """What the constructor takes; ``salt`` in hexadecimal."""
+        store = self._store
+        sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
+        sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
+        formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
+        names = "quant_bit", "quant_group", "cache_layout"
+        return sizes | formats | {name: store.attributes[name] for name in names}
+
+    def save(self, path, sequences=()):
+        """Write a .npz file that `load` reads; the old file is whole until the new one is.
+
+        It holds all published prefixes, the rows, and other sequences that are given. In the loaded cache
+        `blocks.add` finds the prefixes, `sequences` has the sequences, and rows go on.
+
+        Parameters
+        ----------
+        path : path
+        sequences : iterable of Sequence
+            Of which no step is open.
+        """
+        saved.save_paged(self, path, sequences)
+
+    def _layer(self, layer_idx):
+        return self.layers[integer("layer_idx", layer_idx, 0, len(self) - 1)]

@@ -1,0 +1,289 @@
+"""Rows of one length in a paged cache, as other caches have them: layers of [batch, heads, tokens, dim]."""
+
+import numpy as np
+
+from kvkit import attention, check, steps
+from kvkit.cache.layers.view import KVView
+from kvkit.cache.stores.memory import Geometry, geometry
+from kvkit.check import describe, integer, wrong
+from kvkit.dynamic_batching.replay import form
+
+
+class Rows:
+    """The rows of a batch: a sequence each, in all layers, and the step that appends to them."""
+
+    def __init__(self, blocks, begin_step):
+        self._blocks, self._begin_step = blocks, begin_step
+        self.sequences: list = []
+        self.step = None  # the last one, while its tables hold
+        self.changes = 0
+
+    def append(self, batch, tokens, layer_idx):
+        """The step in which a layer takes so many tokens: the one that other layers are in, or a new one."""
+        step = self.step
+        if step is not None and step.index.is_open:
+            if tokens != step.index.max_seqlen:
+                raise wrong("key_states", f"{step.index.max_seqlen} tokens, as in other layers", tokens)
+            step.to_write(layer_idx)
+            return step
+        sequences = self.sequences or [self._blocks.add() for _ in range(batch)]
+        self.step = self._begin_step([(seq, tokens) for seq in sequences])
+        self.sequences = sequences
+        return self.step
+
+    def settle(self):
+        """Before a change: abandon a step that some layers have not seen."""
+        if self.step is not None and self.step.index.is_open:
+            self.step.abandon()
+        self.step, self.changes = None, self.changes + 1
+
+    def tables(self):
+        """A step that says where the rows lie."""
+        if self.step is None:
+            with self._begin_step([(seq, 0) for seq in self.sequences]) as self.step:
+                pass
+        return self.step
+
+    def reserve(self, tokens):
+        self._begin_step([(seq, tokens) for seq in self.sequences]).abandon()
+        self.step = None
+
+    def crop(self, length):
+        if self.sequences:
+            length = integer("length", length, -self.sequences[0].length)
+        self.settle()
+        for seq in self.sequences:
+            self._blocks.crop(seq, length)
+
+    def select(self, indices):
+        indices = steps.index("indices", indices, 1)
+        if self.sequences:
+            if not len(indices) or indices.min() < 0 or indices.max() >= len(self.sequences):
+                raise wrong("indices", f"rows from 0 to {len(self.sequences) - 1}", indices.tolist())
+            self.settle()
+            selected = [self._blocks.fork(self.sequences[i]) for i in indices.tolist()]
+            self.reset()
+            self.sequences = selected
+
+    def reset(self):
+        self.settle()
+        for seq in self.sequences:
+            self._blocks.free(seq)
+        self.sequences = []
+
+
+class Side:
+    """The keys (0) or values (1) of a layer, for a `KVView`."""
+
+    def __init__(self, layer, side):
+        self._layer, self._side = layer, side
+        self.shape, self.dtype = layer.shape, layer.store.format.dtype
+
+    @property
+    def changes(self):
+        return self._layer.changes
+
+    def read(self):
+        return self._layer.read()[self._side]
+
+
+def turned(results):
+    """Outputs of attention, and its lse, with heads before tokens."""
+    if isinstance(results, tuple):
+        return tuple(result.swapaxes(1, 2) for result in results)
+    return results.swapaxes(1, 2)
+
+
+class PagedLayer:
+    """One layer of a `PagedCache`, which makes it, for the rows that the cache keeps itself.
+
+    They have one length. All layers take as many tokens before one takes more.
+
+    Attributes
+    ----------
+    key_cache, value_cache : ndarray, shape [num_blocks, page_size, num_kv_heads, head_dim]
+        Views of the storage, as operators on blocks take it; codes if it is quantized.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import PagedCache
+    >>> cache = PagedCache(8, 4, num_layers=1, num_kv_heads=2, head_dim=16, dtype=np.float16)
+    >>> layer, tokens = cache.layers[0], np.ones((3, 2, 5, 16), np.float16)
+    >>> keys, values = layer.update(tokens, tokens)
+    >>> keys.shape, layer.attend(tokens[:, :, -1:]).shape, layer.key_cache.shape
+    ((3, 2, 5, 16), (3, 2, 1, 16), (8, 4, 2, 16))
+    """
+
+    window = None  # a call's window hides tokens, but none leaves
+    record_past = False
+
+    def __init__(self, store, rows, layer_idx):
+        self.store, self._rows, self._layer_idx = store, rows, layer_idx
+        self.key_cache, self.value_cache = store.blocks[0][layer_idx]
+        self._updates = 0
+
+    def update(self, key_states, value_states, cache_position=None):
+        """Append the keys and values of new tokens to every row.
+
+        Parameters
+        ----------
+        key_states, value_states : ndarray, shape [B, num_kv_heads, q, head_dim]
+            Of the dtype of the cache. B stays what it was in the first call.
+        cache_position : array_like of int, shape [q], optional
+            Positions of the new tokens; they follow the last token.
+
+        Returns
+        -------
+        keys, values : KVView, shape [B, num_kv_heads, n + q, head_dim]
+            Past and new tokens. Valid until the layer changes.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong.
+        OutOfBlocksError
+            If there are too few blocks. After any error the layer is as it was.
+        """
+        store, rows = self.store, self._rows
+        given, tokens = geometry(key_states, value_states, None), key_states.shape[2]
+        batch = len(rows.sequences) or given.batch
+        wanted = Geometry(batch, store.heads, store.dim, store.dim, store.format)
+        if given != wanted:
+            raise wrong("key_states", f"keys and values as the cache has them, {wanted}", given)
+        length = self.get_seq_length()
+        if cache_position is not None:
+            positions = steps.index("cache_position", cache_position, 1)
+            if not np.array_equal(positions, np.arange(length, length + tokens)):
+                expected = f"{tokens} positions from {length} on, the tokens seen"
+                raise wrong("cache_position", expected, positions.tolist())
+        store.apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
+        key, value = (check.one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
+        step = rows.append(batch, tokens, self._layer_idx)
+        step.append(key, value, self._layer_idx)
+        if len(step.written) == store.num_layers:
+            step.commit()
+        self._updates += 1
+        return KVView(Side(self, 0)), KVView(Side(self, 1))
+
+    def attend(
+        self,
+        query,
+        attention_mask=None,
+        *,
+        window=(-1, -1),
+        softmax_scale=None,
+        softcap=0.0,
+        sinks=None,
+        return_lse=False,
+    ):
+        """Attend, causally, with the queries of the last tokens; keys and values are read where they lie.
+
+        Query i of q is the token at position n - q + i when n tokens are in the layer.
+
+        Parameters
+        ----------
+        query : ndarray, shape [B, num_heads, q, head_dim]
+            Of the dtype of the cache.
+        attention_mask : ndarray, optional
+            bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
+            to [B, num_heads, q, n], where the first three may be 1: bool, or added to the scores.
+        window, softmax_scale, softcap, sinks, return_lse
+            As in `kvkit.multi_head_attention`.
+
+        Returns
+        -------
+        attn_output : ndarray, shape [B, num_heads, q, head_dim]
+            In memory [B, q, num_heads, head_dim].
+        lse : ndarray of float32, shape [B, num_heads, q]
+            With ``return_lse``.
+        """
+        store, step = self.store, self._rows.step
+        if not self._rows.sequences:
+            raise wrong("layer", "keys and values: update comes first", "none")
+        options = window, softmax_scale, softcap, sinks, return_lse
+        call = form((query,), (self.get_seq_length(), attention_mask, *options))
+        prepared = step and step.calls.get(call)
+        if prepared:
+            query = check.one_piece(query.swapaxes(1, 2))
+            return turned(step.attend_again(prepared, query, self._layer_idx))
+        check.tensor("query", query, (store.format,), 4)
+        _, heads, tokens, _ = query.shape
+        batch, _, length, _ = self.shape
+        if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
+            wanted = f"[{batch}, a multiple of {store.heads}, q, {store.dim}]"
+            raise wrong("query", f"shape {wanted}", query.shape)
+        if tokens > length:
+            raise wrong("query", f"at most {length} tokens, those in the layer", tokens)
+        mask = attention_mask
+        if isinstance(mask, np.ndarray) and mask.ndim == 2 and mask.dtype == np.bool_:
+            mask = mask[:, None, None]
+        elif mask is not None and np.ndim(mask) != 4:
+            raise wrong("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
+        mask = attention.static_mask(store.format, mask, batch, heads, tokens, length)
+        weights = attention.weights(
+            heads, store.dim, True, False, softmax_scale, window, softcap, sinks, mask
+        )
+        query = check.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
+        out, lse = attention.outputs(None, query.shape, store.format, return_lse, [])
+        decoding = batch if tokens == 1 else 0
+        step = self._rows.tables()
+        rows = step.equal(tokens, length)
+        return turned(step.attend_first(call, query, out, lse, self._layer_idx, rows, decoding, weights))
+
+    def activate_past_recording(self):
+        """Nothing to do: only `PagedCache.crop` drops tokens."""
+
+    def get_seq_length(self):
+        """Tokens in every row."""
+        if not self._rows.sequences:
+            return 0
+        seq, step = self._rows.sequences[0], self._rows.step
+        ahead = step is not None and self._layer_idx in step.written
+        return seq.length + seq.pending if ahead else seq.length
+
+    def get_max_length(self):
+        """-1: rows grow while there are blocks."""
+        return -1
+
+    def get_mask_sizes(self, query_length):
+        """(kv_length, kv_offset) of the keys that the next update of so many tokens returns."""
+        return self.get_seq_length() + integer("query_length", query_length, 0), 0
+
+    @property
+    def batch_size(self):
+        """B, rows of the batch; 0 before the first update."""
+        return len(self._rows.sequences)
+
+    @property
+    def keys(self):
+        """Stored keys, shape [B, num_kv_heads, n, head_dim]: a copy; None before the first update."""
+        return self._stored(0)
+
+    @property
+    def values(self):
+        """Stored values, shape [B, num_kv_heads, n, head_dim]: a copy; None before the first update."""
+        return self._stored(1)
+
+    def _stored(self, side):
+        return self.read()[side] if self._rows.sequences else None
+
+    # For views
+
+    @property
+    def shape(self):
+        """Of keys and values."""
+        return len(self._rows.sequences), self.store.heads, self.get_seq_length(), self.store.dim
+
+    @property
+    def changes(self):
+        """How often keys and values have changed."""
+        return self._rows.changes + self._updates
+
+    def read(self):
+        """All keys and values, [B, num_kv_heads, n, head_dim] each."""
+        key, value = (np.empty(self.shape, self.store.format.dtype) for _ in range(2))
+        step = self._rows.tables()
+        rows = step.equal(0, self.shape[2])
+        step.load(key.swapaxes(1, 2), value.swapaxes(1, 2), self._layer_idx, rows)
+        return key, value

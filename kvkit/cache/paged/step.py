@@ -1,0 +1,259 @@
+"""A step over a paged cache: append and attend, layer by layer, to packed tokens."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvkit import attention, check, cpu, steps
+from kvkit.cache.paged.calls import Calls
+from kvkit.check import integer, wrong
+from kvkit.dynamic_batching.replay import form
+
+
+class PagedStep:
+    """The new tokens of a step in every layer of a `PagedCache`; `PagedCache.begin_step` makes it.
+
+    Tokens are packed in the order of ``index.sequences``. A layer is written once, then attended to. When
+    all are written `commit` ends the step. A ``with`` statement does that, and abandons the step instead on
+    an exception.
+
+    Attributes
+    ----------
+    index : Step
+        The index tensors, for operators that are called on the arrays of the cache themselves.
+    written : set of int
+        The layers that the step has written. Add those that another operator has written.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import PagedCache
+    >>> cache = PagedCache(8, 4, num_layers=1, num_kv_heads=2, head_dim=16, dtype=np.float16)
+    >>> sequences = [(cache.blocks.add(), 3), (cache.blocks.add(), 1)]
+    >>> tokens = np.ones((4, 2, 16), np.float16)                    # packed
+    >>> with cache.begin_step(sequences) as step:
+    ...     step.update(tokens, tokens, layer_idx=0)
+    ...     step.attend(tokens, layer_idx=0).shape, step.index.seqstarts
+    ((4, 2, 16), array([0, 1, 4]))
+    """
+
+    __slots__ = ("_steps", "_store", "calls", "index", "written")
+
+    def __init__(self, store, index):
+        self._store, self.index, self.written = store, index, set()
+        self.calls = Calls(store)
+        self._steps = steps.dynamic(
+            None,
+            index.seqstarts,
+            index.kvstarts,
+            index.cachestarts,
+            index.start_pos,
+            index.max_seqlen,
+            index.max_kvlen,
+            1,
+            store.page_size,
+        )
+
+    def update(self, current_key, current_value, layer_idx):
+        """Append the new tokens to a layer.
+
+        Parameters
+        ----------
+        current_key, current_value : ndarray, shape [seqstarts[B], num_kv_heads, head_dim]
+            Of the dtype of the cache.
+        layer_idx : int
+            A layer that the step has not written yet.
+        """
+        layer_idx = self.to_write(layer_idx)
+        key, value = self._tokens(current_key, current_value, layer_idx)
+        self.append(key, value, layer_idx)
+
+    def attend(self, query, layer_idx, attn_mask=None, **options):
+        """Attend to the contexts of a layer, new tokens included, read where they lie.
+
+        Parameters
+        ----------
+        query : ndarray, shape [seqstarts[B], num_heads, head_dim]
+            Of the dtype of the cache.
+        layer_idx : int
+            A layer that the step has written.
+        attn_mask, **options
+            As in `kvkit.dynamic_batching.multi_head_attention`: is_causal, is_alibi, softmax_scale, window,
+            softcap, sinks, return_lse, out.
+
+        Returns
+        -------
+        attn_output : ndarray, shape [seqstarts[B], num_heads, head_dim]
+        lse : ndarray of float32, shape [seqstarts[B], num_heads]
+            With ``return_lse``.
+        """
+        layer_idx = self.to_read(layer_idx)
+        call = form((query,), (attn_mask, tuple(options), *options.values()))
+        prepared = self.calls.get(call)
+        if prepared:
+            return self.attend_again(prepared, check.one_piece(query), layer_idx)
+        query, out, lse, weights = self._queries(query, attn_mask, {}, **options)
+        decoding = self.index.decoding_batches
+        return self.attend_first(call, query, out, lse, layer_idx, self._steps, decoding, weights)
+
+    def multi_head_cache_attention(
+        self, query, current_key, current_value, layer_idx, attn_mask=None, **options
+    ):
+        """`update` and `attend` in one call; on an error the layer has not been written."""
+        layer_idx = self.to_write(layer_idx)
+        key, value = self._tokens(current_key, current_value, layer_idx)
+        call = form((query,), (attn_mask, tuple(options), *options.values()))
+        prepared = self.calls.get(call)
+        if prepared:
+            self.append(key, value, layer_idx)
+            return self.attend_again(prepared, check.one_piece(query), layer_idx)
+        tokens = {"current_key": key, "current_value": value}
+        query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
+        context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
+        launch = cpu.attention.prepare(query, out, lse, context, self._steps, decoding, weights)
+        self.append(key, value, layer_idx)
+        return self.start(call, launch, query, out, lse, layer_idx)
+
+    def gather(self, layer_idx):
+        """Read the contexts of a layer, new tokens included.
+
+        Parameters
+        ----------
+        layer_idx : int
+            A layer that the step has written.
+
+        Returns
+        -------
+        key, value : ndarray, shape [kvstarts[B], num_kv_heads, head_dim]
+            Of the dtype of the cache.
+        """
+        layer_idx = self.to_read(layer_idx)
+        key, value = self._store.empty(self._steps.context)
+        self.load(key, value, layer_idx, self._steps)
+        return key, value
+
+    def commit(self):
+        """End the step: every layer holds its tokens."""
+        missing = sorted(set(range(self._store.num_layers)) - self.written)
+        if missing and self._steps.tokens:
+            raise wrong("step", "every layer to be written", f"layers {missing} that are not")
+        self.index.commit()
+
+    def abandon(self):
+        """End the step as if it had not begun."""
+        self.index.abandon()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            if self.index.is_open:
+                self.abandon()
+
+    def _tokens(self, current_key, current_value, layer_idx):
+        """Checked keys and values."""
+        store = self._store
+        fmt, current_key, current_value = check.current(current_key, current_value, 3)
+        if fmt is not store.format:
+            raise wrong("current_key", f"dtype {store.format}, that of the cache", fmt)
+        shape = self._steps.tokens, store.heads, store.dim
+        if current_key.shape != shape:
+            raise wrong("current_key", f"shape {shape}", current_key.shape)
+        store.apart(layer_idx, {"current_key": current_key, "current_value": current_value})
+        return current_key, current_value
+
+    def _queries(
+        self,
+        query,
+        attn_mask,
+        tokens,
+        *,
+        is_causal=True,
+        is_alibi=False,
+        softmax_scale=None,
+        window=(-1, -1),
+        softcap=0.0,
+        sinks=None,
+        return_lse=False,
+        out=None,
+    ):
+        """Checked queries, outputs, and how scores become weights; `tokens` are appended before."""
+        store = self._store
+        check.tensor("query", query, (store.format,), 3)
+        _, query, _ = attention.queries(query, 3, query.shape[1], store.dim, store.heads)
+        count, heads, dim = query.shape
+        steps.ends_with("seqstarts", self._steps.tokens, ("query", count))
+        mask = attention.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
+        weights = attention.weights(
+            heads, dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
+        )
+        arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
+        inputs = attention.named(**arrays, scale=store.scale, **tokens)
+        out, lse = attention.outputs(out, query.shape, store.format, return_lse, inputs)
+        return query, out, lse, weights
+
+    # What packed tokens and rows of one length share, once arguments are checked
+
+    def to_write(self, layer_idx):
+        """A layer that may be written."""
+        layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
+        if not self.index.is_open:
+            raise wrong("step", "one that is open", "one that has ended")
+        if layer_idx in self.written:
+            raise wrong("layer_idx", "a layer that the step has not written", layer_idx)
+        return layer_idx
+
+    def to_read(self, layer_idx):
+        """A layer that holds the new tokens."""
+        layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
+        if self._steps.tokens and layer_idx not in self.written:
+            raise wrong("layer_idx", "a layer that the step has written", layer_idx)
+        return layer_idx
+
+    def append(self, key, value, layer_idx):
+        """Store new tokens, [tokens, heads, dim] or [batch, tokens, heads, dim]."""
+        call, arrays = form((key, value), ()), {"current_key": key, "current_value": value}
+        prepared = self.calls.get(call)
+        if prepared:
+            self.calls.again(prepared, layer_idx, arrays)
+        else:
+            launch = cpu.transfer.store(key, value, self._store.places[layer_idx], self._steps)
+            cpu.launches.start(launch)
+            self.calls.keep(call, layer_idx, arrays, launch)
+        self.written.add(layer_idx)
+
+    def attend_first(self, call, query, out, lse, layer_idx, rows, decoding, weights):
+        """Attend with checked arguments; calls of this form are made again for other layers."""
+        context = self._store.contexts[layer_idx]
+        launch = cpu.attention.prepare(query, out, lse, context, rows, decoding, weights)
+        return self.start(call, launch, query, out, lse, layer_idx)
+
+    def start(self, call, launch, query, out, lse, layer_idx):
+        """Start attention, and keep the call."""
+        cpu.launches.start(launch)
+        self.calls.keep(call, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
+        return out if lse is None else (out, lse)
+
+    def attend_again(self, prepared, query, layer_idx):
+        """Attend with the queries of a call of a known form; the results are new arrays."""
+        out, lse = np.empty(query.shape, query.dtype), None
+        if prepared.returns("lse"):
+            lse = np.empty(query.shape[:-1], np.float32)
+        self.calls.again(prepared, layer_idx, {"query": query, "out": out, "lse": lse})
+        return out if lse is None else (out, lse)
+
+    def load(self, key, value, layer_idx, contexts):
+        """Load contexts into arrays of such axes."""
+        place = self._store.places[layer_idx]
+        cpu.launches.start(cpu.transfer.load(key, value, place, contexts, 1, new=True))
+
+    def equal(self, tokens, length):
+        """The checked index tensors, for sequences of a length, the last tokens of which are the new ones."""
+        batch = len(self.index.sequences)
+        count = np.arange(batch + 1)
+        starts = {"seqstarts": count * tokens, "kvstarts": count * length}
+        return replace(self._steps, **starts, tokens=batch * tokens, context=batch * length)

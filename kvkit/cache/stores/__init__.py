@@ -1,0 +1,1 @@
+"""Where a layer's rows lie."""

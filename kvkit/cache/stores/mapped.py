@@ -1,0 +1,234 @@
+"""A layer in a memory-mapped file, with a JSON sidecar that says which one and what it holds.
+
+The file holds the layer's arrays, keys and values or the parts of codes, in the order in which the sidecar
+has them, each from a multiple of `PAGE` bytes on. The sidecar also says of which kind the layer is, and its
+state: the numbers that say which rows hold which tokens. Rows are written first, then the state, in one
+write; a larger store is a new file, which counts when its sidecar has replaced the old one. So a process may
+end at any moment.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import math
+import mmap
+import os
+import sys
+import weakref
+
+import numpy as np
+
+from kvkit.cache.stores.memory import Geometry, Store
+from kvkit.formats import BY_NAME
+
+VERSION = 1
+PAGE = 4096  # every array begins at a multiple of it; no file is smaller
+STATE = "length", "oldest", "begin", "origin", "before", "record_past"
+NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
+WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
+
+
+class File:
+    """A mapped file of arrays of the given shapes and dtypes, zeros until they are written."""
+
+    def __init__(self, home, forms, new=True):
+        self.home, self.path, self.sidecar, self.loading = home, home.path(), -1, False
+        self.descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0))
+        weakref.finalize(self, os.close, self.descriptor)
+        self.starts, end = [], 0
+        for shape, dtype in forms:
+            self.starts.append(-(-end // PAGE) * PAGE)
+            end = self.starts[-1] + math.prod(shape) * dtype.itemsize
+        size = max(end, PAGE)
+        try:
+            if new:
+                allocate(self.descriptor, size)
+            memory = self.memory = mmap.mmap(self.descriptor, size)
+        except BaseException:
+            if new:
+                self.path.unlink()
+            raise
+        places = zip(forms, self.starts, strict=True)
+        self.arrays = [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in places]
+
+    def commit(self, about, numbers):
+        """Let the file count, which `about` describes, and these numbers be its state."""
+        numbers = numbers | {"changes": self.home.folder.changes}
+        text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in numbers.items())
+        text = f"{{{text}}}}}\n"
+        if self.sidecar < 0:
+            self.home.accept(self, about(), text)
+        else:
+            os.lseek(self.sidecar, self.state_at, os.SEEK_SET)
+            os.write(self.sidecar, text.encode())
+
+    def know_sidecar(self, sidecar, state_at):
+        """Say by descriptor which sidecar counts this file, and where in it the state is."""
+        self.sidecar, self.state_at = sidecar, state_at
+        weakref.finalize(self, os.close, sidecar)
+
+    def close(self):
+        """Delete the file, and what says that it counts."""
+        if self.sidecar >= 0:
+            self.home.say_empty()
+        self.path.unlink()
+
+    def flush(self):
+        self.memory.flush()
+        os.fsync(self.sidecar)
+
+    def prefetch(self, counts):
+        """Let the system read the first rows of each array into memory, so many, in the background."""
+        if not self.loading and hasattr(os, "posix_fadvise"):
+            self.loading = True
+            background().submit(self.load, counts)
+
+    def load(self, counts):
+        with contextlib.suppress(OSError):
+            for array, start, rows in zip(self.arrays, self.starts, counts, strict=True):
+                head, length = array.strides[1], rows * array.strides[2]
+                for i in range(array.shape[0] * array.shape[1] if length else 0):
+                    os.posix_fadvise(self.descriptor, start + i * head, length, os.POSIX_FADV_WILLNEED)
+        self.loading = False
+
+
+def state(layer):
+    """The numbers that say which rows hold which tokens."""
+    numbers = layer._length, layer._oldest, layer._begin, layer._origin, layer._before, layer.record_past
+    return dict(zip(STATE, numbers, strict=True))
+
+
+class MappedStore(Store):
+    """Keys and values in a mapped file. Rows that count are never written again."""
+
+    __slots__ = ("file",)
+    in_place = False
+
+    def __init__(self, geometry, capacity, home, new=True):
+        batch, heads, key_dim, value_dim, fmt = geometry
+        dims = key_dim, value_dim
+        self.file = File(home, [((batch, heads, capacity, dim), fmt.dtype) for dim in dims], new)
+        super().__init__(geometry, capacity)
+
+    def _arrays(self):
+        return self.file.arrays
+
+    @classmethod
+    def opened(cls, layer, about, home):
+        """The store of a layer, which has its state already, from what the sidecar says."""
+        batch, heads, capacity, key_dim = about["keys"]
+        given = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
+        if not 0 <= layer._origin <= layer._oldest <= layer._length <= layer._origin + capacity:
+            raise ValueError(f"a state that cannot be: {about['state']}")
+        return cls(given, capacity, home, new=False)
+
+    def commit(self, layer):
+        self.file.commit(self.about, state(layer))
+
+    def about(self):
+        """What a sidecar says of the arrays."""
+        arrays = {"keys": list(self.keys.shape), "values": list(self.values.shape)}
+        return {"dtype": self.geometry.fmt.name} | arrays
+
+    def close(self):
+        self.file.close()
+
+    def prefetch(self, layer):
+        self.file.prefetch([layer._length - layer._origin] * 2)
+
+
+@functools.cache
+def background():
+    return concurrent.futures.ThreadPoolExecutor(1, "kvkit-prefetch")
+
+
+def allocate(file, size):
+    """Make room on the disk now: a mapping that finds none later ends the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+        return
+    zeros = memoryview(bytes(2**20))
+    while size:
+        size -= os.write(file, zeros[:size])
+
+
+class Home:
+    """Where a layer's files lie; called for a new store of some kind. `about` describes the layer."""
+
+    def __init__(self, folder, number, about, kind):
+        self.folder, self.number, self.about, self.kind = folder, number, about, kind
+        self.sidecar = folder.path / f"layer-{number:03}.json"
+        self.generation, self.current = 0, None
+        self.waiting = 0  # the change whose sidecar may not have taken its place yet
+
+    def __call__(self, *arguments):
+        self.generation += 1
+        return self.kind(*arguments, self)
+
+    def path(self):
+        return self.folder.path / f"layer-{self.number:03}-{self.generation}.raw"
+
+    def accept(self, file, about, state):
+        """Let a file be the layer's; the one before it goes, unless the new sidecar has to wait."""
+        self.settle()
+        text = self.text(generation=self.generation, byteorder=sys.byteorder, **about)
+        text = text.removesuffix("}") + ', "state": '
+        self.waiting = self.folder.under_way
+        sidecar = written(self.waits_as(), text + state) if self.waiting else put(self.sidecar, text + state)
+        file.know_sidecar(sidecar, len(text))
+        before, self.current = self.current, file
+        if before is not None and not self.waiting:
+            before.path.unlink()
+
+    def waits_as(self):
+        return self.sidecar.with_suffix(f"{WAITING}{self.waiting}")
+
+    def settle(self):
+        """Before the sidecar changes again, let one that waited take its place, or go."""
+        if self.waiting:
+            with contextlib.suppress(FileNotFoundError):  # it has, before an interrupt
+                follow(self.waits_as(), self.folder.changes)
+            self.waiting = 0
+
+    def text(self, **more):
+        return json.dumps({"version": VERSION, **self.about, **more})
+
+    def say_empty(self, **more):
+        """Say that the layer has no file."""
+        self.settle()
+        os.close(put(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
+        self.current = None
+
+
+def follow(path, changes):
+    """Let a sidecar that waited for a change take its place if that is done, and go if not."""
+    if int(path.suffix.removeprefix(WAITING)) <= changes:
+        os.replace(path, path.with_suffix(".json"))
+    else:
+        path.unlink()
+
+
+def put(path, text):
+    """Write a small file, or replace it in one step; its descriptor."""
+    temporary = path.with_suffix(".new")
+    file = written(temporary, text)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        os.close(file)
+        temporary.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def written(path, text):
+    """Write a small file; its descriptor."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.write(file, text.encode())
+    except BaseException:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    return file

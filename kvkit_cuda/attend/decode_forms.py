@@ -1,0 +1,93 @@
+"""The form of a decode kernel, and which calls it suits."""
+
+from dataclasses import dataclass
+
+from kvkit.formats import BY_NAME
+from kvkit_cuda.attend import forms, fragments, stored_tiles
+from kvkit_cuda.attend.stored_tiles import TOKENS, VALUES, Tile
+
+WARPS = 4  # of a block, if their tiles fit
+SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
+STAGES = 4  # most tiles of a warp
+ROWS, DIM = 16, 128  # most rows of a call, and the head size up to which there may be more than 8 of them
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides a kernel's machine code."""
+
+    keys: Tile
+    values: Tile
+    blocks: int  # of 8 rows
+    warps: int
+    stages: int  # tiles of a warp
+    weighs: bool  # whether scores are capped, biased or masked
+
+    @property
+    def element(self):
+        return self.keys.element
+
+    @property
+    def rows(self):
+        return 8 * self.blocks
+
+    @property
+    def thread_rows(self):
+        return 2 * self.blocks
+
+    @property
+    def columns(self):
+        return TOKENS // 8
+
+    @property
+    def width(self):
+        return VALUES * self.values.panels(VALUES)
+
+    @property
+    def places(self):
+        return fragments.BY_TOKENS
+
+    @property
+    def stage_bytes(self):
+        return self.keys.bytes + self.values.bytes
+
+    @property
+    def shared_bytes(self):
+        """Of the tiles; in the end the sums of all warps take their place."""
+        sums = self.rows * self.values.dim * 4
+        return self.warps * max(self.stages * self.stage_bytes, sums)
+
+
+def form(element, stored, cell, group, dim, value_dim, rows, weighs):
+    """The form of a kernel: as many warps, and as many tiles for each, as shared memory holds."""
+    keys = stored_tiles.keys(element, stored, cell, group, dim)
+    values = stored_tiles.values(element, stored, cell, group, value_dim)
+    most, each = WARPS, keys.bytes + values.bytes
+    while most * each > SHARED_MEMORY:
+        most //= 2
+    stages = min(STAGES, SHARED_MEMORY // (most * each))
+    return Form(keys, values, -(-rows // 8), most, stages, bool(weighs))
+
+
+def form_of(record, context, most_rows):
+    """The form of the kernel for a call."""
+    weighs, sizes = record.cap or record.alibi or record.mask, (context.dim, context.value_dim)
+    return form(context.packed, context.stored, context.cell, context.group, *sizes, most_rows, weighs)
+
+
+def suits(record, context, steps, most_rows):
+    """Whether a call is taken: few rows of 16-bit data or codes, whole fragments, rows of whole copies."""
+    sizes = context.dim, context.value_dim
+    most = ROWS if max(sizes) <= DIM else forms.ROWS
+    whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
+    near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.cell_row))
+    scaled = context.cell is None or cells_suit(record, context, sizes)
+    fits = fragments.suits(record, context, steps, most_rows, 16)
+    return fits and most_rows <= most and whole and near and scaled
+
+
+def cells_suit(record, context, sizes):
+    """Whether scales are whole words."""
+    cells = (record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head,
+             *(BY_NAME[context.cell].bytes(size // context.group) for size in sizes))  # fmt: skip
+    return not any(number % 4 for number in cells)

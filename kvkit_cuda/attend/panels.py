@@ -1,0 +1,138 @@
+"""Products of a warp with a tile of 16 tokens of its own, where a fragment is a chunk of keys or values.
+
+Tokens, or elements of values, are the 16 rows of a product, and rows of queries are its 8 columns. Its inner
+axis may be in any order that both sides share, and its rows may be any. So a thread finds what it multiplies
+as chunks, 8 neighbouring elements, and codes are widened between shared memory and the product. With
+g = lane // 4 and t = lane % 4 a thread takes
+
+    keys     chunk t of each panel of 4 chunks of tokens g and g+8
+    values   chunk g of each panel of 8 chunks of tokens 2t, 2t+1, 2t+8, 2t+9
+
+and has scores [rows 2t, 2t+1; tokens g, g+8] and sums [rows 2t, 2t+1; elements of its chunks of values].
+
+A chunk is 4 words (see `stored_tiles`).
+"""
+
+import numpy as np
+
+from kvkit.jit import shared
+from kvkit_cuda.attend.fragments import EVERYONE, rotate
+from kvkit_cuda.attend.stored_tiles import KEYS, VALUES, both, reader, start
+from kvkit_cuda.ground import device, memory, ptx
+from kvkit_cuda.ground.ptx import high, low
+
+WORDS, ZERO = 20, np.float32(0)  # words that a thread holds on their way to a product
+_read_query = memory.load(16, 16)
+
+
+@shared
+def four_of_memory(address):
+    low, high = _read_query(address)
+    return np.uint32(low), np.uint32(low >> np.uint64(32)), np.uint32(high), np.uint32(high >> np.uint64(32))
+
+
+def query_reader(tile):
+    """(address, there, lane, words, queries, block): a row of queries, as the chunks of keys are; else zeros.
+
+    A thread's queries lie as [block of 8 rows, panel, word].
+    """
+    apart, panels, whole = tile.apart, tile.panels(KEYS), tile.chunks % KEYS == 0
+    chunks_of_row = tile.chunks
+
+    def read(address, there, lane, words, queries, block):
+        for panel in range(panels):
+            chunk = KEYS * panel + (lane & 3)
+            for k in range(4):
+                words[k] = np.uint32(0)
+            if there and (whole or chunk < chunks_of_row):
+                words[0], words[1], words[2], words[3] = four_of_memory(address + 16 * chunk)
+            for k in range(4):
+                e = k // apart * 2 * apart + k % apart  # the first element of the word
+                word = words[k]
+                if apart > 1:
+                    one, other = words[e // 2], words[(e + apart) // 2]
+                    word = high(one, other) if e % 2 else low(one, other)
+                queries[(block * panels + panel) * 4 + k] = word
+
+    return device.part(read)
+
+
+def multiply_keys(form):
+    """(queries, at, lane, words, scores): scores of a tile of tokens."""
+    tile, blocks, columns, product = form.keys, form.blocks, form.columns, ptx.product(form.element)
+    panels, chunks, whole = tile.panels(KEYS), tile.chunks, tile.chunks % KEYS == 0
+    begin, read = start(tile, KEYS), reader(tile, KEYS)
+
+    def multiply_keys(queries, at, lane, words, scores):
+        for i in range(2 * blocks * columns):
+            scores[i] = ZERO
+        place = begin(at, lane >> 2 & 7, lane & 3)
+        for panel in range(panels):
+            for half in range(2):
+                read(place, 8 * half, panel, words, 4 * half)
+            if not whole and KEYS * panel + (lane & 3) >= chunks:  # not even NaN
+                for k in range(8):
+                    words[k] = np.uint32(0)
+            for block in range(blocks):
+                c0, c1, c2, c3 = 4 * block, 4 * block + 2, 4 * block + 1, 4 * block + 3
+                for k in range(0, 4, 2):
+                    i = (block * panels + panel) * 4 + k
+                    scores[c0], scores[c1], scores[c2], scores[c3] = product(
+                        words[k], words[4 + k], words[k + 1], words[5 + k], queries[i], queries[i + 1],
+                        scores[c0], scores[c1], scores[c2], scores[c3],
+                    )  # fmt: skip
+
+    return device.part(multiply_keys)
+
+
+def multiply_values(form):
+    """(weights, at, lane, words, sums): weights, rounded to the type of the data, times the tile's values."""
+    tile, blocks, width, product = form.values, form.blocks, form.width, ptx.product(form.element)
+    panels, begin, read = tile.panels(VALUES), start(tile, VALUES), reader(tile, VALUES)
+    packed, turned, b = ptx.packed(form.element), ptx.turned, 16  # b: the words behind 16 of values
+
+    def multiply_values(weights, at, lane, words, sums):
+        for i in range(2 * blocks):
+            j = i // 2 * 4 + i % 2
+            words[b + i] = turned(packed(weights[j], weights[j + 2]))
+        place = begin(at, (lane & 3) * 2, lane >> 2 & 7)
+        for panel in range(panels):
+            for i in range(4):
+                read(place, (i >> 1) * 8 + (i & 1), panel, words, 4 * i)
+            for k in range(4):
+                a0, a1 = low(words[k], words[4 + k]), high(words[k], words[4 + k])
+                a2, a3 = low(words[8 + k], words[12 + k]), high(words[8 + k], words[12 + k])
+                for block in range(blocks):
+                    i = 2 * block * width + panel * VALUES + 2 * k
+                    j = i + width
+                    b0, b1 = words[b + 2 * block], words[b + 2 * block + 1]
+                    sums[i], sums[j], sums[i + 1], sums[j + 1] = product(
+                        a0, a1, a2, a3, b0, b1, sums[i], sums[j], sums[i + 1], sums[j + 1]
+                    )
+
+    return device.part(multiply_values)
+
+
+def multiply_carefully(form):
+    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity."""
+    tile, rows, columns, width = form.values, form.thread_rows, form.columns, form.width
+    panels, begin, read, turn = tile.panels(VALUES), start(tile, VALUES), reader(tile, VALUES), rotate(form)
+    two, exchange = both(form.element), device.exchange
+
+    def multiply_carefully(weights, at, lane, words, sums):
+        for column in range(columns):
+            for other in range(8):
+                place = begin(at, column * 8 + ((lane >> 2) ^ other), lane >> 2 & 7)
+                for r in range(rows):
+                    weight = exchange(EVERYONE, weights[r * columns], 4 * other)
+                    if weight != ZERO:
+                        for panel in range(panels):
+                            read(place, 0, panel, words, 0)
+                            for k in range(4):
+                                x, y = two(words[k])
+                                i = r * width + panel * VALUES + 2 * k
+                                sums[i] += weight * x
+                                sums[i + 1] += weight * y
+            turn(weights, 1)
+
+    return device.part(multiply_carefully)

@@ -1,0 +1,281 @@
+"""Attention for every format, mask and head size: teams of threads read the cache in place.
+
+A block takes an item of work: the rows of a tile (up to 8 query heads of a token, or of several, that share a
+key head) over a part of a context. Its teams take tokens in turn. The threads of a team take the chunks of a
+row of the cache, so that a key is read and widened once for all rows of the tile; queries, sums and the state
+of the softmax stay in registers. The teams' results are put together in order at the end.
+"""
+
+import functools
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit import numeric
+from kvkit.cpu.online import visible
+from kvkit.formats import BY_NAME
+from kvkit.index import page_of, row_of
+from kvkit_cuda.attend import merge, scores
+from kvkit_cuda.attend.forms import ELEMENTS, form_of
+from kvkit_cuda.calls.task import RECORD
+from kvkit_cuda.ground import device
+from kvkit_cuda.moves import chunks
+from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of
+
+SHRINK = np.float32(2**-40)  # of weights where sums overflow
+F32 = types.float32
+SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
+
+visible, weight = device.inlined(visible.py_func), numeric.weight
+
+
+# What is known of a row of a tile: the keys it sees, its position, its mask and query, the bits of its slope.
+LOW, HIGH, POSITION, MASK, QUERY, SLOPE, FACTS = range(7)
+
+
+def attend(form):
+    """The kernel of a form."""
+    span, pieces, rows, lanes, teams, ahead = (
+        form.span, form.pieces, form.rows, form.lanes, form.teams, form.ahead,
+    )  # fmt: skip
+    widen = chunks.widen(form.packed, form.stored, form.cell, form.cells, span)
+    read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
+    stored_bytes, cell_bytes = (
+        BY_NAME[form.stored].bytes(span),
+        BY_NAME[form.cell].bytes(1) if form.cell else 0,
+    )
+    held, threads, several = rows * pieces * span, lanes * teams, rows * ahead
+    multiply, soften, add = scores.multiply(rows, span), scores.soften(rows, ahead), scores.add(rows, span)
+    shrink_sums, add_others = scores.shrink(rows, span), device.add_others(several)
+    end = ending(form)
+
+    def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
+        lane, team = cuda.threadIdx.x, cuda.threadIdx.y
+        thread = team * lanes + lane
+        b = sequence_of(items, cuda.blockIdx.x)
+        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+        tiles = (seqlen * task.group + rows - 1) // rows
+        parts = (items[b + 1] - items[b]) // (tiles * task.heads)
+        item = cuda.blockIdx.x - items[b]
+        unit = item // parts
+        head = unit // tiles
+        first = (unit - head * tiles) * rows
+        live = min(rows, seqlen * task.group - first)
+        facts = cuda.shared.array((rows, FACTS), types.int64)
+        if thread < rows:
+            row = first + min(thread, live - 1)
+            token = row // task.group
+            query = head * task.group + row - token * task.group
+            mask = task.mask + b * task.mask_sequence + query * task.mask_head + token * task.mask_row
+            if task.mask_packed:
+                mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
+            query_at = task.query + b * task.query_sequence + (seqstarts[b] + token) * task.query_token
+            facts[thread, LOW], facts[thread, HIGH] = visible(task, b, seqlen, kvlen, token)
+            facts[thread, POSITION] = kvlen - seqlen + token
+            facts[thread, MASK] = mask
+            facts[thread, QUERY] = query_at + query * task.query_head
+            facts[thread, SLOPE] = slopes[query]
+        cuda.syncthreads()
+        all_from, all_until = facts[live - 1, LOW], facts[0, HIGH]
+        low, high = facts[0, LOW], facts[live - 1, HIGH]
+        if parts > 1:  # rows that see less may have nothing to do
+            low = min(low + (item - unit * parts) * task.part_tokens, high)
+            high = min(high, low + task.part_tokens)
+
+        queries, sums = cuda.local.array(held, F32), cuda.local.array(held, F32)
+        weights, elements = cuda.local.array(several, F32), cuda.local.array(span, F32)
+        top, total, factor = (
+            cuda.local.array(rows, F32),
+            cuda.local.array(rows, F32),
+            cuda.local.array(rows, F32),
+        )
+        cells_of = cuda.local.array(pieces, types.int64)
+        scale, cap = numeric.float_of(np.uint32(task.scale)), numeric.float_of(np.uint32(task.cap))
+        for p in range(pieces):
+            chunk = p * lanes + lane
+            cells_of[p] = chunk * span // task.cell_group * cell_bytes if cell_bytes else 0
+            for r in range(rows):
+                at = facts[r, QUERY] + chunk * span * packed_bytes
+                for i in range(span):
+                    x = np.float32(0)
+                    if chunk * span < task.dim:
+                        x = read(at + i * packed_bytes) * scale
+                    queries[(p * rows + r) * span + i] = x
+
+        keys = task.keys + b * task.key_sequence + head * task.key_head
+        values = task.values + b * task.value_sequence + head * task.value_head
+        key_cells = task.key_cells + b * task.cell_sequence + head * task.cell_head
+        value_cells = task.value_cells + b * task.cell_sequence + head * task.cell_head
+        found = cuda.shared.array(threads, types.int64)  # the rows of the cache that hold a block of tokens
+        board = cuda.shared.array((teams, several), F32)
+        shrink = np.float32(1)
+        for _ in range(2):
+            for i in range(held):
+                sums[i] = np.float32(0)
+            for r in range(rows):
+                top[r] = numeric.MINUS_INF
+                total[r] = np.float32(0)
+            begin = low - threads if low < high else high
+            while begin < high:
+                position = min(begin + threads + thread, high - 1)  # of the next block: it is asked for now
+                number = row_of(table[b, page_of(position, task.page_size)], position, task.page_size)
+                count = min(high - begin, threads) if begin >= low else 0
+                adjusts = task.cap != 0 or task.alibi != 0 or task.mask != 0
+                adjusts = adjusts or begin < all_from or begin + count > all_until
+                for block in range(0, count, teams * ahead):
+                    for i in range(several):
+                        weights[i] = np.float32(0)
+                    for t in range(ahead):
+                        row = found[min(block + t * teams + team, count - 1)]
+                        for p in range(pieces):
+                            chunk = p * lanes + lane
+                            if chunk * span < task.dim:
+                                widen(
+                                    keys + row * task.key_row + chunk * stored_bytes,
+                                    key_cells + row * task.cell_row + cells_of[p],
+                                    elements,
+                                )
+                                multiply(elements, queries, p * rows * span, weights, t * rows)
+                    distance = 1
+                    while distance < lanes:
+                        add_others(weights, distance)
+                        distance *= 2
+                    if adjusts:
+                        if lane == 0:
+                            for i in range(several):
+                                board[team, i] = weights[i]
+                        cuda.syncthreads()
+                        for i in range(lane, several, lanes):
+                            t = i // rows
+                            r, key = i - t * rows, begin + block + t * teams + team
+                            score = scores.capped(board[team, i], cap)
+                            if key < facts[r, LOW] or key >= facts[r, HIGH]:
+                                score = numeric.MINUS_INF
+                            elif task.alibi:
+                                score = scores.leaning(score, facts[r, SLOPE], key - facts[r, POSITION])
+                            if task.mask and score != numeric.MINUS_INF:
+                                at = facts[r, MASK] + key * task.mask_column
+                                score = scores.masked(score, task.mask_kind, at)
+                            board[team, i] = score
+                        cuda.syncthreads()
+                        for i in range(several):
+                            weights[i] = board[team, i]
+                        cuda.syncthreads()
+                    for t in range(ahead):
+                        for r in range(rows):
+                            if block + t * teams + team >= count:
+                                weights[t * rows + r] = numeric.MINUS_INF
+                    soften(weights, top, total, factor, shrink)
+                    for p in range(pieces):
+                        shrink_sums(sums, p * rows * span, factor)
+                    for t in range(ahead):
+                        row = found[min(block + t * teams + team, count - 1)]
+                        for p in range(pieces):
+                            chunk = p * lanes + lane
+                            if chunk * span < task.value_dim:
+                                widen(
+                                    values + row * task.value_row + chunk * stored_bytes,
+                                    value_cells + row * task.cell_row + cells_of[p],
+                                    elements,
+                                )
+                                add(elements, sums, p * rows * span, weights, t * rows)
+                cuda.syncthreads()
+                found[thread] = number
+                cuda.syncthreads()
+                begin += threads
+            slot = slots[b] + item if parts > 1 else -1
+            if end(task, sums, top, total, shrink, b, seqstarts[b], head, first, live, slot):
+                break
+            shrink = SHRINK
+
+    return attend
+
+
+def ending(form):
+    """What the teams have found together: written to a slot, or, finished, to the output."""
+    span, pieces, rows, lanes, teams = form.span, form.pieces, form.rows, form.lanes, form.teams
+    write, write_float = chunks.write(form.packed), chunks.write("float32")
+    packed_bytes, held, threads = BY_NAME[form.packed].bytes(1), rows * pieces * span, lanes * teams
+    at_once = max(1, ELEMENTS // (rows * span))  # pieces
+    width = min(pieces, at_once) * rows * span
+    apart = width + 1  # so that threads use different banks
+
+    @device.inlined
+    def end(task, sums, top, total, shrink, b, start, head, first, live, slot):
+        """Whether all is finite, or cannot be."""
+        lane, team = cuda.threadIdx.x, cuda.threadIdx.y
+        thread = team * lanes + lane
+        tops = cuda.shared.array((teams, rows), F32)
+        totals = cuda.shared.array((teams, rows), F32)
+        factors = cuda.shared.array(rows, F32)
+        together = cuda.shared.array((threads, apart), F32)
+        if lane == 0:
+            for r in range(rows):
+                tops[team, r] = top[r]
+                totals[team, r] = total[r]
+        cuda.syncthreads()
+        if thread < live:
+            new, whole = numeric.MINUS_INF, np.float32(0)
+            for t in range(teams):
+                new = max(new, tops[t, thread])
+            for t in range(teams):
+                whole += totals[t, thread] * weight(tops[t, thread], new)
+            if slot >= 0:
+                factors[thread] = np.float32(1)
+                at = merge.place(task, slot, rows, thread) + task.value_dim * 4
+                write_float(at, new)
+                write_float(at + 4, whole)
+                write_float(at + 8, shrink)
+            else:
+                factors[thread] = merge.ended(task, b, start, head, first + thread, new, whole, shrink)
+        for r in range(rows):
+            new = numeric.MINUS_INF
+            for t in range(teams):
+                new = max(new, tops[t, r])
+            factor = weight(top[r], new)
+            for p in range(pieces):
+                for i in range(span):
+                    at = (p * rows + r) * span + i
+                    sums[at] *= factor
+        odd = 0
+        for piece in range(0, pieces, at_once):
+            cuda.syncthreads()
+            for i in range(width):
+                if piece * rows * span + i < held:
+                    together[thread, i] = sums[piece * rows * span + i]
+            cuda.syncthreads()
+            for r in range(live):
+                out = merge.written_to(task, b, start, head, first + r)
+                for i in range(thread, at_once * lanes * span, threads):
+                    e = piece * lanes * span + i
+                    if e < task.value_dim:
+                        p = i // (lanes * span)
+                        member = i // span - p * lanes
+                        x = np.float32(0)
+                        for t in range(teams):
+                            x += together[t * lanes + member, (p * rows + r) * span + i % span]
+                        if x * np.float32(0) != np.float32(0):
+                            odd = 1
+                        if slot >= 0:
+                            write_float(merge.place(task, slot, rows, r) + 4 * e, x)
+                        else:
+                            write(out + e * packed_bytes, x * factors[r])
+        return cuda.syncthreads_or(odd) == 0
+
+    return end
+
+
+@functools.cache
+def compiled(form):
+    return device.kernel(attend(form), SIGNATURE)
+
+
+def suits(record, context, steps, most_rows):
+    return True
+
+
+def prepare(record, context, tables, most_rows, stream):
+    """Launches: of the kernel, and of the merge if contexts are split."""
+    form = form_of(record, context, most_rows)
+    block = form.lanes, form.teams
+    return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream)

@@ -1,0 +1,128 @@
+"""What happens to the scores of a tile: products, masks and the online softmax, as formulas of one thread.
+
+Arrays are registers: queries and sums [rows, span] from a place on, weights [tokens, rows], and [rows]. All
+loops have constant bounds.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from kvkit import numeric
+from kvkit.cpu.online import MASKS
+from kvkit.jit import shared
+from kvkit_cuda.moves import chunks
+
+READ = {name: chunks.read(name) for name in ("float32", "float16", "bfloat16", "int8")}
+read_float, read_half, read_bfloat16, read_byte = READ.values()
+FLOAT32, FLOAT16, BFLOAT16, BOOL = (MASKS[name] for name in ("float32", "float16", "bfloat16", "bool"))
+
+
+@functools.cache
+def multiply(rows, span):
+    """Add the products of a chunk of a key with the queries to the scores of a token."""
+
+    @shared
+    def multiply(elements, queries, place, scores, first):
+        for r in range(rows):
+            total = scores[first + r]
+            for i in range(span):
+                total += queries[place + r * span + i] * elements[i]
+            scores[first + r] = total
+
+    return multiply
+
+
+@functools.cache
+def soften(rows, tokens):
+    """Scores to weights, in place; `factor` is what the sums so far shrink by, `shrink` what weights do."""
+
+    @shared
+    def soften(scores, top, total, factor, shrink):
+        for r in range(rows):
+            new = top[r]
+            for t in range(tokens):
+                new = max(new, scores[t * rows + r])
+            factor[r] = numeric.weight(top[r], new)
+            top[r] = new
+            total[r] *= factor[r]
+            for t in range(tokens):
+                weight = numeric.weight(scores[t * rows + r], new)
+                total[r] += weight
+                scores[t * rows + r] = weight * shrink
+
+    return soften
+
+
+@functools.cache
+def shrink(rows, span):
+    """Multiply the sums of a chunk by the factors of their rows."""
+
+    @shared
+    def shrink(sums, place, factor):
+        for r in range(rows):
+            for i in range(span):
+                sums[place + r * span + i] *= factor[r]
+
+    return shrink
+
+
+@functools.cache
+def add(rows, span):
+    """Add a chunk of a value times its weights to the sums; one without weight is absent, even if NaN."""
+
+    @shared
+    def add(elements, sums, place, weights, first):
+        for r in range(rows):
+            weight = weights[first + r]
+            if weight != np.float32(0):
+                for i in range(span):
+                    sums[place + r * span + i] += weight * elements[i]
+
+    return add
+
+
+@shared
+def part_of(weight, factor, shrink):
+    """What the sums of a part are multiplied by."""
+    return weight * factor / shrink
+
+
+@shared
+def with_part(whole, x, share):
+    """A sum and one more part of it, unless that has no weight."""
+    return whole + x * share if share != np.float32(0) else whole
+
+
+@shared
+def number(kind, address):
+    """A number of one of the types of masks: False is -inf, True is 0."""
+    if kind == FLOAT32:
+        return read_float(address)
+    if kind == FLOAT16:
+        return read_half(address)
+    if kind == BFLOAT16:
+        return read_bfloat16(address)
+    return np.float32(0) if read_byte(address) != np.float32(0) else numeric.MINUS_INF
+
+
+@shared
+def capped(score, cap):
+    return cap * np.float32(math.tanh(score / cap)) if cap != np.float32(0) else score
+
+
+@shared
+def leaning(score, slope, distance):
+    return score + numeric.float_of(np.uint32(slope)) * np.float32(distance)
+
+
+@shared
+def masked(score, kind, address):
+    return numeric.biased(score, number(kind, address))
+
+
+@shared
+def share(total, less, shrink):
+    """What the sums of a row are multiplied by in the end."""
+    return less / total / shrink if total != np.float32(0) else np.float32(0)

@@ -1,0 +1,1 @@
+"""From the arrays of a call to its launches, and back."""

@@ -1,0 +1,124 @@
+"""The arrays of a call: where they are, what the checks of `kvkit` see of them, and copies on the device.
+
+The checks take numpy arrays and look at types, shapes, strides and addresses, never at elements. So an array
+of the device is shown to them as a numpy array at its address, whose elements nobody may read.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import numpy as np
+
+from kvkit.check import wrong
+from kvkit.formats import BFLOAT16
+from kvkit_cuda.ground import device
+
+CPU, BY_DLPACK = 1, "__dlpack_device__"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An array of a call: `seen` is a numpy array on the host, or is what one would be on the device."""
+
+    seen: np.ndarray
+    on_device: bool
+    owner: object  # of the memory
+
+    def moved(self, stream, contents=True):
+        """The operand on the device: itself, or a copy (of its form only, if the contents do not matter)."""
+        if self.on_device:
+            return self
+        if contents:
+            copy = device.upload(self.seen, stream)
+            device.finish(stream)  # pinned memory is read until then
+        else:
+            copy = device.empty(max(self.seen.nbytes, 1), np.uint8, stream)
+        return Operand(addressed(device.address(copy), self.seen.shape, None, self.seen.dtype), True, copy)
+
+    def read(self, stream):
+        """The elements, in a numpy array on the host."""
+        array = self.seen
+        if not self.on_device or array.size == 0:
+            return array
+        reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+        before, behind = -sum(min(0, far) for far in reach), sum(max(0, far) for far in reach)
+        memory = device.read(array.ctypes.data - before, before + behind + array.itemsize, stream)
+        return np.ndarray(array.shape, array.dtype, memory, before, array.strides)
+
+    def take(self, other, stream):
+        """Give a host array the elements of its copy on the device."""
+        if not self.on_device:
+            self.seen[...] = other.read(stream)
+
+    def one_piece(self, stream):
+        """The operand, or a copy by way of the host if it is on the device with a last axis in pieces."""
+        array = self.seen
+        if not self.on_device or array.ndim == 0 or array.strides[-1] == array.itemsize:
+            return self
+        return Operand(np.ascontiguousarray(self.read(stream)), False, None).moved(stream)
+
+
+def operand(name, array, stream):
+    """An array as it is given; what is no array at all stays as it is, for the checks to refuse."""
+    if isinstance(array, np.ndarray):
+        return Operand(array, False, array)
+    described = device.interface(array)
+    if described is not None:
+        if described.get("mask") is not None:
+            raise wrong(name, "an array without a mask", "one with a mask")
+        if described.get("stream") is not None:
+            device.wait_for(described["stream"], stream)
+        place, read_only = described["data"]
+        found = place, described["shape"], described.get("strides"), np.dtype(described["typestr"]), read_only
+        owner = array
+    elif not hasattr(array, BY_DLPACK):
+        return Operand(array, False, array)
+    elif array.__dlpack_device__()[0] == CPU:
+        return Operand(by_numpy(name, array), False, array)
+    else:
+        *found, owner = device.by_dlpack(array, stream)
+    seen = addressed(*found)
+    if any(number % seen.itemsize for number in (seen.ctypes.data, *seen.strides)):
+        raise wrong(name, "elements at multiples of their size", f"address {seen.ctypes.data:#x}")
+    return Operand(seen, True, owner)
+
+
+def by_numpy(name, array):
+    """A tensor on the host, as numpy sees it."""
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise wrong(name, "a tensor that numpy can take", f"{type(array).__name__} ({error})") from None
+
+
+def addressed(place, shape, strides, dtype, read_only=False):
+    """A numpy array that says where elements lie; to read one would crash."""
+    if dtype.kind == "V" and dtype.itemsize == 2:
+        dtype = BFLOAT16.dtype  # protocols have no name for it
+    form = {"shape": tuple(shape), "strides": strides, "typestr": dtype.str, "version": 3}
+    memory = Memory(form | {"data": (place or ALIGNED, read_only)})
+    return np.asarray(memory).view(dtype)
+
+
+ALIGNED = 256  # where arrays without elements are said to be
+
+
+@dataclass(frozen=True)
+class Memory:
+    __array_interface__: dict
+
+
+def host(name, value, stream):
+    """An index tensor on the host: kernels do not check, so what they will read is checked there."""
+    return operand(name, value, stream).read(stream)
+
+
+def like(given, shape, dtype, stream):
+    """A new array on the device, of the kind of `given` where that is torch's or CuPy's, else numba's."""
+    library = type(given).__module__.partition(".")[0]
+    if hasattr(given, "new_empty"):
+        return given.new_empty(shape, dtype=getattr(sys.modules[library], dtype.name))
+    if library == "cupy":
+        return sys.modules[library].empty(shape, dtype)
+    return device.empty(shape, dtype, stream)

@@ -1,0 +1,166 @@
+"""A page table that lies on the device: copied there, and checked there by the rules of `kvkit.cpu.scan`.
+
+The kernel finds out whether a rule is broken. Which one, and in which words, the host says, which reads the
+table then.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit import steps
+from kvkit.cpu.scan import met
+from kvkit.index import filled, inside, page_of
+from kvkit.jit import shared
+from kvkit.steps import INT64_MAX
+from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.ground import device, memory
+
+COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
+VERDICT = BROKEN, ROWS, RUNS = range(3)
+FROM: dict[int, Any] = {4: np.int32, 8: np.int64}  # what an entry may be, by its size
+
+INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+COPY = types.void(INT, INT, INT, INDEX2)
+SCAN = types.void(INDEX1, INDEX1, INDEX2, INT, INDEX1, INDEX1, INDEX1)
+
+met = device.inlined(met.py_func)
+
+
+def copy(size):
+    """The kernel that copies a table whose entries have `size` bytes."""
+    read, integer = memory.load(size, size), FROM[size]
+
+    @shared
+    def entry(place):
+        low, _ = read(place)
+        return np.int64(integer(low))
+
+    def copy(place, row_step, column_step, table):
+        """The entries from `place` on, so many bytes apart, become those of `table`."""
+        columns = table.shape[1]
+        for i in range(cuda.grid(1), table.shape[0] * columns, cuda.gridsize(1)):
+            b = i // columns
+            page = i - b * columns
+            table[b, page] = entry(place + b * row_step + page * column_step)
+
+    return copy
+
+
+def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
+    """Whether rows lie outside of every cache, or hold two tokens, one of them new; and the rows in use.
+
+    The stored runs, at most as many as `begins`, whose length is a power of two, are sorted; past pages are
+    looked up in them.
+    """
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    columns, last = table.shape[1], 0
+    entries = table.shape[0] * columns
+    for i in range(thread, begins.shape[0], threads):
+        begins[i] = INT64_MAX
+    for i in range(thread, verdict.shape[0], threads):
+        verdict[i] = 0
+    cuda.syncthreads()
+    for i in range(thread, entries, threads):
+        b = i // columns
+        page, kvlen = i - b * columns, kvstarts[b + 1] - kvstarts[b]
+        if page <= page_of(kvlen - 1, page_size):
+            first, used = table[b, page], filled(kvlen, page, page_size)
+            past = filled(start_pos[b], page, page_size)
+            if not inside(first, used, INT64_MAX):
+                verdict[BROKEN] = 1
+            else:
+                last = max(last, first + used)
+                if past < used:
+                    run = cuda.atomic.add(verdict, RUNS, 1)
+                    begins[run], ends[run] = first + past, first + used
+    cuda.atomic.max(verdict, ROWS, last)
+    cuda.syncthreads()
+    if verdict[BROKEN]:
+        return
+
+    sort(begins, ends, thread, threads)
+    runs = verdict[RUNS]
+    for run in range(thread + 1, runs, threads):
+        if begins[run] < ends[run - 1]:
+            verdict[BROKEN] = 1
+    for i in range(thread, entries, threads):
+        b = i // columns
+        page = i - b * columns
+        if page <= page_of(start_pos[b] - 1, page_size):
+            first = table[b, page]
+            if met(begins, ends, runs, first, first + filled(start_pos[b], page, page_size)) >= 0:
+                verdict[BROKEN] = 1
+
+
+@device.inlined
+def sort(begins, ends, thread, threads):
+    """Sort a power of two of runs by where they begin, with all threads of the block: bitonic merges."""
+    size = 2
+    while size <= begins.shape[0]:
+        apart = size // 2
+        while apart:
+            for i in range(thread, begins.shape[0], threads):
+                other = i ^ apart
+                if i < other and (begins[i] > begins[other]) == (i & size == 0):
+                    begins[i], begins[other] = begins[other], begins[i]
+                    ends[i], ends[other] = ends[other], ends[i]
+            cuda.syncthreads()
+            apart //= 2
+        size *= 2
+
+
+@functools.cache
+def compiled_copy(size):
+    return device.kernel(copy(size), COPY)
+
+
+@functools.cache
+def compiled():
+    return device.kernel(scan, SCAN)
+
+
+class Table:
+    """A page table on the device; numpy reads it where an error is told, after the verdict."""
+
+    __slots__ = ("shape", "there")
+
+    def __init__(self, there):
+        self.there, self.shape = there, there.shape
+
+    def __array__(self, dtype=None, copy=None):
+        size = 8 * self.there.size
+        contents = device.read(device.address(self.there), size, device.stream(None))
+        return contents.view(np.int64).reshape(self.shape)
+
+
+def taken(step, wanted, stream, lasting):
+    """The tables of a step whose page table is on the device and has entries; checked if so `wanted`."""
+    given, runs = step.table, steps.stored_runs(step) if wanted else 0
+    there = device.empty(given.shape, np.int64, stream)
+    blocks = min(-(-given.size // COPY_THREADS), device.most_blocks())
+    arguments = given.ctypes.data, *given.strides, there
+    device.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
+    tables = Tables(replace(step, table=Table(there)), lasting, table=there)
+    if wanted:
+        tables.steps = replace(tables.steps, rows=rows_in_use(tables, runs, stream))
+    if lasting:
+        device.finish(stream)
+    return tables
+
+
+def rows_in_use(tables, runs, stream):
+    """How many rows of a cache a step with so many stored runs needs, or the error for what it breaks."""
+    step = tables.steps
+    kvstarts, start_pos, table = tables.of(("kvstarts", "start_pos", "table"), stream)
+    most = 1 << max(runs - 1, 0).bit_length()
+    begins, ends = (device.empty(most, np.int64, stream) for _ in range(2))
+    verdict = device.empty(len(VERDICT), np.int64, stream)
+    threads = min(SCAN_THREADS, -(-table.size // device.WARP) * device.WARP)
+    arguments = kvstarts, start_pos, table, step.page_size, begins, ends, verdict
+    device.launch(compiled(), (1,), threads, stream, arguments)
+    found = device.read(device.address(verdict), 8 * len(VERDICT), stream).view(np.int64)
+    return steps.scanned(step, INT64_MAX) if found[BROKEN] else int(found[ROWS])

@@ -1,0 +1,1 @@
+"""All of numba-cuda, and all inline PTX."""

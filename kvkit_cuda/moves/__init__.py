@@ -1,0 +1,1 @@
+"""The kernels of append and gather."""

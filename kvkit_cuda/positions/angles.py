@@ -1,0 +1,112 @@
+"""The cosine and sine of every token's angles: a table that queries and keys are turned by.
+
+Angles are reduced and their series added up in float64, as on the CPU: this is the only kernel that knows it.
+Frequencies are made on the host, and so is the table where angles are too large for `numeric.cos_sin`.
+"""
+
+import functools
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit import numeric
+from kvkit.cpu.rotary import turns
+from kvkit.jit import kernel, shared
+from kvkit_cuda.ground import device, memory
+from kvkit_cuda.moves.transfer import sequence_of
+
+THREADS = 128  # of a block
+PAIR = 8  # bytes of a cosine and a sine
+
+INT, FLOAT, INDEX1 = types.int64, types.float64, types.Array(types.int64, 1, "C")
+INDEX2, NUMBERS2 = types.Array(types.int64, 2, "C"), types.Array(types.float32, 2, "C")
+SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, INDEX2, FLOAT, INT)
+FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX1, INT, FLOAT, NUMBERS2)
+FAR_SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, NUMBERS2, FLOAT, types.Array(types.float32, 3, "C"))
+
+write = memory.store(PAIR, PAIR)
+
+
+@shared
+def put(target, position, divisor, frequency):
+    """The cosine and sine of an angle; a frequency comes as bits."""
+    angle = numeric.rotary_angle(position, divisor, numeric.float_of(np.uint32(frequency)))
+    cosine, sine = numeric.cos_sin(angle)
+    word = np.uint64(numeric.bits_of(cosine)) | (np.uint64(numeric.bits_of(sine)) << np.uint64(32))
+    write(target, word, np.uint64(0))
+
+
+def walk(starts, first, rows, frequencies, divisor, target):
+    """Write [tokens, pairs] cosines and sines; sequence b has the frequencies of row ``rows[b]``."""
+    pairs = frequencies.shape[1]
+    total = starts[starts.shape[0] - 1] * pairs
+    for item in range(cuda.grid(1), total, cuda.gridsize(1)):
+        token = item // pairs
+        sequence = sequence_of(starts, token)
+        position = first[sequence] + token - starts[sequence]
+        put(target + item * PAIR, position, divisor, frequencies[rows[sequence], item - token * pairs])
+
+
+@functools.cache
+def compiled():
+    return device.kernel(walk, SIGNATURE)
+
+
+def frequencies(theta, turned, stops, longest, factor, table):
+    """The frequencies of sequences that end at `stops`, [stops, pairs]."""
+    for row in range(stops.shape[0]):
+        base = numeric.rotary_theta(theta, turned, stops[row], longest, factor)
+        for pair in range(table.shape[1]):
+            table[row, pair] = numeric.rotary_frequency(base, pair, turned)
+
+
+def far(starts, first, rows, frequencies, divisor, table):
+    """The table [tokens, pairs, 2] on the host."""
+    pairs = frequencies.shape[1]
+    cosines, sines = np.empty(2 * pairs, np.float32), np.empty(2 * pairs, np.float32)
+    for sequence in range(first.shape[0]):
+        for token in range(starts[sequence], starts[sequence + 1]):
+            position = first[sequence] + token - starts[sequence]
+            turns(position, divisor, frequencies[rows[sequence]], cosines, sines)
+            for pair in range(pairs):
+                table[token, pair, 0], table[token, pair, 1] = cosines[2 * pair], sines[2 * pair + 1]
+
+
+@functools.cache
+def on_host(function):
+    signature = {frequencies: FREQUENCIES_SIGNATURE, far: FAR_SIGNATURE}[function]
+    return kernel(function, signature)
+
+
+def table(call, stream):
+    """(the table, the starts of sequences, both on the device, a launch that fills the table) of a call."""
+    theta, divisor, longest, factor = call.scaling
+    starts, first, pairs = call.starts, call.first, call.turned // 2
+    stops = first + np.diff(starts)
+    stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
+    found = np.empty((len(stops), pairs), np.float32)
+    on_host(frequencies)(theta, call.turned, stops, longest, factor, found)
+    tokens = int(starts[-1])
+    if not near(starts, first, found[rows], divisor):
+        numbers = np.empty((tokens, pairs, 2), np.float32)
+        on_host(far)(starts, first, rows, found, divisor, numbers)
+        return device.upload(numbers, stream), *device.tables((starts,), stream), nothing
+    numbers = device.empty(tokens * pairs * PAIR, np.uint8, stream)
+    tables = device.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
+    blocks = min(-(-tokens * pairs // THREADS), device.most_blocks())
+    arguments = *tables, divisor, device.address(numbers)
+    launch = functools.partial(device.launch, compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
+    return numbers, tables[0], launch
+
+
+def nothing():
+    """The launch for a table that is there."""
+
+
+def near(starts, first, frequencies, divisor):
+    """Whether all angles are small enough for `numeric.cos_sin`."""
+    lengths = np.diff(starts)
+    farthest = np.maximum(np.abs(first), np.abs(first + lengths - 1))[lengths > 0]
+    with np.errstate(over="ignore"):
+        angles = farthest.astype(np.float32) / np.float32(divisor) * frequencies[lengths > 0].max(axis=1)
+    return bool((angles < numeric.TURNS).all())

@@ -1,0 +1,230 @@
+"""`Cache.save` and `load`: everything comes back, and what is not what it says is refused."""
+
+import json
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cache_model import KINDS
+
+import kvkit
+from kvkit.cache import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    QuantizedLayer,
+    SlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    load,
+)
+from kvkit.files import members
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
+
+
+def four_layers():
+    return [DynamicLayer(), SlidingWindowLayer(4), StaticLayer(20), StaticSlidingWindowLayer(20, 4)]
+
+
+def random(dtype, count, seed=0, dims=(4, 6)):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((2, 3, count, dim)).astype(dtype) for dim in dims]
+
+
+def filled(dtype=np.float32, counts=(6, 1)):
+    cache = Cache(four_layers())
+    for seed, count in enumerate(counts):
+        for i in range(len(cache)):
+            cache.update(*random(dtype, count, seed + i), i)
+    return cache
+
+
+def assert_same(one, other):
+    """Both have the same tokens, and go on alike."""
+    assert len(one) == len(other)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert type(a) is type(b)
+        assert (a.get_seq_length(), a.describe(), a.record_past) == (
+            b.get_seq_length(), b.describe(), b.record_past,
+        )  # fmt: skip
+        assert (a.keys is None) == (b.keys is None)
+        for side in ("keys", "values") if a.keys is not None else ():
+            got, expected = getattr(a, side), getattr(b, side)
+            assert got.dtype == expected.dtype
+            assert got.shape == expected.shape
+            assert got.tobytes() == expected.tobytes()
+
+
+def assert_alike_from_now_on(one, other, dtype):
+    """Updates, attention and crops give the same bytes."""
+    for i in range(len(one)):
+        for seed, count in enumerate((1, 3, 1, 1)):
+            new = random(dtype, count, 50 + seed)
+            for a, b in zip(one.update(*new, i), other.update(*new, i), strict=True):
+                assert a.tobytes() == b.tobytes()
+            query = random(dtype, count, 90 + seed)[0]
+            assert one.attend(query, i).tobytes() == other.attend(query, i).tobytes()
+    assert_same(one, other)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache.npz"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [(6, 1), (2,), (0,), ()], ids=str)
+def test_round_trip(path, dtype, counts):
+    cache = filled(dtype, counts)
+    cache.save(path)
+    again = load(path)
+    assert_same(again, cache)
+    assert_alike_from_now_on(again, cache, dtype)
+
+
+def test_a_layer_without_tokens_beside_others(path):
+    cache = Cache(four_layers())
+    cache.update(*random(np.float32, 3), 2)
+    cache.save(path)
+    assert_same(load(path), cache)
+
+
+def test_cropped_and_recording_layers(path):
+    cache = Cache(four_layers())
+    cache.activate_past_recording()
+    for i in range(4):
+        cache.update(*random(np.float32, 6), i)
+    cache.save(path)
+    again = load(path)
+    assert again.layers[1].keys.shape[2] == 6
+    assert_same(again, cache)
+    for some in (cache, again):
+        some.crop(-1)
+    assert_same(again, cache)
+    cache.save(path)
+    assert_alike_from_now_on(load(path), cache, np.float32)
+
+
+def test_what_was_loaded_is_in_memory(path):
+    """The file may go; changing the cache changes no file."""
+    cache = filled()
+    cache.save(path)
+    before = path.read_bytes()
+    again = load(path)
+    for layer in again.layers:
+        layer.keys[...] = 7
+        layer.reorder([1, 1])
+    assert path.read_bytes() == before
+    path.write_bytes(b"")
+    assert (again.layers[0].keys == 7).all()
+
+
+def test_equal_caches_are_equal_files(path, tmp_path):
+    """However the tokens came: nothing of capacities or earlier tokens is in a file."""
+    one, other = Cache([DynamicLayer()]), Cache([DynamicLayer()])
+    keys, values = random(BF16, 9)
+    one.update(keys, values, 0)
+    for i in range(9):
+        other.update(keys[:, :, i : i + 1], values[:, :, i : i + 1], 0)
+    other.update(keys, values, 0)
+    other.crop(9)
+    one.save(path)
+    other.save(tmp_path / "other.npz")
+    assert path.read_bytes() == (tmp_path / "other.npz").read_bytes()
+
+
+def test_numpy_reads_it(path):
+    cache = filled(np.float16)
+    cache.save(path)
+    with np.load(path) as file:
+        assert np.array_equal(file["layers.0.keys"], cache.layers[0].keys)
+        about = json.loads(file["kvkit.json"])["cache"]
+    assert about["layers"][1] == {
+        "kind": "SlidingWindowLayer", "arguments": {"sliding_window": 4}, "length": 7, "record_past": False,
+    }  # fmt: skip
+    assert about["arrays"]["layers.1.values"] == ["float16", 2, 3, 3, 6]
+    assert len(about["fingerprint"]) == 64
+
+
+def test_prefix_reuse_in_another_process(path):
+    """A prompt's cache, made here and continued there, gives the bytes of one process."""
+    cache = filled(np.float16)
+    cache.save(path)
+    script = f"""
+import numpy as np
+from kvkit.cache import load
+cache = load({str(path)!r})
+new = np.ones((2, 3, 1, 4), np.float16), np.ones((2, 3, 1, 6), np.float16)
+cache.update(*new, 0)
+print(cache.attend(new[0], 0).tobytes().hex())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    new = np.ones((2, 3, 1, 4), np.float16), np.ones((2, 3, 1, 6), np.float16)
+    cache.update(*new, 0)
+    assert done.stdout.strip() == cache.attend(new[0], 0).tobytes().hex()
+
+
+def test_a_failing_save_leaves_the_old_file(path, monkeypatch):
+    filled(counts=(2,)).save(path)
+    before = path.read_bytes()
+
+    def chunks(array):
+        yield array.tobytes()[:10]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(members, "chunks", chunks)
+    with pytest.raises(OSError, match="No space"):
+        filled().save(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["cache.npz"]
+
+
+# The legacy form
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_legacy_round_trip(dtype):
+    legacy = tuple(tuple(random(dtype, 5, seed)) for seed in range(3))
+    cache = DynamicCache.from_legacy_cache(legacy)
+    again = cache.to_legacy_cache()
+    assert isinstance(again, tuple)
+    for one, other in zip(again, legacy, strict=True):
+        assert isinstance(one, tuple)
+        for got, expected in zip(one, other, strict=True):
+            assert got.dtype == expected.dtype
+            assert got.shape == expected.shape
+            assert got.tobytes() == expected.tobytes()
+            assert got.flags.owndata
+    again[0][0][...] = 0
+    assert cache.layers[0].keys.tobytes() == legacy[0][0].tobytes()
+    legacy[0][0][...] = 0
+    assert cache.layers[0].keys.any()
+
+
+def test_legacy_form_of_other_layers():
+    cache = Cache([StaticLayer(20), SlidingWindowLayer(9)])
+    for i in range(2):
+        cache.update(*random(np.float32, 8), i)
+    legacy = cache.to_legacy_cache()
+    assert [side.shape for side in legacy[0]] == [(2, 3, 8, 4), (2, 3, 8, 6)]
+    assert legacy[1][0].tobytes() == cache.layers[1].keys.tobytes()
+    cache.update(*random(np.float32, 1), 1)
+    with pytest.raises(
+        kvkit.KvkitError, match=r"layers\[1\]: expected all its tokens, for the legacy format"
+    ):
+        cache.to_legacy_cache()
+    with pytest.raises(kvkit.KvkitError, match=r"layers\[0\]: expected all its tokens"):
+        DynamicCache(num_layers=1).to_legacy_cache()
+    assert DynamicCache().to_legacy_cache() == ()
+
+
+def test_every_kind_is_saved():
+    from kvkit.cache.layers.kinds import KINDS as FILED
+
+    assert len(FILED) == len(KINDS) + 1
+    assert {type(layer) for layer in (*four_layers(), QuantizedLayer())} == set(FILED.values())

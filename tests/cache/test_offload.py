@@ -1,0 +1,289 @@
+"""Layers in files: the same bytes, whatever happens to the process, the disk or the memory."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_cache_files import assert_alike_from_now_on, assert_same, four_layers, random
+
+from kvkit.cache import Cache, DynamicCache, QuantizedLayer, QuantSpec, SlidingWindowLayer, StaticCache
+from kvkit.cache.stores import mapped
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
+CODES = QuantSpec(8, group=2)
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)], capture_output=True, text=True
+    )
+
+
+def fill(cache, dtype=np.float32, counts=(6, 1, 1)):
+    for seed, count in enumerate(counts):
+        for i in range(len(cache)):
+            cache.update(*random(dtype, count, seed + i), i)
+    return cache
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("only_non_sliding", [True, False])
+def test_files_change_no_result(tmp_path, dtype, when, only_non_sliding):
+    memory, files = fill(Cache(four_layers()), dtype), Cache(four_layers())
+    if when == "before":
+        files.offload(tmp_path, only_non_sliding)
+    fill(files, dtype)
+    if when == "after":
+        files.offload(tmp_path, only_non_sliding)
+    in_files = [isinstance(layer._store, mapped.MappedStore) for layer in files.layers]
+    assert in_files == ([True, False, True, False] if only_non_sliding else [True] * 4)
+    assert_same(files, memory)
+    assert_alike_from_now_on(files, memory, dtype)
+    for change in (
+        lambda cache: cache.reorder([1, 1]),
+        lambda cache: cache.repeat(2),
+        lambda cache: cache.select([3, 0]),
+    ):
+        change(memory)
+        change(files)
+        assert_same(files, memory)
+    assert_alike_from_now_on(files, memory, dtype)
+    for cache in (memory, files):
+        cache.layers[0].crop(3)
+        cache.layers[2].crop(-2)
+    assert_same(files, memory)
+    for cache in (memory, files):
+        cache.reset()
+        fill(cache, dtype)
+    assert_same(files, memory)
+    files.close()
+
+
+def test_close_deletes_the_files(tmp_path):
+    with Cache(four_layers()) as cache:
+        fill(cache)
+        cache.offload(tmp_path / "new" / "folder", only_non_sliding=False)
+        inside = names(tmp_path / "new" / "folder")
+        assert inside == ["cache.json"] + [
+            f"layer-00{i}{end}" for i in range(4) for end in ("-1.raw", ".json")
+        ]
+        keys = cache.layers[0].keys
+        before = keys.tobytes()
+    assert names(tmp_path / "new" / "folder") == []
+    assert keys.tobytes() == before
+    assert cache.get_seq_length() == 0
+    cache.close()
+    fill(cache)
+    assert cache.get_seq_length(3) == 8
+    assert names(tmp_path / "new" / "folder") == []
+
+
+def test_old_files_go_when_a_layer_grows(tmp_path):
+    cache = DynamicCache(1)
+    cache.offload(tmp_path)
+    for count in range(40):
+        cache.update(*random(np.float32, 1, count), 0)
+        assert len(names(tmp_path)) == 3
+    raw = [name for name in names(tmp_path) if name.endswith(".raw")]
+    assert raw == ["layer-000-7.raw"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("only_non_sliding", [True, False])
+def test_kept_files_open_again(tmp_path, dtype, only_non_sliding):
+    """Sliding layers that were in memory are there too; equal bit for bit, and so is what follows."""
+    expected, cache = fill(Cache(four_layers()), dtype), fill(Cache(four_layers()), dtype)
+    cache.offload(tmp_path, only_non_sliding, keep=True)
+    cache.close()
+    assert cache.get_seq_length() == 0
+    again = Cache.open(tmp_path)
+    assert_same(again, expected)
+    assert_alike_from_now_on(again, expected, dtype)
+    again.close()
+    with Cache.open(tmp_path, keep=False) as third:
+        assert_same(third, expected)
+    assert names(tmp_path) == []
+
+
+def test_kept_layers_without_tokens_and_recorded_ones(tmp_path):
+    caches = [
+        DynamicCache(layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=3) for _ in "ab"
+    ]
+    for cache in caches:
+        cache.activate_past_recording()
+        for i in (0, 1):
+            cache.update(*random(np.float32, 8, i), i)
+    caches[1].offload(tmp_path, keep=True)
+    caches[1].close()
+    again = Cache.open(tmp_path)
+    assert [layer.keys is None for layer in again.layers] == [False, False, True, True]
+    for cache in (again, caches[0]):
+        del cache.layers[2:]
+    assert_same(again, caches[0])
+    for cache in (again, caches[0]):
+        cache.crop(-2)
+    assert_same(again, caches[0])
+    again.close()
+
+
+@pytest.mark.parametrize("tokens", [0, 8])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("layer", [SlidingWindowLayer(3), QuantizedLayer(CODES, CODES, 2)], ids=repr)
+def test_recording_is_remembered_at_once(tmp_path, layer, when, tokens):
+    """Whether there are tokens or not, by a folder that is closed and by one whose process ends."""
+
+    def recording(place, **options):
+        with Cache.open(place, **options) as again:
+            return again.layers[0].record_past
+
+    cache = Cache([copy.deepcopy(layer)])
+    fill(cache, counts=(tokens,) * bool(tokens))
+    if when == "before":
+        cache.activate_past_recording()
+    cache.offload(tmp_path / "cache", only_non_sliding=False, keep=True)
+    if when == "after":
+        cache.activate_past_recording()
+    shutil.copytree(tmp_path / "cache", tmp_path / "crashed")
+    assert recording(tmp_path / "crashed", keep=False) is True
+    cache.close()
+    assert recording(tmp_path / "cache") is True
+    with Cache.open(tmp_path / "cache") as again:
+        fill(again)
+        again.crop(-4)
+        again.reset()
+        assert recording(shutil.copytree(tmp_path / "cache", tmp_path / "reset")) is False
+    assert recording(tmp_path / "cache") is False
+
+
+def test_a_recording_that_the_disk_does_not_take_has_not_begun(tmp_path, monkeypatch):
+    cache = Cache([SlidingWindowLayer(3)])
+    cache.offload(tmp_path, only_non_sliding=False)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    for _ in "ab":  # without tokens, and with some
+        with monkeypatch.context() as patch:
+            patch.setattr(mapped.os, "write", full)
+            with pytest.raises(OSError, match="No space"):
+                cache.activate_past_recording()
+        assert not cache.layers[0].record_past
+        fill(cache)
+    cache.close()
+
+
+def test_layers_made_later_are_in_files_too(tmp_path):
+    cache = DynamicCache(offload=tmp_path)
+    for i in range(3):
+        cache.update(*random(np.float16, 5, i), i)
+    assert all(isinstance(layer._store, mapped.MappedStore) for layer in cache.layers)
+    expected = [layer.keys.tobytes() for layer in cache.layers]
+    cache._folder.keep = True
+    cache.close()
+    again = Cache.open(tmp_path)
+    assert [layer.keys.tobytes() for layer in again.layers] == expected
+    again.close()
+
+
+def test_a_sidecar_says_all(tmp_path):
+    """Raw arrays, and JSON that describes them: numpy alone reads a layer."""
+    cache = fill(StaticCache(20, 1), np.float16)
+    cache.offload(tmp_path)
+    about = json.loads((tmp_path / "layer-000.json").read_text())
+    assert about == {
+        "version": 1, "kind": "StaticLayer", "arguments": {"max_cache_len": 20}, "generation": 1,
+        "dtype": "float16", "byteorder": sys.byteorder, "keys": [2, 3, 20, 4], "values": [2, 3, 20, 6],
+        "state": {
+            "length": 8, "oldest": 0, "begin": 0, "origin": 0, "before": 8, "record_past": 0, "changes": 0,
+        },
+    }  # fmt: skip
+    raw = np.fromfile(tmp_path / "layer-000-1.raw", np.float16)
+    keys = raw[: 2 * 3 * 20 * 4].reshape(2, 3, 20, 4)
+    assert keys[:, :, :8].tobytes() == cache.layers[0].keys.tobytes()
+    assert not keys[:, :, 8:].any()
+    cache.close()
+
+
+# Memory
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limit of private memory")
+def test_a_cache_larger_than_its_memory(tmp_path):
+    """256 MB of keys and values go through a process that may have 64 MB more than it began with."""
+    script = """
+        import resource, sys, numpy as np
+        from kvkit.cache import DynamicCache
+        new = np.ones((1, 8, 1, 64), np.float16)
+        prompt = np.ones((1, 8, 4096, 64), np.float16)
+        warm = DynamicCache()
+        warm.update(new, new, 0)
+        expected = warm.attend(new, 0)
+        with open("/proc/self/status") as file:
+            size = next(int(line.split()[1]) for line in file if line.startswith("VmData"))
+        limit = size * 1024 + 64 * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        cache = DynamicCache(16, offload=sys.argv[1] if len(sys.argv) > 1 else None)
+        try:
+            for step in range(2):
+                for i in range(16):
+                    cache.update(prompt, prompt, i)
+                    assert (cache.attend(new, i) == expected).all()
+        except MemoryError:
+            print("no memory")
+        else:
+            print(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / 2**20)
+        cache.close()
+    """
+    done = run(script)
+    assert done.stdout == "no memory\n", done.stderr
+    done = run(script, tmp_path)
+    assert done.stdout == "256.0\n", done.stderr
+
+
+def test_the_next_layer_is_prefetched(tmp_path, monkeypatch):
+    """Only what is filled, of the next layer that is in files; the last one is followed by the first."""
+    cache = Cache(four_layers())
+    cache.offload(tmp_path)
+    fill(cache, counts=(6,))
+    mapped.background().submit(int).result()
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call), raising=False)
+    for i, following in ((0, 2), (1, 2), (2, 0), (3, 0)):
+        asked.clear()
+        cache.update(*random(np.float32, 1), i)
+        mapped.background().submit(int).result()
+        store = cache.layers[following]._store
+        length = cache.get_seq_length(following)
+        assert {call[0] for call in asked} == {store.file.descriptor}
+        assert len(asked) == 2 * 2 * 3
+        assert sum(call[2] for call in asked) == 2 * 3 * length * (4 + 6) * 4
+    asked.clear()
+    cache.prefetch(2)
+    cache.prefetch(1)
+    mapped.background().submit(int).result()
+    assert {call[0] for call in asked} == {cache.layers[2]._store.file.descriptor}
+    cache.close()
+
+
+def test_flush(tmp_path, monkeypatch):
+    cache = fill(DynamicCache(2))
+    cache.flush()
+    cache.offload(tmp_path)
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
+    cache.flush()
+    assert {cache.layers[0]._store.file.sidecar, cache.layers[1]._store.file.sidecar} <= set(synced)
+    cache.close()

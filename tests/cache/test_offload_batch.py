@@ -1,0 +1,260 @@
+"""What changes all layers of a folder changes all or none, whatever ends the change."""
+
+import itertools
+import sys
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from quantized_cache_scenes import OPTIONS
+from test_cache_files import four_layers, random
+from test_offload import names
+from test_offload_quantized_crashes import watched
+
+from kvkit.cache import Cache, DynamicLayer, QuantizedLayer, SlidingWindowLayer
+from kvkit.cache.offload import Folder
+from kvkit.cache.stores import mapped
+
+DIMS = 4, 8
+
+
+def filled(*counts):
+    """Layers of all kinds."""
+    cache = Cache([*four_layers(), QuantizedLayer(**OPTIONS | {"residual_length": 2})])
+    return more(cache, *counts)
+
+
+def filled_twice():
+    return filled(6, 1)
+
+
+def more(cache, *counts):
+    for count in counts:
+        for i in range(len(cache)):
+            cache.update(*random(np.float32, count, count + i, DIMS), i)
+    return cache
+
+
+def recorded():
+    """Tokens that a crop may take back, in windows and in codes that are not made yet."""
+    cache = filled(6)
+    cache.activate_past_recording()
+    return more(cache, 9)
+
+
+def recording():
+    """Layers without tokens yet."""
+    cache = Cache([DynamicLayer(), *(SlidingWindowLayer(4) for _ in "abc")])
+    cache.activate_past_recording()
+    return cache
+
+
+def coded():
+    """Codes of the latest update, whose originals are still there."""
+    return more(Cache([DynamicLayer(), *(QuantizedLayer(**OPTIONS) for _ in "abc")]), 30, 20)
+
+
+CHANGES = {
+    "reorder": (filled_twice, lambda cache: cache.reorder([1, 0])),
+    "select": (filled_twice, lambda cache: cache.select([1])),
+    "repeat": (filled_twice, lambda cache: cache.repeat(2)),
+    "crop": (coded, lambda cache: cache.crop(-3)),
+    "crop to": (recorded, lambda cache: cache.crop(14)),
+    "crop all": (coded, lambda cache: cache.crop(-50)),
+    "crop what is recorded": (recorded, lambda cache: cache.crop(0)),
+    "reset": (recorded, lambda cache: cache.reset()),
+    "reset of nothing": (recording, lambda cache: cache.reset()),
+}
+
+
+def contents(cache):
+    return [
+        (
+            *(layer.batch_size, layer.get_seq_length(), layer.record_past),
+            *(None if x is None else sha256(x.tobytes()).hexdigest() for x in (layer.keys, layer.values)),
+        )
+        for layer in cache.layers
+    ]
+
+
+def next_step(cache):
+    """What every layer says to another token."""
+    results = []
+    for i in range(len(cache)):
+        batch = cache.layers[i].batch_size or 3
+        new = [np.repeat(x[:1], batch, axis=0) for x in random(np.float32, 1, i, DIMS)]
+        results += [np.asarray(x).tobytes() for x in cache.update(*new, i)]
+    return results
+
+
+def opened(folder, files):
+    """What a folder of these files opens to, and what follows; the folder is deleted."""
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    with Cache.open(folder, keep=False) as cache:
+        found = contents(cache), next_step(cache)
+    assert not list(folder.iterdir())
+    folder.rmdir()
+    return found
+
+
+@pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_process_may_end_at_any_line(tmp_path, make, change):
+    cache, states = make(), []
+    for changes in (0, 1):
+        expected = make()
+        for _ in range(changes):
+            change(expected)
+        states.append((contents(expected), next_step(expected)))
+    assert states[0] != states[1]
+    cache.offload(tmp_path / "cache", only_non_sliding=False)
+    found, moments = [], []
+
+    def seen(files):
+        moments.append(files)
+        found.append(states.index(opened(tmp_path / "crashed", files)))
+
+    watched(tmp_path / "cache", seen, lambda: change(cache))
+    assert found == sorted(found)
+    assert found.count(0) >= 3
+    assert found.count(1) >= len(cache)
+    assert (contents(cache), next_step(cache)) == states[1]
+    cache.close()
+
+    # An opening that completes the change may end at any line too.
+    (tmp_path / "half").mkdir()
+    for name, data in moments[found.index(1)].items():
+        (tmp_path / "half" / name).write_bytes(data)
+    found.clear()
+    watched(tmp_path / "half", seen, lambda: Cache.open(tmp_path / "half"))
+    assert len(found) >= len(cache)
+    assert set(found) == {1}
+
+
+@pytest.mark.parametrize("change", ["crop", "crop all", "reset"])
+def test_a_crop_is_done_once(tmp_path, change):
+    """Tokens that came after it stay."""
+    (cache, expected), change = [CHANGES[change][0]() for _ in "ab"], CHANGES[change][1]
+    cache.offload(tmp_path / "cache", only_non_sliding=False)
+    for each in (cache, expected):
+        change(each)
+        for i in range(len(each)):
+            batch = each.layers[i].batch_size or 2
+            each.update(*(x[:batch] for x in random(np.float32, 3, 7, DIMS)), i)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    assert opened(tmp_path / "crashed", files) == (contents(expected), next_step(expected))
+    cache.close()
+
+
+@pytest.mark.parametrize("name", ["write", "replace"])
+def test_no_room_on_the_disk_for_a_crop(tmp_path, monkeypatch, name):
+    """Not even to say that there is to be one; what comes then is not cropped by whoever opens the folder."""
+    cache = coded()
+    cache.offload(tmp_path / "cache")
+    before, files = contents(cache), names(tmp_path / "cache")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped.os, name, full)
+        for change in (lambda: cache.crop(-3), cache.reset):
+            with pytest.raises(OSError, match="No space"):
+                change()
+    assert contents(cache) == before
+    assert names(tmp_path / "cache") == files
+    more(cache, 1)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    assert opened(tmp_path / "crashed", files) == (contents(cache), next_step(cache))
+    cache.close()
+
+
+@pytest.mark.parametrize("only_non_sliding", [True, False])
+@pytest.mark.parametrize(
+    ("name", "most"), [("allocate", 3), ("write", 4), ("replace", 1)], ids=["data", "sidecar", "replace"]
+)
+def test_no_room_on_the_disk_leaves_every_layer_as_it_was(
+    tmp_path, monkeypatch, only_non_sliding, name, most
+):
+    """Whichever file it is for; and layers that are in memory."""
+    cache, module = filled(6, 1), mapped if name == "allocate" else mapped.os
+    real = getattr(module, name)
+    cache.offload(tmp_path, only_non_sliding)
+    before, files = contents(cache), names(tmp_path)
+    for number in range(most + (0 if only_non_sliding or name == "replace" else 2)):
+        room = iter(range(number))
+
+        def full(*arguments, room=room):
+            if next(room, None) is None:
+                raise OSError(28, "No space left on device")
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            with pytest.raises(OSError, match="No space"):
+                cache.repeat(2)
+        assert contents(cache) == before
+        assert names(tmp_path) == files
+    cache.repeat(2)
+    assert [layer.batch_size for layer in cache.layers] == [4] * 5
+    next_step(cache)
+    cache.close()
+    assert names(tmp_path) == []
+
+
+LINES = {
+    *(each.__code__ for each in (Folder.at_once, Folder.count, Folder.say, Folder.settle)),
+    *(each.__code__ for each in (mapped.Home.settle, mapped.follow, mapped.put)),
+}
+
+
+def interrupted(call, number):
+    """Whether there was such a line of what ends a change of a folder: there a KeyboardInterrupt came."""
+    left = number
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code not in LINES:
+            return None
+        left -= event == "line"
+        if left < 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_leaves_a_folder_that_goes_on(tmp_path):
+    """Whatever then happens to the cache, a process that ends leaves files that open to what was there."""
+    for number in itertools.count():
+        cache = more(Cache([DynamicLayer(), DynamicLayer(), SlidingWindowLayer(4)]), 6)
+        before = contents(cache)
+        cache.offload(tmp_path / "cache", only_non_sliding=False)
+        if not interrupted(lambda cache=cache: cache.reorder([1, 0]), number):
+            break
+        changed = [one != other for one, other in zip(contents(cache), before, strict=True)]
+        assert len(set(changed)) == 1
+        for change in (
+            lambda cache: None,
+            lambda cache: more(cache, 40),
+            lambda cache: cache.layers[1].reset(),
+            lambda cache: cache.update(*random(np.float32, 46, 1, DIMS), 1),
+            lambda cache: cache.reorder([1, 0]),
+            lambda cache: cache.repeat(2),
+        ):
+            change(cache)
+            files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+            assert opened(tmp_path / "crashed", files)[0] == contents(cache)
+        cache.close()
+        assert names(tmp_path / "cache") == []
+    assert number > 30
+    cache.close()

@@ -1,0 +1,239 @@
+"""Quantized layers in files: the same bits as in memory."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from quantized_cache_scenes import OPTIONS, feed, states
+from scenes import first_quick
+from test_offload import names
+from test_quantized_cache_files import SPECS, assert_same
+
+import kvkit
+from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, QuantSpec
+from kvkit.cache.stores import mapped
+from kvkit.cache.stores.coded import MappedCodeStore
+
+KINDS = OPTIONS, SPECS["token and channel"], OPTIONS | {"residual_length": 0, "sink": 0, "read_back": True}
+
+
+def some_operations(rng, count):
+    """(name, argument) of calls that any layer takes; in the last quarter past is recorded."""
+    batch, length = 2, 0
+    for i in range(count):
+        name = (
+            rng.choice(["update", "update", "update", "crop", "reorder", "repeat", "reserve"])
+            if i
+            else "update"
+        )
+        argument = int(rng.integers(0, 60))
+        if i == 3 * count // 4:
+            name, argument = "activate_past_recording", None
+        elif name == "update":
+            argument = int(rng.choice([0, 1, 1, 2, 7, 40]))
+            length += argument
+        elif name == "crop":
+            argument = -(argument % (min(length, 20) + 1))
+            length += argument
+        elif name == "reorder":
+            argument = rng.integers(0, batch, max(1, batch + rng.integers(-1, 2)))
+            batch = len(argument)
+        elif name == "repeat":
+            argument = 2 if batch < 3 else 1
+            batch *= argument
+        yield name, argument
+
+
+def do(layer, name, argument, seed):
+    """Call a method; what it returns, as bytes."""
+    if name == "update":
+        new = states(argument, layer.batch_size or 2, seed=seed)
+        return [np.asarray(view).tobytes() for view in layer.update(*new)]
+    return getattr(layer, name)(*(() if argument is None else (argument,)))
+
+
+def attended(layer):
+    if not layer.get_seq_length():
+        return None
+    query = states(1, layer.batch_size, 4, dims=(16,), seed=9)[0]
+    return layer.attend(query).tobytes()
+
+
+def assert_alike_from_now_on(one, other):
+    for seed, count in enumerate((1, 6, 1)):
+        assert do(one, "update", count, seed) == do(other, "update", count, seed)
+        assert attended(one) == attended(other)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("case", first_quick(range(3)))
+def test_files_change_no_result(tmp_path, case):
+    memory, cache = QuantizedLayer(**KINDS[case]), Cache([QuantizedLayer(**KINDS[case])], offload=tmp_path)
+    layer = cache.layers[0]
+    for seed, (name, argument) in enumerate(some_operations(np.random.default_rng(case), 80)):
+        assert do(layer, name, argument, seed) == do(memory, name, argument, seed)
+        assert_same(layer, memory)
+        assert attended(layer) == attended(memory)
+        assert isinstance(layer._store, MappedCodeStore)
+        for side in layer._store.sides:
+            for part in ("sinks", "tail", "codes", "cells", "block_of"):
+                array = getattr(side, part)
+                assert (
+                    any(np.may_share_memory(array, given) for given in layer._store.file.arrays)
+                    or not array.size
+                )
+        assert len(names(tmp_path)) == 3
+    for each in (layer, memory):
+        each.reset()
+    assert_same(layer, memory)
+    assert_alike_from_now_on(layer, memory)
+    cache.close()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("recording", [False, True])
+def test_kept_files_open_again(tmp_path, when, recording):
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    make = {"layer_types": types, "sliding_window": 4, "residual_length": 5, "sink": 2}
+    make |= {"key": OPTIONS["key"], "value": OPTIONS["value"]}
+    given, memory = states(80, dtype=np.float16), QuantizedCache(**make)
+    cache = QuantizedCache(**make, offload=tmp_path if when == "before" else None)
+    for each in (memory, cache):
+        for layer in each.layers[:2]:
+            feed(layer, given, 33)
+            if recording:
+                layer.activate_past_recording()
+            feed(layer, given, 57, 60)
+        if recording:
+            each.layers[0].crop(-3)
+    if when == "after":
+        cache.offload(tmp_path)
+    cache._folder.keep = True
+    cache.close()
+    for _ in range(2):
+        with Cache.open(tmp_path) as again:
+            assert_same(again.layers[0], memory.layers[0])
+            assert again.layers[2].keys is None
+            assert again.layers[1].keys.tobytes() == memory.layers[1].keys.tobytes()
+    with Cache.open(tmp_path, keep=False) as again:
+        for one, other in zip(again.layers, memory.layers, strict=True):
+            for end in (61, 80):
+                got, wanted = feed(one, given, end), feed(other, given, end)
+                assert [np.asarray(x).tobytes() for x in got] == [np.asarray(x).tobytes() for x in wanted]
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "where",
+    [lambda full: (mapped, "allocate", full), lambda full: (mapped.os, "write", full),
+     lambda full: (mapped.os, "replace", full), lambda full: (mapped.mmap, "mmap", full)],
+    ids=["data", "sidecar", "replace", "map"],
+)  # fmt: skip
+def test_no_room_on_the_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, where):
+    cache, memory = Cache([QuantizedLayer(**OPTIONS) for _ in "ab"]), QuantizedLayer(**OPTIONS)
+    for layer in (cache.layers[0], memory):
+        feed(layer, states(20), 19, 20)
+    cache.offload(tmp_path)
+    before = names(tmp_path)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*where(full))
+        for call in (
+            lambda: cache.layers[0].update(*states(300)),
+            lambda: cache.layers[0].reserve(300),
+            lambda: cache.layers[0].repeat(2),
+            lambda: cache.layers[0].reorder([1, 0]),
+            lambda: cache.layers[1].update(*states(3)),
+        ):
+            with pytest.raises(OSError, match="No space"):
+                call()
+            assert_same(cache.layers[0], memory)
+            assert attended(cache.layers[0]) == attended(memory)
+            assert cache.layers[1].keys is None
+            assert names(tmp_path) == before
+    assert_alike_from_now_on(cache.layers[0], memory)
+    cache.close()
+
+
+def test_a_thousand_tokens_make_few_files(tmp_path):
+    cache = QuantizedCache(1, residual_length=32, value=QuantSpec(group=16), offload=tmp_path)
+    given = states(1000, batch=1, heads=1, dims=(16, 16))
+    feed(cache.layers[0], given, *range(1, 1001))
+    assert cache.layers[0]._new_store.generation <= 16
+    cache.close()
+
+
+def test_a_file_is_small_after_a_long_prompt(tmp_path):
+    """The originals of a prompt go with the next token, as they do in memory."""
+    cache = Cache([QuantizedLayer(**OPTIONS)], offload=tmp_path)
+    layer, given = cache.layers[0], states(4000)
+    feed(layer, given, 3000, 3001)
+    (path,) = tmp_path.glob("*.raw")
+    assert path.stat().st_size < 2 * layer.nbytes + 2 * 8 * 3001 * 2 + 10 * 4096
+    cache.close()
+
+
+def test_a_sidecar_says_all(tmp_path):
+    """Raw arrays, and JSON that describes them: numpy alone finds the codes."""
+    cache = Cache([QuantizedLayer(**OPTIONS)], offload=tmp_path)
+    feed(cache.layers[0], states(50), 45, 50)
+    about = json.loads((tmp_path / "layer-000.json").read_text())
+    raw, start, found = (tmp_path / f"layer-000-{about['generation']}.raw").read_bytes(), 0, {}
+    for name in ("keys", "values"):
+        for part, (dtype, *shape) in about[name].items():
+            count = int(np.prod(shape))
+            found[f"{name}.{part}"] = np.frombuffer(raw, dtype, count, start).reshape(shape)
+            start = -(-(start + count * np.dtype(dtype).itemsize) // 4096) * 4096
+    for name, expected in cache.layers[0]._arrays().items():
+        if not name.endswith(("tail", "ends")):
+            assert np.array_equal(found[name][:, :, : expected.shape[2]], expected), name
+    assert about["state"]["values.coded"] == 43
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda about: about["state"].update({"keys.coded": 10**6}),
+        lambda about: about["state"].update({"keys.before": 10**6}),
+        lambda about: about["state"].update({"values.start": -(10**6)}),
+        lambda about: about["state"].update({"length": 3}),
+        lambda about: about["keys"].update(codes=about["keys"]["tail"]),
+        lambda about: about["values"].pop("cells"),
+        lambda about: about["arguments"].update(sink=3),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, change):
+    cache = Cache([QuantizedLayer(**OPTIONS)])
+    feed(cache.layers[0], states(50), 50)
+    cache.offload(tmp_path, keep=True)
+    cache.close()
+    path = tmp_path / "layer-000.json"
+    about = json.loads(path.read_text())
+    change(about)
+    path.write_text(json.dumps(about))
+    with pytest.raises(
+        kvkit.KvkitError, match=r"expected a cache that kvkit has written, got .*layer-000\.json"
+    ):
+        Cache.open(tmp_path)
+
+
+def test_prefetch_asks_for_what_is_filled(tmp_path, monkeypatch):
+    cache = Cache([QuantizedLayer(**OPTIONS)], offload=tmp_path)
+    feed(cache.layers[0], states(50), 50)
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call), raising=False)
+    cache.prefetch(0)
+    mapped.background().submit(int).result()
+    file = cache.layers[0]._store.file
+    assert {call[0] for call in asked} == {file.descriptor}
+    codes = [side.codes.shape[3] * side.coded for side in cache.layers[0]._store.sides]
+    lengths = [call[2] for call in asked]
+    assert [lengths.count(length) >= 4 for length in codes] == [True, True]
+    assert all(length > 0 and start + length <= os.path.getsize(file.path) for _, start, length, _ in asked)
+    cache.close()

@@ -1,0 +1,136 @@
+"""A process may end at any line: the files of its quantized layers open to the last step that was whole."""
+
+import copy
+import os
+import shutil
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantized_cache_scenes import OPTIONS, feed, states
+from scenes import first_quick
+from test_offload import run
+from test_offload_quantized import KINDS, assert_alike_from_now_on, do, some_operations
+from test_quantized_cache_files import assert_same
+
+import kvkit
+from kvkit.cache import Cache, DynamicLayer, QuantizedLayer
+
+SOURCES = str(Path(kvkit.cache.__file__).parent)
+
+
+def many_updates(rng, count):
+    """Calls of which a tail has room for some, and then for others only in the place of what counts."""
+    return [("update", int(tokens)) for tokens in rng.integers(1, 25, count)]
+
+
+def watched(folder, seen, call):
+    """Do what `call` does; each time that a line of it has changed the folder, `seen` gets a copy of it."""
+    latest = None
+
+    def look():
+        nonlocal latest
+        now = {path.name: path.read_bytes() for path in folder.iterdir()}
+        if now != latest:
+            latest = now
+            seen(now)
+
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        look()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    look()
+
+
+@pytest.mark.parametrize("case", first_quick(range(3)))
+@pytest.mark.parametrize("operations", [some_operations, many_updates])
+def test_a_process_may_end_at_any_line(tmp_path, case, operations):
+    """What opens has the tokens from before the call that was cut off, or from after it, and goes on."""
+    folder = tmp_path / "cache"
+    cache, memory = Cache([QuantizedLayer(**KINDS[case])], offload=folder), QuantizedLayer(**KINDS[case])
+    moments = [0, 0]
+    for seed, (name, argument) in enumerate(operations(np.random.default_rng(case + 3), 24)):
+        before = copy.deepcopy(memory)
+        do(memory, name, argument, seed)
+
+        def opens(contents, before=before):
+            where = tmp_path / "crashed"
+            where.mkdir()
+            for file, data in contents.items():
+                (where / file).write_bytes(data)
+            with Cache.open(where, keep=False) as again:
+                layer = again.layers[0]
+                expected = [copy.deepcopy(each) for each in (before, memory)]
+                which = state(layer) != state(expected[0])
+                assert state(layer) == state(expected[which])
+                assert_same(layer, expected[which])
+                assert_alike_from_now_on(layer, expected[which])
+            moments[which] += 1
+            shutil.rmtree(where)
+
+        watched(folder, opens, lambda now=(name, argument, seed): do(cache.layers[0], *now))
+        assert_same(cache.layers[0], memory)
+    assert min(moments) >= 10
+    cache.close()
+
+
+def state(layer):
+    length = layer.get_seq_length()
+    held = length and (length, layer.batch_size, layer.nbytes, layer.keys.tobytes())
+    return layer.record_past, held
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_crash_between_two_layers_takes_the_first_one_back(tmp_path, case):
+    """With the codes of that step: their originals are still there."""
+    expected = [QuantizedLayer(**KINDS[case]), DynamicLayer()]
+    cache = Cache([QuantizedLayer(**KINDS[case]), DynamicLayer()], offload=tmp_path / "cache")
+    given = states(200)
+    for number, end in enumerate((30, 31, 32, 33, 34, 35, 61, 62, 140)):
+        feed(cache.layers[0], given, end)
+        shutil.copytree(tmp_path / "cache", tmp_path / str(number))
+        with warnings.catch_warnings():
+            if not number:
+                warnings.filterwarnings("ignore", ".*the first step was cut off", UserWarning)
+            again = Cache.open(tmp_path / str(number))
+        with again:
+            assert_same(again.layers[0], expected[0])
+            assert_alike_from_now_on(again.layers[0], copy.deepcopy(expected[0]))
+        for layer in (cache.layers[1], *expected):
+            feed(layer, given, end)
+    cache.close()
+
+
+def test_a_killed_process(tmp_path):
+    done = run(
+        """
+        import os, signal, sys
+        sys.path[:0] = sys.argv[2].split(os.pathsep)
+        from quantized_cache_scenes import OPTIONS, feed, states
+        from kvkit.cache import Cache, QuantizedLayer
+        from kvkit.cache.stores.coded import File
+        cache = Cache([QuantizedLayer(**OPTIONS)], offload=sys.argv[1])
+        feed(cache.layers[0], states(60), 50, 51, 52, 53)
+        File.commit = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+        feed(cache.layers[0], states(60), 60)
+        """,
+        tmp_path,
+        os.pathsep.join(sys.path),
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    expected = QuantizedLayer(**OPTIONS)
+    feed(expected, states(60), 50, 51, 52, 53)
+    with Cache.open(tmp_path, keep=False) as cache:
+        assert_same(cache.layers[0], expected)
+        assert_alike_from_now_on(cache.layers[0], expected)

@@ -1,0 +1,220 @@
+"""Paged caches in files: blocks, tables and prefixes come back, in another process too."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from attention_scenes import normal
+from paged_scenes import DIM, HEADS, KINDS, LAYERS, P, paged, refused
+from test_cache_files_refused import changed, sealed
+
+from kvkit.cache import PagedCache, load
+from kvkit.errors import KvkitError
+
+IDS = list(range(100, 111))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "paged.npz"
+
+
+def run(cache, *pairs, seed=0):
+    """A step of random tokens through all layers; the outputs."""
+    rng, outputs = np.random.default_rng(seed), []
+    with cache.begin_step(pairs) as step:
+        tokens = int(step.index.seqstarts[-1])
+        for layer in range(LAYERS):
+            query, key, value = (
+                normal(rng, (tokens, heads, DIM), cache._store.format.dtype) for heads in (4, HEADS, HEADS)
+            )
+            outputs.append(step.multi_head_cache_attention(query, key, value, layer).tobytes())
+    return outputs
+
+
+def served(kind="float32", layout=3):
+    """A cache with two live sequences, which share blocks, and a prefix that nobody holds."""
+    cache = paged(kind, layout)
+    first, other = cache.blocks.add(IDS), cache.blocks.add([7, 8, 9, 10, 11])
+    run(cache, (first, len(IDS)), (other, 5))
+    branch = cache.blocks.fork(first)
+    run(cache, (branch, 2), seed=1)
+    cache.blocks.free(other)
+    return cache, [first, branch]
+
+
+@pytest.mark.parametrize("layout", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(path, kind, layout):
+    cache, sequences = served(kind, layout)
+    cache.save(path, sequences)
+    again = load(path)
+    assert isinstance(again, PagedCache)
+    assert again.describe() == cache.describe()
+    for one, two in zip(again.sequences, sequences, strict=True):
+        assert (one.length, one.blocks, one.chain) == (two.length, two.blocks, two.chain)
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert again.blocks.references.tolist() == cache.blocks.references.tolist()
+    assert again.blocks.available == cache.blocks.available
+    both = [(cache, sequences), (again, again.sequences)]
+    found = [some.blocks.add([7, 8, 9, 10, 12]) for some, _ in both]
+    assert found[0].length == found[1].length == P
+    assert found[0].blocks == found[1].blocks
+    results = [
+        run(some, *((seq, 1) for seq in (*live, new)), seed=2)
+        for (some, live), new in zip(both, found, strict=True)
+    ]
+    assert results[0] == results[1]
+
+
+def test_rows_go_on(path):
+    cache = paged("float16")
+    rng = np.random.default_rng(0)
+    new = normal(rng, (2, 3, HEADS, 6, DIM), np.float16)
+    for layer in range(LAYERS):
+        cache.update(*new, layer)
+    cache.reorder([2, 2, 0, 1])
+    cache.save(path)
+    again = load(path)
+    assert again.sequences == []
+    assert again.get_seq_length() == 6
+    assert again.blocks.references.tolist() == cache.blocks.references.tolist()
+    new = normal(rng, (2, 4, HEADS, 2, DIM), np.float16)
+    for layer in range(LAYERS):
+        for some in (cache, again):
+            some.update(*new, layer)
+        assert again.layers[layer].keys.tobytes() == cache.layers[layer].keys.tobytes()
+        assert again.attend(new[0], layer).tobytes() == cache.attend(new[0], layer).tobytes()
+
+
+def test_prefixes_are_evicted_in_the_same_order(path):
+    cache = paged(num_blocks=6)
+    for begin in (10, 20, 30):
+        seq = cache.blocks.add([begin] * (P + 1))
+        run(cache, (seq, P + 1 - seq.length))
+        cache.blocks.free(seq)
+    cache.blocks.free(cache.blocks.add([10] * (P + 1)))  # now the most recently used
+    cache.save(path)
+    again = load(path)
+    seq = again.blocks.add()
+    run(again, (seq, 4 * P))
+    assert [again.blocks.add([begin] * (P + 1)).length for begin in (20, 30, 10)] == [0, P, P]
+
+
+def test_prefix_reuse_in_another_process(path):
+    cache, sequences = served()
+    for seq in sequences:
+        cache.blocks.free(seq)
+    cache.save(path)
+    script = f"""
+from test_paged_files import IDS, load, run
+cache = load({str(path)!r})
+seq = cache.blocks.add(IDS)
+print(seq.length, *(output.hex() for output in run(cache, (seq, len(IDS) - seq.length), seed=3)))
+"""
+    there = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=there)
+    assert done.returncode == 0, done.stderr
+    seq = cache.blocks.add(IDS)
+    assert seq.length == 2 * P
+    outputs = [output.hex() for output in run(cache, (seq, len(IDS) - seq.length), seed=3)]
+    assert done.stdout.split() == [str(2 * P), *outputs]
+
+
+def test_a_prefix_of_another_model_is_not_found(path):
+    cache = PagedCache(8, P, LAYERS, HEADS, DIM, np.float32, salt=b"one")
+    seq = cache.blocks.add(IDS, salt=b"adapter")
+    run(cache, (seq, len(IDS)))
+    cache.save(path)
+    again = load(path)
+    assert again.salt == b"one"
+    assert again.blocks.add(IDS, salt=b"adapter").length == 2 * P
+    assert again.blocks.add(IDS).length == 0
+
+
+def test_only_blocks_in_use_are_in_a_file(path):
+    cache = PagedCache(4096, P, LAYERS, HEADS, DIM, np.float32)
+    cache.save(path)
+    assert path.stat().st_size < 8192
+    seq = cache.blocks.add([1, 2])
+    run(cache, (seq, 2))
+    cache.save(path)  # nothing is published, and nobody gives the sequence
+    assert load(path).blocks.available == 4096
+
+
+def test_what_cannot_be_saved(path):
+    cache, (first, branch) = served()
+    for sequences in ([first, first], [1], [paged().blocks.add()]):
+        assert "seq" in refused(cache.save, path, sequences)
+    step = cache.begin_step([(first, 1)])
+    assert refused(cache.save, path).startswith("cache: expected one whose steps have ended")
+    step.abandon()
+    cache.blocks.free(branch)
+    assert "live sequence" in refused(cache.save, path, [branch])
+    assert not path.exists()
+
+
+def one_bit(arrays, about):
+    arrays["cache"].view(np.uint8).reshape(-1)[77] ^= 1
+
+
+def another_table(arrays, about):
+    arrays["sequences.0.block_table"][0] = 20
+    return True
+
+
+def a_longer_sequence(arrays, about):
+    about["paged"]["sequences"][0]["length"] += P
+    return True
+
+
+def other_heads(arrays, about):
+    about["paged"]["arguments"]["num_kv_heads"] += 1
+    return True
+
+
+def fewer_blocks(arrays, about):
+    about["paged"]["arguments"]["num_blocks"] = 2
+    return True
+
+
+def no_scale(arrays, about):
+    del arrays["scale"]
+    return True
+
+
+def another_published_block(arrays, about):
+    arrays["published.blocks"][0] = 21
+    return True
+
+
+def no_arguments(arrays, about):
+    del about["paged"]["arguments"]
+    return True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        one_bit, another_table, a_longer_sequence, other_heads, fewer_blocks, no_scale,
+        another_published_block, no_arguments,
+    ],
+)  # fmt: skip
+def test_what_is_not_what_it_says_is_refused(path, change):
+    cache, sequences = served("int8")
+    cache.save(path, sequences)
+    wanted = []
+
+    def sealed_change(arrays, about):
+        if change(arrays, about):
+            sealed(about, arrays)
+            wanted.append("a paged cache that kvkit has")
+        else:
+            wanted.append("contents with the fingerprint")
+
+    changed(path, sealed_change)
+    with pytest.raises(KvkitError, match=r"paged\.npz: expected") as error:
+        load(path)
+    assert wanted[0] in str(error.value)

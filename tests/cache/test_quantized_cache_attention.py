@@ -1,0 +1,318 @@
+"""Attention over codes, against float64 over the same numbers; its memory; what the axis of groups is for."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import numba
+import numpy as np
+import pytest
+from attention_reference import attend
+from quantized_cache_scenes import OPTIONS, feed, states
+from scenes import first_quick
+
+from kvkit.cache.layers import attention
+from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.cache.layers.quantized import QuantizedLayer
+from kvkit.errors import KvkitError
+
+# float32 sums of some hundred products, then one rounding to the format
+CLOSE = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+# An array of a view is rounded to its format, which attention does not do for few rows of queries: a score is
+# off by no more than its terms are, and the logarithm by no more than a score
+ROUNDING = {"float32": 0, "float16": 2**-11, "bfloat16": 2**-8}
+
+
+def attended(query, keys, values, mask=None, **options):
+    """Attention [B, Hq, q, Dv] and lse of the reference, in float64."""
+    query, keys, values = (x.swapaxes(1, 2).astype(np.float64) for x in (query, keys, values))
+    sizes = len(query), query.shape[2], query.shape[1], keys.shape[1]
+    pairs = [
+        attend(
+            query[b], keys[b], values[b],
+            None if mask is None else np.broadcast_to(mask, sizes)[b],
+            head_dim=query.shape[3], causal=True, is_alibi=False, **options,
+        )
+        for b in range(len(query))
+    ]  # fmt: skip
+    outputs, lses = zip(*pairs, strict=True)
+    return np.stack(outputs).swapaxes(1, 2), np.stack(lses).swapaxes(1, 2)
+
+
+def check(layer, views, query, mask=None, **options):
+    given = None if mask is None else mask
+    output, lse = layer.attend(query, given, return_lse=True, **options)
+    if mask is not None and mask.ndim == 2:
+        mask = mask[:, None, None]
+    truth, truth_lse = attended(query, *map(np.asarray, views), mask, **options)
+    close, rounding = CLOSE[query.dtype.name], ROUNDING[query.dtype.name]
+    largest, keys = np.abs(query.astype(np.float64)).max(), np.abs(np.asarray(views[0]).astype(np.float64))
+    terms = largest * keys.sum(-1).max() * options.get("softmax_scale", query.shape[3] ** -0.5)
+    assert output.dtype == query.dtype
+    assert np.abs(output.astype(np.float64) - truth).max() < close * max(1, np.abs(truth).max())
+    bound = 1e-5 * max(1, np.abs(truth_lse).max()) + rounding * terms
+    assert np.abs(lse - truth_lse).max() < bound
+    assert np.array_equal(layer.attend(query, given, **options), output)
+
+
+def queries(heads, tokens, dim, dtype, seed=9):
+    return np.random.default_rng(seed).standard_normal((2, heads, tokens, dim)).astype(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("dtype", "dims"), first_quick([("float32", (16, 24)), ("float16", (32, 16)), ("bfloat16", (48, 8))])
+)
+def test_parts_of_every_length(dtype, dims, tokens):
+    """Sinks alone, a tail, some codes, many blocks, each with new tokens; 1 and 6 query heads a key head."""
+    layer, given = QuantizedLayer(**OPTIONS), states(700, dims=dims, dtype=dtype)
+    for end in (tokens, tokens + 3, 60, 60 + tokens, 700):
+        views = feed(layer, given, end)
+        for heads in (2, 12):
+            check(layer, views, queries(heads, min(tokens, end), dims[0], dtype))
+
+
+IN_PLACE = {  # of float32, with head sizes of whole vectors: codes are read where they lie
+    "4 asym channel, 2 asym token": (OPTIONS["key"], OPTIONS["value"]),
+    "8 sym channel, 8 asym token": (QuantSpec(8, "sym", "channel", 32), QuantSpec(8, "asym", "token", 8)),
+    "2 asym token, 4 sym token": (
+        QuantSpec(2, "asym", "token", 32, "float32"),
+        QuantSpec(4, "sym", "token", 16, "float32"),
+    ),
+    "2 sym token, 4 asym channel": (QuantSpec(2, "sym", "token", 1), QuantSpec(4, "asym", "channel", 5)),
+}
+
+
+@pytest.mark.parametrize("case", first_quick(IN_PLACE))
+def test_every_code_read_in_place(case):
+    """1, 2, 4, 8 and more rows of queries; blocks cut short, sequences taken anew."""
+    key, value = IN_PLACE[case]
+    layer, given = QuantizedLayer(key, value, residual_length=7, sink=3), states(333, dims=(96, 32))
+    for end in (2, 9, 150, 151, 333):
+        views = feed(layer, given, end)
+        for heads in (2, 4, 8, 16, 20) if end > 9 else (4,):
+            check(layer, views, queries(heads, 1, 96, "float32"))
+        check(layer, views, queries(2, min(end, 3), 96, "float32"))
+        if end == 150:
+            layer.crop(101)
+            layer.reorder([1, 0])
+            check(layer, (layer.keys, layer.values), queries(8, 1, 96, "float32"))
+            given = [x[[1, 0]] for x in given]
+
+
+def unrounded(side):
+    """What a side's codes stand for, and its other tokens, as float32."""
+    bits, dim, sink, coded = side.spec.bits, side.shape[3], min(side.sink, side.length), side.seen
+    places = np.tile(np.arange(0, 8, bits), dim * bits // 8).astype(np.uint8)
+    codes = side.codes[:, :, :coded].repeat(8 // bits, axis=-1) >> places
+    codes = (codes & (2**bits - 1)).astype(np.float32)
+    cells = side.cells[:, :, side.block_of[:coded]].astype(np.float32)
+    scales, minima = (half.repeat(2 * dim // cells.shape[3], axis=-1) for half in np.split(cells, 2, axis=-1))
+    numbers = side.read().astype(np.float32)
+    numbers[:, :, sink : sink + coded] = codes * scales + minima
+    return numbers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "tokens", "rounds"), [(2, 1, False), (16, 1, False), (18, 1, True), (2, 9, True)]
+)
+def test_which_numbers_attention_sees(dtype, heads, tokens, rounds):
+    """Up to 8 rows of queries see what codes stand for, more see it rounded, as arrays of views do."""
+    layer, given = QuantizedLayer(**OPTIONS), states(333, dims=(32, 32), dtype=dtype)
+    feed(layer, given, 320)
+    views = feed(layer, given, 333)
+    exact, rounded = (
+        [unrounded(side) for side in layer._store.sides],
+        [np.asarray(view).astype(np.float32) for view in views],
+    )
+    assert all(
+        np.array_equal(a.astype(dtype).astype(np.float32), b) for a, b in zip(exact, rounded, strict=True)
+    )
+    query = 8 * queries(heads, tokens, 32, "float32").astype(dtype)
+    lse = layer.attend(query, return_lse=True)[1]
+    errors = [np.abs(lse - attended(query, *seen)[1]).max() for seen in (exact, rounded)]
+    assert errors[rounds] < 2e-5
+    assert dtype == "float32" or errors[not rounds] > 2e-4
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_masks_and_weights(tokens):
+    layer, given = QuantizedLayer(**OPTIONS), states(90)
+    views, query = feed(layer, given, 90), queries(4, tokens, 16, "float32")
+    rng = np.random.default_rng(0)
+    padding = np.arange(90) >= np.array([[7], [0]])
+    check(layer, views, query, padding)
+    check(layer, views, query, rng.random((2, 1, tokens, 90)) < 0.7)
+    check(layer, views, query, rng.standard_normal((1, 4, tokens, 90)).astype(np.float32))
+    sinks = rng.standard_normal(4).astype(np.float32)
+    check(layer, views, query, softmax_scale=0.4, softcap=3.0, sinks=sinks)
+
+
+def test_prepared_calls_are_as_good_as_fresh_ones(monkeypatch):
+    """Token by token, while tokens become codes and a draft goes back: the same bytes, few preparations."""
+    made = []
+
+    class Counted(attention.Call):
+        def __init__(self, *arguments):
+            made.append(arguments)
+            super().__init__(*arguments)
+
+    layer, given = QuantizedLayer(**OPTIONS), states(600, dims=(32, 32))
+    query = queries(4, 600, 32, "float32")
+    feed(layer, given, 20)
+    monkeypatch.setattr(attention, "Call", Counted)
+    for i in range(20, 600):
+        feed(layer, given, i + 1)
+        got = layer.attend(query[:, :, i : i + 1])
+        if i % 37 == 0 or i > 595:
+            fresh = copy.deepcopy(layer)  # which has no prepared call
+            assert fresh.attend(query[:, :, i : i + 1]).tobytes() == got.tobytes()
+            made.pop()
+        if i == 300:
+            layer.crop(-30)
+            feed(layer, given, i + 1)
+    assert len(made) < 10
+
+
+def test_short_blocks_after_crops():
+    layer, given = QuantizedLayer(**OPTIONS), states(80)
+    feed(layer, given, 60)
+    for length in (47, 34, 33, 12):
+        layer.crop(length)
+        check(layer, (layer.keys, layer.values), queries(4, 2, 16, "float32"))
+        feed(layer, given, 30 + length // 2)
+    layer.reorder([1, 1])
+    check(layer, (layer.keys, layer.values), queries(4, 2, 16, "float32"))
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_threads_give_the_same_bytes(tokens):
+    layer, given, results = QuantizedLayer(**OPTIONS), states(3000, dims=(32, 32)), []
+    feed(layer, given, 3000)
+    for threads in (1, 2):
+        numba.set_num_threads(threads)
+        other = QuantizedLayer(**OPTIONS)
+        feed(other, given, 3000)
+        results.append((layer.attend(queries(4, tokens, 32, "float32")).tobytes(), other.keys.tobytes()))
+    assert results[0] == results[1]
+
+
+def test_wrong_queries():
+    layer, query = QuantizedLayer(**OPTIONS), queries(4, 2, 16, "float32")
+    with pytest.raises(KvkitError, match="update comes first"):
+        layer.attend(query)
+    feed(layer, states(20), 20)
+    mask = np.ones((2, 20), bool)
+    wrong = [
+        (query[0],), (query[:1],), (query[:, :3],), (query[..., :8],), (query.astype(int),),
+        (query.tolist(),), (queries(4, 21, 16, "float32"),), (query, mask[:, :19]),
+        (query, mask.astype(np.float32)), (query, mask[:, None]), (query, [True]),
+        (query, np.ones((2, 4, 2, 20), np.float16)),
+    ]  # fmt: skip
+    for arguments in wrong:
+        with pytest.raises(KvkitError, match=r"query|mask"):
+            layer.attend(*arguments)
+    for options in (
+        {"softcap": -1},
+        {"sinks": np.ones(3, np.float32)},
+        {"softmax_scale": "1"},
+        {"return_lse": 2},
+    ):
+        with pytest.raises(KvkitError, match=next(iter(options))):
+            layer.attend(query, **options)
+    assert layer.attend(query, mask).shape == (2, 4, 2, 24)
+
+
+# What it is for
+
+
+def test_outlier_channels_need_groups_along_channels():
+    """Keys of large biases in few channels, as some models have: int4 along channels keeps which token
+    each query looks at; along tokens the outliers take the steps of all their group."""
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((1, 2, 512, 64)).astype(np.float32)
+    bias = np.zeros(64, np.float32)
+    bias[[5, 20, 41, 60]] = 60, -45, 80, -70
+    values = rng.standard_normal(keys.shape).astype(np.float32)
+    chosen = rng.integers(0, 400, 64)
+    query = 2 * keys[:, :, chosen]  # each query looks for one token
+    query[..., bias != 0] = 0.01
+    exact = attended(query, keys + bias, values)[0]
+    errors, found = {}, {}
+    for axis in ("channel", "token"):
+        spec = QuantSpec(4, "asym", axis, 32)
+        layer = QuantizedLayer(spec, QuantSpec(8), residual_length=64, sink=4)
+        layer.update(keys + bias, values)
+        layer.crop(0)  # from now on old tokens are seen as codes
+        output = layer.attend(query)
+        errors[axis] = np.linalg.norm(output - exact) / np.linalg.norm(exact)
+        scores = np.einsum("bhqd,bhkd->bhqk", query, np.asarray(layer.keys))
+        found[axis] = float((scores.argmax(-1) == chosen).mean())
+    assert errors["channel"] < 0.1, errors
+    assert errors["token"] > 0.5, errors
+    assert found["channel"] == 1.0, found
+    assert found["token"] < 0.8, found
+
+
+MEMORY = """
+import json
+import numpy as np
+from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.cache.layers.quantized import QuantizedLayer
+
+MB = 2**20
+
+
+def kilobytes(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name))
+
+
+def extra(action):
+    '''The most memory that an action has at once, in MB: the process is filled up to its peak first.'''
+    ballast = np.ones((kilobytes("VmHWM") - kilobytes("VmRSS") << 10) + MB, np.uint8)
+    before = kilobytes("VmHWM")
+    action()
+    assert ballast.any()
+    return (kilobytes("VmHWM") - before) / 1024
+
+
+def layer(tokens):
+    made, x = QuantizedLayer(QuantSpec(4, group=4), QuantSpec(2, group=8)), np.ones((1, 4, 1024, 64), "f2")
+    for _ in range(tokens // 1024):
+        made.update(x, x)
+    made.update(x[:, :, :1], x[:, :, :1])
+    return made
+
+
+small, large = layer(2**15), layer(2**16)
+found = {"control": extra(lambda: np.ones(16 * MB, np.uint8))}
+for tokens in (1, 40):
+    query = np.ones((1, 8, tokens, 64), np.float16)
+    small.attend(query)
+    found[f"{tokens} queries"] = extra(lambda: large.attend(query))
+found["array"] = extra(lambda: large.keys)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_no_array_of_the_contexts_size():
+    """Keys of 65,536 tokens would be 32 MB in float16; scratch is that of half as many."""
+    limits = {"NUMBA_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], env=os.environ | limits, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 14 < found.pop("control") < 19
+    assert found.pop("array") > 30
+    assert len(found) == 2
+    assert max(found.values()) < 4, found

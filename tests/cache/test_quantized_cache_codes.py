@@ -1,0 +1,157 @@
+"""Codes of the quantized layer, bit for bit: vectors of the specification, loops, both forms of kernels."""
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import numpy as np
+import pytest
+import quantized_cache_reference as reference
+from hypothesis import given
+from hypothesis import strategies as st
+from quantized_cache_scenes import OPTIONS, PMX, coded, states
+from scenes import first_quick
+
+from kvkit.cache.layers.codes import Side
+from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.cache.layers.quantized import QuantizedLayer
+from kvkit.cpu import codes
+from kvkit.cpu.launches import address
+from kvkit.formats import BY_DTYPE
+
+CASES = {  # dtype, spec, head size: whole panels of 16 and not, groups smaller and larger than a panel
+    "float32 4 bits asym channel": ("float32", QuantSpec(4, "asym", "channel", 4, "float16"), 34),
+    "float16 2 bits asym token": ("float16", QuantSpec(2, "asym", "token", 32, "float16"), 64),
+    "float32 8 bits sym token": ("float32", QuantSpec(8, "sym", "token", 8, "float16"), 40),
+    "float16 4 bits sym token": ("float16", QuantSpec(4, "sym", "token", 16, "float32"), 48),
+    "bfloat16 2 bits sym channel": ("bfloat16", QuantSpec(2, "sym", "channel", 5, "float16"), 20),
+    "bfloat16 8 bits asym token": ("bfloat16", QuantSpec(8, "asym", "token", 2, "float32"), 18),
+    "float16 8 bits asym channel": ("float16", QuantSpec(8, "asym", "channel", 1, "float32"), 16),
+    "float32 2 bits asym token of 3": ("float32", QuantSpec(2, "asym", "token", 3, "float32"), 12),
+}
+
+
+def numbers(rng, shape, dtype):
+    """Random numbers with ties, zeros, constant groups and outliers."""
+    x = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 3, (*shape[:-1], 1))
+    kinds = rng.integers(0, 6, shape[:-1])
+    x[kinds == 0] = np.rint(2 * x[kinds == 0]) / 2
+    x[kinds == 1] = 0
+    x[kinds == 3] = abs(x[kinds == 3])
+    x[(rng.random(shape) < 0.1)] *= -0.0
+    x[kinds == 2] = x[kinds == 2][:, :1]
+    x[rng.random(shape) < 0.02] *= 50
+    return x.astype(dtype)
+
+
+def layer_of(spec, **options):
+    return QuantizedLayer(spec, spec, **{"residual_length": 0, "sink": 0, **options})
+
+
+def coded_row(spec, row, dtype=np.float32):
+    layer = layer_of(spec)
+    x = np.array(row, dtype).reshape(1, 1, 1, -1)
+    layer.update(x, x)
+    found, cells = coded(layer)
+    return found.ravel(), cells.ravel(), layer.keys.ravel()
+
+
+@pytest.mark.parametrize("case", first_quick(CASES, 2))
+def test_every_bit_of_codes_and_parameters(case):
+    dtype, spec, dim = CASES[case]
+    rng = np.random.default_rng(list(CASES).index(case))
+    size = spec.group if spec.axis == "channel" else 1
+    x = numbers(rng, (2, 3, 6 * size, dim), dtype)
+    layer = layer_of(spec)
+    layer.update(x, x)
+    truth = reference.Side(spec, spec.axis, 0, 0)
+    truth.update(x)
+    for side in (0, 1):
+        found, cells = coded(layer, side)
+        assert found.shape[2] == x.shape[2]
+        for p in range(x.shape[2]):
+            assert np.array_equal(found[:, :, p], truth.bytes[p])
+        for i, (_, wanted) in enumerate(truth.blocks):
+            assert cells[:, :, i].tobytes() == wanted.tobytes()
+    assert layer.keys.tobytes() == layer.values.tobytes() == truth.stored().tobytes()
+
+
+@pytest.mark.parametrize("case", first_quick(CASES, 2))
+def test_vectors_are_their_plain_siblings(case):
+    dtype, spec, dim = CASES[case]
+    side = Side("key", spec, (1, 1, 0, dim), np.dtype(dtype), 0, 0)
+    form, size = side.format, side.block
+    x = numbers(np.random.default_rng(7), (4 * size, dim), dtype)
+    results = []
+    for plain in (False, True):
+        found = np.full((4 * size, dim * spec.bits // 8), 0xA5, np.uint8)
+        cells = np.full((4, side.cells.shape[3]), 7, spec.param_dtype)
+        row = dim * x.itemsize
+        at = (address(x), 0, size * row, 0, address(found), 0, size * found.strides[0], 0)
+        codes.start(
+            codes.encode(form, plain).address, 1, 4, (*at, address(cells), 0, cells.strides[0], 0), 1, dim, 0
+        )
+        wide = np.full((4 * size, dim), np.nan, np.float32)
+        for block in range(4):
+            rows = slice(block * size, (block + 1) * size)
+            at = (address(wide[rows]), 0, 4 * dim, 0, address(found[rows]), 0, found.strides[0], 0)
+            at = (*at, address(cells[block]), 0, 0, 0)
+            codes.start(codes.widen(form, plain).address, 1, size, at, 1, dim, 0)
+        results.append((found.tobytes(), cells.tobytes(), wide.tobytes()))
+    assert results[0] == results[1]
+    assert np.array_equal(wide, wide.astype(dtype).astype(np.float32)), "numbers of the input's format"
+    assert BY_DTYPE[np.dtype(dtype)].name == form.element
+
+
+# The specification's vectors
+
+
+def test_vector_sym_8():
+    row = (127, -127, 0.5, 1.5, 2.5, -0.5, 0, 3)
+    found, cells, keys = coded_row(QuantSpec(8, "sym", "token", 8), row)
+    assert found.view(np.int8).tolist() == [127, -127, 0, 2, 2, 0, 0, 3]
+    assert cells.tolist() == [1]
+    assert keys.tolist() == [127, -127, 0, 2, 2, 0, 0, 3]
+
+
+@pytest.mark.parametrize(("dtype", "param"), first_quick(PMX))
+def test_vector_zero_group(dtype, param):
+    found, cells, keys = coded_row(QuantSpec(8, "sym", "token", 8, param), [0] * 8, dtype)
+    assert not found.any()
+    assert not keys.any()
+    assert cells.tolist() == [np.float32(1e-5).astype(dtype).astype(param)]
+
+
+def test_vector_sym_4():
+    found, _, _ = coded_row(QuantSpec(4, "sym", "token", 4), (1, -1, 7, 0))
+    assert found.tolist() == [0xF1, 0x07]
+
+
+def test_vectors_asym_2():
+    found, cells, keys = coded_row(QuantSpec(2, "asym", "token", 4, "float32"), (-1, 0, 1, 2))
+    assert found.tolist() == [0xE4]
+    assert cells.tolist() == [1, -1]
+    assert keys.tolist() == [-1, 0, 1, 2]
+    found, cells, keys = coded_row(QuantSpec(2, "asym", "token", 4, "float32"), (0, 0.5, 1.5, 3))
+    assert found.tolist() == [0b11_10_00_00]
+    assert cells.tolist() == [1, 0]
+    assert keys.tolist() == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize("bits", first_quick([4, 8, 2]))
+def test_constant_groups_are_exact(bits):
+    found, _, keys = coded_row(QuantSpec(bits, "asym", "token", 4, "float32"), [1.25] * 4)
+    assert not found.any()
+    assert keys.tolist() == [1.25] * 4
+
+
+def test_bytes_of_a_token():
+    keys, values = QuantSpec(4, group=32, axis="channel"), QuantSpec(4, group=64, axis="token")
+    assert (keys.bytes_per_token(64), values.bytes_per_token(64)) == (40, 36)
+    layer = QuantizedLayer(**OPTIONS | {"residual_length": 0, "sink": 0})
+    layer.update(*states(64))
+    assert layer.nbytes == 2 * 2 * 64 * ((16 * 4 // 8 + 16 * 2 * 2 // 4) + (24 * 2 // 8 + 3 * 2 * 2))
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4), st.sampled_from([8, 4, 2]))
+def test_errors_are_at_most_half_a_step(row, bits):
+    _, (scale, low), keys = coded_row(QuantSpec(bits, "asym", "token", 4, "float32"), row)
+    assert low == min(np.float32(row))
+    assert np.all(abs(keys - np.float32(row)) <= scale * 0.5001 + 1e-6 * abs(np.float32(row)).max())

@@ -1,0 +1,130 @@
+"""Wrong arguments change nothing; sizes; caches of quantized layers."""
+
+import copy
+
+import numpy as np
+import pytest
+from quantized_cache_scenes import KEY, OPTIONS, VALUE, feed, states
+
+from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, SlidingWindowLayer
+from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.errors import KvkitError
+
+WRONG = {
+    "an array": lambda k, v: (k.tolist(), v),
+    "one dtype": lambda k, v: (k, v.astype(np.float16)),
+    "the dtype of the first": lambda k, v: (k.astype(np.float16), v.astype(np.float16)),
+    "one batch": lambda k, v: (k, v[:1]),
+    "one number of tokens": lambda k, v: (k, v[:, :, :1]),
+    "the batch of the first": lambda k, v: (k[:1], v[:1]),
+    "the heads of the first": lambda k, v: (k[:, :1], v[:, :1]),
+    "the head size of the first": lambda k, v: (k[..., :8], v),
+    "four axes": lambda k, v: (k[0], v[0]),
+    "a float": lambda k, v: (k.astype(int), v.astype(int)),
+    "the next positions": lambda k, v: (k, v, [3, 4, 5]),
+    "as many positions": lambda k, v: (k, v, [20]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_update_changes_nothing(case):
+    layer, given = QuantizedLayer(**OPTIONS), states(24)
+    keys, _ = feed(layer, given, 20)
+    before = copy.deepcopy(layer)
+    with pytest.raises(KvkitError):
+        layer.update(*WRONG[case](*(x[:, :, 20:23] for x in given)))
+    assert np.array_equal(keys, given[0][:, :, :20])
+    for each in (layer, before):
+        feed(each, given, 24)
+    assert layer.keys.tobytes() == before.keys.tobytes()
+    assert layer.values.tobytes() == before.values.tobytes()
+
+
+@pytest.mark.parametrize(
+    "change", [("crop", -21), ("crop", 1.5), ("reorder", [2]), ("reorder", [-1]), ("select", [])]
+)
+def test_a_wrong_change_changes_nothing(change):
+    layer, given = QuantizedLayer(**OPTIONS), states(20)
+    layer.update(*given)
+    keys = layer.keys
+    with pytest.raises(KvkitError):
+        getattr(layer, change[0])(change[1])
+    assert np.array_equal(layer.keys, keys)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: QuantSpec(3),
+        lambda: QuantSpec(group=0),
+        lambda: QuantSpec(scheme="both"),
+        lambda: QuantSpec(axis="head"),
+        lambda: QuantSpec(param_dtype="bfloat16"),
+        lambda: QuantizedLayer(key=4),
+        lambda: QuantizedLayer(sink=-1),
+        lambda: QuantizedLayer(residual_length=1.5),
+        lambda: QuantizedLayer(read_back="yes"),
+        lambda: QuantizedCache(2, sink=-1),
+        lambda: QuantizedLayer(value=QuantSpec(group=32)).update(*states(1, dims=(16, 24))),
+        lambda: QuantizedLayer(key=QuantSpec(2, axis="channel")).update(*states(1, dims=(6, 32))),
+    ],
+)
+def test_wrong_sizes(make):
+    with pytest.raises(KvkitError, match="expected"):
+        make()
+
+
+def test_sizes():
+    layer, given = QuantizedLayer(**OPTIONS), states(20)
+    assert layer.get_mask_sizes(3) == (3, 0)
+    assert (layer.keys, layer.get_max_length(), layer.nbytes) == (None, -1, 0)
+    layer.update(*given, cache_position=range(20))
+    assert layer.get_mask_sizes(3) == (23, 0)
+    assert layer.get_seq_length() == 20
+    layer.update(*(x[:, :, :0] for x in given))
+    assert layer.get_seq_length() == 20
+    sides = layer._store.sides
+    coded_bytes = [(12, 16 / 2 + 16 * 4 / 4), (13, 24 / 4 + 24 / 8 * 4)]
+    exact = [(20 - count) * dim * 4 for (count, _), dim in zip(coded_bytes, (16, 24), strict=True)]
+    assert layer.nbytes == 4 * sum(exact) + 4 * sum(count * size for count, size in coded_bytes)
+    assert sides[0].tail.shape[2] <= 20 + 5 + 4 + 16
+
+
+def test_strides_of_inputs_do_not_matter():
+    given = states(30, dtype=np.float16)
+    turned = [np.ascontiguousarray(x.transpose(2, 0, 3, 1)).transpose(1, 3, 0, 2) for x in given]
+    one, other = QuantizedLayer(**OPTIONS), QuantizedLayer(**OPTIONS)
+    one.update(*given)
+    other.update(*turned)
+    assert one.keys.tobytes() == other.keys.tobytes()
+    assert one.values.tobytes() == other.values.tobytes()
+
+
+def test_the_tail_stays_small():
+    """A long prefill's originals go with the next token; a thousand tokens more make no new memory."""
+    layer, given = QuantizedLayer(**OPTIONS), states(5000, batch=1)
+    feed(layer, given, 4000, 4001)
+    tails = {id(side.tail) for side in layer._store.sides}
+    for n in range(4002, 5001):
+        feed(layer, given, n)
+        assert {id(side.tail) for side in layer._store.sides} == tails
+    assert max(side.tail.shape[2] for side in layer._store.sides) < 60
+
+
+def test_a_cache_of_quantized_and_sliding_layers():
+    types = ["full_attention", "sliding_attention"]
+    cache = QuantizedCache(2, KEY, VALUE, 5, 2, layer_types=types, sliding_window=4)
+    assert [type(layer) for layer in cache.layers] == [QuantizedLayer, SlidingWindowLayer]
+    given = states(20)
+    for i in (0, 1):
+        cache.update(*given, i)
+    cache.reserve(5)
+    cache.reorder([1, 0])
+    assert cache.attend(given[0][:, :, :1], 0).shape == (2, 2, 1, 24)
+    growing = QuantizedCache(key=KEY, value=VALUE, residual_length=5, sink=2)
+    for i in range(3):
+        growing.update(*given, i)
+    legacy = growing.to_legacy_cache()
+    assert len(legacy) == 3
+    assert np.array_equal(legacy[2][0], growing.layers[2].keys)
+    assert isinstance(growing, Cache)

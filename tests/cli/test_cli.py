@@ -1,0 +1,833 @@
+"""The command line: what it answers and how fast, what it writes, how it fails."""
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import attention_scenes
+import click
+import numpy as np
+import pytest
+import scenes
+
+import kvkit
+from kvkit.operators import OPERATORS, REQUIRED
+from kvkit_cli import arguments, info, npz
+from kvkit_cli.main import VERBS, main
+from kvkit_cuda.ground import device
+
+NAMES = {"static": "key_value_cache", "dynamic": "dynamic_batching.key_value_cache"}
+LAZY = ("numba", "numpy", "rich", "kvkit", "ml_dtypes", "llvmlite")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command in this process; gives its exit code, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*args):
+        with pytest.raises(SystemExit) as caught:
+            main([str(arg) for arg in args], prog_name="kvkit")
+        return caught.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+def process(*args, **more):
+    command = [sys.executable, "-m", "kvkit_cli", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **more)
+
+
+def scene(kind, formats=scenes.MOVED[0], **more):
+    return getattr(scenes, kind)(np.random.default_rng(0), formats, **more)
+
+
+def arrays_of(scene):
+    return {name: np.asarray(value) for name, value in scene.inputs.items() if value is not None}
+
+
+def settings(attrs):
+    return [word for name, value in attrs.items() for word in ("--set", f"{name}={value}")]
+
+
+def assert_results(path, scene):
+    """A file holds what the reference makes of a scene, and no more."""
+    got = npz.read(path).arrays
+    expected = dict(zip(("key", "value", "cache", "scale"), scene.oracle(), strict=True))
+    assert sorted(got) == sorted(name for name, array in expected.items() if array is not None)
+    for name, array in got.items():
+        assert array.dtype == expected[name].dtype
+        scenes.assert_same(array, expected[name], name)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """(IN, OUT): a small static call, with its attributes in the file, and a name for results."""
+    call = scene("static", dim=6)
+    npz.write(tmp_path / "in.npz", {**arrays_of(call), **{k: np.array(v) for k, v in call.attrs.items()}})
+    return tmp_path / "in.npz", tmp_path / "out.npz"
+
+
+# Answers without work
+
+
+def loaded(*args):
+    """Which of the slow modules a command has loaded when it ends."""
+    code = f"""
+import json, sys
+from kvkit_cli.main import main
+try:
+    main({list(args)}, prog_name="kvkit")
+finally:
+    print(json.dumps([name for name in {LAZY} if name in sys.modules]), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], ["--version"], []], ids=str)
+def test_help_loads_nothing(args):
+    assert loaded(*args) == []
+
+
+@pytest.mark.parametrize("args", [["ops"], ["describe", "key_value_cache"], ["run", "--help"]], ids=str)
+def test_tables_load_no_numba(args):
+    assert not {"numba", "llvmlite"} & set(loaded(*args))
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_is_immediate(option):
+    seconds = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        assert process(option).returncode == 0
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.3
+
+
+def test_version():
+    done = process("--version")
+    assert (done.stdout, done.stderr) == (f"kvkit {kvkit.__version__}\n", "")
+
+
+def test_help_lists_every_verb(run):
+    for args in ([], ["--help"]):
+        code, out, err = run(*args)
+        assert (code, err) == (0, "")
+        for verb, (_, line) in VERBS.items():
+            assert f"  {verb} " in out
+            assert line.split()[0] in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_begins_with_its_line(run, verb):
+    code, out, err = run(verb, "--help")
+    assert (code, err) == (0, "")
+    assert " ".join(out.split("\n\n")[1].split()) == VERBS[verb][1]
+    assert isinstance(main.get_command(click.Context(main), verb), click.Command)
+
+
+# Tables
+
+
+def assert_plain(text):
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def words(text):
+    """A text without the folding and the padding of tables."""
+    return "".join(text.split())
+
+
+def test_ops(run):
+    code, out, err = run("ops")
+    assert (code, err) == (0, "")
+    assert_plain(out)
+    assert all(op.name in out and words(op.source) in words(out) for op in OPERATORS.values())
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=list(OPERATORS))
+def test_describe(run, op):
+    code, out, err = run("describe", op.name)
+    assert (code, err) == (0, "")
+    assert_plain(out)
+    for thing in (*op.inputs, *op.attributes, *op.outputs):
+        assert f"\n {thing.name} " in out
+    for attribute in op.attributes:
+        default = (
+            "required" if attribute.default is REQUIRED else attribute.default or f"{attribute.default!r}"
+        )
+        if attribute.modes:
+            default = attribute.modes[attribute.default][0]
+            listed = [f"{number} {name}: {about}" for number, (name, about) in enumerate(attribute.modes)]
+            assert words("".join(listed)) in words(out)
+        assert f" {attribute.name} {default} " in " ".join(out.split())
+    for word, there in (
+        ("Inputs:", op.inputs),
+        ("Attributes\n", op.attributes),
+        ("Outputs: arrays", op.outputs),
+        ("Outputs: the in-out arrays.", not op.outputs),
+        ("in-out", any(array.inout for array in op.inputs)),
+        ("optional", any(array.optional for array in op.inputs)),
+        ("with return_lse", any(array.only_with for array in op.outputs)),
+        ("window=NUMBER,NUMBER", any(attribute.kind is tuple for attribute in op.attributes)),
+    ):
+        assert (words(word) in words(out)) == bool(there), word
+
+
+def described_example(run, op):
+    """The command that `describe` ends with, without the name of the program."""
+    text = run("describe", op)[1].split("\n\n")[-1]
+    program, *args = shlex.split(text.replace("\\\n", ""))
+    assert program == "kvkit"
+    return args
+
+
+def test_the_described_example_runs(run, files):
+    source, output = files
+    arrays = npz.read(source).arrays
+    del arrays["start_pos"], arrays["num_layer"], arrays["layer_idx"]
+    arrays["cache"] = arrays["cache"][:, :1]
+    npz.write(source, arrays)
+    names = {"IN.npz": source, "OUT.npz": output}
+    assert run(*(names.get(arg, arg) for arg in described_example(run, "key_value_cache")))[0] == 0
+    assert npz.read(output).arrays["key"].shape[1] == arrays["current_key"].shape[1]
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=list(OPERATORS))
+def test_the_described_example_lacks_nothing_but_arrays(run, op):
+    args = described_example(run, op.name)
+    path = "IN.npz" if "IN.npz" in args else None
+    arrays = {array.name: np.zeros(1) for array in op.inputs if "()" not in array.shapes} if path else {}
+    settings = [value for flag, value in itertools.pairwise(args) if flag == "--set"]
+    inputs, attributes = arguments.bind(op, path, arrays, settings)
+    assert REQUIRED not in attributes.values()
+    assert all(array.optional or inputs[array.name] is not None for array in op.inputs)
+
+
+def test_info(run):
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    assert_plain(out)
+    for fact in (
+        kvkit.__version__,
+        np.__version__,
+        "numba",
+        "threading layer",
+        "compile cache",
+        "backend cuda",
+    ):
+        assert fact in out
+
+
+GPU = SimpleNamespace(name="a GPU", compute_capability=(9, 0))
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_info_about_a_gpu(found, monkeypatch):
+    monkeypatch.setattr(device.cuda, "is_available", lambda: found)
+    monkeypatch.setattr(device.cuda, "get_current_device", lambda: GPU)
+    text = info.facts()["backend cuda"]
+    expected = "works on a GPU" if found else "not available: kvkit_cuda: expected an NVIDIA GPU"
+    assert text.startswith(expected)
+
+
+def test_info_without_a_compile_cache():
+    done = process("info", env={**os.environ, "KVKIT_CACHE_DIR": ""})
+    assert done.returncode == 0
+    assert "compile cache off" in " ".join(done.stdout.split())
+
+
+# Runs
+
+FORMATS = [
+    scenes.Formats("fp32", "fp32"),
+    scenes.Formats("bf16", "bf16"),
+    scenes.Formats("int8", "int8"),
+    scenes.Formats("bf16", "int8", "bf16", 8, 8, (24,)),
+    scenes.Formats("fp16", "int8", "fp32", 4, 8, (24,)),
+]
+WRITERS = {
+    "kvkit": npz.write,
+    "savez": lambda path, arrays: np.savez(path, **arrays),
+    "compressed": lambda path, arrays: np.savez_compressed(path, **arrays),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_run_makes_what_the_reference_makes(run, tmp_path, kind, formats, writer):
+    call = scene(kind, formats, repeat=2)
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    WRITERS[writer](source, arrays_of(call))
+    before = source.read_bytes()
+    code, _, err = run("run", NAMES[kind], source, "-o", output, *settings(call.attrs))
+    assert (code, err) == (0, "")
+    assert_results(output, call)
+    assert source.read_bytes() == before
+    metadata = npz.read(output).metadata
+    assert metadata["operator"] == NAMES[kind]
+    assert metadata["attributes"] == call.attrs
+
+
+def test_run_in_a_process(files):
+    source, output = files
+    done = process("run", "key_value_cache", source, "-o", output)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_results(output, scene("static", dim=6))
+
+
+def test_the_report(run, files):
+    source, output = files
+    code, out, _ = run("run", "key_value_cache", source, "-o", output)
+    assert code == 0
+    assert_plain(out)
+    lines = [line.split() for line in out.splitlines()]
+    assert ["current_key", "in", "float32", "(2,", "2,", "2,", "6)", "192", "B"] in lines
+    assert ["cache", "in-out", "float32", "(4,", "3,", "2,", "7,", "2,", "6)", "7.9", "KiB"] in lines
+    assert ["value", "out", "float32", "(2,", "5,", "2,", "6)", "480", "B"] in lines
+    assert not any("scale" in line for line in lines)
+    assert out.splitlines()[-1].startswith("key_value_cache on cpu: ")
+    assert out.endswith(" s (includes compiling or loading the kernels)\n")
+
+
+def test_quiet(run, files):
+    assert run("run", "key_value_cache", files[0], "-o", files[1], "--quiet") == (0, "", "")
+
+
+def test_optional_inputs_may_be_absent(run, tmp_path):
+    call = scene("dynamic", dim=6)
+    arrays = arrays_of(call)
+    del arrays["max_seqlen"], arrays["max_kvlen"]
+    npz.write(tmp_path / "in.npz", arrays)
+    args = ("run", NAMES["dynamic"], tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(call.attrs))
+    assert run(*args)[0] == 0
+    assert_results(tmp_path / "out.npz", call)
+    code, _, err = run(*args, "--set", "max_kvlen=1")
+    assert code == 2
+    assert "max_kvlen" in err
+
+
+def test_attributes_and_numbers_come_from_the_file(run, files):
+    assert run("run", "key_value_cache", files[0], "-o", files[1])[0] == 0
+    assert_results(files[1], scene("static", dim=6))
+
+
+def test_settings_win_over_the_file(run, files):
+    changes = ["--set", "layer_idx=0", "--set", "num_repeat=3", "--set", "start_pos=1"]
+    assert run("run", "key_value_cache", files[0], "-o", files[1], *changes)[0] == 0
+    assert_results(files[1], scene("static", dim=6).but(layer_idx=0, num_repeat=3, start_pos=1))
+    assert npz.read(files[1]).metadata["attributes"]["num_repeat"] == 3
+
+
+def test_threads(run, files):
+    import numba
+
+    most, before = numba.config.NUMBA_NUM_THREADS, numba.get_num_threads()
+    try:
+        assert run("run", "key_value_cache", files[0], "-o", files[1], "--threads", 1)[0] == 0
+        assert numba.get_num_threads() == 1
+    finally:
+        numba.set_num_threads(before)
+    for count in (0, most + 1):
+        code, _, err = run("run", "key_value_cache", files[0], "-o", files[1], "--threads", count)
+        assert (code, err) == (2, f"kvkit: --threads {count}: expected 1 to {most}\n")
+
+
+# In place
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["and -o", "alone"])
+@pytest.mark.parametrize("formats", FORMATS[1::2], ids=str)
+def test_in_place(run, tmp_path, formats, both):
+    call = scene("dynamic", formats)
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    arrays = arrays_of(call)
+    npz.write(source, arrays, {"note": "kept", "producer": "me"})
+    target = ["-o", output] if both else []
+    assert run("run", NAMES["dynamic"], source, "--in-place", *target, *settings(call.attrs))[0] == 0
+    _, _, cache, scale = call.oracle()
+    after = npz.read(source)
+    assert list(after.arrays) == list(arrays)
+    for name, array in (arrays | {"cache": cache} | ({} if scale is None else {"scale": scale})).items():
+        scenes.assert_same(after.arrays[name], array, name)
+    assert (after.metadata["note"], after.metadata["producer"]) == ("kept", "me")
+    if both:
+        assert_results(output, call)
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["in.npz", "out.npz"] if both else ["in.npz"])
+
+
+def test_in_place_keeps_the_number_in_the_file(run, files):
+    assert run("run", "key_value_cache", files[0], "--in-place", "--set", "start_pos=1")[0] == 0
+    assert npz.read(files[0]).arrays["start_pos"] == 3
+    expected = scene("static", dim=6).but(start_pos=1).oracle()[2]
+    scenes.assert_same(npz.read(files[0]).arrays["cache"], expected)
+
+
+@pytest.mark.parametrize("kind", ["static_cache", "dynamic_cache"])
+def test_attention_in_place(run, tmp_path, kind):
+    name, arrays, attrs = attention(kind)
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, arrays)
+    expected = direct(name, arrays, attrs)
+    assert run("run", name, source, "-o", output, "--in-place", *settings(attrs))[0] == 0
+    assert_arrays(output, expected)
+    assert_arrays(source, arrays | {"cache": expected["cache"]})
+
+
+# Every operator
+
+
+def attention(kind, mask_dtype=None, **more):
+    """(operator, arrays, attributes) of a call with all that it may have."""
+    rng, options = np.random.default_rng(0), {"window": (3, 0), "softmax_scale": 0.1, "return_lse": True}
+    call = attention_scenes.any_kind(kind, rng, **options, **more)
+    if kind.startswith("static"):
+        mask = attention_scenes.static_mask(rng, call, (4, 2), mask_dtype)
+    else:
+        mask = attention_scenes.dynamic_mask(rng, call, 4, mask_dtype)
+    arrays = arrays_of(call.but(attn_mask=mask)) | {"sinks": rng.standard_normal(4, np.float32)}
+    return attention_scenes.OPERATORS[kind][0], arrays, call.attrs
+
+
+def direct(name, arrays, attrs):
+    """What a call of the function returns and changes, by name; the arrays stay as they are."""
+    op, arrays = OPERATORS[name], {name: array.copy() for name, array in arrays.items()}
+    given = [arrays.get(array.name) for array in op.inputs if not array.keyword]
+    by_keyword = {array.name: arrays.get(array.name) for array in op.inputs if array.keyword}
+    results = op.function()(*given, **by_keyword, **attrs)
+    changed = {array.name: arrays[array.name] for array in op.inputs if array.inout and array.name in arrays}
+    if not op.outputs:
+        assert [id(array) for array in results if array is not None] == [
+            id(array) for array in changed.values()
+        ]
+        return changed
+    names = [array.name for array in op.outputs if not array.only_with or attrs.get(array.only_with)]
+    outputs = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
+    return {name: array for name, array in outputs.items() if array is not None} | changed
+
+
+def assert_arrays(path, expected):
+    got = npz.read(path).arrays
+    assert sorted(got) == sorted(expected)
+    for name, array in expected.items():
+        scenes.assert_same(got[name], array, name)
+
+
+def moved(kind):
+    call = scene(kind, dim=6)
+    return NAMES[kind], arrays_of(call), call.attrs
+
+
+def turned(name, shape, **arrays):
+    rng = np.random.default_rng(0)
+    heads = {
+        x: rng.standard_normal((*shape, count, 8), np.float32) for x, count in (("query", 4), ("key", 2))
+    }
+    return name, heads | arrays, {"scaling_type": "linear", "scaling_factor": 2.0, "theta": 500.0}
+
+
+def stored_in_blocks(name, values=True, **arrays):
+    """A call of an operator of Ascend on a small cache: 5 blocks of 4 rows, 2 heads."""
+    names = ("key_cache", "value_cache")[: 1 + values]
+    shape = (5, 4, 2, 32)
+    caches = {x: np.random.default_rng(len(x)).standard_normal(shape).astype(np.float16) for x in names}
+    return f"ascend.{name}", caches | arrays, {}
+
+
+def reshaped(values=True):
+    """A range of each head's tokens becomes their mean."""
+    rng = np.random.default_rng(0)
+    names = ("key", "value")[: 1 + values]
+    arrays = {name: rng.standard_normal((5, 2, 32)).astype(np.float16) for name in names}
+    arrays |= {f"{name}_cache": np.full((5, 4, 1, 32), 9, np.float16) for name in names}
+    arrays |= {"slot_mapping": np.array([1, 8]), "seq_lens": np.array([5], np.int32)}
+    arrays |= {"wins": np.array([3, 0]), "offset_index": np.array([1, -1])}
+    return "ascend.reshape_and_cache", arrays, {"compress_type": 2}
+
+
+STARTS = {"seqstarts": np.array([0, 3, 4]), "start_pos": np.array([5, 0])}
+MASKS = {"num_heads": 3, "data_type": "float16"}
+TABLE = {"block_tables": np.array([[2, 0], [3, -1]], np.int32)}
+COPIED = {"src": np.array([4, 0]), "dst": np.array([1, 3, 2]), "cum_sum": np.array([2, 3])}
+QUERIES = np.random.default_rng(1).standard_normal((2, 4, 32)).astype(np.float16)
+NZ = {"y": np.arange(256, dtype=np.float32).reshape(1, 2, 16, 8)}
+CALLS = [
+    *(moved(kind) for kind in ("static", "dynamic")),
+    *(attention(kind, dtype) for kind in attention_scenes.KINDS for dtype in (np.float32, bool)),
+    (
+        "merge_attention_states",
+        {
+            "outputs": np.arange(24, dtype=np.float32).reshape(3, 2, 2, 2),
+            "lses": np.arange(12, dtype=np.float32).reshape(3, 2, 2),
+        },
+        {},
+    ),
+    turned("rotary_position_embedding", (2, 3), start_pos=np.array(7), pad_len=np.array([0, 2])),
+    turned("dynamic_batching.rotary_position_embedding", (4,), **STARTS),
+    ("dynamic_batching.position_index", STARTS | {"sequences": np.arange(4)}, {}),
+    ("alibi_slope", {}, {"num_heads": 3}),
+    ("alibi_mask", {"seqlen_q": np.array(2), "seqlen_kv": np.array(5)}, MASKS),
+    (
+        "dynamic_batching.alibi_mask",
+        {"seqstarts": np.array([0, 1, 3]), "kvstarts": np.array([0, 4, 6]), "attn_mask": np.eye(3, 6) > 0},
+        MASKS,
+    ),
+    *(reshaped(values) for values in (True, False)),
+    *(
+        stored_in_blocks("paged_cache_load", values, seq_lens=np.array([5, 4]), **TABLE)
+        for values in (True, False)
+    ),
+    *(stored_in_blocks("block_copy", values, **COPIED) for values in (True, False)),
+    (
+        *stored_in_blocks(
+            "paged_attention",
+            query=QUERIES,
+            context_lens=np.array([5, 4]),
+            razor_offset=np.linspace(0, 3, 20, dtype=np.float32).reshape(5, 4),
+            **TABLE,
+        )[:2],
+        {"softmax_scale": 0.1, "return_lse": True},
+    ),
+    ("ascend.nd_to_nz", {"x": np.arange(20, dtype=np.int8).reshape(2, 10)}, {}),
+    ("ascend.nz_to_nd", NZ | {"m": np.array(3), "n": np.array(10)}, {}),
+]
+
+
+def test_calls_are_of_every_operator():
+    assert {name for name, *_ in CALLS} == set(OPERATORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "attrs"), CALLS, ids=lambda value: value if type(value) is str else ""
+)
+def test_run_is_the_direct_call(run, tmp_path, name, arrays, attrs):
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, arrays)
+    code, out, err = run("run", name, source, "-o", output, *settings(attrs))
+    assert (code, err) == (0, "")
+    expected = direct(name, arrays, attrs)
+    assert expected
+    assert_arrays(output, expected)
+    op, rows = OPERATORS[name], [line.split()[:2] for line in out.splitlines()]
+    for array in op.inputs:
+        if array.name in arrays:
+            assert [array.name, "in-out" if array.inout else "in"] in rows
+    assert all([array.name, "out"] in rows for array in op.outputs if array.name in expected)
+
+
+def test_lse_is_there_if_asked_for(run, tmp_path):
+    name, arrays, attrs = attention("static")
+    npz.write(tmp_path / "in.npz", arrays)
+    for wanted in (True, False):
+        attrs["return_lse"] = wanted
+        assert run("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs))[0] == 0
+        assert list(npz.read(tmp_path / "out.npz").arrays) == ["attn_output", "lse"][: 1 + wanted]
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("mode", ["KVHEAD_ROPE", 2])
+def test_modes_by_name_and_number(run, tmp_path, mode, in_file):
+    name, arrays, attrs = reshaped()
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, arrays | ({"compress_type": np.array(mode)} if in_file else {}))
+    more = () if in_file else ("--set", f"compress_type={mode}")
+    assert run("run", name, source, "-o", output, *more)[0] == 0
+    assert_arrays(output, direct(name, arrays, attrs))
+    assert npz.read(output).metadata["attributes"]["compress_type"] == 2
+
+
+def test_wrong_modes(run, tmp_path):
+    name, arrays, _ = reshaped()
+    source = tmp_path / "in.npz"
+    npz.write(source, arrays)
+    args = ("run", name, source, "-o", tmp_path / "out.npz", "--set")
+    legal = "UNDEFINED|KVHEAD|KVHEAD_ROPE|OMNI|NUMBER"
+    assert_fails(run(*args, "compress_type=ROPE"), 2, f"compress_type=ROPE: expected compress_type={legal}")
+    assert_fails(run(*args, "compress_type=4"), 2, "compress_type: expected 0 or 1 or 2 or 3, got 4")
+    assert_fails(
+        run(*args, "compress_type=None"), 2, "expected UNDEFINED or KVHEAD or KVHEAD_ROPE or OMNI or an"
+    )
+    npz.write(source, arrays | {"compress_type": np.array("ROPE")})
+    assert_fails(run(*args[:-1]), 2, "in.npz: compress_type='ROPE': expected UNDEFINED or KVHEAD or")
+    assert not (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.parametrize("values", [True, False], ids=["values", "keys alone"])
+def test_blocks_in_place(run, tmp_path, values):
+    name, arrays, attrs = reshaped(values)
+    npz.write(tmp_path / "in.npz", arrays)
+    assert run("run", name, tmp_path / "in.npz", "--in-place", *settings(attrs))[0] == 0
+    assert_arrays(tmp_path / "in.npz", arrays | direct(name, arrays, attrs))
+
+
+@pytest.mark.parametrize("text", ["linear", "'linear'", '"linear"', None])
+def test_texts(run, tmp_path, text):
+    name, arrays, attrs = turned("dynamic_batching.rotary_position_embedding", (4,), **STARTS)
+    expected = direct(name, arrays, attrs)
+    if text is None:
+        arrays["scaling_type"] = np.array(attrs.pop("scaling_type"))
+    else:
+        attrs["scaling_type"] = text
+    npz.write(tmp_path / "in.npz", arrays)
+    assert run("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs))[0] == 0
+    assert_arrays(tmp_path / "out.npz", expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("alibi_slope", {"num_heads": 6}), ("alibi_mask", {"seqlen_q": 2, "seqlen_kv": 3, **MASKS})],
+)
+def test_a_run_without_a_file(run, tmp_path, name, values):
+    out = tmp_path / "out.npz"
+    assert run("run", name, "-o", out, *settings(values))[0] == 0
+    ((_, mask),) = npz.read(out).arrays.items()
+    scenes.assert_same(mask, getattr(kvkit, name)(**values))
+    result = run("run", name, "-o", tmp_path / "no.npz", *settings(values)[2:])
+    first = next(iter(values))
+    assert_fails(result, 2, f"no IN.npz: missing {first}: ", f" or give --set {first}=NUMBER; {name} takes")
+    assert_fails(run("run", name, "--in-place"), 2, f"--in-place: {name} changes none of its inputs: give -o")
+    assert_fails(run("run", name), 2, "nothing to write: give -o OUT.npz\n")
+
+
+ATTENTION = OPERATORS["multi_head_attention"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("window=(3,0)", (3, 0)),
+        ("window=(-1, 4)", (-1, 4)),
+        ("window=-1,4", (-1, 4)),
+        ("window=[3, 0]", (3, 0)),
+        ("softmax_scale=0.1", 0.1),
+        ("softmax_scale=1", 1.0),
+        ("softmax_scale=None", None),
+        ("return_lse=True", True),
+        ("return_lse=true", True),
+        ("is_causal=0", False),
+        ("is_causal=false", False),
+        ("num_kv_heads=4", 4),
+    ],
+)
+def test_settings_are_values(setting, value):
+    name = setting.split("=")[0]
+    arrays = dict.fromkeys(["query", "key", "value", "num_heads", "head_dim"], np.array(1))
+    got = arguments.bind(ATTENTION, "in.npz", arrays, [setting])[1][name]
+    assert (got, type(got)) == (value, type(value))
+    if value is not None:
+        got = arguments.bind(ATTENTION, "in.npz", arrays | {name: np.array(value)}, [])[1][name]
+        assert (got, type(got)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("window=left", "--set window=left: expected window=NUMBER,NUMBER"),
+        ("window=3", "window=3: expected two integers"),
+        ("window=1,2,3", "window: expected a pair of integers (left, right), got tuple (1, 2, 3)"),
+        ("softmax_scale=half", "expected softmax_scale=NUMBER"),
+        ("softmax_scale='half'", "softmax_scale='half': expected a number or None"),
+        ("return_lse=yes", "expected return_lse=True or False"),
+        ("return_lse=2", "return_lse=2: expected True or False"),
+        ("num_heads=eight", "expected num_heads=NUMBER"),
+        ("sinks=1", "no such name; there are num_heads"),
+    ],
+)
+def test_wrong_settings_of_attention(run, tmp_path, setting, text):
+    name, arrays, attrs = attention("static")
+    attrs.pop(setting.split("=")[0], None)
+    npz.write(tmp_path / "in.npz", arrays)
+    args = ("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs), "--set", setting)
+    assert_fails(run(*args), 2, text)
+
+
+def test_missing_attributes(run, tmp_path):
+    name, arrays, attrs = attention("static")
+    npz.write(tmp_path / "in.npz", arrays | {"window": np.array([1, 2, 3])})
+    args = ("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz")
+    del attrs["num_heads"], attrs["head_dim"]
+    ways = "add arrays of these names or give --set num_heads=NUMBER --set head_dim=NUMBER; "
+    assert_fails(run(*args, *settings(attrs)), 2, f"in.npz: missing num_heads, head_dim: {ways}")
+    assert_fails(
+        run(*args, "--set", "num_heads=4", "--set", "head_dim=64"),
+        2,
+        "in.npz: window has shape (3,), but is two integers, an array of shape (2,)",
+    )
+
+
+# Failures: a code and a line
+
+
+def assert_fails(result, code, *texts):
+    assert result[:2] == (code, "")
+    assert result[2].startswith("kvkit: ")
+    assert result[2].count("\n") == 1
+    assert result[2].endswith("\n")
+    for text in texts:
+        assert text in result[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["rnu"], "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
+        (["--nothing"], "--nothing"),
+        (["run"], "(see kvkit run --help)"),
+        (
+            ["run", "key_value_cach", "IN", "-o", "OUT"],
+            "(did you mean key_value_cache?); there are key_value_cache",
+        ),
+        (["describe", "nothing"], "no operator 'nothing'; there are key_value_cache, multi_head_attention"),
+        (["run", "key_value_cache", "IN"], "nothing to write: give -o OUT.npz, --in-place or both"),
+        (["run", "key_value_cache", "IN", "-o", "IN"], "-o names the input"),
+        (["run", "key_value_cache", "IN", "-o", "OUT", "--backend", "tpu"], "'tpu'"),
+        (["run", "key_value_cache", "IN", "-o", "OUT", "--threads", "many"], "many"),
+        (["run", "key_value_cache", "IN", "-o", "no/OUT"], "there is no folder"),
+        (["run", "key_value_cache", "absent.npz", "-o", "OUT"], "absent.npz: no such file"),
+        (["run", "key_value_cache", "absent.npz", "--in-place"], "absent.npz: no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_commands(run, files, args, text):
+    names = {"IN": files[0], "OUT": files[1], "no/OUT": files[1].parent / "no" / "out.npz"}
+    assert_fails(run(*(names.get(arg, arg) for arg in args)), 2, text)
+    assert not files[1].exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("num_layers=1", "no such name (did you mean num_layer?); there are start_pos, num_layer"),
+        ("cache=1", "no such name; there are start_pos"),
+        ("num_layer", "expected num_layer=NUMBER"),
+        ("num_layer=", "expected num_layer=NUMBER"),
+        ("num_layer=a", "expected num_layer=NUMBER"),
+        ("num_layer=1.0", "num_layer=1.0: expected an integer"),
+        ("num_layer=True", "num_layer=True: expected an integer"),
+        ("num_layer=[1]", "num_layer=[1]: expected an integer"),
+        ("num_layer=None", "num_layer=None: expected an integer"),
+        ("num_layer=0", "num_layer"),
+        ("start_pos=1.5", "start_pos=1.5: expected an integer of int64"),
+        (f"start_pos={2**63}", "expected an integer of int64"),
+        ("start_pos=-1", "start_pos"),
+        ("start_pos=1000", "start_pos"),
+    ],
+)
+def test_wrong_settings(run, files, setting, text):
+    assert_fails(run("run", "key_value_cache", files[0], "-o", files[1], "--set", setting), 2, text)
+    assert not files[1].exists()
+
+
+def test_set_twice(run, files):
+    args = ("--set", "num_layer=3", "--set", "num_layer=1")
+    assert_fails(run("run", "key_value_cache", files[0], "-o", files[1], *args), 2, "num_layer is set twice")
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        (
+            {"cache": None, "current_key": None},
+            ("missing current_key, cache: add arrays of these names; key_value_cache takes",),
+        ),
+        ({"start_pos": None}, ("missing start_pos: ", "names or give --set start_pos=NUMBER; ")),
+        (
+            {"cach": np.zeros(3), "other": np.zeros(3)},
+            ("unknown arrays cach (did you mean cache?), other; ",),
+        ),
+        ({"key": np.zeros(3)}, ("unknown arrays key", "current_value, start_pos, cache, scale, num_layer")),
+        ({"num_layer": np.zeros(1, int)}, ("num_layer has shape (1,), but is an attribute, a 0-d array",)),
+        ({"num_layer": np.array(1.5)}, ("num_layer=1.5: expected an integer",)),
+        ({"num_layer": np.array("x")}, ("num_layer='x': expected an integer",)),
+        ({"cache": np.zeros(3)}, ("cache",)),
+    ],
+)
+def test_wrong_arrays(run, files, changes, texts):
+    source, output = files
+    arrays = {name: array for name, array in (npz.read(source).arrays | changes).items() if array is not None}
+    npz.write(source, arrays)
+    assert_fails(run("run", "key_value_cache", source, "-o", output), 2, *texts)
+    assert not output.exists()
+
+
+def test_an_error_of_the_operator_leaves_the_file(run, files):
+    before = files[0].read_bytes()
+    result = run("run", "key_value_cache", files[0], "--in-place", "--set", "layer_idx=7")
+    assert_fails(result, 2, "layer_idx")
+    assert files[0].read_bytes() == before
+
+
+def test_no_archive(run, files):
+    files[0].write_bytes(files[0].read_bytes()[:-40])
+    assert_fails(run("run", "key_value_cache", files[0], "-o", files[1]), 2, f"{files[0]}: not a zip archive")
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_no_gpu(run, tmp_path, kind):
+    call = scene(kind, dim=6)
+    npz.write(tmp_path / "in.npz", arrays_of(call))
+    args = ("run", NAMES[kind], tmp_path / "in.npz", "--backend", "cuda", "--in-place", *settings(call.attrs))
+    assert_fails(run(*args), 1, "CUDA")
+
+
+def test_a_folder_that_may_not_be_written(run, files, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    result = run("run", "key_value_cache", files[0], "-o", files[1])
+    assert_fails(result, 1, f"{files[1].parent}: Permission denied")
+
+
+def test_a_full_disk(files):
+    """A limit on file sizes ends the write half way; the file that was there stays."""
+    source, output = files
+    output.write_bytes(b"old")
+    command = shlex.join(
+        [sys.executable, "-m", "kvkit_cli", "run", "key_value_cache", str(source), "-o", str(output)]
+    )
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -f 4; exec {command}"], capture_output=True, text=True, check=False
+    )
+    assert_fails((done.returncode, done.stdout, done.stderr), 1, "File too large")
+    assert output.read_bytes() == b"old"
+    assert sorted(path.name for path in source.parent.iterdir()) == ["in.npz", "out.npz"]
+
+
+def break_operator(monkeypatch, error):
+    def broken(*args, **attributes):
+        raise error
+
+    monkeypatch.setattr(kvkit, "key_value_cache", broken)
+
+
+def test_memory_runs_out(run, files, monkeypatch):
+    break_operator(monkeypatch, MemoryError("for 9 TiB"))
+    assert_fails(run("run", "key_value_cache", files[0], "-o", files[1]), 1, "out of memory for 9 TiB")
+
+
+def test_interrupted(run, files, monkeypatch):
+    break_operator(monkeypatch, KeyboardInterrupt())
+    code, out, err = run("run", "key_value_cache", files[0], "-o", files[1])
+    assert (code, out, err.strip()) == (130, "", "kvkit: interrupted")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), ValueError("bug"), TypeError("bug")], ids=repr)
+def test_a_bug_keeps_its_traceback(files, monkeypatch, error):
+    break_operator(monkeypatch, error)
+    with pytest.raises(type(error), match="bug"):
+        main(["run", "key_value_cache", str(files[0]), "-o", str(files[1])])
+    assert not files[1].exists()
+
+
+def test_a_reader_that_leaves_early():
+    command = f"{shlex.quote(sys.executable)} -m kvkit_cli describe key_value_cache | head -n 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("key_value_cache: ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,143 @@
+"""Every example that a reader sees runs as printed, and the operator table tells the truth."""
+
+import doctest
+import functools
+import importlib.util
+import inspect
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvkit
+from kvkit.operators import OPERATORS, REQUIRED
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+HELPERS = kvkit.ascend.compressed_slots, kvkit.ascend.razor_windows, kvkit.ascend.slots
+
+
+def run_examples(text, name):
+    test = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
+    assert test.examples
+    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE)
+    report = []
+    runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+def test_readme_examples():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    run_examples("\n".join(blocks), "README.md")
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
+def test_docstring_example(op):
+    run_examples(inspect.getdoc(op.function()), op.name)
+
+
+@pytest.mark.parametrize("function", HELPERS, ids=lambda function: function.__name__)
+def test_helper_example(function):
+    text = inspect.getdoc(function)
+    run_examples(text, function.__name__)
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"^(.*, )?{name}(, .*)? : ", text, re.M), name
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
+def test_table_is_the_signature(op):
+    """Names, order and defaults: inputs by position, then attributes and out= by keyword."""
+    parameters = list(inspect.signature(op.function()).parameters.values())
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert positional == [array.name for array in op.inputs if not array.keyword]
+    if op.outputs:
+        assert keywords.pop("out") is None
+    by_keyword = {array.name: None for array in op.inputs if array.keyword}
+    assert keywords == {attribute.name: attribute.default for attribute in op.attributes} | by_keyword
+    for attribute in op.attributes:
+        assert attribute.default in (None, REQUIRED) or type(attribute.default) is attribute.kind
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
+def test_docstring_names_everything(op):
+    text = inspect.getdoc(op.function())
+    for name in [array.name for array in (*op.inputs, *op.outputs)] + [a.name for a in op.attributes]:
+        assert re.search(rf"\b{name}\b", text), name
+    for section in ("Parameters", "Returns", "Raises", "Notes", "Examples"):
+        assert f"\n{section}\n---" in text
+
+
+def test_modes_are_those_of_the_function():
+    """The table's names are the enumeration's, and what a mode needs is what it takes and no more."""
+    op = OPERATORS["ascend.reshape_and_cache"]
+    modes = next(attribute for attribute in op.attributes if attribute.name == "compress_type").modes
+    assert [name for name, _ in modes] == [mode.name for mode in kvkit.ascend.CompressType]
+    given = {"wins": np.array([2]), "seq_lens": np.array([3]), "offset_index": np.array([0])}
+    key = np.ones((3, 1, 32), np.float16)
+    for number, (_, about) in enumerate(modes):
+        needed = [name for name in given if name in about.partition("; needs ")[2].split(", ")]
+        slots = np.array([0]) if number else np.arange(3)
+        for count in range(len(given) + 1):
+            for names in itertools.combinations(given, count):
+                cache, more = np.zeros((1, 4, 1, 32), np.float16), {name: given[name] for name in names}
+                call = functools.partial(op.function(), key, None, cache, None, slots, **more)
+                if list(names) == needed:
+                    assert call(compress_type=number)[0].any()
+                else:
+                    with pytest.raises(kvkit.KvkitError, match=r"^(wins|seq_lens|offset_index): "):
+                        call(compress_type=number)
+
+
+def test_public_names():
+    """Every operator is where its name says, and little else."""
+    folders = {kvkit: ["DeviceError", "KvkitError", "__version__", "ascend", "dynamic_batching"]}
+    folders[kvkit.dynamic_batching] = ["Plan", "plan"]
+    folders[kvkit.ascend] = ["CompressType", "Slots", *(function.__name__ for function in HELPERS)]
+    for name in OPERATORS:
+        *folder, last = name.split(".")
+        folders[getattr(kvkit, folder[0]) if folder else kvkit].append(last)
+    for module, names in folders.items():
+        assert module.__all__ == sorted(names)
+        assert all(hasattr(module, name) for name in names)
+
+
+def script(path):
+    """A file that is run, not imported, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("plots", [True, False], ids=["plot", "no matplotlib"])
+def test_razor_attention(plots, tmp_path, capsys, monkeypatch):
+    """The errors are those of plain float64 loops over the same tokens."""
+    if plots:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys, "argv", ["razor_attention.py", str(tmp_path / "made")])
+    script(ROOT / "examples" / "razor_attention.py").main()
+    out = capsys.readouterr().out
+    rows = {words[0]: words[1:] for words in map(str.split, out.splitlines()) if len(words) == 5}
+    assert rows["retrieval"] == ["4", "100%", "0.00%", "0.00%"]
+    assert rows["compressed"][:2] == ["8", "61%"]
+    assert rows["all"][:2] == ["12", "74%"]
+    for kind, expected in {"compressed": (26.89, 28.84), "all": (19.59, 21.02)}.items():
+        assert [float(word.rstrip("%")) for word in rows[kind][2:]] == pytest.approx(expected, abs=0.02)
+    plot = tmp_path / "made" / "razor_attention.png"
+    assert plot.exists() == plots == (f"The plot is {plot}." in out)
+    assert ("pip install 'kvkit-kernels[plot]'" in out) == (not plots)
+
+
+def test_benchmark_figures_are_not_typed():
+    """Every table is what `benchmarks/table.py` makes of the committed results."""
+    pages = script(ROOT / "benchmarks" / "table.py").updated()
+    assert README in pages
+    for path, page in pages.items():
+        assert path.read_text() == page
+        assert "\n|---|" in page

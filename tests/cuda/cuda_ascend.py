@@ -1,0 +1,264 @@
+"""`kvkit_cuda.ascend` in the CUDA simulator: arrays of the device, chunks of every size, outputs, doctests.
+
+`test_cuda_ascend.py` runs it, and the suite of the CPU twin with the plugin `cuda_ascend_twin`, in processes
+of their own. The memory of the simulated device is the host's (see `cuda_simulated`).
+"""
+
+import doctest
+
+import ascend_reference as oracle
+import cuda_ascend_twin  # noqa: F401  (small blocks)
+import numpy as np
+import pytest
+from ascend_reference import KVHEAD, OMNI, ROPE
+from cuda_simulated import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
+from test_ascend import DTYPES, FLOATS, any_bits, compressed_call, finite, plain_call
+
+import kvkit
+from kvkit_cuda import ascend
+from kvkit_cuda.ground import device
+from kvkit_cuda.moves import means, pieces
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+GIVEN = ("key", "value", "key_cache", "value_cache")
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The chunk sizes of the kernels that are used."""
+    found, compiled = [], pieces.compiled
+
+    def watched(size):
+        found.append(size)
+        return compiled(size)
+
+    monkeypatch.setattr(pieces, "compiled", watched)
+    return found
+
+
+def stored(call, **keywords):
+    """The bytes of both caches after a call, by the oracle."""
+    *tokens, key_cache, value_cache, slots = call
+    caches = [None if cache is None else cache.copy() for cache in (key_cache, value_cache)]
+    oracle.reshape_and_cache(*tokens, *caches, slots, **keywords)
+    return caches
+
+
+def same(got, expected):
+    for array, wanted in zip(got, expected, strict=True):
+        assert (array is None) == (wanted is None)
+        if wanted is not None:
+            assert contents(array).dtype == wanted.dtype
+            assert contents(array).shape == wanted.shape
+            assert contents(array).tobytes() == wanted.tobytes()
+
+
+# reshape_and_cache
+
+
+@every_kind
+@pytest.mark.parametrize("mode", range(5), ids=["nd", "kvhead", "rope", "omni", "nz"])
+def test_arrays_of_the_device(kind, mode, rng):
+    """They are used where they are, and index tensors of the device are read."""
+    if mode in (KVHEAD, ROPE, OMNI):
+        call, keywords = compressed_call(rng, FLOATS["bfloat16"], mode)
+        indices = {n: Array(np.array(keywords.pop(n))) for n in ("wins", "seq_lens")}
+        if mode != KVHEAD:
+            indices["offset_index"] = Array(np.array(keywords.pop("offset_index")))
+    else:
+        indices, keywords = {}, {"cache_format": "NZ" if mode == 4 else "ND"}
+        call = plain_call(rng, [FLOATS["float16"]] * 2, keywords["cache_format"])
+    expected = stored(call, **keywords, **{name: index.array for name, index in indices.items()})
+    given = [KINDS[kind](np.ascontiguousarray(array)) for array in call[:4]]
+    results = ascend.reshape_and_cache(*given, Array(np.array(call[4])), **keywords, **indices)
+    assert results[0] is given[2]
+    assert results[1] is given[3]
+    same(given[2:], expected)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("kind", [Array, OnTheHost])
+def test_kinds_may_be_mixed(name, kind, rng):
+    call = plain_call(rng, [FLOATS["float32"]] * 2)
+    expected = stored(call)
+    given = [kind(array) if n == name else array for n, array in zip(GIVEN, call[:4], strict=True)]
+    ascend.reshape_and_cache(*given, call[4])
+    same(given[2:], expected)
+
+
+def test_strided_arrays_of_the_device(rng):
+    """A fused projection, an interleaved store, elements apart, and backwards: nothing is copied."""
+    fused, store = any_bits(rng, (11, 6, 8), np.float16), any_bits(rng, (3, 2, 5, 2, 8), np.float16)
+    after, slots = store.copy(), np.r_[7, 3, -1, 9:14, 1, 0, 2]
+    oracle.reshape_and_cache(fused[:, 2:4], fused[:, 4:], after[:, 0], after[:, 1], slots)
+    ascend.reshape_and_cache(*map(Array, (fused[:, 2:4], fused[:, 4:], store[:, 0], store[:, 1])), slots)
+    assert store.tobytes() == after.tobytes()
+    wide, back = any_bits(rng, (4, 3, 10), np.int8)[..., ::2], any_bits(rng, (2, 3, 3, 5), np.int8)[::-1]
+    after = back.copy()
+    oracle.reshape_and_cache(wide, None, after, None, [5, 0, 4, 3])
+    ascend.reshape_and_cache(Array(wide), None, Array(back), None, [5, 0, 4, 3])
+    assert back.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "elements", "size"),
+    [
+        ("float16", 8, 0, 16), ("float16", 12, 0, 8), ("float16", 8, 4, 8), ("float16", 6, 0, 4),
+        ("float16", 5, 0, 2), ("float16", 8, 3, 2), ("float32", 4, 0, 16), ("float32", 3, 0, 4),
+        ("int8", 16, 0, 16), ("int8", 7, 0, 1), ("int8", 16, 8, 8), ("int8", 16, 15, 1),
+    ],
+)  # fmt: skip
+def test_accesses_are_aligned(dtype, dim, elements, size, rng, sizes):
+    """A device refuses an access that does not begin at a multiple of its size."""
+    key, cache = any_bits(rng, (5, 1, dim), DTYPES[dtype]), any_bits(rng, (2, 3, 1, dim), DTYPES[dtype])
+    (expected, _) = stored((key, None, cache, None, [4, 0, -1, 5, 2]))
+    given = moved(key), moved(cache, elements)
+    ascend.reshape_and_cache(given[0], None, given[1], None, [4, 0, -1, 5, 2])
+    same(given[1:], [expected])
+    assert sizes == [size]
+
+
+def test_keys_and_values_in_chunks_of_their_own(rng, sizes):
+    call = plain_call(rng, [FLOATS["float16"]] * 2)
+    key, value = any_bits(rng, (6, 2, 8), np.float16), any_bits(rng, (6, 2, 3), np.float16)
+    caches = any_bits(rng, (2, 4, 2, 8), np.float16), any_bits(rng, (2, 4, 2, 3), np.float16)
+    call = key, value, *caches, [3, 4, 5, -1, 0, 7]
+    expected = stored(call)
+    ascend.reshape_and_cache(*map(moved, call[:4]), call[4])
+    ascend.reshape_and_cache(*call)
+    same(caches, expected)
+    assert sorted(sizes) == [4, 4, 16, 16]
+
+
+def test_offsets_of_more_than_32_bits(rng):
+    """A slot whose bytes lie 4 GiB and more into a cache of which little is ever touched."""
+    cache = np.zeros((2**17 + 1, 16, 8, 128), np.int16).view(np.float16)
+    key = any_bits(rng, (2, 8, 128), np.float16)
+    last = 16 * (2**17 + 1) - 1
+    ascend.reshape_and_cache(Array(key), None, Array(cache), None, [last, 5])
+    assert cache[-1, -1].tobytes() == key[0].tobytes()
+    assert cache[0, 5].tobytes() == key[1].tobytes()
+    assert not cache[0, :5].any()
+
+
+@pytest.mark.parametrize("count", [1, means.AHEAD - 1, means.AHEAD, 2 * means.AHEAD + 3])
+@pytest.mark.parametrize("element", FLOATS)
+def test_means_of_more_tokens_than_are_read_ahead(count, element, rng):
+    key, cache = finite(rng, (40, 2, 32), FLOATS[element]), any_bits(rng, (20, 5, 1, 32), FLOATS[element])
+    keywords = {"compress_type": ROPE, "wins": [count, 0], "seq_lens": [40], "offset_index": [3, -1]}
+    call = key, None, cache, None, [0, 45]
+    expected = stored(call, **keywords)
+    ascend.reshape_and_cache(Array(key), None, Array(cache), None, call[4], **keywords)
+    same([cache], expected[:1])
+
+
+@pytest.mark.parametrize("broken", [pieces, means])
+def test_nothing_is_written_if_a_launch_cannot_be_prepared(broken, rng, monkeypatch):
+    call, keywords = compressed_call(rng, FLOATS["float16"], ROPE)
+    before = [array.tobytes() for array in call[2:4]]
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(broken, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ascend.reshape_and_cache(*map(Array, call[:4]), call[4], **keywords)
+    assert [array.tobytes() for array in call[2:4]] == before
+
+
+def test_what_an_array_of_the_device_may_not_be(rng):
+    call = plain_call(rng, [FLOATS["float16"]] * 2)
+    place = call[2].__array_interface__["data"][0]
+    frozen, slots = Array(call[2], data=(place, True)), call[4]
+    with pytest.raises(kvkit.KvkitError, match=r"^key_cache: expected a writeable array"):
+        ascend.reshape_and_cache(*call[:2], frozen, call[3], slots)
+    with pytest.raises(kvkit.KvkitError, match=r"^value: expected .*float16"):
+        ascend.reshape_and_cache(call[0], Array(call[1].view(np.int16)), *call[2:])
+    with pytest.raises(kvkit.KvkitError, match=r"^stream: expected"):
+        ascend.reshape_and_cache(*call, stream="0")
+
+
+# The neighbours
+
+
+def load_call(rng, dtype, cache_format="ND"):
+    shape = (4, 2, 3, 32 // dtype.itemsize) if cache_format == "NZ" else (4, 3, 2, 5)
+    caches = any_bits(rng, (2, *shape), dtype)
+    return caches, np.array([[2, -1, 0], [1, 9, 1]]), np.array([8, 4])
+
+
+@every_kind
+@pytest.mark.parametrize("cache_format", ["ND", "NZ"])
+def test_load_of_the_device(kind, cache_format, rng):
+    caches, table, lengths = load_call(rng, DTYPES["bfloat16"], cache_format)
+    expected = [oracle.paged_cache_load(c, table, lengths, None, cache_format == "NZ") for c in caches]
+    given = [KINDS[kind](cache) for cache in caches]
+    results = ascend.paged_cache_load(*given, Array(table), Array(lengths), cache_format=cache_format)
+    assert type(results[0]) is (Tensor if kind == "torch" else type(device.empty(1, np.int8, 0)))
+    same(results, expected)
+    key, value = ascend.paged_cache_load(given[0], None, table, lengths, cache_format=cache_format)
+    same([key, value], [expected[0], None])
+
+
+def test_load_into_given_arrays(rng):
+    caches, table, lengths = load_call(rng, DTYPES["float16"])
+    expected = [oracle.paged_cache_load(cache, table, lengths) for cache in caches]
+    key, value = np.ones_like(expected[0]), Capsule(np.ones_like(expected[1]))
+    out = ascend.paged_cache_load(*caches, table, lengths, out=(key, value))
+    assert out[0] is key
+    assert out[1] is value
+    same(out, expected)
+    inside = caches[0].reshape(-1)[: expected[0].size].reshape(expected[0].shape)
+    with pytest.raises(kvkit.KvkitError, match=r"^out \(value\): expected memory apart from key_cache"):
+        ascend.paged_cache_load(Array(caches[0]), caches[1], table, lengths, out=(key, Array(inside)))
+
+
+@every_kind
+def test_block_copy_of_the_device(kind, rng):
+    caches = any_bits(rng, (5, 2, 3, 4), np.float32), any_bits(rng, (5, 3, 1, 7), np.int8)
+    after = [cache.copy() for cache in caches]
+    for cache in after:
+        oracle.block_copy(cache, [4, 0], [1, 3, 2], [2, 3])
+    given = [KINDS[kind](cache) for cache in caches]
+    results = ascend.block_copy(*given, *(Array(np.array(x)) for x in ([4, 0], [1, 3, 2], [2, 3])))
+    assert results == tuple(given)
+    same(results, after)
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(2, 19, 13), (1, 16, 16), (3, 5, 1)])
+def test_matrices_of_the_device(kind, shape, rng):
+    x = any_bits(rng, shape, np.float32)
+    expected = oracle.nd_to_nz(x)
+    y = ascend.nd_to_nz(KINDS[kind](x))
+    assert type(y) is (Tensor if kind == "torch" else type(device.empty(1, np.int8, 0)))
+    same([y], [expected])
+    same([ascend.nz_to_nd(KINDS[kind](expected), *shape[1:])], [x])
+    out = Array(np.ones_like(expected))
+    assert ascend.nd_to_nz(x, out=out) is out
+    same([out], [expected])
+    same([ascend.nd_to_nz(Array(x[0]))], [expected[:1]])
+
+
+def test_strided_matrices_of_the_device(rng):
+    x = any_bits(rng, (2, 20, 24), np.float16)[:, ::-1, ::2]
+    expected = oracle.nd_to_nz(x)
+    same([ascend.nd_to_nz(Array(x))], [expected])
+    back = Array(np.zeros((2, 40, 12), np.float16)[:, ::2])
+    assert ascend.nz_to_nd(expected, 20, 12, out=back) is back
+    same([back], [np.ascontiguousarray(x)])
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [ascend.reshape_and_cache, ascend.paged_cache_load, ascend.block_copy, ascend.nd_to_nz, ascend.nz_to_nd],
+)
+def test_docstring_example(operator):
+    test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, operator.__name__, None, 0)
+    assert len(test.examples) > 1
+    assert doctest.DocTestRunner().run(test).failed == 0

@@ -1,0 +1,284 @@
+"""The position operators of kvkit_cuda in the CUDA simulator: the CPU twin's bits, arrays of the device.
+
+`test_cuda_positions.py` runs it, and the suite of the CPU twin with the plugin `cuda_positions_twin`, in
+processes of their own. The memory of the simulated device is the host's (see `cuda_simulated`).
+"""
+
+import doctest
+import sys
+import types
+
+import cuda_positions_twin
+import numpy as np
+import pytest
+from cuda_simulated import KINDS, Array, Tensor, contents, moved
+from scenes import DTYPES, FLOATS
+
+import kvkit
+import kvkit_cuda
+from kvkit_cuda.ground import device
+from kvkit_cuda.positions import alibi, angles, rotary
+
+TWINS = cuda_positions_twin.TWINS
+every_kind = pytest.mark.parametrize("kind", KINDS)
+packed = kvkit_cuda.dynamic_batching
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    """The chunk sizes of the kernels that are used."""
+    found = []
+
+    def watched(module):
+        compiled = module.compiled
+
+        def compile_(*variant):
+            found.append(variant[-1])
+            return compiled(*variant)
+
+        monkeypatch.setattr(module, "compiled", compile_)
+
+    watched(rotary)
+    watched(alibi)
+    return found
+
+
+def same(got, expected):
+    for array, wanted in zip(got, expected, strict=True):
+        assert contents(array).dtype == wanted.dtype
+        assert contents(array).shape == wanted.shape
+        assert contents(array).tobytes() == wanted.tobytes()
+
+
+def kind_of(kind):
+    return Tensor if kind == "torch" else type(device.empty(1, np.int8, 0))
+
+
+# Rotary position embedding
+
+
+def turn_call(rng, t1, dim=16, heads=(3, 2)):
+    """Query, key, seqstarts and start_pos of three sequences, one of them empty."""
+    arrays = [rng.standard_normal((6, h, dim)).astype(DTYPES[t1]) for h in heads]
+    return arrays, np.array([0, 4, 4, 6]), np.array([7, 1, 900])
+
+
+ATTRIBUTES = {
+    "all": {},
+    "front": {"rotary_dim": 8},
+    "bypass": {"bypass_key": True, "theta": 100.0},
+    "linear": {"scaling_type": "linear", "scaling_factor": 2.5},
+    "dynamic": {"scaling_type": "dynamic", "scaling_factor": 2.0, "max_position_embeddings": 9},
+}
+
+
+@pytest.mark.parametrize("t1", FLOATS)
+@pytest.mark.parametrize("attributes", ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_the_bits_of_the_cpu(t1, attributes, rng):
+    arrays, starts, first = turn_call(rng, t1)
+    twin = TWINS["dynamic_batching.rotary_position_embedding"]
+    same(
+        packed.rotary_position_embedding(*map(Array, arrays), starts, first, None, **attributes),
+        twin(*arrays, starts, first, None, **attributes),
+    )
+    static = [np.stack([array, -array]) for array in arrays]
+    pads = np.array([3, 11])
+    same(
+        kvkit_cuda.rotary_position_embedding(*map(Array, static), 7, pads, **attributes),
+        TWINS["rotary_position_embedding"](*static, 7, pads, **attributes),
+    )
+
+
+@pytest.mark.parametrize("start", [2**24 - 3, 2**24 + 8, 2**63 - 5])
+def test_far_positions(start, rng):
+    """Where some angle is too large for the device's formula, the table is made on the host."""
+    arrays, starts, first = turn_call(rng, "fp32")
+    first[1:] = start - 5, start - 3
+    twin = TWINS["dynamic_batching.rotary_position_embedding"]
+    same(
+        packed.rotary_position_embedding(*arrays, starts, first, None),
+        twin(*arrays, starts, first, None),
+    )
+
+
+@every_kind
+def test_rotary_of_the_device(kind, rng):
+    """Index tensors of the device are read; results are of the kind of the query."""
+    arrays, starts, first = turn_call(rng, "bf16")
+    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, starts, first, None)
+    given = [KINDS[kind](array) for array in arrays]
+    results = packed.rotary_position_embedding(*given, Array(starts), Array(first), None)
+    assert [type(array) for array in results] == [kind_of(kind)] * 2
+    same(results, expected)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_rotary_in_place(bypass, rng):
+    arrays, starts, first = turn_call(rng, "fp16")
+    arguments = starts, first, None
+    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, *arguments, bypass_key=bypass)
+    hosts = [array.copy() for array in arrays]
+    out = packed.rotary_position_embedding(*hosts, *arguments, bypass_key=bypass, out=tuple(hosts))
+    assert out[0] is hosts[0]
+    same(hosts, expected)
+    given = tuple(map(Array, arrays))
+    assert packed.rotary_position_embedding(*given, *arguments, bypass_key=bypass, out=given) == given
+    same(given, expected)
+
+
+@pytest.mark.parametrize(
+    ("t1", "dim", "elements", "rotary_dim", "span"),
+    [
+        ("fp16", 16, 0, 0, 8), ("fp16", 16, 8, 8, 8), ("fp16", 16, 1, 0, 2), ("fp16", 16, 0, 6, 2),
+        ("fp16", 20, 0, 0, 2), ("fp16", 7, 0, 6, 2), ("fp32", 12, 0, 4, 4), ("fp32", 6, 0, 0, 2),
+        ("fp32", 5, 1, 2, 2),
+    ],
+)  # fmt: skip
+def test_rotary_in_chunks(t1, dim, elements, rotary_dim, span, rng, spans):
+    """16 bytes at a time where all is aligned and whole, pairs elsewhere."""
+    arrays, starts, first = turn_call(rng, t1, dim)
+    arguments = starts, first, None
+    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, *arguments, rotary_dim=rotary_dim)
+    out = tuple(moved(np.zeros_like(array)) for array in arrays)
+    given = moved(arrays[0], elements), moved(arrays[1])
+    packed.rotary_position_embedding(*given, *arguments, rotary_dim=rotary_dim, out=out)
+    same(out, expected)
+    assert spans == [span]
+
+
+def test_rotary_of_parts_of_larger_arrays(rng):
+    arrays, starts, first = turn_call(rng, "fp32")
+    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, starts, first, None)
+    fused = np.concatenate(arrays, axis=1)
+    pieces = np.repeat(arrays[1], 2, axis=-1)[..., ::2]
+    given = Array(fused[:, :3]), Array(pieces)
+    same(packed.rotary_position_embedding(*given, starts, first, None), expected)
+
+
+# ALiBi
+
+
+FEW = [("fp32", None), ("fp16", "bool"), ("bf16", "fp32")]
+ALL = [(t1, mask_type) for t1 in FLOATS for mask_type in (None, *FLOATS, "bool")]
+
+
+def check_masks(t1, mask_type, rng):
+    dtype, mask = DTYPES[t1], None
+    if mask_type:
+        mask = rng.standard_normal((2, 3, 5, 21))
+        mask = mask > 0 if mask_type == "bool" else mask.astype(DTYPES[mask_type])
+    more = {"num_heads": 3, "data_type": dtype.name}
+    given = None if mask is None else Array(mask)
+    same([kvkit_cuda.alibi_mask(5, 19, given, **more)], [TWINS["alibi_mask"](5, 19, mask, **more)])
+    starts, kvstarts = np.array([0, 1, 1, 5]), np.array([0, 4, 6, 20])
+    mask = None if mask is None else mask[0]
+    given = None if mask is None else Array(mask)
+    expected = TWINS["dynamic_batching.alibi_mask"](starts, kvstarts, mask, **more)
+    same([packed.alibi_mask(Array(starts), Array(kvstarts), given, **more)], [expected])
+
+
+@pytest.mark.parametrize(("t1", "mask_type"), FEW)
+def test_masks_have_the_bits_of_the_cpu(t1, mask_type, rng):
+    check_masks(t1, mask_type, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("t1", "mask_type"), [pair for pair in ALL if pair not in FEW])
+def test_masks_of_every_format_have_the_bits_of_the_cpu(t1, mask_type, rng):
+    check_masks(t1, mask_type, rng)
+
+
+@every_kind
+def test_masks_of_the_device(kind, rng):
+    mask = rng.standard_normal((3, 1, 20)).astype(np.float32)[..., ::2]
+    expected = TWINS["alibi_mask"](5, 9, mask, num_heads=3)
+    given = KINDS[kind](mask if kind == "interface" else np.ascontiguousarray(mask))
+    result = kvkit_cuda.alibi_mask(Array(np.array([5])), 9, given, num_heads=3)
+    assert type(result) is kind_of(kind)
+    same([result], [expected])
+    assert type(kvkit_cuda.alibi_mask(5, 9, num_heads=3)) is np.ndarray
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_masks_of_other_types_than_the_added_one(library, rng, monkeypatch):
+    """A new array of the library is asked for by the dtype of the result."""
+    asked = []
+
+    class Tensor_(Array):
+        if library == "torch":
+
+            def new_empty(self, shape, dtype):
+                return empty(shape, dtype)
+
+    def empty(shape, dtype):
+        asked.append(dtype)
+        return Tensor_(np.empty(shape, np.float32))
+
+    Tensor_.__module__ = f"{library}.core"
+    monkeypatch.setitem(
+        sys.modules, library, types.SimpleNamespace(__name__=library, empty=empty, float32="its float32")
+    )
+    mask = rng.random((5, 9)) > 0.5
+    expected = TWINS["alibi_mask"](5, 9, mask, num_heads=3)
+    result = kvkit_cuda.alibi_mask(5, 9, Tensor_(mask), num_heads=3)
+    assert type(result) is Tensor_
+    assert asked == ["its float32" if library == "torch" else np.float32]
+    same([result], [expected])
+
+
+@pytest.mark.parametrize(("elements", "span"), [(0, 8), (1, 1), (8, 8)])
+def test_masks_in_chunks(elements, span, rng, spans):
+    expected = TWINS["alibi_mask"](3, 17, num_heads=2, data_type="float16")
+    out = moved(np.zeros_like(expected), elements)
+    assert kvkit_cuda.alibi_mask(3, 17, num_heads=2, data_type="float16", out=out) is out
+    same([out], [expected])
+    assert spans == [span]
+
+
+@every_kind
+def test_slopes_into_arrays_of_the_device(kind):
+    out = KINDS[kind](np.zeros(6, np.float32))
+    assert kvkit_cuda.alibi_slope(num_heads=6, out=out) is out
+    same([out], [TWINS["alibi_slope"](num_heads=6)])
+
+
+# Positions
+
+
+@every_kind
+def test_positions_of_the_device(kind):
+    starts, first = np.array([0, 0, 2, 2, 3]), np.array([5, 2**63 - 3, 9, 0])
+    tokens = KINDS[kind](np.full(3, 7))
+    result = packed.position_index(tokens, Array(starts), Array(first))
+    assert type(result) is kind_of(kind)
+    same([result], [np.array([2**63 - 3, 2**63 - 2, 0])])
+    with pytest.raises(kvkit.KvkitError, match=r"^sequences: expected integers"):
+        packed.position_index(Array(np.zeros(3, np.float32)), starts, first)
+
+
+@pytest.mark.parametrize("broken", [angles, rotary])
+def test_nothing_is_written_if_a_launch_cannot_be_prepared(broken, rng, monkeypatch):
+    arrays, starts, first = turn_call(rng, "fp32")
+    before = [array.tobytes() for array in arrays]
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(broken, "table" if broken is angles else "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        packed.rotary_position_embedding(*arrays, starts, first, None, out=tuple(map(Array, arrays)))
+    assert [array.tobytes() for array in arrays] == before
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_docstring_example(name):
+    module, _, name = name.rpartition(".")
+    operator = getattr(packed if module else kvkit_cuda, name)
+    test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, name, None, 0)
+    assert len(test.examples) > 1
+    assert doctest.DocTestRunner().run(test).failed == 0

@@ -1,0 +1,496 @@
+"""kvkit_cuda in the CUDA simulator: kernels against the oracle and the CPU twin, and arrays of every kind.
+
+`test_cuda.py` runs it in a process of its own. The memory of the simulated device is the host's, so an array
+"of the device" is a numpy array that does not say so.
+"""
+
+import ctypes
+import doctest
+import sys
+import types
+
+import cuda_twin  # noqa: F401  (the scenes' operators)
+import ml_dtypes
+import numpy as np
+import pytest
+import scenes
+from numba import cuda
+from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
+
+import kvkit
+import kvkit_cuda
+from kvkit_cuda.ground import device
+from kvkit_cuda.moves import transfer
+
+TWINS = {
+    "static": kvkit.key_value_cache,
+    "dynamic": kvkit.dynamic_batching.key_value_cache,
+}
+# Both chunk sizes of a move, a conversion, and codes whose groups are part of a chunk, one, several, or odd.
+FEW = [
+    Formats("fp32", "fp16", dims=(6, 40)),
+    Formats("int8", "int8", dims=(17, 128)),
+    Formats("bf16", "int8", "fp32", 8, 16, (32,)),
+    Formats("fp32", "int8", "fp16", 4, 2, (6,)),
+    Formats("fp16", "uint8", "bf16", 4, 40, (40,)),
+]
+HALF, CODES = FEW[0], FEW[2]
+few_formats = pytest.mark.parametrize("formats", FEW, ids=str)
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+def check(scene):
+    """The same bits as the oracle and as the CPU twin; inputs do not change."""
+    before, twin = scene.copy(), scene.copy()
+    by_cpu = *TWINS[scene.kind](*twin.inputs.values(), **twin.attrs), twin["cache"], twin["scale"]
+    expected, got = scene.oracle(), scene.results()
+    assert_all_same(got, expected)
+    assert_all_same(got, by_cpu)
+    for name in ("current_key", "current_value"):
+        assert_same(scene[name], before[name], name)
+
+
+# Values
+
+
+@few_formats
+def test_every_layout_and_mode(formats, rng):
+    for layout in range(2):
+        for dim in formats.dims:
+            check(scenes.static(rng, formats, layout, dim=dim, repeat=1 + layout))
+    for layout in range(4):
+        mode, dim = (layout + FEW.index(formats)) % 2, formats.dims[layout // 2 % len(formats.dims)]
+        check(scenes.dynamic(rng, formats, layout, mode, dim=dim, repeat=1 + layout % 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("formats", ALL_FORMATS, ids=str)
+def test_every_format(formats, rng):
+    for i, dim in enumerate(formats.dims):
+        check(scenes.static(rng, formats, i % 2, dim=dim))
+        check(scenes.dynamic(rng, formats, i % 4, 1, dim=dim, repeat=1 + i % 2))
+
+
+@pytest.mark.parametrize("threads", [4, 64])
+def test_any_number_of_threads(threads, rng, monkeypatch):
+    monkeypatch.setattr(transfer, "THREADS", threads)
+    check(scenes.dynamic(rng, CODES, 3, 1, heads=3, lengths=[(3, 4), (0, 0), (9, 2)]))
+
+
+@pytest.mark.parametrize("choices", [{"batch": 0}, {"seqlen": 0}, {"seqlen": 0, "start": 0}], ids=str)
+def test_little_to_do(choices, rng):
+    check(scenes.static(rng, CODES, **choices))
+
+
+@pytest.mark.slow
+def test_a_large_group(rng, monkeypatch):
+    """Half a warp tells each other of a group; a whole warp; more threads than that look for themselves."""
+    monkeypatch.setattr(transfer, "THREADS", 32)
+    for group in (64, 128, 256):
+        formats = Formats("fp32", "int8", "fp16", 8, group, (256,))
+        check(scenes.static(rng, formats, batch=1, start=1, seqlen=1, heads=1))
+
+
+# Arrays
+
+
+class Array:
+    """An array of some other library, on the device."""
+
+    def __init__(self, array, **more):
+        form = array.__array_interface__
+        self.array = array
+        self.__cuda_array_interface__ = {name: form[name] for name in ("data", "shape", "strides", "typestr")}
+        self.__cuda_array_interface__ |= {"version": 3, **more}
+
+
+class Tensor(Array):
+    """One of torch, whose dtypes are names of the module."""
+
+    def new_empty(self, shape, dtype):
+        return Tensor(np.empty(shape, dtype))
+
+
+int8, int64, float16, float32 = np.int8, np.int64, np.float16, np.float32
+bfloat16 = ml_dtypes.bfloat16
+
+
+class Capsule:
+    """A tensor that only DLPack passes on. Its memory, its capsule and what that points to live as long."""
+
+    CUDA, FLOAT, INT, BFLOAT = 2, 2, 0, 4
+
+    def __init__(self, array):
+        self.array = array
+
+        class Tensor(ctypes.Structure):
+            _fields_ = (
+                ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+                ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+            )  # fmt: skip
+
+        code = (
+            self.BFLOAT
+            if array.dtype == ml_dtypes.bfloat16
+            else self.INT
+            if array.dtype.kind == "i"
+            else self.FLOAT
+        )
+        numbers = ctypes.c_int64 * array.ndim
+        self.kept = numbers(*array.shape), numbers(*(stride // array.itemsize for stride in array.strides))
+        self.tensor = Tensor(
+            array.ctypes.data, (ctypes.c_int32 * 2)(self.CUDA, 0), array.ndim, code, 8 * array.itemsize, 1,
+            *(ctypes.cast(part, ctypes.POINTER(ctypes.c_int64)) for part in self.kept),
+        )  # fmt: skip
+
+    def __dlpack_device__(self):
+        return self.CUDA, 0
+
+    def __dlpack__(self, stream=None, **versions):
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return make(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+class OnTheHost:
+    """A tensor of the CPU, which DLPack passes on."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **more):
+        return self.array.__dlpack__(**more)
+
+
+KINDS = {"interface": Array, "torch": Tensor, "dlpack": Capsule, "numba": cuda.to_device}
+TENSORS = ("current_key", "current_value", "cache", "scale")
+kinds = pytest.mark.parametrize("kind", ["static", "dynamic"])
+
+
+def contents(array):
+    """A result's elements, whatever kind it is."""
+    return array if isinstance(array, np.ndarray) else getattr(array, "array", getattr(array, "_ary", None))
+
+
+def scene_of(kind, rng, formats, **choices):
+    return getattr(scenes, kind)(rng, formats, **choices)
+
+
+@kinds
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("formats", [HALF, CODES], ids=str)
+def test_arrays_of_the_device(kind, name, formats, rng):
+    """They are used where they are, and results are of their kind."""
+    scene = scene_of(kind, rng, formats)
+    expected = scene.oracle()
+    given = {n: KINDS[name](scene[n]) for n in TENSORS if scene[n] is not None}
+    key, value = scene.but(**given).run()
+    cache, scale = given["cache"], given.get("scale")
+    assert type(key) is type(value)
+    assert type(key) is (Tensor if name == "torch" else type(cuda.device_array(1)))
+    got = [None if array is None else contents(array) for array in (key, value, cache, scale)]
+    assert_all_same(got, expected)
+
+
+def fail(array):
+    raise array.error
+
+
+class Refusing(Capsule):
+    """A tensor whose interface fails, as JAX's does for bfloat16."""
+
+    error, dtype = RuntimeError, None
+    __cuda_array_interface__ = property(fail)
+
+
+class Old(Refusing):
+    error, dtype = KeyError, "torch.bfloat16"
+
+
+class Wrong(Old):
+    """Says, as torch 2.5 does, that it was float16."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return Array(self.array.view(np.float16)).__cuda_array_interface__
+
+
+@pytest.mark.parametrize("kind", [Refusing, Old, Wrong])
+def test_dlpack_knows_better_what_bfloat16_is(kind, rng):
+    scene = scenes.static(rng, Formats("bf16", "bf16"))
+    expected = scene.oracle()
+    given = {name: kind(scene[name]) for name in ("current_key", "current_value", "cache")}
+    key, value = scene.but(**given).run()
+    assert_all_same((contents(key), contents(value), given["cache"].array, None), expected)
+
+
+def test_an_array_that_nothing_passes_on():
+    array = type("Failing", (), {"error": RuntimeError("no"), "__cuda_array_interface__": property(fail)})
+    with pytest.raises(RuntimeError, match=r"^no$"):
+        device.interface(array())
+
+
+def test_results_are_cupys(rng, monkeypatch):
+    cupy = types.ModuleType("cupy")
+    cupy.empty = lambda shape, dtype: cupy.ndarray(np.empty(shape, dtype))
+    cupy.ndarray = type(
+        "ndarray", (Array,), {"__module__": "cupy", "dtype": property(lambda self: self.array.dtype)}
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    scene = scenes.static(rng, HALF)
+    expected = scene.oracle()
+    key, value = scene.but(current_key=cupy.ndarray(scene["current_key"])).run()
+    assert type(key) is type(value) is cupy.ndarray
+    assert_all_same((key.array, value.array, scene["cache"], None), expected)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("kind", [Array, OnTheHost])
+def test_kinds_may_be_mixed(name, kind, rng):
+    scene = scenes.dynamic(rng, Formats("fp32", "int8", "fp16", 8, 8, (24,)), 2, 1)
+    expected = scene.oracle()
+    key, value = scene.but(**{name: kind(scene[name])}).run()
+    assert_all_same((contents(key), contents(value), scene["cache"], scene["scale"]), expected)
+    assert isinstance(key, np.ndarray) is (name != "current_key" or kind is OnTheHost)
+
+
+@kinds
+def test_results_that_are_given(kind, rng):
+    scene = scene_of(kind, rng, HALF)
+    expected = scene.oracle()
+    key, value = np.empty_like(expected[0]), Array(np.empty_like(expected[1]))
+    out = scene.run(out=(key, value))
+    assert out[0] is key
+    assert out[1] is value
+    assert_all_same((key, value.array, scene["cache"], None), expected)
+
+
+def test_strided_arrays_of_the_device(rng, monkeypatch):
+    """Parts of larger arrays, backwards, and rows in pieces, which are copied before numpy reads them."""
+
+    def in_one_piece(array):
+        assert array.strides[-1] == array.itemsize
+        return array
+
+    monkeypatch.setattr(kvkit.check, "one_piece", in_one_piece)
+    scene = scenes.static(rng, HALF, dim=40)
+    expected = scene.oracle()
+    wide = np.repeat(scene["current_key"], 2, axis=-1)[..., ::2]
+    flipped = np.ascontiguousarray(scene["current_value"][:, ::-1])[:, ::-1]
+    cache = np.zeros((*scene["cache"].shape[:-1], 50), scene["cache"].dtype)[..., 5:45]
+    cache[...] = scene["cache"]
+    key, value = scene.but(current_key=Array(wide), current_value=Array(flipped), cache=Array(cache)).run()
+    assert type(key) is type(value) is type(cuda.device_array(1))
+    assert_all_same((contents(key), contents(value), cache, None), expected)
+
+
+@pytest.mark.parametrize("index", ["seqstarts", "kvstarts", "cachestarts", "start_pos"])
+def test_index_tensors_of_the_device(index, rng):
+    scene = scenes.dynamic(rng, HALF, 2, 1)
+    expected = scene.oracle()
+    backwards = np.ascontiguousarray(np.flip(scene[index]))
+    assert_all_same((*scene.but(**{index: Array(np.flip(backwards))}).run(), scene["cache"], None), expected)
+
+
+def test_start_pos_of_the_device(rng):
+    scene = scenes.static(rng, HALF)
+    expected = scene.oracle()
+    assert_all_same((*scene.but(start_pos=Array(np.array([3]))).run(), scene["cache"], None), expected)
+
+
+def moved(array, elements=0, dim=0):
+    """A copy of an array that begins so many elements behind a multiple of 16 bytes, heads so much apart."""
+    wide = np.empty((*array.shape[:-1], array.shape[-1] + dim), array.dtype)
+    buffer = np.empty(wide.nbytes + 64, np.uint8)
+    begin = -buffer.ctypes.data % 16 + elements * array.itemsize
+    copy = buffer[begin : begin + wide.nbytes].view(array.dtype).reshape(wide.shape)[..., : array.shape[-1]]
+    copy[...] = array
+    return Array(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "span"),
+    [
+        ("current_key", {}, 4),
+        ("current_key", {"elements": 1}, 1),
+        ("current_value", {"elements": 3}, 1),
+        ("current_value", {"elements": 4}, 4),
+        ("current_key", {"dim": 2}, 1),
+        ("cache", {"elements": 4}, 4),
+        ("cache", {"elements": 2}, 1),
+        ("cache", {"dim": 1}, 1),
+        ("cache", {"dim": 4}, 4),
+    ],
+)
+def test_accesses_are_aligned(name, place, span, rng, monkeypatch):
+    """A device refuses 16 bytes that do not begin at a multiple of 16; 4 elements of the cache are 8 here."""
+    spans, compiled = {}, transfer.compiled
+
+    def watched(direction, *variant):
+        spans[direction] = variant[-1]
+        return compiled(direction, *variant)
+
+    monkeypatch.setattr(transfer, "compiled", watched)
+    scene = scenes.static(rng, HALF, dim=40)
+    expected = scene.oracle()
+    given = {
+        n: moved(scene[n], **(place if n == name else {})) for n in ("current_key", "current_value", "cache")
+    }
+    key, value = scene.but(**given).run()
+    assert_all_same((contents(key), contents(value), given["cache"].array, None), expected)
+    assert spans == {"store": span, "load": span if name == "cache" else 4}
+
+
+# Errors
+
+
+def test_a_tensor_that_numpy_cannot_take(rng):
+    odd = type("Odd", (OnTheHost,), {"__dlpack__": unsupported})
+    refused(scenes.static(rng, HALF).but(current_key=odd(None)), "current_key", "Odd .no such type")
+
+
+def unsupported(self, **more):
+    raise BufferError("no such type")
+
+
+def refused(scene, name, text, **more):
+    before = {n: contents(scene[n]).tobytes() for n in ("cache", "scale") if scene[n] is not None}
+    with pytest.raises(kvkit.KvkitError, match=text) as error:
+        scene.run(**more)
+    assert str(error.value).startswith(f"{name}: expected ")
+    assert all(contents(scene[n]).tobytes() == bytes_ for n, bytes_ in before.items())
+
+
+def test_what_an_array_of_the_device_may_not_be(rng):
+    scene = scenes.static(rng, CODES)
+    cache, key = scene["cache"], scene["current_key"]
+    place = cache.__array_interface__["data"][0]
+    refused(scene.but(cache=Array(cache, data=(place, True))), "cache", "a read-only one")
+    refused(scene.but(cache=Array(cache, mask=Array(cache))), "cache", "without a mask")
+    odd = np.zeros(key.nbytes + 1, np.uint8)[1:].view(key.dtype).reshape(key.shape)
+    refused(scene.but(current_key=Array(odd)), "current_key", "multiples of their size")
+    apart = tuple(stride + 1 for stride in key.strides[:-1])
+    refused(scene.but(current_key=Array(key, strides=(*apart, 2))), "current_key", "multiples of their size")
+    refused(
+        scene.but(cache=Array(cache), current_key=Array(cache.view(np.float32))),
+        "current_key",
+        "5|4 axes|dtype",
+    )
+    refused(scene.but(current_key=Array(key.astype(np.float64))), "current_key", "dtype")
+
+
+def test_arrays_of_the_device_that_overlap(rng):
+    scene = scenes.static(rng, HALF, dim=6)
+    shape, size = scene["current_key"].shape, scene["current_key"].size
+    inside = scene["cache"].reshape(-1)[: 2 * size].view(np.float32).reshape(shape)
+    refused(
+        scene.but(cache=Array(scene["cache"]), current_key=Array(inside)), "cache", "apart from current_key"
+    )
+    key = Array(np.empty((2, 5, 2, 6), np.float32))
+    refused(scene, "out (key)", "apart from out .value.", out=(key, key))
+    inside = scene["cache"].reshape(-1)[: 4 * 60].view(np.float32).reshape(2, 5, 2, 6)
+    refused(
+        scene.but(cache=Array(scene["cache"])), "out (value)", "apart from cache", out=(key, Array(inside))
+    )
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+def test_nothing_is_written_if_a_launch_cannot_be_prepared(name, rng, monkeypatch):
+    scene = scenes.static(rng, HALF)
+    scene = scene.but(cache=Array(scene["cache"]))
+    before = scene["cache"].array.tobytes()
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scene.run()
+    assert scene["cache"].array.tobytes() == before
+
+
+# Streams
+
+
+class Named:
+    def __init__(self, **names):
+        vars(self).update(names)
+
+
+def test_streams(monkeypatch):
+    """Whoever makes a stream, its address counts; the legacy default stream is that of None."""
+    monkeypatch.setattr(cuda, "external_stream", lambda address: ("stream", address))
+    monkeypatch.setattr(cuda, "legacy_default_stream", lambda: "default")
+    of_core = Named(__cuda_stream__=lambda: (0, 9))
+    for given, expected in ((7, 7), (Named(cuda_stream=5), 5), (Named(ptr=6), 6), (of_core, 9), (0, 1)):
+        assert device.stream(given) == ("stream", expected)
+    of_numba = Named(handle=3, synchronize=print)
+    assert device.stream(of_numba) is of_numba
+    assert device.stream(Named(handle=0, synchronize=print)) == device.stream(None) == "default"
+    for given in ("0", True, 1.0, [1]):
+        with pytest.raises(kvkit.KvkitError, match=r"^stream: expected"):
+            device.stream(given)
+
+
+def test_the_stream_of_a_producer_is_waited_for(rng, monkeypatch):
+    waited = []
+    monkeypatch.setattr(device, "wait_for", lambda producer, stream: waited.append(producer))
+    scene = scenes.static(rng, HALF)
+    expected = scene.oracle()
+    key = Array(scene["current_key"], stream=77)
+    key, _ = scene.but(current_key=key, current_value=Array(scene["current_value"], stream=None)).run()
+    assert waited == [77]
+    assert_same(contents(key), expected[0])
+
+
+def test_the_callers_memory_is_read_before_a_call_returns(rng, monkeypatch):
+    """Copies from pinned memory go on behind the host."""
+    finished = []
+    monkeypatch.setattr(device, "finish", finished.append)
+    scene, names = scenes.static(rng, HALF), ("current_key", "current_value", "cache")
+    for i in range(len(names)):
+        scene.but(**{name: Array(scene[name]) for name in names if name != names[i]}).run()
+        assert len(finished) == i + 1
+
+
+def test_only_a_plan_waits_for_its_tables(rng, monkeypatch):
+    """Its calls may be on other streams; those of a single call are on its own."""
+    finished = []
+    monkeypatch.setattr(device, "finish", finished.append)
+    for scene in (scenes.static(rng, HALF), scenes.dynamic(rng, HALF, 0, 1)):
+        names = ("current_key", "current_value", "cache")
+        scene.but(**{name: Array(scene[name]) for name in names}).run()
+    assert not finished
+    index = {name: scene[name] for name in ("seqstarts", "kvstarts", "cachestarts", "start_pos")}
+    step = kvkit_cuda.dynamic_batching.plan(**index, cache_mode=1, page_size=scene.attrs["page_size"])
+    heads, dim = scene["current_key"].shape[1:]
+    cache, keys = Array(np.zeros((1, 1 << 12, 2, heads, dim), np.float16)), Array(scene["current_key"])
+    for waits in (1, 1):
+        step.key_value_cache(keys, keys, cache, cache_layout=1)
+        assert len(finished) == waits
+
+
+OPERATORS = [
+    getattr(module, name)
+    for module in (kvkit_cuda, kvkit_cuda.dynamic_batching)
+    for name in module.__all__
+    if isinstance(getattr(module, name), types.FunctionType)
+]
+
+
+@pytest.mark.parametrize(
+    "operator", OPERATORS, ids=lambda operator: f"{operator.__module__}.{operator.__name__}"
+)
+def test_docstring_example(operator):
+    test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, operator.__name__, None, 0)
+    assert len(test.examples) > 1
+    assert doctest.DocTestRunner().run(test).failed == 0

@@ -1,0 +1,134 @@
+"""A pytest plugin: kernels of kvkit_cuda are compiled as for a GPU, and a machine runs their PTX.
+
+It takes the place of the few functions by which `ground.device` reaches a driver; everything else, inline
+PTX above all, is what a GPU gets. Kernels may use the arrays of a call and what was allocated, nothing else.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+from numba import cuda
+from ptx_machine import Machine, Program
+from ptx_memory import Memory
+
+from kvkit_cuda.calls import arrays
+from kvkit_cuda.ground import device
+
+CAPABILITY = 9, 0
+assert not device.SIMULATED
+machine = Machine()
+
+
+class Array:
+    """An array of the device, which lies on the host."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.size, self.dtype = array, array.shape, array.size, array.dtype
+        if array.size:
+            machine.memory.allow(array.ctypes.data, array.nbytes)
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__array_interface__
+
+    def view(self, dtype):
+        return Array(self.array.view(dtype))
+
+    def reshape(self, *shape):
+        return Array(self.array.reshape(*shape))
+
+    def __getitem__(self, index):
+        return Array(self.array[index])
+
+    def copy_to_host(self, *_, **__):
+        return self.array.copy()
+
+
+class Stream:
+    """All work is done when a call returns."""
+
+    handle = 0
+
+    def __int__(self):
+        return self.handle
+
+    def synchronize(self):
+        pass
+
+
+class Kernel:
+    """A kernel that is compiled when it is launched first."""
+
+    def __init__(self, function, signature, options=None):
+        self.function, self.signature = function, signature
+
+    @functools.cached_property
+    def program(self):
+        (text,) = device.ptx(self.function, self.signature, [CAPABILITY])
+        return Program(text)
+
+
+def launch(kernel, blocks, threads, stream, arguments):
+    if all(blocks):
+        threads = threads if isinstance(threads, tuple) else (threads,)
+        machine.launch(kernel.program, blocks, threads, [x for given in arguments for x in words(given)])
+
+
+def words(argument):
+    """An argument as the entry of a kernel takes it; arrays as numba's are."""
+    if isinstance(argument, tuple):
+        return [x for part in argument for x in words(part)]
+    if not isinstance(argument, Array):
+        return [argument]
+    array = argument.array
+    return [0, 0, array.size, array.itemsize, array.ctypes.data, *array.shape, *array.strides]
+
+
+def upload(array, stream):
+    return Array(
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy() if array.size else np.zeros(1, np.uint8)
+    )
+
+
+def empty(shape, dtype=np.float64, stream=0):
+    made = np.empty(shape, dtype)
+    made.reshape(-1).view(np.uint8).fill(0xFF)
+    return Array(made)
+
+
+def operand(name, array, stream):
+    """Kernels may use the arrays that a call is given."""
+    found = seen_before(name, array, stream)
+    if found.on_device and found.seen.size:
+        begin, end = np.lib.array_utils.byte_bounds(found.seen)
+        machine.memory.allow(begin, end - begin)
+    return found
+
+
+seen_before = arrays.operand
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory():
+    """No test may use what an earlier one was allowed to."""
+    machine.memory = Memory()
+
+
+def pytest_configure():
+    device.kernel = Kernel
+    device.launch = launch
+    device.require = lambda: None
+    cuda.stream = cuda.default_stream = cuda.legacy_default_stream = Stream
+    cuda.external_stream = lambda address: Stream()
+    cuda.synchronize = lambda: None
+    device.most_blocks = lambda: 2
+    device.empty, device.upload = empty, upload
+    device.read = lambda place, size, stream: np.ctypeslib.as_array(
+        (np.ctypeslib.ctypes.c_uint8 * size).from_address(place)
+    ).copy()
+    device.finish = lambda stream: None
+    device.wait_for = lambda producer, stream: None
+    arrays.operand = operand
+    cuda.to_device = lambda array, **_: Array(np.ascontiguousarray(array).copy())
+    cuda.device_array = empty

@@ -1,0 +1,85 @@
+"""Every kernel of attention on CUDA compiles without a device, for two generations: no spills, wide loads."""
+
+import re
+
+import pytest
+from test_cuda_ptx import CAPABILITIES, CODES, MOVED, assemble
+
+from kvkit import cpu
+from kvkit_cuda.attend import forms, merge, plain
+from kvkit_cuda.calls import task
+from kvkit_cuda.ground import device
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def form(packed, stored, cell, rows, dim=128, group=8):
+    """The form that a call takes whose arrays are aligned."""
+    context = cpu.attention.Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0)
+    return forms.form_of(task.Task(*[0] * len(task.Task._fields)), context, rows)
+
+
+FORMATS = [formats for formats in MOVED + CODES if formats[0] != "int8"]
+FORMS = {form(*formats, rows) for formats in FORMATS for rows in (1, 2, 4, 8)}
+FORMS |= {
+    form(stored, stored, None, rows, dim)
+    for stored in FLOATS
+    for rows in (1, 8)
+    for dim in (64, 256, 17, 576)
+}
+FORMS |= {
+    form(*formats, rows, 128, group)
+    for formats in (("float16", "int8", "float16"), ("bfloat16", "int4", "float32"))
+    for rows in (1, 8)
+    for group in (4, 128)
+}
+BITS = {"float32": 32, "int8": 8, "int4": 4}  # others have 16
+# Decode of a usual model: heads of 128, groups of 4.
+QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "float16", 4): 255}
+
+
+def check(kernel, signature, folder):
+    """Its PTX, and the most registers of a thread."""
+    most = 0
+    texts = device.ptx(kernel, signature, CAPABILITIES)
+    for text, capability in zip(texts, CAPABILITIES, strict=True):
+        assert ".target sm_{}{}\n".format(*capability) in text
+        assert not re.search(r"\.f64|\.local\b|\bcall\b", text)
+        frame, registers = assemble(text, capability, folder)
+        assert frame == [0, 0, 0]
+        most = max(most, registers)
+    return texts, most
+
+
+def check_form(made, folder):
+    texts, registers = check(plain.attend(made), plain.SIGNATURE, folder)
+    for text in texts:
+        bits, cell_bits = (BITS.get(element, 16) for element in (made.stored, made.cell))
+        wide = re.findall(r"ld\.global\.nc\.v(?:2\.\w64|4\.\w32)", text)
+        assert (128 in (made.span * bits, made.cells * cell_bits)) == bool(wide)
+        assert "fma.rn.f32" in text
+        assert ("shfl.sync.bfly" in text) == (made.lanes > 1)
+    return registers
+
+
+@pytest.mark.parametrize("made", QUICK, ids=str)
+def test_kernel(made, tmp_path):
+    assert made in FORMS
+    assert made.span * {"float16": 16, "int8": 8}[made.stored] == 128
+    assert check_form(made, tmp_path) <= QUICK[made]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", sorted(FORMS - set(QUICK), key=str), ids=str)
+def test_every_other_kernel(made, tmp_path):
+    check_form(made, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "packed", ["float16", *(pytest.param(name, marks=pytest.mark.slow) for name in FLOATS[::2])]
+)
+def test_merge(packed, tmp_path):
+    _, registers = check(merge.merge(packed, 4), merge.SIGNATURE, tmp_path)
+    assert registers <= 64
+    _, registers = check(merge.merge_states(packed), merge.STATES, tmp_path)
+    assert registers <= 128

@@ -1,0 +1,80 @@
+"""The kernels of decode compile without a device, for two generations, into what a GPU runs well."""
+
+import itertools
+import re
+
+import pytest
+from test_cuda_prefill_ptx import CACHES, SHARED_MEMORY, SIZES
+from test_cuda_ptx import CAPABILITIES, assemble
+
+from kvkit_cuda.attend import decode, decode_forms
+from kvkit_cuda.ground import device
+
+# Of a thread: with up to 8 rows 4 blocks of 128 threads share a multiprocessor, with more rows 2 of them.
+REGISTERS = {8: 128, 16: 255}
+
+
+def form(element="float16", cell=None, stored="{}", group=8, dim=128, value_dim=None, rows=4, weighs=False):
+    return decode_forms.form(
+        element, stored.format(element), cell, group, dim, value_dim or dim, rows, weighs
+    )
+
+
+# Decode of usual models: heads of 128 and 64, groups of 4 and 1, codes with scales of either path.
+QUICK = [
+    form(),
+    form("bfloat16", dim=64, rows=1, weighs=True),
+    form(cell="float16", stored="int8"),
+]
+EVERY = [
+    form("bfloat16", cell="float32", stored="int4", group=32, rows=16),
+    *(
+        form(element, *cache, weighs=weighs)
+        for element in ("float16", "bfloat16")
+        for cache in CACHES
+        for weighs in (0, 1)
+    ),
+    *(form(dim=dim, rows=rows) for dim in SIZES for rows in (8, 16) if rows == 8 or dim <= decode_forms.DIM),
+    *(form("bfloat16", "bfloat16", "int8", 16, dim) for dim in SIZES if dim % 32 == 0),  # scales in words
+    *(form("float16", "float16", "int8", group, 240) for group in (24, 48, 80)),
+    *(form(dim=dim, value_dim=value_dim) for dim, value_dim in ((192, 128), (64, 256), (256, 16))),
+]
+
+
+def check(form, folder):
+    texts = device.ptx(decode.attend(form), decode.SIGNATURE, CAPABILITIES)
+    short = {"float16": "f16", "bfloat16": "bf16"}[form.element]
+    for text, capability in zip(texts, CAPABILITIES, strict=True):
+        assert f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32" in text
+        assert "movmatrix.sync.aligned.m8n8.trans.b16" in text
+        assert re.search(r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16,", text)
+        assert f"cp.async.wait_group {2 * form.stages - 1};" in text
+        if form.keys.cell:
+            assert re.search(r"cp\.async\.ca\.shared\.global \[%r\d+\], \[%rd\d+\], 4,", text)
+            assert re.search(rf"ld\.shared\.\w{8 * form.keys.chunk_bytes}", text)
+        else:
+            assert re.search(r"ld\.shared\.v(2\.\w64|4\.\w32)", text)
+        assert not re.search(r"\.f64|\.local\b|\bcall\b", text)
+        frame, registers = assemble(text, capability, folder)
+        assert frame == [0, 0, 0], form
+        usual = max(form.keys.dim, form.values.dim) <= decode_forms.DIM
+        assert registers <= (REGISTERS[form.rows] if usual else 255)
+    assert form.shared_bytes <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("form", QUICK, ids=str)
+def test_kernel(form, tmp_path):
+    check(form, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", dict.fromkeys(form for form in EVERY if form not in QUICK), ids=str)
+def test_every_other_kernel(form, tmp_path):
+    check(form, tmp_path)
+
+
+def test_every_size_fits():
+    for dim, value_dim, cache in itertools.product(SIZES, SIZES, CACHES):
+        made = form("float16", *cache, dim=dim, value_dim=value_dim)
+        assert made.shared_bytes <= SHARED_MEMORY
+        assert made.stages >= 1

@@ -1,0 +1,70 @@
+"""The kernels of prefill compile without a device, for two generations, into what a GPU runs well."""
+
+import itertools
+import re
+
+import pytest
+from test_cuda_ptx import CAPABILITIES, assemble
+
+from kvkit_cuda.attend import prefill
+from kvkit_cuda.ground import device
+
+SHARED_MEMORY = 48 * 1024  # of a block, without asking for more
+CACHES = [(None, "{}"), *itertools.product(("float16", "bfloat16", "float32"), ("int8", "int4"))]
+SIZES = [*range(16, 257, 16)]
+
+
+def form(element="float16", cell=None, stored="{}", dim=128, value_dim=None, weighs=False):
+    return prefill.form(element, stored.format(element), cell, dim, value_dim or dim, weighs)
+
+
+# Each tile of rows and tokens, each element, and each kind of cache.
+QUICK = [form(), form(cell="float16", stored="int4", weighs=True)]
+EVERY = [
+    form("bfloat16", "float32", "int8", 256),
+    *(
+        form(element, *cache, weighs=weighs)
+        for element in ("float16", "bfloat16")
+        for cache in CACHES
+        for weighs in (0, 1)
+    ),
+    *(form(dim=dim, weighs=weighs) for dim in SIZES for weighs in (0, 1)),
+    *(form("bfloat16", "bfloat16", "int8", dim) for dim in SIZES),
+    *(form(dim=dim, value_dim=value_dim) for dim, value_dim in ((192, 128), (64, 256), (256, 16))),
+]
+
+
+def check(form, folder):
+    texts = device.ptx(prefill.attend(form), prefill.SIGNATURE, CAPABILITIES)
+    short = {"float16": "f16", "bfloat16": "bf16"}[form.element]
+    for text, capability in zip(texts, CAPABILITIES, strict=True):
+        assert f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32" in text
+        assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in text
+        assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in text
+        assert re.search(r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16,", text)
+        assert re.search(r"st\.global\.v(2\.\w64|4\.\w32)", text)
+        if form.cell:
+            wide = r"v2\.\w32|\w64" if form.stored == "int4" else r"v2\.\w64|v4\.\w32"
+            assert re.search(rf"ld\.global\.nc\.({wide})", text)
+            assert re.search(r"st\.shared\.v(2\.\w64|4\.\w32)", text)
+        assert not re.search(r"\.f64|\.local\b|\bcall\b", text)
+        frame, registers = assemble(text, capability, folder)
+        assert frame == [0, 0, 0], form
+        assert registers <= 255
+    assert form.shared_bytes <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("form", QUICK, ids=str)
+def test_kernel(form, tmp_path):
+    check(form, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", dict.fromkeys(form for form in EVERY if form not in QUICK), ids=str)
+def test_every_other_kernel(form, tmp_path):
+    check(form, tmp_path)
+
+
+def test_every_size_fits():
+    for dim, value_dim in itertools.product(SIZES, SIZES):
+        assert form(dim=dim, value_dim=value_dim).shared_bytes <= SHARED_MEMORY

@@ -1,0 +1,98 @@
+"""Every kernel of kvkit_cuda compiles without a device, for two generations, into what a GPU runs well."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvkit_cuda.ground import device
+from kvkit_cuda.moves import chunks, transfer
+
+CAPABILITIES = [(8, 0), (9, 0)]
+FLOATS = ("float32", "float16", "bfloat16")
+MOVED = [(packed, stored, None) for packed in FLOATS for stored in FLOATS] + [("int8", "int8", None)]
+CODES = [(packed, stored, cell) for packed in FLOATS for stored in ("int8", "int4") for cell in FLOATS]
+VARIANTS = [
+    (direction, *formats, span(formats))
+    for formats in MOVED + CODES
+    for direction in ("store", "load")
+    for span in (lambda f: chunks.widest(f[0], f[1]), lambda f: chunks.smallest(f[1]))
+]
+# Each function of each format once, in each chunk size.
+QUICK = [
+    ("store", "float32", "float16", None, 4),
+    ("load", "bfloat16", "float32", None, 1),
+    ("load", "int8", "int8", None, 16),
+    ("store", "float16", "int8", "float32", 8),
+    ("store", "bfloat16", "int4", "float16", 2),
+    ("load", "float16", "int4", "bfloat16", 8),
+    ("load", "float32", "int8", "float16", 1),
+]
+REGISTERS = 80  # of a thread: three blocks of 256 threads share a multiprocessor
+
+
+def ptxas():
+    """NVIDIA's assembler: of the package nvidia-cuda-nvcc, or of a toolkit."""
+    packages = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in packages.submodule_search_locations] if packages else []
+    found = [path for folder in folders for path in folder.glob("*/bin/ptxas")]
+    return str(found[0]) if found else shutil.which("ptxas")
+
+
+def assemble(ptx, capability, folder):
+    """What ptxas says of a kernel: (bytes of stack and spills, registers)."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    target = "sm_{}{}".format(*capability)
+    done = subprocess.run(
+        [ptxas(), "-v", f"-arch={target}", source, "-o", folder / "kernel.cubin"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (frame,) = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
+    )
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    return [int(number) for number in frame], int(registers)
+
+
+def check(variant, folder):
+    direction, packed, stored, cell, span = variant
+    texts = device.ptx(transfer.walk(*variant), transfer.SIGNATURE, CAPABILITIES)
+    for text, capability in zip(texts, CAPABILITIES, strict=True):
+        assert ".target sm_{}{}\n".format(*capability) in text
+        assert ".f64" not in text
+        assert not re.search(r"\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
+        if span == chunks.widest(packed, stored):
+            sides = (packed, stored) if direction == "store" else (stored, packed)
+            for side, access in zip(sides, ("ld.global.nc", "st.global"), strict=True):
+                if chunks.access(side, span)[0] == 16:
+                    assert re.search(access.replace(".", r"\.") + r"\.v(2\.\w64|4\.\w32)", text)
+        if cell and direction == "store":
+            assert "div.rn.f32" in text
+            assert "shfl.sync.bfly" in text
+        frame, registers = assemble(text, capability, folder)
+        assert frame == [0, 0, 0]
+        assert registers <= REGISTERS
+
+
+@pytest.mark.parametrize("variant", QUICK, ids=str)
+def test_kernel(variant, tmp_path):
+    assert variant in VARIANTS
+    check(variant, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in QUICK], ids=str)
+def test_every_other_kernel(variant, tmp_path):
+    check(variant, tmp_path)
+
+
+def test_all_variants_are_known():
+    """A format that is new to the package is new to these tests."""
+    assert len(set(VARIANTS)) == len(VARIANTS) == 2 * 2 * (10 + 18)
+    assert set(chunks.ENCODE) == set(FLOATS)
+    assert {name for variant in VARIANTS for name in variant[1:3]} == set(chunks.DECODE)
