@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit import merge as twin
+from kvkit.checks.merge import checked
 
 
 def merge_attention_states(outputs, lses, *, out=None, stream=None):
@@ -46,19 +46,12 @@ def merge_attention_states(outputs, lses, *, out=None, stream=None):
     stream = device.stream(stream)
     outputs, of_outputs = parts("outputs", outputs, stream)
     lses, of_lses = parts("lses", lses, stream)
-    fmt, seen_outputs, seen_lses = twin.checked(of_outputs, of_lses)
-    forms = [(seen_outputs[0].shape, fmt.dtype), (seen_lses[0].shape, np.dtype(np.float32))]
-    source = outputs[0].owner, outputs[0]
-
-    def checked(given):
-        twin.check_given(given, seen_outputs[0].shape, fmt, seen_outputs, seen_lses)
-
-    names = "out (attn_output)", "out (lse)"
-    found, returned = results.outputs(out, names, forms, source, checked, stream)
+    call = checked(of_outputs, of_lses)
+    found, returned = results.outputs(out, call.results, (outputs[0].owner, outputs[0]), stream)
     copies = [result.moved(stream, contents=False) for result in found]
     outputs, lses = ([part.moved(stream) for part in parts] for parts in (outputs, lses))
     operands = *outputs, copies[0], *lses, copies[1]
-    merge.prepare_states(fmt.name, [operand.seen for operand in operands], stream)()
+    merge.prepare_states(call.fmt.name, [operand.seen for operand in operands], stream)()
     for result, copy in zip(found, copies, strict=True):
         result.take(copy, stream)
     return returned

@@ -2,8 +2,9 @@
 
 import functools
 
-from kvkit import check, layout, steps
-from kvkit.static import attention as twin
+from kvkit.checks.attention import checked_attention, checked_cache_attention
+from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.checks.sequences import Static
 
 
 def key_value_cache(
@@ -62,30 +63,16 @@ def key_value_cache(
 
     device.require()
     stream = device.stream(stream)
-    start_pos = arrays.host("start_pos", start_pos, stream)
-
-    def checked(current_key, current_value, cache, scale):
-        fmt, current_key, current_value = check.current(current_key, current_value, 4)
-        batch, seqlen, heads, dim = current_key.shape
-        repeat = check.integer("num_repeat", num_repeat, 1)
-        layer = check.cache_layer(
-            fmt,
-            heads,
-            dim,
-            cache,
-            scale,
-            layout.STATIC,
-            num_layer,
-            layer_idx,
-            quant_bit,
-            quant_group,
-            cache_layout,
-        )
-        past = check.integer("start_pos", start_pos, 0)
-        step = steps.static(batch, seqlen, past, layer)
-        shape = (batch, past + seqlen, heads * repeat, dim)
-        return launch.Call(fmt, current_key, current_value, layer, step, repeat, shape)
-
+    checked = functools.partial(
+        checked_key_value_cache,
+        Static(arrays.host("start_pos", start_pos, stream)),
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        num_repeat=num_repeat,
+        cache_layout=cache_layout,
+    )
     return launch.append_and_load(checked, current_key, current_value, cache, scale, out, stream)
 
 
@@ -150,7 +137,8 @@ def multi_head_attention(
 
     device.require()
     checked = functools.partial(
-        twin.checked_attention,
+        checked_attention,
+        Static(),
         num_heads=num_heads,
         head_dim=head_dim,
         num_kv_heads=num_kv_heads,
@@ -159,9 +147,10 @@ def multi_head_attention(
         softmax_scale=softmax_scale,
         window=window,
         softcap=softcap,
+        return_lse=return_lse,
     )
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
-    return launch.attend(checked, given, out, return_lse, device.stream(stream))
+    return launch.attend(checked, given, out, device.stream(stream))
 
 
 def multi_head_cache_attention(
@@ -239,8 +228,8 @@ def multi_head_cache_attention(
     device.require()
     stream = device.stream(stream)
     checked = functools.partial(
-        twin.checked_cache_attention,
-        start_pos=arrays.host("start_pos", start_pos, stream),
+        checked_cache_attention,
+        Static(arrays.host("start_pos", start_pos, stream)),
         num_heads=num_heads,
         head_dim=head_dim,
         num_kv_heads=num_kv_heads,
@@ -254,6 +243,7 @@ def multi_head_cache_attention(
         softmax_scale=softmax_scale,
         window=window,
         softcap=softcap,
+        return_lse=return_lse,
     )
     given = {
         "query": query,
@@ -264,4 +254,4 @@ def multi_head_cache_attention(
         "attn_mask": attn_mask,
         "sinks": sinks,
     }
-    return launch.attend(checked, given, out, return_lse, stream)
+    return launch.attend(checked, given, out, stream)

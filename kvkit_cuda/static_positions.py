@@ -2,10 +2,7 @@
 
 import numpy as np
 
-from kvkit import attention
-from kvkit.check import integer
-from kvkit.formats import FLOAT32
-from kvkit.static import positions as twin
+from kvkit.checks import positions as twin
 
 
 def alibi_slope(*, num_heads, out=None, stream=None):
@@ -46,11 +43,12 @@ def alibi_slope(*, num_heads, out=None, stream=None):
 
     device.require()
     stream = device.stream(stream)
-    num_heads = integer("num_heads", num_heads, 1, 2**31)
+    results = twin.slopes(num_heads)
+    ((num_heads,), _) = results.forms["slopes"]
     if out is None:
         return alibi.slopes(num_heads)
     target = arrays.operand("out", out, stream)
-    attention.given([("out", target.seen, (num_heads,), FLOAT32)])
+    results.given(target.seen)
     slopes = alibi.slopes(num_heads)
     if target.on_device:
         source, row = arrays.Operand(slopes, False, slopes).moved(stream), (1, 1, 1, num_heads)
@@ -105,7 +103,7 @@ def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="flo
     seqlens = arrays.host("seqlen_q", seqlen_q, stream), arrays.host("seqlen_kv", seqlen_kv, stream)
 
     def checked(mask):
-        return twin.checked_mask(*seqlens, mask, num_heads, data_type)
+        return twin.static_alibi(*seqlens, mask, num_heads=num_heads, data_type=data_type)
 
     return positions.mask(checked, attn_mask, out, stream)
 
@@ -174,7 +172,7 @@ def rotary_position_embedding(
     steps = arrays.host("start_pos", start_pos, stream), arrays.host("pad_len", pad_len, stream)
 
     def checked(query, key):
-        return twin.checked_turn(
+        return twin.static_turn(
             query,
             key,
             *steps,

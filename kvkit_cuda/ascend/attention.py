@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from kvkit.ascend import attention as twin
+from kvkit.checks.ascend import attention as twin
 
 
 def paged_attention(
@@ -76,13 +76,14 @@ def paged_attention(
         softmax_scale=softmax_scale,
         window=window,
         softcap=softcap,
+        return_lse=return_lse,
     )
     given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     given |= {"razor_offset": razor_offset, "sinks": sinks}
     here = {name: arrays.operand(name, array, stream) for name, array in given.items()}
     call = checked(**{name: operand.seen for name, operand in here.items()})
     source = query, here["query"]
-    made, returned = results.of_attention(out, call, call.inputs, source, return_lse, stream)
+    made, returned = results.outputs(out, call.results, source, stream)
 
     there = {
         name: operand if operand.seen is None else operand.moved(stream) for name, operand in here.items()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit import cpu
-from kvkit.ascend import blocks, tensors
+from kvkit.checks.ascend import blocks, tensors
 
 ZEROS = -1  # the source row of what is not there
 
@@ -70,15 +70,11 @@ def paged_cache_load(
         arrays.host("block_tables", block_tables, stream),
         arrays.host("seq_lens", seq_lens, stream),
         arrays.host("seq_starts", seq_starts, stream),
-        cache_format,
+        cache_format=cache_format,
     )
-    forms = [(shape, fmt.dtype) for shape, fmt in zip(call.shapes, call.formats, strict=True)]
-    names = [f"out ({name})" for name in blocks.RESULTS[: len(forms)]]
-    if isinstance(out, (tuple, list)):
-        out = out[: len(forms)]  # behind keys alone there may be anything
-    made, returned = results.outputs(
-        out, names, forms, (key_cache, caches[0]), lambda seen: blocks.outputs(seen, call), stream
-    )
+    if isinstance(out, (tuple, list)) and value_cache is None:
+        out = out[:1]  # behind keys alone there may be anything
+    made, returned = results.outputs(out, call.results, (key_cache, caches[0]), stream)
     there = [cache.moved(stream) for cache in caches]
     copies = [result.moved(stream, contents=False) for result in made]
     pairs = []

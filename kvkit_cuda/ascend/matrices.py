@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.ascend import matrices, tensors
+from kvkit.checks.ascend import matrices, tensors
 
 ZEROS = -1  # the source row of what is not there
 
@@ -44,14 +44,14 @@ def nd_to_nz(x, *, out=None, stream=None):
     device.require()
     stream = device.stream(stream)
     here = arrays.operand("x", x, stream)
-    seen, fmt, shape = matrices.checked_nd(here.seen)
-    each, rows, whole = np.arange(shape[0]), seen.shape[1], shape[2]
+    call = matrices.checked_nd(here.seen)
+    each, rows, whole = np.arange(call.shape[0]), call.source.shape[1], call.shape[2]
     moves = [(each * rows, each * whole, rows), (ZEROS, each * whole + rows, whole - rows)]
 
     def pair(x, y):
         return (x[None] if x.ndim == 2 else x)[:, :, None], tensors.rows(y, "NZ")
 
-    return convert((x, here), seen, shape, fmt, moves, pair, out, stream)
+    return convert((x, here), call, moves, pair, out, stream)
 
 
 def nz_to_nd(y, m, n, *, out=None, stream=None):
@@ -93,29 +93,22 @@ def nz_to_nd(y, m, n, *, out=None, stream=None):
     device.require()
     stream = device.stream(stream)
     here = arrays.operand("y", y, stream)
-    fmt, shape = matrices.checked_nz(here.seen, m, n)
-    each, rows, whole = np.arange(shape[0]), shape[1], here.seen.shape[2]
+    call = matrices.checked_nz(here.seen, m, n)
+    each, rows, whole = np.arange(call.shape[0]), call.shape[1], call.source.shape[2]
 
     def pair(y, x):
         return tensors.rows(y, "NZ"), x[:, :, None]
 
     moves = [(each * whole, each * rows, rows)]
-    return convert((y, here), here.seen, shape, fmt, moves, pair, out, stream)
+    return convert((y, here), call, moves, pair, out, stream)
 
 
-def convert(source, seen, shape, fmt, moves, pair, out, stream):
+def convert(source, call, moves, pair, out, stream):
     """Move rows of `source` to the result, which are a `pair` of arrays in blocks."""
     from kvkit_cuda.calls import results
     from kvkit_cuda.moves import pieces
 
-    made, returned = results.outputs(
-        out,
-        "out",
-        [(shape, fmt.dtype)],
-        source,
-        lambda given: matrices.result(given, shape, fmt, seen),
-        stream,
-    )
+    made, returned = results.outputs(out, call.results, source, stream)
     there, copy = source[1].moved(stream), made[0].moved(stream, contents=False)
     numbers = [np.stack(np.broadcast_arrays(*move, np.zeros_like(move[1]))[:3], axis=1) for move in moves]
     pieces.prepare([pair(there.seen, copy.seen)], np.concatenate(numbers), stream)()

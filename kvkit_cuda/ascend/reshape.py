@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit import cpu
-from kvkit.ascend import reshape, tensors
+from kvkit.checks.ascend import reshape, tensors
 from kvkit.compression import CompressType
 
 
@@ -75,10 +75,10 @@ def reshape_and_cache(
         here[2].seen,
         here[3].seen,
         arrays.host("slot_mapping", slot_mapping, stream),
-        compress_type,
-        {name: arrays.host(name, index, stream) for name, index in windows.items()},
-        cache_format,
-        empty_window,
+        compress_type=compress_type,
+        cache_format=cache_format,
+        empty_window=empty_window,
+        **{name: arrays.host(name, index, stream) for name, index in windows.items()},
     )
     there = [operand.moved(stream) for operand in here if operand.seen is not None]
     tokens, caches = there[: len(call.tokens)], there[len(call.tokens) :]

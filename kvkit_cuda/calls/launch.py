@@ -4,35 +4,13 @@
 again of what lies on the device then.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
-
-from kvkit import check
-from kvkit import launch as twin
-from kvkit.formats import Format
-from kvkit.launch import RESULTS
-from kvkit.steps import Steps
 from kvkit_cuda.calls import arrays, results
 from kvkit_cuda.calls import attention as kernels
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.moves import transfer
 
 NEW = "current_key", "current_value"
-ROWS = ("query", *RESULTS, *NEW)  # whose last axis is in one piece
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A checked call of `key_value_cache`."""
-
-    fmt: Format
-    current_key: np.ndarray
-    current_value: np.ndarray
-    layer: check.Cache
-    step: Steps
-    repeat: int
-    shape: tuple[int, ...]  # of the results
+ROWS = ("query", "key", "value", *NEW)  # whose last axis is in one piece
 
 
 def append_and_load(checked, current_key, current_value, cache, scale, out, stream, tables=None):
@@ -40,28 +18,15 @@ def append_and_load(checked, current_key, current_value, cache, scale, out, stre
     given = {"current_key": current_key, "current_value": current_value, "cache": cache, "scale": scale}
     here = {name: arrays.operand(name, array, stream) for name, array in given.items()}
     here |= {name: here[name].one_piece(stream) for name in NEW}
-    call = checked(*(operand.seen for operand in here.values()))
-    written = ["cache", "scale"] if call.layer.cell else ["cache"]
-
-    def check_outputs(given):
-        seen = {name: operand.seen for name, operand in here.items()}
-        twin.check_outputs(given, call.fmt, call.shape, layer=call.layer, **seen)
-
-    if out is None:
-        check_outputs(None)
-    made, returned = results.outputs(
-        out,
-        [f"out ({name})" for name in RESULTS],
-        [(call.shape, call.fmt.dtype)] * 2,
-        (current_key, here["current_key"]),
-        check_outputs,
-        stream,
-    )
+    call = checked(**{name: operand.seen for name, operand in here.items()})
+    written = [name for name, _ in call.written]
+    source = current_key, here["current_key"]
+    made, returned = results.outputs(out, call.results, source, stream)
 
     there = {name: here[name].moved(stream) if name in (*NEW, *written) else here[name] for name in here}
-    call = checked(*(operand.seen for operand in there.values()))
+    call = checked(**{name: operand.seen for name, operand in there.items()})
     key, value = (result.moved(stream, contents=False) for result in made)
-    tables = tables or Tables(call.step, lasting=False)
+    tables = tables or Tables(call.steps, lasting=False)
     store = transfer.store(call.current_key, call.current_value, call.layer, tables, stream)
     load = transfer.load(key.seen, value.seen, call.layer, tables, call.repeat, stream)
     store()  # nothing has been written so far, and nothing can fail any more
@@ -73,14 +38,13 @@ def append_and_load(checked, current_key, current_value, cache, scale, out, stre
     return returned
 
 
-def attend(checked, given, out, return_lse, stream, tables=None):
+def attend(checked, given, out, stream, tables=None):
     """Attention over the arrays `given`, by name, after an append if the call has a cache."""
     here = {name: arrays.operand(name, array, stream) for name, array in given.items()}
     here |= {name: here[name].one_piece(stream) for name in ROWS if name in here}
     call = checked(**{name: operand.seen for name, operand in here.items()})
     source = given["query"], here["query"]
-    inputs = call.inputs + call.written
-    made, returned = results.of_attention(out, call, inputs, source, return_lse, stream)
+    made, returned = results.outputs(out, call.results, source, stream)
 
     written = [name for name, _ in call.written]
     there = {

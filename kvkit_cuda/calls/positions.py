@@ -5,7 +5,6 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit import positions as twin
 from kvkit.jit import shared
 from kvkit_cuda.calls import arrays, results
 from kvkit_cuda.ground import device, memory
@@ -25,11 +24,7 @@ def rotate(checked, query, key, out, stream):
     given = {"query": query, "key": key}
     here = [arrays.operand(name, array, stream).one_piece(stream) for name, array in given.items()]
     call = checked(*(operand.seen for operand in here))
-    forms = [(array.shape, call.fmt.dtype) for array in (call.query, call.key)]
-    names = "out (query)", "out (key)"
-    made, returned = results.outputs(
-        out, names, forms, (query, here[0]), lambda seen: twin.check_outputs(seen, call), stream
-    )
+    made, returned = results.outputs(out, call.results, (query, here[0]), stream)
     if call.starts[-1]:
         there = [operand.moved(stream) for operand in here]
         copies = [result.moved(stream, contents=False) for result in made]
@@ -47,14 +42,7 @@ def mask(checked, attn_mask, out, stream):
     """A mask with ALiBi biases; `checked` makes a call of another mask, likewise."""
     here = arrays.operand("attn_mask", attn_mask, stream).one_piece(stream)
     call = checked(here.seen)
-    made, returned = results.outputs(
-        out,
-        "out",
-        [(call.shape, call.fmt.dtype)],
-        (attn_mask, here),
-        lambda seen: twin.check_mask_output(seen, call),
-        stream,
-    )
+    made, returned = results.outputs(out, call.results, (attn_mask, here), stream)
     if made[0].seen.size:
         there = here if here.seen is None else here.moved(stream)
         copy = made[0].moved(stream, contents=False)

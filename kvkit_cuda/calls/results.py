@@ -2,42 +2,27 @@
 
 import numpy as np
 
-from kvkit import attention
 from kvkit_cuda.calls import arrays
 
 
-def outputs(out, names, forms, source, checked, stream):
-    """(operands, what is returned) of results of these shapes and dtypes.
+def outputs(out, results, source, stream):
+    """(operands, what is returned) of the `Results` of a checked call.
 
-    `names` are what errors call them: of several, which are a tuple, or of one, which is as it is. `source`
-    is an input and its operand: results are of its kind. `checked` refuses what `out` may not be; it gets
-    arrays as the checks of `kvkit` see them, and `out` itself if that is not as many.
+    `source` is an input and its operand: results are of its kind.
     """
-    alone, (array, operand) = isinstance(names, str), source
-    names = (names,) if alone else names
+    array, operand = source
     if out is None:
         made = [
             arrays.like(array, shape, dtype, stream) if operand.on_device else np.empty(shape, dtype)
-            for shape, dtype in forms
+            for shape, dtype in results.forms.values()
         ]
     else:
-        made = [out] if alone else out
-        if not isinstance(made, (tuple, list)) or len(made) != len(names):
-            checked(out)
-    found = [arrays.operand(name, result, stream) for name, result in zip(names, made, strict=True)]
+        made = [out] if results.alone else out
+        if not isinstance(made, (tuple, list)) or len(made) != len(results.forms):
+            results.given(out)
+    labelled = zip(results.labels, made, strict=True)
+    found = [arrays.operand(label, result, stream) for label, result in labelled]
     if out is not None:
         seen = tuple(result.seen for result in found)
-        checked(seen[0] if alone else seen)
-    return found, made[0] if alone else tuple(made)
-
-
-def of_attention(out, call, inputs, source, return_lse, stream):
-    """`outputs` of a checked call of attention, apart from its inputs."""
-    wants_lse = attention.flag("return_lse", return_lse)
-    names = ("out", "out (lse)") if wants_lse else "out"
-    forms = [(call.shape, call.fmt.dtype), (call.shape[:-1], np.dtype(np.float32))][: 1 + wants_lse]
-
-    def checked(given):
-        attention.outputs(given, call.shape, call.fmt, return_lse, inputs)
-
-    return outputs(out, names, forms, source, checked, stream)
+        results.given(seen[0] if results.alone else seen)
+    return found, made[0] if results.alone else tuple(made)

@@ -2,7 +2,8 @@
 
 import functools
 
-from kvkit.dynamic_batching import attention as twin
+from kvkit.checks import sequences
+from kvkit.checks.attention import checked_attention
 from kvkit_cuda.dynamic_batching.plan import checked_plan
 
 
@@ -80,13 +81,16 @@ def multi_head_attention(
 
     device.require()
     stream = device.stream(stream)
+    index = {
+        "seqstarts": arrays.host("seqstarts", seqstarts, stream),
+        "kvstarts": arrays.host("kvstarts", kvstarts, stream),
+        "max_seqlen": max_seqlen,
+        "max_kvlen": max_kvlen,
+        "decoding_batches": arrays.host("decoding_batches", decoding_batches, stream),
+    }
     checked = functools.partial(
-        twin.checked_attention,
-        seqstarts=arrays.host("seqstarts", seqstarts, stream),
-        kvstarts=arrays.host("kvstarts", kvstarts, stream),
-        decoding_batches=arrays.host("decoding_batches", decoding_batches, stream),
-        max_seqlen=max_seqlen,
-        max_kvlen=max_kvlen,
+        checked_attention,
+        sequences.with_keys(index),
         num_heads=num_heads,
         head_dim=head_dim,
         num_kv_heads=num_kv_heads,
@@ -95,9 +99,10 @@ def multi_head_attention(
         softmax_scale=softmax_scale,
         window=window,
         softcap=softcap,
+        return_lse=return_lse,
     )
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
-    return launch.attend(checked, given, out, return_lse, stream)
+    return launch.attend(checked, given, out, stream)
 
 
 def multi_head_cache_attention(

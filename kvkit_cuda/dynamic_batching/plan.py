@@ -2,8 +2,11 @@
 
 import functools
 
-from kvkit import attention, check, layout, steps
-from kvkit.dynamic_batching.plan import checked_cache_attention
+from kvkit.checks import index_tensors, sequences
+from kvkit.checks.attention import checked_cache_attention
+from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.checks.tensors import packed_tokens
+from kvkit.checks.values import flag
 
 
 def plan(
@@ -99,15 +102,15 @@ def checked_plan(
     from kvkit_cuda.ground import device
 
     device.require()
-    stream, wanted = device.stream(stream), attention.flag("check", wanted)
+    stream, wanted = device.stream(stream), flag("check", wanted)
     vectors = {"seqstarts": seqstarts, "kvstarts": kvstarts, "start_pos": start_pos}
     table = arrays.operand("cachestarts", cachestarts, stream)
     stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0
     tokens = None
     if array is not None:
         name, given = array
-        tokens = check.packed_tokens(name, arrays.operand(name, given, stream).seen)
-    step = steps.unchecked(
+        tokens = packed_tokens(name, arrays.operand(name, given, stream).seen)
+    step = index_tensors.unchecked(
         tokens,
         **{name: arrays.host(name, index, stream) for name, index in vectors.items()},
         cachestarts=table.seen if stays else table.read(stream),
@@ -115,25 +118,25 @@ def checked_plan(
         max_kvlen=max_kvlen,
         cache_mode=cache_mode,
         page_size=page_size,
-        take=steps.of_form if stays else steps.index,
+        take=index_tensors.of_form if stays else index_tensors.index,
     )
     if stays:
         from kvkit_cuda.calls import scan
 
         tables = scan.taken(step, wanted, stream, lasting=array is None)
     else:
-        tables = Tables(steps.checked(step) if wanted else step, lasting=array is None)
+        tables = Tables(index_tensors.checked(step) if wanted else step, lasting=array is None)
     decoding = arrays.host("decoding_batches", decoding_batches, stream)
-    return Plan(tables, check.integer("decoding_batches", decoding, 0, len(step.start_pos)))
+    return Plan(tables, sequences.decoding(decoding, step))
 
 
 class Plan:
     """The operators over one checked step; `plan` makes it. Its methods may be called for any caches."""
 
-    __slots__ = ("_decoding", "_tables")
+    __slots__ = ("_sequences", "_tables")
 
     def __init__(self, tables, decoding):
-        self._tables, self._decoding = tables, decoding
+        self._tables, self._sequences = tables, sequences.Packed(tables.steps, decoding)
 
     def key_value_cache(
         self,
@@ -155,29 +158,16 @@ class Plan:
         from kvkit_cuda.calls import launch
         from kvkit_cuda.ground import device
 
-        step = self._tables.steps
-
-        def checked(current_key, current_value, cache, scale):
-            fmt, current_key, current_value = check.current(current_key, current_value, 3)
-            tokens, heads, dim = current_key.shape
-            repeat = check.integer("num_repeat", num_repeat, 1)
-            layer = check.cache_layer(
-                fmt,
-                heads,
-                dim,
-                cache,
-                scale,
-                layout.DYNAMIC,
-                num_layer,
-                layer_idx,
-                quant_bit,
-                quant_group,
-                cache_layout,
-            )
-            steps.fits(step, ("current_key", tokens), layer)
-            shape = step.context, heads * repeat, dim
-            return launch.Call(fmt, current_key, current_value, layer, step, repeat, shape)
-
+        checked = functools.partial(
+            checked_key_value_cache,
+            self._sequences,
+            num_layer=num_layer,
+            layer_idx=layer_idx,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            num_repeat=num_repeat,
+            cache_layout=cache_layout,
+        )
         arrays = current_key, current_value, cache, scale
         return launch.append_and_load(checked, *arrays, out, device.stream(stream), self._tables)
 
@@ -214,8 +204,7 @@ class Plan:
 
         checked = functools.partial(
             checked_cache_attention,
-            self._tables.steps,
-            self._decoding,
+            self._sequences,
             num_heads=num_heads,
             head_dim=head_dim,
             num_kv_heads=num_kv_heads,
@@ -229,6 +218,7 @@ class Plan:
             softmax_scale=softmax_scale,
             window=window,
             softcap=softcap,
+            return_lse=return_lse,
         )
         given = {
             "query": query,
@@ -239,4 +229,4 @@ class Plan:
             "attn_mask": attn_mask,
             "sinks": sinks,
         }
-        return launch.attend(checked, given, out, return_lse, device.stream(stream), self._tables)
+        return launch.attend(checked, given, out, device.stream(stream), self._tables)

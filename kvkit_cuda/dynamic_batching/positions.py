@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.dynamic_batching import positions as twin
+from kvkit.checks import positions as twin
 
 
 def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None, stream=None):
@@ -48,23 +48,15 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None
     stream = device.stream(stream)
     here = arrays.operand("sequences", sequences, stream)
     seen = np.broadcast_to(np.zeros((), here.seen.dtype), here.seen.shape) if here.on_device else here.seen
-    starts, first = twin.checked_index(
+    call = twin.position_index(
         seen,
         arrays.host("seqstarts", seqstarts, stream),
         arrays.host("start_pos", start_pos, stream),
         max_seqlen,
     )
-    tokens = int(starts[-1])
-    made, returned = results.outputs(
-        out,
-        "out",
-        [((tokens,), np.dtype(np.int64))],
-        (sequences, here),
-        lambda given: twin.check_index_output(given, tokens),
-        stream,
-    )
+    made, returned = results.outputs(out, call.results, (sequences, here), stream)
     copy = made[0].moved(stream, contents=False)
-    positions.index(starts, first, copy.seen, stream)
+    positions.index(call.starts, call.first, copy.seen, stream)
     made[0].take(copy, stream)
     return returned
 
@@ -115,7 +107,7 @@ def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="flo
     starts = arrays.host("seqstarts", seqstarts, stream), arrays.host("kvstarts", kvstarts, stream)
 
     def checked(mask):
-        return twin.checked_mask(*starts, mask, num_heads, data_type)
+        return twin.dynamic_alibi(*starts, mask, num_heads=num_heads, data_type=data_type)
 
     return positions.mask(checked, attn_mask, out, stream)
 
@@ -188,7 +180,7 @@ def rotary_position_embedding(
     starts = arrays.host("seqstarts", seqstarts, stream), arrays.host("start_pos", start_pos, stream)
 
     def checked(query, key):
-        return twin.checked_turn(
+        return twin.dynamic_turn(
             query,
             key,
             *starts,
