@@ -1,13 +1,16 @@
 """Attention over parts of a context, put together."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from kvkit import check
 from kvkit.check import describe, wrong
 from kvkit.formats import FLOATS
+from kvkit.typed import Arrays, Pair
 
 
-def merge_attention_states(outputs, lses, *, out=None):
+def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
     """Put attention over parts of a context together: several caches, machines, or a shared prefix.
 
     Exact: the result is attention over all keys, whatever the parts and their order, up to float32
@@ -57,7 +60,7 @@ def merge_attention_states(outputs, lses, *, out=None):
     if out is None:
         return whole, lse
     out[0][...], out[1][...] = whole, lse
-    return tuple(out)
+    return out[0], out[1]
 
 
 def checked(outputs, lses):

@@ -1,20 +1,32 @@
 """The way back from blocks, and copies of blocks."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit import check, cpu
 from kvkit.ascend import tensors
 from kvkit.check import describe, wrong
 from kvkit.formats import Format
+from kvkit.typed import Array, Values
 
 RESULTS = "key", "value"
 
 
 def paged_cache_load(
-    key_cache, value_cache, block_tables, seq_lens, seq_starts=None, *, cache_format="ND", out=None
-):
+    key_cache: Array,
+    value_cache: Values,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    seq_starts: ArrayLike | None = None,
+    *,
+    cache_format: Literal["ND", "NZ"] = "ND",
+    out: tuple[Array, ...] | None = None,
+) -> tuple[Array, Values]:
     """Gather the contexts of sequences from a cache in blocks, packed one after the other.
 
     Parameters
@@ -58,7 +70,7 @@ def paged_cache_load(
     array([5., 6., 1., 7., 8., 0., 0.], dtype=float16)
     """
     call = checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
-    results = outputs(out, call)
+    results: Any = outputs(out, call)
     pieces = pieces_of(call)
     if out is not None and pieces[:, cpu.slots.COUNT].sum() < call.tokens:
         for array in results:
@@ -163,7 +175,9 @@ def outputs(out, call):
     return given
 
 
-def block_copy(key_cache, value_cache, src, dst, cum_sum):
+def block_copy(
+    key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
+) -> tuple[Array, Values]:
     """Copy blocks within a cache: ``dst[cum_sum[i - 1]:cum_sum[i]]`` become as block ``src[i]``.
 
     Parameters

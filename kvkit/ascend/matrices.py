@@ -1,15 +1,20 @@
 """Matrices in groups of columns, and back."""
 
+from __future__ import annotations
+
+from typing import SupportsIndex
+
 import numpy as np
 
 from kvkit import check
 from kvkit.ascend import tensors
 from kvkit.check import integer, wrong
+from kvkit.typed import Array
 
 FRACTAL_ROWS = 16
 
 
-def nd_to_nz(x, *, out=None):
+def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     """Matrices in groups of columns: NZ, whose groups are 32 bytes wide and whose rows come in sixteens.
 
     Parameters
@@ -58,7 +63,7 @@ def checked_nd(x):
     return x, fmt, (len(x), *fractals(x.shape[1], x.shape[2], fmt))
 
 
-def nz_to_nd(y, m, n, *, out=None):
+def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
     """Matrices back from NZ: the inverse of `nd_to_nz`.
 
     Parameters

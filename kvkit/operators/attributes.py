@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvkit.compression import MEANING, NEEDED, CompressType
 
 REQUIRED = inspect.Parameter.empty  # the default of what has none
-KINDS = bool, int, float, tuple, str
+KINDS: tuple[type, ...] = bool, int, float, tuple, str
 NEEDS = {mode: f"; needs {', '.join(names)}" if names else "" for mode, names in NEEDED.items()}
 
 

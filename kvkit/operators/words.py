@@ -61,9 +61,11 @@ class Operator:
     def attributes(self):
         """What the function takes by keyword beside arrays."""
         arrays = {"out", *(array.name for array in self.inputs)}
-        keywords = inspect.signature(self.function()).parameters.values()
-        keywords = [p for p in keywords if p.kind is p.KEYWORD_ONLY and p.name not in arrays]
-        return tuple(ATTRIBUTES[p.name].of(p.default) for p in keywords)
+        return tuple(
+            ATTRIBUTES[p.name].of(p.default)
+            for p in inspect.signature(self.function()).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in arrays
+        )
 
     def function(self, package="kvkit"):
         """The function of this name in a package (`kvkit` or its twin)."""
