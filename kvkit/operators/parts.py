@@ -1,5 +1,6 @@
 """Inputs and outputs that several operators have."""
 
+from kvkit.layout import listed
 from kvkit.operators.words import FLOATS, INDEX, MASK, T2, Input, Output
 
 SINKS = Input(
@@ -8,7 +9,7 @@ SINKS = Input(
 
 
 def cache_inputs(layouts):
-    cache = tuple(f"{layout.number}: {layout}" for layout in layouts)
+    cache = listed(layouts)
     scale = tuple(shape.replace("Dh)", "Dh/quant_group)") for shape in cache)
     return (
         Input("cache", T2, cache, "by cache_layout; a last axis of Dh/2 for int4", inout=True),
