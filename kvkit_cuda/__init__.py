@@ -24,3 +24,7 @@ __all__ = [
     "multi_head_cache_attention",
     "rotary_position_embedding",
 ]
+
+
+def __dir__():
+    return __all__

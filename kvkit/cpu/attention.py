@@ -8,12 +8,11 @@ import numpy as np
 
 from kvkit.cpu import attend, products
 from kvkit.cpu.launches import Launch, address, threads
-from kvkit.cpu.online import MASKS
 from kvkit.cpu.rows import LOAD, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import NAMES
 from kvkit.cpu.transfer import packed_strides
-from kvkit.formats import BY_NAME
+from kvkit.formats import BY_NAME, MASKS, coarser
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
@@ -104,7 +103,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
-    rounds = context.as_loaded and products.coarser(context.packed, context.cell or context.stored)
+    rounds = context.as_loaded and coarser(context.packed, context.cell or context.stored)
     formats, reader = (context.stored, context.cell, context.group), context.reader
     if reader:
         widens = not reader.product
@@ -148,7 +147,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     )  # fmt: skip
     attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
-    exact = context.cell is not None and products.coarser(context.cell, context.packed)
+    exact = context.cell is not None and coarser(context.cell, context.packed)
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
         if tiles & tile:
             at = AT["scores1"] + i

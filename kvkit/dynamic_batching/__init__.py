@@ -15,3 +15,7 @@ __all__ = [
     "position_index",
     "rotary_position_embedding",
 ]
+
+
+def __dir__():
+    return __all__

@@ -1,26 +1,32 @@
 """A step of packed sequences, checked once for all layers of a model."""
 
+from __future__ import annotations
+
+from typing import Literal, SupportsIndex
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit import cpu, launch
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import planned
 from kvkit.dynamic_batching.replay import Replays, form, is_pair, unaligned
+from kvkit.typed import Array, Attention, Pair
 
 
 def plan(
-    seqstarts,
-    kvstarts,
-    cachestarts,
-    start_pos,
-    decoding_batches=0,
+    seqstarts: ArrayLike,
+    kvstarts: ArrayLike,
+    cachestarts: ArrayLike,
+    start_pos: ArrayLike,
+    decoding_batches: SupportsIndex = 0,
     *,
-    max_seqlen=None,
-    max_kvlen=None,
-    cache_mode=0,
-    page_size=128,
-):
+    max_seqlen: SupportsIndex | None = None,
+    max_kvlen: SupportsIndex | None = None,
+    cache_mode: Literal[0, 1] = 0,
+    page_size: int = 128,
+) -> Plan:
     """Check the index tensors of a step, which are the same for every layer of a model, once.
 
     Parameters
@@ -69,19 +75,19 @@ class Plan:
 
     def key_value_cache(
         self,
-        current_key,
-        current_value,
-        cache,
-        scale=None,
+        current_key: Array,
+        current_value: Array,
+        cache: Array,
+        scale: Array | None = None,
         *,
-        num_layer=1,
-        layer_idx=0,
-        quant_bit=0,
-        quant_group=8,
-        num_repeat=1,
-        cache_layout=0,
-        out=None,
-    ):
+        num_layer: int = 1,
+        layer_idx: int = 0,
+        quant_bit: Literal[0, 4, 8] = 0,
+        quant_group: int = 8,
+        num_repeat: int = 1,
+        cache_layout: int = 0,
+        out: Pair | None = None,
+    ) -> Pair:
         """`dynamic_batching.key_value_cache` for this step."""
         given = launch.arguments(locals())
         arrays, form_ = (current_key, current_value, cache, scale), None
@@ -108,30 +114,30 @@ class Plan:
 
     def multi_head_cache_attention(
         self,
-        query,
-        current_key,
-        current_value,
-        cache,
-        scale=None,
-        attn_mask=None,
+        query: Array,
+        current_key: Array,
+        current_value: Array,
+        cache: Array,
+        scale: Array | None = None,
+        attn_mask: Array | None = None,
         *,
-        num_heads,
-        head_dim,
-        is_causal=True,
-        is_alibi=False,
-        num_kv_heads=0,
-        num_layer=1,
-        layer_idx=0,
-        quant_bit=0,
-        quant_group=8,
-        cache_layout=0,
-        softmax_scale=None,
-        window=(-1, -1),
-        softcap=0.0,
-        sinks=None,
-        return_lse=False,
-        out=None,
-    ):
+        num_heads: int,
+        head_dim: int,
+        is_causal: bool = True,
+        is_alibi: bool = False,
+        num_kv_heads: int = 0,
+        num_layer: int = 1,
+        layer_idx: int = 0,
+        quant_bit: Literal[0, 4, 8] = 0,
+        quant_group: int = 8,
+        cache_layout: int = 0,
+        softmax_scale: float | None = None,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+        out: Array | Pair | None = None,
+    ) -> Attention:
         """`dynamic_batching.multi_head_cache_attention` for this step."""
         given = launch.arguments(locals())
         tokens, form_ = (query, current_key, current_value), None
