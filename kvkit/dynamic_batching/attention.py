@@ -1,7 +1,7 @@
 """Attention over packed sequences: packed keys and values, or a cache that the new ones are appended to."""
 
 from kvkit import attention, check, steps
-from kvkit.dynamic_batching.plan import checked_plan
+from kvkit.dynamic_batching.planned import checked_plan
 
 
 def multi_head_attention(

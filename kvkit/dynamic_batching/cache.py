@@ -1,7 +1,7 @@
 """Append to a dynamic cache, and gather from it."""
 
 from kvkit import check
-from kvkit.dynamic_batching.plan import checked_plan
+from kvkit.dynamic_batching.planned import checked_plan
 
 
 def key_value_cache(

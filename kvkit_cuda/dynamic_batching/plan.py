@@ -3,7 +3,7 @@
 import functools
 
 from kvkit import attention, check, layout, steps
-from kvkit.dynamic_batching.plan import checked_cache_attention
+from kvkit.dynamic_batching.planned import checked_cache_attention
 
 
 def plan(

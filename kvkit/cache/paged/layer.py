@@ -6,7 +6,7 @@ from kvkit import attention, check, steps
 from kvkit.cache.layers.view import KVView
 from kvkit.cache.stores.memory import Geometry, geometry
 from kvkit.check import describe, integer, wrong
-from kvkit.dynamic_batching.replay import form
+from kvkit.repeats import form
 
 
 class Rows:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvkit import attention, check, layout, steps
-from kvkit.dynamic_batching.replay import Replays, form, is_pair, unaligned
+from kvkit import attention, check, cpu, layout, steps
 from kvkit.launch import append_and_load
+from kvkit.repeats import Guarded, Repeats, form
 
 
 def plan(
@@ -76,24 +76,41 @@ def checked_plan(
     cache_mode,
     page_size,
 ):
-    """A plan for an array of so many tokens, if that is known."""
+    """A plan for an array of so many tokens, or one that lasts, for any: it alone prepares repetitions."""
     step = steps.dynamic(
         tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size
     )
-    return Plan(step, check.integer("decoding_batches", decoding_batches, 0, len(step.start_pos)))
+    decoding = check.integer("decoding_batches", decoding_batches, 0, len(step.start_pos))
+    return Plan(step, decoding, lasting=tokens is None)
+
+
+# The arrays of calls that repeat, by the names that launches have for them; what is written comes last.
+LOADED = "current_key", "current_value", "cache", "scale", "key", "value"
+ATTENDED = "query", "current_key", "current_value", "cache", "scale", "out"
+
+
+def is_pair(out):
+    """Whether outputs are two arrays."""
+    return isinstance(out, (tuple, list)) and len(out) == 2 and all(isinstance(a, np.ndarray) for a in out)
+
+
+def unaligned(out):
+    """Whether given outputs lie where a load may not write around the caches, which takes other code."""
+    return None if out is None else any(cpu.launches.address(array) % 16 for array in out)
 
 
 class Plan:
     """The operators over one checked step; `plan` makes it. Its methods may be called for any caches.
 
     Calls that differ only in the addresses of their arrays, and have neither mask nor sinks, are checked and
-    prepared once (see `replay`).
+    prepared once (see `repeats`) if the plan is `lasting`.
     """
 
-    __slots__ = ("_decoding", "_replays", "_steps")
+    __slots__ = ("_decoding", "_repeats", "_steps")
 
-    def __init__(self, checked, decoding):
-        self._steps, self._decoding, self._replays = checked, decoding, Replays()
+    def __init__(self, checked, decoding, lasting):
+        self._steps, self._decoding = checked, decoding
+        self._repeats = Repeats() if lasting else None
 
     def key_value_cache(
         self,
@@ -112,17 +129,18 @@ class Plan:
     ):
         """`dynamic_batching.key_value_cache` for this step."""
         step, given, call = self._steps, (current_key, current_value), None
-        if out is None or is_pair(out):
+        if self._repeats is not None and (out is None or is_pair(out)):
             call = form(
                 (*given, cache, scale, *(out or ())),
                 (num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout, unaligned(out)),
             )
-        if call in self._replays:
+        prepared = self._repeats.get(call) if call else None
+        if prepared:
             made = out
             if out is None:
                 shape = step.context, current_key.shape[1] * num_repeat, current_key.shape[2]
                 made = np.empty(shape, current_key.dtype), np.empty(shape, current_key.dtype)
-            if self._replays.play(call, (*given, cache, scale, *made)):
+            if prepared.run(dict(zip(LOADED, (*given, cache, scale, *made), strict=True))):
                 return tuple(made)
         fmt, current_key, current_value = check.current(current_key, current_value, 3)
         tokens, heads, dim = current_key.shape
@@ -146,9 +164,8 @@ class Plan:
             fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out
         )
         if call and current_key is given[0] and current_value is given[1]:
-            inputs = {"current_key": current_key, "current_value": current_value}
-            written = {"cache": cache, "scale": scale, "key": key, "value": value}
-            self._replays.keep(call, inputs, written, launches)
+            arrays = dict(zip(LOADED, (*given, cache, scale, key, value), strict=True))
+            self._repeats.keep(call, Guarded(launches, arrays, LOADED[2:]))
         return key, value
 
     def multi_head_cache_attention(
@@ -179,7 +196,7 @@ class Plan:
     ):
         """`dynamic_batching.multi_head_cache_attention` for this step."""
         step, given, call = self._steps, (query, current_key, current_value), None
-        if attn_mask is None and sinks is None and return_lse is False:
+        if self._repeats is not None and attn_mask is None and sinks is None and return_lse is False:
             call = form(
                 (*given, cache, scale, out),
                 (
@@ -187,9 +204,10 @@ class Plan:
                     quant_group, cache_layout, softmax_scale, window, softcap,
                 ),
             )  # fmt: skip
-        if call in self._replays:
+        prepared = self._repeats.get(call) if call else None
+        if prepared:
             made = np.empty(query.shape, query.dtype) if out is None else out
-            if self._replays.play(call, (*given, cache, scale, made)):
+            if prepared.run(dict(zip(ATTENDED, (*given, cache, scale, made), strict=True))):
                 return made
         checked = checked_cache_attention(
             step,
@@ -228,8 +246,8 @@ class Plan:
         )
         used = checked.query, current_key, current_value
         if call and all(a is b for a, b in zip(given, used, strict=True)):
-            written = {"cache": cache, "scale": scale, "out": out}
-            self._replays.keep(call, dict(inputs), written, launches)
+            arrays = dict(zip(ATTENDED, (*given, cache, scale, out), strict=True))
+            self._repeats.keep(call, Guarded(launches, arrays, ATTENDED[3:]))
         return results
 
 
