@@ -15,7 +15,8 @@ from test_attention_errors import legal
 
 import kvkit
 from kvkit import KvkitError
-from kvkit.dynamic_batching import plan, planned as planned_calls
+from kvkit.dynamic_batching import plan
+from kvkit.dynamic_batching import planned as planned_calls
 
 LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
 STEPS = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
