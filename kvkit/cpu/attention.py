@@ -38,13 +38,14 @@ class Arena:
     """Memory that workers use during a launch, kept for the next one."""
 
     def __init__(self):
-        self.memory, self.size, self.begin = np.empty(0, np.int64), -1, 0
+        self.memory, self.begin, self.size = np.empty(0, np.uint8), 0, -1
 
     def at_least(self, size):
         """The address of so many bytes, at a multiple of 64."""
         if self.size < size:
-            self.memory, self.size = np.empty(size // 8 + 16, np.int64), size
+            self.memory = np.empty(size + 63, np.uint8)
             self.begin = address(self.memory) + -address(self.memory) % 64
+            self.size = address(self.memory) + self.memory.size - self.begin
         return self.begin
 
 
@@ -145,7 +146,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
         ],
         np.int64,
     )  # fmt: skip
-    attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
+    schedule(numbers)
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
     exact = context.cell is not None and coarser(context.cell, context.packed)
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
@@ -173,3 +174,14 @@ def prepare(query, out, lse, context, steps, decoding, weights):
 
     owners = {place: owner for place, owner in OWNERS.items() if numbers[place]}
     return Launch(numbers, owners, run, alive=(steps, weights, constants, sinks, orders))
+
+
+def schedule(numbers):
+    """Share the work of a task out."""
+    attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
+
+
+def planned(numbers):
+    """What decides the launch of a task: units, items, parts, tiles, and whether one thread is enough."""
+    *planned, work = numbers[AT["units"] : AT["products"] + 1].tolist()
+    return planned, work < SMALL

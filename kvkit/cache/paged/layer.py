@@ -7,7 +7,7 @@ from kvkit.cache.stores.memory import Geometry, geometry
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
-from kvkit.dynamic_batching.replay import form
+from kvkit.repeats import form
 
 
 class Rows:

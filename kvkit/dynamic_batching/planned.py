@@ -11,7 +11,7 @@ from kvkit import cpu, launch
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import planned
-from kvkit.dynamic_batching.replay import Replays, form, is_pair, unaligned
+from kvkit.repeats import Guarded, Repeats, form
 from kvkit.typed import Array, Attention, Pair
 
 
@@ -61,17 +61,32 @@ def plan(
     return Plan(planned(None, **locals()))
 
 
+# The arrays of calls that repeat, by the names that launches have for them; what is written comes last.
+LOADED = "current_key", "current_value", "cache", "scale", "key", "value"
+ATTENDED = "query", "current_key", "current_value", "cache", "scale", "out"
+
+
+def is_pair(out):
+    """Whether outputs are two arrays."""
+    return isinstance(out, (tuple, list)) and len(out) == 2 and all(isinstance(a, np.ndarray) for a in out)
+
+
+def unaligned(out):
+    """Whether given outputs lie where a load may not write around the caches, which takes other code."""
+    return None if out is None else any(cpu.launches.address(array) % 16 for array in out)
+
+
 class Plan:
     """The operators over one checked step; `plan` makes it. Its methods may be called for any caches.
 
     Calls that differ only in the addresses of their arrays, and have neither mask nor sinks, are checked and
-    prepared once (see `replay`).
+    prepared once (see `repeats`).
     """
 
-    __slots__ = ("_replays", "_sequences")
+    __slots__ = ("_repeats", "_sequences")
 
     def __init__(self, sequences):
-        self._sequences, self._replays = sequences, Replays()
+        self._sequences, self._repeats = sequences, Repeats()
 
     def key_value_cache(
         self,
@@ -89,27 +104,25 @@ class Plan:
         out: Pair | None = None,
     ) -> Pair:
         """`dynamic_batching.key_value_cache` for this step."""
-        given = launch.arguments(locals())
-        arrays, form_ = (current_key, current_value, cache, scale), None
+        given, arrays, known = launch.arguments(locals()), (current_key, current_value, cache, scale), None
         if out is None or is_pair(out):
-            attributes = num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout
-            form_ = form((*arrays, *(out or ())), (*attributes, unaligned(out)))
-        if form_ in self._replays:
+            known = form((*arrays, *(out or ())), (*given.values(), unaligned(out))[len(arrays) :])
+        prepared = self._repeats.get(known)
+        if prepared:
             made = out
             if out is None:
                 tokens = self._sequences.steps.context
                 shape = tokens, current_key.shape[1] * num_repeat, current_key.shape[2]
                 made = np.empty(shape, current_key.dtype), np.empty(shape, current_key.dtype)
-            if self._replays.play(form_, (*arrays, *made)):
+            if prepared.run(dict(zip(LOADED, (*arrays, *made), strict=True))):
                 return tuple(made)
         call = checked_key_value_cache(self._sequences, **given)
         made = call.results.taken(out)
         launches = launch.transfers(call, made, new=out is None)
         cpu.launches.start(*launches)
-        if form_ and call.current_key is current_key and call.current_value is current_value:
-            inputs = {"current_key": current_key, "current_value": current_value}
-            written = {"cache": cache, "scale": scale, "key": made[0], "value": made[1]}
-            self._replays.keep(form_, inputs, written, launches)
+        if known and call.current_key is current_key and call.current_value is current_value:
+            repeated = dict(zip(LOADED, (*arrays, *made), strict=True))
+            self._repeats.keep(known, Guarded(launches, repeated, LOADED[2:]))
         return made
 
     def multi_head_cache_attention(
@@ -139,26 +152,21 @@ class Plan:
         out: Array | Pair | None = None,
     ) -> Attention:
         """`dynamic_batching.multi_head_cache_attention` for this step."""
-        given = launch.arguments(locals())
-        tokens, form_ = (query, current_key, current_value), None
+        given, arrays = launch.arguments(locals()), (query, current_key, current_value, cache, scale)
+        known = None
         if attn_mask is None and sinks is None and return_lse is False:
-            form_ = form(
-                (*tokens, cache, scale, out),
-                (
-                    num_heads, head_dim, is_causal, is_alibi, num_kv_heads, num_layer, layer_idx, quant_bit,
-                    quant_group, cache_layout, softmax_scale, window, softcap,
-                ),
-            )  # fmt: skip
-        if form_ in self._replays:
+            known = form((*arrays, out), tuple(given.values())[len(arrays) :])
+        prepared = self._repeats.get(known)
+        if prepared:
             made = np.empty(query.shape, query.dtype) if out is None else out
-            if self._replays.play(form_, (*tokens, cache, scale, made)):
+            if prepared.run(dict(zip(ATTENDED, (*arrays, made), strict=True))):
                 return made
         call = checked_cache_attention(self._sequences, **given)
         made = call.results.taken(out)
         launches = launch.attention(call, made)
         cpu.launches.start(*launches)
         used = call.query, *call.current
-        if form_ and all(a is b for a, b in zip(tokens, used, strict=True)):
-            written = {"cache": cache, "scale": scale, "out": made[0]}
-            self._replays.keep(form_, dict(call.inputs), written, launches)
+        if known and all(a is b for a, b in zip(arrays, used, strict=False)):
+            repeated = dict(zip(ATTENDED, (*arrays, made[0]), strict=True))
+            self._repeats.keep(known, Guarded(launches, repeated, ATTENDED[3:]))
         return launch.returned(made)
