@@ -12,7 +12,7 @@ from kvkit.ascend import tensors
 from kvkit.check import wrong
 from kvkit.formats import FLOATS, Format
 from kvkit.steps import Steps
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def paged_attention(
@@ -29,7 +29,7 @@ def paged_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Attention of one new token a sequence to all of its context in a cache in blocks.
 
     Where each head keeps rows of its own (caches of one head, block tables for each sequence and head), query

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from kvkit import attention, check, steps
 from kvkit.dynamic_batching.plan import checked_plan
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def multi_head_attention(
@@ -33,7 +33,7 @@ def multi_head_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Attend with every query to the keys and values of its own sequence, sequences packed.
 
     As `kvkit.multi_head_attention` does for each sequence: with m keys, query i of n is at position
@@ -192,7 +192,7 @@ def multi_head_cache_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Append packed keys and values to a shared cache and attend to each context, read where it lies.
 
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:

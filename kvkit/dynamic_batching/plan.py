@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvkit import attention, check, layout, steps
 from kvkit.dynamic_batching.replay import Replays, form, is_pair, unaligned
 from kvkit.launch import append_and_load
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def plan(
@@ -182,7 +182,7 @@ class Plan:
         sinks: Array | None = None,
         return_lse: bool = False,
         out: Array | Pair | None = None,
-    ) -> Attention:
+    ) -> Attended:
         """`dynamic_batching.multi_head_cache_attention` for this step."""
         step, given, call = self._steps, (query, current_key, current_value), None
         if attn_mask is None and sinks is None and return_lse is False:

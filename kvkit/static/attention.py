@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, SupportsIndex
 
 from kvkit import attention, check, layout, steps
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def multi_head_attention(
@@ -25,7 +25,7 @@ def multi_head_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Attend with every query to the keys and values of its sequence.
 
     Query head h uses key head ``h // (num_heads // num_kv_heads)``. With M keys, query i of S is at
@@ -151,7 +151,7 @@ def multi_head_cache_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Append keys and values to a static cache and attend to the whole context, read where it lies.
 
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:
