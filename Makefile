@@ -55,7 +55,7 @@ lint: $(VENV)/kvkit.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict tests/typing
+	$(BIN)/mypy --strict --follow-imports silent tests/typing
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # With the peers, torch among them: a large download.

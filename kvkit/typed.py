@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
 Arrays = Sequence[Array] | Array  # of one array, those along its first axis
-Attention = Array | Any  # a `Pair` with `return_lse`; `Any` spares a caller telling which it asked for
+Attended = Array | Any  # a `Pair` with `return_lse`; `Any` spares a caller telling which it asked for
 States = Array | Any  # an array, or a view that `numpy.asarray` makes one of
 Values = TypeVar("Values", Array, None)  # given beside keys, or left out and so returned
 FilePath = str | os.PathLike[str]

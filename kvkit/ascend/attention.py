@@ -9,7 +9,7 @@ from kvkit import cpu
 from kvkit.checks.ascend import attention
 from kvkit.checks.tensors import one_piece
 from kvkit.launch import arguments, returned
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def paged_attention(
@@ -26,7 +26,7 @@ def paged_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Attention of one new token a sequence to all of its context in a cache in blocks.
 
     Where each head keeps rows of its own (caches of one head, block tables for each sequence and head), query

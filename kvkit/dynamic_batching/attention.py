@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from kvkit.checks import sequences
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.launch import arguments, attend
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def multi_head_attention(
@@ -34,7 +34,7 @@ def multi_head_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Attend with every query to the keys and values of its own sequence, sequences packed.
 
     As `kvkit.multi_head_attention` does for each sequence: with m keys, query i of n is at position
@@ -140,7 +140,7 @@ def multi_head_cache_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Append packed keys and values to a shared cache and attend to each context, read where it lies.
 
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:

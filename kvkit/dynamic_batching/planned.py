@@ -12,7 +12,7 @@ from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import planned
 from kvkit.repeats import Guarded, Repeats, form
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def plan(
@@ -150,7 +150,7 @@ class Plan:
         sinks: Array | None = None,
         return_lse: bool = False,
         out: Array | Pair | None = None,
-    ) -> Attention:
+    ) -> Attended:
         """`dynamic_batching.multi_head_cache_attention` for this step."""
         given, arrays = launch.arguments(locals()), (query, current_key, current_value, cache, scale)
         known = None

@@ -7,7 +7,7 @@ from typing import Literal, SupportsIndex
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.sequences import Static
 from kvkit.launch import arguments, attend
-from kvkit.typed import Array, Attention, Pair
+from kvkit.typed import Array, Attended, Pair
 
 
 def multi_head_attention(
@@ -27,7 +27,7 @@ def multi_head_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Attend with every query to the keys and values of its sequence.
 
     Query head h uses key head ``h // (num_heads // num_kv_heads)``. With M keys, query i of S is at
@@ -122,7 +122,7 @@ def multi_head_cache_attention(
     sinks: Array | None = None,
     return_lse: bool = False,
     out: Array | Pair | None = None,
-) -> Attention:
+) -> Attended:
     """Append keys and values to a static cache and attend to the whole context, read where it lies.
 
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:
