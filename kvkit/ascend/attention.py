@@ -100,16 +100,17 @@ def attend(call, out, lse=None):
     made = out.reshape(*folded, out.shape[2])
     made_lse = None if lse is None else lse.reshape(folded)
     context, steps = attention.context_of(call, caches, places), attention.steps_of(call, places)
-    weights, entries = with_offset(call), len(call.lengths)
+    bias, entries = bias_of(call), len(call.lengths)
+    weights = call.weights if bias is None else attention.biased(call.weights, bias)
     cpu.launches.start(cpu.attention.prepare(query, made, made_lse, context, steps, entries, weights))
     for array, folded_array in ((out, made), (lse, made_lse)):
         if folded_array is not None and not np.may_share_memory(array, folded_array):  # strides do not fold
             array[...] = folded_array.reshape(array.shape)
 
 
-def with_offset(call):
-    """The weights of a call, with its offset of rows as a bias of scores."""
+def bias_of(call):
+    """What the offset of rows adds to scores, [entries, rows]; None without one."""
     if call.razor_offset is None:
-        return call.weights
+        return None
     bias = call.razor_offset.take(call.table, 0, mode="clip") * np.float32(call.weights.scale)
-    return attention.biased(call.weights, bias.reshape(len(bias), attention.rows_of_a_context(call)))
+    return bias.reshape(len(bias), attention.rows_of_a_context(call))

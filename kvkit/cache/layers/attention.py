@@ -68,7 +68,7 @@ def attend(
     array([0. , 0.5, 1. ], dtype=float32)
     """
     fmt, query = asked(self, query)
-    batch, new, query_heads, dim = query.shape
+    batch, new, query_heads, _ = query.shape
     out = np.empty((batch, new, query_heads, self._store.geometry.value_dim), query.dtype)
     wants_lse = flag("return_lse", return_lse)
     lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
@@ -80,7 +80,7 @@ def attend(
     if call is None or self._call is None or not self._call.again(call, self, arrays, mask):
         left = -1 if self.window is None else self.window - 1
         weights = attention.weights(
-            query_heads, dim, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
+            query, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
             window=(left, -1), softcap=softcap, sinks=sinks,
         )  # fmt: skip
         made = Call(call, self, fmt, arrays, weights)

@@ -1,7 +1,5 @@
 """A step over a paged cache: append and attend, layer by layer, to packed tokens."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvkit import cpu
@@ -186,11 +184,11 @@ class PagedStep:
         store = self._store
         tensors.tensor("query", query, (store.format,), 3)
         _, query, _ = attention.queries(query, 3, query.shape[1], store.dim, store.heads)
-        count, heads, dim = query.shape
+        count, heads, _ = query.shape
         index_tensors.ends_with("seqstarts", self._steps.tokens, ("query", count))
         mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
         weights = attention.weights(
-            heads, dim, mask, is_causal=is_causal, is_alibi=is_alibi, softmax_scale=softmax_scale,
+            query, mask, is_causal=is_causal, is_alibi=is_alibi, softmax_scale=softmax_scale,
             window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
@@ -267,4 +265,4 @@ class PagedStep:
         batch = len(self.index.sequences)
         count = np.arange(batch + 1)
         starts = {"seqstarts": count * tokens, "kvstarts": count * length}
-        return replace(self._steps, **starts, tokens=batch * tokens, context=batch * length)
+        return self._steps._replace(**starts, tokens=batch * tokens, context=batch * length)
