@@ -27,11 +27,84 @@ class BaseLayer(ABC):
 
     @abstractmethod
     def update(self, key_states, value_states, cache_position=None):
-        """Append the keys and values of new tokens; return those that their attention needs."""
+        """Append the keys and values of new tokens; return those that their attention needs.
+
+        Parameters
+        ----------
+        key_states : ndarray, shape [B, Hkv, q, Dk]
+            float32, float16 or bfloat16, of any strides. The first call decides on dtype, B, Hkv, Dk and Dv;
+            of a paged layer, whose cache has decided on the others, on B.
+        value_states : ndarray, shape [B, Hkv, q, Dv]
+            Of the same dtype.
+        cache_position : array_like of int, shape [q], optional
+            Consecutive positions of the new tokens; they follow the last token. Only a `StaticLayer` may
+            also go back: then later tokens are dropped.
+
+        Returns
+        -------
+        keys : ndarray, shape [B, Hkv, S, Dk]
+        values : ndarray, shape [B, Hkv, S, Dv]
+            Past and new tokens, see `get_mask_sizes`. Views of the cache, or each a `KVView` where they are
+            codes or lie in blocks: not to be written, and valid until the next call that changes the layer.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong.
+        CapacityError, OutOfBlocksError
+            If there is no room. After any error the layer is as it was.
+        """
 
     @abstractmethod
     def attend(self, query, attention_mask=None, **options):
-        """Attend with the queries of the last tokens."""
+        """Attend with the queries of the last tokens, causally and within the layer's window.
+
+        Keys and values are read where they lie; nothing of the size of the context is made. Query i of q is
+        the token at position n - q + i when n tokens have been seen; so the queries of an update's last
+        tokens alone are as good. Query head h uses key head ``h // (Hq // Hkv)``.
+
+        Parameters
+        ----------
+        query : ndarray, shape [B, Hq, q, Dk]
+            float32, float16 or bfloat16, of any strides.
+        attention_mask : ndarray, optional
+            bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
+            to [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores and of the
+            dtype of ``query``; kv_length is that of `get_mask_sizes`, as asked before the update. Columns of
+            a static layer that hold no token may be left out.
+        window : (int, int), optional
+            Of paged layers only, as in `kvkit.multi_head_attention`; others have their own.
+        softmax_scale : float, optional
+            Factor of the scores; 1 / sqrt(Dk) if None.
+        softcap : float
+            If not 0, scores become ``softcap * tanh(score / softcap)`` before masks are added.
+        sinks : ndarray, shape [Hq], optional
+            A score for each head that takes part in the softmax and has no value.
+        return_lse : bool
+            Whether the logarithms of the softmax denominators are returned too.
+
+        Returns
+        -------
+        attn_output : ndarray, shape [B, Hq, q, Dv]
+            Of the dtype of ``query``. In memory [B, q, Hq, Dv], so that swapping both axes back and joining
+            the heads, as the next projection needs it, copies nothing.
+        lse : ndarray of float32, shape [B, Hq, q]
+            With ``return_lse``; -inf for a query that sees no key.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or if the window of a query has left the layer.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from kvkit.cache import DynamicLayer
+        >>> layer, tokens = DynamicLayer(), np.arange(3, dtype=np.float32).reshape(1, 1, 3, 1)
+        >>> keys, values = layer.update(np.ones_like(tokens), tokens)
+        >>> layer.attend(np.ones_like(tokens)).ravel()
+        array([0. , 0.5, 1. ], dtype=float32)
+        """
 
     @abstractmethod
     def get_seq_length(self):
@@ -58,21 +131,21 @@ class BaseLayer(ABC):
     @property
     def keys(self):
         """Stored keys, shape [B, Hkv, stored, Dk]; None before the first update."""
-        return self._stored()[0] if self.batch_size else None
+        return self.stored()[0] if self.batch_size else None
 
     @property
     def values(self):
         """Stored values, shape [B, Hkv, stored, Dv]; None before the first update."""
-        return self._stored()[1] if self.batch_size else None
+        return self.stored()[1] if self.batch_size else None
 
     @abstractmethod
-    def _stored(self):
-        """Stored keys and values."""
+    def stored(self):
+        """Stored keys and values, arrays [B, Hkv, stored, D]."""
 
     @property
     def nbytes(self):
         """Bytes of what is stored, without room to grow."""
-        return sum(side.nbytes for side in self._stored()) if self.batch_size else 0
+        return sum(side.nbytes for side in self.stored()) if self.batch_size else 0
 
     def activate_past_recording(self):  # noqa: B027  most layers have nothing to do
         """From now on keep what would be dropped or coded until the next crop; elsewhere nothing is."""

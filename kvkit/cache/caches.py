@@ -86,7 +86,7 @@ class Cache(BaseCache):
     def reserve(self, query_length):
         new = integer("query_length", query_length, 0)
         for layer in self.layers:
-            layer.check_room(new)
+            layer.check_room(layer.get_seq_length(), new)
         for layer in self.layers:
             layer.reserve(new)
 
@@ -113,7 +113,7 @@ class Cache(BaseCache):
 
     def _select(self, indices):
         for layer in self.layers:
-            requests.rows(indices, layer.batch_size)
+            requests.batch_rows(indices, layer.batch_size)
         self._change_batch(lambda layer: layer.reorder(indices))
 
     def _repeat(self, repeats):

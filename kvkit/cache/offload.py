@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from kvkit.cache.layers import kinds
+from kvkit.cache.layers.layer import EMPTY
 from kvkit.cache.stores.mapped import VERSION, WAITING, Home, put
 from kvkit.check import wrong
 from kvkit.files.replace import sync_folder
@@ -136,7 +137,7 @@ class Folder:
         else:
             self.delete(layers)
         for layer in layers:
-            layer.move_out()
+            layer.restore(EMPTY)
 
     def delete(self, layers):
         """Delete all files; the layers can do nothing more with theirs."""

@@ -243,7 +243,7 @@ def test_public_names():
 
 
 @pytest.mark.parametrize(
-    "name", ["kvkit.cache." + module.name for module in pkgutil.iter_modules(kvkit.cache.__path__)]
+    "name", [module.name for module in pkgutil.walk_packages(kvkit.cache.__path__, "kvkit.cache.")]
 )
 def test_examples(name):
     options = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE

@@ -96,7 +96,7 @@ class Call:
 
     def __init__(self, form, layer, fmt, query, out, lse, weights):
         self.form, self.store = form, layer.store
-        first, end = layer.span.rows(layer.span.begin)
+        first, end = layer.span.rows_from(layer.span.begin)
         self.kvlen = end - first
         context = self.store.context(fmt.name, first, end)
         batch, new = query.shape[:2]

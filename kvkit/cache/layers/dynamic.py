@@ -61,7 +61,7 @@ class StaticLayer(Layer):
     def _may_start(self, start):
         return 0 <= start < self.span.length
 
-    def _check_room(self, length, new):
+    def check_room(self, length, new):
         if length + new > self.max_cache_len:
             wanted = f"room for {new} new tokens after {length} (max_cache_len {self.max_cache_len})"
             raise CapacityError(f"{self.name}: expected {wanted}, got {self.max_cache_len - length}")
@@ -81,7 +81,7 @@ class StaticLayer(Layer):
 
     def reset(self):
         """Forget every token; the zeroed memory and its geometry stay."""
-        _, rows = self.span.rows(0)
+        _, rows = self.span.rows_from(0)
         self.span = Span()
         if self.store is not None:
             self._commit()
@@ -90,4 +90,4 @@ class StaticLayer(Layer):
     def open(self, home, about):
         super().open(home, about)
         if self.store is not None:  # rows may have been written that no state came to mean
-            self.store.clear(self.span.rows(0)[1], self.store.capacity)
+            self.store.clear(self.span.rows_from(0)[1], self.store.capacity)

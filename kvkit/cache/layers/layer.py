@@ -18,6 +18,9 @@ def slack(window):
     return 16 + window // 4
 
 
+EMPTY = None, None, Span()  # what `Layer.state` is of a layer without tokens, in memory
+
+
 class Layer(BaseLayer):
     """A layer of a `Cache`.
 
@@ -34,11 +37,11 @@ class Layer(BaseLayer):
     """
 
     store: Any
-    home: Home | None = None
+    home: Home | None
 
     def __init__(self):
         self.name, self._attention = type(self).__name__, Attention()
-        self._hold(None, Span())
+        self.restore(EMPTY)
 
     def _hold(self, store, span):
         self.store, self.span = store, span
@@ -62,8 +65,8 @@ class Layer(BaseLayer):
         """Whether new tokens may begin at another position than the next."""
         return False
 
-    def _check_room(self, length, new):
-        """Raise if the layer can never hold so many tokens."""
+    def check_room(self, length, new):
+        """Raise if the layer can never hold `new` tokens after `length`."""
 
     def _capacity(self, rows):
         """Rows of a new store that has to hold so many."""
@@ -75,38 +78,12 @@ class Layer(BaseLayer):
     # Tokens come
 
     def update(self, key_states, value_states, cache_position=None):
-        """Append the keys and values of new tokens; return those that their attention needs.
-
-        Parameters
-        ----------
-        key_states : ndarray, shape [B, Hkv, q, Dk]
-            float32, float16 or bfloat16, of any strides. The first call decides on dtype, B, Hkv, Dk and Dv.
-        value_states : ndarray, shape [B, Hkv, q, Dv]
-            Of the same dtype.
-        cache_position : array_like of int, shape [q], optional
-            Consecutive positions of the new tokens; they follow the last token. Only a `StaticLayer` may
-            also go back: then later tokens are dropped.
-
-        Returns
-        -------
-        keys : ndarray, shape [B, Hkv, S, Dk]
-        values : ndarray, shape [B, Hkv, S, Dv]
-            Past and new tokens, see `get_mask_sizes`. Views of the cache: not to be written, and valid until
-            the next call that changes the layer.
-
-        Raises
-        ------
-        KvkitError
-            If an argument is wrong.
-        CapacityError
-            If there is no room. After any error the layer is as it was.
-        """
         frozen = None if self.store is None else self.store.geometry
         given, new = geometry(key_states, value_states, frozen), key_states.shape[2]
         start = self.span.length
         if cache_position is not None:
             start = self._start(cache_position, new)
-        self._check_room(start, new)
+        self.check_room(start, new)
         begin, end = self._returned(start, new)
         self._make_room(given, max(end, start + new), self.span.oldest)
         if start < self.span.length:
@@ -147,7 +124,7 @@ class Layer(BaseLayer):
         try:
             if self.store is not None:
                 indices = range(given.batch) if indices is None else indices
-                store.fill(self.store, indices, *span.rows(keep))
+                store.fill(self.store, indices, *span.rows_from(keep))
             self._hold(store, span.moved(keep))
             self._commit()
         except BaseException:
@@ -162,14 +139,10 @@ class Layer(BaseLayer):
         elif self.home is not None:
             self.home.say_empty(record_past=self.record_past)
 
-    def check_room(self, new):
-        """Raise if the layer can never hold so many more tokens."""
-        self._check_room(self.span.length, new)
-
     def reserve(self, query_length):
         """Check, and make, room for so many more tokens, so that no update of them can fail for capacity."""
         new, length = integer("query_length", query_length, 0), self.span.length
-        self.check_room(new)
+        self.check_room(length, new)
         if self.store is not None:
             end = max(length + new, self._returned(length, new)[1])
             self._make_room(self.store.geometry, end, self.span.first)
@@ -198,8 +171,8 @@ class Layer(BaseLayer):
     def batch_size(self):
         return 0 if self.store is None else self.store.geometry.batch
 
-    def _stored(self):
-        return self.store.rows(*self.span.rows(self.span.oldest))
+    def stored(self):
+        return self.store.rows(*self.span.rows_from(self.span.oldest))
 
     def attend(
         self,
@@ -211,52 +184,6 @@ class Layer(BaseLayer):
         sinks=None,
         return_lse=False,
     ):
-        """Attend with the queries of the last tokens, causally and within the layer's window.
-
-        Keys and values are read where they lie; nothing of the size of the context is made. Query i of q is
-        the token at position n - q + i when n tokens have been seen; so the queries of an update's last
-        tokens alone are as good. Query head h uses key head ``h // (Hq // Hkv)``.
-
-        Parameters
-        ----------
-        query : ndarray, shape [B, Hq, q, Dk]
-            float32, float16 or bfloat16, of any strides.
-        attention_mask : ndarray, optional
-            bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
-            to [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores and of the
-            dtype of ``query``; kv_length is that of `get_mask_sizes`, as asked before the update. Columns of
-            a static layer that hold no token may be left out.
-        softmax_scale : float, optional
-            Factor of the scores; 1 / sqrt(Dk) if None.
-        softcap : float
-            If not 0, scores become ``softcap * tanh(score / softcap)`` before masks are added.
-        sinks : ndarray, shape [Hq], optional
-            A score for each head that takes part in the softmax and has no value.
-        return_lse : bool
-            Whether the logarithms of the softmax denominators are returned too.
-
-        Returns
-        -------
-        attn_output : ndarray, shape [B, Hq, q, Dv]
-            Of the dtype of ``query``. In memory [B, q, Hq, Dv], so that swapping both axes back and joining
-            the heads, as the next projection needs it, copies nothing.
-        lse : ndarray of float32, shape [B, Hq, q]
-            With ``return_lse``; -inf for a query that sees no key.
-
-        Raises
-        ------
-        KvkitError
-            If an argument is wrong, or if the window of a query has left the layer.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from kvkit.cache import DynamicLayer
-        >>> layer, tokens = DynamicLayer(), np.arange(3, dtype=np.float32).reshape(1, 1, 3, 1)
-        >>> keys, values = layer.update(np.ones_like(tokens), tokens)
-        >>> layer.attend(np.ones_like(tokens)).ravel()
-        array([0. , 0.5, 1. ], dtype=float32)
-        """
         return self._attention(self, query, attention_mask, softmax_scale, softcap, sinks, return_lse)
 
     # Tokens go, and the batch changes
@@ -299,7 +226,7 @@ class Layer(BaseLayer):
 
     def reorder(self, indices):
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
-        self._take(requests.rows(indices, self.batch_size))
+        self._take(requests.batch_rows(indices, self.batch_size))
 
     select = reorder_cache = batch_select_indices = reorder
 
@@ -314,7 +241,7 @@ class Layer(BaseLayer):
             return
         first, given = self.span.first, self.store.geometry
         if len(indices) == given.batch and self.store.in_place:
-            self.store.take(indices, *self.span.rows(first))
+            self.store.take(indices, *self.span.rows_from(first))
         else:
             given = given._replace(batch=len(indices))
             self._move(given, self.store.capacity, first, indices, settled=True)
@@ -350,7 +277,7 @@ class Layer(BaseLayer):
     def fill(self, arrays, length):
         """Hold what `arrays` gave when so many tokens had been seen; a KvkitError if that cannot be."""
         keys, values = arrays["keys"], arrays["values"]
-        self._check_room(0, length)
+        self.check_room(0, length)
         stored = keys.shape[2]
         oldest = length - stored
         if not 0 <= oldest <= self._croppable_to(length):
@@ -362,7 +289,7 @@ class Layer(BaseLayer):
     # In a folder
 
     def state(self):
-        """All that a change of place or batch changes, for `restore`."""
+        """What a change of its place or batch changes, for `restore`."""
         return self.home, self.store, self.span
 
     def restore(self, state):
@@ -375,11 +302,6 @@ class Layer(BaseLayer):
             self._commit()
         elif self.store.file is None:
             self._move(self.store.geometry, self.store.capacity, self.span.first, settled=True)
-
-    def move_out(self):
-        """Be in memory from now on, and empty."""
-        self.home = None
-        self._hold(None, Span())
 
     def open(self, home, about):
         """Be what a sidecar says, in the file that is there."""

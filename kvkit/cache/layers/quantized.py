@@ -124,7 +124,7 @@ class QuantizedLayer(Layer):
             given = self.store.geometry._replace(batch=len(indices))
             self._move(given, 0, 0, indices, view=False)
 
-    def _stored(self):
+    def stored(self):
         return self.store.stored()
 
     def activate_past_recording(self):

@@ -26,7 +26,7 @@ def cropped(length, seen):
     return left
 
 
-def rows(indices, batch):
+def batch_rows(indices, batch):
     """Rows of a batch, which may be any before the first update, when it is 0."""
     indices = steps.index("indices", indices, 1)
     if not len(indices):

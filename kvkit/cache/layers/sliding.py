@@ -104,7 +104,7 @@ class StaticSlidingWindowLayer(StaticLayer):
     def _may_start(self, start):
         return False
 
-    def _check_room(self, length, new):
+    def check_room(self, length, new):
         pass  # old tokens make room
 
     def _capacity(self, rows):

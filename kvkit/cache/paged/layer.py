@@ -85,7 +85,7 @@ class Side:
         return self._layer.changes
 
     def read(self):
-        return self._layer.read()[self._side]
+        return self._layer.stored()[self._side]
 
 
 def turned(results):
@@ -124,27 +124,6 @@ class PagedLayer(BaseLayer):
         self._updates = 0
 
     def update(self, key_states, value_states, cache_position=None):
-        """Append the keys and values of new tokens to every row.
-
-        Parameters
-        ----------
-        key_states, value_states : ndarray, shape [B, num_kv_heads, q, head_dim]
-            Of the dtype of the cache. B stays what it was in the first call.
-        cache_position : array_like of int, shape [q], optional
-            Positions of the new tokens; they follow the last token.
-
-        Returns
-        -------
-        keys, values : KVView, shape [B, num_kv_heads, n + q, head_dim]
-            Past and new tokens. Valid until the layer changes.
-
-        Raises
-        ------
-        KvkitError
-            If an argument is wrong.
-        OutOfBlocksError
-            If there are too few blocks. After any error the layer is as it was.
-        """
         store, rows = self.store, self.rows
         given, tokens = geometry(key_states, value_states, None), key_states.shape[2]
         batch = len(rows.sequences) or given.batch
@@ -177,27 +156,6 @@ class PagedLayer(BaseLayer):
         sinks=None,
         return_lse=False,
     ):
-        """Attend, causally, with the queries of the last tokens; keys and values are read where they lie.
-
-        Query i of q is the token at position n - q + i when n tokens are in the layer.
-
-        Parameters
-        ----------
-        query : ndarray, shape [B, num_heads, q, head_dim]
-            Of the dtype of the cache.
-        attention_mask : ndarray, optional
-            bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
-            to [B, num_heads, q, n], where the first three may be 1: bool, or added to the scores.
-        window, softmax_scale, softcap, sinks, return_lse
-            As in `kvkit.multi_head_attention`.
-
-        Returns
-        -------
-        attn_output : ndarray, shape [B, num_heads, q, head_dim]
-            In memory [B, q, num_heads, head_dim].
-        lse : ndarray of float32, shape [B, num_heads, q]
-            With ``return_lse``.
-        """
         store, step = self.store, self.rows.step
         if not self.rows.sequences:
             raise wrong("layer", "keys and values: update comes first", "none")
@@ -242,9 +200,6 @@ class PagedLayer(BaseLayer):
     def batch_size(self):
         return len(self.rows.sequences)
 
-    def _stored(self):
-        return self.read()
-
     @property
     def nbytes(self):
         """Bytes of the blocks that the rows hold, however many of them share one."""
@@ -263,8 +218,7 @@ class PagedLayer(BaseLayer):
         """How often keys and values have changed."""
         return self.rows.changes + self._updates
 
-    def read(self):
-        """All keys and values, [B, num_kv_heads, n, head_dim] each."""
+    def stored(self):
         key, value = (np.empty(self.shape, self.store.format.dtype) for _ in range(2))
         step = self.rows.tables()
         rows = step.equal(0, self.shape[2])

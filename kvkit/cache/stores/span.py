@@ -22,7 +22,7 @@ class Span(NamedTuple):
         """The first position whose row is still needed."""
         return min(self.oldest, self.begin)
 
-    def rows(self, first):
+    def rows_from(self, first):
         """The rows of all tokens from a position on."""
         return first - self.origin, self.length - self.origin
 
