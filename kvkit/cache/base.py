@@ -56,7 +56,16 @@ class BaseLayer(ABC):
         """
 
     @abstractmethod
-    def attend(self, query, attention_mask=None, **options):
+    def attend(
+        self,
+        query,
+        attention_mask=None,
+        *,
+        softmax_scale=None,
+        softcap=0.0,
+        sinks=None,
+        return_lse=False,
+    ):
         """Attend with the queries of the last tokens, causally and within the layer's window.
 
         Keys and values are read where they lie; nothing of the size of the context is made. Query i of q is

@@ -31,7 +31,7 @@ def batch_rows(indices, batch):
     indices = steps.index("indices", indices, 1)
     if not len(indices):
         raise wrong("indices", "at least one", "none")
-    illegal = indices[(indices < 0) | (indices >= batch)] if batch else ()
+    illegal = indices[(indices < 0) | (indices >= batch)] if batch else indices[:0]
     if len(illegal):
         raise wrong("indices", f"rows of the batch, 0 to {batch - 1}", illegal[0])
     return indices

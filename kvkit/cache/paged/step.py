@@ -109,7 +109,7 @@ class PagedStep:
             context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
             launch = cpu.attention.prepare(query, out, lse, context, self._steps, decoding, weights)
         if tokens:
-            self.append(*tokens.values(), layer_idx)
+            self.append(tokens["current_key"], tokens["current_value"], layer_idx)
         if prepared:
             return self.attend_again(prepared, query, layer_idx)
         return self.start(call, launch, query, out, lse, layer_idx)

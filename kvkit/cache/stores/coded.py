@@ -1,6 +1,7 @@
 """Where a quantized layer's codes lie: in memory, or in a mapped file."""
 
 import copy
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ class CodeStore:
     """Keys and values of a layer as codes, in the place of a `Store`."""
 
     capacity = 0  # for how many more tokens another store for the same ones has room
-    file = None
+    file: Any = None  # where it lies, if not in memory
 
     def __init__(self, geometry, sides, read_back):
         self.geometry, self.sides, self.read_back = geometry, sides, read_back

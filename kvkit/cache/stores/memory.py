@@ -1,7 +1,7 @@
 """Where the keys and values of a layer lie: rows in two arrays. Which token has which row, layers know."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Store:
 
     __slots__ = ("capacity", "geometry", "keys", "values")
     in_place = True  # rows that a layer relies on may be written
-    file = None
+    file: Any = None  # where it lies, if not in memory
 
     def __init__(self, geometry, capacity):
         self.geometry, self.capacity = geometry, capacity
