@@ -11,7 +11,8 @@ from kvkit.cache.stores.mapped import VERSION, WAITING, Home, put
 from kvkit.check import wrong
 from kvkit.files.replace import sync_folder
 
-NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", "layer-*.new", "cache.new", "cache.json"
+UNFINISHED = "layer-*.new", "cache-*.new"
+NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", *UNFINISHED, "cache.json"
 
 
 class Folder:

@@ -5,7 +5,7 @@ import json
 import warnings
 
 from kvkit.cache.layers import kinds
-from kvkit.cache.offload import Folder
+from kvkit.cache.offload import UNFINISHED, Folder
 from kvkit.cache.stores.mapped import VERSION, WAITING, follow
 from kvkit.check import wrong
 
@@ -20,6 +20,9 @@ def opened(directory, keep):
         follow(path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
     layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
+    for pattern in UNFINISHED:
+        for path in folder.path.glob(pattern):
+            path.unlink()
     counted = {layer.store.file.path for layer in layers if layer.store}
     for path in set(folder.path.glob("layer-*.raw")) - counted:
         path.unlink()  # it was still being filled

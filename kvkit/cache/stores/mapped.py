@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import secrets
 import sys
 import weakref
 
@@ -26,6 +27,7 @@ from kvkit.formats import BY_NAME
 VERSION = 1
 PAGE = 4096  # every array begins at a multiple of it; no file is smaller
 NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
+NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # what is there is never written to, a link least of all
 WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
 
 
@@ -34,7 +36,7 @@ class File:
 
     def __init__(self, home, forms, new=True):
         self.home, self.path, self.sidecar, self.loading = home, home.path(new), -1, False
-        self.descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0))
+        self.descriptor = os.open(self.path, os.O_RDWR | (NEW if new else 0), OWNER)
         weakref.finalize(self, os.close, self.descriptor)
         self.starts, end = [], 0
         for shape, dtype in forms:
@@ -214,7 +216,7 @@ def follow(path, changes):
 
 def put(path, text):
     """Write a small file, or replace it in one step; its descriptor."""
-    temporary = path.with_suffix(".new")
+    temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.new")
     file = written(temporary, text)
     try:
         os.replace(temporary, path)
@@ -226,8 +228,8 @@ def put(path, text):
 
 
 def written(path, text):
-    """Write a small file; its descriptor."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    """Write a new small file; its descriptor."""
+    file = os.open(path, os.O_RDWR | NEW, OWNER)
     try:
         os.write(file, text.encode())
     except BaseException:
