@@ -1,5 +1,7 @@
 """What every layer and every cache does, wherever its tokens lie: all that a caller needs to know of them."""
 
+import functools
+import threading
 from abc import ABC, abstractmethod
 
 from kvkit.check import integer, wrong
@@ -160,10 +162,30 @@ class BaseLayer(ABC):
         """From now on keep what would be dropped or coded until the next crop; elsewhere nothing is."""
 
 
+def alone(method):
+    """A method of a cache that other threads' calls wait for."""
+
+    @functools.wraps(method)
+    def waiting(self, *arguments, **options):
+        with self._turn:
+            return method(self, *arguments, **options)
+
+    return waiting
+
+
 class BaseCache(ABC):
-    """The keys and values of a model: `layers`, each a `BaseLayer`."""
+    """The keys and values of a model, in layers. Threads that call it wait for each other."""
 
     layers: list
+
+    def __init__(self):
+        self._turn = threading.RLock()
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_turn"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, _turn=threading.RLock())
 
     def __len__(self):
         return len(self.layers)
@@ -180,7 +202,8 @@ class BaseCache(ABC):
         Of a call longer than its window a sliding layer gives the first tokens up as soon as another layer
         is updated; until then every query of the call can attend.
         """
-        return self._layer(layer_idx).attend(query, attention_mask, **options)
+        with self._turn:
+            return self._layer(layer_idx).attend(query, attention_mask, **options)
 
     @abstractmethod
     def reserve(self, query_length):
@@ -219,6 +242,7 @@ class BaseCache(ABC):
     def crop(self, length):
         """Drop the last tokens of every layer: keep ``length``, or if negative drop so many; 0 drops none."""
 
+    @alone
     def reorder(self, indices):
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
         self._select(indices)
@@ -229,6 +253,7 @@ class BaseCache(ABC):
     def _select(self, indices):
         """What `reorder` does."""
 
+    @alone
     def repeat(self, repeats):
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self._repeat(integer("repeats", repeats, 1))
@@ -243,6 +268,7 @@ class BaseCache(ABC):
     def reset(self):
         """Forget every token."""
 
+    @alone
     def activate_past_recording(self):
         """Let layers keep what would leave their window until the next `crop`, which may then go back."""
         for layer in self.layers:

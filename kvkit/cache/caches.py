@@ -1,7 +1,7 @@
 """A cache: the layers of a model."""
 
 from kvkit.cache import offload, opening, saving
-from kvkit.cache.base import BaseCache
+from kvkit.cache.base import BaseCache, alone
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
 from kvkit.check import describe, integer, wrong
@@ -44,6 +44,7 @@ class Cache(BaseCache):
     _make_layer = None  # () -> a layer, where layers are made on first use
 
     def __init__(self, layers, *, offload=None):
+        super().__init__()
         self.layers = list(layers)
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
@@ -65,11 +66,12 @@ class Cache(BaseCache):
 
         A layer without room fails when others have had their tokens; `reserve` asks all of them first.
         """
-        layer = self._layer(layer_idx)
-        states = layer.update(key_states, value_states, cache_position)
-        if layer is not self._latest:
-            self._change(layer, layer_idx)
-        return states
+        with self._turn:
+            layer = self._layer(layer_idx)
+            states = layer.update(key_states, value_states, cache_position)
+            if layer is not self._latest:
+                self._change(layer, layer_idx)
+            return states
 
     def _change(self, layer, layer_idx):
         """Turn from the layer that was updated last to another one."""
@@ -83,6 +85,7 @@ class Cache(BaseCache):
         if self.folder is not None:
             self.folder.prefetch_after(layer_idx, self.layers)
 
+    @alone
     def reserve(self, query_length):
         new = integer("query_length", query_length, 0)
         for layer in self.layers:
@@ -103,6 +106,7 @@ class Cache(BaseCache):
     # Tokens go, and the batch changes: every layer is checked before the first one changes, and a process
     # that ends leaves files in which all have changed, or none
 
+    @alone
     def crop(self, length):
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
         lengths = [layer.left_by(length) for layer in self.layers]
@@ -127,6 +131,7 @@ class Cache(BaseCache):
         for layer in self.layers:
             change(layer)
 
+    @alone
     def reset(self):
         """Forget every token; see the layers for what stays."""
         if self.folder is not None:
@@ -136,16 +141,19 @@ class Cache(BaseCache):
 
     # To files and other forms
 
+    @alone
     def to_legacy_cache(self):
         for layer in self.layers:
             if layer.store is None or layer.span.oldest:
                 raise wrong(layer.name, "all its tokens, for the legacy format", layer)
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
+    @alone
     def save(self, path):
         """Write everything to a .npz file that `load` reads; the old file is whole until the new one is."""
         saving.save(self, path)
 
+    @alone
     def offload(self, directory, only_non_sliding=True, keep=False):
         """Move keys and values to memory-mapped files, where the system reads and evicts them as it needs.
 
@@ -180,14 +188,17 @@ class Cache(BaseCache):
         cache.folder = folder
         return cache
 
+    @alone
     def prefetch(self, layer_idx):
         """Start to load an offloaded layer in the background; `update` does so for the next one."""
         offload.prefetch(self._layer(layer_idx))
 
+    @alone
     def flush(self):
         """Wait until all offloaded tokens are on the disk."""
         offload.flush(self.layers)
 
+    @alone
     def close(self):
         """End offloading: files are deleted, or completed if they are to be kept. Layers are empty then."""
         if self.folder is not None:

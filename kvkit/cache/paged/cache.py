@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.cache import saving
-from kvkit.cache.base import BaseCache
+from kvkit.cache.base import BaseCache, alone
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import octets
 from kvkit.cache.paged.layer import PagedLayer, Rows
@@ -95,6 +95,7 @@ class PagedCache(BaseCache):
         cache_layout=3,
         salt=b"",
     ):
+        super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
         self.store = PagedStore(
             *blocks,
@@ -115,6 +116,7 @@ class PagedCache(BaseCache):
         self.sequences: list = []
         self.layers = [PagedLayer(self.store, self.rows, i) for i in range(self.store.num_layers)]
 
+    @alone
     def begin_step(self, sequences):
         """Make room for new tokens, and copy the shared blocks that they are written into.
 
@@ -143,14 +145,17 @@ class PagedCache(BaseCache):
 
     # Rows of one length
 
+    @alone
     def update(self, key_states, value_states, layer_idx, cache_position=None):
         """`PagedLayer.update` of a layer."""
         return self._layer(layer_idx).update(key_states, value_states, cache_position)
 
+    @alone
     def reserve(self, query_length):
         """Make sure that the next update of so many tokens finds room in every layer."""
         self.rows.reserve(query_length)
 
+    @alone
     def crop(self, length):
         """Drop the last tokens of every row: keep ``length``, or if negative drop so many; 0 drops none."""
         self.rows.crop(length)
@@ -161,10 +166,12 @@ class PagedCache(BaseCache):
     def _repeat(self, repeats):
         self.rows.select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
 
+    @alone
     def reset(self):
         """End all rows, and release their blocks."""
         self.rows.reset()
 
+    @alone
     def to_legacy_cache(self):
         """A tuple over layers of (keys, values), copies."""
         return tuple((layer.keys, layer.values) for layer in self.layers)
@@ -180,6 +187,7 @@ class PagedCache(BaseCache):
         names = "quant_bit", "quant_group", "cache_layout"
         return sizes | formats | {name: store.attributes[name] for name in names}
 
+    @alone
     def save(self, path, sequences=()):
         """Write a .npz file that `load` reads; the old file is whole until the new one is.
 
