@@ -47,3 +47,8 @@ QMAX = {"int8": 127, "int4": 7}
 
 # PMX: a scale is at least 1e-5, rounded to the type of the data.
 SMALLEST_SCALE = {fmt.name: float(np.float32(1e-5).astype(fmt.dtype)) for fmt in FLOATS}
+
+
+def mask_bytes(mask):
+    """The size of an element of a mask, by the name of its format or "bool"; without one there is no step."""
+    return 0 if mask is None else 1 if mask == "bool" else BY_NAME[mask].bytes(1)

@@ -121,15 +121,11 @@ def rotate(call, out):
         check_outputs(out, call)
     if call.starts[-1]:
         moves = tuple(zip(map(check.one_piece, (call.query, call.key)), outputs, strict=True))
-        cpu.rotary.launch(
-            call.fmt.name,
-            moves,
-            call.starts,
-            call.first,
-            call.turned,
-            call.bypass_key,
-            call.scaling,
-            out is None,
+        tokens = call.starts, call.first
+        cpu.launches.start(
+            cpu.rotary.prepare(
+                call.fmt.name, moves, *tokens, call.turned, call.bypass_key, call.scaling, out is None
+            )
         )
     return tuple(outputs)
 
@@ -209,9 +205,11 @@ def alibi(call, out):
     else:
         check_mask_output(out, call)
     target = out if out.ndim == 4 else out[None]
-    cpu.alibi.launch(
-        target, call.fmt.name, call.starts, call.kvstarts, call.place, call.element, call.padding
-    )
+    if out.size:
+        tokens = call.starts, call.kvstarts
+        cpu.launches.start(
+            cpu.alibi.prepare(target, call.fmt.name, *tokens, call.place, call.element, call.padding)
+        )
     return out
 
 

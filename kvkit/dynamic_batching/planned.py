@@ -106,11 +106,11 @@ class Plan:
     prepared once (see `repeats`) if the plan is `lasting`.
     """
 
-    __slots__ = ("_decoding", "_repeats", "_steps")
+    __slots__ = ("_decoding", "_lasting", "_repeats", "_steps")
 
     def __init__(self, checked, decoding, lasting):
         self._steps, self._decoding = checked, decoding
-        self._repeats = Repeats() if lasting else None
+        self._lasting, self._repeats = lasting, Repeats()
 
     def key_value_cache(
         self,
@@ -129,7 +129,7 @@ class Plan:
     ):
         """`dynamic_batching.key_value_cache` for this step."""
         step, given, call = self._steps, (current_key, current_value), None
-        if self._repeats is not None and (out is None or is_pair(out)):
+        if self._lasting and (out is None or is_pair(out)):
             call = form(
                 (*given, cache, scale, *(out or ())),
                 (num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout, unaligned(out)),
@@ -196,7 +196,7 @@ class Plan:
     ):
         """`dynamic_batching.multi_head_cache_attention` for this step."""
         step, given, call = self._steps, (query, current_key, current_value), None
-        if self._repeats is not None and attn_mask is None and sinks is None and return_lse is False:
+        if self._lasting and attn_mask is None and sinks is None and return_lse is False:
             call = form(
                 (*given, cache, scale, out),
                 (

@@ -12,8 +12,7 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit import steps
-from kvkit.cpu.scan import met
-from kvkit.index import filled, inside, page_of
+from kvkit.index import filled, inside, met, page_of
 from kvkit.jit import shared
 from kvkit.steps import INT64_MAX
 from kvkit_cuda.calls.tables import Tables
