@@ -95,21 +95,21 @@ def attend(task, scratch, b, unit, part, parts, slots):
         finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, True)
 
 
-def run(code, workers, task):
-    """Run machine code (worker, task) once for each worker."""
+def call_workers(code, workers, task):
+    """Run machine code (worker, address of a task) once for each worker."""
     for worker in prange(workers):
         call_worker(code, np.int64(worker), task)
 
 
 call_worker = memory.call(2)
-POINTER = types.CPointer(numba.from_dtype(TASK))
+POINTER = types.CPointer(numba.from_dtype(TASK.dtype))
 INT = types.int64
 
 
 @functools.cache
 def compiled(parallel):
     """The launcher, in many threads or in the caller's."""
-    return kernel(run, types.void(INT, INT, INT), parallel, parallel=parallel)
+    return kernel(call_workers, types.void(INT, INT, INT), parallel, parallel=parallel)
 
 
 @functools.cache

@@ -63,13 +63,13 @@ def merge(task, scratch, b, unit, parts, slots):
                 top = max(top, get_float(source + part * task.part_bytes + 4 * dim))
             for part in range(parts):
                 at = source + part * task.part_bytes + 4 * dim
-                total += get_float(at + 4) * numeric.weight(get_float(at), top)
+                total = numeric.with_total(total, top, get_float(at + 4), get_float(at))
             attention.clear(line, dim)
             for part in range(parts):
                 at = source + part * task.part_bytes
                 share = numeric.weight(get_float(at + 4 * dim), top)
                 if share != np.float32(0):
-                    put_float(number, share / total * get_float(at + 4 * dim + 8))
+                    put_float(number, numeric.share_of(share, total, get_float(at + 4 * dim + 8)))
                     attention.plus_times(at, line, dim, number)
             write_row(task, line, number, b, first + r, kv, top, total, total)
 
@@ -84,7 +84,7 @@ def write_row(task, line, number, b, row, kv, top, total, grow):
         heads = task.heads * task.group
         sink = get_float(task.sinks + 4 * (b % task.apart * heads + query))
         top, total, shrink = numeric.with_sink(top, total, sink)
-    put_float(number, shrink / total * grow if total != np.float32(0) else np.float32(0))
+    put_float(number, numeric.share_of(shrink, total, grow))
     attention.times(line, line, task.padded_value_dim, number)
     target = task.out + b * task.out_sequence + place * task.out_token + query * task.out_head
     call_rows(task.float_to_out, target, 0, 0, line, 0, 0, 0, 0, 0, 1, 1, 1, task.value_dim)

@@ -15,7 +15,7 @@ from numba import prange, types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import running, threads
+from kvkit.cpu.launches import Launch, threads
 from kvkit.cpu.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
@@ -191,9 +191,9 @@ def compiled(parallel):
     return kernel(spread, signature, parallel, parallel=parallel)
 
 
-def start(code, batch, units, at, heads, dim, elements):
-    """Run row code over all units, in one thread if there are few elements."""
+def prepare(code, batch, units, at, heads, dim, elements):
+    """A launch that runs row code over all units, in one thread if there are few elements."""
     parallel = elements >= SMALL
-    chunks = threads() if parallel else 1
-    with running:
-        compiled(parallel)(code, batch, chunks, units, np.array(at, np.int64), heads, dim)
+    chunks, numbers = threads() if parallel else 1, np.array(at, np.int64)
+    arguments = code, batch, chunks, units, numbers, heads, dim
+    return Launch(numbers, {}, functools.partial(compiled(parallel), *arguments))

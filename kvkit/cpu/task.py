@@ -1,8 +1,8 @@
 """A call of attention as the kernels see it: one record of addresses, strides, counts and machine code."""
 
-import numpy as np
+from kvkit.cpu.records import Record
 
-FIELDS = (
+TASK = Record(
     "counters batch seqstarts kvstarts table table_row page_size decoding causal alibi left right",
     "keys key_sequence key_row key_head key_cells cell_sequence cell_row cell_head",
     "values value_sequence value_row value_head value_cells",
@@ -17,5 +17,3 @@ FIELDS = (
     "partials part_bytes counting scratch scratch_bytes",
     "numbers scores factor top total queries sums wide_keys wide_values rows",
 )
-NAMES = [name for line in FIELDS for name in line.split()]
-TASK = np.dtype([(name, np.int64) for name in NAMES])

@@ -12,8 +12,7 @@ from numba import cuda, types
 
 from kvkit.checks import index_tensors
 from kvkit.checks.index_tensors import INT64_MAX
-from kvkit.cpu.scan import met
-from kvkit.index import filled, inside, page_of
+from kvkit.index import filled, inside, met, page_of
 from kvkit.jit import shared
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.ground import device, memory

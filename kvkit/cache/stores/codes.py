@@ -163,9 +163,8 @@ class Side:
         for array, rows in ((source, self.block), (target, self.block), (cells, 1)):
             sequence, head, row = array.strides[:3]
             at += cpu.launches.address(array), sequence, rows * row, head
-        kernels().start(
-            kernels().encode(self.format).address, batch, blocks, at, heads, dim, batch * heads * tokens * dim
-        )
+        code, elements = kernels().encode(self.format).address, batch * heads * tokens * dim
+        cpu.launches.start(kernels().prepare(code, batch, blocks, at, heads, dim, elements))
         self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
@@ -265,7 +264,8 @@ class Side:
         described = self.described()
         table = cpu.launches.address(described)
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
-        kernels().start(parts().widen_code().address, planes, tokens, at, 1, dim, wide.size)
+        code = parts().widen_code().address
+        cpu.launches.start(kernels().prepare(code, planes, tokens, at, 1, dim, wide.size))
         return wide.astype(self.dtype, copy=False)
 
     def stored(self):
