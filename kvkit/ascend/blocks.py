@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks, cpu
 from kvkit.checks.ascend import blocks
 from kvkit.launch import arguments
 
@@ -57,7 +57,7 @@ def paged_cache_load(
         out = out[:1]  # behind keys alone there may be anything
     results = call.results.taken(out, new=np.zeros)
     pieces = blocks.pieces_of(call)
-    if out is not None and pieces[:, cpu.slots.COUNT].sum() < call.tokens:
+    if out is not None and pieces[:, checks.slots.COUNT].sum() < call.tokens:
         for array in results:
             array[...] = 0
     if len(pieces):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks
 from kvkit.checks.records import Steps
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
@@ -166,7 +166,7 @@ def fits(step, tokens, cache):
 def scanned(step, rows):
     """How many rows of a cache with `rows` a step needs, or the error for the first rule it breaks."""
     table = np.asarray(step.table)
-    found = cpu.scan.compiled()(
+    found = checks.scan.compiled()(
         step.seqstarts, step.kvstarts, table, step.start_pos, step.page_size, rows, *step.limits
     )
     if found[0]:
@@ -177,7 +177,7 @@ def scanned(step, rows):
 def stored_runs(step):
     """How many runs of rows a step stores, or the error for what its lengths break; its table is not read."""
     columns, page_size = step.table.shape[1], step.page_size
-    found = cpu.scan.compiled_lengths()(
+    found = checks.scan.compiled_lengths()(
         step.seqstarts, step.kvstarts, step.start_pos, columns, page_size, *step.limits
     )
     if found[0]:
@@ -192,7 +192,7 @@ def hint(name, value):
 
 def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
     """The error for what `scan` found."""
-    scan = cpu.scan
+    scan = checks.scan
     rule, b, one, two = found
     if rule == scan.STARTS:
         return wrong(("seqstarts", "kvstarts")[one], f"never to decrease (entry {b + 1})", two)

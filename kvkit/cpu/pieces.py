@@ -10,13 +10,13 @@ import numba
 import numpy as np
 from numba import prange, types
 
+from kvkit.checks.slots import COUNT, HEAD, MEAN, SLOT, TOKEN
 from kvkit.cpu import memory
 from kvkit.cpu.attention import Arena
 from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import STORE, rows
 from kvkit.cpu.simd import means
 from kvkit.cpu.simd.fractals import fractals
-from kvkit.cpu.slots import COUNT, HEAD, MEAN, SLOT, TOKEN
 from kvkit.cpu.transfer import SMALL_BYTES, aligned, sequence_of
 from kvkit.index import page_of, rest_of_page, row_of, share
 from kvkit.jit import callback, helper, kernel
