@@ -48,18 +48,8 @@ def static(batch, seqlen, start_pos, cache):
 def equal(batch, seqlen, kvlen):
     """Sequences of one length, packed one after the other, each from row 0 of a part of its own."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
-    start_pos = zeros[:, 0] + (kvlen - seqlen)
-    return Steps(
-        counts * seqlen,
-        counts * kvlen,
-        start_pos,
-        zeros[:, 0],
-        zeros,
-        ENDLESS,
-        batch * seqlen,
-        batch * kvlen,
-        kvlen,
-    )
+    first, sizes = zeros[:, 0], (batch * seqlen, batch * kvlen, kvlen)
+    return Steps(counts * seqlen, counts * kvlen, first + (kvlen - seqlen), first, zeros, ENDLESS, *sizes)
 
 
 def dynamic(tokens, **index_tensors):
@@ -131,10 +121,11 @@ def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
         ("seqstarts", seqstarts, "max_seqlen", max_seqlen),
         ("kvstarts", kvstarts, "max_kvlen", max_kvlen),
     ):
-        falls = np.flatnonzero(starts[1:] < starts[:-1])
-        if len(falls):
-            raise wrong(name, f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1])
-        lengths, limit = np.diff(starts), hint(limit_name, limit)
+        falls = starts[1:] < starts[:-1]
+        if falls.any():
+            entry = falls.argmax() + 1
+            raise wrong(name, f"never to decrease (entry {entry})", starts[entry])
+        lengths, limit = starts[1:] - starts[:-1], hint(limit_name, limit)
         if batch and lengths.max() > limit:
             b = int(lengths.argmax())
             raise wrong(limit_name, f"at least {lengths[b]}, the length of sequence {b}", limit)
