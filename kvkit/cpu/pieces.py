@@ -10,6 +10,7 @@ import numba
 import numpy as np
 from numba import prange, types
 
+from kvkit.checks.slots import COUNT, HEAD, MEAN, SLOT, TOKEN
 from kvkit.cpu import memory
 from kvkit.cpu.attention import Arena
 from kvkit.cpu.launches import Launch, address, threads
@@ -17,7 +18,6 @@ from kvkit.cpu.records import Record
 from kvkit.cpu.rows import STORE, rows
 from kvkit.cpu.simd import means
 from kvkit.cpu.simd.fractals import fractals
-from kvkit.cpu.slots import COUNT, HEAD, MEAN, SLOT, TOKEN
 from kvkit.cpu.transfer import SMALL_BYTES, aligned
 from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
 from kvkit.jit import callback, helper, kernel

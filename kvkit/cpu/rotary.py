@@ -30,30 +30,6 @@ SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INT, FLOAT, FLOAT,
 
 call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
 
-FINE, STARTS, FIRST, LAST, HINT = range(5)
-SCAN_SIGNATURE = types.UniTuple(INT, 3)(INDEX1, INDEX1, INT)
-INT64_MAX = np.iinfo(np.int64).max
-
-
-def scan(starts, first, longest):
-    """(rule, sequence, its length): the first rule that sequences break."""
-    for b in range(first.shape[0]):
-        if starts[b + 1] < starts[b]:
-            return STARTS, b, 0
-        length = starts[b + 1] - starts[b]
-        if first[b] < 0:
-            return FIRST, b, length
-        if first[b] > INT64_MAX - length:
-            return LAST, b, length
-        if length > longest:
-            return HINT, b, length
-    return FINE, 0, 0
-
-
-@functools.cache
-def compiled_scan():
-    return kernel(scan, SCAN_SIGNATURE)
-
 
 @functools.cache
 def panel(element, stream):

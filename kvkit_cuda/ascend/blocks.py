@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks
 from kvkit.checks.ascend import blocks, tensors
 
 ZEROS = -1  # the source row of what is not there
@@ -89,7 +89,7 @@ def paged_cache_load(
 
 def moves_of(call):
     """The pieces of a load as kernels take them, with zeros for tokens that have none."""
-    slots, found = cpu.slots, blocks.pieces_of(call)
+    slots, found = checks.slots, blocks.pieces_of(call)
     token, count = found[:, slots.TOKEN], found[:, slots.COUNT]
     begins, ends = np.append(0, token + count), np.append(token, call.tokens)
     gaps = np.stack([np.full_like(begins, ZEROS), begins, ends - begins], axis=1)

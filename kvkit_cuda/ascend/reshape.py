@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks
 from kvkit.checks.ascend import reshape, tensors
 from kvkit.compression import CompressType
 
@@ -102,7 +102,7 @@ def blocks_of(tokens, mode):
 
 def moves_of(call):
     """(plain pieces, means), as kernels take them."""
-    slots, found = cpu.slots, call.pieces
+    slots, found = checks.slots, call.pieces
     source = found[:, slots.HEAD] * len(call.tokens[0]) + found[:, slots.TOKEN]
     moves = np.stack([source, found[:, slots.SLOT], found[:, slots.COUNT]], axis=1)
     averaged = found[:, slots.MEAN] == 1

@@ -1,4 +1,4 @@
-"""A page table that lies on the device: copied there, and checked there by the rules of `kvkit.cpu.scan`.
+"""A page table that lies on the device: copied there, and checked there by the rules of `kvkit.checks.scan`.
 
 The kernel finds out whether a rule is broken. Which one, and in which words, the host says, which reads the
 table then.
