@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 
-from kvkit.cache.layers.codes import parts
+from kvkit.cache.layers.codes import segments
 from kvkit.cache.layers.view import KVView
 from kvkit.cache.stores.mapped import File, state
 from kvkit.cache.stores.memory import Geometry
@@ -75,7 +75,7 @@ class CodeStore:
         batch, heads, *dims, _ = self.geometry
         self.tables = [side.described() for side in self.sides]
         forms = [side.format for side in self.sides]
-        return parts().context(packed, batch, heads, tuple(dims), forms, self.tables)
+        return segments().context(packed, batch, heads, tuple(dims), forms, self.tables)
 
     def begin_at(self, numbers, row):
         """Let prepared attention see what the latest view sees."""
