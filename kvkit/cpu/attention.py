@@ -81,7 +81,7 @@ def scratch_offsets(dim, value_dim, narrow_rows, block):
         "sums": 4 * rows * value_dim,
         "wide_keys": 4 * WIDE_BLOCK * dim,
         "wide_values": 4 * WIDE_BLOCK * value_dim,
-        "rows": 4 * WIDE * longest,
+        "lines": 4 * WIDE * longest,
     }
     offsets, end = {}, 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Rows of codes that a cache keeps for itself: encoding and widening; see `parts.py` for attention.
+"""Rows of codes that a cache keeps for itself: encoding and widening; see `segments.py` for attention.
 
 A code has 8, 4 or 2 bits and is packed along the head. A group, `group` neighbouring elements of a token or
 one element of each of `tokens` tokens, has a scale and, if it is not symmetric, a minimum; a block of tokens

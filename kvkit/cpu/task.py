@@ -15,5 +15,5 @@ TASK = Record(
     "rounds to_float query_to_float float_to_out",
     "scores1 scores2 scores4 scores8 scores32 sums1 sums2 sums4 sums8 sums32",
     "partials part_bytes counting scratch scratch_bytes",
-    "numbers scores factor top total queries sums wide_keys wide_values rows",
+    "numbers scores factor top total queries sums wide_keys wide_values lines",
 )
