@@ -818,6 +818,15 @@ def test_interrupted(run, files, monkeypatch):
     assert (code, out, err.strip()) == (130, "", "kvkit: interrupted")
 
 
+@pytest.mark.parametrize("module", ["click", "numpy", "numba"])
+def test_interrupted_while_modules_are_imported(files, tmp_path, module):
+    """Ctrl-C may come before anything of ours has run."""
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = process("run", "key_value_cache", files[0], "-o", files[1], env=environment)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "kvkit: interrupted")
+
+
 @pytest.mark.parametrize("error", [RuntimeError("bug"), ValueError("bug"), TypeError("bug")], ids=repr)
 def test_a_bug_keeps_its_traceback(files, monkeypatch, error):
     break_operator(monkeypatch, error)
