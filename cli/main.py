@@ -15,6 +15,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "ops": ("kvkit_cli.ops", "List the operators."),
     "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, the compile cache and backends."),
+    "cache": ("kvkit_cli.cache", "Remove the compiled code that is kept."),
     "bench": (
         "kvkit_cli.bench",
         "Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.",

@@ -245,6 +245,40 @@ def test_info_without_a_compile_cache():
     assert "compile cache off" in " ".join(done.stdout.split())
 
 
+def spoiled(path, kind):
+    """A folder for compiled code that cannot be, and what is said of it."""
+    from kvkit.jit import fingerprint
+
+    path.write_text("") if kind == "file" else path.mkdir()
+    if kind == "open":
+        (path / fingerprint()).mkdir()
+        (path / fingerprint()).chmod(0o777)
+    return "others may write to it" if kind == "open" else "Not a directory"
+
+
+@pytest.mark.parametrize("kind", ["file", "open"])
+def test_info_says_why_no_code_can_be_kept(tmp_path, kind):
+    why = spoiled(tmp_path / "kept", kind)
+    done = process("info", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path / "kept"), "COLUMNS": "400"})
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if "compile cache" in line]
+    assert "none is kept in" in line
+    assert line.rstrip().endswith(why)
+
+
+def test_clean(run, tmp_path, monkeypatch):
+    from kvkit import kept
+
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
+    for name in ("0" * 20, "f" * 20):
+        kept.save(tmp_path / name / "some-code.bin", b"code")
+    (tmp_path / "notes").write_text("mine")
+    assert run("cache", "clean") == (0, f"removed 2 files, 72 B, from {tmp_path}\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    monkeypatch.setenv("KVKIT_CACHE_DIR", "")
+    assert run("cache", "clean")[1].startswith("removed 0 files")
+
+
 # Runs
 
 FORMATS = [
