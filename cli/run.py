@@ -1,5 +1,6 @@
 """`kvkit run`: an operator from files to files."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -31,18 +32,19 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     """
     op = find(operator)
     check_targets(op, source, output, in_place)
-    contents = npz.read(source) if source else npz.Contents({}, {})
-    inputs, attributes = bind(op, source, contents.arrays, settings)
-    if threads is not None:
-        use_threads(threads)
-    results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
-    changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
-    outputs = given(dict(zip(op.returned(attributes), results, strict=True)))
-    outputs = {name: array for name, array in outputs.items() if name not in changed}
-    if output:
-        npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
-    if in_place:
-        npz.write(source, contents.arrays | changed, contents.metadata, quiet)
+    with npz.alone(source) if in_place else contextlib.nullcontext():
+        contents = npz.read(source) if source else npz.Contents({}, {})
+        inputs, attributes = bind(op, source, contents.arrays, settings)
+        if threads is not None:
+            use_threads(threads)
+        results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
+        changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
+        outputs = given(dict(zip(op.returned(attributes), results, strict=True)))
+        outputs = {name: array for name, array in outputs.items() if name not in changed}
+        if output:
+            npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
+        if in_place:
+            npz.write(source, contents.arrays | changed, contents.metadata, quiet)
     if not quiet:
         report(op, inputs, outputs, changed)
         click.echo(f"{op.name} on {backend}: {seconds:.3g} s (includes compiling or loading the kernels)")

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from kvkit.errors import KvkitError
-from kvkit.files import members
+from kvkit.files import locks, members
 from kvkit.files.replace import replacing
 from kvkit.version import __version__
 
@@ -50,11 +50,7 @@ class Contents:
 
 def read(path):
     """The arrays and the metadata of a file; stored arrays are mapped copy-on-write."""
-    path = Path(path)
-    if not path.exists():
-        raise FileError(f"{path}: no such file: check the name")
-    if not path.is_file():
-        raise FileError(f"{path}: not a regular file: give a .npz file")
+    check_source(path)
     arrays, metadata = {}, {}
     with open(path, "rb") as file:
         with explained(path, "not a zip archive, or cut short"):
@@ -70,6 +66,14 @@ def read(path):
                         arrays[info.filename.removesuffix(".npy")] = members.read(archive, info, file)
     check_metadata(path, metadata, arrays)
     return Contents(arrays, metadata)
+
+
+def check_source(path):
+    """There must be a file to read."""
+    if not os.path.exists(path):
+        raise FileError(f"{path}: no such file: check the name")
+    if not os.path.isfile(path):
+        raise FileError(f"{path}: not a regular file: give a .npz file")
 
 
 @contextlib.contextmanager
@@ -121,6 +125,16 @@ def check_target(path):
     for place in (target.parent, target) if target.exists() else (target.parent,):
         if not os.access(place, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+
+@contextlib.contextmanager
+def alone(path):
+    """Until the block ends this file is ours to change; refused if another process has it in this way."""
+    check_source(path)
+    with locks.alone(path) as held:
+        if not held:
+            raise FileError(f"{path}: another run is changing it in place: wait until that has ended")
+        yield
 
 
 def write(path, arrays, metadata=None, advance=lambda count: None):

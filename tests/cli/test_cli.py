@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -415,6 +416,64 @@ def test_attention_in_place(run, tmp_path, kind):
     assert run("run", name, source, "-o", output, "--in-place", *settings(attrs))[0] == 0
     assert_arrays(output, expected)
     assert_arrays(source, arrays | {"cache": expected["cache"]})
+
+
+SLOW = """
+import sys, time
+from kvkit.files import members
+from kvkit_cli.__main__ import start
+whole = members.chunks
+def chunks(array):
+    yield array.tobytes()[:10]
+    print("writing", flush=True)
+    time.sleep(60)
+members.chunks = chunks
+sys.argv[1:] = {args}
+start()
+"""
+
+
+@pytest.fixture
+def writer(files):
+    """A process in the midst of an --in-place run."""
+    args = ["run", "key_value_cache", str(files[0]), "--in-place", "--quiet"]
+    with subprocess.Popen([sys.executable, "-c", SLOW.format(args=args)], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as started:  # fmt: skip
+        assert started.stdout.readline() == "writing\n"
+        yield started
+        started.kill()
+
+
+def test_two_runs_in_place(run, files, writer):
+    """The second one fails, whatever it would do, and the next one need not wait."""
+    before = files[0].read_bytes()
+    text = f"{files[0]}: another run is changing it in place: wait until that has ended"
+    assert_fails(run("run", "key_value_cache", files[0], "--in-place"), 2, text)
+    assert files[0].read_bytes() == before
+    assert run("run", "key_value_cache", files[0], "-o", files[1])[0] == 0
+    writer.kill()
+    writer.wait()
+    assert run("run", "key_value_cache", files[0], "--in-place")[0] == 0
+    scenes.assert_same(npz.read(files[0]).arrays["cache"], scene("static", dim=6).oracle()[2])
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_leaves_nothing_behind(files, writer, name):
+    before, number = files[0].read_bytes(), getattr(signal, name)
+    writer.send_signal(number)
+    assert writer.wait(20) == 128 + number
+    said = writer.stderr.read().strip()
+    assert said == ("kvkit: interrupted" if name == "SIGINT" else f"kvkit: ended by signal {int(number)}")
+    assert [path.name for path in files[0].parent.iterdir()] == ["in.npz"]
+    assert files[0].read_bytes() == before
+
+
+def test_what_kill_9_left_is_removed_by_the_next_run(run, files, writer):
+    writer.kill()
+    writer.wait()
+    assert len(list(files[0].parent.iterdir())) == 2
+    assert run("run", "key_value_cache", files[0], "-o", files[1])[0] == 0
+    assert sorted(path.name for path in files[0].parent.iterdir()) == ["in.npz", "out.npz"]
 
 
 # Every operator

@@ -13,9 +13,9 @@ import pytest
 
 import kvkit
 from kvkit.errors import KvkitError
-from kvkit.files import members
+from kvkit.files import locks, members, replace
 from kvkit_cli import show
-from kvkit_cli.npz import FileError, read, write
+from kvkit_cli.npz import FileError, alone, read, write
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (
@@ -273,6 +273,93 @@ def test_a_failing_write_leaves_what_was(path, monkeypatch, fail, error, old):
     with pytest.raises(type(error)):
         write(path, {"a": np.zeros(1000), "b": np.ones(3)})
     assert [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()] == before
+
+
+def dead(folder, name=f".kvkit-{'0' * 12}.tmp"):
+    """A temporary file as a killed process leaves it."""
+    (folder / name).write_bytes(b"half of it")
+    return folder / name
+
+
+def test_what_a_killed_process_left_is_removed(path, tmp_path):
+    dead(tmp_path), dead(tmp_path, ".kvkit-notes.tmp")
+    (tmp_path / f".kvkit-{'1' * 12}.tmp").symlink_to("elsewhere")
+    (tmp_path / f".kvkit-{'2' * 12}.tmp").mkdir()
+    write(path, {"a": np.zeros(1)})
+    left = [f".kvkit-{'1' * 12}.tmp", f".kvkit-{'2' * 12}.tmp", ".kvkit-notes.tmp", "file.npz"]
+    assert names(tmp_path) == left
+
+
+def test_what_another_user_left_is_not_ours(path, tmp_path, monkeypatch):
+    dead(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    write(path, {"a": np.zeros(1)})
+    assert len(names(tmp_path)) == 2
+
+
+def test_writers_leave_each_other_alone(path, tmp_path, monkeypatch):
+    """A file that is being written stays, up to the moment when it has its name."""
+    renamed, replace_file = [], os.replace
+
+    def replacing_late(source, target):
+        if not renamed:
+            renamed.append(target)
+            write(tmp_path / "other.npz", {"b": np.zeros(1)})
+        replace_file(source, target)
+
+    monkeypatch.setattr(replace.os, "replace", replacing_late)
+    write(path, {"a": np.ones(1)})
+    assert renamed
+    assert names(tmp_path) == ["file.npz", "other.npz"]
+    assert read(path).arrays["a"] == 1
+
+
+def test_a_file_swept_before_it_is_locked_is_made_again(path, tmp_path, monkeypatch):
+    swept, lock = [], replace.lock
+
+    def late(file, wait=False):
+        if wait and not swept:
+            swept.append(file.name)
+            replace.sweep(tmp_path)
+        return lock(file, wait)
+
+    monkeypatch.setattr(replace, "lock", late)
+    write(path, {"a": np.ones(1)})
+    assert swept
+    assert names(tmp_path) == ["file.npz"]
+    assert read(path).arrays["a"] == 1
+
+
+def test_alone(path, tmp_path):
+    write(path, {"a": np.zeros(1)})
+    link = tmp_path / "link.npz"
+    link.symlink_to(path)
+    with alone(path):
+        for name in (path, link):
+            with pytest.raises(FileError, match=f"{name}: another run is changing it"), alone(name):
+                pass
+        write(path, {"a": np.ones(1)})
+        with alone(path):  # the new file; the run that made it has nothing left to do
+            pass
+    with alone(link):
+        pass
+
+
+def test_whoever_waited_for_a_file_gets_the_new_one(path, monkeypatch):
+    """The file may be replaced between its opening and its locking."""
+    write(path, {"a": np.zeros(1)})
+    late, lock = [], locks.lock
+
+    def locking(file, wait=False):
+        if not late:
+            late.append(write(path, {"a": np.ones(1)}))
+        return lock(file, wait)
+
+    monkeypatch.setattr(locks, "lock", locking)
+    with alone(path):
+        with pytest.raises(FileError), alone(path):
+            pass
+        assert read(path).arrays["a"] == 1
 
 
 def test_mode_is_kept(path):
