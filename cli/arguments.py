@@ -30,6 +30,34 @@ def is_scalar(array):
     return "()" in array.shapes
 
 
+def fits(op, path, forms, settings):
+    """Whether a file can be a call's, from the headers of its arrays: nothing is unpacked in vain."""
+    check_names(op, path, forms, parse(op, settings))
+    for array in op.inputs:
+        if array.name not in forms:
+            continue
+        form, axes = forms[array.name], {axes_of(shape) for shape in array.shapes if "(" in shape}
+        index = "int64" in array.dtypes and form.dtype.kind in "iu"  # of any width; the operator says more
+        if not index and form.dtype.name not in array.dtypes:
+            wanted = " or ".join(array.dtypes)
+            raise KvkitError(f"{path}: {array.name} has dtype {form.dtype}: expected {wanted}")
+        if None not in axes and len(form.shape) not in axes:
+            wanted = " or ".join(array.shapes)
+            raise KvkitError(f"{path}: {array.name} has shape {form.shape}: expected {wanted}")
+    for attribute in op.attributes:
+        shape = (2,) if attribute.kind is tuple else ()
+        if attribute.name in forms and forms[attribute.name].shape != shape:
+            wanted = "two integers, an array of shape (2,)" if shape else "an attribute, a 0-d array"
+            found = forms[attribute.name].shape
+            raise KvkitError(f"{path}: {attribute.name} has shape {found}, but is {wanted}")
+
+
+def axes_of(shape):
+    """The number of axes of a shape as the table writes it; None for one with any number."""
+    inside = shape[shape.index("(") + 1 : shape.rindex(")")]
+    return None if "..." in inside else len(inside.split(",")) if inside else 0
+
+
 def bind(op, path, arrays, settings):
     """Inputs and attributes of a call, each a dict in the table's order; `settings` win over the file.
 
@@ -115,10 +143,6 @@ def value(attribute, path, arrays, values):
         return fitting(attribute, values[name], "--set")
     if name not in arrays:
         return attribute.default
-    shape = (2,) if attribute.kind is tuple else ()
-    if arrays[name].shape != shape:
-        wanted = "two integers, an array of shape (2,)" if shape else "an attribute, a 0-d array"
-        raise KvkitError(f"{path}: {name} has shape {arrays[name].shape}, but is {wanted}")
     return fitting(attribute, arrays[name].tolist(), f"{path}:")
 
 

@@ -8,7 +8,7 @@ import click
 
 from kvkit.errors import KvkitError
 from kvkit_cli import npz, show
-from kvkit_cli.arguments import bind, find
+from kvkit_cli.arguments import bind, find, fits
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with a path
@@ -33,7 +33,9 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     op = find(operator)
     check_targets(op, source, output, in_place)
     with npz.alone(source) if in_place else contextlib.nullcontext():
-        contents = npz.read(source) if source else npz.Contents({}, {})
+        contents = npz.Contents({}, {})
+        if source:
+            contents = npz.read(source, lambda forms: fits(op, source, forms, settings))
         inputs, attributes = bind(op, source, contents.arrays, settings)
         if threads is not None:
             use_threads(threads)

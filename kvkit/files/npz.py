@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, brief
 from kvkit.files import locks, members
 from kvkit.files.replace import replacing
 from kvkit.version import __version__
@@ -48,23 +48,30 @@ class Contents:
     metadata: dict
 
 
-def read(path):
-    """The arrays and the metadata of a file; stored arrays are mapped copy-on-write."""
+def read(path, check=lambda forms: None):
+    """The arrays and the metadata of a file; stored arrays are mapped copy-on-write.
+
+    `check` may refuse the file when it is shown the form of every array, before any is unpacked.
+    """
     check_source(path)
-    arrays, metadata = {}, {}
     with open(path, "rb") as file:
         with explained(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)
         with archive:
-            infos = archive.infolist()
-            check_names(path, [info.filename for info in infos])
-            for info in infos:
-                with explained(path, f"member {info.filename!r} is damaged"):
-                    if info.filename == METADATA:
-                        metadata = json.loads(archive.read(info))
+            found = {info.filename: info for info in archive.infolist()}
+            check_names(path, [info.filename for info in archive.infolist()])
+            metadata, forms, arrays = {}, {}, {}
+            for name, info in found.items():
+                with explained(path, f"member {name!r} is damaged"):
+                    if name == METADATA:
+                        metadata = json.loads(members.text(archive, info))
                     else:
-                        arrays[info.filename.removesuffix(".npy")] = members.read(archive, info, file)
-    check_metadata(path, metadata, arrays)
+                        forms[name.removesuffix(".npy")] = members.form(archive, info)
+            check_metadata(path, metadata, forms)
+            check(forms)
+            for name, form in forms.items():
+                with explained(path, f"member {name + '.npy'!r} is damaged"):
+                    arrays[name] = members.read(archive, found[f"{name}.npy"], file, form)
     return Contents(arrays, metadata)
 
 
@@ -88,7 +95,7 @@ def explained(path, wrong):
         # A seek to an absurd place is the file's fault; any other OSError is the machine's.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        raise FileError(f"{path}: {wrong} ({error or type(error).__name__}): {AGAIN}") from error
+        raise FileError(f"{path}: {wrong} ({brief(str(error) or type(error).__name__)}): {AGAIN}") from error
 
 
 def check_names(path, names):
@@ -101,7 +108,7 @@ def check_names(path, names):
         known.add(name)
 
 
-def check_metadata(path, metadata, arrays):
+def check_metadata(path, metadata, forms):
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
     if not isinstance(dtypes, dict):
         raise FileError(f"{path}: {METADATA} or its dtypes are no object: {AGAIN}")
@@ -109,7 +116,7 @@ def check_metadata(path, metadata, arrays):
         found = metadata["version"]
         raise FileError(f"{path}: {METADATA} has version {found!r}, not {VERSION}: update kvkit")
     for name, dtype in dtypes.items():
-        found = arrays[name].dtype.name if name in arrays else "absent"
+        found = forms[name].dtype.name if name in forms else "absent"
         if found != dtype:
             raise FileError(f"{path}: {METADATA} says that {name} is {dtype}, but it is {found}: {AGAIN}")
 
@@ -145,11 +152,16 @@ def write(path, arrays, metadata=None, advance=lambda count: None):
     check_target(path)
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     for name, array in arrays.items():
-        if not members.has_name(array.dtype):
+        if not members.has_name(array.dtype) or not array.dtype.itemsize:
             raise FileError(f"{path}: {name} has dtype {array.dtype}, which no .npz file can say: convert it")
     about = {"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})}
     about["dtypes"] = {name: array.dtype.name for name, array in arrays.items()}
+    text = json.dumps(about, indent=2) + "\n"
+    if len(text) > members.TEXT_LIMIT:
+        raise FileError(
+            f"{path}: a description of {len(text)} bytes, which nobody would read: write several files"
+        )
     with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)
-        archive.writestr(members.info(METADATA), json.dumps(about, indent=2) + "\n")
+        archive.writestr(members.info(METADATA), text)

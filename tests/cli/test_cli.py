@@ -17,6 +17,7 @@ import pytest
 import scenes
 
 import kvkit
+from kvkit.files import members
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli import arguments, info, npz
 from kvkit_cli.main import VERBS, main
@@ -850,6 +851,23 @@ def test_wrong_arrays(run, files, changes, texts):
     npz.write(source, arrays)
     assert_fails(run("run", "key_value_cache", source, "-o", output), 2, *texts)
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "text"),
+    [
+        ("cache", np.zeros((1, 1, 2, 9, 2), np.float32), "cache has shape (1, 1, 2, 9, 2): expected 0: (Ma"),
+        ("cache", np.zeros((1, 1, 2, 9, 2, 6)), "cache has dtype float64: expected float32 or float16 or"),
+        ("start_pos", np.zeros(1), "start_pos has dtype float64: expected int64 or int32"),
+        ("num_layer", np.zeros((1000, 1000), np.int64), "num_layer has shape (1000, 1000), but is an a"),
+        ("other", np.zeros(1000), "unknown arrays other"),
+    ],
+)  # fmt: skip
+def test_what_a_header_says_is_refused_unread(run, files, monkeypatch, name, array, text):
+    source, output = files[0].with_name("packed.npz"), files[1]
+    np.savez_compressed(source, **npz.read(files[0]).arrays | {name: array})
+    monkeypatch.setattr(members, "unpacked", None)
+    assert_fails(run("run", "key_value_cache", source, "-o", output), 2, text)
 
 
 def test_an_error_of_the_operator_leaves_the_file(run, files):

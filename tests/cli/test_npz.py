@@ -4,6 +4,7 @@ import io
 import json
 import os
 import struct
+import tracemalloc
 import zipfile
 from errno import EACCES, ENOSPC
 
@@ -440,6 +441,9 @@ RECORD = header(b"{'descr': [('x', '<i4')], 'fortran_order': False, 'shape': (1,
 NEGATIVE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (-1, -4), }\n") + b"abcd"
 WIDE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (0, %d), }\n" % 2**70)
 HUGE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d,), }\n" % 2**62) + b"abcd"
+DEEPER = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (%s1,), }\n" % (b"-" * 9000))
+NESTED = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': %s, }\n" % (b"-" * 1900))
+NOTHING = header(b"{'descr': '<U0', 'fortran_order': False, 'shape': (%d,), }\n" % 2**40)
 PYTHON = header(b"{'descr': '|u1', 'shape': __import__('os').getcwd(), 'fortran_order': False}\n")
 DEEP = b"[" * 200_000
 WRONG = {
@@ -449,6 +453,9 @@ WRONG = {
     "no header": ({"a.npy": b"hello"}, "a.npy.*is damaged"),
     "empty member": ({"a.npy": b""}, "a.npy.*is damaged"),
     "version": ({"a.npy": b"\x93NUMPY\x03\x00" + GOOD[8:]}, "a.npy.*is damaged"),
+    "9,000 signs": ({"a.npy": DEEPER}, "a.npy.*is damaged"),
+    "1,900 signs": ({"a.npy": NESTED}, "a.npy.*is damaged"),
+    "no bytes": ({"a.npy": NOTHING}, "its dtype <U0 is none that kvkit knows"),
     "code": ({"a.npy": PYTHON}, "a.npy.*is damaged"),
     "pickled": ({"a.npy": PICKLED}, "pickled objects"),
     "void": ({"a.npy": VOID}, "its dtype"),
@@ -534,8 +541,60 @@ def test_a_deflated_bomb(path):
     with zipfile.ZipFile(path) as archive:
         (info,) = archive.infolist()
         info.file_size = size
-        with pytest.raises(ValueError, match="cannot unpack"), path.open("rb") as file:
-            members.read(archive, info, file)
+        with pytest.raises(ValueError, match="cannot unpack"):
+            members.form(archive, info)
+
+
+def test_a_parser_without_memory_is_the_files_fault(path, monkeypatch):
+    write(path, {"a": np.zeros(3)})
+
+    def out_of_memory(*args, **more):
+        raise MemoryError
+
+    monkeypatch.setattr(members, "READERS", {(1, 0): out_of_memory})
+    assert_refused(path, "its header is no description of an array")
+
+
+@pytest.mark.parametrize("lie", [False, True])
+def test_metadata_of_gigabytes_is_not_unpacked(path, lie):
+    """Whatever the directory says of its size."""
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("kvkit.json", "w") as member,
+    ):
+        for _ in range(64):
+            member.write(bytes(2**22))
+    if lie:
+        set_in_directory(path, 24, 1000)
+    tracemalloc.start()
+    assert_refused(path, "kvkit.json.*is damaged")
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+def test_metadata_that_could_not_be_read_is_not_written(path, monkeypatch):
+    monkeypatch.setattr(members, "TEXT_LIMIT", 1000)
+    with pytest.raises(FileError, match="a description of 1"):
+        write(path, {"a": np.zeros(3)}, {"note": "x" * 1000})
+    assert not path.exists()
+
+
+def test_nothing_is_unpacked_in_vain(path, monkeypatch):
+    """What the headers, the metadata or the caller object to comes first."""
+    np.savez_compressed(path, a=np.zeros(1000), b=np.zeros((2, 3), BF16))
+    monkeypatch.setattr(members, "unpacked", None)
+
+    def check(forms):
+        assert {name: (form.shape, form.dtype) for name, form in forms.items()} == {
+            "a": ((1000,), np.float64), "b": ((2, 3), BF16)
+        }  # fmt: skip
+        raise KvkitError("not that")
+
+    with pytest.raises(KvkitError, match="not that"):
+        read(path, check)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("kvkit.json", b'{"dtypes": {"a": "float16"}}')
+    assert_refused(path, "a is float16, but it is float64")
 
 
 def test_a_header_from_python_2(path):
