@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvkit.errors import KvkitError
-from kvkit_cli import npz, show
+from kvkit_cli import npz, show, watch
 from kvkit_cli.arguments import bind, find, fits
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
@@ -32,17 +32,21 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     """
     op = find(operator)
     check_targets(op, source, output, in_place)
-    with npz.alone(source) if in_place else contextlib.nullcontext():
+    with contextlib.ExitStack() as block:
         contents = npz.Contents({}, {})
+        if in_place:
+            block.enter_context(npz.alone(source))
         if source:
             contents = npz.read(source, lambda forms: fits(op, source, forms, settings))
         inputs, attributes = bind(op, source, contents.arrays, settings)
         if threads is not None:
             use_threads(threads)
+        block.enter_context(watch.watched(source, contents.mapped))
         results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
         changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
         outputs = given(dict(zip(op.returned(attributes), results, strict=True)))
         outputs = {name: array for name, array in outputs.items() if name not in changed}
+        watch.check(source, contents.mapped)
         if output:
             npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
         if in_place:

@@ -57,9 +57,9 @@ def form(archive, member):
 
 
 def read(archive, member, file, form):
-    """A member's array of this form: mapped copy-on-write from the archive's open file, or unpacked."""
+    """A member's array of this form: mapped copy-on-write from the archive's file if given, or copied."""
     shape, dtype, order = form.shape, form.dtype, form.order
-    if member.compress_type == zipfile.ZIP_DEFLATED:
+    if file is None or member.compress_type == zipfile.ZIP_DEFLATED:
         with archive.open(member) as data:
             data.read(form.begin)
             return unpacked(data, np.empty(shape, dtype, order))

@@ -9,10 +9,12 @@ A file is a zip archive of members NAME.npy and, when kvkit wrote it, one member
 
 numpy.load opens such a file, and numpy.savez makes one that is as good: a 2-byte void array is bfloat16.
 
-Reading maps arrays that are stored uncompressed into memory, copy-on-write: data is read when it is used,
-once, and changing an array never changes the file. The zip checksum of mapped data is therefore not compared;
-sizes are, and deflated members are checked whole. Writing aligns the data of every array to 64 bytes, gives
-equal bytes for equal arrays, and replaces the old file in one step or not at all.
+Reading copies small files. Of larger ones it maps arrays that are stored uncompressed into memory,
+copy-on-write: data is read when it is used, once, and changing an array never changes the file. The zip
+checksum of mapped data is therefore not compared; sizes are, and what is copied is checked whole. A mapped
+file may be replaced, but not changed: the system ends a process that reads what was cut off a file.
+Writing aligns the data of every array to 64 bytes, gives equal bytes for equal arrays, and replaces the old
+file in one step or not at all.
 """
 
 import contextlib
@@ -33,6 +35,7 @@ from kvkit.version import __version__
 
 VERSION = 1
 METADATA = "kvkit.json"
+SMALL = 2**24  # bytes of a file that is read at once
 AGAIN = "save or copy the file again"
 
 
@@ -46,15 +49,18 @@ class Contents:
 
     arrays: dict[str, np.ndarray]
     metadata: dict
+    mapped: os.stat_result | None = None  # status of the file, if arrays may be
 
 
 def read(path, check=lambda forms: None):
-    """The arrays and the metadata of a file; stored arrays are mapped copy-on-write.
+    """The arrays and the metadata of a file; stored arrays are copied or mapped copy-on-write.
 
     `check` may refuse the file when it is shown the form of every array, before any is unpacked.
     """
     check_source(path)
     with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        mapped = status if status.st_size > SMALL else None
         with explained(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)
         with archive:
@@ -71,8 +77,8 @@ def read(path, check=lambda forms: None):
             check(forms)
             for name, form in forms.items():
                 with explained(path, f"member {name + '.npy'!r} is damaged"):
-                    arrays[name] = members.read(archive, found[f"{name}.npy"], file, form)
-    return Contents(arrays, metadata)
+                    arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
+    return Contents(arrays, metadata, mapped)
 
 
 def check_source(path):

@@ -477,6 +477,45 @@ def test_what_kill_9_left_is_removed_by_the_next_run(run, files, writer):
     assert sorted(path.name for path in files[0].parent.iterdir()) == ["in.npz", "out.npz"]
 
 
+CHANGING = """
+import os, sys
+import kvkit
+from kvkit.files import members, npz
+from kvkit_cli.__main__ import start
+source, when, size = {source!r}, {when!r}, {size}
+npz.SMALL = -1
+def then_change(function):
+    def changing(*args, **more):
+        if when == "before":
+            os.truncate(source, size)
+        results = function(*args, **more)
+        if when == "after":
+            os.truncate(source, size)
+        return results
+    return changing
+kvkit.key_value_cache = then_change(kvkit.key_value_cache)
+sys.argv[1:] = ["run", "key_value_cache", source, *{target}]
+start()
+"""
+
+
+@pytest.mark.parametrize("target", ["-o", "--in-place"])
+@pytest.mark.parametrize(("when", "size"), [("before", 0), ("before", 2**17), ("after", 0), ("after", 2**20)])
+def test_an_input_that_changes_while_it_is_mapped(tmp_path, target, when, size):
+    """A line and a code, where the system says nothing, and no results of what is half old, half new."""
+    call = scene("static", dim=6, start=2000)
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, {**arrays_of(call), **{k: np.array(v) for k, v in call.attrs.items()}})
+    words = [target, str(output)] if target == "-o" else [target]
+    code = CHANGING.format(source=str(source), when=when, size=size, target=words)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    text = f"kvkit: {source}: another program changed it while it was in use: run this again\n"
+    assert (done.stdout, done.stderr) == ("", text)
+    assert done.returncode in (1, 2)
+    assert source.stat().st_size == size
+    assert not output.exists()
+
+
 # Every operator
 
 

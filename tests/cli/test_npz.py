@@ -14,7 +14,7 @@ import pytest
 
 import kvkit
 from kvkit.errors import KvkitError
-from kvkit.files import locks, members, replace
+from kvkit.files import locks, members, npz, replace
 from kvkit_cli import show
 from kvkit_cli.npz import FileError, alone, read, write
 
@@ -71,14 +71,27 @@ def path(tmp_path):
     return tmp_path / "file.npz"
 
 
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch):
+    """Files of any size are mapped."""
+    monkeypatch.setattr(npz, "SMALL", -1)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    monkeypatch.setattr(npz, "SMALL", 2**24)
+
+
 # Round trips
 
 
+@pytest.mark.parametrize("small", [-1, 2**24], ids=["mapped", "copied"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("writer", [write, lambda path, arrays: np.savez(path, **arrays),
                                     lambda path, arrays: np.savez_compressed(path, **arrays)],
                          ids=["kvkit", "savez", "savez_compressed"])  # fmt: skip
-def test_round_trip(path, writer, dtype):
+def test_round_trip(path, monkeypatch, writer, dtype, small):
+    monkeypatch.setattr(npz, "SMALL", small)
     arrays = {f"a{i}": filled(shape, dtype, i) for i, shape in enumerate(SHAPES)}
     writer(path, arrays)
     got = read(path).arrays
@@ -226,6 +239,38 @@ def test_beyond_four_gigabytes(path):
     assert got["large"][-4:].tolist() == [0, 1, 2, 3]
     assert got["behind"].tolist() == [0, 1, 2]
     assert got["behind"].ctypes.data % members.ALIGNMENT == 0
+
+
+# Copying
+
+
+def test_small_files_are_copied(path, copied):
+    np.savez(path, a=np.arange(10), b=np.asfortranarray(filled((3, 4), BF16)), c=np.zeros((0, 2)))
+    contents = read(path)
+    os.truncate(path, 0)
+    assert contents.mapped is None
+    assert not any(is_mapped(array) for array in contents.arrays.values())
+    assert contents.arrays["a"].tolist() == list(range(10))
+    assert_same(contents.arrays["b"], filled((3, 4), BF16))
+    assert contents.arrays["b"].flags.f_contiguous
+
+
+def test_what_is_copied_is_checked_whole(path, copied):
+    write(path, {"a": np.arange(100)})
+    data = bytearray(path.read_bytes())
+    data[data.index(np.arange(3).tobytes())] ^= 1
+    path.write_bytes(data)
+    assert_refused(path, "a.npy.*CRC")
+
+
+def test_large_files_are_mapped(path, copied, monkeypatch):
+    write(path, {"a": np.arange(10)})
+    monkeypatch.setattr(npz, "SMALL", path.stat().st_size - 1)
+    contents = read(path)
+    assert is_mapped(contents.arrays["a"])
+    assert contents.mapped.st_size == path.stat().st_size
+    monkeypatch.setattr(npz, "SMALL", path.stat().st_size)
+    assert not is_mapped(read(path).arrays["a"])
 
 
 # Replacing
@@ -641,10 +686,12 @@ def test_deflated_data_is_checked(path, count):
 # Damage: no traceback, whatever the bytes
 
 
-@pytest.fixture(params=["kvkit", "savez_compressed"])
+@pytest.fixture(params=["kvkit", "copied", "savez_compressed"])
 def small(request, path):
+    if request.param == "copied":
+        request.getfixturevalue("copied")
     arrays = {"a": filled((3, 2), BF16), "pos": np.array(4), "empty": np.zeros((0, 2), np.int8)}
-    write(path, arrays) if request.param == "kvkit" else np.savez_compressed(path, **arrays)
+    write(path, arrays) if request.param != "savez_compressed" else np.savez_compressed(path, **arrays)
     return path.read_bytes()
 
 
