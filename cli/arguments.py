@@ -4,10 +4,11 @@ import ast
 
 import numpy as np
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, brief
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli.show import suggestion
 
+SHOWN = 5  # names in a message
 KINDS = {  # type of a value: (in words, as --set takes it)
     int: ("an integer", "NUMBER"),
     float: ("a number", "NUMBER"),
@@ -113,9 +114,11 @@ def check_names(op, path, arrays, values):
     """Every array in the file means something, and every one that must be there is."""
     legal = [thing.name for thing in (*op.inputs, *op.attributes)]
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
-    extra = [name + suggestion(name, legal) for name in arrays if name not in legal]
+    extra = [name for name in arrays if name not in legal]
     if extra:
-        raise KvkitError(f"{path}: unknown arrays {', '.join(extra)}; {known}")
+        shown = ", ".join(name + suggestion(name, legal) for name in map(brief, extra[:SHOWN]))
+        more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
+        raise KvkitError(f"{path}: unknown arrays {shown}{more}; {known}")
     required = [array.name for array in op.inputs if not array.optional]
     required += [attribute.name for attribute in op.attributes if attribute.default is REQUIRED]
     missing = [name for name in required if name not in arrays and name not in values]
@@ -132,7 +135,7 @@ def number(array, given):
         return None
     info = np.iinfo(array.dtypes[0])
     if type(given) is not int or not info.min <= given <= info.max:
-        raise KvkitError(f"--set {array.name}={given!r}: expected an integer of {array.dtypes[0]}")
+        raise KvkitError(f"--set {array.name}={brief(repr(given))}: expected an integer of {array.dtypes[0]}")
     return np.array(given, array.dtypes[0])
 
 
@@ -160,5 +163,5 @@ def fitting(attribute, given, origin):
     if type(given) is not kind:
         wanted = " or ".join([*attribute.names, KINDS[kind][0]])
         wanted += " or None" if attribute.default is None else ""
-        raise KvkitError(f"{origin} {attribute.name}={given!r}: expected {wanted}")
+        raise KvkitError(f"{origin} {attribute.name}={brief(repr(given))}: expected {wanted}")
     return given

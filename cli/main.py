@@ -49,8 +49,15 @@ class Verbs(click.Group):
             message, code = explain(error)
             if code is None:
                 raise
-            click.echo("kvkit: " + " ".join(message.split()), err=True)
+            click.echo("kvkit: " + one_line(message), err=True)
         sys.exit(code)
+
+
+def one_line(message):
+    """A message as a terminal may see it, whatever it quotes."""
+    return "".join(
+        sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in " ".join(message.split())
+    )
 
 
 def explain(error):

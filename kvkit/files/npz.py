@@ -68,7 +68,7 @@ def read(path, check=lambda forms: None):
             check_names(path, [info.filename for info in archive.infolist()])
             metadata, forms, arrays = {}, {}, {}
             for name, info in found.items():
-                with explained(path, f"member {name!r} is damaged"):
+                with explained(path, f"member {quoted(name)} is damaged"):
                     if name == METADATA:
                         metadata = json.loads(members.text(archive, info))
                     else:
@@ -76,7 +76,7 @@ def read(path, check=lambda forms: None):
             check_metadata(path, metadata, forms)
             check(forms)
             for name, form in forms.items():
-                with explained(path, f"member {name + '.npy'!r} is damaged"):
+                with explained(path, f"member {quoted(name + '.npy')} is damaged"):
                     arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
     return Contents(arrays, metadata, mapped)
 
@@ -104,13 +104,17 @@ def explained(path, wrong):
         raise FileError(f"{path}: {wrong} ({brief(str(error) or type(error).__name__)}): {AGAIN}") from error
 
 
+def quoted(name):
+    return f"'{brief(name)}'"
+
+
 def check_names(path, names):
     known = set()
     for name in names:
         if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
-            raise FileError(f"{path}: member {name!r} is no array: keep only NAME.npy and {METADATA}")
+            raise FileError(f"{path}: member {quoted(name)} is no array: keep only NAME.npy and {METADATA}")
         if name in known:
-            raise FileError(f"{path}: member {name!r} is there twice: {AGAIN}")
+            raise FileError(f"{path}: member {quoted(name)} is there twice: {AGAIN}")
         known.add(name)
 
 
@@ -119,25 +123,36 @@ def check_metadata(path, metadata, forms):
     if not isinstance(dtypes, dict):
         raise FileError(f"{path}: {METADATA} or its dtypes are no object: {AGAIN}")
     if metadata.get("version", VERSION) != VERSION:
-        found = metadata["version"]
-        raise FileError(f"{path}: {METADATA} has version {found!r}, not {VERSION}: update kvkit")
+        found = brief(repr(metadata["version"]))
+        raise FileError(f"{path}: {METADATA} has version {found}, not {VERSION}: update kvkit")
     for name, dtype in dtypes.items():
         found = forms[name].dtype.name if name in forms else "absent"
         if found != dtype:
-            raise FileError(f"{path}: {METADATA} says that {name} is {dtype}, but it is {found}: {AGAIN}")
+            said = f"{brief(name)} is {brief(dtype)}"
+            raise FileError(f"{path}: {METADATA} says that {said}, but it is {found}: {AGAIN}")
 
 
 def check_target(path):
     """Whether `write` can make or replace this file; to be asked before long work."""
     target = Path(os.path.realpath(path))
+    folder = path if os.path.islink(path) else Path(path).parent  # as it was named
     if not target.parent.is_dir():
-        raise FileError(f"{path}: there is no folder {target.parent}: make it first")
+        raise FileError(f"{path}: there is no folder {folder}: make it first")
     if target.exists() and not target.is_file():
         raise FileError(f"{path}: not a regular file: give another name")
     # The file itself need not be writeable to be replaced, but whoever made it read-only meant it.
-    for place in (target.parent, target) if target.exists() else (target.parent,):
-        if not os.access(place, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    for place, name in ((target.parent, folder), (target, path)):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+
+
+@contextlib.contextmanager
+def named(path):
+    """Let errors of the machine name this file, not a temporary one or none."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
 
 
 @contextlib.contextmanager
@@ -167,7 +182,7 @@ def write(path, arrays, metadata=None, advance=lambda count: None):
         raise FileError(
             f"{path}: a description of {len(text)} bytes, which nobody would read: write several files"
         )
-    with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+    with named(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)
         archive.writestr(members.info(METADATA), text)

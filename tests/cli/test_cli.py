@@ -916,6 +916,23 @@ def test_an_error_of_the_operator_leaves_the_file(run, files):
     assert files[0].read_bytes() == before
 
 
+def test_names_and_texts_of_a_file_cannot_reach_the_terminal(run, files):
+    """Neither to steer it nor to fill it."""
+    source, output = files
+    arrays, rude = npz.read(source).arrays, "\x1b[31m" * 500
+    npz.write(source, arrays | {f"{rude}{i}": np.zeros(1) for i in range(50)})
+    result = run("run", "key_value_cache", source, "-o", output)
+    assert_fails(result, 2, "unknown arrays ", "... and 45 more; key_value_cache takes")
+    assert result[2][:-1].isprintable()
+    assert len(result[2]) < 900
+    npz.write(source, arrays | {"num_layer": np.array(rude)})
+    result = run("run", "key_value_cache", source, "-o", output)
+    assert_fails(result, 2, "num_layer=", "...: expected an integer")
+    assert result[2][:-1].isprintable()
+    result = run("run", "key_value_cache", source, "-o", output, "--set", "\x1b[31m=1")
+    assert result[2][:-1].isprintable()
+
+
 def test_no_archive(run, files):
     files[0].write_bytes(files[0].read_bytes()[:-40])
     assert_fails(run("run", "key_value_cache", files[0], "-o", files[1]), 2, f"{files[0]}: not a zip archive")
@@ -945,7 +962,7 @@ def test_a_full_disk(files):
     done = subprocess.run(
         ["sh", "-c", f"ulimit -f 4; exec {command}"], capture_output=True, text=True, check=False
     )
-    assert_fails((done.returncode, done.stdout, done.stderr), 1, "File too large")
+    assert_fails((done.returncode, done.stdout, done.stderr), 1, f"{output}: File too large")
     assert output.read_bytes() == b"old"
     assert sorted(path.name for path in source.parent.iterdir()) == ["in.npz", "out.npz"]
 

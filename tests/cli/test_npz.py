@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import tracemalloc
+import warnings
 import zipfile
 from errno import EACCES, ENOSPC
 
@@ -316,8 +317,10 @@ def test_a_failing_write_leaves_what_was(path, monkeypatch, fail, error, old):
         write(path, {"a": np.arange(9)})
     before = [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()]
     fail(monkeypatch, error)
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as caught:
         write(path, {"a": np.zeros(1000), "b": np.ones(3)})
+    if isinstance(error, OSError):
+        assert (caught.value.errno, caught.value.filename) == (ENOSPC, str(path))
     assert [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()] == before
 
 
@@ -435,6 +438,21 @@ def test_targets_that_cannot_be(path, tmp_path):
     assert names(tmp_path) == []
 
 
+def test_errors_name_what_the_user_named(path, tmp_path, monkeypatch):
+    """Not where a link leads, nor a temporary file."""
+    path.symlink_to(tmp_path / "no" / "file.npz")
+    with pytest.raises(FileError) as caught:
+        write(path, {"a": np.zeros(1)})
+    assert str(caught.value) == f"{path}: there is no folder {path}: make it first"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileError, match=r"^no/x.npz: there is no folder no: make it first$"):
+        write("no/x.npz", {"a": np.zeros(1)})
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(PermissionError) as caught:
+        write("x.npz", {"a": np.zeros(1)})
+    assert caught.value.filename == "."
+
+
 def test_a_read_only_target_is_respected(path, monkeypatch):
     write(path, {"a": np.zeros(1)})
     monkeypatch.setattr(os, "access", lambda place, mode: place != path)
@@ -519,6 +537,40 @@ WRONG = {
     "other dtype": ({"a.npy": GOOD, "kvkit.json": b'{"dtypes": {"a": "u1"}}'}, "a is u1, but it is int64"),
     "absent": ({"kvkit.json": b'{"dtypes": {"a": "float16"}}'}, "a is float16, but it is absent"),
 }  # fmt: skip
+
+
+RUDE = "\x1b[31m\n" * 1000
+RUDE_FILES = {
+    "member": {RUDE: b""},
+    "array": {f"{RUDE}.npy": b""},
+    "dtype of": {"kvkit.json": json.dumps({"dtypes": {RUDE: "u1"}}).encode()},
+    "dtype": {"a.npy": GOOD, "kvkit.json": json.dumps({"dtypes": {"a": RUDE}}).encode()},
+    "dtypes": {"a.npy": GOOD, "kvkit.json": json.dumps({"dtypes": {"a": [RUDE] * 9}}).encode()},
+    "version": {"kvkit.json": json.dumps({"version": [RUDE] * 99}).encode()},
+    "header": {"a.npy": header(RUDE.encode()[:900])},
+    "fields": {"a.npy": header(b"{'descr': [('%s', '<i4')]}" % (b"x" * 999))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUDE_FILES)
+def test_texts_of_a_file_are_shown_printable_and_cut(path, name):
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, data in RUDE_FILES[name].items():
+            archive.writestr(member, data)
+    with pytest.raises(FileError) as caught:
+        read(path)
+    text = str(caught.value).removeprefix(str(path))
+    assert text.isprintable()
+    assert len(text) < 300
+
+
+def test_twice_with_a_long_name(path):
+    with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings(action="ignore"):
+        for _ in range(2):
+            archive.writestr("x" * 5000 + ".npy", GOOD)
+    with pytest.raises(FileError, match="is there twice") as caught:
+        read(path)
+    assert len(str(caught.value)) < 300 + len(str(path))
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
