@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from kvkit.errors import KvkitError, brief
-from kvkit.files import locks, members
+from kvkit.files import foreign, locks, members
 from kvkit.files.replace import replacing
 from kvkit.version import __version__
 
@@ -61,10 +61,12 @@ def read(path, check=lambda forms: None):
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         mapped = status if status.st_size > SMALL else None
+        check_kind(path, foreign.kind(file))
         with explained(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)
         with archive:
             found = {info.filename: info for info in archive.infolist()}
+            check_kind(path, foreign.kind_of_archive(found))
             check_names(path, [info.filename for info in archive.infolist()])
             metadata, forms, arrays = {}, {}, {}
             for name, info in found.items():
@@ -87,6 +89,11 @@ def check_source(path):
         raise FileError(f"{path}: no such file: check the name")
     if not os.path.isfile(path):
         raise FileError(f"{path}: not a regular file: give a .npz file")
+
+
+def check_kind(path, other):
+    if other:
+        raise FileError(f"{path}: not a .npz file, but {other}")
 
 
 @contextlib.contextmanager

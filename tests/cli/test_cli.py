@@ -938,6 +938,19 @@ def test_no_archive(run, files):
     assert_fails(run("run", "key_value_cache", files[0], "-o", files[1]), 2, f"{files[0]}: not a zip archive")
 
 
+@pytest.mark.parametrize("name", ["x.npy", "x.safetensors", "x.pt"])
+def test_files_of_other_kinds(run, tmp_path, files, name):
+    begin = {
+        "x.npy": b"\x93NUMPY\1\0\x76\0",
+        "x.safetensors": b"\x80" + bytes(7) + b"{",
+        "x.pt": b"\x80\2}q\0.",
+    }
+    (tmp_path / name).write_bytes(begin[name].ljust(100, b"\0"))
+    for target in (["-o", files[1]], ["--in-place"]):
+        result = run("run", "key_value_cache", tmp_path / name, *target)
+        assert_fails(result, 2, f"{name}: not a .npz file, but ", "numpy.savez")
+
+
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_no_gpu(run, tmp_path, kind):
     call = scene(kind, dim=6)

@@ -598,12 +598,40 @@ def test_no_file(path, tmp_path):
     assert_refused(path, "no such file")
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"hello", GOOD, b"PK\x03\x04" + bytes(100)], ids=["empty", "text", "npy", "PK"]
-)
+@pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04" + bytes(100)], ids=["empty", "text", "PK"])
 def test_no_archive(path, data):
     path.write_bytes(data)
     assert_refused(path, "not a zip archive, or cut short")
+
+
+FOREIGN = {
+    "npy": (GOOD, "one array without a name: name it with numpy.savez"),
+    "safetensors": (
+        struct.pack("<Q", 96) + b'{"key":{"dtype":"F32"' + bytes(99),
+        "a safetensors file: read it",
+    ),
+    "old torch": (
+        b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(9),
+        "a pickle, as torch.save once wrote it",
+    ),
+    "gguf": (b"GGUF\3\0\0\0" + bytes(99), "a GGUF file, a model's weights: what kvkit takes"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(99), "an HDF5 file: read it with h5py"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_of_other_kinds_are_named(path, name):
+    """Whatever their names say."""
+    data, wrong = FOREIGN[name]
+    path.write_bytes(data)
+    assert_refused(path, f"not a .npz file, but {wrong}")
+
+
+def test_a_file_of_torch_is_named(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("archive/data.pkl", "archive/byteorder", "archive/data/0", "archive/version"):
+            archive.writestr(name, b"")
+    assert_refused(path, "not a .npz file, but a file of torch.save: load it with torch and write")
 
 
 def test_twice(path):
