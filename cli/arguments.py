@@ -31,8 +31,19 @@ def is_scalar(array):
     return "()" in array.shapes
 
 
-def fits(op, path, forms, settings):
+def left_over(op, metadata):
+    """What a file of results may hold beside what this operator takes: the other arrays of its own one."""
+    made = OPERATORS.get(str(metadata.get("operator")))
+    return {array.name for array in (*made.inputs, *made.outputs)} - names_of(op) if made else set()
+
+
+def names_of(op):
+    return {thing.name for thing in (*op.inputs, *op.attributes)}
+
+
+def fits(op, path, forms, metadata, settings):
     """Whether a file can be a call's, from the headers of its arrays: nothing is unpacked in vain."""
+    forms = {name: form for name, form in forms.items() if name not in left_over(op, metadata)}
     check_names(op, path, forms, parse(op, settings))
     for array in op.inputs:
         if array.name not in forms:

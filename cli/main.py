@@ -32,9 +32,7 @@ class Verbs(click.Group):
     def get_command(self, ctx, name):
         if name not in VERBS:
             if not ctx.resilient_parsing:
-                from kvkit_cli.show import suggestion
-
-                ctx.fail(f"no verb {name!r}{suggestion(name, VERBS)}")
+                ctx.fail(f"no verb {name!r}{meant(name)}")
             return None
         return getattr(importlib.import_module(VERBS[name][0]), name)
 
@@ -51,6 +49,16 @@ class Verbs(click.Group):
                 raise
             click.echo("kvkit: " + one_line(message), err=True)
         sys.exit(code)
+
+
+def meant(name):
+    """What to type in the place of a verb that is none."""
+    from kvkit.operators import OPERATORS
+    from kvkit_cli.show import suggestion
+
+    if name in OPERATORS:
+        return f", but an operator: kvkit run {name} IN.npz -o OUT.npz"
+    return suggestion(name, VERBS) or f"; there are {', '.join(VERBS)}"
 
 
 def one_line(message):

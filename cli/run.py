@@ -8,9 +8,10 @@ import click
 
 from kvkit.errors import KvkitError
 from kvkit_cli import npz, show, watch
-from kvkit_cli.arguments import bind, find, fits
+from kvkit_cli.arguments import bind, find, fits, left_over
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
+FOREIGN = ".npy", ".safetensors", ".pt", ".pth", ".gguf"
 PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with a path
 
 
@@ -27,8 +28,9 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     """Run an operator on the arrays of a file.
 
     IN.npz holds an array for each input, under the names that `kvkit describe OP` shows. Attributes are 0-d
-    arrays in it or are given with --set, which wins; no file is needed where that is all. IN.npz is only
-    changed with --in-place; at least one of -o and --in-place is needed.
+    arrays in it or are given with --set, which wins; no file is needed where that is all. Of the results of
+    another run what OP does not take is passed over. IN.npz is only changed with --in-place; at least one of -o
+    and --in-place is needed.
     """
     op = find(operator)
     check_targets(op, source, output, in_place)
@@ -37,8 +39,10 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
         if in_place:
             block.enter_context(npz.alone(source))
         if source:
-            contents = npz.read(source, lambda forms: fits(op, source, forms, settings))
-        inputs, attributes = bind(op, source, contents.arrays, settings)
+            contents = npz.read(source, lambda *found: fits(op, source, *found, settings))
+        over = left_over(op, contents.metadata)
+        arrays = {name: array for name, array in contents.arrays.items() if name not in over}
+        inputs, attributes = bind(op, source, arrays, settings)
         if threads is not None:
             use_threads(threads)
         block.enter_context(watch.watched(source, contents.mapped))
@@ -70,8 +74,16 @@ def check_targets(op, source, output, in_place):
     if output is None and not in_place:
         ways = "-o OUT.npz, --in-place or both" if changes else "-o OUT.npz"
         raise KvkitError(f"nothing to write: give {ways}")
+    for option, path in (("IN.npz", source), ("-o", output)):
+        if str(path) == "-":
+            raise KvkitError(f"{option} -: .npz files are not read from or written to pipes: name a file")
     there = source is not None and source.exists()
     if output is not None:
+        if output.suffix in FOREIGN:
+            other = output.with_suffix(".npz")
+            raise KvkitError(
+                f"-o {output}: results are written as .npz, not as {output.suffix}: give -o {other}"
+            )
         npz.check_target(output)
         if output.exists() and there and output.samefile(source):
             raise KvkitError(f"{output}: -o names the input: give another name, or --in-place")

@@ -70,13 +70,21 @@ def read(archive, member, file, form):
 
 
 def text(archive, member):
-    """The bytes of a member that is no array; no more than anybody means to be read whole."""
+    """The bytes of a small member."""
     if member.file_size > TEXT_LIMIT:
         raise ValueError(f"it has {member.file_size} bytes, more than {TEXT_LIMIT}")
     with archive.open(member) as data:
         found = data.read(member.file_size)
         data.read(1)  # where zipfile compares the checksum
     return found
+
+
+def text_of_array(archive, member):
+    """The text that a 0-d array of bytes or characters is."""
+    found = form(archive, member)
+    if found.shape or found.dtype.kind not in "SU":
+        raise ValueError(f"it is an array of {found.dtype} and shape {found.shape}, not a text")
+    return np.frombuffer(text(archive, member), found.dtype, offset=found.begin)[0]
 
 
 def meant(dtype):
@@ -121,7 +129,7 @@ def info(name):
     return member
 
 
-def write(archive, name, array, position, advance):
+def write(archive, name, array, position, advance=lambda count: None):
     """Write an array at the archive's `position`, its data aligned; `advance` hears of every chunk's size."""
     header = BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))

@@ -1,6 +1,7 @@
 """The file contract: named arrays in a .npz file, as numpy writes them, and what numpy leaves out.
 
-A file is a zip archive of members NAME.npy and, when kvkit wrote it, one member kvkit.json:
+A file is a zip archive of members NAME.npy. When kvkit wrote it the array ``kvkit.json`` is a text in JSON
+(which numpy copies with the others; files of kvkit 0.1 have a member of this name that is no array):
 
     version     1, the version of this contract
     producer    "kvkit 0.1.0"
@@ -37,6 +38,7 @@ VERSION = 1
 METADATA = "kvkit.json"
 SMALL = 2**24  # bytes of a file that is read at once
 AGAIN = "save or copy the file again"
+OUTDATED = f"save it again, without the array {METADATA} if others have changed"
 
 
 class FileError(KvkitError):
@@ -52,10 +54,10 @@ class Contents:
     mapped: os.stat_result | None = None  # status of the file, if arrays may be
 
 
-def read(path, check=lambda forms: None):
+def read(path, check=lambda forms, metadata: None):
     """The arrays and the metadata of a file; stored arrays are copied or mapped copy-on-write.
 
-    `check` may refuse the file when it is shown the form of every array, before any is unpacked.
+    `check` may refuse the file when it has seen the form of every array and the metadata; nothing is unpacked.
     """
     check_source(path)
     with open(path, "rb") as file:
@@ -73,10 +75,12 @@ def read(path, check=lambda forms: None):
                 with explained(path, f"member {quoted(name)} is damaged"):
                     if name == METADATA:
                         metadata = json.loads(members.text(archive, info))
+                    elif name == f"{METADATA}.npy":
+                        metadata = json.loads(members.text_of_array(archive, info))
                     else:
                         forms[name.removesuffix(".npy")] = members.form(archive, info)
             check_metadata(path, metadata, forms)
-            check(forms)
+            check(forms, metadata)
             for name, form in forms.items():
                 with explained(path, f"member {quoted(name + '.npy')} is damaged"):
                     arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
@@ -120,9 +124,9 @@ def check_names(path, names):
     for name in names:
         if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
             raise FileError(f"{path}: member {quoted(name)} is no array: keep only NAME.npy and {METADATA}")
-        if name in known:
+        if name.removesuffix(".npy") in known:
             raise FileError(f"{path}: member {quoted(name)} is there twice: {AGAIN}")
-        known.add(name)
+        known.add(name.removesuffix(".npy"))
 
 
 def check_metadata(path, metadata, forms):
@@ -136,7 +140,7 @@ def check_metadata(path, metadata, forms):
         found = forms[name].dtype.name if name in forms else "absent"
         if found != dtype:
             said = f"{brief(name)} is {brief(dtype)}"
-            raise FileError(f"{path}: {METADATA} says that {said}, but it is {found}: {AGAIN}")
+            raise FileError(f"{path}: {METADATA} says that {said}, but it is {found}: {OUTDATED}")
 
 
 def check_target(path):
@@ -179,6 +183,10 @@ def write(path, arrays, metadata=None, advance=lambda count: None):
     """
     check_target(path)
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    if METADATA in arrays:
+        raise FileError(
+            f"{path}: {METADATA} is the name of what kvkit says of a file: give that array another"
+        )
     for name, array in arrays.items():
         if not members.has_name(array.dtype) or not array.dtype.itemsize:
             raise FileError(f"{path}: {name} has dtype {array.dtype}, which no .npz file can say: convert it")
@@ -192,4 +200,4 @@ def write(path, arrays, metadata=None, advance=lambda count: None):
     with named(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)
-        archive.writestr(members.info(METADATA), text)
+        members.write(archive, f"{METADATA}.npy", np.array(text.encode()), file.tell())

@@ -357,6 +357,33 @@ def test_attributes_and_numbers_come_from_the_file(run, files):
     assert_results(files[1], scene("static", dim=6))
 
 
+def test_results_can_be_the_next_input(run, files):
+    """With what the next operator needs beside them; what it does not take is passed over."""
+    source, output = files
+    assert run("run", "key_value_cache", source, "-o", output)[0] == 0
+    with np.load(output) as loaded:
+        walked = dict(loaded)
+    query = np.ones((2, 3, 2, 6), np.float32)
+    np.savez(source, **walked, query=query)
+    assert (
+        run("run", "multi_head_attention", source, "-o", output, *settings({"num_heads": 2, "head_dim": 6}))[
+            0
+        ]
+        == 0
+    )
+    expected = kvkit.multi_head_attention(query, walked["key"], walked["value"], num_heads=2, head_dim=6)
+    assert_arrays(output, {"attn_output": expected})
+
+    new = np.ones((2, 1, 2, 6), np.float32)
+    np.savez(source, **walked, current_key=new, current_value=new)
+    more = settings({"start_pos": 5, "num_layer": 3, "layer_idx": 1})
+    assert run("run", "key_value_cache", source, "-o", output, "--in-place", *more)[0] == 0
+    assert npz.read(output).arrays["key"].shape == (2, 6, 2, 6)
+    assert "key" in npz.read(source).arrays
+    np.savez(source, **walked, other=new)
+    assert_fails(run("run", "key_value_cache", source, "-o", output, *more), 2, "unknown arrays other; ")
+
+
 def test_settings_win_over_the_file(run, files):
     changes = ["--set", "layer_idx=0", "--set", "num_repeat=3", "--set", "start_pos=1"]
     assert run("run", "key_value_cache", files[0], "-o", files[1], *changes)[0] == 0
@@ -813,6 +840,18 @@ def assert_fails(result, code, *texts):
     ("args", "text"),
     [
         (["rnu"], "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
+        (["frobnicate"], "no verb 'frobnicate'; there are run, ops, describe, info, cache, bench (see kvkit"),
+        (["alibi_mask", "IN"], "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),
+        (
+            ["run", "key_value_cache", "IN", "-o", "x.npy"],
+            "-o x.npy: results are written as .npz, not as .npy",
+        ),
+        (["run", "key_value_cache", "IN", "-o", "x.safetensors"], "not as .safetensors: give -o x.npz"),
+        (
+            ["run", "key_value_cache", "IN", "-o", "-"],
+            "-o -: .npz files are not read from or written to pipes",
+        ),
+        (["run", "key_value_cache", "-", "-o", "OUT"], "IN.npz -: .npz files are not read from or written"),
         (["--nothing"], "--nothing"),
         (["run"], "(see kvkit run --help)"),
         (

@@ -709,7 +709,8 @@ def test_nothing_is_unpacked_in_vain(path, monkeypatch):
     np.savez_compressed(path, a=np.zeros(1000), b=np.zeros((2, 3), BF16))
     monkeypatch.setattr(members, "unpacked", None)
 
-    def check(forms):
+    def check(forms, metadata):
+        assert metadata == {}
         assert {name: (form.shape, form.dtype) for name, form in forms.items()} == {
             "a": ((1000,), np.float64), "b": ((2, 3), BF16)
         }  # fmt: skip
@@ -810,5 +811,56 @@ def test_any_missing_piece_is_read_or_refused(path, small):
 def test_the_file_says_its_dtypes_for_other_readers(path):
     write(path, {"a": filled((2, 2), BF16)})
     with zipfile.ZipFile(path) as archive:
-        assert json.loads(archive.read("kvkit.json"))["dtypes"] == {"a": "bfloat16"}
         assert b"V2" in archive.read("a.npy")
+    with np.load(path) as loaded:
+        assert json.loads(loaded["kvkit.json"].item())["dtypes"] == {"a": "bfloat16"}
+
+
+def test_numpy_walks_a_file_and_writes_it_again(path):
+    """Without pickles, and with all that is said of it."""
+    arrays = {"a": filled((2, 3), BF16), "b": np.arange(5)}
+    write(path, arrays, {"operator": "x"})
+    with np.load(path) as loaded:
+        assert loaded.files == ["a", "b", "kvkit.json"]
+        walked = {name: loaded[name] for name in loaded.files}
+    for save in (np.savez, np.savez_compressed):
+        save(path, **walked, c=np.zeros(2))
+        got = read(path)
+        assert got.metadata["operator"] == "x"
+        assert list(got.arrays) == ["a", "b", "c"]
+        for name, array in arrays.items():
+            assert_same(got.arrays[name], array)
+    np.savez(path, **walked | {"b": np.zeros(5)})
+    assert_refused(
+        path, "says that b is int64, but it is float64: save it again, without the array kvkit.json"
+    )
+    np.savez(path, **walked | {"kvkit.json": str(walked["kvkit.json"].item().decode())})
+    assert read(path).metadata["operator"] == "x"
+
+
+def test_a_file_of_the_version_before(path):
+    """The description was a member that was no array."""
+    with zipfile.ZipFile(path, "w") as archive:
+        members.write(archive, "a.npy", filled((2, 3), BF16), archive.fp.tell())
+        archive.writestr(
+            "kvkit.json", json.dumps({"version": 1, "operator": "x", "dtypes": {"a": "bfloat16"}})
+        )
+    contents = read(path)
+    assert contents.metadata["operator"] == "x"
+    assert_same(contents.arrays["a"], filled((2, 3), BF16))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("kvkit.json.npy", npy(np.array(b"{}")))
+    assert_refused(path, "'kvkit.json.npy' is there twice")
+
+
+def test_the_name_of_the_description_is_taken(path):
+    with pytest.raises(FileError, match=r"kvkit\.json is the name of what kvkit says"):
+        write(path, {"kvkit.json": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(3), np.array(["{}"]), np.array(1), np.array(b"{"), np.array("\ud800")], ids=repr
+)
+def test_descriptions_that_are_none(path, array):
+    np.savez(path, **{"kvkit.json": array})
+    assert_refused(path, "'kvkit.json.npy' is damaged")
