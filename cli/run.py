@@ -29,8 +29,8 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
 
     IN.npz holds an array for each input, under the names that `kvkit describe OP` shows. Attributes are 0-d
     arrays in it or are given with --set, which wins; no file is needed where that is all. Of the results of
-    another run what OP does not take is passed over. IN.npz is only changed with --in-place; at least one of -o
-    and --in-place is needed.
+    another run what OP does not take is passed over. IN.npz is only changed with --in-place; at least one of
+    -o and --in-place is needed.
     """
     op = find(operator)
     check_targets(op, source, output, in_place)

@@ -57,7 +57,7 @@ class Contents:
 def read(path, check=lambda forms, metadata: None):
     """The arrays and the metadata of a file; stored arrays are copied or mapped copy-on-write.
 
-    `check` may refuse the file when it has seen the form of every array and the metadata; nothing is unpacked.
+    `check` may refuse the file: it sees the form of every array and the metadata before any is unpacked.
     """
     check_source(path)
     with open(path, "rb") as file:

@@ -447,7 +447,7 @@ def test_attention_in_place(run, tmp_path, kind):
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from kvkit.files import members
 from kvkit_cli.__main__ import start
 whole = members.chunks
@@ -457,6 +457,7 @@ def chunks(array):
     time.sleep(60)
 members.chunks = chunks
 sys.argv[1:] = {args}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
 start()
 """
 
@@ -505,13 +506,14 @@ def test_what_kill_9_left_is_removed_by_the_next_run(run, files, writer):
 
 
 CHANGING = """
-import os, sys
+import functools, os, sys
 import kvkit
 from kvkit.files import members, npz
 from kvkit_cli.__main__ import start
 source, when, size = {source!r}, {when!r}, {size}
 npz.SMALL = -1
 def then_change(function):
+    @functools.wraps(function)
     def changing(*args, **more):
         if when == "before":
             os.truncate(source, size)
@@ -1040,7 +1042,7 @@ def test_interrupted(run, files, monkeypatch):
 @pytest.mark.parametrize("module", ["click", "numpy", "numba"])
 def test_interrupted_while_modules_are_imported(files, tmp_path, module):
     """Ctrl-C may come before anything of ours has run."""
-    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = process("run", "key_value_cache", files[0], "-o", files[1], env=environment)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "kvkit: interrupted")
