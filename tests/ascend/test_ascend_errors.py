@@ -1,5 +1,6 @@
 """Calls of `reshape_and_cache` that are refused: an error about the argument, and not a byte written."""
 
+import backends
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from refusals import NO_ARRAYS, swapped
 from test_ascend import any_bits
 
 from kvkit import KvkitError
-from kvkit.ascend import reshape_and_cache
+
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 ARRAYS = ("key", "value", "key_cache", "value_cache")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

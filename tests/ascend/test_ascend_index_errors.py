@@ -1,5 +1,6 @@
 """Slots, windows and lengths that `reshape_and_cache` refuses, and the ones at the limit that it takes."""
 
+import backends
 import numpy as np
 import pytest
 from ascend_reference import KVHEAD, OMNI, ROPE
@@ -9,7 +10,8 @@ from test_ascend import compressed_call, plain_call, seeds
 from test_ascend_errors import CALLS, call_of, every_call, refused, run, runs_only
 
 from kvkit import KvkitError
-from kvkit.ascend import reshape_and_cache
+
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 INDICES = ("slot_mapping", "wins", "seq_lens", "offset_index")

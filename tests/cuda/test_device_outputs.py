@@ -1,12 +1,11 @@
-"""What is wrong with `out` is said by the twins of all operators in the same words; in the CUDA simulator."""
+"""What is wrong with `out` is said by the twins of all operators in the same words."""
 
 import copy
 import functools
 
-import cuda_twin
 import numpy as np
 import pytest
-from cuda_simulated import Array
+from device_arrays import Array
 
 import kvkit
 import kvkit_cuda
@@ -47,8 +46,6 @@ def by(twin, name, **changes):
     module, operator, arguments, attributes = copy.deepcopy(CALLS[name])
     arguments = changes.get("arguments", arguments)
     function = getattr(getattr(twin, module) if module else twin, operator)
-    if operator == "merge_attention_states" and twin is kvkit:
-        function = cuda_twin.MERGE
     return functools.partial(function, *arguments, **attributes)
 
 
