@@ -172,7 +172,8 @@ def test_numbers(make, array):
 
 def each(array):
     """What an array of results may not be."""
-    yield from (7, "x", array.tolist(), array.astype(np.complex64), array[None].copy(), array[..., :-1])
+    yield from (7, "x", array.tolist(), array[None].copy(), array[..., :-1])
+    yield from (np.zeros(array.shape, dtype) for dtype in ("c8", "f8", "f2") if array.dtype != dtype)
     yield from (swapped(array), np.zeros((array.shape[0] + 1, *array.shape[1:]), array.dtype))
     fixed = array.copy()
     fixed.flags.writeable = False
@@ -205,6 +206,8 @@ def wrongs(call, results):
         if call.name != "ascend.paged_cache_load":
             yield from ((*there, None), [*there, there[0]])
         yield from ([there[0]] * len(there), [None, *there[1:]])
+        if there[0].shape != there[1].shape:
+            yield there[::-1]
         memory = np.zeros(there[0].nbytes + there[1].nbytes, np.uint8)
         yield [placed(memory, there[0]), placed(memory, there[1], there[0].nbytes - there[1].itemsize)]
 

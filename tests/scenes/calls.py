@@ -64,11 +64,11 @@ def attention(kind, formats=attention_scenes.FP32):
     return Call(attention_scenes.OPERATORS[kind][0], call.inputs | call.attrs | more)
 
 
-def reshape(mode, cache_format):
+def reshape(mode=0, cache_format="ND", dtype=np.float16):
     """7 tokens of 2 heads; compressed, 2 sequences of 4 and 3."""
-    key = np.arange(7 * 2 * 32, dtype=np.float16).reshape(7, 2, 32)
-    shape = (4, 4, 5, 16) if cache_format == "NZ" else (4, 5, 1 if mode else 2, 32)
-    caches = np.full((2, *shape), -1, np.float16)
+    key, n0 = np.arange(7 * 2 * 32).reshape(7, 2, 32).astype(dtype), 32 // np.dtype(dtype).itemsize
+    shape = (4, 64 // n0, 5, n0) if cache_format == "NZ" else (4, 5, 1 if mode else 2, 32)
+    caches = np.full((2, *shape), -1, dtype)
     inputs = {"key": key, "value": -key, "key_cache": caches[0], "value_cache": caches[1]}
     inputs |= {"slot_mapping": np.array([0, 5, 10, 15] if mode else [4, 3, -1, 19, 0, 1, 2])}
     if mode:
