@@ -6,7 +6,7 @@ import scenes
 from device_arrays import KINDS, Array, contents
 from refusals import legal
 from scenes import assert_all_same
-from test_index_errors import LEGAL_ROWS, ROWS, STARTS, changed
+from test_key_value_cache_index_errors import LEGAL_ROWS, ROWS, STARTS, changed
 
 import kvkit
 import kvkit_cuda

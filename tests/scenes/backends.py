@@ -14,7 +14,10 @@ DEVICE = (
     "ascend", "ascend_attention", "attention", "cache", "decode", "outputs", "positions", "prefill", "scan",
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
-SHARED = ("refusals", "errors", "index_errors", "memory_errors", "ascend_vectors")
+SHARED = (
+    "refusals", "key_value_cache_errors", "key_value_cache_index_errors", "key_value_cache_memory_errors",
+    "ascend_vectors",
+)  # fmt: skip
 SLOW = (
     "attention_errors", "attention_vectors", "key_value_cache", "position_errors", "positions", "properties",
     "ascend", "ascend_attention", "ascend_attention_errors", "ascend_blocks", "ascend_errors",
