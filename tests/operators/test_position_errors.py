@@ -1,6 +1,5 @@
 """What the position operators do not take; each argument alone is broken in `test_refusals.py`."""
 
-import backends
 import numpy as np
 import pytest
 import refusals
@@ -8,8 +7,6 @@ from calls import CALLS
 from refusals import swapped
 from scenes import INT64_MAX, INT64_MIN
 
-operators = backends.operators
-dynamic = operators.dynamic_batching
 rotary = pytest.mark.parametrize("operator", ["static rotary", "rotary"])
 X = CALLS["static rotary"]()["query"]
 
@@ -88,11 +85,11 @@ def test_legal_hints(longest):
         CALLS[operator]().but(max_seqlen=longest).run()
 
 
-def test_the_last_positions():
-    got = dynamic.position_index([0, 0], [0, 2], [INT64_MAX - 2])
+def test_the_last_positions(backend):
+    got = backend.dynamic_batching.position_index([0, 0], [0, 2], [INT64_MAX - 2])
     assert got.tolist() == [INT64_MAX - 2, INT64_MAX - 1]
     refused("static rotary", "start_pos", start_pos=INT64_MAX - 2)
-    operators.rotary_position_embedding(X, X, INT64_MAX - 3)
+    backend.rotary_position_embedding(X, X, INT64_MAX - 3)
 
 
 def test_sequences():

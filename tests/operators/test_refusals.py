@@ -127,7 +127,7 @@ def test_tensors(make, array):
             wrong(np.zeros(tensor.shape, dtype))
     if tensor.dtype.itemsize > 1:
         wrong(swapped(tensor))
-    if name not in ("attn_mask", "x", "outputs"):  # which may have several ranks
+    if name not in ("attn_mask", "x", "outputs") and call.name != "ascend.block_copy":  # of any rank
         wrong(tensor[None])
         wrong(tensor[0])
     wrong(np.array(0, tensor.dtype))
