@@ -47,6 +47,9 @@ class Layer(BaseLayer):
         self.store, self.span = store, span
         self._attention.forget()
 
+    def __getstate__(self):
+        return self.__dict__ | {"home": None}  # a copy lies in memory
+
     def __repr__(self):
         held = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{held}>"

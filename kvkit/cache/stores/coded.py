@@ -120,6 +120,9 @@ class MappedCodeStore(CodeStore):
                 setattr(side, part, next(arrays))
             side.block_of = side.block_of[0, 0, :, 0]
 
+    def __reduce__(self):  # a copy lies in memory
+        return CodeStore, (self.geometry, self.sides, self.read_back)
+
     @classmethod
     def opened(cls, about, span, home, empty):
         """The store of tokens, as a sidecar says; `empty` makes another one of its geometry, in memory."""
