@@ -72,8 +72,8 @@ class Layer(BaseLayer):
         """Raise if the layer can never hold `new` tokens after `length`."""
 
     def _capacity(self, rows):
-        """Rows of a new store that has to hold so many."""
-        return max(rows, 2 * self.store.capacity if self.store else 0)
+        """Rows of a new store that has to hold so many: with room, that the next tokens need no other one."""
+        return max(rows + rows // 4, 2 * self.store.capacity if self.store else 0)
 
     def _new_store(self, given, capacity):
         return Store(given, capacity) if self.home is None else MappedStore(given, capacity, self.home)
