@@ -35,26 +35,15 @@ class Call(NamedTuple):
 
 
 def checked_attention(
-    sequences,
-    query,
-    key,
-    value,
-    attn_mask,
-    *,
-    num_heads,
-    head_dim,
-    num_kv_heads,
-    sinks,
-    return_lse,
-    **attributes,
+    sequences, query, key, value, attn_mask, *, num_heads, head_dim, num_kv_heads, return_lse, **attributes
 ):
     """The checked call of `multi_head_attention`, of `Static` or of `Packed` sequences."""
     fmt, query, kv_heads = queries(query, sequences.axes, num_heads, head_dim, num_kv_heads)
     key, value = keys_and_values(fmt, key, value, sequences.outer(query), kv_heads, query.shape[-1])
     steps = sequences.over_keys(query, key)
     mask = sequences.mask(fmt, attn_mask, query, steps)
-    how = weights(query, mask, sinks=sinks, **attributes)
-    inputs = named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
+    how = weights(query, mask, **attributes)
+    inputs = named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=how.sinks)
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
     shape = (*query.shape[:-1], value.shape[-1])
     made = results(shape, fmt, return_lse, inputs)
@@ -73,7 +62,6 @@ def checked_cache_attention(
     num_heads,
     head_dim,
     num_kv_heads,
-    sinks,
     return_lse,
     **attributes,
 ):
@@ -85,9 +73,9 @@ def checked_cache_attention(
     layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, **place)
     steps = sequences.over_cache("query", query, layer)
     mask = sequences.mask(fmt, attn_mask, query, steps)
-    how = weights(query, mask, sinks=sinks, **attributes)
+    how = weights(query, mask, **attributes)
     inputs = named(
-        query=query, current_key=tokens[0], current_value=tokens[1], attn_mask=attn_mask, sinks=sinks
+        query=query, current_key=tokens[0], current_value=tokens[1], attn_mask=attn_mask, sinks=how.sinks
     )
     written = caches.written_apart(cache, scale, layer, inputs)
     made = results(query.shape, fmt, return_lse, inputs + written)

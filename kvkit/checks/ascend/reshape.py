@@ -30,16 +30,7 @@ class Call(NamedTuple):
 
 
 def checked(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    *,
-    compress_type,
-    cache_format,
-    empty_window,
-    **windows,
+    key, value, key_cache, value_cache, slot_mapping, *, compress_type, cache_format, empty_window, **windows
 ):
     """The checked call; `windows` are its arguments for compressed modes."""
     mode = compression(compress_type)
