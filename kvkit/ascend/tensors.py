@@ -10,6 +10,7 @@ from kvkit.steps import AXES
 
 DATA = (*FLOATS, INT8)
 FORMATS = ("ND", "NZ")
+MOST = 2**31 - 1  # of a count or a size: no sum or product of two, and no slot, leaves int64
 
 
 def fractal(fmt):

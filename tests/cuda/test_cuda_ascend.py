@@ -32,8 +32,8 @@ ERRORS = ("test_ascend_errors.py", "test_ascend_index_errors.py", "test_ascend_a
 
 
 def test_in_the_simulator():
-    files = "cuda_ascend.py", "cuda_ascend_attention.py", "test_ascend_vectors.py"
-    assert simulated(*TWIN, *files, "-m", "not slow", "-k", "not v15_attention") > 175
+    files = "cuda_ascend.py", "cuda_ascend_attention.py", "test_ascend_vectors.py", "test_ascend_limits.py"
+    assert simulated(*TWIN, *files, "-m", "not slow", "-k", "not v15_attention") > 245
 
 
 @pytest.mark.slow
