@@ -166,8 +166,9 @@ def no_mask(fmt, mask):
         return True
     if not isinstance(mask, np.ndarray):
         raise wrong("attn_mask", "a numpy array", describe(mask))
-    if mask.dtype != np.bool_ and mask.dtype != fmt.dtype:
-        raise wrong("attn_mask", f"dtype {fmt}, that of query, or bool", mask.dtype)
+    if mask.dtype != np.bool_ and mask.dtype != fmt.dtype and mask.dtype != np.float32:
+        legal = " or ".join(dict.fromkeys((fmt.name, "float32", "bool")))
+        raise wrong("attn_mask", f"dtype {legal}", mask.dtype)
     return mask.size == 0
 
 

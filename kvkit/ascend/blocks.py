@@ -180,7 +180,8 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum):
     Parameters
     ----------
     key_cache, value_cache : ndarray, shape [num_blocks, ...]
-        Of any type that caches have, ND or NZ. They change in place. `value_cache` may be None.
+        Of any type that caches have, with any axes behind the first. They change in place, apart from each
+        other. `value_cache` may be None.
     src : ndarray of int32 or int64, shape [S]
         Blocks to copy.
     dst : ndarray of int32 or int64, shape [N]
@@ -220,8 +221,9 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum):
 def checked_copy(given, src, dst, cum_sum):
     """(source, destination) of every block that is written."""
     for name, array in given:
-        check.tensor(name, array, tensors.DATA, 4)
+        check.tensor(name, array, tensors.DATA, max(getattr(array, "ndim", 1), 1))
         check.written(name, array)
+    tensors.caches_apart(given)
     blocks = len(given[0][1])
     if len(given[-1][1]) != blocks:
         raise wrong("value_cache", f"{blocks} blocks, as key_cache", len(given[-1][1]))

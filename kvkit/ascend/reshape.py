@@ -40,7 +40,8 @@ def reshape_and_cache(
     key_cache, value_cache : ndarray
         [num_blocks, block_size, num_head, D]; for NZ [num_blocks, num_head * D / n0, block_size, n0], where
         n0 elements are 32 bytes; for compressed modes [num_blocks, block_size, 1, D]. Of the types of `key`
-        and `value` and of any strides. They change in place; what no slot names keeps its bytes.
+        and `value` and of any strides, apart from these and each other. They change in place; what no slot
+        names keeps its bytes.
     slot_mapping : ndarray of int32 or int64
         The slot of each token; compressed, of the first row of sequence b and head h at ``b * num_head + h``,
         whose rows take the slots from there on.
@@ -136,6 +137,8 @@ def checked(
         pieces = compressed_pieces(key, blocks * block_size, slot_mapping, mode, windows, empty_window)
     else:
         pieces = plain_pieces(len(key), blocks * block_size, slot_mapping)
+    written, read = [(name, array) for *_, name, array in given], [(name, array) for name, array, *_ in given]
+    tensors.caches_apart(written, read)
     averaged = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
     return Call(mode, [tokens for _, tokens, _, _ in given], caches, pieces, averaged)
 

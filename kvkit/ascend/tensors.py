@@ -78,6 +78,12 @@ def same_blocks(caches):
     return first.shape[:2]
 
 
+def caches_apart(caches, others=()):
+    """Check that caches which are written, with their names, share no byte with each other or the others."""
+    for i, (name, array) in enumerate(caches):
+        check.apart(name, array, [*caches[i + 1 :], *others])
+
+
 def same_types(formats, cache_format):
     """Check that keys and values have one type; in NZ keys may be int8 and values 16-bit floats."""
     if len(formats) == 1 or formats[0] is formats[1]:

@@ -31,9 +31,9 @@ def attend(
         float32, float16 or bfloat16, of any strides.
     attention_mask : ndarray, optional
         bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned to
-        [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores and of the dtype
-        of ``query``; kv_length is that of `get_mask_sizes`, as asked before the update. Columns of a static
-        layer that hold no token may be left out.
+        [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores, of the dtype of
+        ``query`` or float32; kv_length is that of `get_mask_sizes`, as asked before the update. Columns of a
+        static layer that hold no token may be left out.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(Dk) if None.
     softcap : float
