@@ -12,8 +12,8 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     """Put attention over parts of a context together: several caches, machines, or a shared prefix.
 
     Exact: the result is attention over all keys, whatever the parts and their order, up to float32
-    rounding. A part in which a query saw no key (lse -inf) counts for nothing. If sinks are used, give them
-    to one part only.
+    rounding. A part in which a query saw no key (lse -inf, or as FlashAttention 2 has it +inf) counts for
+    nothing. If sinks are used, give them to one part only.
 
     Parameters
     ----------
@@ -62,9 +62,8 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
 
 def merged(outputs, lses):
     """The parts in float32, one after the other."""
-    top = lses[0].copy()
-    for lse in lses[1:]:
-        np.maximum(top, lse, out=top)
+    lses = [np.where(np.isposinf(lse), -np.inf, lse) for lse in lses]
+    top = np.maximum.reduce(lses)
     base = np.where(np.isneginf(top), np.float32(0), top)
     total, whole = np.zeros_like(top), np.zeros(outputs[0].shape, np.float32)
     for lse in lses:

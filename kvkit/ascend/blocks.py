@@ -90,7 +90,8 @@ def block_copy(
     Parameters
     ----------
     key_cache, value_cache : ndarray, shape [num_blocks, ...]
-        Of any type that caches have, ND or NZ. They change in place. `value_cache` may be None.
+        Of any type that caches have, with any axes behind the first. They change in place, apart from each
+        other. `value_cache` may be None.
     src : ndarray of int32 or int64, shape [S]
         Blocks to copy.
     dst : ndarray of int32 or int64, shape [N]

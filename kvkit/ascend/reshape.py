@@ -39,7 +39,8 @@ def reshape_and_cache(
     key_cache, value_cache : ndarray
         [num_blocks, block_size, num_head, D]; for NZ [num_blocks, num_head * D / n0, block_size, n0], where
         n0 elements are 32 bytes; for compressed modes [num_blocks, block_size, 1, D]. Of the types of `key`
-        and `value` and of any strides. They change in place; what no slot names keeps its bytes.
+        and `value` and of any strides, apart from these and each other. They change in place; what no slot
+        names keeps its bytes.
     slot_mapping : ndarray of int32 or int64
         The slot of each token; compressed, of the first row of sequence b and head h at ``b * num_head + h``,
         whose rows take the slots from there on.

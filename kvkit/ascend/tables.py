@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.checks.ascend.reshape import WINDOWS, compression
+from kvkit.checks.ascend.tensors import MOST
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import integer, number, text
 from kvkit.checks.words import describe, wrong
@@ -56,7 +57,8 @@ class Slots:
         scale = number("softmax_scale", softmax_scale)
         if scale == 0:
             raise wrong("softmax_scale", "a number other than 0", scale)
-        blocks = self.num_blocks if num_blocks is None else integer("num_blocks", num_blocks, self.num_blocks)
+        least = self.num_blocks
+        blocks = least if num_blocks is None else integer("num_blocks", num_blocks, least, MOST)
         offset = np.zeros(blocks * self.block_size, np.float32)
         there = self.mean_slots >= 0
         offset[self.mean_slots[there]] = np.log(self.mean_counts[there]) / scale
@@ -64,7 +66,7 @@ class Slots:
 
     def next_slots(self, step: int = 0) -> Array:
         """The slot of each entry's row after its context, `step` steps on, for a decoded token."""
-        step = integer("step", step, 0)
+        step = integer("step", step, 0, MOST)
         return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
 
 
@@ -159,7 +161,7 @@ def compressed_slots(
     if mode is CompressType.UNDEFINED:
         raise wrong("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
     text("empty_window", empty_window, WINDOWS)
-    heads = integer("num_head", num_head, 1)
+    heads = integer("num_head", num_head, 1, MOST)
     lengths = np.repeat(lengths_of(seq_lens), heads)
     wins = index("wins", wins, length=len(lengths))
     if (offset_index is None) != (mode is CompressType.KVHEAD):
@@ -232,10 +234,10 @@ def razor_windows(
     >>> kvkit.ascend.razor_windows([100], 3, [1], sinks=4, recent=16)
     (array([76,  0, 76], dtype=int32), array([ 4, -1,  4], dtype=int32))
     """
-    heads = integer("num_head", num_head, 1)
+    heads = integer("num_head", num_head, 1, MOST)
     lengths = np.repeat(lengths_of(seq_lens), heads)
-    sinks, recent = integer("sinks", sinks, 0), integer("recent", recent, 0)
-    fraction = integer("fraction", fraction, 1)
+    sinks, recent = integer("sinks", sinks, 0, MOST), integer("recent", recent, 0, MOST)
+    fraction = integer("fraction", fraction, 1, MOST)
     whole = np.zeros(heads, bool)
     for head in retrieval_heads:
         whole[integer("retrieval_heads", head, 0, heads - 1)] = True
@@ -261,6 +263,8 @@ def lengths_of(seq_lens):
     lengths = index("seq_lens", seq_lens)
     if len(lengths) and lengths.min() < 1:
         raise wrong("seq_lens", "at least 1 token each", lengths.min())
+    if len(lengths) and lengths.max() > MOST:
+        raise wrong("seq_lens", f"at most {MOST} tokens each", lengths.max())
     return lengths
 
 
@@ -281,12 +285,13 @@ def check_windows(mode, lengths, wins, offsets):
 
 def tables_of(rows, block_size, headroom, first_block):
     """(block tables, blocks up to the last in use, block size) of entries with blocks of their own."""
-    size = integer("block_size", block_size, 1)
-    need = -(-(rows + integer("headroom", headroom, 0)) // size)
-    begins = integer("first_block", first_block, 0) + np.cumsum(need) - need
+    size = integer("block_size", block_size, 1, MOST)
+    need = -(-(rows + integer("headroom", headroom, 0, MOST)) // size)
+    first = integer("first_block", first_block, 0, MOST)
+    begins = first + np.cumsum(need) - need
     column = np.arange(need.max(initial=0))
     tables = np.where(column < need[:, None], begins[:, None] + column, -1)
-    return small(tables), int(begins[-1] + need[-1]) if len(need) else first_block, size
+    return small(tables), int(begins[-1] + need[-1]) if len(need) else first, size
 
 
 def small(array):

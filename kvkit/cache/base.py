@@ -81,9 +81,9 @@ class BaseLayer(ABC):
             float32, float16 or bfloat16, of any strides.
         attention_mask : ndarray, optional
             bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
-            to [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores and of the
-            dtype of ``query``; kv_length is that of `get_mask_sizes`, as asked before the update. Columns of
-            a static layer that hold no token may be left out.
+            to [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores, of the
+            dtype of ``query`` or float32; kv_length is that of `get_mask_sizes`, as asked before the update.
+            Columns of a static layer that hold no token may be left out.
         window : (int, int), optional
             Of paged layers only, as in `kvkit.multi_head_attention`; others have their own.
         softmax_scale : float, optional

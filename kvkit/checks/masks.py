@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from kvkit import cpu
 from kvkit.checks.records import NO_MASK
 from kvkit.checks.words import describe, wrong
-from kvkit.formats import BY_DTYPE
+from kvkit.formats import BY_DTYPE, MASKS
 
 
 def static_mask(fmt, mask, batch, num_heads, seqlen, kvlen):
@@ -42,16 +41,12 @@ def no_mask(fmt, mask):
         return True
     if not isinstance(mask, np.ndarray):
         raise wrong("attn_mask", "a numpy array", describe(mask))
-    if mask.dtype != np.bool_ and mask.dtype != fmt.dtype:
-        raise wrong("attn_mask", f"dtype {fmt}, that of query, or bool", mask.dtype)
+    if mask.dtype != np.bool_ and mask.dtype != fmt.dtype and mask.dtype != np.float32:
+        legal = " or ".join(dict.fromkeys((fmt.name, "float32", "bool")))
+        raise wrong("attn_mask", f"dtype {legal}", mask.dtype)
     return mask.size == 0
 
 
 def described(mask, strides, packed):
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
-    return (mask.ctypes.data, kind(name), *strides, packed)
-
-
-def kind(name):
-    """The number by which kernels know the elements of a mask."""
-    return cpu.attention.mask_kind(name)
+    return (mask.ctypes.data, MASKS[name], *strides, packed)

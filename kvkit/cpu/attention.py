@@ -11,7 +11,7 @@ from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import LOAD, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import TASK
-from kvkit.formats import BY_NAME, MASKS, coarser
+from kvkit.formats import BY_NAME, coarser
 from kvkit.layout import packed_strides
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
@@ -40,10 +40,6 @@ class Reader:
     widen: int  # address: makes float32 of rows
     product: Callable | None  # rows -> addresses of the narrow products over such rows, if there are any
     orders: np.ndarray | None  # as `products.orders`
-
-
-def mask_kind(name):
-    return MASKS[name]
 
 
 class Arena:

@@ -56,8 +56,8 @@ def multi_head_attention(
         At least the longest sequence of queries, and of keys. They change no result.
     attn_mask : ndarray, optional
         Shape [seqstarts[B], kvstarts[B]], or with num_heads (or 1) in front: added to the scores, of the
-        dtype of ``query``, or boolean (True may attend). Only the blocks on the diagonal, where a sequence's
-        queries meet its keys, are read; more columns are ignored.
+        dtype of ``query`` or float32, or boolean (True may attend). Only the blocks on the diagonal, where a
+        sequence's queries meet its keys, are read; more columns are ignored.
     num_heads, head_dim, num_kv_heads : int
         Heads of ``query``, their size, and heads of ``key`` (0 for as many).
     is_causal, is_alibi : bool

@@ -32,7 +32,7 @@ def key_value(shape):
 
 
 def mask(*shapes):
-    about = "added to the scores, of the dtype of query, or boolean: True may attend"
+    about = "added to the scores, of the dtype of query or float32, or boolean: True may attend"
     return Input("attn_mask", MASK, shapes, about, optional=True)
 
 

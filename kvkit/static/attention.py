@@ -43,9 +43,9 @@ def multi_head_attention(
     value : ndarray, shape [B, M, num_kv_heads, Dv]
         Likewise; its heads may have another size.
     attn_mask : ndarray, optional
-        Added to the scores, of the dtype of ``query``, or boolean (True may attend). Right-aligned to
-        [B, num_heads, S, M], with 2 to 4 axes; the first three may be 1; columns from M on are ignored. A key
-        whose mask is -inf is absent.
+        Added to the scores, of the dtype of ``query`` or float32, or boolean (True may attend). Right-aligned
+        to [B, num_heads, S, M], with 2 to 4 axes; the first three may be 1; columns from M on are ignored. A
+        key whose mask is -inf is absent.
     num_heads, head_dim : int
         Heads of ``query`` and their size.
     is_causal : bool

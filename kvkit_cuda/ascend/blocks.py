@@ -148,12 +148,20 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum, *, stream=None):
     )
     there = [operand.moved(stream) for _, operand in here]
     launches = []
-    for rows in sorted({copy.seen.shape[1] for copy in there}):  # keys and values of NZ may differ
+    views = [view for copy in there for view in in_four_axes(copy.seen)]
+    for rows in sorted({view.shape[1] for view in views}):  # keys and values of NZ may differ
         moves = np.stack([src * rows, dst * rows, np.full_like(dst, rows)], axis=1)
-        pairs = [(copy.seen, copy.seen) for copy in there if copy.seen.shape[1] == rows]
-        launches.append(pieces.prepare(pairs, moves, stream))
+        pairs = [(view, view) for view in views if view.shape[1] == rows]
+        launches += [pieces.prepare(pairs[i : i + 2], moves, stream) for i in range(0, len(pairs), 2)]
     for launch in launches:  # nothing has been written so far, and nothing can fail any more
         launch()
     for (_, operand), copy in zip(here, there, strict=True):
         operand.take(copy, stream)
     return key_cache, value_cache
+
+
+def in_four_axes(cache):
+    """Views [blocks, rows, heads, dim] of a cache with any axes behind the first."""
+    if cache.ndim < 4:
+        return [cache.reshape(len(cache), *[1] * (4 - cache.ndim), *cache.shape[1:])]
+    return [cache[(slice(None), *at)] for at in np.ndindex(cache.shape[1:-3])]

@@ -132,6 +132,13 @@ def row_at(sizes, places, array, axes):
     return at
 
 
+@device.inlined
+def lse_at(sizes, places, array, axes):
+    """The log-sum-exp of a block's row: -inf where a part has no keys, which may say so with +inf."""
+    lse = read_float(row_at(sizes, places, array, axes))
+    return numeric.MINUS_INF if lse == -numeric.MINUS_INF else lse
+
+
 def merge_states(packed):
     """The kernel for parts of a format: a block takes a row."""
     read, write = chunks.read(packed), chunks.write(packed)
@@ -144,9 +151,9 @@ def merge_states(packed):
         axes, parts = sizes.shape[0] - 1, places.shape[0] // 2 - 1
         top, total = numeric.MINUS_INF, np.float32(0)
         for part in range(parts):
-            top = max(top, read_float(row_at(sizes, places, parts + 1 + part, axes)))
+            top = max(top, lse_at(sizes, places, parts + 1 + part, axes))
         for part in range(parts):
-            lse = read_float(row_at(sizes, places, parts + 1 + part, axes))
+            lse = lse_at(sizes, places, parts + 1 + part, axes)
             total = numeric.with_total(total, top, np.float32(1), lse)
         if cuda.threadIdx.x == 0:
             write_float(row_at(sizes, places, 2 * parts + 1, axes), log_sum(top, total))
@@ -154,8 +161,7 @@ def merge_states(packed):
         for e in range(cuda.threadIdx.x, sizes[axes], cuda.blockDim.x):
             whole = np.float32(0)
             for part in range(parts):
-                lse = read_float(row_at(sizes, places, parts + 1 + part, axes))
-                share = weight(lse, top) * factor
+                share = weight(lse_at(sizes, places, parts + 1 + part, axes), top) * factor
                 at = row_at(sizes, places, part, axes) + e * places[part, axes + 1]
                 whole = scores.with_part(whole, read(at), share)
             write(row_at(sizes, places, parts, axes) + e * places[parts, axes + 1], whole)

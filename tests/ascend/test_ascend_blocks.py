@@ -159,8 +159,8 @@ def test_load_refuses():
 @given(seeds, dtypes_of, st.sampled_from([1, 2]))
 def test_block_copy(rng, dtype, count):
     blocks = int(rng.integers(1, 12))
-    sizes = rng.integers(1, 5, 3)
-    caches = [Memory(rng, any_bits(rng, (blocks, *sizes), dtype)) for _ in range(count)]
+    sizes = [rng.integers(1, 5, rng.choice([0, 1, 2, 3, 3, 4, 5])) for _ in range(count)]
+    caches = [Memory(rng, any_bits(rng, (blocks, *size), dtype)) for size in sizes]
     ids = rng.permutation(blocks)
     cut, end = np.sort(rng.integers(0, blocks + 1, 2))
     src, dst = ids[:cut], ids[cut:end]
@@ -190,10 +190,12 @@ def test_block_copy_refuses():
         return lambda: block_copy(a, b, *map(np.array, (src, dst, cum_sum)))
 
     copy()()
-    for array in (None, key.tolist(), key[0], key.astype(np.float64)):
+    for array in (None, key.tolist(), key[0, 0, 0, :1].reshape(()), key.astype(np.float64)):
         refused(copy(a=array), "key_cache", caches)
     for array in (value[1:], value.tolist(), value[0]):
         refused(copy(b=array), "value_cache", caches)
+    for array in (key, key[::-1], caches.reshape(10, 2, 1, 3)[4:9]):
+        refused(copy(a=array, b=key), "key_cache", caches)
     frozen = key.copy()
     frozen.flags.writeable = False
     refused(copy(b=frozen), "value_cache", caches)

@@ -73,6 +73,26 @@ def test_int8_keys_with_other_values_are_for_nz(dtype):
 
 
 @every_call
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("key_cache", "key"), ("key_cache", "value"), ("value_cache", "key"), ("value_cache", "value"),
+     ("key_cache", "value_cache")],
+)  # fmt: skip
+def test_a_cache_over_another_array(kind, name, other):
+    """One element in common is too much; none is fine, however near."""
+    call = call_of(*CALLS[kind])
+    for shared in (1, 0):
+        first, second = call[name], call[other]
+        memory = np.zeros(first.size + second.size - shared, first.dtype)
+        moved = {name: memory[: first.size].reshape(first.shape)}
+        moved[other] = memory[first.size - shared :].reshape(second.shape)
+        if shared:
+            refused(call | moved, name)
+        else:
+            run(call | moved)
+
+
+@every_call
 @pytest.mark.parametrize("name", ARRAYS)
 def test_sizes_that_differ(kind, name):
     """More, less, or none along each axis."""

@@ -210,14 +210,15 @@ def test_load_into_given_arrays(rng):
 
 @every_kind
 def test_block_copy_of_the_device(kind, rng):
-    caches = any_bits(rng, (5, 2, 3, 4), np.float32), any_bits(rng, (5, 3, 1, 7), np.int8)
-    after = [cache.copy() for cache in caches]
-    for cache in after:
-        oracle.block_copy(cache, [4, 0], [1, 3, 2], [2, 3])
-    given = [KINDS[kind](cache) for cache in caches]
-    results = ascend.block_copy(*given, *(Array(np.array(x)) for x in ([4, 0], [1, 3, 2], [2, 3])))
-    assert results == tuple(given)
-    same(results, after)
+    for shapes in (((5, 2, 3, 4), (5, 3, 1, 7)), ((5, 2, 3, 2, 2), (5, 7)), ((5,), (5, 3, 4))):
+        caches = any_bits(rng, shapes[0], np.float32), any_bits(rng, shapes[1], np.int8)
+        after = [cache.copy() for cache in caches]
+        for cache in after:
+            oracle.block_copy(cache, [4, 0], [1, 3, 2], [2, 3])
+        given = [KINDS[kind](cache) for cache in caches]
+        results = ascend.block_copy(*given, *(Array(np.array(x)) for x in ([4, 0], [1, 3, 2], [2, 3])))
+        assert results == tuple(given)
+        same(results, after)
 
 
 @every_kind

@@ -263,7 +263,7 @@ def test_merge(dtype, rng):
     """Parts anywhere, some without keys; of a list, or along an axis; into arrays that are given."""
     outputs = rng.standard_normal((3, 2, 5, 2, 8), np.float32).astype(dtype)[..., 1, :]
     lses = 3 * rng.standard_normal((3, 5, 2), np.float32)
-    lses[0, 2], lses[:, 4] = -np.inf, -np.inf
+    lses[0, 2], lses[1, 3], lses[:, 4] = -np.inf, np.inf, -np.inf
     lses = lses.swapaxes(1, 2)
     expected = kvkit.merge_attention_states(outputs, lses)
     tolerance = TOLERANCE[np.dtype(dtype).name] / 2

@@ -215,7 +215,7 @@ def test_options(options, rng, taken):
     check(one(rng, **options), taken)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, bool])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, bool])
 def test_masks(dtype, rng, taken):
     call = one(rng, past=38, seqlen=2)
     call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (1, 2, 2, 43), dtype)

@@ -173,7 +173,7 @@ def test_options(options, rng, taken):
     check(static(rng, **options), taken)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, bool])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, bool])
 def test_masks(dtype, rng, taken):
     call = static(rng)
     call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (1, 2, 10, 33), dtype)

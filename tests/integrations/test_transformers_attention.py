@@ -1,14 +1,24 @@
 """The attention function of the plug-in, called as models call it, beside loops; and what it refuses."""
 
+import copy
 import threading
 
 import attention_reference
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+)
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
-from transformers_scenes import SIZES, logits, model, prompt
+from transformers_scenes import SIZES, generated, logits, model, prompt
 
 from kvkit import KvkitError
 from kvkit.cache import CapacityError, DynamicCache, SlidingWindowLayer
@@ -142,7 +152,8 @@ def stored(cache, layer_idx=0, tokens=9, seed=1, dtype=torch.float32):
     """Keys and values, all but the last of them in the cache, and the last as update returns them."""
     key, value = states(2, 2, tokens, 16, seed=seed, dtype=dtype), states(2, 2, tokens, 16, seed=seed + 1)
     value = value.to(dtype)
-    cache.update(key[:, :, :-3], value[:, :, :-3], layer_idx)
+    first = key[:, :, :-3], value[:, :, :-3]
+    attention(Module(layer_idx), first[0].repeat(1, 2, 1, 1), *cache.update(*first, layer_idx), None)
     return key, value, *cache.update(key[:, :, -3:], value[:, :, -3:], layer_idx)
 
 
@@ -202,7 +213,7 @@ def test_threads_do_not_meet():
     thread.start()
     thread.join()
     close(found[0], wanted(query, other, other))
-    assert pending.PENDING.get()[0].key() is new[0]
+    assert pending.PENDING.get()[0]().key() is new[0]
     attention(Module(), query, *new, None)
 
 
@@ -269,7 +280,102 @@ def test_keys_of_a_pass_that_was_cut_off_are_forgotten():
     cache, query, key = KvkitCache(config()), states(2, 4, 5, 16), states(2, 2, 5, 16)
     stored(cache)
     close(attention(Module(), query, key, key, None)[0], wanted(query, key, key))
-    assert not pending.PENDING.get()
+    assert 0 not in pending.PENDING.get()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_value_than_that_of_update(first):
+    """DiffLlama attends twice, with one key and each half of the values: neither half is what is stored."""
+    cache, query = KvkitCache(config()), states(2, 4, 3, 16)
+    _, _, key, value = stored(cache)
+    if first:
+        attention(Module(), query, key, value, None)
+    with pytest.raises(KvkitError, match=r"^value: expected the tensor that update of layer 0 returned"):
+        attention(Module(), query, key, value.flip(1), None)
+
+
+def test_attention_twice():
+    """What was read is remembered until the layer's next update, and read again."""
+    cache, query = KvkitCache(config()), states(2, 4, 3, 16)
+    key, value, *new = stored(cache)
+    first, _ = attention(Module(), query, *new, None)
+    second, _ = attention(Module(), 2 * query, *new, None)
+    close(first, wanted(query, key, value))
+    close(second, wanted(2 * query, key, value))
+    other = states(2, 2, 5, 16, seed=9)  # keys of no cache, as those of cross-attention
+    close(attention(Module(), query, other, other, None)[0], wanted(query, other, other))
+
+
+@pytest.mark.parametrize("crop", [0, -1, -2])
+def test_keys_that_no_attention_read(crop):
+    """The next update says so, and writes nothing, unless they are gone; cropped drafts are not enough."""
+    cache, query = KvkitCache(config()), states(2, 4, 3, 16)
+    stored(cache)
+    if crop:
+        cache.layers[0].crop(crop)
+    new = states(2, 2, 1, 16)
+    for _ in range(2):
+        with pytest.raises(KvkitError, match=r"^attn_implementation: expected 'kvkit'.* layer 0"):
+            cache.update(new, new, 0)
+    assert cache.get_seq_length() == 9 + crop
+    cache.crop(6)
+    key, value = cache.layers[0].keys, cache.layers[0].values
+    new = cache.update(states(2, 2, 3, 16, seed=5), states(2, 2, 3, 16, seed=6), 0)
+    output, _ = attention(Module(), query, *new, None)
+    close(output, wanted(query, torch.cat([key, new[0]], 2), torch.cat([value, new[1]], 2)))
+    cache.update(states(2, 2, 3, 16), states(2, 2, 3, 16), 0)
+    cache.reset()
+    cache.update(states(2, 2, 3, 16), states(2, 2, 3, 16), 0)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_cache_of_another_model(implementation):
+    """A copy of the model has a config of its own, whose attention reads what it is given and no cache."""
+    net, inputs = model("llama"), prompt(9)
+    net.set_attn_implementation("kvkit")
+    cache, other = KvkitCache(net.config), copy.deepcopy(net)
+    with pytest.raises(KvkitError, match=r"^attn_implementation: expected 'kvkit'"):
+        generated(other, implementation, inputs, cache)
+    assert cache.get_seq_length() == 9
+
+
+def test_a_model_whose_attention_is_its_own():
+    net = CodeGenForCausalLM(CodeGenConfig(vocab_size=99, n_embd=64, n_head=4, n_layer=2, rotary_dim=8))
+    inputs = prompt(9)
+    for name in ("kvkit", "eager"):
+        net.config._attn_implementation = name
+        cache = KvkitCache(net.config)
+        if name == "kvkit":
+            with pytest.raises(KvkitError, match=r"^attn_implementation: expected 'kvkit'"):
+                net.eval().generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        else:
+            ours = net.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+            assert torch.equal(ours, net.generate(**inputs, max_new_tokens=4, do_sample=False))
+
+
+def test_a_model_that_attends_twice():
+    config = DiffLlamaConfig(**SIZES, attn_implementation="kvkit")
+    net, inputs = DiffLlamaForCausalLM(config).eval(), prompt(9)
+    with pytest.raises(KvkitError, match=r"^value: expected the tensor that update of layer 0 returned"):
+        generated(net, "kvkit", inputs, KvkitCache(config))
+    wanted = generated(net, "eager", inputs)
+    assert torch.equal(generated(net, "eager", inputs, KvkitCache(config)), wanted)
+
+
+def test_compiled():
+    """What is ours stays out of the graph, and a compiled model gives what it gave."""
+    net, inputs = copy.deepcopy(model("gemma2")), prompt(9, 5)
+    steps = [inputs] + [{"input_ids": torch.full((2, 1), i + 1)} for i in range(3)]
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            net.forward = torch.compile(net.forward, backend="eager")
+        cache, mask = KvkitCache(net.config), inputs["attention_mask"]
+        for i, step in enumerate(steps):
+            more = torch.cat([mask, torch.ones(2, i, dtype=mask.dtype)], 1)
+            found.append(logits(net, "kvkit", step | {"attention_mask": more}, cache))
+    for plain, made in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(made, plain, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +423,7 @@ def test_nothing_is_written_where_an_update_is_wrong(kind):
     if kind == "static":
         with pytest.raises(CapacityError):
             cache.update(*(states(2, 2, 2, 16),) * 2, 0)
-    assert not pending.PENDING.get()
+    assert pending.PENDING.get()[0]().taken
     assert cache.get_seq_length() == 9
     assert torch.equal(cache.layers[0].keys, before[0])
     assert torch.equal(cache.layers[0].values, before[1])

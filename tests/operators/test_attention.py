@@ -205,6 +205,18 @@ def test_masks_alibi_and_causal_add_up(kind, dtype, causal, rng):
 
 
 @kinds
+@pytest.mark.parametrize("formats", [FP16, BF16], ids=str)
+def test_float32_masks_of_16_bit_queries(kind, formats, rng):
+    """Biases of which the data's type would keep a few bits."""
+    for seqlen in (1, 9):
+        call = any_kind(kind, rng, formats, 40, seqlen, dim=16)
+        masks = scenes.static_mask if "static" in kind else scenes.dynamic_mask
+        mask = masks(rng, call, (4, seqlen) if "static" in kind else 4, np.float32, 3)
+        for bias in (0, -4096):
+            check(call.but(attn_mask=mask + np.float32(bias)), usual=False)
+
+
+@kinds
 @mask_types
 def test_masks_that_hide_everything(kind, dtype, rng):
     """Zeros, and -inf as the log of their sum."""

@@ -1,6 +1,7 @@
 """What the attention operators do not take; each argument alone is broken in `test_refusals.py`."""
 
 import attention_scenes as scenes
+import ml_dtypes
 import numpy as np
 import pytest
 from attention_scenes import FP32, INT8, KINDS, check
@@ -123,6 +124,14 @@ def test_masks_of_other_shapes(kind):
 def test_mask_types(kind):
     for dtype in ("float16", "int64", "uint8"):
         refused(legal(kind).but(attn_mask=np.zeros((4, 10), dtype)), "attn_mask")
+
+
+def test_a_mask_of_another_16_bit_type():
+    rng = np.random.default_rng(1)
+    call = scenes.static(rng, scenes.FP16, 3, 2)
+    refused(call.but(attn_mask=np.zeros((2, 5), ml_dtypes.bfloat16)), "attn_mask")
+    call = scenes.static(rng, scenes.BF16, 3, 2)
+    refused(call.but(attn_mask=np.zeros((2, 5), np.float16)), "attn_mask")
 
 
 # Outputs given by the caller

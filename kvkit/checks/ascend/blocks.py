@@ -45,7 +45,7 @@ def checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, *, 
         starts = index("seq_starts", seq_starts, length=len(table))
         if len(starts) and starts.min() < 0:
             raise wrong("seq_starts", "at least 0", starts.min())
-        columns = starts // block_size
+        columns = np.minimum(starts // block_size, table.shape[1])  # what begins behind it stays there
     tokens = sum(lengths.tolist())
     shapes = [
         (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
@@ -79,7 +79,7 @@ def context_lengths(seq_lens, batch):
     if len(lengths) == batch + 1:
         if lengths[0] != 0:
             raise wrong("seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{lengths[0]} first")
-        lengths = np.diff(lengths)
+        lengths = steps_up("seq_lens", lengths)[1:]
     if len(lengths) != batch:
         raise wrong("seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{len(lengths)} entries")
     if batch and lengths.min() < 0:
@@ -87,19 +87,29 @@ def context_lengths(seq_lens, batch):
     return lengths
 
 
+def steps_up(name, sums):
+    """How much sums grow, the first from 0 on."""
+    before = np.append(0, sums[:-1])[: len(sums)]
+    down = np.flatnonzero(sums < before)  # compared, for a difference may wrap
+    if len(down):
+        raise wrong(
+            f"{name}[{down[0]}]", f"at least {before[down[0]]}: sums that never decrease", sums[down[0]]
+        )
+    return sums - before
+
+
 def checked_copy(given, src, dst, cum_sum):
     """(source, destination) of every block that is written."""
     for name, array in given:
-        tensor(name, array, DATA, 4)
+        tensor(name, array, DATA, max(getattr(array, "ndim", 1), 1))
         written(name, array)
+    tensors.caches_apart(given)
     blocks = len(given[0][1])
     if len(given[-1][1]) != blocks:
         raise wrong("value_cache", f"{blocks} blocks, as key_cache", len(given[-1][1]))
     src, dst = index("src", src), index("dst", dst)
     ends = index("cum_sum", cum_sum, length=len(src))
-    counts = np.diff(ends, prepend=0)
-    if len(counts) and counts.min() < 0:
-        raise wrong("cum_sum", "never to decrease, from 0 on", ends.tolist())
+    counts = steps_up("cum_sum", ends)
     if (ends[-1] if len(ends) else 0) != len(dst):
         raise wrong(
             "cum_sum", f"to end with {len(dst)}, the destinations", ends[-1] if len(ends) else "nothing"

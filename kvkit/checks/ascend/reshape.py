@@ -50,6 +50,8 @@ def checked(
         pieces = compressed_pieces(key, blocks * block_size, slot_mapping, mode, windows, empty_window)
     else:
         pieces = plain_pieces(len(key), blocks * block_size, slot_mapping)
+    written, read = [(name, array) for *_, name, array in given], [(name, array) for name, array, *_ in given]
+    tensors.caches_apart(written, read)
     averaged = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
     return Call(mode, [tokens for _, tokens, _, _ in given], caches, pieces, averaged)
 

@@ -6,6 +6,7 @@ from kvkit.formats import BFLOAT16, FLOAT16, INT8
 from kvkit.layout import FRACTAL_BYTES
 
 FORMATS = ("ND", "NZ")
+MOST = 2**31 - 1  # of a count or a size: no sum or product of two, and no slot, leaves int64
 
 
 def fractal(fmt):
@@ -47,6 +48,12 @@ def same_blocks(caches):
             sizes = f"{first.shape[0]} blocks of {first.shape[1]} rows, as key_cache"
             raise wrong(name, sizes, f"{view.shape[0]} of {view.shape[1]}")
     return first.shape[:2]
+
+
+def caches_apart(caches, others=()):
+    """Check that caches which are written, with their names, share no byte with each other or the others."""
+    for i, (name, array) in enumerate(caches):
+        tensors.apart(name, array, [*caches[i + 1 :], *others])
 
 
 def same_types(formats, cache_format):

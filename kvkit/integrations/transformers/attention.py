@@ -11,6 +11,7 @@ NAME = "kvkit"
 NO_WINDOW = -1, -1
 
 
+@torch.compiler.disable
 def attention_forward(
     module,
     query,
@@ -36,6 +37,7 @@ def attention_forward(
     key : Tensor, shape [B, Hkv, S, Dk]
         Those that `KvkitCache.update` returned stand for all that it has stored, others for themselves.
     value : Tensor, shape [B, Hkv, S, Dv]
+        Of the same origin as `key`.
     attention_mask : Tensor, optional
         bool [B, S], the padding of the keys; or with 4 axes the whole mask, bool or added to the scores, in
         which causality and the window are.
@@ -69,7 +71,7 @@ def attention_forward(
     >>> attn_output[0, :, 0, 0]
     tensor([0.5000, 1.0000])
     """
-    stored = pending.take(getattr(module, "layer_idx", None), key)
+    stored = pending.take(getattr(module, "layer_idx", None), key, value)
     if dropout:
         raise wrong("dropout", "0", dropout)
     if position_bias is not None:
@@ -98,6 +100,7 @@ def attention_forward(
             more = in_place(stored.layer, sliding_window, window)
             if more is not None:
                 attn_output = stored.layer.attend(queries, mask, **options, **more)
+                stored.read()
                 return to_torch(attn_output.swapaxes(1, 2)), None
         keys, values = stored.arrays()
         if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:

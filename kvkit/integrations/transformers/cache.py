@@ -83,6 +83,7 @@ class KvkitCache(Cache):
         if getattr(self.config, "num_kv_shared_layers", 0):  # they would see new keys only, where ours reads
             raise wrong("config", "layers with keys of their own", "num_kv_shared_layers of more than 0")
         self._reads = None  # whether attention is ours, and reads what is stored
+        self._stored = {}  # by layer, of its last update
         super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
 
     def __deepcopy__(self, memo):
@@ -93,6 +94,7 @@ class KvkitCache(Cache):
 
     # Tokens come
 
+    @torch.compiler.disable
     def update(self, key_states, value_states, layer_idx, *args, cache_position=None, **kwargs):
         """Append the keys and values [B, Hkv, q, D] of new tokens to a layer.
 
@@ -101,7 +103,20 @@ class KvkitCache(Cache):
         keys, values : Tensor
             What is to be handed to attention. Under ``"kvkit"`` those given, which then stand for all tokens;
             otherwise past and new tokens as `get_mask_sizes` says.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or if no attention of ours has read what the layer's last update stored:
+            the model has another one than `config` says, and has lost the past.
         """
+        last = self._stored.get(layer_idx)
+        if last is not None and last.is_lost():
+            wanted = f"{NAME!r} in the model that uses this cache, as its config says"
+            raise wrong(
+                "attn_implementation", wanted, f"one that has not read the cache in layer {layer_idx}"
+            )
+        begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
         if cache_position is not None:
             cache_position = np.asarray(cache_position)
         keys, values = self.cache.update(
@@ -113,10 +128,13 @@ class KvkitCache(Cache):
         if layer_idx == len(self.layers):
             self.layers.append(KvkitLayer(self, layer_idx))
         layer = self.cache.layers[layer_idx]
-        stored = pending.Stored(layer, keys, values, key_states.shape[2], weakref.ref(key_states))
+        stored = pending.Stored(
+            layer, keys, values, begin, weakref.ref(key_states), weakref.ref(value_states)
+        )
         if layer_idx == 0 or self._reads is None:  # once a step, for a config takes its time to answer
             self._reads = self.config is not None and self.config._attn_implementation == NAME
         if self._reads:
+            self._stored[layer_idx] = stored
             pending.put(layer_idx, stored)
             return key_states, value_states
         keys, values = stored.arrays()
@@ -124,6 +142,7 @@ class KvkitCache(Cache):
 
     # What is there
 
+    @torch.compiler.disable
     def get_seq_length(self, layer_idx=0):
         """Tokens that a layer has seen."""
         return self.cache.get_seq_length(layer_idx)
@@ -132,6 +151,7 @@ class KvkitCache(Cache):
         """The most tokens that a layer holds, -1 for no limit; of the cache, that of its largest layer."""
         return self.cache.get_max_length(layer_idx)
 
+    @torch.compiler.disable
     def get_mask_sizes(self, query_length, layer_idx):
         """(kv_length, kv_offset): how many keys the next update returns or stands for, and where they begin.
 

@@ -1,8 +1,10 @@
 """The mask that transformers makes once for all layers of a kind."""
 
+import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 
+@torch.compiler.disable
 def attention_mask(
     batch_size,
     q_length,

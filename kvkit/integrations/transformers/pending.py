@@ -2,50 +2,74 @@
 
 import weakref
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvkit.checks.words import wrong
 
 
-class Stored(NamedTuple):
-    """What an update has stored, and returned to its caller as the new keys alone."""
+@dataclass(slots=True, weakref_slot=True)
+class Stored:
+    """What an update has stored, and returned to its caller as the new keys and values alone.
+
+    The cache keeps it until the layer's next update, so that it is known who has read it.
+    """
 
     layer: Any  # of kvkit's cache
-    keys: Any  # as the layer returns them: past and new ones, arrays or views of codes
+    keys: Any  # as the layer returns them: past and new ones, arrays or views of codes; None once read
     values: Any
-    tokens: int  # new ones
-    key: weakref.ref  # the tensor that the model hands on
+    begin: int  # tokens before the new ones
+    key: weakref.ref  # the tensors that the model hands on
+    value: weakref.ref
+    taken: bool = False  # whether attention has read it
 
     def arrays(self):
         """Keys and values of all tokens that attention may need, without the empty end of a static layer."""
+        if self.keys is None:
+            raise wrong("key", "keys that attention reads in place, or once", "those that it has read")
         length = self.layer.get_seq_length()
-        return (np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
+        return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
+
+    def read(self):
+        """Attention is done: let go of what a layer may have made for it alone."""
+        self.keys = self.values = None
+
+    def is_lost(self):
+        """Whether tokens are in the layer that no attention has read."""
+        return not self.taken and self.layer.get_seq_length() > self.begin
 
 
-PENDING: ContextVar[dict[int, Stored]] = ContextVar("kvkit_pending", default={})  # noqa: B039  never changed
+PENDING: ContextVar[dict[int, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
 
 
 def put(layer_idx, stored):
     """Say what the attention of a layer is to read."""
-    PENDING.set({**PENDING.get(), layer_idx: stored})
+    PENDING.set({**PENDING.get(), layer_idx: weakref.ref(stored)})
 
 
-def take(layer_idx, key):
+def forget(layer_idx):
+    PENDING.set({i: stored for i, stored in PENDING.get().items() if i != layer_idx})
+
+
+def take(layer_idx, key, value):
     """What was stored with these keys; None if they come from no cache of ours, and are all there is."""
-    pending = PENDING.get()
-    stored = pending.get(layer_idx)
+    found = PENDING.get().get(layer_idx)
+    stored = None if found is None else found()
     if stored is None:
         return None
-    rest = dict(pending)
-    del rest[layer_idx]
-    PENDING.set(rest)
     recorded = stored.key()
-    if recorded is key:
+    if recorded is key and stored.value() is value:
+        stored.taken = True
         return stored
+    if stored.taken and recorded is not key:
+        return None
     # A model that has made new keys of those it got would attend to them alone, without the past. Where none
     # of its tensors lives on the forward pass was cut off, unless there is a past and the tokens are as many.
-    if recorded is not None or stored.layer.get_seq_length() > stored.tokens == key.shape[2]:
-        raise wrong("key", f"the tensor that update of layer {layer_idx} returned", "another one")
+    forget(layer_idx)
+    past, new = stored.begin > 0, stored.layer.get_seq_length() - stored.begin
+    if recorded is not None or (past and new == key.shape[2]):
+        name = "value" if recorded is key else "key"
+        raise wrong(name, f"the tensor that update of layer {layer_idx} returned", "another one")
     return None
