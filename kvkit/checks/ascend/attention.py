@@ -6,12 +6,11 @@ import numpy as np
 
 from kvkit.checks import attention, index_tensors
 from kvkit.checks.ascend import tensors
-from kvkit.checks.masks import kind
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, Steps
 from kvkit.checks.tensors import filled, named, tensor
 from kvkit.checks.words import wrong
-from kvkit.formats import FLOATS, Format
+from kvkit.formats import FLOATS, MASKS, Format
 
 
 class Call(NamedTuple):
@@ -84,7 +83,7 @@ def rows_of_a_context(call):
 
 def biased(weights, bias):
     """Weights with a bias [entries, rows] of scores."""
-    place = bias.ctypes.data, kind("float32"), bias.strides[0], 0, 0, bias.itemsize, False
+    place = bias.ctypes.data, MASKS["float32"], bias.strides[0], 0, 0, bias.itemsize, False
     return weights._replace(mask=place)
 
 
