@@ -2,12 +2,11 @@
 
 import kvkit
 import kvkit_cuda
-from kvkit_cuda.calls import positions
 from kvkit_cuda.ground import device
-from kvkit_cuda.positions import alibi, angles, rotary
+from kvkit_cuda.positions import alibi, angles, index, rotary
 
 if device.SIMULATED:
-    alibi.THREADS = angles.THREADS = positions.THREADS = rotary.THREADS = 8
+    alibi.THREADS = angles.THREADS = index.THREADS = rotary.THREADS = 8
 OPERATORS = {
     "": ("alibi_mask", "alibi_slope", "rotary_position_embedding"),
     "dynamic_batching.": ("alibi_mask", "position_index", "rotary_position_embedding"),

@@ -9,9 +9,8 @@ from test_cuda_ptx import CAPABILITIES, REGISTERS, assemble
 
 import kvkit
 import kvkit_cuda
-from kvkit_cuda.calls import positions
 from kvkit_cuda.ground import device
-from kvkit_cuda.positions import alibi, angles, rotary
+from kvkit_cuda.positions import alibi, angles, index, rotary
 
 TWIN = ("-p", "cuda_positions_twin")
 # What those look at is the CPU's: its vectors and its threads, its formulas, what a call costs.
@@ -61,7 +60,7 @@ def test_the_twins_take_and_explain_the_same(twins):
 MASKS = (None, "bool", *FLOATS)
 QUICK = {
     "angles": (angles.walk, angles.SIGNATURE),
-    "position index": (positions.walk, positions.SIGNATURE),
+    "position index": (index.walk, index.SIGNATURE),
     "rotary float32 4": (rotary.walk("float32", 4), rotary.SIGNATURE),
     "rotary float16 8": (rotary.walk("float16", 8), rotary.SIGNATURE),
     "rotary bfloat16 2": (rotary.walk("bfloat16", 2), rotary.SIGNATURE),
