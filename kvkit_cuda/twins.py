@@ -39,7 +39,7 @@ class Arguments:
     def __init__(self, function, own):
         given = inspect.signature(function)
         self.function, self.own = function, own
-        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own[name]) for name in own]
+        more = [parameter(name, default) for name, default in own.items()]
         self.signature = given.replace(parameters=[*given.parameters.values(), *more])
         parameters = self.signature.parameters.values()
         self.positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -55,6 +55,12 @@ class Arguments:
                 *args, **{name: kwargs[name] for name in kwargs if name not in self.own}
             )  # TypeError
         return self.defaults | given
+
+
+def parameter(name, default):
+    """A parameter that is given by keyword."""
+    kind = object if default is None else type(default)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def twin(path, *notes, own=None, then=None):
