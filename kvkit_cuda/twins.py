@@ -13,6 +13,7 @@ import kvkit
 from kvkit.operators import OPERATORS
 from kvkit.operators.words import INDEX
 
+SHOWN = ("sequences",)  # index tensors of which nothing but the form matters
 WHERE = """`kvkit.{path}` on a CUDA device. Arrays are of the current device (with the CUDA array interface or
 DLPack; used where they are) or of numpy (copied there, and back if they change)."""
 RESULTS = (
@@ -45,16 +46,18 @@ class Arguments:
         self.positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         self.names = frozenset(self.signature.parameters)
-        self.required = self.names - self.defaults.keys()
+        # What may be given by name besides so many by position.
+        self.others = [self.names.difference(self.positional[:i]) for i in range(len(self.positional) + 1)]
 
     def bind(self, args, kwargs):
         """The values of all arguments of a call, by name."""
-        given = dict(zip(self.positional, args, strict=False)) | kwargs
-        if len(given) != len(args) + len(kwargs) or not self.required <= given.keys() <= self.names:
-            self.function(
-                *args, **{name: kwargs[name] for name in kwargs if name not in self.own}
-            )  # TypeError
-        return self.defaults | given
+        values, count = self.defaults | kwargs, len(args)
+        values.update(zip(self.positional, args, strict=False))
+        known = count < len(self.others) and kwargs.keys() <= self.others[count]
+        if not known or len(values) < len(self.names):
+            kwargs = {name: kwargs[name] for name in kwargs if name not in self.own}
+            self.function(*args, **kwargs)  # Python refuses them, in its words
+        return values
 
 
 def parameter(name, default):
@@ -75,7 +78,8 @@ def twin(path, *notes, own=None, then=None):
     bind = arguments.bind
 
     def operator(*args, **kwargs):
-        result = kernels().call(path, bind(args, kwargs))
+        values = bind(args, kwargs)
+        result = kernels().call(path, values)
         return then(result) if then else result
 
     room, _, name = path.partition(".") if "." in path else ("", "", path)
@@ -92,15 +96,24 @@ def kernels():
     return importlib.import_module("kvkit_cuda.calls.operators")
 
 
+@functools.cache
+def inputs(path):
+    """The names of an operator's (arrays, index tensors)."""
+    names = OPERATORS[path].inputs
+    arrays = [each.name for each in names if each.dtypes is not INDEX or each.name in SHOWN]
+    return arrays, [each.name for each in names if each.name not in arrays]
+
+
 def words(path, function, notes, more):
     """The words of the function, with where arrays are, the arguments in `more`, and `notes`."""
-    op, (summary, _, rest) = OPERATORS.get(path), inspect.getdoc(function).partition("\n\n")
+    summary, _, rest = str(inspect.getdoc(function)).partition("\n\n")
+    arrays, index = inputs(path) if path in OPERATORS else ([], [])
     about = [WHERE.format(path=path)]
-    if op and op.inputs and op.outputs:
-        about.append(RESULTS.format(first=op.inputs[0].name))
-    if op and any(given.dtypes is INDEX for given in op.inputs):
+    if arrays and OPERATORS[path].outputs:
+        about.append(RESULTS.format(first=arrays[0]))
+    if index:
         about.append(ON_HOST)
-    about = textwrap.fill(" ".join([*about, *notes]), 105)
     rest = rest.replace("\nReturns\n", "".join([*more, STREAM, "\nReturns\n"]))
     rest = rest.replace("Raises\n------\n", "Raises\n------\n" + NO_DEVICE)
-    return "\n\n".join([summary, about, re.sub(r"\bkvkit\b", "kvkit_cuda", rest)]).rstrip()
+    about = [textwrap.fill(" ".join([*about, *notes]), 105)]
+    return "\n\n".join([summary, *about, re.sub(r"\bkvkit\b", "kvkit_cuda", rest)]).rstrip()

@@ -168,7 +168,7 @@ def stacked(source, target, count):
     return np.stack(np.broadcast_arrays(source, target, count), axis=1)
 
 
-CHECKED = {
+CHECKED: dict[str, Callable] = {
     "key_value_cache": static_append,
     "multi_head_attention": static_attention.checked_attention,
     "multi_head_cache_attention": static_attention.checked_cache_attention,

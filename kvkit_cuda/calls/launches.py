@@ -32,10 +32,10 @@ class There:
 
 
 def append(there):
-    call, tables, stream = there.call, there.tables, there.stream
+    call, tables, stream, (key, value) = there.call, there.tables, there.stream, there.outputs
     return [
         transfer.store(call.current_key, call.current_value, call.layer, tables, stream),
-        transfer.load(*there.outputs, call.layer, tables, call.repeat, stream),
+        transfer.load(key, value, call.layer, tables, call.repeat, stream),
     ]
 
 
@@ -47,7 +47,8 @@ def attend(there):
         call.query, out, lse, call.context, tables, call.decoding, call.weights, stream
     )
     if call.layer:
-        launches.insert(0, transfer.store(*call.current, call.layer, tables, stream))
+        key, value = call.current
+        launches.insert(0, transfer.store(key, value, call.layer, tables, stream))
     return launches
 
 
@@ -84,8 +85,8 @@ def slope(there):
 
 
 def position_index(there):
-    (target,) = there.outputs
-    return [index.prepare(*there.call.numbers, target, there.stream)]
+    (target,), (starts, first) = there.outputs, there.call.numbers
+    return [index.prepare(starts, first, target, there.stream)]
 
 
 def move(there):

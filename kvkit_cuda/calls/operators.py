@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvkit.operators import OPERATORS
-from kvkit.operators.words import INDEX
 from kvkit_cuda.calls import arrays, checks, launches, steps
 from kvkit_cuda.ground import device
+from kvkit_cuda.twins import inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,11 @@ KINDS = {
     "nd_to_nz": CONVERT,
     "nz_to_nd": CONVERT,
 }
-SHOWN = ("sequences",)  # index tensors of which nothing but the form matters
 # What makes a step, in operators that take one, and the array whose tokens it is of.
-STEP = "seqstarts", "kvstarts", "cachestarts", "start_pos", "decoding_batches", "max_seqlen", "max_kvlen"
-STEP += "cache_mode", "page_size"
+STEP = (
+    "seqstarts", "kvstarts", "cachestarts", "start_pos", "decoding_batches",
+    "max_seqlen", "max_kvlen", "cache_mode", "page_size",
+)  # fmt: skip
 TOKENS = {"dynamic_batching.key_value_cache": NEW[0], "dynamic_batching.multi_head_cache_attention": "query"}
 
 
@@ -92,7 +93,7 @@ def run(op, step, values, stream):
     out, return_lse = values.pop("out", None), values.pop("return_lse", False)
     given = {name: values.pop(name) for name in arrays_of}
     values |= {name: arrays.host(name, values[name], stream) for name in index if name in values}
-    checked = functools.partial(checks.CHECKED[op.name], *([step] if step else ()), **values)
+    checked = functools.partial(checks.CHECKED[op.name], *filter(None, [step]), **values)
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
     here |= {name: here[name].one_piece(stream) for name in kind.rows if name in here}
@@ -122,10 +123,3 @@ def run(op, step, values, stream):
     for result, copy in zip(made, copies, strict=True):
         result.take(copy, stream)
     return returned
-
-
-@functools.cache
-def inputs(name):
-    """(arrays, index tensors) of an operator, by name."""
-    index = [each.name for each in OPERATORS[name].inputs if each.dtypes is INDEX and each.name not in SHOWN]
-    return [each.name for each in OPERATORS[name].inputs if each.name not in index], index

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvkit_cuda.calls import arrays
 
@@ -25,12 +26,11 @@ class Results:
         """(operands, what is returned); new arrays are where the operand `source` is."""
         alone = isinstance(self.names, str)
         names = (self.names,) if alone else self.names
+        made: Any = [self.out] if alone else self.out
         if self.out is None:
             made = [source.like(*form, stream) for form in self.forms]
-        else:
-            made = [self.out] if alone else self.out
-            if not isinstance(made, (tuple, list)) or len(made) != len(names):
-                self.refuse(self.out)
+        elif not isinstance(made, (tuple, list)) or len(made) != len(names):
+            self.refuse(self.out)
         found = [arrays.operand(name, result, stream) for name, result in zip(names, made, strict=True)]
         if self.out is not None:
             seen = tuple(result.seen for result in found)
