@@ -7,7 +7,9 @@ import ml_dtypes
 import numpy as np
 
 import kvkit
-from kvkit import check, cpu, layout, steps
+from kvkit import cpu, layout
+from kvkit.checks import caches, tensors
+from kvkit.checks.index_tensors import dynamic, fits
 from kvkit_cli.bench_memory import plain_copy
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
@@ -133,13 +135,13 @@ def append_only(kind, number, mode, past, new, timed=False):
 
         def run(i):
             layer, x = i % layers, inputs[i % layers]
-            fmt, key, value = check.current(x, x, 3)
-            checked = check.cache_layer(
+            fmt, key, value = tensors.current(x, x, 3)
+            checked = caches.cache_layer(
                 fmt, H, DIM, cache, scale, layout.DYNAMIC, layers, layer, kind.quant, GROUP, number
             )
-            packed = check.packed_tokens("current_key", x)
-            step = steps.dynamic(packed, **where, cache_mode=mode, page_size=PAGE)
-            steps.fits(step, packed, checked)
+            packed = tensors.packed_tokens("current_key", x)
+            step = dynamic(packed, **where, cache_mode=mode, page_size=PAGE)
+            fits(step, packed, checked)
             cpu.launches.start(cpu.transfer.store(key, value, checked, step))
 
         if timed:
@@ -158,12 +160,14 @@ def checks_only(kind, batch):
         x, where = tokens(kind, batch), index_tensors(1, PAGE - 1, 1, batch)
 
         def run(i):
-            fmt, _, _ = check.current(x, x, 3)
-            checked = check.cache_layer(fmt, H, DIM, cache, scale, layout.DYNAMIC, 1, 0, kind.quant, GROUP, 3)
-            packed = check.packed_tokens("current_key", x)
-            steps.fits(steps.dynamic(packed, **where, cache_mode=1, page_size=PAGE), packed, checked)
+            fmt, _, _ = tensors.current(x, x, 3)
+            checked = caches.cache_layer(
+                fmt, H, DIM, cache, scale, layout.DYNAMIC, 1, 0, kind.quant, GROUP, 3
+            )
+            packed = tensors.packed_tokens("current_key", x)
+            fits(dynamic(packed, **where, cache_mode=1, page_size=PAGE), packed, checked)
             for name, array in (("cache", cache), ("scale", scale)):
-                check.apart(name, array, [("current_key", x), ("current_value", x)])
+                tensors.apart(name, array, [("current_key", x), ("current_value", x)])
 
         return Work(run)
 

@@ -1,31 +1,67 @@
-"""What the static and the dynamic operators share once each has checked its own arguments."""
+"""From checked calls to launches on the CPU; what comes back is new, or what is given as `out`."""
 
-import numpy as np
-
-from kvkit import check, cpu
-
-RESULTS = "key", "value"
+from kvkit import cpu
+from kvkit.checks.tensors import one_piece
 
 
-def check_outputs(out, fmt, shape, current_key, current_value, cache, scale, layer):
-    """Check arrays that are given for the results, or their size, and what else an append writes."""
-    if out is None:
-        check.holdable("num_repeat", shape, fmt)
-    else:
-        check.outputs(out, RESULTS, shape, fmt)
-    given = [("current_key", current_key), ("current_value", current_value)]
-    written = check.written_apart(cache, scale, layer, given)
-    if out is not None:
-        key, value = out
-        check.apart("out (key)", key, [("out (value)", value), *given, *written])
-        check.apart("out (value)", value, [*given, *written])
+def arguments(given):
+    """The arguments of an operator but for its outputs: its `locals()`, before anything else has a name."""
+    given = dict(given)  # which a tracer may add to
+    given.pop("self", None)
+    given.pop("out", None)
+    return given
 
 
-def append_and_load(fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out):
-    """Append the new tokens and return the contexts read back; arguments are checked but for overlaps."""
-    check_outputs(out, fmt, shape, current_key, current_value, cache, scale, layer)
-    key, value = (np.empty(shape, fmt.dtype) for _ in RESULTS) if out is None else out
-    store = cpu.transfer.store(current_key, current_value, layer, step)
-    load = cpu.transfer.load(key, value, layer, step, repeat, new=out is None)
-    cpu.launches.start(store, load)
-    return (key, value), (store, load)
+def append_and_load(call, out):
+    """Append new tokens and return the contexts read back."""
+    made = call.results.taken(out)
+    cpu.launches.start(*transfers(call, made, new=out is None))
+    return made
+
+
+def transfers(call, made, new):
+    """The launches of a checked call of `key_value_cache`."""
+    store = cpu.transfer.store(call.current_key, call.current_value, call.layer, call.steps)
+    return store, cpu.transfer.load(*made, call.layer, call.steps, call.repeat, new=new)
+
+
+def attend(call, out):
+    """Attend, to a cache once new tokens are appended to it, and return the results as operators do."""
+    made = call.results.taken(out)
+    cpu.launches.start(*attention(call, made))
+    return returned(made)
+
+
+def attention(call, made):
+    """The launches of a checked call of attention."""
+    out, lse = (*made, None)[:2]
+    attention = cpu.attention.prepare(
+        call.query, out, lse, call.context, call.steps, call.decoding, call.weights
+    )
+    if call.layer is None:
+        return (attention,)
+    return cpu.transfer.store(*call.current, call.layer, call.steps), attention
+
+
+def returned(made):
+    """One result, or a tuple of several."""
+    return made if len(made) > 1 else made[0]
+
+
+def rotate(call, out):
+    """Turn queries and keys."""
+    made = call.results.taken(out)
+    if call.starts[-1]:
+        moves = tuple(zip(map(one_piece, (call.query, call.key)), made, strict=True))
+        how = call.turned, call.bypass_key, call.scaling
+        cpu.rotary.launch(call.fmt.name, moves, call.starts, call.first, *how, out is None)
+    return made
+
+
+def alibi(call, out):
+    """Write a mask."""
+    (out,) = call.results.taken(out)
+    target = out if out.ndim == 4 else out[None]
+    sequences = call.starts, call.kvstarts
+    cpu.alibi.launch(target, call.fmt.name, *sequences, call.place, call.element, call.padding)
+    return out

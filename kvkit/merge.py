@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from kvkit import check
-from kvkit.check import describe, wrong
-from kvkit.formats import FLOATS
+from kvkit.checks.merge import checked
 
 
 def merge_attention_states(outputs, lses, *, out=None):
@@ -48,34 +46,15 @@ def merge_attention_states(outputs, lses, *, out=None):
     >>> attn_output[0, :, 0].round(4), np.exp(total[0]).round(4)
     (array([3., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
-    fmt, outputs, lses = checked(outputs, lses)
-    if out is not None:
-        check_given(out, outputs[0].shape, fmt, outputs, lses)
+    call = checked(outputs, lses)
+    results = None if out is None else call.results.given(out)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        whole, lse = merged(outputs, lses)
-        whole = whole.astype(fmt.dtype)
-    if out is None:
+        whole, lse = merged(call.outputs, call.lses)
+        whole = whole.astype(call.fmt.dtype)
+    if results is None:
         return whole, lse
-    out[0][...], out[1][...] = whole, lse
-    return tuple(out)
-
-
-def checked(outputs, lses):
-    """(format, outputs, lses) of checked parts."""
-    outputs, lses = parts("outputs", outputs), parts("lses", lses)
-    if len(lses) != len(outputs):
-        raise wrong("lses", f"{len(outputs)} arrays, as many as outputs", len(lses))
-    shape = outputs[0].shape
-    fmt = check.tensor("outputs[0]", outputs[0], FLOATS, max(len(shape), 1))
-    for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
-        if check.tensor(f"outputs[{i}]", output, FLOATS, max(len(shape), 1)) is not fmt:
-            raise wrong(f"outputs[{i}]", f"the dtype of outputs[0], {fmt}", output.dtype)
-        if output.shape != shape:
-            raise wrong(f"outputs[{i}]", f"the shape of outputs[0], {shape}", output.shape)
-        check.tensor(f"lses[{i}]", lse, FLOATS[:1], len(shape) - 1)
-        if lse.shape != shape[:-1]:
-            raise wrong(f"lses[{i}]", f"shape {shape[:-1]}", lse.shape)
-    return fmt, outputs, lses
+    results[0][...], results[1][...] = whole, lse
+    return results
 
 
 def merged(outputs, lses):
@@ -92,32 +71,3 @@ def merged(outputs, lses):
         share = (np.exp(lse - base) / divisor)[..., None]
         whole += np.where(share == 0, 0, output.astype(np.float32) * share)
     return whole, np.asarray(base + np.log(total))
-
-
-def parts(name, arrays):
-    """A list of arrays, of a sequence or along the first axis of one."""
-    several = isinstance(arrays, (list, tuple)) or (isinstance(arrays, np.ndarray) and arrays.ndim > 0)
-    given = list(arrays) if several else []
-    if not given:
-        raise wrong(name, "one array or more", describe(arrays))
-    for i, array in enumerate(given):
-        if not isinstance(array, np.ndarray):
-            raise wrong(f"{name}[{i}]", "a numpy array", describe(array))
-    return given
-
-
-def check_given(out, shape, fmt, outputs, lses):
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise wrong("out", "a tuple of 2 arrays (attn_output, lse)", describe(out))
-    inputs = [(f"outputs[{i}]", array) for i, array in enumerate(outputs)]
-    inputs += [(f"lses[{i}]", array) for i, array in enumerate(lses)]
-    for name, array, wanted, kind in (
-        ("out (attn_output)", out[0], shape, fmt),
-        ("out (lse)", out[1], shape[:-1], FLOATS[0]),
-    ):
-        check.tensor(name, array, (kind,), len(wanted))
-        if array.shape != wanted:
-            raise wrong(name, f"shape {wanted}", array.shape)
-        check.in_out(name, array)
-        check.apart(name, array, inputs)
-    check.apart("out (attn_output)", out[0], [("out (lse)", out[1])])

@@ -1,15 +1,10 @@
 """The way back from blocks, and copies of blocks."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from kvkit import check, cpu
-from kvkit.ascend import tensors
-from kvkit.check import describe, wrong
-from kvkit.formats import Format
-
-RESULTS = "key", "value"
+from kvkit import cpu
+from kvkit.checks.ascend import blocks
+from kvkit.launch import arguments
 
 
 def paged_cache_load(
@@ -57,9 +52,11 @@ def paged_cache_load(
     >>> key[:, 0, 0]
     array([5., 6., 1., 7., 8., 0., 0.], dtype=float16)
     """
-    call = checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
-    results = outputs(out, call)
-    pieces = pieces_of(call)
+    call = blocks.checked_load(**arguments(locals()))
+    if isinstance(out, (tuple, list)) and value_cache is None:
+        out = out[:1]  # behind keys alone there may be anything
+    results = call.results.taken(out, new=np.zeros)
+    pieces = blocks.pieces_of(call)
     if out is not None and pieces[:, cpu.slots.COUNT].sum() < call.tokens:
         for array in results:
             array[...] = 0
@@ -69,98 +66,7 @@ def paged_cache_load(
             for array, cache in zip(results, call.caches, strict=True)
         ]
         cpu.launches.start(cpu.pieces.prepare("load", packed, call.caches, pieces, call.caches[0].shape[1]))
-    return tuple(results) if len(results) == 2 else (*results, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A checked call of `paged_cache_load`, but for its outputs."""
-
-    given: list[tuple[str, np.ndarray]]
-    caches: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
-    formats: list[Format]
-    table: np.ndarray
-    lengths: np.ndarray
-    columns: np.ndarray  # of the table, where sequences begin
-    tokens: int
-    shapes: list[tuple[int, ...]]  # of the results
-
-
-def checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format):
-    """The checked call."""
-    tensors.text("cache_format", cache_format, tensors.FORMATS)
-    given = named(key_cache, value_cache)
-    formats, views = zip(
-        *(tensors.cache(name, a, cache_format, written=False) for name, a in given), strict=True
-    )
-    tensors.same_types(formats, cache_format)
-    _, block_size = tensors.same_blocks([(name, v) for (name, _), v in zip(given, views, strict=True)])
-    table = tensors.index("block_tables", block_tables, ndim=2)
-    lengths = context_lengths(seq_lens, len(table))
-    columns = np.zeros(len(table), np.int64)
-    if seq_starts is not None:
-        starts = tensors.index("seq_starts", seq_starts, len(table))
-        if len(starts) and starts.min() < 0:
-            raise wrong("seq_starts", "at least 0", starts.min())
-        columns = starts // block_size
-    tokens = sum(lengths.tolist())
-    shapes = [
-        (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
-    ]
-    for shape, fmt in zip(shapes, formats, strict=True):
-        check.holdable("seq_lens", shape, fmt)
-    return Load(given, list(views), list(formats), table, lengths, columns, tokens, shapes)
-
-
-def named(key_cache, value_cache):
-    """[(name, cache)] of keys and, if they are there, of values."""
-    given = [("key_cache", key_cache), ("value_cache", value_cache)]
-    return given if value_cache is not None else given[:1]
-
-
-def pieces_of(call):
-    """The pieces of a load; tokens of blocks that are not there have none."""
-    blocks, block_size = call.caches[0].shape[:2]
-    pieces = np.empty((int((-(-call.lengths // block_size)).sum()), len(cpu.slots.FIELDS)), np.int64)
-    made = cpu.slots.compiled(cpu.slots.table)(
-        call.table, call.lengths, call.columns, block_size, blocks, pieces
-    )
-    return pieces[:made]
-
-
-def context_lengths(seq_lens, batch):
-    """Lengths, from lengths or from their sums."""
-    lengths = tensors.index("seq_lens", seq_lens)
-    if len(lengths) == batch + 1:
-        if lengths[0] != 0:
-            raise wrong("seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{lengths[0]} first")
-        lengths = np.diff(lengths)
-    if len(lengths) != batch:
-        raise wrong("seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{len(lengths)} entries")
-    if batch and lengths.min() < 0:
-        raise wrong("seq_lens", "no length below 0", lengths.min())
-    return lengths
-
-
-def outputs(out, call):
-    """New arrays of zeros, or those given."""
-    shapes, formats = call.shapes, call.formats
-    if out is None:
-        return [np.zeros(shape, fmt.dtype) for shape, fmt in zip(shapes, formats, strict=True)]
-    names = RESULTS[: len(shapes)]
-    if not isinstance(out, (tuple, list)) or len(out) < len(shapes):
-        raise wrong("out", f"a tuple of {len(shapes)} arrays ({', '.join(names)})", describe(out))
-    given = list(out[: len(shapes)])
-    for name, array, shape, fmt in zip(names, given, shapes, formats, strict=True):
-        label = f"out ({name})"
-        check.tensor(label, array, (fmt,), len(shape))
-        if array.shape != shape:
-            raise wrong(label, f"shape {shape}", array.shape)
-        check.in_out(label, array)
-        check.apart(label, array, call.given)
-    if len(given) == 2:
-        check.apart("out (key)", given[0], [("out (value)", given[1])])
-    return given
+    return (*results, None)[:2]
 
 
 def block_copy(key_cache, value_cache, src, dst, cum_sum):
@@ -199,37 +105,8 @@ def block_copy(key_cache, value_cache, src, dst, cum_sum):
     >>> cache.ravel()
     array([10., 14., 10., 14., 14.], dtype=float32)
     """
-    given = named(key_cache, value_cache)
-    src, dst = checked_copy(given, src, dst, cum_sum)
+    given = blocks.named(key_cache, value_cache)
+    src, dst = blocks.checked_copy(given, src, dst, cum_sum)
     for _, array in given:
         array[dst] = array[src]
     return key_cache, value_cache
-
-
-def checked_copy(given, src, dst, cum_sum):
-    """(source, destination) of every block that is written."""
-    for name, array in given:
-        check.tensor(name, array, tensors.DATA, 4)
-        check.written(name, array)
-    blocks = len(given[0][1])
-    if len(given[-1][1]) != blocks:
-        raise wrong("value_cache", f"{blocks} blocks, as key_cache", len(given[-1][1]))
-    src, dst = tensors.index("src", src), tensors.index("dst", dst)
-    ends = tensors.index("cum_sum", cum_sum, len(src))
-    counts = np.diff(ends, prepend=0)
-    if len(counts) and counts.min() < 0:
-        raise wrong("cum_sum", "never to decrease, from 0 on", ends.tolist())
-    if (ends[-1] if len(ends) else 0) != len(dst):
-        raise wrong(
-            "cum_sum", f"to end with {len(dst)}, the destinations", ends[-1] if len(ends) else "nothing"
-        )
-    for name, ids in (("src", src), ("dst", dst)):
-        outside = np.flatnonzero((ids < 0) | (ids >= blocks))
-        if len(outside):
-            raise wrong(f"{name}[{outside[0]}]", f"a block from 0 to {blocks - 1}", ids[outside[0]])
-    if len(np.unique(dst)) < len(dst):
-        raise wrong("dst", "blocks that are written once", dst.tolist())
-    both = np.intersect1d(src, dst)
-    if len(both):
-        raise wrong("dst", "no block of src", f"block {both[0]}")
-    return np.repeat(src, counts), dst

@@ -2,11 +2,7 @@
 
 import numpy as np
 
-from kvkit import check
-from kvkit.ascend import tensors
-from kvkit.check import integer, wrong
-
-FRACTAL_ROWS = 16
+from kvkit.checks.ascend import matrices
 
 
 def nd_to_nz(x, *, out=None):
@@ -40,22 +36,15 @@ def nd_to_nz(x, *, out=None):
     array([[ 8.,  9.,  0.,  0.,  0.,  0.,  0.,  0.],
            [18., 19.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
     """
-    x, fmt, shape = checked_nd(x)
-    y = result(out, shape, fmt, x)
+    call = matrices.checked_nd(x)
+    (y,) = call.results.taken(out)
+    x, shape = call.source, call.shape
     batch, rows, columns = x.shape
-    padded = np.zeros((batch, rows, shape[1] * shape[3]), fmt.dtype)
+    padded = np.zeros((batch, rows, shape[1] * shape[3]), x.dtype)
     padded[:, :, :columns] = x
     y[:, :, rows:] = 0
     y[:, :, :rows] = padded.reshape(batch, rows, shape[1], shape[3]).transpose(0, 2, 1, 3)
     return y
-
-
-def checked_nd(x):
-    """(matrices [b, m, n], their format, the shape of the result)."""
-    if isinstance(x, np.ndarray) and x.ndim == 2:
-        x = x[None]
-    fmt = check.tensor("x", x, tensors.DATA, 3)
-    return x, fmt, (len(x), *fractals(x.shape[1], x.shape[2], fmt))
 
 
 def nz_to_nd(y, m, n, *, out=None):
@@ -90,38 +79,9 @@ def nz_to_nd(y, m, n, *, out=None):
     >>> np.array_equal(kvkit.ascend.nz_to_nd(kvkit.ascend.nd_to_nz(x), 2, 10), x)
     True
     """
-    fmt, shape = checked_nz(y, m, n)
-    x = result(out, shape, fmt, y)
-    batch, rows, columns = shape
+    call = matrices.checked_nz(y, m, n)
+    (x,) = call.results.taken(out)
+    batch, rows, columns = call.shape
     whole = y[:, :, :rows].transpose(0, 2, 1, 3).reshape(batch, rows, y.shape[1] * y.shape[3])
     x[...] = whole[:, :, :columns]
     return x
-
-
-def checked_nz(y, m, n):
-    """(format, shape of the result)."""
-    fmt = check.tensor("y", y, tensors.DATA, 4)
-    rows, columns = integer("m", m, 0), integer("n", n, 0)
-    want = fractals(rows, columns, fmt)
-    if y.shape[1:] != want:
-        sizes = f"shape [b, {', '.join(map(str, want))}] for {rows} rows and {columns} columns"
-        raise wrong("y", sizes, y.shape)
-    return fmt, (len(y), rows, columns)
-
-
-def fractals(rows, columns, fmt):
-    """(groups, rows, elements of a group) of a matrix in NZ."""
-    size = tensors.fractal(fmt)
-    return -(-columns // size), -(-rows // FRACTAL_ROWS) * FRACTAL_ROWS, size
-
-
-def result(out, shape, fmt, source):
-    """A new array, or the one given."""
-    if out is None:
-        return np.empty(shape, fmt.dtype)
-    check.tensor("out", out, (fmt,), len(shape))
-    if out.shape != shape:
-        raise wrong("out", f"shape {shape}", out.shape)
-    check.written("out", out)
-    check.apart("out", out, [("the input", source)])
-    return out

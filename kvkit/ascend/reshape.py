@@ -1,17 +1,9 @@
 """New keys and values into the slots of a cache in blocks, whole or compressed per head."""
 
-from dataclasses import dataclass
-
-import numpy as np
-
-from kvkit import check, cpu
-from kvkit.ascend import tensors
-from kvkit.check import describe, wrong
-from kvkit.compression import NEEDED, CompressType
-from kvkit.formats import BY_DTYPE, INT8
-
-WINDOWS = ("copy", "skip")
-DIM_STEP = 32  # a head's size in compressed modes is a multiple
+from kvkit import cpu
+from kvkit.checks.ascend import reshape
+from kvkit.checks.tensors import one_piece
+from kvkit.compression import CompressType
 
 
 def reshape_and_cache(
@@ -83,163 +75,12 @@ def reshape_and_cache(
     array([[3., 0., 0., 0.],
            [0., 1., 0., 0.]], dtype=float16)
     """
-    given = key, value, key_cache, value_cache
-    windows = {"wins": wins, "seq_lens": seq_lens, "offset_index": offset_index}
-    call = checked(*given, slot_mapping, compress_type, windows, cache_format, empty_window)
+    call = reshape.checked(**locals())
     if len(call.pieces):
         packed = [
-            check.one_piece(tokens) if call.mode else tokens.reshape(len(tokens), *cache.shape[2:])
+            one_piece(tokens) if call.mode else tokens.reshape(len(tokens), *cache.shape[2:])
             for tokens, cache in zip(call.tokens, call.caches, strict=True)
         ]
         rows = call.caches[0].shape[1]
         cpu.launches.start(cpu.pieces.prepare("store", packed, call.caches, call.pieces, rows, call.averaged))
     return key_cache, value_cache
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A checked call of `reshape_and_cache`."""
-
-    mode: CompressType
-    tokens: list[np.ndarray]  # as given
-    caches: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
-    pieces: np.ndarray  # see `cpu.slots`
-    averaged: str | None  # the format of means, if there can be some
-
-
-def checked(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    compress_type,
-    windows,
-    cache_format,
-    empty_window,
-):
-    """The checked call; `windows` are its arguments for compressed modes, by name."""
-    mode = compression(compress_type)
-    tensors.text("cache_format", cache_format, tensors.FORMATS)
-    tensors.text("empty_window", empty_window, WINDOWS)
-    for name, given in windows.items():
-        if (given is not None) != (name in NEEDED[mode]):
-            raise wrong(name, f"{'an array' if given is None else 'None'} for {mode.name}", describe(given))
-    if mode and cache_format == "NZ":
-        raise wrong("cache_format", f"'ND' for {mode.name}", "'NZ'")
-    given = tensors.pairs("key", key, value, key_cache, value_cache)
-    caches = views(given, mode, cache_format)
-    blocks, block_size = tensors.same_blocks(
-        [(name, view) for (_, _, name, _), view in zip(given, caches, strict=True)]
-    )
-    if mode:
-        pieces = compressed_pieces(key, blocks * block_size, slot_mapping, mode, windows, empty_window)
-    else:
-        pieces = plain_pieces(len(key), blocks * block_size, slot_mapping)
-    averaged = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
-    return Call(mode, [tokens for _, tokens, _, _ in given], caches, pieces, averaged)
-
-
-def compression(compress_type):
-    if isinstance(compress_type, CompressType):
-        return compress_type
-    return CompressType(check.choice("compress_type", compress_type, tuple(map(int, CompressType))))
-
-
-def views(given, mode, cache_format):
-    """The caches as [blocks, rows, heads or groups, dim], checked against their tokens."""
-    caches, formats = [], []
-    first = given[0][1]
-    for name, array, cache_name, cache in given:
-        fmt = check.tensor(name, array, tensors.DATA, 3)
-        if min(array.shape[1:]) < 1:
-            raise wrong(name, "at least one head and one element a head", f"shape {array.shape}")
-        if array.shape[:2] != first.shape[:2]:
-            raise wrong(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
-        cache_fmt, view = tensors.cache(cache_name, cache, cache_format, written=True)
-        if cache_fmt is not fmt:
-            raise wrong(cache_name, f"the dtype of {name}, {fmt}", cache_fmt)
-        if mode:
-            check_compressed(name, array, first, fmt, mode)
-            want = (1, array.shape[2])
-        elif cache_format == "NZ":
-            want = groups(name, array, fmt)
-        else:
-            want = array.shape[1:]
-        if view.shape[2:] != want:
-            sizes = f"{want[0]} {'groups' if cache_format == 'NZ' else 'heads'} of {want[1]} elements"
-            raise wrong(cache_name, sizes, f"shape {cache.shape}")
-        caches.append(view)
-        formats.append(fmt)
-    tensors.same_types(formats, cache_format)
-    return caches
-
-
-def check_compressed(name, array, first, fmt, mode):
-    dim = array.shape[2]
-    if dim % DIM_STEP:
-        raise wrong(name, f"a head size that is a multiple of {DIM_STEP}, for {mode.name}", dim)
-    if dim != first.shape[2]:
-        raise wrong(name, f"the head size of key, {first.shape[2]}, for {mode.name}", dim)
-    if mode is CompressType.KVHEAD_ROPE and fmt is INT8:
-        raise wrong(name, "floats, which have a mean, for KVHEAD_ROPE", fmt)
-
-
-def groups(name, array, fmt):
-    """(groups, elements of one) of a token's row in NZ."""
-    _, heads, dim = array.shape
-    size = tensors.fractal(fmt)
-    if heads * dim % size:
-        raise wrong(name, f"num_head * head size to be a multiple of {size}, for NZ of {fmt}", heads * dim)
-    return heads * dim // size, size
-
-
-def plain_pieces(tokens, capacity, slot_mapping):
-    """The pieces of a slot for each token."""
-    slots = tensors.index("slot_mapping", slot_mapping, tokens)
-    pieces = np.empty((tokens, len(cpu.slots.FIELDS)), np.int64)
-    rule, one, two, three = cpu.slots.compiled(cpu.slots.plain)(slots, capacity, pieces)
-    if rule:
-        raise broken_rule(rule, one, two, three, capacity)
-    return pieces[:one]
-
-
-def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
-    """The pieces of a run for each sequence and head."""
-    tokens, heads, _ = key.shape
-    lengths = tensors.index("seq_lens", windows["seq_lens"])
-    if len(lengths) and lengths.min() < 1:
-        b = int(lengths.argmin())
-        raise wrong(f"seq_lens[{b}]", "at least 1", lengths[b])
-    if sum(lengths.tolist()) != tokens:
-        raise wrong("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
-    runs = len(lengths) * heads
-    slots = tensors.index("slot_mapping", slot_mapping, runs)
-    wins = tensors.index("wins", windows["wins"], runs)
-    offsets = wins
-    if windows["offset_index"] is not None:
-        offsets = tensors.index("offset_index", windows["offset_index"], runs)
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    pieces = np.empty((3 * runs, len(cpu.slots.FIELDS)), np.int64)
-    rule, one, two, three = cpu.slots.compiled(cpu.slots.compressed)(
-        mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity, pieces
-    )
-    if rule:
-        raise broken_rule(rule, one, two, three, capacity)
-    return pieces[:one]
-
-
-def broken_rule(rule, one, two, three, capacity):
-    """The error for what `cpu.slots` found."""
-    slots = cpu.slots
-    if rule == slots.CAPACITY:
-        rows = f"{three} rows from there on" if three > 1 else "that slot"
-        return wrong(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)
-    if rule == slots.TWICE:
-        return wrong("slot_mapping", "a slot for one row only", f"slot {three} for entries {one} and {two}")
-    if rule == slots.WINDOW:
-        return wrong(f"wins[{one}]", f"0 to {three}, the length of its sequence", two)
-    if rule == slots.OFFSET:
-        return wrong(f"offset_index[{one}]", "-1 or a token", two)
-    return wrong(f"offset_index[{one}]", f"{three} tokens from there on within the sequence", two)

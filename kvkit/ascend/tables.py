@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkit.ascend import tensors
-from kvkit.ascend.reshape import WINDOWS, compression
-from kvkit.attention import number
-from kvkit.check import describe, integer, wrong
+from kvkit.checks.ascend.reshape import WINDOWS, compression
+from kvkit.checks.index_tensors import index
+from kvkit.checks.values import integer, number, text
+from kvkit.checks.words import describe, wrong
 from kvkit.compression import CompressType
 
 
@@ -152,17 +152,17 @@ def compressed_slots(
     mode = compression(compress_type)
     if mode is CompressType.UNDEFINED:
         raise wrong("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
-    tensors.text("empty_window", empty_window, WINDOWS)
+    text("empty_window", empty_window, WINDOWS)
     heads = integer("num_head", num_head, 1)
     lengths = np.repeat(lengths_of(seq_lens), heads)
-    wins = tensors.index("wins", wins, len(lengths))
+    wins = index("wins", wins, length=len(lengths))
     if (offset_index is None) != (mode is CompressType.KVHEAD):
         needs = "None" if mode is CompressType.KVHEAD else "an array"
         raise wrong("offset_index", f"{needs} for {mode.name}", describe(offset_index))
     offsets = (
         np.full_like(wins, -1)
         if offset_index is None
-        else tensors.index("offset_index", offset_index, len(lengths))
+        else index("offset_index", offset_index, length=len(lengths))
     )
     check_windows(mode, lengths, wins, offsets)
     changed = (offsets >= 0) & (wins > 0)
@@ -244,7 +244,7 @@ def slots_at(block_tables, positions, block_size):
 
 
 def lengths_of(seq_lens):
-    lengths = tensors.index("seq_lens", seq_lens)
+    lengths = index("seq_lens", seq_lens)
     if len(lengths) and lengths.min() < 1:
         raise wrong("seq_lens", "at least 1 token each", lengths.min())
     return lengths

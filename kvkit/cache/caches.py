@@ -3,7 +3,8 @@
 from kvkit.cache import offload, saved
 from kvkit.cache.layers import requests as layer_checks
 from kvkit.cache.layers.layer import Layer
-from kvkit.check import describe, integer, wrong
+from kvkit.checks.values import integer
+from kvkit.checks.words import describe, wrong
 
 
 class Cache:

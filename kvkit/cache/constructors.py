@@ -6,7 +6,8 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
-from kvkit.check import describe, integer, wrong
+from kvkit.checks.values import integer
+from kvkit.checks.words import describe, wrong
 
 
 def makers(num_layers, layer_types, sliding_window, full, sliding):

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvkit.cache.layers import kinds
 from kvkit.cache.layers.dynamic import StaticLayer
 from kvkit.cache.stores.mapped import STATE, VERSION, WAITING, Home, follow, put
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 from kvkit.files.replace import sync_folder
 
 NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", "layer-*.new", "cache.new", "cache.json"

@@ -20,7 +20,6 @@ PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at 
 SMALL = 2**18  # products; below it one thread is done before a second one is awake
 AT = {name: i for i, name in enumerate(NAMES)}
 COUNTING = np.arange(WIDE_BLOCK + LANES)
-NO_MASK = (0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,42 +29,6 @@ class Reader:
     widen: int  # address: makes float32 of rows
     product: Callable | None  # rows -> addresses of the narrow products over such rows, if there are any
     orders: np.ndarray | None  # as `products.orders`
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
-
-    Operators see what a load gives, which rounds to the data where these are coarser; `as_loaded` says so.
-    """
-
-    packed: str
-    stored: str
-    cell: str | None
-    group: int
-    heads: int
-    dim: int
-    value_dim: int
-    sides: tuple[tuple[int, ...], ...]  # [key|value]: elements, then scales (address, sequence, row, head)
-    key_bytes: int
-    value_bytes: int
-    as_loaded: bool = True
-    reader: Reader | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """How scores become weights, in canonical form."""
-
-    scale: float
-    causal: bool
-    alibi: bool
-    left: int
-    right: int
-    softcap: float
-    sinks: np.ndarray | None
-    mask: tuple[int, ...] = NO_MASK  # address, kind, strides (sequence, head, row, column), packed
-    apart: int = 1  # sequences in a row that have sinks of their own
 
 
 def mask_kind(name):
@@ -162,7 +125,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     constants = np.array([weights.scale, weights.softcap], np.float32)
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
     to_float, *conversions_of_data = conversions(context.packed, rounds, *formats)
-    where_lse = (address(lse), *packed_strides(lse[..., None])) if lse is not None else NO_MASK[:4]
+    where_lse = (address(lse), *packed_strides(lse[..., None])) if lse is not None else (0, 0, 0, 0)
     numbers = np.array(
         [
             0, len(steps.start_pos), address(steps.seqstarts), address(steps.kvstarts),

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numba import types
 
+from kvkit.checks.records import Context
 from kvkit.cpu import attention, memory, products
 from kvkit.cpu.launches import address
 from kvkit.cpu.products import SCORES, SUMS
@@ -191,7 +192,7 @@ def context(packed, batch, heads, dims, forms, tables):
     """A `Context` of keys and values that lie in parts."""
     sides = tuple((address(table), heads, batch * heads, 1, address(table), 0, 0, 0) for table in tables)
     dim, value_dim = dims
-    return attention.Context(
+    return Context(
         packed, "float32", None, 0, heads, dim, value_dim, sides, 4 * dim, 4 * value_dim,
         as_loaded=False, reader=reader(*forms, dims),
     )  # fmt: skip

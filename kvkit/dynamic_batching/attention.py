@@ -1,7 +1,8 @@
 """Attention over packed sequences: packed keys and values, or a cache that the new ones are appended to."""
 
-from kvkit import attention, check, steps
-from kvkit.dynamic_batching.plan import checked_plan
+from kvkit.checks import sequences
+from kvkit.checks.attention import checked_attention, checked_cache_attention
+from kvkit.launch import arguments, attend
 
 
 def multi_head_attention(
@@ -95,61 +96,8 @@ def multi_head_attention(
     ...     query, key, value, [0, 1, 3], [0, 3, 5], 1, None, None, num_heads=1, head_dim=4).ravel()
     array([1. , 3. , 3.5], dtype=float32)
     """
-    call = checked_attention(
-        query,
-        key,
-        value,
-        seqstarts,
-        kvstarts,
-        decoding_batches,
-        max_seqlen,
-        max_kvlen,
-        attn_mask,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        is_causal=is_causal,
-        is_alibi=is_alibi,
-        softmax_scale=softmax_scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs)
-    return attention.attend(call.query, out, lse, call.context, call.steps, call.decoding, call.weights)
-
-
-def checked_attention(
-    query,
-    key,
-    value,
-    seqstarts,
-    kvstarts,
-    decoding_batches,
-    max_seqlen,
-    max_kvlen,
-    attn_mask,
-    *,
-    num_heads,
-    head_dim,
-    num_kv_heads,
-    sinks,
-    **attributes,
-):
-    """The checked call of `multi_head_attention`."""
-    step = steps.packed(seqstarts, kvstarts, max_seqlen, max_kvlen)
-    fmt, query, kv_heads = attention.queries(query, 3, num_heads, head_dim, num_kv_heads)
-    tokens, num_heads, head_dim = query.shape
-    steps.ends_with("seqstarts", step.tokens, ("query", tokens))
-    key, value = attention.keys_and_values(fmt, key, value, (None,), kv_heads, query.shape[-1])
-    steps.ends_with("kvstarts", step.context, ("key", len(key)))
-    decoding = check.integer("decoding_batches", decoding_batches, 0, len(step.start_pos))
-    mask = attention.dynamic_mask(fmt, attn_mask, num_heads, step.tokens, step.context)
-    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
-    inputs = attention.named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
-    context = attention.context(fmt, key, value, ((0, key.strides[0]), (0, value.strides[0])))
-    shape = (step.tokens, num_heads, value.shape[-1])
-    return attention.Call(fmt, shape, query, context, step, decoding, weights, inputs)
+    given = arguments(locals())
+    return attend(checked_attention(sequences.with_keys(given), **given), out)
 
 
 def multi_head_cache_attention(
@@ -254,39 +202,5 @@ def multi_head_cache_attention(
     >>> output[:, 0, 0]
     array([0. , 0.5, 1. , 3. ], dtype=float32)
     """
-    step = checked_plan(
-        check.packed_tokens("query", query),
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        decoding_batches,
-        max_seqlen,
-        max_kvlen,
-        cache_mode,
-        page_size,
-    )
-    return step.multi_head_cache_attention(
-        query,
-        current_key,
-        current_value,
-        cache,
-        scale,
-        attn_mask,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        is_causal=is_causal,
-        is_alibi=is_alibi,
-        num_kv_heads=num_kv_heads,
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
-        softmax_scale=softmax_scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-        out=out,
-    )
+    given = arguments(locals())
+    return attend(checked_cache_attention(sequences.in_cache("query", given), **given), out)

@@ -1,7 +1,8 @@
 """Append to a dynamic cache, and gather from it."""
 
-from kvkit import check
-from kvkit.dynamic_batching.plan import checked_plan
+from kvkit.checks import sequences
+from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.launch import append_and_load, arguments
 
 
 def key_value_cache(
@@ -92,28 +93,5 @@ def key_value_cache(
     >>> cache[[8, 9, 10, 4], 0, 0, 0, 0]
     array([  0, 127, 127, 127], dtype=int8)
     """
-    step = checked_plan(
-        check.packed_tokens("current_key", current_key),
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        0,
-        max_seqlen,
-        max_kvlen,
-        cache_mode,
-        page_size,
-    )
-    return step.key_value_cache(
-        current_key,
-        current_value,
-        cache,
-        scale,
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        num_repeat=num_repeat,
-        cache_layout=cache_layout,
-        out=out,
-    )
+    given = arguments(locals())
+    return append_and_load(checked_key_value_cache(sequences.in_cache("current_key", given), **given), out)

@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from kvkit import attention, check, layout, steps
+from kvkit import cpu, launch
+from kvkit.checks.attention import checked_cache_attention
+from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.checks.sequences import planned
 from kvkit.dynamic_batching.replay import Replays, form, is_pair, unaligned
-from kvkit.launch import append_and_load
 
 
 def plan(
@@ -50,37 +52,7 @@ def plan(
     >>> output.shape, int(cache[1, 0, 0, :, 0].sum())
     ((4, 1, 8), 4)
     """
-    return checked_plan(
-        None,
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        decoding_batches,
-        max_seqlen,
-        max_kvlen,
-        cache_mode,
-        page_size,
-    )
-
-
-def checked_plan(
-    tokens,
-    seqstarts,
-    kvstarts,
-    cachestarts,
-    start_pos,
-    decoding_batches,
-    max_seqlen,
-    max_kvlen,
-    cache_mode,
-    page_size,
-):
-    """A plan for an array of so many tokens, if that is known."""
-    step = steps.dynamic(
-        tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size
-    )
-    return Plan(step, check.integer("decoding_batches", decoding_batches, 0, len(step.start_pos)))
+    return Plan(planned(None, **locals()))
 
 
 class Plan:
@@ -90,10 +62,10 @@ class Plan:
     prepared once (see `replay`).
     """
 
-    __slots__ = ("_decoding", "_replays", "_steps")
+    __slots__ = ("_replays", "_sequences")
 
-    def __init__(self, checked, decoding):
-        self._steps, self._decoding, self._replays = checked, decoding, Replays()
+    def __init__(self, sequences):
+        self._sequences, self._replays = sequences, Replays()
 
     def key_value_cache(
         self,
@@ -111,45 +83,28 @@ class Plan:
         out=None,
     ):
         """`dynamic_batching.key_value_cache` for this step."""
-        step, given, call = self._steps, (current_key, current_value), None
+        given = launch.arguments(locals())
+        arrays, form_ = (current_key, current_value, cache, scale), None
         if out is None or is_pair(out):
-            call = form(
-                (*given, cache, scale, *(out or ())),
-                (num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout, unaligned(out)),
-            )
-        if call in self._replays:
+            attributes = num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout
+            form_ = form((*arrays, *(out or ())), (*attributes, unaligned(out)))
+        if form_ in self._replays:
             made = out
             if out is None:
-                shape = step.context, current_key.shape[1] * num_repeat, current_key.shape[2]
+                tokens = self._sequences.steps.context
+                shape = tokens, current_key.shape[1] * num_repeat, current_key.shape[2]
                 made = np.empty(shape, current_key.dtype), np.empty(shape, current_key.dtype)
-            if self._replays.play(call, (*given, cache, scale, *made)):
+            if self._replays.play(form_, (*arrays, *made)):
                 return tuple(made)
-        fmt, current_key, current_value = check.current(current_key, current_value, 3)
-        tokens, heads, dim = current_key.shape
-        repeat = check.integer("num_repeat", num_repeat, 1)
-        layer = check.cache_layer(
-            fmt,
-            heads,
-            dim,
-            cache,
-            scale,
-            layout.DYNAMIC,
-            num_layer,
-            layer_idx,
-            quant_bit,
-            quant_group,
-            cache_layout,
-        )
-        steps.fits(step, ("current_key", tokens), layer)
-        shape = (step.context, heads * repeat, dim)
-        (key, value), launches = append_and_load(
-            fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out
-        )
-        if call and current_key is given[0] and current_value is given[1]:
+        call = checked_key_value_cache(self._sequences, **given)
+        made = call.results.taken(out)
+        launches = launch.transfers(call, made, new=out is None)
+        cpu.launches.start(*launches)
+        if form_ and call.current_key is current_key and call.current_value is current_value:
             inputs = {"current_key": current_key, "current_value": current_value}
-            written = {"cache": cache, "scale": scale, "key": key, "value": value}
-            self._replays.keep(call, inputs, written, launches)
-        return key, value
+            written = {"cache": cache, "scale": scale, "key": made[0], "value": made[1]}
+            self._replays.keep(form_, inputs, written, launches)
+        return made
 
     def multi_head_cache_attention(
         self,
@@ -178,100 +133,26 @@ class Plan:
         out=None,
     ):
         """`dynamic_batching.multi_head_cache_attention` for this step."""
-        step, given, call = self._steps, (query, current_key, current_value), None
+        given = launch.arguments(locals())
+        tokens, form_ = (query, current_key, current_value), None
         if attn_mask is None and sinks is None and return_lse is False:
-            call = form(
-                (*given, cache, scale, out),
+            form_ = form(
+                (*tokens, cache, scale, out),
                 (
                     num_heads, head_dim, is_causal, is_alibi, num_kv_heads, num_layer, layer_idx, quant_bit,
                     quant_group, cache_layout, softmax_scale, window, softcap,
                 ),
             )  # fmt: skip
-        if call in self._replays:
+        if form_ in self._replays:
             made = np.empty(query.shape, query.dtype) if out is None else out
-            if self._replays.play(call, (*given, cache, scale, made)):
+            if self._replays.play(form_, (*tokens, cache, scale, made)):
                 return made
-        checked = checked_cache_attention(
-            step,
-            self._decoding,
-            *given,
-            cache,
-            scale,
-            attn_mask,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            num_layer=num_layer,
-            layer_idx=layer_idx,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
-            cache_layout=cache_layout,
-            is_causal=is_causal,
-            is_alibi=is_alibi,
-            softmax_scale=softmax_scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        inputs, (current_key, current_value) = checked.inputs, checked.current
-        out, lse = attention.outputs(out, checked.shape, checked.fmt, return_lse, inputs + checked.written)
-        results, launches = attention.append_and_attend(
-            current_key,
-            current_value,
-            checked.query,
-            out,
-            lse,
-            checked.layer,
-            step,
-            self._decoding,
-            checked.weights,
-        )
-        used = checked.query, current_key, current_value
-        if call and all(a is b for a, b in zip(given, used, strict=True)):
-            written = {"cache": cache, "scale": scale, "out": out}
-            self._replays.keep(call, dict(inputs), written, launches)
-        return results
-
-
-def checked_cache_attention(
-    step,
-    decoding,
-    query,
-    current_key,
-    current_value,
-    cache,
-    scale,
-    attn_mask,
-    *,
-    num_heads,
-    head_dim,
-    num_kv_heads,
-    num_layer,
-    layer_idx,
-    quant_bit,
-    quant_group,
-    cache_layout,
-    sinks,
-    **attributes,
-):
-    """The checked call of `multi_head_cache_attention` for a checked step."""
-    fmt, query, kv_heads = attention.queries(query, 3, num_heads, head_dim, num_kv_heads)
-    tokens, num_heads, head_dim = query.shape
-    current = check.new_tokens(fmt, current_key, current_value, (tokens, kv_heads, head_dim))
-    layer = check.cache_layer(
-        fmt,
-        kv_heads,
-        head_dim,
-        cache,
-        scale,
-        layout.DYNAMIC,
-        num_layer,
-        layer_idx,
-        quant_bit,
-        quant_group,
-        cache_layout,
-    )
-    steps.fits(step, ("query", tokens), layer)
-    mask = attention.dynamic_mask(fmt, attn_mask, num_heads, tokens, step.context)
-    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
-    return attention.cached(fmt, query, step, decoding, weights, current, layer, cache, scale, attn_mask)
+        call = checked_cache_attention(self._sequences, **given)
+        made = call.results.taken(out)
+        launches = launch.attention(call, made)
+        cpu.launches.start(*launches)
+        used = call.query, *call.current
+        if form_ and all(a is b for a, b in zip(tokens, used, strict=True)):
+            written = {"cache": cache, "scale": scale, "out": made[0]}
+            self._replays.keep(form_, dict(call.inputs), written, launches)
+        return launch.returned(made)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvkit import attention, check, positions, steps
-from kvkit.check import describe, integer, wrong
+from kvkit import launch
+from kvkit.checks import positions
 
 
 def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None):
@@ -43,24 +43,10 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None
     >>> kvkit.dynamic_batching.position_index(tokens, [0, 3, 4], [0, 10])
     array([ 0,  1,  2, 10])
     """
-    starts, first = checked_index(sequences, seqstarts, start_pos, max_seqlen)
-    if out is not None:
-        check_index_output(out, len(sequences))
-    shift = np.repeat(first - starts[:-1], np.diff(starts))
-    return np.add(shift, np.arange(starts[-1]), out=out)
-
-
-def checked_index(sequences, seqstarts, start_pos, max_seqlen):
-    """(seqstarts, start_pos) of packed sequences."""
-    tokens = steps.index("sequences", sequences, 1).shape[0]
-    return positions.packed("sequences", tokens, seqstarts, start_pos, max_seqlen)
-
-
-def check_index_output(out, tokens):
-    """Check an array that is given for the positions."""
-    if not isinstance(out, np.ndarray) or out.dtype != np.int64 or out.shape != (tokens,):
-        raise wrong("out", f"an array of int64 and shape ({tokens},)", describe(out))
-    check.in_out("out", out)
+    call = positions.position_index(sequences, seqstarts, start_pos, max_seqlen)
+    (out,) = call.results.taken(out)
+    shift = np.repeat(call.first - call.starts[:-1], np.diff(call.starts))
+    return np.add(shift, np.arange(call.starts[-1]), out=out)
 
 
 def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="float32", out=None):
@@ -105,17 +91,7 @@ def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="flo
            [ 0.  ,  0.  ,  0.  ,  -inf,  0.  ],
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
-    return positions.alibi(checked_mask(seqstarts, kvstarts, attn_mask, num_heads, data_type), out)
-
-
-def checked_mask(seqstarts, kvstarts, attn_mask, num_heads, data_type):
-    """The checked call of `alibi_mask`."""
-    step = steps.packed(seqstarts, kvstarts, None, None)
-    num_heads, fmt = integer("num_heads", num_heads, 1, 2**31), positions.mask_format(data_type)
-    mask, mask_fmt = positions.given_mask(attn_mask)
-    seen = attention.dynamic_mask(mask_fmt, mask, num_heads, step.tokens, step.context)
-    shape = num_heads, step.tokens, positions.padded(step.context)
-    return positions.mask_call(fmt, shape, step.seqstarts, step.kvstarts, mask, seen, 0, "kvstarts")
+    return launch.alibi(positions.dynamic_alibi(**launch.arguments(locals())), out)
 
 
 def rotary_position_embedding(
@@ -185,24 +161,4 @@ def rotary_position_embedding(
            [-0.301,  1.382],
            [-1.325,  0.493]], dtype=float32)
     """
-    call = checked_turn(
-        query,
-        key,
-        seqstarts,
-        start_pos,
-        max_seqlen,
-        rotary_dim=rotary_dim,
-        theta=theta,
-        bypass_key=bypass_key,
-        max_position_embeddings=max_position_embeddings,
-        scaling_type=scaling_type,
-        scaling_factor=scaling_factor,
-    )
-    return positions.rotate(call, out)
-
-
-def checked_turn(query, key, seqstarts, start_pos, max_seqlen, **attributes):
-    """The checked call of `rotary_position_embedding`."""
-    fmt = positions.queries_and_keys(query, key, 3)
-    starts, first = positions.packed("query", query.shape[0], seqstarts, start_pos, max_seqlen)
-    return positions.turn_call(fmt, query, key, starts, first, **attributes)
+    return launch.rotate(positions.dynamic_turn(**launch.arguments(locals())), out)

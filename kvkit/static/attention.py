@@ -1,6 +1,8 @@
 """Attention over static batches: whole keys and values, or a cache that the new ones are appended to."""
 
-from kvkit import attention, check, layout, steps
+from kvkit.checks.attention import checked_attention, checked_cache_attention
+from kvkit.checks.sequences import Static
+from kvkit.launch import arguments, attend
 
 
 def multi_head_attention(
@@ -86,39 +88,8 @@ def multi_head_attention(
     >>> kvkit.multi_head_attention(query, key, value, num_heads=1, head_dim=4).ravel()
     array([0.5, 1. ], dtype=float32)
     """
-    call = checked_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        is_causal=is_causal,
-        is_alibi=is_alibi,
-        softmax_scale=softmax_scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs)
-    return attention.attend(call.query, out, lse, call.context, call.steps, 0, call.weights)
-
-
-def checked_attention(
-    query, key, value, attn_mask, *, num_heads, head_dim, num_kv_heads, sinks, **attributes
-):
-    """The checked call of `multi_head_attention`."""
-    fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
-    batch, seqlen, num_heads, head_dim = query.shape
-    key, value = attention.keys_and_values(fmt, key, value, (batch, None), kv_heads, head_dim)
-    kvlen = key.shape[1]
-    mask = attention.static_mask(fmt, attn_mask, batch, num_heads, seqlen, kvlen)
-    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
-    inputs = attention.named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
-    context = attention.context(fmt, key, value, (key.strides[:2], value.strides[:2]))
-    step, shape = steps.equal(batch, seqlen, kvlen), (batch, seqlen, num_heads, value.shape[-1])
-    return attention.Call(fmt, shape, query, context, step, 0, weights, inputs)
+    given = arguments(locals())
+    return attend(checked_attention(Static(), **given), out)
 
 
 def multi_head_cache_attention(
@@ -205,77 +176,5 @@ def multi_head_cache_attention(
     >>> first[0, 0, 0, 0], second[0, 0, 0, 0]
     (np.float32(2.0), np.float32(3.0))
     """
-    call = checked_cache_attention(
-        query,
-        current_key,
-        current_value,
-        start_pos,
-        cache,
-        scale,
-        attn_mask,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
-        is_causal=is_causal,
-        is_alibi=is_alibi,
-        softmax_scale=softmax_scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    out, lse = attention.outputs(out, call.shape, call.fmt, return_lse, call.inputs + call.written)
-    current_key, current_value = call.current
-    results, _ = attention.append_and_attend(
-        current_key, current_value, call.query, out, lse, call.layer, call.steps, 0, call.weights
-    )
-    return results
-
-
-def checked_cache_attention(
-    query,
-    current_key,
-    current_value,
-    start_pos,
-    cache,
-    scale,
-    attn_mask,
-    *,
-    num_heads,
-    head_dim,
-    num_kv_heads,
-    num_layer,
-    layer_idx,
-    quant_bit,
-    quant_group,
-    cache_layout,
-    sinks,
-    **attributes,
-):
-    """The checked call of `multi_head_cache_attention`."""
-    fmt, query, kv_heads = attention.queries(query, 4, num_heads, head_dim, num_kv_heads)
-    batch, seqlen, num_heads, head_dim = query.shape
-    shape = (batch, seqlen, kv_heads, head_dim)
-    current = check.new_tokens(fmt, current_key, current_value, shape)
-    layer = check.cache_layer(
-        fmt,
-        kv_heads,
-        head_dim,
-        cache,
-        scale,
-        layout.STATIC,
-        num_layer,
-        layer_idx,
-        quant_bit,
-        quant_group,
-        cache_layout,
-    )
-    start_pos = check.integer("start_pos", start_pos, 0)
-    step = steps.static(batch, seqlen, start_pos, layer)
-    mask = attention.static_mask(fmt, attn_mask, batch, num_heads, seqlen, start_pos + seqlen)
-    weights = attention.weights(num_heads, head_dim, sinks=sinks, mask=mask, **attributes)
-    return attention.cached(fmt, query, step, 0, weights, current, layer, cache, scale, attn_mask)
+    given = arguments(locals())
+    return attend(checked_cache_attention(Static(given.pop("start_pos")), **given), out)

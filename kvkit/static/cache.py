@@ -1,7 +1,8 @@
 """Append to a static cache, and gather from it."""
 
-from kvkit import check, layout, steps
-from kvkit.launch import append_and_load
+from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.checks.sequences import Static
+from kvkit.launch import append_and_load, arguments
 
 
 def key_value_cache(
@@ -70,26 +71,5 @@ def key_value_cache(
     >>> key[0, :, 0, 0]
     array([1., 1., 1., 2.], dtype=float32)
     """
-    fmt, current_key, current_value = check.current(current_key, current_value, 4)
-    batch, seqlen, heads, dim = current_key.shape
-    repeat = check.integer("num_repeat", num_repeat, 1)
-    layer = check.cache_layer(
-        fmt,
-        heads,
-        dim,
-        cache,
-        scale,
-        layout.STATIC,
-        num_layer,
-        layer_idx,
-        quant_bit,
-        quant_group,
-        cache_layout,
-    )
-    start_pos = check.integer("start_pos", start_pos, 0)
-    step = steps.static(batch, seqlen, start_pos, layer)
-    shape = (batch, start_pos + seqlen, heads * repeat, dim)
-    results, _ = append_and_load(
-        fmt, current_key, current_value, cache, scale, layer, step, repeat, shape, out
-    )
-    return results
+    given = arguments(locals())
+    return append_and_load(checked_key_value_cache(Static(given.pop("start_pos")), **given), out)

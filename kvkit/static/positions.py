@@ -1,10 +1,7 @@
 """Positions: ALiBi slopes and masks, rotary embedding of sequences of one length."""
 
-import numpy as np
-
-from kvkit import attention, cpu, positions, steps
-from kvkit.check import integer, wrong
-from kvkit.formats import FLOAT32
+from kvkit import cpu, launch
+from kvkit.checks import positions
 
 
 def alibi_slope(*, num_heads, out=None):
@@ -40,12 +37,8 @@ def alibi_slope(*, num_heads, out=None):
     >>> kvkit.alibi_slope(num_heads=3)
     array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
     """
-    num_heads = integer("num_heads", num_heads, 1, 2**31)
-    if out is None:
-        out = np.empty(num_heads, np.float32)
-    else:
-        attention.given([("out", out, (num_heads,), FLOAT32)])
-    cpu.alibi.compiled_slopes()(out.ctypes.data, num_heads)
+    (out,) = positions.slopes(num_heads).taken(out)
+    cpu.alibi.compiled_slopes()(out.ctypes.data, len(out))
     return out
 
 
@@ -91,20 +84,7 @@ def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="flo
     array([[-0.25,  0.  ,  -inf,  -inf],
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
-    return positions.alibi(checked_mask(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type), out)
-
-
-def checked_mask(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type):
-    """The checked call of `alibi_mask`."""
-    seqlen, kvlen = integer("seqlen_q", seqlen_q, 0, 2**62), integer("seqlen_kv", seqlen_kv, 0, 2**62)
-    num_heads, fmt = integer("num_heads", num_heads, 1, 2**31), positions.mask_format(data_type)
-    mask, mask_fmt = positions.given_mask(attn_mask)
-    batches = mask.shape[:1] if mask is not None and mask.ndim == 4 and mask.size else ()
-    batch = batches[0] if batches else 1
-    seen = attention.static_mask(mask_fmt, mask, batch, num_heads, seqlen, kvlen)
-    shape = (*batches, num_heads, seqlen, positions.padded(kvlen))
-    starts, kvstarts = np.array([0, seqlen]), np.array([0, kvlen])
-    return positions.mask_call(fmt, shape, starts, kvstarts, mask, seen, -np.inf, "seqlen_kv")
+    return launch.alibi(positions.static_alibi(**launch.arguments(locals())), out)
 
 
 def rotary_position_embedding(
@@ -170,32 +150,4 @@ def rotary_position_embedding(
     array([[-0.301,  1.382,  1.   ,  1.   ],
            [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)
     """
-    call = checked_turn(
-        query,
-        key,
-        start_pos,
-        pad_len,
-        rotary_dim=rotary_dim,
-        theta=theta,
-        bypass_key=bypass_key,
-        max_position_embeddings=max_position_embeddings,
-        scaling_type=scaling_type,
-        scaling_factor=scaling_factor,
-    )
-    return positions.rotate(call, out)
-
-
-def checked_turn(query, key, start_pos, pad_len, **attributes):
-    """The checked call of `rotary_position_embedding`."""
-    fmt = positions.queries_and_keys(query, key, 4)
-    batch, seqlen = query.shape[:2]
-    first = np.full(batch, integer("start_pos", start_pos, 0, steps.INT64_MAX - seqlen))
-    if pad_len is not None:
-        padding = steps.index("pad_len", pad_len, 1)
-        if padding.shape[0] != batch:
-            raise wrong("pad_len", f"{batch} entries for {batch} sequences", padding.shape[0])
-        if batch and padding.min() < 0:
-            b = int(padding.argmin())
-            raise wrong("pad_len", f"at least 0 for sequence {b}", padding[b])
-        first -= padding
-    return positions.turn_call(fmt, query, key, np.arange(batch + 1) * seqlen, first, **attributes)
+    return launch.rotate(positions.static_turn(**launch.arguments(locals())), out)

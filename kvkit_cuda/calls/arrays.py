@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 from kvkit.formats import BFLOAT16
 from kvkit_cuda.ground import device
 

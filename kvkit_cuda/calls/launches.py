@@ -57,8 +57,8 @@ def attend_to_blocks(there):
 
 
 def merge_parts(there):
-    (outputs, lses), (out, lse) = there.call.arrays, there.outputs
-    return [merge.prepare_states(there.call.fmt.name, [*outputs, out, *lses, lse], there.stream)]
+    call, (out, lse) = there.call, there.outputs
+    return [merge.prepare_states(call.fmt.name, [*call.outputs, out, *call.lses, lse], there.stream)]
 
 
 def turn(there):
@@ -85,8 +85,8 @@ def slope(there):
 
 
 def position_index(there):
-    (target,), (starts, first) = there.outputs, there.call.numbers
-    return [index.prepare(starts, first, target, there.stream)]
+    (target,) = there.outputs
+    return [index.prepare(there.call.starts, there.call.first, target, there.stream)]
 
 
 def move(there):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvkit.operators import OPERATORS
-from kvkit_cuda.calls import arrays, checks, launches, steps
+from kvkit_cuda.calls import arrays, checks, launches, results, steps
 from kvkit_cuda.ground import device
 from kvkit_cuda.twins import inputs
 
@@ -19,12 +19,10 @@ from kvkit_cuda.twins import inputs
 class Kind:
     """What operators have in common.
 
-    `results` makes `Results` of a checked call, the arrays it has seen, `out` and `return_lse`; `launches`
-    makes launches of one whose arrays lie on the device. The last axis of `rows` is in one piece there.
-    `idle` are the arrays of a checked call that nothing happens to. `take` makes operands.
+    `launches` makes launches of a checked call whose arrays lie on the device. The last axis of `rows` is in
+    one piece there. `idle` are the arrays of a checked call that nothing happens to. `take` makes operands.
     """
 
-    results: Callable | None
     launches: Callable
     rows: tuple[str, ...] = ()
     idle: Callable = lambda call: ()
@@ -36,17 +34,15 @@ def no_scale(call):
 
 
 NEW = "current_key", "current_value"
-APPEND = Kind(checks.of_append, launches.append, NEW, no_scale)
-ATTEND = Kind(checks.of_attention, launches.attend, ("query", "key", "value", *NEW), no_scale)
-MERGE = Kind(checks.of_merge, launches.merge_parts, take=arrays.operands)
-TURN = Kind(checks.of_turn, launches.turn, ("query", "key"))
-MASK = Kind(checks.of_mask, launches.mask, ("attn_mask",))
-SLOPE = Kind(checks.of_slope, launches.slope)
-POSITION_INDEX = Kind(checks.of_index, launches.position_index, idle=lambda call: ("sequences",))
-STORE, LOAD = Kind(None, launches.move), Kind(checks.of_load, launches.move)
-COPY = Kind(None, launches.copy_blocks)
-ATTEND_TO_BLOCKS = Kind(checks.of_attention, launches.attend_to_blocks)
-CONVERT = Kind(checks.of_matrices, launches.move)
+APPEND = Kind(launches.append, NEW, no_scale)
+ATTEND = Kind(launches.attend, ("query", "key", "value", *NEW), no_scale)
+MERGE = Kind(launches.merge_parts, take=arrays.operands)
+TURN = Kind(launches.turn, ("query", "key"))
+MASK = Kind(launches.mask, ("attn_mask",))
+SLOPE = Kind(launches.slope)
+POSITION_INDEX = Kind(launches.position_index, idle=lambda call: ("sequences",))
+MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
+ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 
 KINDS = {
     "key_value_cache": APPEND,
@@ -57,12 +53,12 @@ KINDS = {
     "alibi_slope": SLOPE,
     "alibi_mask": MASK,
     "position_index": POSITION_INDEX,
-    "reshape_and_cache": STORE,
-    "paged_cache_load": LOAD,
+    "reshape_and_cache": MOVE,
+    "paged_cache_load": MOVE,
     "block_copy": COPY,
     "paged_attention": ATTEND_TO_BLOCKS,
-    "nd_to_nz": CONVERT,
-    "nz_to_nd": CONVERT,
+    "nd_to_nz": MOVE,
+    "nz_to_nd": MOVE,
 }
 # What makes a step, in operators that take one, and the array whose tokens it is of.
 STEP = (
@@ -90,20 +86,20 @@ def call(path, values):
 def run(op, step, values, stream):
     """Call an operator, for a step if it takes one."""
     kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
-    out, return_lse = values.pop("out", None), values.pop("return_lse", False)
+    out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
     values |= {name: arrays.host(name, values[name], stream) for name in index if name in values}
-    checked = functools.partial(checks.CHECKED[op.name], *filter(None, [step]), **values)
+    checked = functools.partial(checks.CHECKED[op.name], *([step.sequences] if step else ()), **values)
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
     here |= {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
     call = checked(**seen)
-    changed = [each.name for each in op.inputs if each.inout]
-    made, returned = [], tuple(given[name] for name in changed)
-    if kind.results:
+    made, returned = [], tuple(given[each.name] for each in op.inputs if each.inout)
+    if op.outputs:
+        usual = sum(not each.only_with for each in op.outputs)
         source = next(iter(here.values()), arrays.NOTHING)
-        made, returned = kind.results(call, seen, out, return_lse).operands(source, stream)
+        made, returned = results.outputs(call.results, usual, out, source, stream)
 
     idle = kind.idle(call)
     there = {
@@ -117,9 +113,9 @@ def run(op, step, values, stream):
     ready = launches.There(call, [copy.seen for copy in copies], step, stream)
     for launch in kind.launches(ready):  # nothing has been written so far, and nothing can fail any more
         launch()
-    for name in moved:
-        if name in changed:
-            here[name].take(there[name], stream)
+    for each in op.inputs:
+        if each.inout and each.name in moved:
+            here[each.name].take(there[each.name], stream)
     for result, copy in zip(made, copies, strict=True):
         result.take(copy, stream)
     return returned

@@ -5,7 +5,7 @@ What does not fold into entries where it lies, or into rows, is moved before or 
 
 import numpy as np
 
-from kvkit.ascend import attention as twin
+from kvkit.checks.ascend import attention as twin
 from kvkit_cuda.attend import bias
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
@@ -17,7 +17,6 @@ def prepare(call, outputs, owners, stream):
     """Launches of a checked call; what owns their memory is added to `owners`."""
     before: list = []
     after: list = []
-    inputs = dict(call.inputs)
 
     def new(shape, dtype):
         owners.append(device.empty(max(int(np.prod(shape)), 1), dtype, stream))
@@ -27,7 +26,7 @@ def prepare(call, outputs, owners, stream):
         rows = np.array([[0, 0, source.shape[0] * source.shape[1]]])
         launches.append(pieces.prepare([(source, target)], rows, stream))
 
-    query, caches, entries = inputs["query"], call.caches, twin.folded_shape(call)
+    query, caches, entries = call.query, call.caches, twin.folded_shape(call)
     if not folds(query, call):
         source, query = query, new(query.shape, query.dtype)
         move(source[None], query[None], before)
@@ -48,7 +47,7 @@ def prepare(call, outputs, owners, stream):
     out, lse = made[0], made[1] if len(made) > 1 else None
     tables, weights = Tables(twin.steps_of(call, places), lasting=False), call.weights
     owners.append(tables)
-    offset = inputs.get("razor_offset")
+    offset = call.razor_offset
     if offset is not None:
         scores = new((len(call.lengths), twin.rows_of_a_context(call)), np.dtype(np.float32))
         weights = twin.biased(weights, scores)

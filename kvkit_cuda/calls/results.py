@@ -1,38 +1,26 @@
 """The outputs of a call: the arrays that are given, or new ones where an input is."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kvkit_cuda.calls import arrays
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What a checked call gives back.
+def outputs(results, usual, out, source, stream):
+    """(operands, what is returned) of a call that gives `results`, new ones where the operand `source` is.
 
-    `names` are what errors call the arrays: of several, which are a tuple, or of one, which is as it is.
-    `refuse` raises if `out` may not be given; it gets arrays as the checks of `kvkit` see them, and `out`
-    itself if that is not as many.
+    The last of as many as are `usual` may be None; then it does not matter what is given for them.
     """
-
-    out: object  # as given, or None
-    names: str | tuple[str, ...]
-    forms: list  # (shape, dtype)
-    refuse: Callable
-    absent: int = 0  # results that are None
-
-    def operands(self, source, stream):
-        """(operands, what is returned); new arrays are where the operand `source` is."""
-        alone = isinstance(self.names, str)
-        names = (self.names,) if alone else self.names
-        made: Any = [self.out] if alone else self.out
-        if self.out is None:
-            made = [source.like(*form, stream) for form in self.forms]
-        elif not isinstance(made, (tuple, list)) or len(made) != len(names):
-            self.refuse(self.out)
-        found = [arrays.operand(name, result, stream) for name, result in zip(names, made, strict=True)]
-        if self.out is not None:
-            seen = tuple(result.seen for result in found)
-            self.refuse(seen[0] if alone else seen)
-        return found, made[0] if alone else (*made, *[None] * self.absent)
+    absent = [None] * (usual - len(results.forms))
+    if absent and isinstance(out, (tuple, list)):
+        out = out[: len(results.forms)]
+    made: Any = [out] if results.alone else out
+    if out is None:
+        made = [source.like(*form, stream) for form in results.forms.values()]
+    elif not isinstance(made, (tuple, list)) or len(made) != len(results.forms):
+        results.given(out)
+    labelled = zip(results.labels, made, strict=True)
+    found = [arrays.operand(label, result, stream) for label, result in labelled]
+    if out is not None:
+        seen = tuple(result.seen for result in found)
+        results.given(seen[0] if results.alone else seen)
+    return found, made[0] if results.alone else (*made, *absent)

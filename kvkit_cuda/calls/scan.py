@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from kvkit import steps
+from kvkit.checks import index_tensors
+from kvkit.checks.index_tensors import INT64_MAX
 from kvkit.cpu.scan import met
 from kvkit.index import filled, inside, page_of
 from kvkit.jit import shared
-from kvkit.steps import INT64_MAX
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.ground import device, memory
 
@@ -139,7 +139,7 @@ class Table:
 
 def taken(step, wanted, stream, lasting):
     """The tables of a step whose page table is on the device and has entries; checked if so `wanted`."""
-    given, runs = step.table, steps.stored_runs(step) if wanted else 0
+    given, runs = step.table, index_tensors.stored_runs(step) if wanted else 0
     there = device.empty(given.shape, np.int64, stream)
     blocks = min(-(-given.size // COPY_THREADS), device.most_blocks())
     arguments = given.ctypes.data, *given.strides, there
@@ -163,4 +163,4 @@ def rows_in_use(tables, runs, stream):
     arguments = kvstarts, start_pos, table, step.page_size, begins, ends, verdict
     device.launch(compiled(), (1,), threads, stream, arguments)
     found = device.read(device.address(verdict), 8 * len(VERDICT), stream).view(np.int64)
-    return steps.scanned(step, INT64_MAX) if found[BROKEN] else int(found[ROWS])
+    return index_tensors.scanned(step, INT64_MAX) if found[BROKEN] else int(found[ROWS])

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvkit import attention, steps
-from kvkit.check import integer, packed_tokens
+from kvkit.checks import index_tensors, sequences
+from kvkit.checks.tensors import packed_tokens
+from kvkit.checks.values import flag
 from kvkit_cuda.calls import arrays, scan
 from kvkit_cuda.calls.tables import Tables
 
@@ -13,11 +14,7 @@ class Step:
     """A checked step, whose tables are on the device, or wait to go there."""
 
     tables: Tables
-    decoding: int
-
-    @property
-    def steps(self):
-        return self.tables.steps
+    sequences: sequences.Packed
 
 
 def planned(
@@ -36,11 +33,11 @@ def planned(
     tokens=None,
 ):
     """A `Step` that lasts, or one for (name, array) of packed tokens; checked if `check` says so."""
-    wanted, lasting = attention.flag("check", check), tokens is None
+    wanted, lasting = flag("check", check), tokens is None
     table = arrays.operand("cachestarts", cachestarts, stream)
     stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0
     vectors = {"seqstarts": seqstarts, "kvstarts": kvstarts, "start_pos": start_pos}
-    step = steps.unchecked(
+    step = index_tensors.unchecked(
         tokens and packed_tokens(*tokens),
         **{name: arrays.host(name, index, stream) for name, index in vectors.items()},
         cachestarts=table.seen if stays else table.read(stream),
@@ -48,11 +45,11 @@ def planned(
         max_kvlen=max_kvlen,
         cache_mode=cache_mode,
         page_size=page_size,
-        take=steps.of_form if stays else steps.index,
+        take=index_tensors.of_form if stays else index_tensors.index,
     )
     if stays:
         tables = scan.taken(step, wanted, stream, lasting)
     else:
-        tables = Tables(steps.checked(step) if wanted else step, lasting)
+        tables = Tables(index_tensors.checked(step) if wanted else step, lasting)
     decoding = arrays.host("decoding_batches", decoding_batches, stream)
-    return Step(tables, integer("decoding_batches", decoding, 0, len(step.start_pos)))
+    return Step(tables, sequences.Packed(tables.steps, sequences.decoding(decoding, step)))

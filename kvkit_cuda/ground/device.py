@@ -15,7 +15,7 @@ from numba import config, cuda, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkit.check import describe, wrong
+from kvkit.checks.words import describe, wrong
 from kvkit.errors import DeviceError
 
 SIMULATED = bool(config.ENABLE_CUDASIM)

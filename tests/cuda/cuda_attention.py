@@ -12,6 +12,7 @@ from scenes import ALL_FORMATS, Formats, assert_same
 
 import kvkit
 import kvkit_cuda
+from kvkit.checks.records import Context
 from kvkit_cuda.attend import forms, plain
 from kvkit_cuda.calls import tables
 from kvkit_cuda.ground import device
@@ -208,7 +209,7 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
     packed = packed or cell or "float32"
     size = kvkit.formats.BY_NAME[stored].bytes(dim) + head
     sides = ((4096 + moved, 0, 2 * size, size, 8192, 0, 64, 32),) * 2
-    context = kvkit.cpu.attention.Context(packed, stored, cell, group, 2, dim, dim, sides, size, size)
+    context = Context(packed, stored, cell, group, 2, dim, dim, sides, size, size)
     names = dict.fromkeys(kvkit_cuda.calls.task.Task._fields, 0)
     places = (
         "keys",

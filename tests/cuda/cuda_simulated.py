@@ -19,6 +19,7 @@ from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
 
 import kvkit
 import kvkit_cuda
+from kvkit.checks import tensors
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import transfer
 
@@ -281,7 +282,7 @@ def test_strided_arrays_of_the_device(rng, monkeypatch):
         assert array.strides[-1] == array.itemsize
         return array
 
-    monkeypatch.setattr(kvkit.check, "one_piece", in_one_piece)
+    monkeypatch.setattr(tensors, "one_piece", in_one_piece)
     scene = scenes.static(rng, HALF, dim=40)
     expected = scene.oracle()
     wide = np.repeat(scene["current_key"], 2, axis=-1)[..., ::2]

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit import check, layout, steps
+from kvkit import layout
+from kvkit.checks import caches, tensors
+from kvkit.checks.index_tensors import dynamic, fits
 
 BATCH, HEADS, DIM, PAST, PAGE = 64, 8, 128, 100, 128
 
@@ -34,11 +36,11 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step):
     scale = np.zeros((1, 2, HEADS, BATCH * PAGE, DIM // 8), np.float16)
 
     def checks():
-        fmt, key, value = check.current(tokens, tokens, 3)
-        layer = check.cache_layer(fmt, HEADS, DIM, cache, scale, layout.DYNAMIC, 1, 0, 8, 8, 3)
-        steps.fits(steps.dynamic(("current_key", BATCH), **step), ("current_key", BATCH), layer)
+        fmt, key, value = tensors.current(tokens, tokens, 3)
+        layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, layout.DYNAMIC, 1, 0, 8, 8, 3)
+        fits(dynamic(("current_key", BATCH), **step), ("current_key", BATCH), layer)
         for name, array in (("cache", cache), ("scale", scale)):
-            check.apart(name, array, [("current_key", key), ("current_value", value)])
+            tensors.apart(name, array, [("current_key", key), ("current_value", value)])
 
     checks()
     times = []

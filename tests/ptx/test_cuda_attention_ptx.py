@@ -5,7 +5,7 @@ import re
 import pytest
 from test_cuda_ptx import CAPABILITIES, CODES, MOVED, assemble
 
-from kvkit import cpu
+from kvkit.checks.records import Context
 from kvkit_cuda.attend import forms, merge, plain
 from kvkit_cuda.calls import task
 from kvkit_cuda.ground import device
@@ -15,7 +15,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 def form(packed, stored, cell, rows, dim=128, group=8):
     """The form that a call takes whose arrays are aligned."""
-    context = cpu.attention.Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0)
+    context = Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0)
     return forms.form_of(task.Task(*[0] * len(task.Task._fields)), context, rows)
 
 

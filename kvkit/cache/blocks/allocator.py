@@ -8,7 +8,8 @@ import numpy as np
 from kvkit.cache.blocks.pool import Pool, follow, root
 from kvkit.cache.blocks.sequence import ID_BYTES, Sequence, encoded, octets
 from kvkit.cache.blocks.step import Step, slot_type, tensors
-from kvkit.check import describe, integer, wrong
+from kvkit.checks.values import integer
+from kvkit.checks.words import describe, wrong
 from kvkit.errors import KvkitError
 
 

@@ -4,8 +4,8 @@ from array import array
 
 import numpy as np
 
-from kvkit import steps
-from kvkit.check import describe, wrong
+from kvkit.checks import index_tensors
+from kvkit.checks.words import describe, wrong
 
 ID_BYTES = 8
 
@@ -68,7 +68,7 @@ class Sequence:
 
 def encoded(token_ids):
     """Token ids as bytes, the same on every machine."""
-    return bytearray(steps.index("token_ids", token_ids, 1).astype("<i8").tobytes())
+    return bytearray(index_tensors.index("token_ids", token_ids, 1).astype("<i8").tobytes())
 
 
 def octets(name, value):

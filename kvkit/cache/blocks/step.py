@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 
 if TYPE_CHECKING:
     from kvkit.cache.blocks.allocator import BlockAllocator

@@ -2,8 +2,11 @@
 
 import numpy as np
 
-from kvkit import attention, check, cpu, steps
-from kvkit.check import describe, wrong
+from kvkit import cpu
+from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks.records import NO_MASK
+from kvkit.checks.values import flag
+from kvkit.checks.words import describe, wrong
 from kvkit.formats import FLOATS
 
 NUMBERS = int, float, type(None)
@@ -68,9 +71,9 @@ def attend(
     fmt, query = asked(self, query)
     batch, new, query_heads, dim = query.shape
     out = np.empty((batch, new, query_heads, self._store.geometry.value_dim), query.dtype)
-    wants_lse = attention.flag("return_lse", return_lse)
+    wants_lse = flag("return_lse", return_lse)
     lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
-    mask = cpu.attention.NO_MASK
+    mask = NO_MASK
     if attention_mask is not None:
         mask = mask_of(self, fmt, attention_mask, (batch, query_heads, new))
     form = None
@@ -80,8 +83,9 @@ def attend(
     if form is None or self._call is None or not self._call.again(form, self, query, out, lse, mask):
         left = -1 if self.window is None else self.window - 1
         weights = attention.weights(
-            query_heads, dim, True, False, softmax_scale, (left, -1), softcap, sinks, mask
-        )
+            query_heads, dim, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
+            window=(left, -1), softcap=softcap, sinks=sinks,
+        )  # fmt: skip
         call = Call(form, self, fmt, query, out, lse, weights)
         self._call = call if form else None
     attn_output = out.swapaxes(1, 2)
@@ -93,7 +97,7 @@ def asked(layer, query):
     if layer._store is None:
         raise wrong(layer.name, "keys and values: update comes first", "none")
     batch, heads, dim, *_ = layer._store.geometry
-    fmt = check.tensor("query", query, FLOATS, 4)
+    fmt = tensors.tensor("query", query, FLOATS, 4)
     _, query_heads, new, _ = query.shape
     if query_heads % heads or not query_heads or query.shape != (batch, query_heads, new, dim):
         wanted = f"shape [{batch}, a multiple of {heads}, q, {dim}] (batch, key heads and head size)"
@@ -101,7 +105,7 @@ def asked(layer, query):
     if layer._begin > max(0, layer._length - new - (layer.window or 0) + 1) or new > layer._length:
         wanted = f"tokens whose window {layer.name} still holds"
         raise wrong("query", wanted, f"{new} of {layer._length} tokens")
-    return fmt, check.one_piece(query.swapaxes(1, 2))
+    return fmt, tensors.one_piece(query.swapaxes(1, 2))
 
 
 def mask_of(layer, fmt, mask, sizes):
@@ -122,7 +126,7 @@ def mask_of(layer, fmt, mask, sizes):
         wanted = f"bool [{batch}, {layer._length}], or [{batch}, {query_heads}, {new}, {count}], 1 in front"
         raise wrong("attention_mask", wanted, f"shape {mask.shape}")
     mask = mask[..., first : first + count]
-    return attention.static_mask(fmt, mask, batch, query_heads, new, count)
+    return masks.static_mask(fmt, mask, batch, query_heads, new, count)
 
 
 class Call:
@@ -139,7 +143,7 @@ class Call:
         self.kvlen = layer._length - layer._begin
         context = self.store.context(fmt.name, layer._begin - layer._origin, layer._length - layer._origin)
         batch, new = query.shape[:2]
-        self.step, self.counts = steps.equal(batch, new, self.kvlen), np.arange(batch + 1)
+        self.step, self.counts = index_tensors.equal(batch, new, self.kvlen), np.arange(batch + 1)
         self.launch = cpu.attention.prepare(query, out, lse, context, self.step, 0, weights)
         self.planned = self._plan()
         cpu.launches.start(self.launch)

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 
 from kvkit import cpu
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 from kvkit.formats import BY_DTYPE, BY_NAME
 
 PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file

@@ -1,7 +1,7 @@
 """The layers that keep every token."""
 
 from kvkit.cache.layers.layer import Layer
-from kvkit.check import integer
+from kvkit.checks.values import integer
 from kvkit.errors import CapacityError
 
 

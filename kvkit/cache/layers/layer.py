@@ -8,7 +8,8 @@ from kvkit.cache.layers import requests as layer_checks
 from kvkit.cache.layers.attention import attend
 from kvkit.cache.stores.mapped import MappedStore
 from kvkit.cache.stores.memory import Store, geometry
-from kvkit.check import integer, wrong
+from kvkit.checks.values import integer
+from kvkit.checks.words import wrong
 
 
 class Layer:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvkit import check
-from kvkit.check import wrong
+from kvkit.checks.values import choice, integer
+from kvkit.checks.words import wrong
 from kvkit.formats import BY_NAME
 
 AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
@@ -42,8 +42,8 @@ class QuantSpec:
     param_dtype: str = "float16"
 
     def __post_init__(self):
-        check.choice("bits", self.bits, (8, 4, 2))
-        check.integer("group", self.group, 1)
+        choice("bits", self.bits, (8, 4, 2))
+        integer("group", self.group, 1)
         legal = ("scheme", SCHEMES), ("axis", (None, *AXES)), ("param_dtype", CELLS)
         for name, words in legal:
             if getattr(self, name) not in words:

@@ -2,13 +2,13 @@
 
 from dataclasses import asdict, replace
 
-from kvkit import attention
 from kvkit.cache.layers.codes import PARTS, Side
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, planned
 from kvkit.cache.stores.memory import geometry
-from kvkit.check import describe, integer, wrong
+from kvkit.checks.values import flag, integer
+from kvkit.checks.words import describe, wrong
 
 SPEC = QuantSpec()
 
@@ -62,7 +62,7 @@ class QuantizedLayer(Layer):
         self.specs = tuple(specs)
         self.residual_length = integer("residual_length", residual_length, 0)
         self.sink = integer("sink", sink, 0)
-        self.read_back = attention.flag("read_back", read_back)
+        self.read_back = flag("read_back", read_back)
         super().__init__()
 
     def describe(self):

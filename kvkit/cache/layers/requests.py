@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from kvkit import steps
-from kvkit.check import integer, wrong
+from kvkit.checks import index_tensors
+from kvkit.checks.values import integer
+from kvkit.checks.words import wrong
 
 
 def first_position(layer, cache_position, new):
     """The first of the positions of new tokens."""
-    positions = steps.index("cache_position", cache_position, 1)
+    positions = index_tensors.index("cache_position", cache_position, 1)
     if len(positions) != new:
         raise wrong("cache_position", f"{new} positions, one for each new token", len(positions))
     start = int(positions[0]) if new else layer._length
@@ -35,7 +36,7 @@ def cropped(layer, length):
 
 def rows(layer, indices):
     """Rows of the batch."""
-    indices = steps.index("indices", indices, 1)
+    indices = index_tensors.index("indices", indices, 1)
     if not len(indices):
         raise wrong("indices", "at least one", "none")
     if layer._store is not None:

@@ -4,7 +4,7 @@ import warnings
 
 from kvkit.cache.layers.dynamic import StaticLayer
 from kvkit.cache.layers.layer import Layer
-from kvkit.check import integer
+from kvkit.checks.values import integer
 
 
 def slack(window):

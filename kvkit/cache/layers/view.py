@@ -1,6 +1,6 @@
 """What an update of a quantized layer returns."""
 
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 
 
 class KVView:

@@ -8,7 +8,7 @@ from kvkit.cache.blocks.sequence import octets
 from kvkit.cache.paged.layer import PagedLayer, Rows
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
-from kvkit.check import integer
+from kvkit.checks.values import integer
 
 
 class PagedCache:

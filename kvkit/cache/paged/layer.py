@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from kvkit import attention, check, steps
 from kvkit.cache.layers.view import KVView
 from kvkit.cache.stores.memory import Geometry, geometry
-from kvkit.check import describe, integer, wrong
+from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks.values import integer
+from kvkit.checks.words import describe, wrong
 from kvkit.dynamic_batching.replay import form
 
 
@@ -56,7 +57,7 @@ class Rows:
             self._blocks.crop(seq, length)
 
     def select(self, indices):
-        indices = steps.index("indices", indices, 1)
+        indices = index_tensors.index("indices", indices, 1)
         if self.sequences:
             if not len(indices) or indices.min() < 0 or indices.max() >= len(self.sequences):
                 raise wrong("indices", f"rows from 0 to {len(self.sequences) - 1}", indices.tolist())
@@ -153,12 +154,12 @@ class PagedLayer:
             raise wrong("key_states", f"keys and values as the cache has them, {wanted}", given)
         length = self.get_seq_length()
         if cache_position is not None:
-            positions = steps.index("cache_position", cache_position, 1)
+            positions = index_tensors.index("cache_position", cache_position, 1)
             if not np.array_equal(positions, np.arange(length, length + tokens)):
                 expected = f"{tokens} positions from {length} on, the tokens seen"
                 raise wrong("cache_position", expected, positions.tolist())
         store.apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
-        key, value = (check.one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
+        key, value = (tensors.one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
         step = rows.append(batch, tokens, self._layer_idx)
         step.append(key, value, self._layer_idx)
         if len(step.written) == store.num_layers:
@@ -205,9 +206,9 @@ class PagedLayer:
         call = form((query,), (self.get_seq_length(), attention_mask, *options))
         prepared = step and step.calls.get(call)
         if prepared:
-            query = check.one_piece(query.swapaxes(1, 2))
+            query = tensors.one_piece(query.swapaxes(1, 2))
             return turned(step.attend_again(prepared, query, self._layer_idx))
-        check.tensor("query", query, (store.format,), 4)
+        tensors.tensor("query", query, (store.format,), 4)
         _, heads, tokens, _ = query.shape
         batch, _, length, _ = self.shape
         if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
@@ -220,16 +221,19 @@ class PagedLayer:
             mask = mask[:, None, None]
         elif mask is not None and np.ndim(mask) != 4:
             raise wrong("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
-        mask = attention.static_mask(store.format, mask, batch, heads, tokens, length)
+        mask = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         weights = attention.weights(
-            heads, store.dim, True, False, softmax_scale, window, softcap, sinks, mask
-        )
-        query = check.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
-        out, lse = attention.outputs(None, query.shape, store.format, return_lse, [])
+            heads, store.dim, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
+            window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
+        made = attention.results(query.shape, store.format, return_lse, []).taken(None)
         decoding = batch if tokens == 1 else 0
         step = self._rows.tables()
         rows = step.equal(tokens, length)
-        return turned(step.attend_first(call, query, out, lse, self._layer_idx, rows, decoding, weights))
+        return turned(
+            step.attend_first(call, query, *(*made, None)[:2], self._layer_idx, rows, decoding, weights)
+        )
 
     def activate_past_recording(self):
         """Nothing to do: only `PagedCache.crop` drops tokens."""

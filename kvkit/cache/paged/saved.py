@@ -8,7 +8,7 @@ published blocks, the first to be evicted first, ``published.blocks``, ``.hashes
 import numpy as np
 
 from kvkit.cache.blocks.pool import HASH_BYTES
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 
 ARRAYS = "cache", "scale"
 

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvkit import attention, check, cpu, steps
+from kvkit import cpu
 from kvkit.cache.paged.calls import Calls
-from kvkit.check import integer, wrong
+from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks.values import integer
+from kvkit.checks.words import wrong
 from kvkit.dynamic_batching.replay import form
 
 
@@ -42,16 +44,16 @@ class PagedStep:
     def __init__(self, store, index):
         self._store, self.index, self.written = store, index, set()
         self.calls = Calls(store)
-        self._steps = steps.dynamic(
+        self._steps = index_tensors.dynamic(
             None,
-            index.seqstarts,
-            index.kvstarts,
-            index.cachestarts,
-            index.start_pos,
-            index.max_seqlen,
-            index.max_kvlen,
-            1,
-            store.page_size,
+            seqstarts=index.seqstarts,
+            kvstarts=index.kvstarts,
+            cachestarts=index.cachestarts,
+            start_pos=index.start_pos,
+            max_seqlen=index.max_seqlen,
+            max_kvlen=index.max_kvlen,
+            cache_mode=1,
+            page_size=store.page_size,
         )
 
     def update(self, current_key, current_value, layer_idx):
@@ -91,7 +93,7 @@ class PagedStep:
         call = form((query,), (attn_mask, tuple(options), *options.values()))
         prepared = self.calls.get(call)
         if prepared:
-            return self.attend_again(prepared, check.one_piece(query), layer_idx)
+            return self.attend_again(prepared, tensors.one_piece(query), layer_idx)
         query, out, lse, weights = self._queries(query, attn_mask, {}, **options)
         decoding = self.index.decoding_batches
         return self.attend_first(call, query, out, lse, layer_idx, self._steps, decoding, weights)
@@ -106,7 +108,7 @@ class PagedStep:
         prepared = self.calls.get(call)
         if prepared:
             self.append(key, value, layer_idx)
-            return self.attend_again(prepared, check.one_piece(query), layer_idx)
+            return self.attend_again(prepared, tensors.one_piece(query), layer_idx)
         tokens = {"current_key": key, "current_value": value}
         query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
         context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
@@ -157,7 +159,7 @@ class PagedStep:
     def _tokens(self, current_key, current_value, layer_idx):
         """Checked keys and values."""
         store = self._store
-        fmt, current_key, current_value = check.current(current_key, current_value, 3)
+        fmt, current_key, current_value = tensors.current(current_key, current_value, 3)
         if fmt is not store.format:
             raise wrong("current_key", f"dtype {store.format}, that of the cache", fmt)
         shape = self._steps.tokens, store.heads, store.dim
@@ -183,18 +185,19 @@ class PagedStep:
     ):
         """Checked queries, outputs, and how scores become weights; `tokens` are appended before."""
         store = self._store
-        check.tensor("query", query, (store.format,), 3)
+        tensors.tensor("query", query, (store.format,), 3)
         _, query, _ = attention.queries(query, 3, query.shape[1], store.dim, store.heads)
         count, heads, dim = query.shape
-        steps.ends_with("seqstarts", self._steps.tokens, ("query", count))
-        mask = attention.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
+        index_tensors.ends_with("seqstarts", self._steps.tokens, ("query", count))
+        mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
         weights = attention.weights(
-            heads, dim, is_causal, is_alibi, softmax_scale, window, softcap, sinks, mask
-        )
+            heads, dim, mask, is_causal=is_causal, is_alibi=is_alibi, softmax_scale=softmax_scale,
+            window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
-        inputs = attention.named(**arrays, scale=store.scale, **tokens)
-        out, lse = attention.outputs(out, query.shape, store.format, return_lse, inputs)
-        return query, out, lse, weights
+        inputs = tensors.named(**arrays, scale=store.scale, **tokens)
+        made = attention.results(query.shape, store.format, return_lse, inputs).taken(out)
+        return query, *(*made, None)[:2], weights
 
     # What packed tokens and rows of one length share, once arguments are checked
 

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 
-from kvkit import attention, check
-from kvkit.check import describe, integer, wrong
+from kvkit.checks import attention, caches, tensors
+from kvkit.checks.values import choice, integer
+from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS, QUANTIZED
 from kvkit.layout import DYNAMIC
 
@@ -32,7 +33,7 @@ class PagedStore:
         self.cell = float_format("scale_dtype", scale_dtype)
         self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
         self.format = float_format("dtype", dtype)
-        bits = check.choice("quant_bit", quant_bit, (0, 4, 8))
+        bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
         layout = DYNAMIC[integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)]
         stored = QUANTIZED.get(bits, self.format)
@@ -61,7 +62,7 @@ class PagedStore:
     def _find_places(self):
         """What follows from where the arrays lie."""
         self.places = [
-            check.cache_layer(
+            caches.cache_layer(
                 self.format,
                 self.heads,
                 self.dim,
@@ -98,7 +99,7 @@ class PagedStore:
 
     def apart(self, layer_idx, inputs):
         """Check that an append does not write its inputs, which have names."""
-        check.written_apart(self.cache, self.scale, self.places[layer_idx], list(inputs.items()))
+        caches.written_apart(self.cache, self.scale, self.places[layer_idx], list(inputs.items()))
 
     def empty(self, *outer):
         """New keys and values."""
@@ -113,7 +114,7 @@ def float_format(name, dtype):
     except TypeError:
         fmt = None
     if fmt not in FLOATS:
-        raise wrong(name, check.FLOAT_NAMES, describe(dtype))
+        raise wrong(name, tensors.FLOAT_NAMES, describe(dtype))
     return fmt
 
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkit import attention, check, cpu
-from kvkit.check import wrong
+from kvkit import cpu
+from kvkit.checks import attention, tensors
+from kvkit.checks.words import wrong
 from kvkit.formats import FLOATS, Format
 
 
@@ -26,8 +27,8 @@ class Geometry(NamedTuple):
 
 def geometry(key_states, value_states, frozen):
     """The geometry of new keys and values, which is the `frozen` one unless that is None."""
-    fmt = check.tensor("key_states", key_states, FLOATS, 4)
-    if check.tensor("value_states", value_states, FLOATS, 4) is not fmt:
+    fmt = tensors.tensor("key_states", key_states, FLOATS, 4)
+    if tensors.tensor("value_states", value_states, FLOATS, 4) is not fmt:
         raise wrong("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
     batch, heads, new, dim = key_states.shape
     if value_states.shape[:3] != (batch, heads, new):
@@ -69,7 +70,7 @@ class Store:
     def context(self, packed, begin, end):
         """Some rows as attention reads them, with queries of the format `packed`: as they are."""
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
-        rows = attention.context(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
+        rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
         return replace(rows, packed=packed, as_loaded=False)
 
     def begin_at(self, numbers, row):

@@ -6,7 +6,7 @@ import numpy as np
 from onnx.reference.op_run import OpRun
 
 import kvkit
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 from kvkit.formats import FLOATS
 from kvkit.integrations.onnx import scores
 

@@ -5,7 +5,7 @@ import inspect
 from onnx.reference.op_run import OpRun
 
 from kvkit import operators
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 
 SOURCE = "PMX "
 ROOTS = "opmx", "pmx"  # the second until April 2024

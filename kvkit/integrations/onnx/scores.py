@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.check import choice
+from kvkit.checks.values import choice
 
 
 def scores(query, key, sight, scale, softcap, mode):

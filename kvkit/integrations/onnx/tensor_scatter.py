@@ -7,7 +7,7 @@ in place: numpy's indexing is the natural form.
 import numpy as np
 from onnx.reference.op_run import OpRun
 
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 
 
 class TensorScatter(OpRun):

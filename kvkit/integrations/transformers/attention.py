@@ -4,7 +4,7 @@ import torch
 
 import kvkit
 from kvkit.cache import PagedLayer
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import to_numpy, to_torch
 

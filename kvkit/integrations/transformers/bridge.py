@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 from kvkit.formats import BFLOAT16
 
 

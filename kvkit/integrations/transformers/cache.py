@@ -9,7 +9,7 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
-from kvkit.check import describe, wrong
+from kvkit.checks.words import describe, wrong
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import to_numpy, to_torch

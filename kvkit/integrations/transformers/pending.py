@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.check import wrong
+from kvkit.checks.words import wrong
 
 
 class Stored(NamedTuple):

@@ -1,44 +1,16 @@
 """Checks of packed tensors and of caches in blocks."""
 
-import numpy as np
-
-from kvkit import check
-from kvkit.check import describe, wrong
-from kvkit.formats import BFLOAT16, BY_DTYPE, FLOAT16, FLOATS, INT8
+from kvkit.checks import tensors
+from kvkit.checks.words import wrong
+from kvkit.formats import BFLOAT16, FLOAT16, INT8
 from kvkit.layout import FRACTAL_BYTES
-from kvkit.steps import AXES
 
-DATA = (*FLOATS, INT8)
 FORMATS = ("ND", "NZ")
 
 
 def fractal(fmt):
     """n0: elements in a group of NZ."""
     return FRACTAL_BYTES * 8 // fmt.bits
-
-
-def text(name, value, legal):
-    """One of the legal texts."""
-    if not isinstance(value, str) or value not in legal:
-        raise wrong(name, " or ".join(map(repr, legal)), describe(value))
-    return value
-
-
-def index(name, value, length=None, ndim=1):
-    """A copy of an index tensor as int64, of a length if that is known."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise wrong(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
-    if array.size == 0 and not isinstance(value, np.ndarray):
-        array = array.astype(np.int64)
-    if array.dtype != np.int64 and array.dtype != np.int32:
-        raise wrong(name, "integers of dtype int64 or int32", array.dtype)
-    if array.ndim != ndim:
-        raise wrong(name, f"{ndim} {AXES[ndim]}", f"shape {array.shape}")
-    if length is not None and len(array) != length:
-        raise wrong(name, f"{length} entries", len(array))
-    return array.astype(np.int64, order="C")
 
 
 def pairs(key_name, key, value, key_cache, value_cache):
@@ -52,11 +24,11 @@ def pairs(key_name, key, value, key_cache, value_cache):
 
 def cache(name, array, cache_format, written):
     """(format, view [blocks, rows, heads or groups, dim]) of a cache in blocks."""
-    fmt = check.tensor(name, array, DATA, 4)
+    fmt = tensors.tensor(name, array, tensors.DATA, 4)
     if min(array.shape) < 1:
         raise wrong(name, "no axis of size 0", f"shape {array.shape}")
     if written:
-        check.written(name, array)
+        tensors.written(name, array)
     if cache_format == "NZ" and array.shape[3] != fractal(fmt):
         raise wrong(name, f"a last axis of {fractal(fmt)}, for NZ of {fmt}", f"shape {array.shape}")
     return fmt, rows(array, cache_format)
@@ -84,7 +56,3 @@ def same_types(formats, cache_format):
     mixed = cache_format == "NZ" and formats[0] is INT8 and formats[1] in (FLOAT16, BFLOAT16)
     if not mixed:
         raise wrong("value", f"the dtype of key, {formats[0]}", formats[1])
-
-
-def format_of(array):
-    return BY_DTYPE[array.dtype]

@@ -1,36 +1,25 @@
 """The index tensors of a step: checked once, then where each sequence's tokens are packed and lie."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from kvkit import cpu
-from kvkit.check import choice, integer, wrong
+from kvkit.checks.records import Steps
+from kvkit.checks.values import choice, integer
+from kvkit.checks.words import wrong
 from kvkit.layout import ENDLESS
 
 INT64_MAX = np.iinfo(np.int64).max
 AXES = {1: "axis", 2: "axes"}
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Checked index tensors: where each sequence's tokens are packed and which rows they have."""
-
-    seqstarts: np.ndarray
-    kvstarts: np.ndarray
-    start_pos: np.ndarray
-    zeros: np.ndarray
-    table: np.ndarray  # or something else of its shape that numpy can read
-    page_size: int
-    tokens: int
-    context: int
-    rows: int  # that the cache must have
-    limits: tuple[int, int] = (0, 0)
-
-
-def index(name, value, ndim):
+def index(name, value, ndim=1, length=None):
     """A copy of an index tensor as int64: kernels trust what was checked, whoever changes the original."""
-    return of_form(name, value, ndim).astype(np.int64, order="C")
+    array = of_form(name, value, ndim)
+    if length is not None and len(array) != length:
+        raise wrong(name, f"{length} entries", len(array))
+    return array.astype(np.int64, order="C")
 
 
 def of_form(name, value, ndim):
@@ -75,21 +64,17 @@ def equal(batch, seqlen, kvlen):
     )
 
 
-def dynamic(
-    tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size
-):
+def dynamic(tokens, **index_tensors):
     """Check every length and every row of a step, but for the size of the cache: see `fits`.
 
     `tokens` is (name, length) of an array of packed tokens, or None if there is none yet.
     """
-    step = unchecked(
-        tokens, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size
-    )
-    return checked(step)
+    return checked(unchecked(tokens, **index_tensors))
 
 
 def unchecked(
     tokens,
+    *,
     seqstarts,
     kvstarts,
     cachestarts,
@@ -103,8 +88,8 @@ def unchecked(
     """A step of the right types, shapes and totals. `take` makes its table: `index`, or `of_form`, which
     reads nothing.
     """
-    seqstarts, kvstarts = index("seqstarts", seqstarts, 1), index("kvstarts", kvstarts, 1)
-    start_pos = index("start_pos", start_pos, 1)
+    seqstarts, kvstarts = index("seqstarts", seqstarts), index("kvstarts", kvstarts)
+    start_pos = index("start_pos", start_pos)
     mode = choice("cache_mode", cache_mode, (0, 1))
     table = take("cachestarts", cachestarts, mode + 1)
     if mode == 0:
@@ -137,7 +122,7 @@ def checked(step):
 
 def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
     """A step over keys that are packed themselves: sequence b's context begins at row kvstarts[b]."""
-    seqstarts, kvstarts = index("seqstarts", seqstarts, 1), index("kvstarts", kvstarts, 1)
+    seqstarts, kvstarts = index("seqstarts", seqstarts), index("kvstarts", kvstarts)
     batch = seqstarts.shape[0] - 1
     if batch < 0:
         raise wrong("seqstarts", "1 entries for 0 sequences", 0)

@@ -1,0 +1,1 @@
+"""Checks of the operators over caches in blocks."""

@@ -1,0 +1,163 @@
+"""The checked call of attention of one query token a sequence over a cache in blocks."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvkit.checks import attention, index_tensors
+from kvkit.checks.ascend import tensors
+from kvkit.checks.masks import kind
+from kvkit.checks.outputs import Results
+from kvkit.checks.records import NO_MASK, Steps, Weights
+from kvkit.checks.tensors import filled, named, tensor
+from kvkit.checks.words import wrong
+from kvkit.formats import FLOATS, Format
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked call of `paged_attention`, but for its outputs. An entry is a sequence, or a head of one."""
+
+    fmt: Format
+    shape: tuple[int, ...]  # of attn_output
+    query: np.ndarray
+    caches: list[np.ndarray]
+    table: np.ndarray  # [entries, blocks]
+    lengths: np.ndarray
+    apart: int  # entries of a sequence
+    weights: Weights
+    razor_offset: np.ndarray | None
+    inputs: list[tuple[str, np.ndarray]]
+    results: Results
+
+
+def checked(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    context_lens,
+    *,
+    razor_offset,
+    sinks,
+    return_lse,
+    **attributes,
+):
+    """The checked call."""
+    fmt = tensor("query", query, FLOATS, 3)
+    batch, heads, dim = query.shape
+    filled("query", query)
+    views = []
+    for name, array in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if tensors.cache(name, array, "ND", written=False)[0] is not fmt:
+            raise wrong(name, f"the dtype of query, {fmt}", array.dtype)
+        views.append((name, array))
+    blocks, block_size = tensors.same_blocks(views)
+    kv_heads = key_cache.shape[2]
+    if value_cache.shape[2] != kv_heads:
+        raise wrong("value_cache", f"{kv_heads} heads, as key_cache", value_cache.shape[2])
+    if key_cache.shape[3] != dim:
+        raise wrong("key_cache", f"the head size of query, {dim}", key_cache.shape[3])
+    lengths = index_tensors.index("context_lens", context_lens)
+    apart = entries_of_a_sequence(len(lengths), batch, heads, kv_heads)
+    table = index_tensors.index("block_tables", block_tables, 2, len(lengths))
+    check_table(table, lengths, blocks, block_size)
+
+    attributes |= {"is_causal": False, "is_alibi": False, "sinks": sinks}
+    weights = replace(attention.weights(heads, dim, NO_MASK, **attributes), apart=apart)
+    if razor_offset is not None:
+        tensor("razor_offset", razor_offset, FLOATS[:1], 2)
+        if razor_offset.shape != (blocks, block_size):
+            raise wrong("razor_offset", f"shape ({blocks}, {block_size})", razor_offset.shape)
+    inputs = named(
+        query=query, key_cache=key_cache, value_cache=value_cache, razor_offset=razor_offset, sinks=sinks
+    )
+    shape = (batch, heads, value_cache.shape[3])
+    results = attention.results(shape, fmt, return_lse, inputs)
+    caches = [array for _, array in views]
+    return Call(fmt, shape, query, caches, table, lengths, apart, weights, razor_offset, inputs, results)
+
+
+def rows_of_a_context(call):
+    """How many rows the blocks of an entry have."""
+    return call.table.shape[1] * call.caches[0].shape[1]
+
+
+def biased(weights, bias):
+    """Weights with a bias [entries, rows] of scores."""
+    place = bias.ctypes.data, kind("float32"), bias.strides[0], 0, 0, bias.itemsize, False
+    return replace(weights, mask=place)
+
+
+def entries_of_a_sequence(entries, batch, heads, kv_heads):
+    """Key heads that have contexts of their own: 1 unless the cache is compressed per head."""
+    if entries == batch:
+        if heads % kv_heads:
+            raise wrong("query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads")
+        return 1
+    apart = entries // batch if batch else 0
+    if kv_heads != 1 or apart < 1 or entries % batch or heads % apart:
+        wanted = f"{batch} entries"
+        if kv_heads == 1:
+            wanted += f", or one for each key head of a sequence (a divisor of {heads} of them)"
+        raise wrong("context_lens", wanted, entries)
+    return apart
+
+
+def check_table(table, lengths, blocks, block_size):
+    """Check the blocks that contexts lie in."""
+    if len(lengths) and lengths.min() < 0:
+        raise wrong("context_lens", "no length below 0", lengths.min())
+    need = -(-lengths // block_size)
+    if len(need) and need.max() > table.shape[1]:
+        i = int(need.argmax())
+        raise wrong(
+            "block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", table.shape[1]
+        )
+    wrong_ids = ((table < 0) | (table >= blocks)) & (np.arange(table.shape[1]) < need[:, None])
+    if wrong_ids.any():
+        i, j = np.argwhere(wrong_ids)[0]
+        raise wrong(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
+
+
+def uneven(places):
+    """Whether caches must be copied to be read as rows; see `rows_of`."""
+    return None in places or places[0][1] != places[1][1]
+
+
+def folded_shape(call):
+    """(entries, query heads of an entry)."""
+    batch, heads, _ = call.shape
+    return batch * call.apart, heads // call.apart
+
+
+def context_of(call, caches, places):
+    """The caches as attention sees them."""
+    key, value = caches
+    return attention.context_of(call.fmt, key, value, [(0, row) for row, _ in places])
+
+
+def steps_of(call, places):
+    """The entries as sequences of one new token; see `rows_of`."""
+    lengths, step = call.lengths, places[0][1]
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return Steps(
+        np.arange(len(lengths) + 1), starts, lengths - 1, np.zeros_like(lengths), call.table.clip(0) * step,
+        call.caches[0].shape[1], len(lengths), int(starts[-1]), 0,
+    )  # fmt: skip
+
+
+def rows_of(cache):
+    """(stride of the cache's rows, how many of these one block is from the next); None if that is no number.
+
+    The strides of most caches divide so.
+    """
+    block, row, _, last = cache.strides
+    if len(cache) == 1:
+        block = 0
+    if cache.shape[1] == 1:
+        row = block or cache.itemsize
+    if (cache.shape[3] > 1 and last != cache.itemsize) or row == 0 or block % row:
+        return None
+    return row, block // row

@@ -1,0 +1,53 @@
+"""The checked calls of conversions between matrices and their groups of columns."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvkit.checks.ascend.tensors import fractal
+from kvkit.checks.outputs import Results
+from kvkit.checks.tensors import DATA, tensor
+from kvkit.checks.values import integer
+from kvkit.checks.words import wrong
+
+FRACTAL_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked conversion, but for its output."""
+
+    source: np.ndarray  # [b, m, n], or in NZ
+    shape: tuple[int, ...]  # of the result
+    results: Results
+
+
+def checked_nd(x):
+    """The checked call of `nd_to_nz`."""
+    if isinstance(x, np.ndarray) and x.ndim == 2:
+        x = x[None]
+    fmt = tensor("x", x, DATA, 3)
+    return call("x", x, "y", (len(x), *fractals(x.shape[1], x.shape[2], fmt)))
+
+
+def checked_nz(y, m, n):
+    """The checked call of `nz_to_nd`."""
+    fmt = tensor("y", y, DATA, 4)
+    rows, columns = integer("m", m, 0), integer("n", n, 0)
+    want = fractals(rows, columns, fmt)
+    if y.shape[1:] != want:
+        sizes = f"shape [b, {', '.join(map(str, want))}] for {rows} rows and {columns} columns"
+        raise wrong("y", sizes, y.shape)
+    return call("y", y, "x", (len(y), rows, columns))
+
+
+def call(name, source, result, shape):
+    """A call from one array to another."""
+    results = Results({result: (shape, source.dtype)}, [(name, source)], alone=True, rows=False)
+    return Call(source, shape, results)
+
+
+def fractals(rows, columns, fmt):
+    """(groups, rows, elements of a group) of a matrix in NZ."""
+    size = fractal(fmt)
+    return -(-columns // size), -(-rows // FRACTAL_ROWS) * FRACTAL_ROWS, size

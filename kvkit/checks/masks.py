@@ -1,0 +1,57 @@
+"""Checks of masks of attention, and how kernels see them."""
+
+import numpy as np
+
+from kvkit import cpu
+from kvkit.checks.records import NO_MASK
+from kvkit.checks.words import describe, wrong
+from kvkit.formats import BY_DTYPE
+
+
+def static_mask(fmt, mask, batch, num_heads, seqlen, kvlen):
+    """A mask whose axes are right-aligned to [B, num_heads, S, at least kvlen], as kernels see it."""
+    if no_mask(fmt, mask):
+        return NO_MASK
+    legal = (batch, num_heads, seqlen)[max(0, 4 - mask.ndim) :]
+    fits = 2 <= mask.ndim <= 4 and mask.shape[-1] >= kvlen
+    if not fits or any(size not in (1, want) for size, want in zip(mask.shape[:-1], legal, strict=True)):
+        wanted = f"[{batch}, {num_heads}, {seqlen}, {kvlen} or more], axes of 1, or without leading axes"
+        raise wrong("attn_mask", wanted, f"shape {mask.shape}")
+    strides = [0] * (4 - mask.ndim) + [
+        0 if size == 1 and i < mask.ndim - 1 else stride
+        for i, (size, stride) in enumerate(zip(mask.shape, mask.strides, strict=True))
+    ]
+    return described(mask, strides, False)
+
+
+def dynamic_mask(fmt, mask, num_heads, tokens, keys):
+    """A mask [tokens, at least keys], or with heads in front, as kernels see it."""
+    if no_mask(fmt, mask):
+        return NO_MASK
+    fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and mask.shape[-1] >= keys
+    if not fits or (mask.ndim == 3 and mask.shape[0] not in (1, num_heads)):
+        wanted = f"[{tokens}, {keys} or more], or [{num_heads}, {tokens}, {keys} or more]"
+        raise wrong("attn_mask", wanted, f"shape {mask.shape}")
+    head = mask.strides[0] if mask.ndim == 3 and mask.shape[0] > 1 else 0
+    return described(mask, (0, head, *mask.strides[-2:]), True)
+
+
+def no_mask(fmt, mask):
+    """Whether there is none; its type is right if there is one."""
+    if mask is None:
+        return True
+    if not isinstance(mask, np.ndarray):
+        raise wrong("attn_mask", "a numpy array", describe(mask))
+    if mask.dtype != np.bool_ and mask.dtype != fmt.dtype:
+        raise wrong("attn_mask", f"dtype {fmt}, that of query, or bool", mask.dtype)
+    return mask.size == 0
+
+
+def described(mask, strides, packed):
+    name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
+    return (mask.ctypes.data, kind(name), *strides, packed)
+
+
+def kind(name):
+    """The number by which kernels know the elements of a mask."""
+    return cpu.attention.mask_kind(name)

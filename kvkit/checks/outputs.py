@@ -1,0 +1,66 @@
+"""The outputs of every operator: new arrays, or those that a caller gives, which are checked in one place.
+
+What is wrong with an array is said of `out` where a call gives one output, else of `out (NAME)`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvkit.checks.tensors import apart, in_out, written
+from kvkit.checks.words import describe, wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a checked call gives: shape and dtype of each output, by name and in order."""
+
+    forms: dict[str, tuple[tuple[int, ...], np.dtype]]
+    inputs: list[tuple[str, np.ndarray]]  # what they must be apart from, and what else is written
+    alone: bool = False  # `out` is the array itself, not a tuple
+    in_place: bool = False  # each may be the input of its name, exactly
+    rows: bool = True  # whose last axis must be in one piece
+
+    @property
+    def labels(self):
+        """What errors call each."""
+        return ["out"] if self.alone else [f"out ({name})" for name in self.forms]
+
+    def taken(self, out, new=np.empty):
+        """A tuple of new arrays, or of those that are given."""
+        if out is None:
+            return tuple([new(shape, dtype) for shape, dtype in self.forms.values()])
+        return self.given(out)
+
+    def given(self, out):
+        """A tuple of the arrays that are given, if they will do."""
+        if not self.alone and (not isinstance(out, (tuple, list)) or len(out) != len(self.forms)):
+            raise wrong(
+                "out", f"a tuple of {len(self.forms)} arrays ({', '.join(self.forms)})", describe(out)
+            )
+        arrays = (out,) if self.alone else tuple(out)
+        outputs = list(zip(self.labels, arrays, strict=True))
+        for (label, array), form in zip(outputs, self.forms.values(), strict=True):
+            self._check_form(label, array, *form)
+        for i, (name, (label, array)) in enumerate(zip(self.forms, outputs, strict=True)):
+            inputs = self.inputs
+            if self.in_place:
+                inputs = [(other, old) for other, old in inputs if other != name or not one_place(array, old)]
+            apart(label, array, [*outputs[i + 1 :], *inputs])
+        return arrays
+
+    def _check_form(self, label, array, shape, dtype):
+        if not isinstance(array, np.ndarray):
+            raise wrong(label, "a numpy array", describe(array))
+        if array.dtype != dtype:
+            raise wrong(label, f"dtype {dtype}", array.dtype)
+        if array.ndim != len(shape):
+            raise wrong(label, f"{len(shape)} axes", f"shape {array.shape}")
+        if array.shape != shape:
+            raise wrong(label, f"shape {shape}", array.shape)
+        (in_out if self.rows else written)(label, array)
+
+
+def one_place(a, b):
+    """Whether equal indices of two arrays of one shape are one place."""
+    return a is b or (a.strides == b.strides and a.ctypes.data == b.ctypes.data)

@@ -1,0 +1,75 @@
+"""What checks make of the arguments of a call, and kernels read."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NO_MASK = (0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Checked index tensors: where each sequence's tokens are packed and which rows they have."""
+
+    seqstarts: np.ndarray
+    kvstarts: np.ndarray
+    start_pos: np.ndarray
+    zeros: np.ndarray
+    table: np.ndarray  # or something else of its shape that numpy can read
+    page_size: int
+    tokens: int
+    context: int
+    rows: int  # that the cache must have
+    limits: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A layer of a checked cache as kernels see it: format names, and address and strides of each side."""
+
+    packed: str
+    stored: str
+    cell: str | None
+    group: int
+    heads: int
+    dim: int
+    stored_bytes: int  # of a head
+    capacity: tuple[int, int]  # sequences, rows
+    heads_adjoin: bool
+    sides: tuple[tuple[int, ...], ...]  # [key|value]: cache, then scale (address, sequence, row, head)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
+
+    Operators see what a load gives, which rounds to the data where these are coarser; `as_loaded` says so.
+    """
+
+    packed: str
+    stored: str
+    cell: str | None
+    group: int
+    heads: int
+    dim: int
+    value_dim: int
+    sides: tuple[tuple[int, ...], ...]  # [key|value]: elements, then scales (address, sequence, row, head)
+    key_bytes: int
+    value_bytes: int
+    as_loaded: bool = True
+    reader: object = None  # machine code of rows that formats and strides alone do not describe
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How scores become weights, in canonical form."""
+
+    scale: float
+    causal: bool
+    alibi: bool
+    left: int
+    right: int
+    softcap: float
+    sinks: np.ndarray | None
+    mask: tuple[int, ...] = NO_MASK  # address, kind, strides (sequence, head, row, column), packed
+    apart: int = 1  # sequences in a row that have sinks of their own

@@ -1,0 +1,73 @@
+"""Checks of plain values."""
+
+import operator
+
+import numpy as np
+
+from kvkit.checks.words import describe, wrong
+
+
+def integer(name, value, low=None, high=None):
+    """An int, a numpy integer or an array of one, within low..high."""
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iu":
+        value = value.item()
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise wrong(name, "an integer", describe(value))
+    if (low is not None and number < low) or (high is not None and number > high):
+        bounds = f"at least {low}" if high is None else f"an integer from {low} to {high}"
+        size = number.bit_length()
+        raise wrong(name, bounds, number if size < 128 else f"a number of {size} bits")
+    return number
+
+
+def choice(name, value, legal):
+    """One of the legal integers."""
+    number = integer(name, value)
+    if number not in legal:
+        raise wrong(name, " or ".join(map(str, legal)), number)
+    return number
+
+
+def text(name, value, legal):
+    """One of the legal texts."""
+    if not isinstance(value, str) or value not in legal:
+        raise wrong(name, " or ".join(map(repr, legal)), describe(value))
+    return value
+
+
+def number(name, value):
+    """A finite number."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not abs(value) < 3e38:
+        raise wrong(name, "a finite number", describe(value))
+    return float(value)
+
+
+def positive(name, value):
+    """A finite number above 0."""
+    found = number(name, value)
+    if found <= 0:
+        raise wrong(name, "a positive number", found)
+    return found
+
+
+def flag(name, value):
+    """True or False; ONNX says 1 and 0."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    return bool(choice(name, value, (0, 1)))
+
+
+def pair(name, value):
+    """(left, right) of a window."""
+    try:
+        left, right = (operator.index(size) for size in value)
+    except (TypeError, ValueError):
+        raise wrong(name, "a pair of integers (left, right)", describe(value)) from None
+    if min(left, right) < -1:
+        raise wrong(name, "sizes of at least 0, or -1 for no limit", (left, right))
+    return min(left, 2**62), min(right, 2**62)
