@@ -55,6 +55,8 @@ lint: $(VENV)/kvkit.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports silent tests/typing
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # With the peers, torch among them: a large download.
 bench: $(VENV)/kvkit.bench

@@ -1,4 +1,28 @@
-"""KV-cache operators for numpy arrays: exact to their specifications, as fast as memory."""
+"""KV-cache operators for numpy arrays: exact to their specifications, as fast as memory.
+
+Over sequences of one length, each with its own part of a cache, and beside caches:
+
+    key_value_cache               append keys and values, read the whole context back
+    multi_head_attention          of queries to keys and values
+    multi_head_cache_attention    append, and attend to the context where it lies
+    rotary_position_embedding, alibi_slope, alibi_mask    positions
+    merge_attention_states        attention over parts of a context, put together
+    KvkitError, DeviceError       what is raised
+
+Rooms:
+
+    dynamic_batching    the operators over packed sequences that share a cache; a step planned once
+    ascend              caches in blocks, as Ascend's operators have them
+    cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
+    integrations        onnx and transformers
+    kvkit_cuda          a package of the same names, on a GPU
+
+In a shell `kvkit ops` lists the operators, `kvkit describe OPERATOR` explains one, `kvkit run` calls it on a
+file; `kvkit --help` has the other verbs.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
 
 from kvkit import ascend, dynamic_batching, sources  # noqa: F401  (sources: at import, see there)
 from kvkit.errors import DeviceError, KvkitError
@@ -12,6 +36,10 @@ from kvkit.static import (
     rotary_position_embedding,
 )
 from kvkit.version import __version__
+
+if TYPE_CHECKING:
+    from kvkit import cache as cache
+    from kvkit import integrations as integrations
 
 __all__ = [
     "DeviceError",
@@ -27,3 +55,14 @@ __all__ = [
     "multi_head_cache_attention",
     "rotary_position_embedding",
 ]
+ROOMS = ("cache", "integrations")  # loaded when they are first used
+
+
+def __getattr__(name):
+    if name in ROOMS:
+        return importlib.import_module(f"kvkit.{name}")
+    raise AttributeError(f"module 'kvkit' has no attribute {name!r}")
+
+
+def __dir__():
+    return [*__all__, *ROOMS]

@@ -5,8 +5,11 @@ sequences, rows, heads, and key and value, and the offset of a layer; kernels kn
 A static cache has an axis of sequences; the rows of a dynamic cache are shared by all, a stride of 0.
 """
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 FRACTAL_BYTES = 32  # of a group of elements in Ascend's NZ
 ENDLESS = 2**63 - 1  # the page size of offset mode: one page holds every position of a sequence
@@ -44,6 +47,27 @@ DYNAMIC = _layouts(
     "layer kv row head dim",
     "layer kv head row dim",
 )
+
+
+Documented = TypeVar("Documented", bound=Callable[..., Any])
+
+
+def listed(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """A line for each layout: its number and its axes."""
+    return tuple(f"{layout.number}: {layout}" for layout in layouts)
+
+
+def documented(layouts: Iterable[Layout]) -> Callable[[Documented], Documented]:
+    """Decorate a function whose docstring has a line ``{layouts}``, which these take the place of."""
+
+    def decorate(function: Documented) -> Documented:
+        def lines(found: re.Match[str]) -> str:
+            return "\n".join(found[1] + line for line in listed(layouts))
+
+        function.__doc__ = re.sub(r"( *){layouts}", lines, function.__doc__ or "")
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """Attention over parts of a context, put together."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from kvkit.checks.merge import checked
+from kvkit.typed import Arrays, Pair
 
 
-def merge_attention_states(outputs, lses, *, out=None):
+def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
     """Put attention over parts of a context together: several caches, machines, or a shared prefix.
 
     Exact: the result is attention over all keys, whatever the parts and their order, up to float32

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvkit.formats import SMALLEST_SCALE
+from kvkit.formats import BY_NAME, FLOATS
 from kvkit.jit import shared
 
 ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it rounds, ties to even
@@ -20,7 +20,7 @@ ROUNDER64 = 1.5 * 2.0**52  # the same for float64
 PI_HIGH, PI_MIDDLE, PI_LOW = 3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18  # their sum
 TURNS = 2.0**24  # angles below it turn less than 2^23 times by pi
 MINUS_INF, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
-EPS32, EPS16, EPSBF = (np.float32(SMALLEST_SCALE[name]) for name in ("float32", "float16", "bfloat16"))
+EPS32, EPS16, EPSBF = (np.float32(fmt.smallest_scale) for fmt in FLOATS)
 
 
 def _cast(result, argument, build):
@@ -115,6 +115,11 @@ def pack_nibbles(low, high):
 
 
 @shared
+def as_it_is(code):
+    return code
+
+
+@shared
 def low_nibble(byte):
     return np.int8(np.int8(byte << 4) >> 4)
 
@@ -122,6 +127,16 @@ def low_nibble(byte):
 @shared
 def high_nibble(byte):
     return np.int8(byte >> 4)
+
+
+def widening(element):
+    """The formula that makes a number of an element's word."""
+    return globals()[BY_NAME[element].widen]
+
+
+def narrowing(element):
+    """The formula that makes an element's word of a float32."""
+    return globals()[BY_NAME[element].narrow]
 
 
 @shared

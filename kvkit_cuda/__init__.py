@@ -30,3 +30,7 @@ merge_attention_states = twin("merge_attention_states")
 rotary_position_embedding = twin("rotary_position_embedding", ANGLES)
 alibi_slope = twin("alibi_slope")
 alibi_mask = twin("alibi_mask")
+
+
+def __dir__():
+    return __all__

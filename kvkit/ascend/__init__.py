@@ -20,3 +20,7 @@ __all__ = [
     "reshape_and_cache",
     "slots",
 ]
+
+
+def __dir__():
+    return __all__

@@ -1,28 +1,32 @@
 """Attention of one query token a sequence over a cache in blocks."""
 
+from __future__ import annotations
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.checks.ascend import attention
 from kvkit.checks.tensors import one_piece
 from kvkit.launch import arguments, returned
+from kvkit.typed import Array, Attended, Pair
 
 
 def paged_attention(
-    query,
-    key_cache,
-    value_cache,
-    block_tables,
-    context_lens,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: ArrayLike,
+    context_lens: ArrayLike,
     *,
-    razor_offset=None,
-    softmax_scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    sinks=None,
-    return_lse=False,
-    out=None,
-):
+    razor_offset: Array | None = None,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    out: Array | Pair | None = None,
+) -> Attended:
     """Attention of one new token a sequence to all of its context in a cache in blocks.
 
     Where each head keeps rows of its own (caches of one head, block tables for each sequence and head), query

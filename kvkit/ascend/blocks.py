@@ -1,15 +1,28 @@
 """The way back from blocks, and copies of blocks."""
 
+from __future__ import annotations
+
+from typing import Literal
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.checks.ascend import blocks
 from kvkit.launch import arguments
+from kvkit.typed import Array, Values
 
 
 def paged_cache_load(
-    key_cache, value_cache, block_tables, seq_lens, seq_starts=None, *, cache_format="ND", out=None
-):
+    key_cache: Array,
+    value_cache: Values,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    seq_starts: ArrayLike | None = None,
+    *,
+    cache_format: Literal["ND", "NZ"] = "ND",
+    out: tuple[Array, ...] | None = None,
+) -> tuple[Array, Values]:
     """Gather the contexts of sequences from a cache in blocks, packed one after the other.
 
     Parameters
@@ -69,7 +82,9 @@ def paged_cache_load(
     return (*results, None)[:2]
 
 
-def block_copy(key_cache, value_cache, src, dst, cum_sum):
+def block_copy(
+    key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
+) -> tuple[Array, Values]:
     """Copy blocks within a cache: ``dst[cum_sum[i - 1]:cum_sum[i]]`` become as block ``src[i]``.
 
     Parameters

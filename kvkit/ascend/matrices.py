@@ -1,11 +1,16 @@
 """Matrices in groups of columns, and back."""
 
+from __future__ import annotations
+
+from typing import SupportsIndex
+
 import numpy as np
 
 from kvkit.checks.ascend import matrices
+from kvkit.typed import Array
 
 
-def nd_to_nz(x, *, out=None):
+def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     """Matrices in groups of columns: NZ, whose groups are 32 bytes wide and whose rows come in sixteens.
 
     Parameters
@@ -47,7 +52,7 @@ def nd_to_nz(x, *, out=None):
     return y
 
 
-def nz_to_nd(y, m, n, *, out=None):
+def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
     """Matrices back from NZ: the inverse of `nd_to_nz`.
 
     Parameters

@@ -1,25 +1,32 @@
 """New keys and values into the slots of a cache in blocks, whole or compressed per head."""
 
+from __future__ import annotations
+
+from typing import Literal
+
+from numpy.typing import ArrayLike
+
 from kvkit import cpu
 from kvkit.checks.ascend import reshape
 from kvkit.checks.tensors import one_piece
 from kvkit.compression import CompressType
+from kvkit.typed import Array, Values
 
 
 def reshape_and_cache(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
+    key: Array,
+    value: Values,
+    key_cache: Array,
+    value_cache: Values,
+    slot_mapping: ArrayLike,
     *,
-    compress_type=CompressType.UNDEFINED,
-    wins=None,
-    seq_lens=None,
-    offset_index=None,
-    cache_format="ND",
-    empty_window="copy",
-):
+    compress_type: CompressType | Literal[0, 1, 2, 3] = CompressType.UNDEFINED,
+    wins: ArrayLike | None = None,
+    seq_lens: ArrayLike | None = None,
+    offset_index: ArrayLike | None = None,
+    cache_format: Literal["ND", "NZ"] = "ND",
+    empty_window: Literal["copy", "skip"] = "copy",
+) -> tuple[Array, Values]:
     """Store packed keys and values in the slots of a cache in blocks.
 
     Slot s is row ``s % block_size`` of block ``s // block_size``. A negative slot stores nothing.

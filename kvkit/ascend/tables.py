@@ -1,14 +1,20 @@
 """Index tensors for callers: slots, block tables and context lengths from lengths and windows."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.checks.ascend.reshape import WINDOWS, compression
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import integer, number, text
 from kvkit.checks.words import describe, wrong
 from kvkit.compression import CompressType
+from kvkit.typed import Array, Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Slots:
     mean_counts: np.ndarray
     block_size: int
 
-    def razor_offset(self, softmax_scale, num_blocks=None):
+    def razor_offset(self, softmax_scale: float, num_blocks: int | None = None) -> Array:
         """For `paged_attention`: ln(N) / softmax_scale for each mean of N tokens, 0 elsewhere.
 
         With it a mean counts as the N tokens it stands for. float32 [num_blocks, block_size]; `num_blocks`
@@ -56,13 +62,13 @@ class Slots:
         offset[self.mean_slots[there]] = np.log(self.mean_counts[there]) / scale
         return offset.reshape(blocks, self.block_size)
 
-    def next_slots(self, step=0):
+    def next_slots(self, step: int = 0) -> Array:
         """The slot of each entry's row after its context, `step` steps on, for a decoded token."""
         step = integer("step", step, 0)
         return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
 
 
-def slots(seq_lens, *, block_size=128, headroom=0, first_block=0):
+def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, first_block: int = 0) -> Slots:
     """Blocks for new sequences, and a slot for each of their tokens.
 
     Parameters
@@ -104,17 +110,17 @@ def slots(seq_lens, *, block_size=128, headroom=0, first_block=0):
 
 
 def compressed_slots(
-    seq_lens,
-    num_head,
-    wins,
-    offset_index=None,
+    seq_lens: ArrayLike,
+    num_head: int,
+    wins: ArrayLike,
+    offset_index: ArrayLike | None = None,
     *,
-    compress_type,
-    block_size=128,
-    headroom=0,
-    first_block=0,
-    empty_window="copy",
-):
+    compress_type: CompressType | Literal[0, 1, 2, 3],
+    block_size: int = 128,
+    headroom: int = 0,
+    first_block: int = 0,
+    empty_window: Literal["copy", "skip"] = "copy",
+) -> Slots:
     """Blocks for new sequences whose heads keep rows of their own, each run on blocks of its own.
 
     Parameters
@@ -180,7 +186,15 @@ def compressed_slots(
     )  # fmt: skip
 
 
-def razor_windows(seq_lens, num_head, retrieval_heads, *, sinks=4, recent=4000, fraction=5):
+def razor_windows(
+    seq_lens: ArrayLike,
+    num_head: int,
+    retrieval_heads: Iterable[int],
+    *,
+    sinks: int = 4,
+    recent: int = 4000,
+    fraction: int = 5,
+) -> Pair:
     """The windows of RazorAttention: retrieval heads keep all, others their first and most recent tokens.
 
     Parameters

@@ -38,3 +38,7 @@ __all__ = [
     "Step",
     "load",
 ]
+
+
+def __dir__():
+    return __all__

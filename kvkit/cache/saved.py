@@ -14,6 +14,7 @@ import json
 
 from kvkit.cache.layers import kinds
 from kvkit.cache.paged import saved as paged_saved
+from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.files import members, npz
 
@@ -133,4 +134,4 @@ def restored(path, number, about, arrays):
 
 
 def unfit(path, expected, got):
-    return npz.FileError(f"{path}: expected {expected}, got {got}")
+    return wrong(path, expected, got, npz.FileError)

@@ -1,7 +1,8 @@
 """The checked calls of attention: over keys and values, or over a cache that new ones are appended to."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,7 @@ from kvkit.formats import FLOATS, Format
 FLOAT32 = np.dtype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked call, but for its outputs."""
 
     fmt: Format
@@ -31,7 +31,7 @@ class Call:
     results: Results
     current: tuple[np.ndarray, ...] = ()  # what is appended first: keys and values,
     layer: Cache | None = None  # to this layer of a cache,
-    written: list[tuple[str, np.ndarray]] = field(default_factory=list)  # these arrays
+    written: Sequence[tuple[str, np.ndarray]] = ()  # these arrays
 
 
 def checked_attention(
@@ -53,7 +53,7 @@ def checked_attention(
     key, value = keys_and_values(fmt, key, value, sequences.outer(query), kv_heads, query.shape[-1])
     steps = sequences.over_keys(query, key)
     mask = sequences.mask(fmt, attn_mask, query, steps)
-    how = weights(*query.shape[-2:], mask, sinks=sinks, **attributes)
+    how = weights(query, mask, sinks=sinks, **attributes)
     inputs = named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
     shape = (*query.shape[:-1], value.shape[-1])
@@ -79,13 +79,13 @@ def checked_cache_attention(
 ):
     """The checked call of `multi_head_cache_attention`, likewise; the cache is apart from the inputs."""
     fmt, query, kv_heads = queries(query, sequences.axes, num_heads, head_dim, num_kv_heads)
-    num_heads, head_dim = query.shape[-2:]
+    head_dim = query.shape[-1]
     tokens = new_tokens(fmt, current_key, current_value, (*query.shape[:-2], kv_heads, head_dim))
     place = caches.taken(attributes)
     layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, **place)
     steps = sequences.over_cache("query", query, layer)
     mask = sequences.mask(fmt, attn_mask, query, steps)
-    how = weights(num_heads, head_dim, mask, sinks=sinks, **attributes)
+    how = weights(query, mask, sinks=sinks, **attributes)
     inputs = named(
         query=query, current_key=tokens[0], current_value=tokens[1], attn_mask=attn_mask, sinks=sinks
     )
@@ -150,8 +150,9 @@ def cache_context(layer):
     return Context(*formats, *sizes, layer.sides, layer.stored_bytes, layer.stored_bytes)
 
 
-def weights(num_heads, head_dim, mask, *, is_causal, is_alibi, softmax_scale, window, softcap, sinks):
-    """How scores become weights, checked."""
+def weights(query, mask, *, is_causal, is_alibi, softmax_scale, window, softcap, sinks):
+    """How scores become weights, checked, for queries [.., heads, dim]."""
+    num_heads, head_dim = query.shape[-2:]
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else number("softmax_scale", softmax_scale)
     left, right = pair("window", window)
     softcap = number("softcap", softcap)

@@ -80,9 +80,8 @@ def cache_format(fmt, cache, quant_bit, dim):
 
 def shape_of(name, array, layout, num_layer, heads, width, stored):
     """Axes and sizes of a cache in its layout; the number of sequences and rows is free."""
-    fixed = {"layer": num_layer, "kv": 2, "head": heads, "dim": width}
-    known = array.ndim == len(layout.axes)
-    if not known or any(array.shape[layout.at[axis]] != size for axis, size in fixed.items()):
+    at, fixed = layout.at, {"layer": num_layer, "kv": 2, "head": heads, "dim": width}
+    if array.ndim != len(at) or [array.shape[at[axis]] for axis in fixed] != list(fixed.values()):
         sizes = ", ".join(str(fixed.get(axis, "any")) for axis in layout.axes)
         note = ", Dh/2 bytes for int4" if stored.name == "int4" else ""
         raise wrong(name, f"shape {layout} = ({sizes}) for cache_layout {layout.number}{note}", array.shape)

@@ -1,7 +1,5 @@
 """The index tensors of a step: checked once, then where each sequence's tokens are packed and lie."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvkit import cpu
@@ -117,7 +115,7 @@ def unchecked(
 
 def checked(step):
     """The step with the rows that it needs, if it breaks no rule."""
-    return replace(step, rows=scanned(step, INT64_MAX))
+    return step._replace(rows=scanned(step, INT64_MAX))
 
 
 def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):

@@ -1,6 +1,6 @@
 """The checked call of `key_value_cache`."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from kvkit.formats import Format
 RESULTS = "key", "value"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked call, but for its outputs."""
 
     fmt: Format

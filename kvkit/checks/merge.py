@@ -1,6 +1,6 @@
 """The checked call of `merge_attention_states`."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,8 +10,7 @@ from kvkit.checks.words import describe, wrong
 from kvkit.formats import FLOATS, Format
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked call, but for its outputs."""
 
     fmt: Format

@@ -3,7 +3,7 @@
 What is wrong with an array is said of `out` where a call gives one output, else of `out (NAME)`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from kvkit.checks.tensors import apart, in_out, written
 from kvkit.checks.words import describe, wrong
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
+class Results(NamedTuple):
     """What a checked call gives: shape and dtype of each output, by name and in order."""
 
     forms: dict[str, tuple[tuple[int, ...], np.dtype]]

@@ -1,6 +1,6 @@
 """The checked calls of the position operators."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Format
 # Rotary position embedding
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A checked call of `rotary_position_embedding`, but for its outputs."""
 
     fmt: Format
@@ -125,8 +124,7 @@ def scaling(theta, max_position_embeddings, scaling_type, scaling_factor):
 # Indices
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(NamedTuple):
     """A checked call of `position_index`, but for its output."""
 
     starts: np.ndarray  # of sequences, among the tokens
@@ -145,8 +143,7 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen):
 # ALiBi
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """A checked call of `alibi_mask`, but for its output."""
 
     fmt: Format

@@ -1,14 +1,13 @@
 """What checks make of the arguments of a call, and kernels read."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 NO_MASK = (0, 0, 0, 0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(NamedTuple):
     """Checked index tensors: where each sequence's tokens are packed and which rows they have."""
 
     seqstarts: np.ndarray
@@ -23,8 +22,7 @@ class Steps:
     limits: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
+class Cache(NamedTuple):
     """A layer of a checked cache as kernels see it: format names, and address and strides of each side."""
 
     packed: str
@@ -39,8 +37,7 @@ class Cache:
     sides: tuple[tuple[int, ...], ...]  # [key|value]: cache, then scale (address, sequence, row, head)
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
 
     Operators see what a load gives, which rounds to the data where these are coarser; `as_loaded` says so.
@@ -60,8 +57,7 @@ class Context:
     reader: object = None  # machine code of rows that formats and strides alone do not describe
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """How scores become weights, in canonical form."""
 
     scale: float

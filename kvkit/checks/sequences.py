@@ -28,12 +28,13 @@ class Static:
 
     def over_keys(self, query, key):
         """The steps of queries that attend to a whole context."""
-        return index_tensors.equal(*query.shape[:2], key.shape[1])
+        batch, seqlen, *_ = query.shape
+        return index_tensors.equal(batch, seqlen, key.shape[1])
 
     def over_cache(self, name, tokens, layer):
         """The steps of new tokens, whose array has a name, that a layer of a cache has room for."""
-        start_pos = integer("start_pos", self.start_pos, 0)
-        return index_tensors.static(*tokens.shape[:2], start_pos, layer)
+        batch, seqlen, *_ = tokens.shape
+        return index_tensors.static(batch, seqlen, integer("start_pos", self.start_pos, 0), layer)
 
     def outer(self, query):
         """The outer axes of whole contexts; None is free."""

@@ -8,6 +8,7 @@ from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS, INT8
 
 FLOAT_NAMES = ", ".join(fmt.name for fmt in FLOATS)
+MOST_BYTES = np.iinfo(np.int64).max
 DATA = (*FLOATS, INT8)  # what keys and values may be
 
 
@@ -92,5 +93,5 @@ def _share(a, b):
 
 def holdable(name, shape, fmt, what="outputs"):
     """Check that an array can have a shape, which `name` decides."""
-    if math.prod(max(size, 1) for size in shape) * fmt.dtype.itemsize > np.iinfo(np.int64).max:
+    if math.prod(filter(None, shape)) * fmt.dtype.itemsize > MOST_BYTES:
         raise wrong(name, f"{what} that an array can hold", f"shape {shape}")

@@ -8,12 +8,11 @@ import numpy as np
 
 from kvkit.cpu import attend, products
 from kvkit.cpu.launches import Launch, address, threads
-from kvkit.cpu.online import MASKS
 from kvkit.cpu.rows import LOAD, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import NAMES
 from kvkit.cpu.transfer import packed_strides
-from kvkit.formats import BY_NAME
+from kvkit.formats import BY_NAME, MASKS, coarser
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
@@ -39,13 +38,14 @@ class Arena:
     """Memory that workers use during a launch, kept for the next one."""
 
     def __init__(self):
-        self.memory, self.size, self.begin = np.empty(0, np.int64), -1, 0
+        self.memory, self.begin, self.size = np.empty(0, np.uint8), 0, -1
 
     def at_least(self, size):
         """The address of so many bytes, at a multiple of 64."""
         if self.size < size:
-            self.memory, self.size = np.empty(size // 8 + 16, np.int64), size
+            self.memory = np.empty(size + 63, np.uint8)
             self.begin = address(self.memory) + -address(self.memory) % 64
+            self.size = address(self.memory) + self.memory.size - self.begin
         return self.begin
 
 
@@ -104,7 +104,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
-    rounds = context.as_loaded and products.coarser(context.packed, context.cell or context.stored)
+    rounds = context.as_loaded and coarser(context.packed, context.cell or context.stored)
     formats, reader = (context.stored, context.cell, context.group), context.reader
     if reader:
         widens = not reader.product
@@ -146,9 +146,9 @@ def prepare(query, out, lse, context, steps, decoding, weights):
         ],
         np.int64,
     )  # fmt: skip
-    attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
+    schedule(numbers)
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
-    exact = context.cell is not None and products.coarser(context.cell, context.packed)
+    exact = context.cell is not None and coarser(context.cell, context.packed)
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
         if tiles & tile:
             at = AT["scores1"] + i
@@ -174,3 +174,14 @@ def prepare(query, out, lse, context, steps, decoding, weights):
 
     owners = {place: owner for place, owner in OWNERS.items() if numbers[place]}
     return Launch(numbers, owners, run, alive=(steps, weights, constants, sinks, orders))
+
+
+def schedule(numbers):
+    """Share the work of a task out."""
+    attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
+
+
+def planned(numbers):
+    """What decides the launch of a task: units, items, parts, tiles, and whether one thread is enough."""
+    *planned, work = numbers[AT["units"] : AT["products"] + 1].tolist()
+    return planned, work < SMALL

@@ -19,7 +19,7 @@ from kvkit.cpu.launches import running, threads
 from kvkit.cpu.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
-from kvkit.formats import BY_NAME
+from kvkit.formats import BY_NAME, CODES
 from kvkit.index import share
 from kvkit.jit import callback, helper, kernel, shared
 
@@ -133,7 +133,7 @@ def encoded_groups(codes):
     get, put_cell = memory.read(element), memory.write(cell)
     get_byte, put_byte = memory.load(types.int8), memory.store(types.int8)
     size, cell_bytes, mask = BY_NAME[element].bytes(1), BY_NAME[cell].bytes(1), (1 << bits) - 1
-    most = mask >> 1 if symmetric else mask
+    _, most = CODES[bits, symmetric].limits
 
     def groups(source, codes, cells, minima, first, dim):
         for g in range(first, dim // group):

@@ -52,16 +52,40 @@ class Launch:
     run: Callable[[], object]
     alive: tuple = ()  # whatever else the numbers point into
 
-    def offsets(self, addresses):
-        """(place, owner, offset) of each address among the numbers, from what the owner's address is now."""
-        return [
-            (place, owner, int(self.numbers[place]) - addresses[owner])
-            for place, owner in self.owners.items()
-        ]
-
 
 def start(*launches):
     """Run launches in order."""
     with running:
         for launch in launches:
             launch.run()
+
+
+class Repeat:
+    """Launches to run again while arrays lie elsewhere: owners, by name, that had these addresses."""
+
+    __slots__ = ("_launches", "_moved", "owners")
+
+    def __init__(self, launches, addresses):
+        self._launches = launches
+        self._moved = [
+            (launch.numbers, place, owner, int(launch.numbers[place]) - addresses[owner])
+            for launch in launches
+            for place, owner in launch.owners.items()
+            if owner in addresses
+        ]
+        self.owners = {owner for _, _, owner, _ in self._moved}
+
+    def run(self, addresses, change=None):
+        """Run them for the same owners elsewhere.
+
+        `change` may change other numbers before; if it says that they need another launch none is run, and
+        the answer is False.
+        """
+        with running:
+            if change is not None and not change():
+                return False
+            for numbers, place, owner, offset in self._moved:
+                numbers[place] = addresses[owner] + offset
+            for launch in self._launches:
+                launch.run()
+        return True

@@ -4,14 +4,15 @@ import functools
 import inspect
 
 from llvmlite import ir
-from numba import types
+from numba import from_dtype, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvkit import numeric
+from kvkit.formats import FLOAT32, FLOATS, INT8
 from kvkit.jit import helper
 
-BITS = {"float32": types.float32, "float16": types.uint16, "bfloat16": types.uint16, "int8": types.int8}
+BITS = {fmt.name: from_dtype(fmt.word) for fmt in (*FLOATS, INT8)} | {FLOAT32.name: types.float32}
 
 
 @functools.cache
@@ -50,9 +51,8 @@ def store(scalar):
 @functools.cache
 def read(element):
     """(address) -> float32, one number of a float format."""
-    raw = load(BITS[element])
-    widen = {"float16": numeric.half_to_float, "bfloat16": numeric.bfloat16_to_float}.get(element)
-    if widen is None:
+    raw, widen = load(BITS[element]), numeric.widening(element)
+    if element == FLOAT32.name:
         return raw
     return helper(lambda address: widen(raw(address)))
 
@@ -60,9 +60,8 @@ def read(element):
 @functools.cache
 def write(element):
     """(address, float32): one number of a float format, rounded once."""
-    raw = store(BITS[element])
-    narrow = {"float16": numeric.float_to_half, "bfloat16": numeric.float_to_bfloat16}.get(element)
-    if narrow is None:
+    raw, narrow = store(BITS[element]), numeric.narrowing(element)
+    if element == FLOAT32.name:
         return raw
     return helper(lambda address, x: raw(address, narrow(x)))
 

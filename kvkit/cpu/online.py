@@ -13,7 +13,6 @@ from kvkit.jit import helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
 MINUS_INF = numeric.MINUS_INF
-MASKS = {"float32": 1, "float16": 2, "bfloat16": 3, "bool": 4}
 
 get, get_bool = memory.load(types.int64), memory.load(types.int8)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)

@@ -17,6 +17,7 @@ from kvkit.cpu.products import SCORES, SUMS
 from kvkit.cpu.rows import LOAD, SIGNATURE, rows
 from kvkit.cpu.simd import attention as simd
 from kvkit.cpu.simd.codes import whole_panels
+from kvkit.formats import CODES, coarser
 from kvkit.jit import callback, helper
 
 PART = (
@@ -103,8 +104,8 @@ def stored_as(codes):
     Numbers of 16 bits are not rounded to them here, as a read array's are: of a decode step that would take
     half of its time again for float16, and all of it for bfloat16.
     """
-    exact = codes.symmetric and products.coarser(codes.cell, codes.element)
-    stored = f"{'int' if codes.symmetric else 'uint'}{codes.bits}"
+    exact = codes.symmetric and coarser(codes.cell, codes.element)
+    stored = CODES[codes.bits, codes.symmetric].name
     return stored, codes.cell, codes.group, (codes.cell,) if exact else ()
 
 

@@ -17,18 +17,12 @@ from kvkit.jit import callback, helper
 
 SCORES = types.void(*[types.int64] * 11)
 SUMS = types.void(*[types.int64] * 12)
-SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 NARROW, WIDE = attention.NARROW, attention.WIDE
 
 
 def in_place(cell, group, dims):
     """Whether narrow products read these rows where they lie: whole vectors, which hold whole groups."""
     return all(dim % attention.LANES == 0 for dim in dims) and (not cell or panels.lanes_divide(group))
-
-
-def coarser(one, other):
-    """Whether rounding to a float format loses bits that another one keeps."""
-    return SIGNIFICANT_BITS[one] < SIGNIFICANT_BITS[other]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from numba import types
 from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.simd import panels
-from kvkit.formats import BY_NAME, QMAX
+from kvkit.formats import BY_NAME
 from kvkit.jit import callback, helper
 
 LANES = panels.LANES
@@ -116,7 +116,7 @@ def dequantized_row(packed, cache, scale, group, stream, plain):
 def quantized_row(packed, cache, scale, group):
     """One scale for each group, and each element's code."""
     get, put_cell, put_code = memory.read(packed), memory.write(scale), memory.store(types.int8)
-    code_bits, qmax = BY_NAME[cache].bits, QMAX[cache]
+    code_bits, (_, qmax) = BY_NAME[cache].bits, BY_NAME[cache].limits
     packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
 
     def row(packed_address, cache, scale, dim):

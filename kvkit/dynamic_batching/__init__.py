@@ -2,7 +2,7 @@
 
 from kvkit.dynamic_batching.attention import multi_head_attention, multi_head_cache_attention
 from kvkit.dynamic_batching.cache import key_value_cache
-from kvkit.dynamic_batching.plan import Plan, plan
+from kvkit.dynamic_batching.planned import Plan, plan
 from kvkit.dynamic_batching.positions import alibi_mask, position_index, rotary_position_embedding
 
 __all__ = [
@@ -15,3 +15,7 @@ __all__ = [
     "position_index",
     "rotary_position_embedding",
 ]
+
+
+def __dir__():
+    return __all__

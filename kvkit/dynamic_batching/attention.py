@@ -1,33 +1,40 @@
 """Attention over packed sequences: packed keys and values, or a cache that the new ones are appended to."""
 
+from __future__ import annotations
+
+from typing import Literal, SupportsIndex
+
+from numpy.typing import ArrayLike
+
 from kvkit.checks import sequences
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.launch import arguments, attend
+from kvkit.typed import Array, Attended, Pair
 
 
 def multi_head_attention(
-    query,
-    key,
-    value,
-    seqstarts,
-    kvstarts,
-    decoding_batches,
-    max_seqlen,
-    max_kvlen,
-    attn_mask=None,
+    query: Array,
+    key: Array,
+    value: Array,
+    seqstarts: ArrayLike,
+    kvstarts: ArrayLike,
+    decoding_batches: SupportsIndex,
+    max_seqlen: SupportsIndex | None,
+    max_kvlen: SupportsIndex | None,
+    attn_mask: Array | None = None,
     *,
-    num_heads,
-    head_dim,
-    is_causal=True,
-    is_alibi=False,
-    num_kv_heads=0,
-    softmax_scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    sinks=None,
-    return_lse=False,
-    out=None,
-):
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    out: Array | Pair | None = None,
+) -> Attended:
     """Attend with every query to the keys and values of its own sequence, sequences packed.
 
     As `kvkit.multi_head_attention` does for each sequence: with m keys, query i of n is at position
@@ -101,39 +108,39 @@ def multi_head_attention(
 
 
 def multi_head_cache_attention(
-    query,
-    current_key,
-    current_value,
-    seqstarts,
-    kvstarts,
-    cachestarts,
-    start_pos,
-    decoding_batches,
-    max_seqlen,
-    max_kvlen,
-    cache,
-    scale=None,
-    attn_mask=None,
+    query: Array,
+    current_key: Array,
+    current_value: Array,
+    seqstarts: ArrayLike,
+    kvstarts: ArrayLike,
+    cachestarts: ArrayLike,
+    start_pos: ArrayLike,
+    decoding_batches: SupportsIndex,
+    max_seqlen: SupportsIndex | None,
+    max_kvlen: SupportsIndex | None,
+    cache: Array,
+    scale: Array | None = None,
+    attn_mask: Array | None = None,
     *,
-    num_heads,
-    head_dim,
-    is_causal=True,
-    is_alibi=False,
-    num_kv_heads=0,
-    num_layer=1,
-    layer_idx=0,
-    quant_bit=0,
-    quant_group=8,
-    cache_mode=0,
-    cache_layout=0,
-    page_size=128,
-    softmax_scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    sinks=None,
-    return_lse=False,
-    out=None,
-):
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: Literal[0, 4, 8] = 0,
+    quant_group: int = 8,
+    cache_mode: Literal[0, 1] = 0,
+    cache_layout: int = 0,
+    page_size: int = 128,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    out: Array | Pair | None = None,
+) -> Attended:
     """Append packed keys and values to a shared cache and attend to each context, read where it lies.
 
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:

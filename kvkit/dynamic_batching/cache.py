@@ -1,32 +1,39 @@
 """Append to a dynamic cache, and gather from it."""
 
+from __future__ import annotations
+
+from typing import Literal, SupportsIndex
+
+from numpy.typing import ArrayLike
+
 from kvkit.checks import sequences
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.launch import append_and_load, arguments
+from kvkit.typed import Array, Pair
 
 
 def key_value_cache(
-    current_key,
-    current_value,
-    seqstarts,
-    kvstarts,
-    cachestarts,
-    start_pos,
-    max_seqlen,
-    max_kvlen,
-    cache,
-    scale=None,
+    current_key: Array,
+    current_value: Array,
+    seqstarts: ArrayLike,
+    kvstarts: ArrayLike,
+    cachestarts: ArrayLike,
+    start_pos: ArrayLike,
+    max_seqlen: SupportsIndex | None,
+    max_kvlen: SupportsIndex | None,
+    cache: Array,
+    scale: Array | None = None,
     *,
-    num_layer=1,
-    layer_idx=0,
-    quant_bit=0,
-    quant_group=8,
-    num_repeat=1,
-    cache_mode=0,
-    cache_layout=0,
-    page_size=128,
-    out=None,
-):
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: Literal[0, 4, 8] = 0,
+    quant_group: int = 8,
+    num_repeat: int = 1,
+    cache_mode: Literal[0, 1] = 0,
+    cache_layout: int = 0,
+    page_size: int = 128,
+    out: Pair | None = None,
+) -> Pair:
     """Append keys and values of packed sequences to a shared cache and read their contexts back.
 
     Token ``start_pos[b] + i`` of sequence b, packed at ``seqstarts[b] + i``, is stored in its row of the

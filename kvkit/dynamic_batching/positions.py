@@ -1,12 +1,25 @@
 """Positions of packed sequences: their indices, ALiBi masks, rotary embedding."""
 
+from __future__ import annotations
+
+from typing import Literal, SupportsIndex
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit import launch
 from kvkit.checks import positions
+from kvkit.typed import Array, Pair
 
 
-def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None):
+def position_index(
+    sequences: ArrayLike,
+    seqstarts: ArrayLike,
+    start_pos: ArrayLike,
+    max_seqlen: SupportsIndex | None = None,
+    *,
+    out: Array | None = None,
+) -> Array:
     """The position of every packed token: ``start_pos[b] + i`` for token ``seqstarts[b] + i``.
 
     Parameters
@@ -49,7 +62,15 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen=None, *, out=None
     return np.add(shift, np.arange(call.starts[-1]), out=out)
 
 
-def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="float32", out=None):
+def alibi_mask(
+    seqstarts: ArrayLike,
+    kvstarts: ArrayLike,
+    attn_mask: Array | None = None,
+    *,
+    num_heads: int,
+    data_type: Literal["float32", "float16", "bfloat16"] = "float32",
+    out: Array | None = None,
+) -> Array:
     """A mask with the ALiBi biases of packed sequences on its diagonal blocks.
 
     In the block of a sequence, query i of n, which is key m - n + i of m, sees key j with
@@ -95,20 +116,20 @@ def alibi_mask(seqstarts, kvstarts, attn_mask=None, *, num_heads, data_type="flo
 
 
 def rotary_position_embedding(
-    query,
-    key,
-    seqstarts,
-    start_pos,
-    max_seqlen,
+    query: Array,
+    key: Array,
+    seqstarts: ArrayLike,
+    start_pos: ArrayLike,
+    max_seqlen: SupportsIndex | None,
     *,
-    rotary_dim=0,
-    theta=10000.0,
-    bypass_key=False,
-    max_position_embeddings=2048,
-    scaling_type="",
-    scaling_factor=1.0,
-    out=None,
-):
+    rotary_dim: int = 0,
+    theta: float = 10000.0,
+    bypass_key: bool = False,
+    max_position_embeddings: int = 2048,
+    scaling_type: Literal["", "linear", "dynamic"] = "",
+    scaling_factor: float = 1.0,
+    out: Pair | None = None,
+) -> Pair:
     """Turn the queries and keys of packed sequences by angles that grow with their positions.
 
     Neighbouring elements 2i and 2i+1 of a head turn as a pair by ``t * theta^(-2i/R)``, where t is the

@@ -1,1 +1,19 @@
-"""kvkit's operators in the terms of other frameworks; a framework is imported with its module only."""
+"""kvkit's operators in the terms of other frameworks, `onnx` and `transformers`.
+
+A framework is imported with its room, when that is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvkit.integrations import onnx as onnx
+    from kvkit.integrations import transformers as transformers
+
+__all__: list[str] = []  # help() of this module needs no framework
+
+
+def __getattr__(name):
+    if name in ("onnx", "transformers"):
+        return importlib.import_module(f"kvkit.integrations.{name}")
+    raise AttributeError(f"module 'kvkit.integrations' has no attribute {name!r}")

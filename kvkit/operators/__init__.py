@@ -5,7 +5,8 @@ Importing it compiles nothing and loads no Numba.
 """
 
 from kvkit.operators import ascend, attention, positions
-from kvkit.operators.words import REQUIRED, Attribute, Input, Operator, Output
+from kvkit.operators.attributes import REQUIRED, Attribute
+from kvkit.operators.words import Input, Operator, Output
 
 __all__ = ["OPERATORS", "REQUIRED", "Attribute", "Input", "Operator", "Output"]
 

@@ -1,19 +1,8 @@
 """Caches in blocks: Ascend."""
 
-from kvkit.compression import MEANING, NEEDED, CompressType
-from kvkit.operators.parts import BEYOND, RETURN_LSE, SINKS, attention
-from kvkit.operators.words import FLOATS, INDEX, T1, Attribute, Input, Operator, Output
+from kvkit.operators.parts import SINKS, attention
+from kvkit.operators.words import FLOATS, INDEX, T1, Input, Operator, Output
 
-NEEDS = {mode: f"; needs {', '.join(names)}" if names else "" for mode, names in NEEDED.items()}
-COMPRESS_TYPE = Attribute(
-    "compress_type",
-    0,
-    "what is stored of a sequence, by name or number",
-    modes=tuple((mode.name, MEANING[mode] + NEEDS[mode]) for mode in CompressType),
-)
-CACHE_FORMAT = Attribute(
-    "cache_format", "ND", "'ND', or 'NZ': in groups of n0 elements, which are 32 bytes", str
-)
 ND = "(num_blocks, block_size, num_head, {})"
 NZ = "NZ: (num_blocks, num_head*{}/n0, block_size, n0)"
 COMPRESSED = "compressed: (num_blocks, block_size, 1, {})"
@@ -50,11 +39,6 @@ RESHAPE_AND_CACHE = Operator(
         Input("seq_lens", INDEX, ("(B)",), "tokens of each sequence", optional=True, keyword=True),
         _of_each_head("offset_index", "the first token to average or to leave out; -1: none"),
     ),
-    (
-        COMPRESS_TYPE,
-        CACHE_FORMAT,
-        Attribute("empty_window", "copy", "what KVHEAD keeps where wins is 0: 'copy' all, 'skip' none", str),
-    ),
     (),
 )
 PAGED_CACHE_LOAD = Operator(
@@ -69,7 +53,6 @@ PAGED_CACHE_LOAD = Operator(
             "seq_starts", INDEX, ("(B)",), "first token of each sequence, at a block's begin", optional=True
         ),
     ),
-    (CACHE_FORMAT,),
     (
         Output("key", "that of key_cache", "(tokens, num_head, Dk); NZ: (tokens, num_head*Dk)", "keys"),
         Output(
@@ -91,7 +74,6 @@ BLOCK_COPY = Operator(
         Input("cum_sum", INDEX, ("(S)",), "where the destinations of each source end in dst"),
     ),
     (),
-    (),
 )
 PAGED_ATTENTION = Operator(
     "ascend.paged_attention",
@@ -112,7 +94,6 @@ PAGED_ATTENTION = Operator(
         ),
         SINKS,
     ),
-    (*BEYOND, RETURN_LSE),
     attention("B", "Dv"),
 )
 ND_TO_NZ = Operator(
@@ -120,7 +101,6 @@ ND_TO_NZ = Operator(
     "Put matrices into the NZ format: groups of columns, rows in sixteens.",
     "Ascend ATB TransData",
     (Input("x", T1, ("(m, n)", "(b, m, n)"), "matrices"),),
-    (),
     (Output("y", "that of x", "(b, n/n0, m up to a multiple of 16, n0)", "n/n0 rounded up; zeros behind x"),),
 )
 NZ_TO_ND = Operator(
@@ -132,6 +112,5 @@ NZ_TO_ND = Operator(
         Input("m", INDEX, ("()",), "rows of a matrix"),
         Input("n", INDEX, ("()",), "columns of a matrix"),
     ),
-    (),
     (Output("x", "that of y", "(b, m, n)", "matrices"),),
 )

@@ -1,24 +1,16 @@
 """Caches and attention: PMX."""
 
+from kvkit import layout
 from kvkit.operators.parts import (
-    BEYOND,
-    CACHE_ATTRIBUTES,
     CACHESTARTS,
     DECODING,
-    DYNAMIC_CACHE,
-    DYNAMIC_LAYOUTS,
     DYNAMIC_MASKS,
-    HEADS,
     KVSTARTS,
     LIMITS,
-    NUM_REPEAT,
-    RETURN_LSE,
     SEQSTARTS,
     SINKS,
     START_POS,
     START_POSITIONS,
-    STATIC_LAYOUT,
-    STATIC_LAYOUTS,
     STATIC_MASKS,
     attention,
     cache_inputs,
@@ -32,8 +24,7 @@ STATIC_KEY_VALUE_CACHE = Operator(
     "key_value_cache",
     "Append keys and values to a static cache and read the whole context back.",
     "PMX KeyValueCache",
-    (*tokens("B, S", T1, "key", "value"), START_POS, *cache_inputs(STATIC_LAYOUTS)),
-    (*CACHE_ATTRIBUTES, NUM_REPEAT, STATIC_LAYOUT),
+    (*tokens("B, S", T1, "key", "value"), START_POS, *cache_inputs(layout.STATIC)),
     key_value("(B, start_pos+S, H*num_repeat, Dh)"),
 )
 STATIC_ATTENTION = Operator(
@@ -47,7 +38,6 @@ STATIC_ATTENTION = Operator(
         mask(*STATIC_MASKS),
         SINKS,
     ),
-    (*HEADS, *BEYOND, RETURN_LSE),
     attention("B, S", "Dv"),
 )
 STATIC_CACHE_ATTENTION = Operator(
@@ -58,11 +48,10 @@ STATIC_CACHE_ATTENTION = Operator(
         Input("query", FLOATS, ("(B, S, num_heads, head_dim)",), "queries of the new tokens"),
         *tokens("B, S", FLOATS, "key", "value"),
         START_POS,
-        *cache_inputs(STATIC_LAYOUTS),
+        *cache_inputs(layout.STATIC),
         mask(*STATIC_MASKS),
         SINKS,
     ),
-    (*HEADS, *CACHE_ATTRIBUTES, STATIC_LAYOUT, *BEYOND, RETURN_LSE),
     attention("B, S", "head_dim"),
 )
 MERGE = Operator(
@@ -73,7 +62,6 @@ MERGE = Operator(
         Input("outputs", FLOATS, ("(parts, ..., num_heads, Dv)",), "attn_output of each part"),
         Input("lses", FLOATS[:1], ("(parts, ..., num_heads)",), "lse of each part"),
     ),
-    (),
     (
         Output("attn_output", "that of outputs", "(..., num_heads, Dv)", "attention over all parts"),
         Output("lse", "float32", "(..., num_heads)", "that of all parts"),
@@ -90,9 +78,8 @@ DYNAMIC_KEY_VALUE_CACHE = Operator(
         CACHESTARTS,
         START_POSITIONS,
         *LIMITS,
-        *cache_inputs(DYNAMIC_LAYOUTS),
+        *cache_inputs(layout.DYNAMIC),
     ),
-    (*CACHE_ATTRIBUTES, NUM_REPEAT, *DYNAMIC_CACHE),
     key_value("(kvstarts[B], H*num_repeat, Dh)"),
 )
 DYNAMIC_ATTENTION = Operator(
@@ -110,7 +97,6 @@ DYNAMIC_ATTENTION = Operator(
         mask(*DYNAMIC_MASKS),
         SINKS,
     ),
-    (*HEADS, *BEYOND, RETURN_LSE),
     attention("seqstarts[B]", "Dv"),
 )
 DYNAMIC_CACHE_ATTENTION = Operator(
@@ -126,10 +112,9 @@ DYNAMIC_CACHE_ATTENTION = Operator(
         START_POSITIONS,
         DECODING,
         *LIMITS,
-        *cache_inputs(DYNAMIC_LAYOUTS),
+        *cache_inputs(layout.DYNAMIC),
         mask(*DYNAMIC_MASKS),
         SINKS,
     ),
-    (*HEADS, *CACHE_ATTRIBUTES, *DYNAMIC_CACHE, *BEYOND, RETURN_LSE),
     attention("seqstarts[B]", "head_dim"),
 )

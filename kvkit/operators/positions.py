@@ -8,18 +8,7 @@ from kvkit.operators.parts import (
     START_POS,
     START_POSITIONS,
 )
-from kvkit.operators.words import FLOATS, INDEX, MASK, REQUIRED, Attribute, Input, Operator, Output
-
-NUM_HEADS = Attribute("num_heads", REQUIRED, "heads of query")
-DATA_TYPE = Attribute("data_type", "float32", "dtype of the mask: float32, float16 or bfloat16", str)
-ROTARY = (
-    Attribute("rotary_dim", 0, "elements at the front of each head that turn, even; 0 for all"),
-    Attribute("theta", 10000.0, "base of the frequencies", float),
-    Attribute("bypass_key", False, "copy keys as they are", bool),
-    Attribute("max_position_embeddings", 2048, "end of a sequence beyond which 'dynamic' scales"),
-    Attribute("scaling_type", "", "'linear' (slower positions), 'dynamic' (larger theta) or ''", str),
-    Attribute("scaling_factor", 1.0, "how much 'linear' or 'dynamic' scales", float),
-)
+from kvkit.operators.words import FLOATS, INDEX, MASK, Input, Operator, Output
 
 
 def _to_turn(shape):
@@ -45,7 +34,6 @@ STATIC_ROTARY = Operator(
         START_POS,
         Input("pad_len", INDEX, ("(B)",), "padding tokens in front of each sequence", optional=True),
     ),
-    ROTARY,
     _turned("(B, S, heads, Dh)"),
 )
 DYNAMIC_ROTARY = Operator(
@@ -53,7 +41,6 @@ DYNAMIC_ROTARY = Operator(
     "Turn the queries and keys of packed sequences by angles that grow with their positions.",
     "PMX dynamic_batching.RotaryPositionEmbedding",
     (*_to_turn("(seqstarts[B], heads, Dh)"), SEQSTARTS, START_POSITIONS, LIMITS[0]),
-    ROTARY,
     _turned("(seqstarts[B], heads, Dh)"),
 )
 POSITION_INDEX = Operator(
@@ -66,7 +53,6 @@ POSITION_INDEX = Operator(
         START_POSITIONS,
         LIMITS[0],
     ),
-    (),
     (Output("positions", "int64", "(seqstarts[B])", "start_pos[b] + i for token i of sequence b"),),
 )
 ALIBI_SLOPE = Operator(
@@ -74,7 +60,6 @@ ALIBI_SLOPE = Operator(
     "The slope of each head's linear bias.",
     "PMX ALiBiSlope",
     (),
-    (NUM_HEADS,),
     (Output("slopes", "float32", "(num_heads)", "2^(-8(h+1)/P) for head h below P, the largest power of 2"),),
 )
 STATIC_ALIBI_MASK = Operator(
@@ -97,7 +82,6 @@ STATIC_ALIBI_MASK = Operator(
             optional=True,
         ),
     ),
-    (NUM_HEADS, DATA_TYPE),
     (
         Output(
             "mask",
@@ -116,7 +100,6 @@ DYNAMIC_ALIBI_MASK = Operator(
         KVSTARTS,
         Input("attn_mask", MASK, DYNAMIC_MASKS, "added; boolean: True may attend", optional=True),
     ),
-    (NUM_HEADS, DATA_TYPE),
     (
         Output(
             "mask",

@@ -5,12 +5,14 @@ import importlib
 import inspect
 from dataclasses import dataclass
 
-FLOATS = ("float32", "float16", "bfloat16")
-T1 = (*FLOATS, "int8")
-T2 = (*FLOATS, "int8", "uint8")
-MASK = (*FLOATS, "bool")
+from kvkit import formats
+from kvkit.operators.attributes import ATTRIBUTES
+
+FLOATS = tuple(fmt.name for fmt in formats.FLOATS)
+T1 = tuple(fmt.name for fmt in formats.BY_DTYPE.values())
+T2 = (*T1, "uint8")
+MASK = tuple(formats.MASKS)
 INDEX = ("int64", "int32")
-REQUIRED = inspect.Parameter.empty  # the default of what has none
 
 
 @dataclass(frozen=True)
@@ -30,21 +32,6 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Attribute:
-    """A keyword argument with a plain value, of type `kind`; `modes` name an integer's values, from 0 on."""
-
-    name: str
-    default: object
-    about: str
-    kind: type = int
-    modes: tuple[tuple[str, str], ...] = ()  # (name, what it means)
-
-    @property
-    def names(self):
-        return [name for name, _ in self.modes]
-
-
-@dataclass(frozen=True)
 class Output:
     """An array that the operator returns, always or if the attribute `only_with` is set."""
 
@@ -59,6 +46,7 @@ class Output:
 class Operator:
     """An operator of kvkit: `name` is its path inside the package.
 
+    Its attributes are the keyword arguments of its function that are neither inputs nor `out`.
     One that has no outputs of its own returns the arrays that it changes. An optional array that is not given
     comes back as None.
     """
@@ -67,8 +55,17 @@ class Operator:
     summary: str
     source: str
     inputs: tuple[Input, ...]
-    attributes: tuple[Attribute, ...]
     outputs: tuple[Output, ...]
+
+    @functools.cached_property
+    def attributes(self):
+        """What the function takes by keyword beside arrays."""
+        arrays = {"out", *(array.name for array in self.inputs)}
+        return tuple(
+            ATTRIBUTES[p.name].of(p.default)
+            for p in inspect.signature(self.function()).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in arrays
+        )
 
     def function(self, package="kvkit"):
         """The function of this name in a package (`kvkit` or its twin)."""

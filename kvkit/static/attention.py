@@ -1,28 +1,33 @@
 """Attention over static batches: whole keys and values, or a cache that the new ones are appended to."""
 
+from __future__ import annotations
+
+from typing import Literal, SupportsIndex
+
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.sequences import Static
 from kvkit.launch import arguments, attend
+from kvkit.typed import Array, Attended, Pair
 
 
 def multi_head_attention(
-    query,
-    key,
-    value,
-    attn_mask=None,
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
     *,
-    num_heads,
-    head_dim,
-    is_causal=True,
-    is_alibi=False,
-    num_kv_heads=0,
-    softmax_scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    sinks=None,
-    return_lse=False,
-    out=None,
-):
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    out: Array | Pair | None = None,
+) -> Attended:
     """Attend with every query to the keys and values of its sequence.
 
     Query head h uses key head ``h // (num_heads // num_kv_heads)``. With M keys, query i of S is at
@@ -93,31 +98,31 @@ def multi_head_attention(
 
 
 def multi_head_cache_attention(
-    query,
-    current_key,
-    current_value,
-    start_pos,
-    cache,
-    scale=None,
-    attn_mask=None,
+    query: Array,
+    current_key: Array,
+    current_value: Array,
+    start_pos: SupportsIndex,
+    cache: Array,
+    scale: Array | None = None,
+    attn_mask: Array | None = None,
     *,
-    num_heads,
-    head_dim,
-    is_causal=True,
-    is_alibi=False,
-    num_kv_heads=0,
-    num_layer=1,
-    layer_idx=0,
-    quant_bit=0,
-    quant_group=8,
-    cache_layout=0,
-    softmax_scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    sinks=None,
-    return_lse=False,
-    out=None,
-):
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: Literal[0, 4, 8] = 0,
+    quant_group: int = 8,
+    cache_layout: int = 0,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    out: Array | Pair | None = None,
+) -> Attended:
     """Append keys and values to a static cache and attend to the whole context, read where it lies.
 
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:

@@ -1,25 +1,30 @@
 """Append to a static cache, and gather from it."""
 
+from __future__ import annotations
+
+from typing import Literal, SupportsIndex
+
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import Static
 from kvkit.launch import append_and_load, arguments
+from kvkit.typed import Array, Pair
 
 
 def key_value_cache(
-    current_key,
-    current_value,
-    start_pos,
-    cache,
-    scale=None,
+    current_key: Array,
+    current_value: Array,
+    start_pos: SupportsIndex,
+    cache: Array,
+    scale: Array | None = None,
     *,
-    num_layer=1,
-    layer_idx=0,
-    quant_bit=0,
-    quant_group=8,
-    num_repeat=1,
-    cache_layout=0,
-    out=None,
-):
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: Literal[0, 4, 8] = 0,
+    quant_group: int = 8,
+    num_repeat: int = 1,
+    cache_layout: int = 0,
+    out: Pair | None = None,
+) -> Pair:
     """Append keys and values to a static cache and read the whole context back.
 
     Every sequence is at the same position. What comes back is what the cache holds: with a narrower or

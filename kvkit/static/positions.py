@@ -1,10 +1,17 @@
 """Positions: ALiBi slopes and masks, rotary embedding of sequences of one length."""
 
+from __future__ import annotations
+
+from typing import Literal, SupportsIndex
+
+from numpy.typing import ArrayLike
+
 from kvkit import cpu, launch
 from kvkit.checks import positions
+from kvkit.typed import Array, Pair
 
 
-def alibi_slope(*, num_heads, out=None):
+def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
     """The slope of each head's linear bias.
 
     With P the largest power of two up to ``num_heads``: 2^(-8(h+1)/P) for head h < P, and
@@ -42,7 +49,15 @@ def alibi_slope(*, num_heads, out=None):
     return out
 
 
-def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="float32", out=None):
+def alibi_mask(
+    seqlen_q: SupportsIndex,
+    seqlen_kv: SupportsIndex,
+    attn_mask: Array | None = None,
+    *,
+    num_heads: int,
+    data_type: Literal["float32", "float16", "bfloat16"] = "float32",
+    out: Array | None = None,
+) -> Array:
     """A mask with ALiBi biases, causal and aligned at the last query and key.
 
     Query i of n, which is key m - n + i of m, sees key j with ``slope * (j - (m - n + i))``, and no later
@@ -88,19 +103,19 @@ def alibi_mask(seqlen_q, seqlen_kv, attn_mask=None, *, num_heads, data_type="flo
 
 
 def rotary_position_embedding(
-    query,
-    key,
-    start_pos,
-    pad_len=None,
+    query: Array,
+    key: Array,
+    start_pos: SupportsIndex,
+    pad_len: ArrayLike | None = None,
     *,
-    rotary_dim=0,
-    theta=10000.0,
-    bypass_key=False,
-    max_position_embeddings=2048,
-    scaling_type="",
-    scaling_factor=1.0,
-    out=None,
-):
+    rotary_dim: int = 0,
+    theta: float = 10000.0,
+    bypass_key: bool = False,
+    max_position_embeddings: int = 2048,
+    scaling_type: Literal["", "linear", "dynamic"] = "",
+    scaling_factor: float = 1.0,
+    out: Pair | None = None,
+) -> Pair:
     """Turn queries and keys by angles that grow with their positions.
 
     Neighbouring elements 2i and 2i+1 of a head turn as a pair by ``t * theta^(-2i/R)``, where t is the

@@ -10,13 +10,13 @@ import math
 import numpy as np
 
 from kvkit import numeric
-from kvkit.cpu.online import MASKS
+from kvkit.formats import MASKS
 from kvkit.jit import shared
 from kvkit_cuda.moves import chunks
 
 READ = {name: chunks.read(name) for name in ("float32", "float16", "bfloat16", "int8")}
 read_float, read_half, read_bfloat16, read_byte = READ.values()
-FLOAT32, FLOAT16, BFLOAT16, BOOL = (MASKS[name] for name in ("float32", "float16", "bfloat16", "bool"))
+FLOAT32, FLOAT16, BFLOAT16, BOOL = MASKS.values()
 
 
 @functools.cache

@@ -5,7 +5,6 @@ table then.
 """
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,9 +143,9 @@ def taken(step, wanted, stream, lasting):
     blocks = min(-(-given.size // COPY_THREADS), device.most_blocks())
     arguments = given.ctypes.data, *given.strides, there
     device.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
-    tables = Tables(replace(step, table=Table(there)), lasting, table=there)
+    tables = Tables(step._replace(table=Table(there)), lasting, table=there)
     if wanted:
-        tables.steps = replace(tables.steps, rows=rows_in_use(tables, runs, stream))
+        tables.steps = tables.steps._replace(rows=rows_in_use(tables, runs, stream))
     if lasting:
         device.finish(stream)
     return tables

@@ -8,9 +8,8 @@ from collections import namedtuple
 import numpy as np
 from numba import types
 
-from kvkit.cpu.online import MASKS
 from kvkit.cpu.transfer import packed_strides
-from kvkit.formats import BY_DTYPE
+from kvkit.formats import BY_DTYPE, MASKS
 
 FIELDS = (
     "keys key_sequence key_row key_head key_cells cell_sequence cell_row cell_head",

@@ -33,11 +33,11 @@ NEED = "an NVIDIA GPU, its driver and `pip install 'kvkit-kernels[cuda]'` (kvkit
 def require():
     """Raise unless kernels can run."""
     if not cuda.is_available():
-        raise DeviceError(f"kvkit_cuda: expected {NEED}, got no CUDA device that Numba can use")
+        raise wrong("kvkit_cuda", NEED, "no CUDA device that Numba can use", DeviceError)
     if not SIMULATED and (found := tuple(cuda.get_current_device().compute_capability)) < OLDEST:
         oldest, own = (".".join(map(str, numbers)) for numbers in (OLDEST, found))
         expected = f"compute capability {oldest} or later"
-        raise DeviceError(f"kvkit_cuda: expected {expected}, got {name()}, of {own}")
+        raise wrong("kvkit_cuda", expected, f"{name()}, of {own}", DeviceError)
 
 
 def name():

@@ -29,7 +29,6 @@ WORD, NUMBER, ADDRESS, OFFSET = types.uint32, types.float32, types.int64, types.
 LLVM = {WORD: ir.IntType(32), OFFSET: ir.IntType(32), ADDRESS: ir.IntType(64), NUMBER: ir.FloatType()}
 LETTER = {WORD: "r", OFFSET: "r", ADDRESS: "l", NUMBER: "f"}
 SHORT = {"float16": "f16", "bfloat16": "bf16"}
-NARROW = {"float16": numeric.float_to_half, "bfloat16": numeric.float_to_bfloat16}
 
 
 def instruction(text, results, arguments, ordered=False):
@@ -164,7 +163,7 @@ low, high = _halves_of("0x5410", 0), _halves_of("0x7632", 16)
 def packed(element):
     """(low, high) -> the word of two float32 numbers, rounded."""
     emit = instruction(f"cvt.rn.{SHORT[element]}x2.f32 $0, $2, $1;", [WORD], [NUMBER] * 2)
-    narrow = NARROW[element]
+    narrow = numeric.narrowing(element)
 
     def emulation(low, high):
         return np.uint32(int(narrow(low)) | int(narrow(high)) << 16)

@@ -9,8 +9,7 @@ import functools
 import numpy as np
 
 from kvkit import numeric
-from kvkit.cpu.products import coarser
-from kvkit.formats import BY_NAME, QMAX
+from kvkit.formats import BY_NAME, FLOATS, INT4, INT8, coarser
 from kvkit.jit import shared
 from kvkit_cuda.ground import memory
 
@@ -24,7 +23,7 @@ def widest(packed, stored):
 
 def smallest(stored):
     """How many it has at least: whole bytes."""
-    return 2 if stored == "int4" else 1
+    return max(8 // BY_NAME[stored].bits, 1)
 
 
 def access(element, span):
@@ -47,20 +46,9 @@ def joined(low, high, word, place):
     return low, high | (word << np.uint64(place - 64))
 
 
-@shared
-def as_it_is(code):
-    return code
-
-
 # What an element's bits are, and the number they mean; then the bits of a number.
-DECODE = {
-    "float32": (np.uint32, numeric.float_of),
-    "float16": (np.uint16, numeric.half_to_float),
-    "bfloat16": (np.uint16, numeric.bfloat16_to_float),
-    "int8": (np.int8, as_it_is),
-    "int4": (np.int8, numeric.low_nibble),
-}
-ENCODE = {"float32": numeric.bits_of, "float16": numeric.float_to_half, "bfloat16": numeric.float_to_bfloat16}
+DECODE = {fmt.name: (fmt.word.type, numeric.widening(fmt.name)) for fmt in (*FLOATS, INT8, INT4)}
+ENCODE = {fmt.name: numeric.narrowing(fmt.name) for fmt in FLOATS}
 
 
 @functools.cache
@@ -162,7 +150,7 @@ def largest(packed, span):
 @functools.cache
 def quantize(packed, stored, cell, span):
     """(packed address, cache address, scale address, largest of the group, whether to store the scale)."""
-    element, qmax = packed, QMAX[stored]
+    element, (_, qmax) = packed, BY_NAME[stored].limits
     read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
     write_cell, cell_from = memory.store(*access(cell, 1)), ENCODE[cell]
     (raw, decode), bits, code_bits = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].bits

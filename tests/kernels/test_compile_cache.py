@@ -61,7 +61,7 @@ def test_second_process_is_fast_and_compiles_nothing(copy, tmp_path):
 def test_an_edit_of_any_file_leads_to_new_code(copy, tmp_path):
     before = call(copy, tmp_path / "cache")
     formats = copy / "kvkit" / "formats.py"
-    formats.write_text(formats.read_text().replace('QMAX = {"int8": 127', 'QMAX = {"int8": 100'))
+    formats.write_text(formats.read_text().replace("(-127, 127)", "(-100, 100)"))
     after = call(copy, tmp_path / "cache")
     assert (before["scale"], after["scale"]) == (pytest.approx(3 / 127), pytest.approx(3 / 100))
 
@@ -71,7 +71,7 @@ def test_an_edit_after_the_import_poisons_nothing(copy, tmp_path):
     edit = (
         "import kvkit, pathlib\n"
         "path = pathlib.Path(kvkit.__file__).parent / 'formats.py'\n"
-        "path.write_text(path.read_text().replace('QMAX = {\"int8\": 127', 'QMAX = {\"int8\": 100'))\n"
+        "path.write_text(path.read_text().replace('(-127, 127)', '(-100, 100)'))\n"
     )
     assert call(copy, tmp_path / "cache", edit + CALL)["scale"] == pytest.approx(3 / 127)
     assert call(copy, tmp_path / "cache")["scale"] == pytest.approx(3 / 100)

@@ -8,7 +8,7 @@ from scenes import DTYPES, FLOATS
 
 import kvkit
 from kvkit import numeric
-from kvkit.formats import SMALLEST_SCALE
+from kvkit.formats import BY_NAME
 
 PATTERNS = np.arange(2**16, dtype=np.uint16)
 NARROW = {"fp16": ("float16", numeric.half_to_float, numeric.float_to_half),
@@ -99,7 +99,7 @@ def test_round_to(t1):
 @pytest.mark.parametrize("t1", FLOATS)
 def test_smallest_scale(t1):
     bits = {"fp32": 0x3727C5AC, "fp16": 0x00A8, "bf16": 0x3728}[t1]
-    smallest = np.array(SMALLEST_SCALE[DTYPES[t1].name], np.float32).astype(DTYPES[t1])
+    smallest = np.array(BY_NAME[DTYPES[t1].name].smallest_scale, np.float32).astype(DTYPES[t1])
     assert int(smallest.view(np.uint32 if t1 == "fp32" else np.uint16)) == bits
 
 

@@ -18,7 +18,7 @@ from numpy.testing import assert_array_equal
 
 from kvkit.cpu import products
 from kvkit.cpu.simd.attention import WIDE, tile_tokens
-from kvkit.formats import BY_NAME
+from kvkit.formats import BY_NAME, coarser
 
 NARROW = (1, 2, 4, 8)
 HEAD_SIZES = (16, 48, 80, 128, 256)
@@ -389,7 +389,7 @@ def test_formats_that_are_coarser():
     names = [name for name, fmt in BY_NAME.items() if fmt.bits >= 16]
     digits = dict(zip(names, (24, 11, 8), strict=True))
     for one, other in itertools.product(names, names):
-        assert products.coarser(one, other) is (digits[one] < digits[other])
+        assert coarser(one, other) is (digits[one] < digits[other])
 
 
 # Assembly

@@ -124,3 +124,24 @@ def test_nothing_is_written_outside_scratch(new, options, guarded_scratch):
             call = scenes.dynamic_cache(rng, formats, lengths, heads=4, kv_heads=1, dim=16, **options)
             call.run()
             guarded_scratch()
+
+
+@pytest.mark.parametrize("place", [0, 1, 48])
+def test_scratch_memory_has_every_byte_that_was_asked_for(place, monkeypatch):
+    """Also where new memory begins one byte behind a multiple of 64, and one byte more than there is."""
+    empty = np.empty
+
+    def placed(size, dtype):
+        memory = empty(size + 64, dtype)
+        first = (place - memory.ctypes.data) % 64
+        return memory[first : first + size]
+
+    arena = cpu.attention.Arena()
+    monkeypatch.setattr(np, "empty", placed)
+    for size in (0, 1, 63, 64, 65, 4097):
+        for more in (0, 1):
+            wanted = max(size, arena.size + more)
+            begin = arena.at_least(wanted)
+            end = arena.memory.ctypes.data + arena.memory.nbytes
+            assert begin % 64 == 0
+            assert arena.memory.ctypes.data <= begin <= begin + wanted <= end

@@ -1,5 +1,6 @@
 """A plan: index tensors checked once, the bits of the plain functions for every layer."""
 
+import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from test_attention_errors import legal
 import kvkit
 from kvkit import KvkitError
 from kvkit.dynamic_batching import plan
+from kvkit.dynamic_batching import planned as planned_calls
 
 LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
 STEPS = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
@@ -361,6 +363,32 @@ def test_forms_that_look_alike(rng):
         assert_same(attend(step, narrow), want)
 
 
+@formats_of
+def test_outputs_below_the_address_of_an_array_that_runs_backwards(formats, rng):
+    """They overlap a cache whose rows descend, as the first call of their form would have found."""
+    call = scenes.dynamic_cache(rng, formats, LENGTHS, layout=0)
+    call = call.but(cache=np.flip(np.flip(call["cache"], 0).copy(), 0))
+    step, tokens = planned(call), call["query"]
+    for _ in range(2):
+        assert_same(attend(step, call.copy(), out=np.empty_like(tokens)), call.copy().run())
+        attend(step, call, out=np.empty_like(tokens))
+    below = np.flip(call["cache"], 0).reshape(-1).view(np.uint8)
+    low = -below.ctypes.data % 16
+    inside = below[low : low + tokens.nbytes].view(tokens.dtype).reshape(tokens.shape)
+    before = call.copy()
+    assert inside.ctypes.data + inside.nbytes < call["cache"].ctypes.data
+    assert error_of(attend, step, call, out=inside).startswith("out: expected memory")
+    assert_unchanged(call, before)
+
+
+def test_a_copy_of_a_plan_repeats_nothing_of_it(rng):
+    """Prepared calls know addresses, which a copy does not have."""
+    call = scenes.dynamic_cache(rng, FP16, LENGTHS)
+    step = copy.deepcopy(warmed(call))
+    for _ in range(2):
+        assert_same(attend(step, call.copy()), call.copy().run())
+
+
 def test_threads_may_change_between_calls(rng):
     call = scenes.dynamic_cache(rng, FP16, [(3000, 1), (900, 1), (0, 40)], heads=8, layout=3)
     step = warmed(call)
@@ -478,6 +506,17 @@ def test_wrong_outputs_after_right_ones():
     assert error_of(append, step, call, out="no").startswith("out")
     assert not short.any()
     assert_unchanged(call, before)
+
+
+def test_functions_prepare_no_repetition(rng, monkeypatch):
+    """They are called once: what a plan keeps for the next time is not made."""
+    call = scenes.dynamic_cache(rng, FP16, LENGTHS)
+    for name in ("form", "Guarded", "Repeats"):
+        monkeypatch.setattr(planned_calls, name, None)
+    call.run()
+    function(call)
+    with pytest.raises(TypeError):
+        planned(call)
 
 
 # Cost

@@ -21,7 +21,7 @@ class OutOfBlocksError(KvkitError):
         self.needed, self.available = needed, available
 
     def __str__(self):
-        return f"num_blocks: expected {self.needed} free or evictable blocks, got {self.available}"
+        return str(wrong("num_blocks", f"{self.needed} free or evictable blocks", self.available))
 
 
 class BlockAllocator:

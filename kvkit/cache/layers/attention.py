@@ -8,8 +8,7 @@ from kvkit.checks.records import NO_MASK
 from kvkit.checks.values import flag
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import FLOATS
-
-NUMBERS = int, float, type(None)
+from kvkit.repeats import addresses, form
 
 
 def attend(
@@ -69,25 +68,23 @@ def attend(
     array([0. , 0.5, 1. ], dtype=float32)
     """
     fmt, query = asked(self, query)
-    batch, new, query_heads, dim = query.shape
+    batch, new, query_heads, _ = query.shape
     out = np.empty((batch, new, query_heads, self._store.geometry.value_dim), query.dtype)
     wants_lse = flag("return_lse", return_lse)
     lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
     mask = NO_MASK
     if attention_mask is not None:
         mask = mask_of(self, fmt, attention_mask, (batch, query_heads, new))
-    form = None
-    if sinks is None and isinstance(softmax_scale, NUMBERS) and isinstance(softcap, NUMBERS):
-        numbers = type(softmax_scale), softmax_scale, type(softcap), softcap
-        form = (query.shape, query.strides, fmt, wants_lse, *numbers)
-    if form is None or self._call is None or not self._call.again(form, self, query, out, lse, mask):
+    arrays = {"query": query, "out": out, "lse": lse}
+    call = form((query,), (wants_lse, softmax_scale, softcap)) if sinks is None else None
+    if call is None or self._call is None or not self._call.again(call, self, arrays, mask):
         left = -1 if self.window is None else self.window - 1
         weights = attention.weights(
-            query_heads, dim, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
+            query, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
             window=(left, -1), softcap=softcap, sinks=sinks,
         )  # fmt: skip
-        call = Call(form, self, fmt, query, out, lse, weights)
-        self._call = call if form else None
+        made = Call(call, self, fmt, arrays, weights)
+        self._call = made if call else None
     attn_output = out.swapaxes(1, 2)
     return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
 
@@ -136,49 +133,39 @@ class Call:
     hundred tokens.
     """
 
-    __slots__ = ("counts", "form", "kvlen", "launch", "planned", "step", "store")
+    __slots__ = ("counts", "form", "kvlen", "launch", "mask", "planned", "repeat", "step", "store")
 
-    def __init__(self, form, layer, fmt, query, out, lse, weights):
-        self.form, self.store = form, layer._store
+    def __init__(self, form, layer, fmt, arrays, weights):
+        self.form, self.store, self.mask = form, layer._store, weights.mask
         self.kvlen = layer._length - layer._begin
         context = self.store.context(fmt.name, layer._begin - layer._origin, layer._length - layer._origin)
-        batch, new = query.shape[:2]
+        batch, new = arrays["query"].shape[:2]
         self.step, self.counts = index_tensors.equal(batch, new, self.kvlen), np.arange(batch + 1)
-        self.launch = cpu.attention.prepare(query, out, lse, context, self.step, 0, weights)
-        self.planned = self._plan()
+        self.launch = cpu.attention.prepare(*arrays.values(), context, self.step, 0, weights)
+        self.planned = cpu.attention.planned(self.launch.numbers)
+        if form is not None:
+            self.repeat = cpu.launches.Repeat([self.launch], addresses(arrays))
         cpu.launches.start(self.launch)
 
-    def _plan(self):
-        """What decides the launch: units, items, parts, tiles, and whether one thread is enough."""
-        at, numbers = cpu.attention.AT, self.launch.numbers
-        *planned, products = numbers[at["units"] : at["products"] + 1].tolist()
-        return planned, products < cpu.attention.SMALL
-
-    def again(self, form, layer, query, out, lse, mask):
+    def again(self, form, layer, arrays, mask):
         """Make the call for another query, mask and length; False if it has to be prepared."""
-        store = self.store
-        if form != self.form or layer._store is not store:
+        if form != self.form or layer._store is not self.store:
             return False
-        at, numbers, address = cpu.attention.AT, self.launch.numbers, cpu.launches.address
         row, kvlen = layer._begin - layer._origin, layer._length - layer._begin
-        with cpu.launches.running:
-            if kvlen != self.kvlen:
-                self.kvlen = None
-                np.multiply(self.counts, kvlen, out=self.step.kvstarts)
-                schedule(numbers)
-                if self._plan() != self.planned:
-                    return False
-                self.kvlen = kvlen
-            numbers[at["query"]], numbers[at["out"]] = address(query), address(out)
-            store.begin_at(numbers, row)
-            numbers[at["mask"] : at["mask"] + len(mask)] = mask
-            if lse is not None:
-                numbers[at["lse"]] = address(lse)
-            self.launch.run()
+        return self.repeat.run(addresses(arrays), lambda: self.follows(row, kvlen, mask))
+
+    def follows(self, row, kvlen, mask):
+        """Let the launch begin at another row, and end at another length unless it takes another launch."""
+        numbers = self.launch.numbers
+        if kvlen != self.kvlen:
+            self.kvlen = None
+            np.multiply(self.counts, kvlen, out=self.step.kvstarts)
+            cpu.attention.schedule(numbers)
+            if cpu.attention.planned(numbers) != self.planned:
+                return False
+            self.kvlen = kvlen
+        self.store.begin_at(numbers, row)
+        if mask != self.mask:
+            at = cpu.attention.AT["mask"]
+            numbers[at : at + len(mask)], self.mask = mask, mask
         return True
-
-
-def schedule(numbers):
-    """Share the work of a changed task out."""
-    attend = cpu.attention.attend
-    attend.compiled(False)(attend.code("schedule").address, 1, cpu.launches.address(numbers))

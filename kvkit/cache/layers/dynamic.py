@@ -2,6 +2,7 @@
 
 from kvkit.cache.layers.layer import Layer
 from kvkit.checks.values import integer
+from kvkit.checks.words import wrong
 from kvkit.errors import CapacityError
 
 
@@ -63,7 +64,7 @@ class StaticLayer(Layer):
     def _check_room(self, length, new):
         if length + new > self.max_cache_len:
             wanted = f"room for {new} new tokens after {length} (max_cache_len {self.max_cache_len})"
-            raise CapacityError(f"{self.name}: expected {wanted}, got {self.max_cache_len - length}")
+            raise wrong(self.name, wanted, self.max_cache_len - length, CapacityError)
 
     def _capacity(self, rows):
         return self.max_cache_len

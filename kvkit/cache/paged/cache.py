@@ -30,7 +30,7 @@ class PagedCache:
     scale_dtype : dtype
         Of the scales.
     cache_layout : int
-        Axis order of the storage, 0 to 3, as in `kvkit.dynamic_batching.key_value_cache`.
+        Axis order of the storage, as in `kvkit.dynamic_batching.key_value_cache`.
     salt : bytes
         Names the model, whose prefixes are found by no other one.
 

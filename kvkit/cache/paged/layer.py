@@ -7,7 +7,7 @@ from kvkit.cache.stores.memory import Geometry, geometry
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
-from kvkit.dynamic_batching.replay import form
+from kvkit.repeats import form
 
 
 class Rows:
@@ -222,11 +222,11 @@ class PagedLayer:
         elif mask is not None and np.ndim(mask) != 4:
             raise wrong("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
         mask = masks.static_mask(store.format, mask, batch, heads, tokens, length)
+        query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         weights = attention.weights(
-            heads, store.dim, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
+            query, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
             window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-        query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         made = attention.results(query.shape, store.format, return_lse, []).taken(None)
         decoding = batch if tokens == 1 else 0
         step = self._rows.tables()

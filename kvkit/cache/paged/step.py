@@ -1,15 +1,12 @@
 """A step over a paged cache: append and attend, layer by layer, to packed tokens."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvkit import cpu
-from kvkit.cache.paged.calls import Calls
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
-from kvkit.dynamic_batching.replay import form
+from kvkit.repeats import Repeats, addresses, form
 
 
 class PagedStep:
@@ -43,7 +40,7 @@ class PagedStep:
 
     def __init__(self, store, index):
         self._store, self.index, self.written = store, index, set()
-        self.calls = Calls(store)
+        self.calls = Repeats()
         self._steps = index_tensors.dynamic(
             None,
             seqstarts=index.seqstarts,
@@ -187,11 +184,11 @@ class PagedStep:
         store = self._store
         tensors.tensor("query", query, (store.format,), 3)
         _, query, _ = attention.queries(query, 3, query.shape[1], store.dim, store.heads)
-        count, heads, dim = query.shape
+        count, heads, _ = query.shape
         index_tensors.ends_with("seqstarts", self._steps.tokens, ("query", count))
         mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
         weights = attention.weights(
-            heads, dim, mask, is_causal=is_causal, is_alibi=is_alibi, softmax_scale=softmax_scale,
+            query, mask, is_causal=is_causal, is_alibi=is_alibi, softmax_scale=softmax_scale,
             window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
@@ -222,11 +219,11 @@ class PagedStep:
         call, arrays = form((key, value), ()), {"current_key": key, "current_value": value}
         prepared = self.calls.get(call)
         if prepared:
-            self.calls.again(prepared, layer_idx, arrays)
+            prepared.run(self.addresses(layer_idx, arrays))
         else:
             launch = cpu.transfer.store(key, value, self._store.places[layer_idx], self._steps)
             cpu.launches.start(launch)
-            self.calls.keep(call, layer_idx, arrays, launch)
+            self.keep(call, layer_idx, arrays, launch)
         self.written.add(layer_idx)
 
     def attend_first(self, call, query, out, lse, layer_idx, rows, decoding, weights):
@@ -238,16 +235,25 @@ class PagedStep:
     def start(self, call, launch, query, out, lse, layer_idx):
         """Start attention, and keep the call."""
         cpu.launches.start(launch)
-        self.calls.keep(call, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
+        self.keep(call, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
         return out if lse is None else (out, lse)
 
     def attend_again(self, prepared, query, layer_idx):
         """Attend with the queries of a call of a known form; the results are new arrays."""
         out, lse = np.empty(query.shape, query.dtype), None
-        if prepared.returns("lse"):
+        if "lse" in prepared.owners:
             lse = np.empty(query.shape[:-1], np.float32)
-        self.calls.again(prepared, layer_idx, {"query": query, "out": out, "lse": lse})
+        prepared.run(self.addresses(layer_idx, {"query": query, "out": out, "lse": lse}))
         return out if lse is None else (out, lse)
+
+    def keep(self, call, layer_idx, arrays, launch):
+        """Keep the launch of a call for other layers and arrays, unless its form is None."""
+        if call is not None:
+            self.calls.keep(call, cpu.launches.Repeat([launch], self.addresses(layer_idx, arrays)))
+
+    def addresses(self, layer_idx, arrays):
+        """Where a layer and the arrays of a call lie, by the names that launches have for them."""
+        return self._store.addresses[layer_idx] | addresses(arrays)
 
     def load(self, key, value, layer_idx, contexts):
         """Load contexts into arrays of such axes."""
@@ -259,4 +265,4 @@ class PagedStep:
         batch = len(self.index.sequences)
         count = np.arange(batch + 1)
         starts = {"seqstarts": count * tokens, "kvstarts": count * length}
-        return replace(self._steps, **starts, tokens=batch * tokens, context=batch * length)
+        return self._steps._replace(**starts, tokens=batch * tokens, context=batch * length)

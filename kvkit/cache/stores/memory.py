@@ -1,6 +1,5 @@
 """Where the keys and values of a layer lie: rows in two arrays. Which token has which row, layers know."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +70,7 @@ class Store:
         """Some rows as attention reads them, with queries of the format `packed`: as they are."""
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
-        return replace(rows, packed=packed, as_loaded=False)
+        return rows._replace(packed=packed, as_loaded=False)
 
     def begin_at(self, numbers, row):
         """Let prepared attention begin at another row."""

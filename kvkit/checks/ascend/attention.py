@@ -1,6 +1,6 @@
 """The checked call of attention of one query token a sequence over a cache in blocks."""
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from kvkit.checks.words import wrong
 from kvkit.formats import FLOATS, Format
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked call of `paged_attention`, but for its outputs. An entry is a sequence, or a head of one."""
 
     fmt: Format
@@ -64,7 +63,7 @@ def checked(
     check_table(table, lengths, blocks, block_size)
 
     attributes |= {"is_causal": False, "is_alibi": False, "sinks": sinks}
-    weights = replace(attention.weights(heads, dim, NO_MASK, **attributes), apart=apart)
+    weights = attention.weights(query, NO_MASK, **attributes)._replace(apart=apart)
     if razor_offset is not None:
         tensor("razor_offset", razor_offset, FLOATS[:1], 2)
         if razor_offset.shape != (blocks, block_size):
@@ -86,7 +85,7 @@ def rows_of_a_context(call):
 def biased(weights, bias):
     """Weights with a bias [entries, rows] of scores."""
     place = bias.ctypes.data, kind("float32"), bias.strides[0], 0, 0, bias.itemsize, False
-    return replace(weights, mask=place)
+    return weights._replace(mask=place)
 
 
 def entries_of_a_sequence(entries, batch, heads, kv_heads):

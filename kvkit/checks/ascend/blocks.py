@@ -1,6 +1,6 @@
 """The checked calls of the way back from blocks, and of copies of blocks."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from kvkit.formats import Format
 RESULTS = "key", "value"
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """A checked call of `paged_cache_load`, but for its outputs."""
 
     inputs: list[tuple[str, np.ndarray]]

@@ -1,6 +1,6 @@
 """The checked calls of conversions between matrices and their groups of columns."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from kvkit.checks.words import wrong
 FRACTAL_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked conversion, but for its output."""
 
     source: np.ndarray  # [b, m, n], or in NZ

@@ -1,6 +1,6 @@
 """The checked call of new keys and values into slots of a cache in blocks."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ WINDOWS = ("copy", "skip")
 DIM_STEP = 32  # a head's size in compressed modes is a multiple
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked call of `reshape_and_cache`."""
 
     mode: CompressType

@@ -78,7 +78,7 @@ def chunk_reader(stored, cell, group, rounds, like=None):
     (stored, cell, group), if floats are read beside them. A dequantized element is rounded to the formats
     `rounds` in turn, as a load does. Unsigned codes have minima behind the scales of a row.
     """
-    bits, symmetric = BY_NAME[stored].bits, not stored.startswith("uint")
+    bits, symmetric = BY_NAME[stored].bits, BY_NAME[stored].symmetric
 
     def at(b, row, i):
         return b.add(row, b.lshr(b.mul(i, I64(bits)), I64(3)))

@@ -8,7 +8,7 @@ import functools
 from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.lanes import F32, I8, I32, I64, RAW, Slots, loop, micro_kernel, narrow, read, write
 from kvkit.cpu.simd.panels import LANES, lanes_divide, round_to
-from kvkit.formats import SMALLEST_SCALE
+from kvkit.formats import BY_NAME, CODES, FLOAT32
 from kvkit.numeric import ROUNDER
 
 WORD = 32  # bits that a lane takes its code out of
@@ -48,8 +48,7 @@ def encode(bits, symmetric, cell, width, element):
     Vectors lie `step` bytes apart. Of each, `width` neighbouring lanes belong to one group: 1 where a group
     is one element of each vector.
     """
-    most = (1 << bits - 1) - 1 if symmetric else (1 << bits) - 1
-    least = -most if symmetric else 0
+    least, most = CODES[bits, symmetric].limits
 
     @micro_kernel(7)
     def encode(b, source, step, count, codes, code_step, scales, minima):
@@ -74,10 +73,10 @@ def encode(bits, symmetric, cell, width, element):
                 ends[1] = ends[1].min(x)
         largest = over_group(ends[0], lanes.Lanes.max)
         if symmetric:
-            scale = round_to(element, largest / float(most)).max(SMALLEST_SCALE[element])
+            scale = round_to(element, largest / float(most)).max(BY_NAME[element].smallest_scale)
         else:
             minimum = round_to(cell, over_group(ends[1], lanes.Lanes.min)) + 0.0  # of both zeros the positive
-            scale = ((largest - minimum) / float(most)).max(SMALLEST_SCALE["float32"])
+            scale = ((largest - minimum) / float(most)).max(FLOAT32.smallest_scale)
             scale = round_to(cell, scale)
             write_cells(minima, minimum)
         write_cells(scales, scale)

@@ -12,10 +12,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvkit.formats import BY_NAME, FLOAT16, FLOAT32
+
 F32, F16 = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 BITS = {F32: 32, F16: 16, I8: 8, I16: 16, I32: 32, I64: 64}
-RAW = {"float32": F32, "float16": F16, "bfloat16": I16, "int8": I8, "int4": I8}
+FLOAT_TYPES = {FLOAT32: F32, FLOAT16: F16}
+RAW = {fmt.name: FLOAT_TYPES.get(fmt, ir.IntType(fmt.word.itemsize * 8)) for fmt in BY_NAME.values()}
 
 
 class Lanes:

@@ -20,13 +20,12 @@ from kvkit.cpu.simd.lanes import (
     widen,
     write,
 )
-from kvkit.formats import BY_NAME, QMAX, SMALLEST_SCALE
+from kvkit.formats import BY_NAME
 from kvkit.numeric import ROUNDER
 
 LANES = 16
 WIDEST = 128  # elements of a quantizing panel, unless a single group is wider: what fits in the registers
 FACTOR_BYTES = 2 * 4 * LANES  # of the factors of a panel's groups: reciprocals, then scales
-SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 
 
 def lanes_divide(group):
@@ -85,6 +84,7 @@ def panel_lanes(b, address, source, group, groups):
 @functools.cache
 def scales(source, codes, group, groups):
     """(source, factors): of each group of a panel the reciprocal of its scale, then the scale, in float32."""
+    qmax = float(BY_NAME[codes].limits[1])
 
     @micro_kernel(2)
     def scales(b, source_address, factor_address):
@@ -94,7 +94,7 @@ def scales(source, codes, group, groups):
             )
         else:
             largest = group_maxima_16bit(b, source_address, source, group, groups)
-        scale = round_to(source, largest / float(QMAX[codes])).max(SMALLEST_SCALE[source])
+        scale = round_to(source, largest / qmax).max(BY_NAME[source].smallest_scale)
         write(b, factor_address, 1.0 / scale)
         write(b, at(b, factor_address, FACTOR_BYTES // 2), scale)
 
@@ -110,7 +110,7 @@ def quantize(source, codes, cell, group, groups):
     tries all pairs of significands); for float32 two corrections round it as Markstein's theorem says
     (IBM J. Res. Dev. 34, 1990).
     """
-    qmax = float(QMAX[codes])
+    qmax = float(BY_NAME[codes].limits[1])
 
     @micro_kernel(4)
     def quantize(b, source_address, factor_address, code_address, cell_address):
@@ -143,7 +143,7 @@ def quotient(element, x, scale, inverse):
     """x / scale as a number of the element format, exact where it can round to a code other than 0."""
     ratio = x * inverse
     if element != "float32":  # Veltkamp's split keeps the leading bits; no ratio here is half way between two
-        product = ratio * (2.0 ** (24 - SIGNIFICANT_BITS[element]) + 1)
+        product = ratio * (2.0 ** (24 - BY_NAME[element].significant) + 1)
         return product - (product - ratio)
     for _ in range(2):
         ratio = (-ratio).fma(scale, x).fma(inverse, ratio)

@@ -1,0 +1,73 @@
+"""What the attributes of the operators mean.
+
+Which of them an operator has, in what order and with what defaults, the signature of its function says.
+"""
+
+import inspect
+from dataclasses import dataclass, replace
+
+from kvkit.compression import MEANING, NEEDED, CompressType
+
+REQUIRED = inspect.Parameter.empty  # the default of what has none
+KINDS: tuple[type, ...] = bool, int, float, tuple, str
+NEEDS = {mode: f"; needs {', '.join(names)}" if names else "" for mode, names in NEEDED.items()}
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A keyword argument with a plain value, of type `kind`; `modes` name an integer's values, from 0 on."""
+
+    name: str
+    about: str
+    kind: type = int
+    modes: tuple[tuple[str, str], ...] = ()  # (name, what it means)
+    default: object = REQUIRED
+
+    @property
+    def names(self):
+        return [name for name, _ in self.modes]
+
+    def of(self, default):
+        """The attribute of a function whose signature has this default, which tells the type where it can."""
+        for kind in KINDS:
+            if isinstance(default, kind):
+                return replace(self, default=kind(default), kind=kind)
+        return replace(self, default=default)
+
+
+ATTRIBUTES = {
+    attribute.name: attribute
+    for attribute in (
+        Attribute("num_layer", "layers in the cache"),
+        Attribute("layer_idx", "the layer to use, 0 <= layer_idx < num_layer"),
+        Attribute("quant_bit", "0 keeps floats; 8 or 4 quantizes to int8 or int4 codes"),
+        Attribute("quant_group", "elements that share a scale; divides Dh, even for int4"),
+        Attribute("num_repeat", "copies of each head in the outputs (grouped-query attention)"),
+        Attribute("cache_mode", "0: cachestarts are offsets; 1: they are a page table"),
+        Attribute("cache_layout", "axis order of cache and scale: the number before their shape"),
+        Attribute("page_size", "rows in a page, for cache_mode 1"),
+        Attribute("num_heads", "heads of query"),
+        Attribute("head_dim", "elements of a head of query and key"),
+        Attribute("is_causal", "a query sees no key after its own position"),
+        Attribute("is_alibi", "add ALiBi biases, which are causal"),
+        Attribute("num_kv_heads", "heads of key and value; 0 for num_heads"),
+        Attribute("softmax_scale", "factor of the scores; 1 / sqrt(head_dim) if None", float),
+        Attribute("window", "keys left and right that a query sees; -1 for no limit"),
+        Attribute("softcap", "scores become softcap * tanh(score / softcap); 0 for no cap"),
+        Attribute("return_lse", "return the logarithms of the softmax denominators too"),
+        Attribute("data_type", "dtype of the mask: float32, float16 or bfloat16"),
+        Attribute("rotary_dim", "elements at the front of each head that turn, even; 0 for all"),
+        Attribute("theta", "base of the frequencies"),
+        Attribute("bypass_key", "copy keys as they are"),
+        Attribute("max_position_embeddings", "end of a sequence beyond which 'dynamic' scales"),
+        Attribute("scaling_type", "'linear' (slower positions), 'dynamic' (larger theta) or ''"),
+        Attribute("scaling_factor", "how much 'linear' or 'dynamic' scales"),
+        Attribute(
+            "compress_type",
+            "what is stored of a sequence, by name or number",
+            modes=tuple((mode.name, MEANING[mode] + NEEDS[mode]) for mode in CompressType),
+        ),
+        Attribute("cache_format", "'ND', or 'NZ': in groups of n0 elements, which are 32 bytes"),
+        Attribute("empty_window", "what KVHEAD keeps where wins is 0: 'copy' all, 'skip' none"),
+    )
+}

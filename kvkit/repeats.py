@@ -1,0 +1,83 @@
+"""Calls that repeat: what one call has checked and prepared serves others of its form.
+
+Calls of one form differ in nothing but the addresses of their arrays. Such are those for the layers of a
+model in one step, and those of a layer in one step after the other. The first is checked and prepared in
+full, the others exchange addresses.
+"""
+
+from kvkit import cpu
+
+MOST = 4096  # forms of calls that are remembered
+
+
+def form(arrays, attributes):
+    """What decides a call but for addresses; None if it cannot be repeated.
+
+    With their types, and those of their members: True is 1, and 1.0 too, but they are not all legal.
+    """
+    try:
+        shapes = [
+            None if array is None else (type(array), array.shape, array.strides, array.dtype)
+            for array in arrays
+        ]
+        members = [tuple(map(type, several)) for several in attributes if isinstance(several, tuple)]
+        call = (*shapes, *attributes, *map(type, attributes), *members)
+        hash(call)
+    except (AttributeError, TypeError):
+        return None
+    return call
+
+
+def addresses(arrays):
+    """Where arrays lie, by name; those that are None lie nowhere."""
+    address = cpu.launches.address
+    return {name: address(array) for name, array in arrays.items() if array is not None}
+
+
+class Repeats(dict):
+    """Prepared calls, by their form."""
+
+    def __reduce__(self):
+        return Repeats, ()  # they know addresses, which a copy does not have
+
+    def keep(self, call, prepared):
+        """Keep a call for its next time."""
+        if len(self) >= MOST:
+            self.clear()
+        self[call] = prepared
+
+
+class Guarded:
+    """A prepared call whose next arrays nobody has checked, but for their form.
+
+    It is made again once it is seen that the arrays of the names in `written` are writeable and overlap
+    nothing. Where that is not sure the call is left to the full checks.
+    """
+
+    __slots__ = ("_launches", "_spans", "_written")
+
+    def __init__(self, launches, arrays, written):
+        self._launches = cpu.launches.Repeat(launches, addresses(arrays))
+        self._spans = {name: span(array) for name, array in arrays.items() if array is not None}
+        self._written = [name for name in written if name in self._spans]
+
+    def run(self, arrays):
+        """Make the call for other arrays of the same form; False if it needs the full checks."""
+        places = addresses(arrays)
+        ends = {name: (places[name] + low, places[name] + high) for name, (low, high) in self._spans.items()}
+        for written in self._written:
+            if not arrays[written].flags.writeable:
+                return False
+            low, high = ends[written]
+            for name, (other_low, other_high) in ends.items():
+                if low < other_high and other_low < high and name != written:
+                    return False
+        return self._launches.run(places)
+
+
+def span(array):
+    """The bytes from an array's address that its elements lie in."""
+    if not array.size:
+        return 0, 0
+    reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+    return sum(min(0, far) for far in reach), sum(max(0, far) for far in reach) + array.itemsize

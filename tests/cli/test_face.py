@@ -1,0 +1,100 @@
+"""The public face: what dir() and help() show, what an import loads, and the types of what is there."""
+
+import inspect
+import json
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import kvkit
+import kvkit_cuda
+from kvkit import typed
+from kvkit.operators import OPERATORS
+from kvkit_cli.main import VERBS
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ["cache", "integrations"]
+MODULES = kvkit.ascend, kvkit.cache, kvkit.dynamic_batching, kvkit_cuda
+HELPERS = kvkit.ascend.compressed_slots, kvkit.ascend.razor_windows, kvkit.ascend.slots
+METHODS = [
+    getattr(kind, name)
+    for kind in (kvkit.dynamic_batching.Plan, kvkit.ascend.Slots)
+    for name, _ in inspect.getmembers(kind, inspect.isfunction)
+    if not name.startswith("_")
+]
+FUNCTIONS = [*(op.function() for op in OPERATORS.values()), *HELPERS, kvkit.dynamic_batching.plan, *METHODS]
+
+
+def test_dir_is_the_face():
+    assert dir(kvkit) == sorted([*kvkit.__all__, *ROOMS])
+    for module in MODULES:
+        assert dir(module) == sorted(module.__all__)
+
+
+def test_help_begins_with_a_map():
+    """All that dir() shows, the GPU twin and the command line, in half a screen."""
+    text = inspect.getdoc(kvkit)
+    assert len(text.splitlines()) <= 25
+    for name in (*dir(kvkit), "kvkit_cuda", "kvkit --help"):
+        assert name in text or name == "__version__"
+    for verb in ("ops", "describe", "run"):
+        assert f"`kvkit {verb}" in text
+        assert verb in VERBS
+
+
+LOADED = """
+import json, sys, time
+begin = time.process_time()
+import numpy, ml_dtypes
+middle = time.process_time()
+import kvkit
+end = time.process_time()
+before = [name for name in ("numba", "llvmlite", "kvkit.cache", "kvkit.integrations") if name in sys.modules]
+kvkit.cache.DynamicCache, kvkit.integrations
+after = [name for name in ("numba", "llvmlite", "onnx", "torch") if name in sys.modules]
+try:
+    kvkit.nothing
+except AttributeError as error:
+    print(json.dumps([before, after, str(error), (end - middle) / (middle - begin)]))
+"""
+
+
+def loaded():
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_rooms_load_when_they_are_used():
+    before, after, error, _ = loaded()
+    assert (before, after) == ([], [])
+    assert error == "module 'kvkit' has no attribute 'nothing'"
+
+
+def test_an_import_takes_less_than_that_of_numpy():
+    assert min(loaded()[-1] for _ in range(5)) < 1
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__qualname__)
+def test_every_argument_has_a_type(function):
+    hints = typing.get_type_hints(function)
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    assert sorted(hints) == sorted([*names, "return"])
+
+
+def test_types_tell_arrays_from_numbers():
+    hints = typing.get_type_hints(kvkit.multi_head_cache_attention)
+    assert hints["query"] == typed.Array
+    assert (hints["num_heads"], hints["is_causal"], hints["softcap"]) == (int, bool, float)
+    assert typing.get_args(hints["quant_bit"]) == (0, 4, 8)
+    assert hints["scale"] == typed.Array | None
+
+
+def test_typical_use_runs():
+    """The file that the type checkers read."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "typing" / "typical.py"], capture_output=True, text=True, check=True
+    )
+    assert "num_heads: expected an integer from 1" in done.stdout
