@@ -17,7 +17,7 @@ from kvkit.formats import BY_NAME
 from kvkit.index import page_of, row_of
 from kvkit_cuda.attend import merge, scores
 from kvkit_cuda.attend.forms import ELEMENTS, form_of
-from kvkit_cuda.calls.task import RECORD
+from kvkit_cuda.attend.task import RECORD
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of
