@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import QuantizedCache as TheirQuantizedCache
 from transformers.utils import logging
 
-from kvkit.cache import QuantizedLayer, QuantSpec
+from kvkit.cache import QuantSpec
 from kvkit.integrations.transformers import KvkitCache
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -85,10 +85,7 @@ def bytes_of(cache):
         ]
         return sum(codes.nbytes for codes, _ in kept)
     layers = cache.cache.layers if isinstance(cache, KvkitCache) else cache.layers
-    return sum(
-        layer.nbytes if isinstance(layer, QuantizedLayer) else layer.keys.nbytes + layer.values.nbytes
-        for layer in layers
-    )
+    return sum(layer.nbytes for layer in layers)
 
 
 def main():

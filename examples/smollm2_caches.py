@@ -11,7 +11,6 @@ from kvkit.cache import (
     DynamicCache,
     PagedCache,
     QuantizedCache,
-    QuantizedLayer,
     QuantSpec,
     StaticCache,
 )
@@ -77,7 +76,4 @@ def attention(model, cache, dtype):
 
 def nbytes(cache):
     """Bytes of the tokens that a cache holds, without room to grow."""
-    return sum(
-        layer.nbytes if isinstance(layer, QuantizedLayer) else layer.keys.nbytes + layer.values.nbytes
-        for layer in cache.layers
-    )
+    return sum(layer.nbytes for layer in cache.layers)

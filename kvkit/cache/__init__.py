@@ -9,11 +9,11 @@ from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
-from kvkit.cache.layers.view import KVView
+from kvkit.cache.loading import load
 from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.paged.layer import PagedLayer
 from kvkit.cache.paged.step import PagedStep
-from kvkit.cache.saved import load
+from kvkit.cache.stores.view import KVView
 from kvkit.errors import CapacityError
 
 __all__ = [

@@ -9,7 +9,7 @@ import pytest
 from test_cache_files import filled
 
 import kvkit
-from kvkit.cache import load, saved
+from kvkit.cache import load, saving
 from kvkit.files import npz
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -33,7 +33,7 @@ def sealed(about, arrays):
     """As if it had been written so."""
     about["arrays"] = {name: [array.dtype.name, *array.shape] for name, array in arrays.items()}
     del about["fingerprint"]
-    about["fingerprint"] = saved.fingerprint(about, arrays)
+    about["fingerprint"] = saving.fingerprint(about, arrays)
 
 
 def one_bit(arrays, about):

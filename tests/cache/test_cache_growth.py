@@ -122,4 +122,4 @@ def test_a_static_layer_costs_what_is_filled():
     clean = layer.attend(query)
     whole[:, :, 100:] = values[:, :, 100:] = np.nan
     assert layer.attend(query).tobytes() == clean.tobytes()
-    assert layer._call.launch.numbers[AT["products"]] == 4 * 100 * 100
+    assert layer._attention.call.launch.numbers[AT["products"]] == 4 * 100 * 100

@@ -3,10 +3,12 @@
 import copy
 import doctest
 import importlib
+import pickle
 import pkgutil
 import re
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from kvkit.cache import (
     CapacityError,
     DynamicCache,
     DynamicLayer,
+    PagedCache,
+    QuantizedCache,
     SlidingWindowLayer,
     StaticCache,
     StaticLayer,
@@ -233,6 +237,44 @@ def test_long_updates_of_sliding_layers_leave_no_memory_behind():
         assert max(sizes[:i], default=0) < 64
 
 
+# Threads
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "first use", "sliding", "quantized", "paged"])
+def test_threads_lose_no_tokens(kind):
+    """Each takes its turn; without one, most tokens were lost."""
+    token = np.ones((1, 2, 1, 32), np.float32)
+    cache = {
+        "dynamic": lambda: DynamicCache(1),
+        "first use": DynamicCache,
+        "sliding": lambda: DynamicCache(1, sliding_window=8),
+        "quantized": lambda: QuantizedCache(1, residual_length=8),
+        "paged": lambda: PagedCache(128, 16, 1, 2, 32, np.float32),
+    }[kind]()
+    failed, interval = [], sys.getswitchinterval()
+
+    def work():
+        try:
+            for _ in range(100):
+                cache.update(token, token, 0)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+    finally:
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert (failed, cache.get_seq_length()) == ([], 800)
+    for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        again.update(token, token, 0)
+        assert again.get_seq_length() == 801
+
+
 # Names
 
 
@@ -243,7 +285,7 @@ def test_public_names():
 
 
 @pytest.mark.parametrize(
-    "name", ["kvkit.cache." + module.name for module in pkgutil.iter_modules(kvkit.cache.__path__)]
+    "name", [module.name for module in pkgutil.walk_packages(kvkit.cache.__path__, "kvkit.cache.")]
 )
 def test_examples(name):
     options = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE

@@ -184,7 +184,7 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def settle(self):
         """What an update of another layer does."""
-        self.layer._settle()
+        self.layer.settle()
         self.same()
         self.queries = min(self.queries, 1)
         if self.queries:

@@ -48,7 +48,7 @@ def test_files_change_no_result(tmp_path, dtype, when, only_non_sliding):
     fill(files, dtype)
     if when == "after":
         files.offload(tmp_path, only_non_sliding)
-    in_files = [isinstance(layer._store, mapped.MappedStore) for layer in files.layers]
+    in_files = [isinstance(layer.store, mapped.MappedStore) for layer in files.layers]
     assert in_files == ([True, False, True, False] if only_non_sliding else [True] * 4)
     assert_same(files, memory)
     assert_alike_from_now_on(files, memory, dtype)
@@ -189,9 +189,9 @@ def test_layers_made_later_are_in_files_too(tmp_path):
     cache = DynamicCache(offload=tmp_path)
     for i in range(3):
         cache.update(*random(np.float16, 5, i), i)
-    assert all(isinstance(layer._store, mapped.MappedStore) for layer in cache.layers)
+    assert all(isinstance(layer.store, mapped.MappedStore) for layer in cache.layers)
     expected = [layer.keys.tobytes() for layer in cache.layers]
-    cache._folder.keep = True
+    cache.folder.keep = True
     cache.close()
     again = Cache.open(tmp_path)
     assert [layer.keys.tobytes() for layer in again.layers] == expected
@@ -265,7 +265,7 @@ def test_the_next_layer_is_prefetched(tmp_path, monkeypatch):
         asked.clear()
         cache.update(*random(np.float32, 1), i)
         mapped.background().submit(int).result()
-        store = cache.layers[following]._store
+        store = cache.layers[following].store
         length = cache.get_seq_length(following)
         assert {call[0] for call in asked} == {store.file.descriptor}
         assert len(asked) == 2 * 2 * 3
@@ -274,7 +274,7 @@ def test_the_next_layer_is_prefetched(tmp_path, monkeypatch):
     cache.prefetch(2)
     cache.prefetch(1)
     mapped.background().submit(int).result()
-    assert {call[0] for call in asked} == {cache.layers[2]._store.file.descriptor}
+    assert {call[0] for call in asked} == {cache.layers[2].store.file.descriptor}
     cache.close()
 
 
@@ -285,5 +285,5 @@ def test_flush(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
     cache.flush()
-    assert {cache.layers[0]._store.file.sidecar, cache.layers[1]._store.file.sidecar} <= set(synced)
+    assert {cache.layers[0].store.file.sidecar, cache.layers[1].store.file.sidecar} <= set(synced)
     cache.close()

@@ -1,5 +1,7 @@
 """Folders that cannot be used, and disks without room."""
 
+import os
+
 import numpy as np
 import pytest
 from test_cache_files import assert_alike_from_now_on, assert_same, four_layers, random
@@ -46,6 +48,29 @@ def test_damaged_folders_are_refused(tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
     with pytest.raises(kvkit.KvkitError, match=message):
         Cache.open(tmp_path)
+
+
+def test_files_are_the_users_own_and_follow_no_link(tmp_path):
+    folder, target = tmp_path / "cache", tmp_path / "target"
+    folder.mkdir()
+    target.write_text("whole")
+    for name in ("cache.new", "layer-000.new"):
+        (folder / name).symlink_to(target)
+    before = os.umask(0)
+    try:
+        cache = fill(DynamicCache(2))
+        cache.offload(folder, keep=True)
+        cache.reorder([1, 0])
+        fill(cache)
+        cache.close()
+    finally:
+        os.umask(before)
+    assert target.read_text() == "whole"
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir() if not path.is_symlink()}
+    assert modes == {0o600}
+    (folder / "layer-001-0.new").write_text("left by a process that was killed")
+    Cache.open(folder).close()
+    assert not (folder / "layer-001-0.new").exists()
 
 
 @pytest.mark.parametrize(

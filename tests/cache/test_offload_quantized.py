@@ -75,12 +75,12 @@ def test_files_change_no_result(tmp_path, case):
         assert do(layer, name, argument, seed) == do(memory, name, argument, seed)
         assert_same(layer, memory)
         assert attended(layer) == attended(memory)
-        assert isinstance(layer._store, MappedCodeStore)
-        for side in layer._store.sides:
+        assert isinstance(layer.store, MappedCodeStore)
+        for side in layer.store.sides:
             for part in ("sinks", "tail", "codes", "cells", "block_of"):
                 array = getattr(side, part)
                 assert (
-                    any(np.may_share_memory(array, given) for given in layer._store.file.arrays)
+                    any(np.may_share_memory(array, given) for given in layer.store.file.arrays)
                     or not array.size
                 )
         assert len(names(tmp_path)) == 3
@@ -110,7 +110,7 @@ def test_kept_files_open_again(tmp_path, when, recording):
             each.layers[0].crop(-3)
     if when == "after":
         cache.offload(tmp_path)
-    cache._folder.keep = True
+    cache.folder.keep = True
     cache.close()
     for _ in range(2):
         with Cache.open(tmp_path) as again:
@@ -164,7 +164,7 @@ def test_a_thousand_tokens_make_few_files(tmp_path):
     cache = QuantizedCache(1, residual_length=32, value=QuantSpec(group=16), offload=tmp_path)
     given = states(1000, batch=1, heads=1, dims=(16, 16))
     feed(cache.layers[0], given, *range(1, 1001))
-    assert cache.layers[0]._new_store.generation <= 16
+    assert cache.layers[0].home.generation <= 16
     cache.close()
 
 
@@ -189,7 +189,7 @@ def test_a_sidecar_says_all(tmp_path):
             count = int(np.prod(shape))
             found[f"{name}.{part}"] = np.frombuffer(raw, dtype, count, start).reshape(shape)
             start = -(-(start + count * np.dtype(dtype).itemsize) // 4096) * 4096
-    for name, expected in cache.layers[0]._arrays().items():
+    for name, expected in cache.layers[0].arrays().items():
         if not name.endswith(("tail", "ends")):
             assert np.array_equal(found[name][:, :, : expected.shape[2]], expected), name
     assert about["state"]["values.coded"] == 43
@@ -230,9 +230,9 @@ def test_prefetch_asks_for_what_is_filled(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call), raising=False)
     cache.prefetch(0)
     mapped.background().submit(int).result()
-    file = cache.layers[0]._store.file
+    file = cache.layers[0].store.file
     assert {call[0] for call in asked} == {file.descriptor}
-    codes = [side.codes.shape[3] * side.coded for side in cache.layers[0]._store.sides]
+    codes = [side.codes.shape[3] * side.coded for side in cache.layers[0].store.sides]
     lengths = [call[2] for call in asked]
     assert [lengths.count(length) >= 4 for length in codes] == [True, True]
     assert all(length > 0 and start + length <= os.path.getsize(file.path) for _, start, length, _ in asked)

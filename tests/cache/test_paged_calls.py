@@ -68,7 +68,7 @@ def test_rows(rng, prepared, kind, layout, options):
         if "sinks" not in options:
             assert prepared == ["store", "prepare"]
         for i in range(LAYERS):
-            cache._rows.step = None
+            cache.rows.step = None
             for a, b in zip(both(got[i]), both(cache.attend(queries[i], i, **options)), strict=True):
                 assert_same(a, b, i)
 

@@ -38,4 +38,4 @@ def test_a_copy_goes_on_by_itself(copied, kind):
     for got, expected in zip(go_on(cache, -states), results, strict=True):
         assert_same(got, expected)
     assert_same(cache.cache, again.cache)
-    assert again.cache is again._store.cache
+    assert again.cache is again.store.cache

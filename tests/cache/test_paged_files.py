@@ -28,7 +28,7 @@ def run(cache, *pairs, seed=0):
         tokens = int(step.index.seqstarts[-1])
         for layer in range(LAYERS):
             query, key, value = (
-                normal(rng, (tokens, heads, DIM), cache._store.format.dtype) for heads in (4, HEADS, HEADS)
+                normal(rng, (tokens, heads, DIM), cache.store.format.dtype) for heads in (4, HEADS, HEADS)
             )
             outputs.append(step.multi_head_cache_attention(query, key, value, layer).tobytes())
     return outputs

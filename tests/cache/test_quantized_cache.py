@@ -53,7 +53,7 @@ def test_vector_of_a_crop_into_codes():
     assert coded_set(layer, 0) == [2, 3, 4]
     layer.update(*(x[:, :, :1] for x in given))
     assert coded_set(layer, 0) == [2, 3, 4, 5, 6]
-    assert layer._store.sides[0].block_of[:5].tolist() == [0, 0, 1, 2, 2]
+    assert layer.store.sides[0].block_of[:5].tolist() == [0, 0, 1, 2, 2]
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 2**32 - 1))

@@ -128,7 +128,7 @@ def test_which_numbers_attention_sees(dtype, heads, tokens, rounds):
     feed(layer, given, 320)
     views = feed(layer, given, 333)
     exact, rounded = (
-        [unrounded(side) for side in layer._store.sides],
+        [unrounded(side) for side in layer.store.sides],
         [np.asarray(view).astype(np.float32) for view in views],
     )
     assert all(

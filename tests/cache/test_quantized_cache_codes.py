@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from quantized_cache_scenes import OPTIONS, PMX, coded, states
 from scenes import first_quick
 
-from kvkit.cache.layers.codes import Side
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
+from kvkit.cache.stores.codes import Side
 from kvkit.cpu import codes
 from kvkit.cpu.launches import address
 from kvkit.formats import BY_DTYPE

@@ -83,7 +83,7 @@ def test_sizes():
     assert layer.get_seq_length() == 20
     layer.update(*(x[:, :, :0] for x in given))
     assert layer.get_seq_length() == 20
-    sides = layer._store.sides
+    sides = layer.store.sides
     coded_bytes = [(12, 16 / 2 + 16 * 4 / 4), (13, 24 / 4 + 24 / 8 * 4)]
     exact = [(20 - count) * dim * 4 for (count, _), dim in zip(coded_bytes, (16, 24), strict=True)]
     assert layer.nbytes == 4 * sum(exact) + 4 * sum(count * size for count, size in coded_bytes)
@@ -104,11 +104,11 @@ def test_the_tail_stays_small():
     """A long prefill's originals go with the next token; a thousand tokens more make no new memory."""
     layer, given = QuantizedLayer(**OPTIONS), states(5000, batch=1)
     feed(layer, given, 4000, 4001)
-    tails = {id(side.tail) for side in layer._store.sides}
+    tails = {id(side.tail) for side in layer.store.sides}
     for n in range(4002, 5001):
         feed(layer, given, n)
-        assert {id(side.tail) for side in layer._store.sides} == tails
-    assert max(side.tail.shape[2] for side in layer._store.sides) < 60
+        assert {id(side.tail) for side in layer.store.sides} == tails
+    assert max(side.tail.shape[2] for side in layer.store.sides) < 60
 
 
 def test_a_cache_of_quantized_and_sliding_layers():

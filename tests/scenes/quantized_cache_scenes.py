@@ -26,12 +26,12 @@ def feed(layer, given, *ends):
 
 
 def coded_set(layer, side):
-    side = layer._store.sides[side]
+    side = layer.store.sides[side]
     first = min(side.sink, side.length)
     return list(range(first, first + side.coded))
 
 
 def coded(layer, side=0):
     """(bytes of codes, cells) of a layer's keys or values."""
-    side = layer._store.sides[side]
+    side = layer.store.sides[side]
     return side.codes[:, :, : side.coded], side.cells[:, :, : side.blocks]

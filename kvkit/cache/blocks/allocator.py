@@ -108,7 +108,7 @@ class BlockAllocator:
 
     def extend(self, seq, token_ids):
         """Say which tokens come next, so that the blocks they fill can be shared."""
-        self._check(seq)
+        self.check(seq)
         ids, tokens = encoded(token_ids), seq.length + seq.pending
         if seq.known < tokens:
             raise wrong("seq", f"a sequence with ids for all its {tokens} tokens", f"{seq.known} ids")
@@ -116,7 +116,7 @@ class BlockAllocator:
 
     def fork(self, seq):
         """A second sequence with the same tokens, in the same blocks. Nothing is copied until one writes."""
-        self._check(seq, at_rest=True)
+        self.check(seq, at_rest=True)
         self._pool.share(seq.table)
         return seq.copy()
 
@@ -130,7 +130,7 @@ class BlockAllocator:
         length : int
             Tokens to keep; negative: tokens to remove; 0 removes nothing.
         """
-        self._check(seq, at_rest=True)
+        self.check(seq, at_rest=True)
         length = integer("length", length, -seq.length)
         kept = min(length, seq.length) if length > 0 else seq.length + length
         if kept < seq.length:
@@ -140,9 +140,13 @@ class BlockAllocator:
 
     def free(self, seq):
         """End a sequence. Its published blocks can be found until they are evicted."""
-        self._check(seq, at_rest=True)
+        self.check(seq, at_rest=True)
         seq.allocator, seq.length = None, 0
         self._keep_pages(seq)
+
+    def published(self):
+        """(block, hash, token ids) of what can be found; what would be evicted first comes first."""
+        return self._pool.published()
 
     def restore(self, saved, published, blocks):
         """Sequences that were (length, root of hashes, block table, token ids), in a new allocator.
@@ -272,7 +276,8 @@ class BlockAllocator:
 
     # Arguments
 
-    def _check(self, seq, at_rest=False):
+    def check(self, seq, at_rest=False):
+        """Raise unless it is a live sequence of this allocator."""
         if not isinstance(seq, Sequence) or seq.allocator is not self:
             raise wrong("seq", "a live sequence of this allocator", describe(seq))
         if at_rest and seq.pending:
@@ -285,7 +290,7 @@ class BlockAllocator:
         except (TypeError, ValueError):
             raise wrong("sequences", "pairs (sequence, new tokens)", describe(sequences)) from None
         for seq, _ in pairs:
-            self._check(seq)
+            self.check(seq)
         given = [seq for seq, _ in pairs]
         counts = [integer("new tokens", count, 0) for _, count in pairs]
         if len(set(map(id, given))) < len(given):

@@ -3,14 +3,11 @@
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from kvkit.checks.words import wrong
-
-if TYPE_CHECKING:
-    from kvkit.cache.blocks.allocator import BlockAllocator
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +56,7 @@ class Step:
     max_seqlen: int
     max_kvlen: int
     copies: np.ndarray
-    allocator: "BlockAllocator"
+    allocator: Any  # the one that made it
 
     @cached_property
     def slot_mapping(self):

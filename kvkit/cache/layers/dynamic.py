@@ -1,6 +1,7 @@
 """The layers that keep every token."""
 
 from kvkit.cache.layers.layer import Layer
+from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
 from kvkit.errors import CapacityError
@@ -55,13 +56,13 @@ class StaticLayer(Layer):
         """What the constructor takes."""
         return {"max_cache_len": self.max_cache_len}
 
-    def _span(self, length, new):
+    def _returned(self, length, new):
         return 0, self.max_cache_len
 
     def _may_start(self, start):
-        return 0 <= start < self._length
+        return 0 <= start < self.span.length
 
-    def _check_room(self, length, new):
+    def check_room(self, length, new):
         if length + new > self.max_cache_len:
             wanted = f"room for {new} new tokens after {length} (max_cache_len {self.max_cache_len})"
             raise wrong(self.name, wanted, self.max_cache_len - length, CapacityError)
@@ -72,17 +73,22 @@ class StaticLayer(Layer):
     def get_max_length(self):
         return self.max_cache_len
 
-    def _shorten(self, length):
+    def _shorten(self, span):
         """Zeros where tokens were: as if they had never come."""
-        end = self._length
-        super()._shorten(length)
-        if self._store is not None:
-            self._store.clear(length - self._origin, end - self._origin)
+        first, end = span.length - span.origin, self.span.length - span.origin
+        super()._shorten(span)
+        if self.store is not None:
+            self.store.clear(first, end)
 
     def reset(self):
         """Forget every token; the zeroed memory and its geometry stay."""
-        rows = self._length - self._origin
-        self._length = self._oldest = self._begin = self._origin = self._before = 0
-        if self._store is not None:
+        _, rows = self.span.rows_from(0)
+        self.span = Span()
+        if self.store is not None:
             self._commit()
-            self._store.clear(0, rows)
+            self.store.clear(0, rows)
+
+    def open(self, home, about):
+        super().open(home, about)
+        if self.store is not None:  # rows may have been written that no state came to mean
+            self.store.clear(self.span.rows_from(0)[1], self.store.capacity)

@@ -2,11 +2,12 @@
 
 from dataclasses import asdict, replace
 
-from kvkit.cache.layers.codes import PARTS, Side
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, planned
+from kvkit.cache.stores.codes import PARTS, Side
 from kvkit.cache.stores.memory import geometry
+from kvkit.cache.stores.span import Span
 from kvkit.checks.values import flag, integer
 from kvkit.checks.words import describe, wrong
 
@@ -51,8 +52,6 @@ class QuantizedLayer(Layer):
     (1, 2, 1, 64)
     """
 
-    _in_memory, _in_files = CodeStore, MappedCodeStore
-
     def __init__(self, key=SPEC, value=SPEC, residual_length=128, sink=4, read_back=False):
         specs = []
         for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
@@ -82,63 +81,51 @@ class QuantizedLayer(Layer):
         return CodeStore(given, sides, self.read_back)
 
     def _make_room(self, given, end, keep):
-        new, store = end - self._length, self._store
-        if self._new_store is CodeStore:
+        new, store = end - self.span.length, self.store
+        if self.home is None:
             store = store or self._empty_store(given)
         elif store is None or not store.fits(new):
             self._move(given, new, keep, view=False)
-            store = self._store
+            store = self.store
         store.make_room(new)
-        self._store = store
+        self.store = store
 
-    def _move(self, given, capacity, keep, indices=None, view=True):
+    def _move(self, given, capacity, keep, indices=None, settled=False, view=True):
         """Take a store in another file, with room for `capacity` more tokens and, or not, the latest view."""
-        source = self._store or self._empty_store(given)
-        self._before = self._before if view else self._length
-        super()._move(given, planned(source, given.batch, capacity, view), keep, indices)
+        plan = planned(self.store or self._empty_store(given), given.batch, capacity, view)
+        super()._move(given, plan, keep, indices, settled or not view)
+
+    def _new_store(self, given, plan):
+        return MappedCodeStore(given, plan, self.home)
 
     def reserve(self, query_length):
-        new, store = integer("query_length", query_length, 0), self._store
-        if isinstance(store, MappedCodeStore) and not store.fits(new):
+        new, store = integer("query_length", query_length, 0), self.store
+        if store is not None and self.home is not None and not store.fits(new):
             self._move(store.geometry, new, 0)
         super().reserve(new)
 
     reserve.__doc__ = Layer.reserve.__doc__
 
-    def _shorten(self, length):
-        if self._store is not None:
-            self._store.crop(length)
-        super()._shorten(length)
+    def _shorten(self, span):
+        if self.store is not None:
+            self.store.crop(span.length)
+        super()._shorten(span)
 
-    def _take_back(self, length):
-        self._store.take_back(length)
-        super()._shorten(length)
+    def take_back(self):
+        self.store.take_back(self.span.before)
+        super()._shorten(self.span.cropped(self.span.before, 0))
 
     def _take(self, indices):
-        if self._store is None:
+        if self.store is None:
             return
-        if self._new_store is CodeStore:
-            self._store, self._call = self._store.taken(indices), None
+        if self.home is None:
+            self._hold(self.store.taken(indices), self.span)
         else:
-            self._move(self._store.geometry._replace(batch=len(indices)), 0, 0, indices, view=False)
+            given = self.store.geometry._replace(batch=len(indices))
+            self._move(given, 0, 0, indices, view=False)
 
-    def _stored(self):
-        return self._store.stored()
-
-    def _arrays(self):
-        sides = zip(SIDES, self._store.sides, strict=True) if self._store else ()
-        return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
-
-    def _fill(self, arrays, length):
-        split = [
-            {part: arrays[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in arrays} for name in SIDES
-        ]
-        key, value = (held["tail"][:, :, :0] for held in split)
-        given = geometry(key, value, None)
-        store = self._empty_store(given)
-        for side, held in zip(store.sides, split, strict=True):
-            side.fill(held, length)
-        self._store, self._length, self._before = store, length, length
+    def stored(self):
+        return self.store.stored()
 
     def activate_past_recording(self):
         """From now on nothing is coded until the next `crop`, so that drafts can be taken back whole."""
@@ -146,5 +133,23 @@ class QuantizedLayer(Layer):
 
     @property
     def nbytes(self):
-        """Bytes of what is stored, without room to grow."""
-        return sum(side.nbytes for side in self._store.sides) if self._store else 0
+        return sum(side.nbytes for side in self.store.sides) if self.store else 0
+
+    # To files, and back
+
+    def arrays(self):
+        sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
+        return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
+
+    def fill(self, arrays, length):
+        split = [
+            {part: arrays[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in arrays} for name in SIDES
+        ]
+        key, value = (held["tail"][:, :, :0] for held in split)
+        store = self._empty_store(geometry(key, value, None))
+        for side, held in zip(store.sides, split, strict=True):
+            side.fill(held, length)
+        self._hold(store, Span(length, before=length))
+
+    def _opened_store(self, about, span):
+        return MappedCodeStore.opened(about, span, self.home, self._empty_store)

@@ -3,27 +3,8 @@
 import warnings
 
 from kvkit.cache.layers.dynamic import StaticLayer
-from kvkit.cache.layers.layer import Layer
+from kvkit.cache.layers.layer import Layer, slack
 from kvkit.checks.values import integer
-
-
-def slack(window):
-    """Rows beside a window: it moves on through them, and is copied to a new store when they are used up."""
-    return 16 + window // 4
-
-
-def settled(layer):
-    """Give a layer a store for its window again, where a long update has left a much larger one.
-
-    In a file it keeps what the latest update returned, as that may have to be taken back, and so waits for a
-    shorter one.
-    """
-    room, store = layer.window + slack(layer.window), layer._store
-    if store is not None and store.capacity > room + slack(layer.window) and not layer.record_past:
-        keep = min(layer._oldest, layer._begin)
-        keep = max(keep, layer._length - layer.window) if store.in_place else keep
-        if layer._length - keep <= room:
-            layer._move(store.geometry, room, keep)
 
 
 class SlidingWindowLayer(Layer):
@@ -54,7 +35,7 @@ class SlidingWindowLayer(Layer):
         """What the constructor takes."""
         return {"sliding_window": self.sliding_window}
 
-    def _span(self, length, new):
+    def _returned(self, length, new):
         return max(0, length - self.window + 1), length + new
 
     def _stored_from(self, length):
@@ -65,9 +46,6 @@ class SlidingWindowLayer(Layer):
     def _capacity(self, rows):
         grown = super()._capacity(rows)
         return grown if self.record_past else min(grown, rows + slack(self.window))
-
-    def _settle(self):
-        settled(self)
 
     def get_max_length(self):
         return self.window
@@ -98,6 +76,8 @@ class StaticSlidingWindowLayer(StaticLayer):
     (array([1., 2., 3., 4., 5.], dtype=float32), array([2., 3., 4., 5.], dtype=float32))
     """
 
+    croppable = False
+
     def __init__(self, max_cache_len, sliding_window):
         super().__init__(max_cache_len)
         self.sliding_window = integer("sliding_window", sliding_window, 1)
@@ -110,7 +90,7 @@ class StaticSlidingWindowLayer(StaticLayer):
         """What the constructor takes."""
         return {"max_cache_len": self.max_cache_len, "sliding_window": self.sliding_window}
 
-    def _span(self, length, new):
+    def _returned(self, length, new):
         if length + new <= self.window:
             return 0, self.window
         return max(0, length - self.window + 1), length + new
@@ -124,14 +104,11 @@ class StaticSlidingWindowLayer(StaticLayer):
     def _may_start(self, start):
         return False
 
-    def _check_room(self, length, new):
+    def check_room(self, length, new):
         pass  # old tokens make room
 
     def _capacity(self, rows):
         return max(self.window, rows) + slack(self.window)
-
-    def _settle(self):
-        settled(self)
 
     def get_max_length(self):
         return self.window

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from kvkit.cache import saved
+from kvkit.cache import saving
+from kvkit.cache.base import BaseCache, alone
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import octets
 from kvkit.cache.paged.layer import PagedLayer, Rows
@@ -11,7 +12,7 @@ from kvkit.cache.paged.store import PagedStore
 from kvkit.checks.values import integer
 
 
-class PagedCache:
+class PagedCache(BaseCache):
     """Keys and values of many sequences, of any lengths, in blocks; sequences share what they have in common.
 
     `blocks` begins, forks, crops and ends sequences; `begin_step` takes their new tokens through all layers.
@@ -42,6 +43,10 @@ class PagedCache:
         The sequences: `add`, `extend`, `fork`, `crop`, `free`. Their steps begin with the cache's own
         `begin_step`, which copies what a step must not write.
     layers : list of PagedLayer
+    rows : Rows
+        The sequences that layers keep themselves, and the step that appends to them.
+    store : PagedStore
+        Where the storage lies, layer by layer.
     sequences : list of Sequence
         Those that `save` was given, in a cache that comes from a file; empty otherwise.
 
@@ -90,8 +95,9 @@ class PagedCache:
         cache_layout=3,
         salt=b"",
     ):
+        super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
-        self._store = PagedStore(
+        self.store = PagedStore(
             *blocks,
             num_layers,
             num_kv_heads,
@@ -102,14 +108,15 @@ class PagedCache:
             scale_dtype,
             cache_layout,
         )
-        self.cache, self.scale = self._store.cache, self._store.scale
+        self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = octets("salt", salt)
-        identity = self._store.identity + b"\0" + salt
+        identity = self.store.identity + b"\0" + salt
         self.blocks = BlockAllocator(*blocks, identity=identity)
-        self._rows = Rows(self.blocks, self.begin_step)
+        self.rows = Rows(self.blocks, self.begin_step)
         self.sequences: list = []
-        self.layers = [PagedLayer(self._store, self._rows, i) for i in range(self._store.num_layers)]
+        self.layers = [PagedLayer(self.store, self.rows, i) for i in range(self.store.num_layers)]
 
+    @alone
     def begin_step(self, sequences):
         """Make room for new tokens, and copy the shared blocks that they are written into.
 
@@ -130,65 +137,41 @@ class PagedCache:
         """
         index = self.blocks.begin_step(sequences)
         try:
-            self._store.copy(index.copies)
-            return PagedStep(self._store, index)
+            self.store.copy(index.copies)
+            return PagedStep(self.store, index)
         except BaseException:
             index.abandon()
             raise
 
     # Rows of one length
 
-    def __len__(self):
-        return len(self.layers)
-
+    @alone
     def update(self, key_states, value_states, layer_idx, cache_position=None):
         """`PagedLayer.update` of a layer."""
         return self._layer(layer_idx).update(key_states, value_states, cache_position)
 
-    def attend(self, query, layer_idx, attention_mask=None, **options):
-        """`PagedLayer.attend` of a layer."""
-        return self._layer(layer_idx).attend(query, attention_mask, **options)
-
-    def get_seq_length(self, layer_idx=0):
-        """Tokens in every row; 0 for a layer that there is not."""
-        return self.layers[layer_idx].get_seq_length() if 0 <= layer_idx < len(self) else 0
-
-    def get_max_length(self, layer_idx=None):
-        """-1: rows grow while there are blocks."""
-        return -1
-
-    def get_mask_sizes(self, query_length, layer_idx):
-        """(kv_length, kv_offset) of the keys that the next update of so many tokens returns."""
-        return self._layer(layer_idx).get_mask_sizes(query_length)
-
+    @alone
     def reserve(self, query_length):
         """Make sure that the next update of so many tokens finds room in every layer."""
-        self._rows.reserve(query_length)
+        self.rows.reserve(query_length)
 
+    @alone
     def crop(self, length):
         """Drop the last tokens of every row: keep ``length``, or if negative drop so many; 0 drops none."""
-        self._rows.crop(length)
+        self.rows.crop(length)
 
-    def reorder(self, indices):
-        """Let row b become what row ``indices[b]`` was. No keys and values move."""
-        self._rows.select(indices)
+    def _select(self, indices):  # no keys and values move
+        self.rows.select(indices)
 
-    select = reorder_cache = batch_select_indices = reorder
+    def _repeat(self, repeats):
+        self.rows.select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
 
-    def repeat(self, repeats):
-        """Repeat every row: rows A, B become A, A, B, B. No keys and values move."""
-        repeats = integer("repeats", repeats, 1)
-        self._rows.select(np.repeat(np.arange(len(self._rows.sequences)), repeats))
-
-    batch_repeat_interleave = repeat
-
+    @alone
     def reset(self):
         """End all rows, and release their blocks."""
-        self._rows.reset()
+        self.rows.reset()
 
-    def activate_past_recording(self):
-        """Nothing to do: only `crop` drops tokens."""
-
+    @alone
     def to_legacy_cache(self):
         """A tuple over layers of (keys, values), copies."""
         return tuple((layer.keys, layer.values) for layer in self.layers)
@@ -197,13 +180,14 @@ class PagedCache:
 
     def describe(self):
         """What the constructor takes; ``salt`` in hexadecimal."""
-        store = self._store
+        store = self.store
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
         formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
         names = "quant_bit", "quant_group", "cache_layout"
         return sizes | formats | {name: store.attributes[name] for name in names}
 
+    @alone
     def save(self, path, sequences=()):
         """Write a .npz file that `load` reads; the old file is whole until the new one is.
 
@@ -216,7 +200,4 @@ class PagedCache:
         sequences : iterable of Sequence
             Of which no step is open.
         """
-        saved.save_paged(self, path, sequences)
-
-    def _layer(self, layer_idx):
-        return self.layers[integer("layer_idx", layer_idx, 0, len(self) - 1)]
+        saving.save_paged(self, path, sequences)

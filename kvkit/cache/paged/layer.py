@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from kvkit.cache.layers.view import KVView
+from kvkit.cache.base import BaseLayer
 from kvkit.cache.stores.memory import Geometry, geometry
+from kvkit.cache.stores.view import KVView
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
@@ -85,7 +86,7 @@ class Side:
         return self._layer.changes
 
     def read(self):
-        return self._layer.read()[self._side]
+        return self._layer.stored()[self._side]
 
 
 def turned(results):
@@ -95,7 +96,7 @@ def turned(results):
     return results.swapaxes(1, 2)
 
 
-class PagedLayer:
+class PagedLayer(BaseLayer):
     """One layer of a `PagedCache`, which makes it, for the rows that the cache keeps itself.
 
     They have one length. All layers take as many tokens before one takes more.
@@ -116,37 +117,15 @@ class PagedLayer:
     ((3, 2, 5, 16), (3, 2, 1, 16), (8, 4, 2, 16))
     """
 
-    window = None  # a call's window hides tokens, but none leaves
-    record_past = False
+    takes_window = True  # it hides tokens, but none leaves
 
     def __init__(self, store, rows, layer_idx):
-        self.store, self._rows, self._layer_idx = store, rows, layer_idx
+        self.store, self.rows, self._layer_idx = store, rows, layer_idx
         self.key_cache, self.value_cache = store.blocks[0][layer_idx]
         self._updates = 0
 
     def update(self, key_states, value_states, cache_position=None):
-        """Append the keys and values of new tokens to every row.
-
-        Parameters
-        ----------
-        key_states, value_states : ndarray, shape [B, num_kv_heads, q, head_dim]
-            Of the dtype of the cache. B stays what it was in the first call.
-        cache_position : array_like of int, shape [q], optional
-            Positions of the new tokens; they follow the last token.
-
-        Returns
-        -------
-        keys, values : KVView, shape [B, num_kv_heads, n + q, head_dim]
-            Past and new tokens. Valid until the layer changes.
-
-        Raises
-        ------
-        KvkitError
-            If an argument is wrong.
-        OutOfBlocksError
-            If there are too few blocks. After any error the layer is as it was.
-        """
-        store, rows = self.store, self._rows
+        store, rows = self.store, self.rows
         given, tokens = geometry(key_states, value_states, None), key_states.shape[2]
         batch = len(rows.sequences) or given.batch
         wanted = Geometry(batch, store.heads, store.dim, store.dim, store.format)
@@ -178,29 +157,8 @@ class PagedLayer:
         sinks=None,
         return_lse=False,
     ):
-        """Attend, causally, with the queries of the last tokens; keys and values are read where they lie.
-
-        Query i of q is the token at position n - q + i when n tokens are in the layer.
-
-        Parameters
-        ----------
-        query : ndarray, shape [B, num_heads, q, head_dim]
-            Of the dtype of the cache.
-        attention_mask : ndarray, optional
-            bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
-            to [B, num_heads, q, n], where the first three may be 1: bool, or added to the scores.
-        window, softmax_scale, softcap, sinks, return_lse
-            As in `kvkit.multi_head_attention`.
-
-        Returns
-        -------
-        attn_output : ndarray, shape [B, num_heads, q, head_dim]
-            In memory [B, q, num_heads, head_dim].
-        lse : ndarray of float32, shape [B, num_heads, q]
-            With ``return_lse``.
-        """
-        store, step = self.store, self._rows.step
-        if not self._rows.sequences:
+        store, step = self.store, self.rows.step
+        if not self.rows.sequences:
             raise wrong("layer", "keys and values: update comes first", "none")
         options = window, softmax_scale, softcap, sinks, return_lse
         call = form((query,), (self.get_seq_length(), attention_mask, *options))
@@ -229,65 +187,44 @@ class PagedLayer:
         )  # fmt: skip
         made = attention.results(query.shape, store.format, return_lse, []).taken(None)
         decoding = batch if tokens == 1 else 0
-        step = self._rows.tables()
+        step = self.rows.tables()
         rows = step.equal(tokens, length)
         return turned(
             step.attend_first(call, query, *(*made, None)[:2], self._layer_idx, rows, decoding, weights)
         )
 
-    def activate_past_recording(self):
-        """Nothing to do: only `PagedCache.crop` drops tokens."""
-
     def get_seq_length(self):
-        """Tokens in every row."""
-        if not self._rows.sequences:
+        if not self.rows.sequences:
             return 0
-        seq, step = self._rows.sequences[0], self._rows.step
+        seq, step = self.rows.sequences[0], self.rows.step
         ahead = step is not None and self._layer_idx in step.written
         return seq.length + seq.pending if ahead else seq.length
 
-    def get_max_length(self):
-        """-1: rows grow while there are blocks."""
-        return -1
-
-    def get_mask_sizes(self, query_length):
-        """(kv_length, kv_offset) of the keys that the next update of so many tokens returns."""
-        return self.get_seq_length() + integer("query_length", query_length, 0), 0
-
     @property
     def batch_size(self):
-        """B, rows of the batch; 0 before the first update."""
-        return len(self._rows.sequences)
+        return len(self.rows.sequences)
 
     @property
-    def keys(self):
-        """Stored keys, shape [B, num_kv_heads, n, head_dim]: a copy; None before the first update."""
-        return self._stored(0)
-
-    @property
-    def values(self):
-        """Stored values, shape [B, num_kv_heads, n, head_dim]: a copy; None before the first update."""
-        return self._stored(1)
-
-    def _stored(self, side):
-        return self.read()[side] if self._rows.sequences else None
+    def nbytes(self):
+        """Bytes of the blocks that the rows hold, however many of them share one."""
+        held = {block for seq in self.rows.sequences for block in seq.table}
+        return len(held) * sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
 
     # For views
 
     @property
     def shape(self):
         """Of keys and values."""
-        return len(self._rows.sequences), self.store.heads, self.get_seq_length(), self.store.dim
+        return len(self.rows.sequences), self.store.heads, self.get_seq_length(), self.store.dim
 
     @property
     def changes(self):
         """How often keys and values have changed."""
-        return self._rows.changes + self._updates
+        return self.rows.changes + self._updates
 
-    def read(self):
-        """All keys and values, [B, num_kv_heads, n, head_dim] each."""
+    def stored(self):
         key, value = (np.empty(self.shape, self.store.format.dtype) for _ in range(2))
-        step = self._rows.tables()
+        step = self.rows.tables()
         rows = step.equal(0, self.shape[2])
         step.load(key.swapaxes(1, 2), value.swapaxes(1, 2), self._layer_idx, rows)
         return key, value

@@ -86,14 +86,7 @@ class PagedStep:
         lse : ndarray of float32, shape [seqstarts[B], num_heads]
             With ``return_lse``.
         """
-        layer_idx = self.to_read(layer_idx)
-        call = form((query,), (attn_mask, tuple(options), *options.values()))
-        prepared = self.calls.get(call)
-        if prepared:
-            return self.attend_again(prepared, tensors.one_piece(query), layer_idx)
-        query, out, lse, weights = self._queries(query, attn_mask, {}, **options)
-        decoding = self.index.decoding_batches
-        return self.attend_first(call, query, out, lse, layer_idx, self._steps, decoding, weights)
+        return self._attend(query, self.to_read(layer_idx), attn_mask, options, {})
 
     def multi_head_cache_attention(
         self, query, current_key, current_value, layer_idx, attn_mask=None, **options
@@ -101,16 +94,23 @@ class PagedStep:
         """`update` and `attend` in one call; on an error the layer has not been written."""
         layer_idx = self.to_write(layer_idx)
         key, value = self._tokens(current_key, current_value, layer_idx)
+        tokens = {"current_key": key, "current_value": value}
+        return self._attend(query, layer_idx, attn_mask, options, tokens)
+
+    def _attend(self, query, layer_idx, attn_mask, options, tokens):
+        """Append checked tokens, if there are any, and attend."""
         call = form((query,), (attn_mask, tuple(options), *options.values()))
         prepared = self.calls.get(call)
         if prepared:
-            self.append(key, value, layer_idx)
-            return self.attend_again(prepared, tensors.one_piece(query), layer_idx)
-        tokens = {"current_key": key, "current_value": value}
-        query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
-        context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
-        launch = cpu.attention.prepare(query, out, lse, context, self._steps, decoding, weights)
-        self.append(key, value, layer_idx)
+            query = tensors.one_piece(query)
+        else:
+            query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
+            context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
+            launch = cpu.attention.prepare(query, out, lse, context, self._steps, decoding, weights)
+        if tokens:
+            self.append(tokens["current_key"], tokens["current_value"], layer_idx)
+        if prepared:
+            return self.attend_again(prepared, query, layer_idx)
         return self.start(call, launch, query, out, lse, layer_idx)
 
     def gather(self, layer_idx):

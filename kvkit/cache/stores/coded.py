@@ -1,13 +1,14 @@
 """Where a quantized layer's codes lie: in memory, or in a mapped file."""
 
 import copy
+from typing import Any
 
 import numpy as np
 
-from kvkit.cache.layers.codes import parts
-from kvkit.cache.layers.view import KVView
-from kvkit.cache.stores.mapped import File, state
+from kvkit.cache.stores.codes import parts
+from kvkit.cache.stores.mapped import File
 from kvkit.cache.stores.memory import Geometry
+from kvkit.cache.stores.view import KVView
 from kvkit.formats import BY_NAME
 
 SIDES = "keys", "values"
@@ -19,6 +20,7 @@ class CodeStore:
     """Keys and values of a layer as codes, in the place of a `Store`."""
 
     capacity = 0  # for how many more tokens another store for the same ones has room
+    file: Any = None  # where it lies, if not in memory
 
     def __init__(self, geometry, sides, read_back):
         self.geometry, self.sides, self.read_back = geometry, sides, read_back
@@ -37,10 +39,10 @@ class CodeStore:
         for side, new, room in zip(self.sides, states, self.rooms, strict=True):
             side.append(new, room)
 
-    def commit(self, layer):
+    def commit(self, span, record_past):
         """Encode what has left the window, unless past is recorded."""
         self.rooms = []
-        if not layer.record_past:
+        if not record_past:
             self.evict()
 
     def evict(self):
@@ -119,20 +121,20 @@ class MappedCodeStore(CodeStore):
             side.block_of = side.block_of[0, 0, :, 0]
 
     @classmethod
-    def opened(cls, layer, about, home):
-        """The store of a layer, which has its state already, from what the sidecar says."""
+    def opened(cls, about, span, home, empty):
+        """The store of tokens, as a sidecar says; `empty` makes another one of its geometry, in memory."""
         (_, batch, heads, _, key_dim), value_dim = about["keys"]["tail"], about["values"]["tail"][-1]
         given = Geometry(batch, heads, key_dim, value_dim, BY_NAME[about["dtype"]])
-        source = layer._empty_store(given)
+        source = empty(given)
         forms = [
             forms_of(side, batch, *(about[name][part][3] for part in GROWING))
             for name, side in zip(SIDES, source.sides, strict=True)
         ]
         if any(about[name] != said for name, said in said_of(forms).items()):
-            raise ValueError(f"arrays that are not those of {layer.describe()}")
+            raise ValueError(f"arrays that are not those of {home.about['arguments']}")
         store = cls(given, (source, forms), home, new=False)
         for name, side in zip(SIDES, store.sides, strict=True):
-            restore(side, layer._length, *(about["state"][f"{name}.{number}"] for number in NUMBERS))
+            restore(side, span.length, *(about["state"][f"{name}.{number}"] for number in NUMBERS))
         return store
 
     def make_room(self, new):
@@ -151,14 +153,14 @@ class MappedCodeStore(CodeStore):
                     target[b, :, :count] = rows[index]
             side.block_of[: side.coded] = source.block_of[: side.coded]
 
-    def commit(self, layer):
-        super().commit(layer)
+    def commit(self, span, record_past):
+        super().commit(span, record_past)
         numbers = {
             f"{name}.{number}": getattr(side, number)
             for name, side in zip(SIDES, self.sides, strict=True)
             for number in NUMBERS
         }
-        self.file.commit(self.about, state(layer) | numbers)
+        self.file.commit(self.about, span, record_past, numbers)
 
     def about(self):
         """What a sidecar says of the arrays."""
@@ -167,7 +169,7 @@ class MappedCodeStore(CodeStore):
     def close(self):
         self.file.close()
 
-    def prefetch(self, layer):
+    def prefetch(self, span):
         counts: list = []  # in the order of the arrays
         for side in self.sides:
             counts += side.sink, max(0, side.length - side.start), side.coded, side.blocks, side.coded

@@ -14,18 +14,20 @@ import json
 import math
 import mmap
 import os
+import secrets
 import sys
 import weakref
 
 import numpy as np
 
 from kvkit.cache.stores.memory import Geometry, Store
+from kvkit.cache.stores.span import Span
 from kvkit.formats import BY_NAME
 
 VERSION = 1
 PAGE = 4096  # every array begins at a multiple of it; no file is smaller
-STATE = "length", "oldest", "begin", "origin", "before", "record_past"
 NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
+NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # what is there is never written to, a link least of all
 WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
 
 
@@ -33,8 +35,8 @@ class File:
     """A mapped file of arrays of the given shapes and dtypes, zeros until they are written."""
 
     def __init__(self, home, forms, new=True):
-        self.home, self.path, self.sidecar, self.loading = home, home.path(), -1, False
-        self.descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0))
+        self.home, self.path, self.sidecar, self.loading = home, home.path(new), -1, False
+        self.descriptor = os.open(self.path, os.O_RDWR | (NEW if new else 0), OWNER)
         weakref.finalize(self, os.close, self.descriptor)
         self.starts, end = [], 0
         for shape, dtype in forms:
@@ -51,10 +53,14 @@ class File:
             raise
         places = zip(forms, self.starts, strict=True)
         self.arrays = [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in places]
+        if not new:
+            home.current, text = self, home.sidecar.read_text()
+            self.know_sidecar(os.open(home.sidecar, os.O_RDWR), text.rindex("{"))
 
-    def commit(self, about, numbers):
-        """Let the file count, which `about` describes, and these numbers be its state."""
-        numbers = numbers | {"changes": self.home.folder.changes}
+    def commit(self, about, span, record_past, more=()):
+        """Let the file count, which `about` describes, and be its state what says which rows hold what."""
+        numbers = span._asdict() | {"record_past": record_past, **dict(more)}
+        numbers["changes"] = self.home.folder.changes
         text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in numbers.items())
         text = f"{{{text}}}}}\n"
         if self.sidecar < 0:
@@ -93,12 +99,6 @@ class File:
         self.loading = False
 
 
-def state(layer):
-    """The numbers that say which rows hold which tokens."""
-    numbers = layer._length, layer._oldest, layer._begin, layer._origin, layer._before, layer.record_past
-    return dict(zip(STATE, numbers, strict=True))
-
-
 class MappedStore(Store):
     """Keys and values in a mapped file. Rows that count are never written again."""
 
@@ -115,16 +115,16 @@ class MappedStore(Store):
         return self.file.arrays
 
     @classmethod
-    def opened(cls, layer, about, home):
-        """The store of a layer, which has its state already, from what the sidecar says."""
+    def opened(cls, about, span, home):
+        """The store of tokens, as a sidecar says."""
         batch, heads, capacity, key_dim = about["keys"]
         given = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
-        if not 0 <= layer._origin <= layer._oldest <= layer._length <= layer._origin + capacity:
+        if not 0 <= span.origin <= span.oldest <= span.length <= span.origin + capacity:
             raise ValueError(f"a state that cannot be: {about['state']}")
         return cls(given, capacity, home, new=False)
 
-    def commit(self, layer):
-        self.file.commit(self.about, state(layer))
+    def commit(self, span, record_past):
+        self.file.commit(self.about, span, record_past)
 
     def about(self):
         """What a sidecar says of the arrays."""
@@ -134,8 +134,8 @@ class MappedStore(Store):
     def close(self):
         self.file.close()
 
-    def prefetch(self, layer):
-        self.file.prefetch([layer._length - layer._origin] * 2)
+    def prefetch(self, span):
+        self.file.prefetch([span.length - span.origin] * 2)
 
 
 @functools.cache
@@ -154,20 +154,25 @@ def allocate(file, size):
 
 
 class Home:
-    """Where a layer's files lie; called for a new store of some kind. `about` describes the layer."""
+    """Where a layer's files lie; `about` describes the layer."""
 
-    def __init__(self, folder, number, about, kind):
-        self.folder, self.number, self.about, self.kind = folder, number, about, kind
+    def __init__(self, folder, number, about):
+        self.folder, self.number, self.about = folder, number, about
         self.sidecar = folder.path / f"layer-{number:03}.json"
         self.generation, self.current = 0, None
         self.waiting = 0  # the change whose sidecar may not have taken its place yet
 
-    def __call__(self, *arguments):
-        self.generation += 1
-        return self.kind(*arguments, self)
-
-    def path(self):
+    def path(self, new):
+        """Of the file that counts, or of a new one."""
+        self.generation += new
         return self.folder.path / f"layer-{self.number:03}-{self.generation}.raw"
+
+    def opened_state(self, about):
+        """(span, whether past is recorded), as a sidecar says of a file."""
+        if about["byteorder"] != sys.byteorder:
+            raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
+        self.generation, said = about["generation"], about["state"]
+        return Span(*(said[name] for name in Span._fields)), bool(said["record_past"])
 
     def accept(self, file, about, state):
         """Let a file be the layer's; the one before it goes, unless the new sidecar has to wait."""
@@ -211,7 +216,7 @@ def follow(path, changes):
 
 def put(path, text):
     """Write a small file, or replace it in one step; its descriptor."""
-    temporary = path.with_suffix(".new")
+    temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.new")
     file = written(temporary, text)
     try:
         os.replace(temporary, path)
@@ -223,8 +228,8 @@ def put(path, text):
 
 
 def written(path, text):
-    """Write a small file; its descriptor."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    """Write a new small file; its descriptor."""
+    file = os.open(path, os.O_RDWR | NEW, OWNER)
     try:
         os.write(file, text.encode())
     except BaseException:

@@ -1,6 +1,6 @@
 """Where the keys and values of a layer lie: rows in two arrays. Which token has which row, layers know."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Store:
 
     __slots__ = ("capacity", "geometry", "keys", "values")
     in_place = True  # rows that a layer relies on may be written
+    file: Any = None  # where it lies, if not in memory
 
     def __init__(self, geometry, capacity):
         self.geometry, self.capacity = geometry, capacity
@@ -98,8 +99,8 @@ class Store:
             for b, index in enumerate(indices):
                 target[b] = source[index]
 
-    def commit(self, layer):
-        """All rows are written that the layer now means."""
+    def commit(self, span, record_past):
+        """All rows are written that a layer now means."""
 
     def close(self):
         """Let go of what is not memory."""

@@ -3,7 +3,6 @@
 import torch
 
 import kvkit
-from kvkit.cache import PagedLayer
 from kvkit.checks.words import wrong
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import to_numpy, to_torch
@@ -122,7 +121,7 @@ def attention_forward(
 
 def in_place(layer, sliding_window, window):
     """The options with which a layer's own attention keeps to a window; None if it cannot."""
-    if isinstance(layer, PagedLayer):
+    if layer.takes_window:
         return {"window": window}
     if layer.window is None:
         return {} if window == NO_WINDOW else None

@@ -75,7 +75,7 @@ class KvkitCache(Cache):
     def of(cls, cache, config=None):
         """One that holds a given cache of kvkit's, filled or not: loaded, opened, or made in another way."""
         held = cls.__new__(cls)
-        held._hold(cache, config)
+        cls._hold(held, cache, config)
         return held
 
     def _hold(self, cache, config):

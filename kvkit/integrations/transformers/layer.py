@@ -3,7 +3,6 @@
 import numpy as np
 from transformers.cache_utils import CacheLayerMixin
 
-from kvkit.cache import StaticSlidingWindowLayer
 from kvkit.integrations.transformers.bridge import to_torch
 
 
@@ -51,7 +50,7 @@ class KvkitLayer(CacheLayerMixin):
     @property
     def is_croppable(self):
         """Whether `crop` can go back, by any number of recorded tokens."""
-        return not isinstance(self.layer, StaticSlidingWindowLayer)
+        return self.layer.croppable
 
     @property
     def record_past(self):
@@ -63,7 +62,7 @@ class KvkitLayer(CacheLayerMixin):
         if value:
             self.layer.activate_past_recording()
         elif self.layer.record_past:
-            self.layer._record_past(False)
+            self.layer.stop_past_recording()
 
     @property
     def batch_size(self):

@@ -1,59 +1,15 @@
-"""A cache in one .npz file, which says all about itself; see `kvkit.files.npz` for its form.
+"""A cache from the file that it was saved in; `saving` says what is in there."""
 
-The metadata's ``cache`` has the version, the dtype and shape of every array, the sha256 of all that is said
-and of all bytes of the arrays, and:
+import numpy as np
 
-    layers      of each layer what it is, and how many tokens it has seen. Arrays are ``layers.I.keys`` and
-                ``layers.I.values``, the stored tokens of layer I; of a quantized one ``layers.I.keys.codes``
-                and so on, see `kvkit.cache.layers.codes.PARTS`. A layer without tokens has none
-    paged       what a `PagedCache` is, in the place of layers; see `kvkit.cache.paged.saved`
-"""
-
-import hashlib
-import json
-
+from kvkit.cache.blocks.pool import HASH_BYTES
+from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
-from kvkit.cache.paged import saved as paged_saved
+from kvkit.cache.paged.cache import PagedCache
+from kvkit.cache.saving import PAGED_ARRAYS, VERSION, fingerprint, form
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
-from kvkit.files import members, npz
-
-VERSION = 1
-
-
-def save(cache, path):
-    """Write a `Cache`."""
-    layers: list = []
-    arrays: dict = {}
-    for i, layer in enumerate(cache.layers):
-        state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
-        layers.append(kinds.described(layer) | state)
-        arrays |= {f"layers.{i}.{name}": array for name, array in layer._arrays().items()}
-    write(path, {"layers": layers}, arrays)
-
-
-def save_paged(cache, path, sequences):
-    """Write a `PagedCache`."""
-    about, arrays = paged_saved.described(cache, sequences)
-    write(path, {"paged": about}, arrays)
-
-
-def write(path, about, arrays):
-    about = {"version": VERSION, **about, "arrays": {name: form(array) for name, array in arrays.items()}}
-    npz.write(path, arrays, {"cache": about | {"fingerprint": fingerprint(about, arrays)}})
-
-
-def form(array):
-    return [array.dtype.name, *array.shape]
-
-
-def fingerprint(about, arrays):
-    """sha256 of what is said, and of the bytes of all arrays in the order of their names."""
-    total = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name in sorted(arrays):
-        for chunk in members.chunks(arrays[name]):
-            total.update(chunk)
-    return total.hexdigest()
+from kvkit.files import npz
 
 
 def load(path):
@@ -87,12 +43,10 @@ def load(path):
     >>> again.get_seq_length(), bool((again.layers[0].keys == keys).all())
     (3, True)
     """
-    from kvkit.cache.caches import Cache
-
     about, arrays = read(path)
     if "paged" in about:
         try:
-            return paged_saved.made(about["paged"], arrays)
+            return paged(about["paged"], arrays)
         except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise unfit(path, "a paged cache that kvkit has", error) from None
     if not isinstance(about.get("layers"), list):
@@ -126,11 +80,47 @@ def restored(path, number, about, arrays):
     try:
         layer = kinds.made(about)
         if arrays or about["length"]:
-            layer._fill(arrays, about["length"])
+            layer.fill(arrays, about["length"])
         layer.record_past = about["record_past"]
     except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise unfit(path, f"a layer {number} that kvkit has", error) from None
     return layer
+
+
+def paged(about, arrays):
+    """The cache of a file; KvkitError, KeyError, TypeError or ValueError if there can be none."""
+    arguments = dict(about["arguments"])
+    cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"])})
+    blocks = arrays["blocks"]
+    if not np.array_equal(blocks, np.intersect1d(blocks, np.arange(cache.blocks.num_blocks))):
+        raise wrong("blocks", f"different ones of {cache.blocks.num_blocks}, in order", blocks)
+    for name, array in zip(PAGED_ARRAYS, cache.store.blocks, strict=False):
+        here, found = array[:, :, blocks], arrays[name]
+        if (found.dtype, found.shape) != (here.dtype, here.shape):
+            raise wrong(name, f"{here.dtype} {here.shape}", f"{found.dtype} {found.shape}")
+        array[:, :, blocks] = found
+    hashes, ids = arrays["published.hashes"], arrays["published.token_ids"].astype("<i8")
+    if (hashes.shape[1:], ids.shape[1:]) != ((HASH_BYTES,), (cache.blocks.page_size,)):
+        raise wrong("published", "hashes, and ids of blocks", f"{hashes.shape}, {ids.shape}")
+    numbers = arrays["published.blocks"].tolist()
+    published = [
+        (block, one.tobytes(), page.tobytes()) for block, one, page in zip(numbers, hashes, ids, strict=True)
+    ]
+    saved = [
+        (
+            said["length"],
+            bytes.fromhex(said["root"]),
+            arrays[f"sequences.{i}.block_table"],
+            arrays[f"sequences.{i}.token_ids"],
+        )
+        for i, said in enumerate(about["sequences"])
+    ]
+    sequences = cache.blocks.restore(saved, published, set(blocks.tolist()))
+    count = about["rows"]
+    if len({seq.length for seq in sequences[:count]}) > 1:
+        raise wrong("rows", "sequences of one length", [seq.length for seq in sequences[:count]])
+    cache.rows.sequences, cache.sequences = sequences[:count], sequences[count:]
+    return cache
 
 
 def unfit(path, expected, got):

@@ -1,0 +1,282 @@
+"""What every layer and every cache does, wherever its tokens lie: all that a caller needs to know of them."""
+
+import functools
+import threading
+from abc import ABC, abstractmethod
+
+from kvkit.checks.values import integer
+from kvkit.checks.words import wrong
+
+
+class BaseLayer(ABC):
+    """Keys and values of one attention layer.
+
+    Attributes
+    ----------
+    window : int or None
+        How many tokens a query sees, itself included; None for all.
+    takes_window : bool
+        Whether `attend` takes the window of a call.
+    croppable : bool
+        Whether tokens can be dropped one after the other, down to the first that is recorded.
+    record_past : bool
+        Whether what would be dropped, or coded, is kept until the next crop.
+    """
+
+    window: int | None = None
+    takes_window = False
+    croppable = True
+    record_past = False
+
+    @abstractmethod
+    def update(self, key_states, value_states, cache_position=None):
+        """Append the keys and values of new tokens; return those that their attention needs.
+
+        Parameters
+        ----------
+        key_states : ndarray, shape [B, Hkv, q, Dk]
+            float32, float16 or bfloat16, of any strides. The first call decides on dtype, B, Hkv, Dk and Dv;
+            of a paged layer, whose cache has decided on the others, on B.
+        value_states : ndarray, shape [B, Hkv, q, Dv]
+            Of the same dtype.
+        cache_position : array_like of int, shape [q], optional
+            Consecutive positions of the new tokens; they follow the last token. Only a `StaticLayer` may
+            also go back: then later tokens are dropped.
+
+        Returns
+        -------
+        keys : ndarray, shape [B, Hkv, S, Dk]
+        values : ndarray, shape [B, Hkv, S, Dv]
+            Past and new tokens, see `get_mask_sizes`. Views of the cache, or each a `KVView` where they are
+            codes or lie in blocks: not to be written, and valid until the next call that changes the layer.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong.
+        CapacityError, OutOfBlocksError
+            If there is no room. After any error the layer is as it was.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        query,
+        attention_mask=None,
+        *,
+        softmax_scale=None,
+        softcap=0.0,
+        sinks=None,
+        return_lse=False,
+    ):
+        """Attend with the queries of the last tokens, causally and within the layer's window.
+
+        Keys and values are read where they lie; nothing of the size of the context is made. Query i of q is
+        the token at position n - q + i when n tokens have been seen; so the queries of an update's last
+        tokens alone are as good. Query head h uses key head ``h // (Hq // Hkv)``.
+
+        Parameters
+        ----------
+        query : ndarray, shape [B, Hq, q, Dk]
+            float32, float16 or bfloat16, of any strides.
+        attention_mask : ndarray, optional
+            bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
+            to [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores and of the
+            dtype of ``query``; kv_length is that of `get_mask_sizes`, as asked before the update. Columns of
+            a static layer that hold no token may be left out.
+        window : (int, int), optional
+            Of paged layers only, as in `kvkit.multi_head_attention`; others have their own.
+        softmax_scale : float, optional
+            Factor of the scores; 1 / sqrt(Dk) if None.
+        softcap : float
+            If not 0, scores become ``softcap * tanh(score / softcap)`` before masks are added.
+        sinks : ndarray, shape [Hq], optional
+            A score for each head that takes part in the softmax and has no value.
+        return_lse : bool
+            Whether the logarithms of the softmax denominators are returned too.
+
+        Returns
+        -------
+        attn_output : ndarray, shape [B, Hq, q, Dv]
+            Of the dtype of ``query``. In memory [B, q, Hq, Dv], so that swapping both axes back and joining
+            the heads, as the next projection needs it, copies nothing.
+        lse : ndarray of float32, shape [B, Hq, q]
+            With ``return_lse``; -inf for a query that sees no key.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or if the window of a query has left the layer.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from kvkit.cache import DynamicLayer
+        >>> layer, tokens = DynamicLayer(), np.arange(3, dtype=np.float32).reshape(1, 1, 3, 1)
+        >>> keys, values = layer.update(np.ones_like(tokens), tokens)
+        >>> layer.attend(np.ones_like(tokens)).ravel()
+        array([0. , 0.5, 1. ], dtype=float32)
+        """
+
+    @abstractmethod
+    def get_seq_length(self):
+        """Tokens seen."""
+
+    def get_max_length(self):
+        """The most tokens that the layer holds; -1 for no limit."""
+        return -1
+
+    def get_mask_sizes(self, query_length):
+        """(kv_length, kv_offset): how many keys the next update returns, and the position of the first."""
+        begin, end = self._returned(self.get_seq_length(), integer("query_length", query_length, 0))
+        return end - begin, begin
+
+    def _returned(self, length, new):
+        """The positions [begin, end) that an update of `new` tokens after `length` returns."""
+        return 0, length + new
+
+    @property
+    @abstractmethod
+    def batch_size(self):
+        """B, rows of the batch; 0 before the first update."""
+
+    @property
+    def keys(self):
+        """Stored keys, shape [B, Hkv, stored, Dk]; None before the first update."""
+        return self.stored()[0] if self.batch_size else None
+
+    @property
+    def values(self):
+        """Stored values, shape [B, Hkv, stored, Dv]; None before the first update."""
+        return self.stored()[1] if self.batch_size else None
+
+    @abstractmethod
+    def stored(self):
+        """Stored keys and values, arrays [B, Hkv, stored, D]."""
+
+    @property
+    def nbytes(self):
+        """Bytes of what is stored, without room to grow."""
+        return sum(side.nbytes for side in self.stored()) if self.batch_size else 0
+
+    def activate_past_recording(self):  # noqa: B027  most layers have nothing to do
+        """From now on keep what would be dropped or coded until the next crop; elsewhere nothing is."""
+
+
+def alone(method):
+    """A method of a cache that other threads' calls wait for."""
+
+    @functools.wraps(method)
+    def waiting(self, *arguments, **options):
+        with self._turn:
+            return method(self, *arguments, **options)
+
+    return waiting
+
+
+class BaseCache(ABC):
+    """The keys and values of a model, in layers. Threads that call it wait for each other."""
+
+    layers: list
+
+    def __init__(self):
+        self._turn = threading.RLock()
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_turn"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, _turn=threading.RLock())
+
+    def __len__(self):
+        return len(self.layers)
+
+    # Tokens come
+
+    @abstractmethod
+    def update(self, key_states, value_states, layer_idx, cache_position=None):
+        """Append to layer ``layer_idx``."""
+
+    def attend(self, query, layer_idx, attention_mask=None, **options):
+        """Attend to layer ``layer_idx``, see the ``attend`` of layers.
+
+        Of a call longer than its window a sliding layer gives the first tokens up as soon as another layer
+        is updated; until then every query of the call can attend.
+        """
+        with self._turn:
+            return self._layer(layer_idx).attend(query, attention_mask, **options)
+
+    @abstractmethod
+    def reserve(self, query_length):
+        """Check, and make, room for so many more tokens in every layer: their updates cannot fail for it."""
+
+    def _layer(self, layer_idx):
+        """A layer by its number."""
+        number = integer("layer_idx", layer_idx, 0)
+        return self.layers[number] if number < len(self.layers) else self._missing(number)
+
+    def _missing(self, number):
+        """The layer of a number that there is not."""
+        raise wrong("layer_idx", f"a layer of {len(self.layers)}", number)
+
+    # What is there
+
+    def get_seq_length(self, layer_idx=0):
+        """Tokens that a layer has seen; 0 if there is no such layer."""
+        number = integer("layer_idx", layer_idx, 0)
+        return self.layers[number].get_seq_length() if number < len(self.layers) else 0
+
+    def get_max_length(self, layer_idx=None):
+        """The most tokens that a layer holds, -1 for no limit; of the cache, that of its largest layer."""
+        if layer_idx is not None:
+            return self._layer(layer_idx).get_max_length()
+        lengths = [layer.get_max_length() for layer in self.layers]
+        return -1 if -1 in lengths else max(lengths, default=-1)
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        """(kv_length, kv_offset) of what the next update of so many tokens returns; to be asked before it."""
+        return self._layer(layer_idx).get_mask_sizes(query_length)
+
+    # Tokens go, and the batch changes
+
+    @abstractmethod
+    def crop(self, length):
+        """Drop the last tokens of every layer: keep ``length``, or if negative drop so many; 0 drops none."""
+
+    @alone
+    def reorder(self, indices):
+        """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
+        self._select(indices)
+
+    select = reorder_cache = batch_select_indices = reorder
+
+    @abstractmethod
+    def _select(self, indices):
+        """What `reorder` does."""
+
+    @alone
+    def repeat(self, repeats):
+        """Repeat every row of the batch: rows A, B become A, A, B, B."""
+        self._repeat(integer("repeats", repeats, 1))
+
+    batch_repeat_interleave = repeat
+
+    @abstractmethod
+    def _repeat(self, repeats):
+        """What `repeat` does."""
+
+    @abstractmethod
+    def reset(self):
+        """Forget every token."""
+
+    @alone
+    def activate_past_recording(self):
+        """Let layers keep what would leave their window until the next `crop`, which may then go back."""
+        for layer in self.layers:
+            layer.activate_past_recording()
+
+    # To other forms
+
+    @abstractmethod
+    def to_legacy_cache(self):
+        """A tuple over layers of (keys, values), copies of shape [B, Hkv, n, D]."""

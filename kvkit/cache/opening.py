@@ -1,0 +1,88 @@
+"""How a cache comes back from its folder."""
+
+import contextlib
+import json
+import warnings
+
+from kvkit.cache.layers import kinds
+from kvkit.cache.offload import UNFINISHED, Folder
+from kvkit.cache.stores.mapped import VERSION, WAITING, follow
+from kvkit.checks.words import wrong
+
+
+def opened(directory, keep):
+    """The folder and the layers of a cache that was kept, or whose process ended."""
+    folder = Folder(directory, True, keep)
+    about = read(folder.path / "cache.json")
+    with explained(folder.path / "cache.json"):
+        closed, folder.changes, due = about["closed"], about["changes"], about["due"]
+    for path in folder.path.glob(f"layer-*{WAITING}*"):
+        follow(path, folder.changes)
+    paths = sorted(folder.path.glob("layer-*.json"))
+    layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
+    for pattern in UNFINISHED:
+        for path in folder.path.glob(pattern):
+            path.unlink()
+    counted = {layer.store.file.path for layer in layers if layer.store}
+    for path in set(folder.path.glob("layer-*.raw")) - counted:
+        path.unlink()  # it was still being filled
+    if not closed:
+        take_back(layers, folder.path)
+    for layer in layers:
+        layer.finish()
+    folder.say(closed=False)
+    return folder, layers
+
+
+def take_back(layers, folder):
+    """Take back what some layers have of a step that not all have had.
+
+    Such a layer had as many tokens before as another one has now. A layer without tokens is one that the
+    model does not use, unless the others have had their first tokens and it comes after them.
+    """
+    used = [layer for layer in layers if layer.span.length]
+    held = {layer.span.length for layer in used}
+    if used and used[-1] is not layers[-1] and not any(layer.span.before for layer in used):
+        held.add(0)
+        message = (
+            f"{folder}: the first step was cut off, or the last layers are not used: give its tokens again"
+        )
+        warnings.warn(message, stacklevel=4)
+    for layer in used:
+        if layer.span.before < layer.span.length and layer.span.before in held:
+            layer.take_back()
+    left = [layer.span.length for layer in used]
+    if len(set(left)) > 1:
+        message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to what is alike"
+        warnings.warn(message, stacklevel=4)
+
+
+def opened_layer(folder, number, due):
+    path = folder.path / f"layer-{number:03}.json"
+    about = read(path)
+    if about.get("in_memory"):
+        raise wrong("directory", f"layer {number} in a file", "a process that ended while it was in memory")
+    with explained(path):
+        layer = kinds.made(about)
+        layer.open(folder.home(number, layer), about)
+        if due is not None and about.get("state", about)["changes"] < folder.changes:
+            layer.reset() if due == "reset" else layer.crop(due[number] - layer.span.length)
+    return layer
+
+
+def read(path):
+    """What a JSON file of this version says."""
+    with explained(path):
+        about = json.loads(path.read_text())
+        if about["version"] != VERSION:
+            raise ValueError(f"version {about['version']}, not {VERSION}")
+    return about
+
+
+@contextlib.contextmanager
+def explained(path):
+    """Say in our words that a file is not what it should be."""
+    try:
+        yield
+    except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
+        raise wrong("directory", "a cache that kvkit has written", f"{path}: {error!r}") from error

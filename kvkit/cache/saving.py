@@ -1,0 +1,83 @@
+"""A cache in one .npz file, which says all about itself; see `kvkit.files.npz` for its form.
+
+The metadata's ``cache`` has the version, the dtype and shape of every array, the sha256 of all that is said
+and of all bytes of the arrays, and:
+
+    layers      of each layer what it is, and how many tokens it has seen. Arrays are ``layers.I.keys`` and
+                ``layers.I.values``, the stored tokens of layer I; of a quantized one ``layers.I.keys.codes``
+                and so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has none
+    paged       what a `PagedCache` is, in the place of layers: the blocks in use, page tables, and what
+                prefixes are found by. Blocks keep their numbers. Arrays are ``blocks`` (the numbers),
+                ``cache`` and ``scale`` ([layers, key|value, block, row, head, dim], those blocks),
+                ``sequences.I.block_table`` and ``sequences.I.token_ids``, and of the published blocks, the
+                first to be evicted first, ``published.blocks``, ``.hashes`` and ``.token_ids``
+"""
+
+import hashlib
+import json
+
+import numpy as np
+
+from kvkit.cache.blocks.pool import HASH_BYTES
+from kvkit.cache.layers import kinds
+from kvkit.checks.words import wrong
+from kvkit.files import members, npz
+
+VERSION = 1
+PAGED_ARRAYS = "cache", "scale"
+
+
+def save(cache, path):
+    """Write a `Cache`."""
+    layers: list = []
+    arrays: dict = {}
+    for i, layer in enumerate(cache.layers):
+        state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
+        layers.append(kinds.described(layer) | state)
+        arrays |= {f"layers.{i}.{name}": array for name, array in layer.arrays().items()}
+    write(path, {"layers": layers}, arrays)
+
+
+def save_paged(cache, path, sequences):
+    """Write a `PagedCache`, its rows and some of its other sequences."""
+    allocator, rows = cache.blocks, cache.rows.sequences
+    if allocator.open_step is not None:
+        raise wrong("cache", "one whose steps have ended", "an open step")
+    kept = [*rows, *sequences]
+    for seq in kept:
+        allocator.check(seq)
+    if len(set(map(id, kept))) < len(kept):
+        raise wrong("sequences", "each sequence once", "one twice")
+    published = list(allocator.published())
+    blocks = {block for block, *_ in published}.union(*(seq.table for seq in kept))
+    numbers = np.array(sorted(blocks), np.int64)
+    held = zip(PAGED_ARRAYS, cache.store.blocks, strict=False)
+    arrays = {"blocks": numbers} | {name: array[:, :, numbers] for name, array in held}
+    for i, seq in enumerate(kept):
+        arrays[f"sequences.{i}.block_table"] = np.array(seq.blocks, np.int64)
+        arrays[f"sequences.{i}.token_ids"] = seq.token_ids
+    hashes, ids = (b"".join(each[i] for each in published) for i in (1, 2))
+    arrays["published.blocks"] = np.array([block for block, *_ in published], np.int64)
+    arrays["published.hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
+    arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
+    said = [{"length": seq.length, "root": seq.chain[0].hex()} for seq in kept]
+    about = {"arguments": cache.describe(), "rows": len(rows), "sequences": said}
+    write(path, {"paged": about}, arrays)
+
+
+def write(path, about, arrays):
+    about = {"version": VERSION, **about, "arrays": {name: form(array) for name, array in arrays.items()}}
+    npz.write(path, arrays, {"cache": about | {"fingerprint": fingerprint(about, arrays)}})
+
+
+def form(array):
+    return [array.dtype.name, *array.shape]
+
+
+def fingerprint(about, arrays):
+    """sha256 of what is said, and of the bytes of all arrays in the order of their names."""
+    total = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(arrays):
+        for chunk in members.chunks(arrays[name]):
+            total.update(chunk)
+    return total.hexdigest()

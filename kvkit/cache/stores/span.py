@@ -1,0 +1,46 @@
+"""Which tokens a layer has, and where: what layers, stores and folders say to each other."""
+
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Tokens of a layer.
+
+    `length` tokens have been seen; those from position `oldest` on are stored, and those from `begin` on,
+    which the last update returned, can be attended to. Position p lies in row ``p - origin`` of the store.
+    Before the last update there were `before` tokens; that can still be taken back, unless these are all.
+    """
+
+    length: int = 0
+    oldest: int = 0
+    begin: int = 0
+    origin: int = 0
+    before: int = 0
+
+    @property
+    def first(self):
+        """The first position whose row is still needed."""
+        return min(self.oldest, self.begin)
+
+    def rows_from(self, first):
+        """The rows of all tokens from a position on."""
+        return first - self.origin, self.length - self.origin
+
+    def moved(self, keep):
+        """The same tokens, those from `keep` on, in the first rows of a store."""
+        if keep > self.begin:
+            return self._replace(begin=keep, before=self.length, origin=keep)
+        return self._replace(origin=keep)
+
+    def cropped(self, length, oldest):
+        """The first tokens, so many; of those that are stored the ones from `oldest` on."""
+        oldest = max(self.oldest, oldest)
+        return Span(length, oldest, min(self.begin, oldest, length), self.origin, length)
+
+    def widened(self):
+        """The same with all as stored that can be attended to."""
+        return self._replace(oldest=self.first)
+
+    def settled(self):
+        """The same when the last update can no longer be taken back."""
+        return self._replace(before=self.length)
