@@ -74,3 +74,8 @@ MASKS = {name: number for number, name in enumerate((*map(str, FLOATS), "bool"),
 def coarser(one, other):
     """Whether rounding to a float format, by name, loses bits that another one keeps."""
     return BY_NAME[one].significant < BY_NAME[other].significant
+
+
+def mask_bytes(mask):
+    """The size of an element of a mask, by the name of its format or "bool"; without one there is no step."""
+    return 0 if mask is None else 1 if mask == "bool" else BY_NAME[mask].bytes(1)

@@ -1,8 +1,9 @@
-"""Scalar index math, written once for both targets: which row a token has, and how work is shared out.
+"""Index math, written once for both targets: which row a token has, what it sees, how work is shared out.
 
 A mode of addressing is a page table: offset mode is a table of one endless page a sequence, a static
 cache is offset mode from row 0 with a stride between sequences, a slot mapping is pages of one row.
-Every index is int64. Helpers take scalars only; reading a table is the kernel's business.
+Every index is int64. Helpers take scalars; reading a table is the kernel's business, but for the two searches
+at the end, in tables that ascend.
 """
 
 from kvkit.jit import shared
@@ -39,6 +40,43 @@ def inside(first, count, rows):
 
 
 @shared
-def share(total, part, parts):
-    """Where share `part` of `total` equal items begins; share `parts` begins at the end."""
-    return total // parts * part + min(part, total % parts)
+def visible_range(seqlen, kvlen, token, left, right, causal):
+    """(begin, end) of the positions that a query token sees, as far as they are a range; -1 is no limit."""
+    position = kvlen - seqlen + token
+    begin = max(position - left, 0) if left >= 0 else 0
+    end = min(position + right + 1, kvlen) if right >= 0 else kvlen
+    if causal:
+        end = min(end, position + 1)
+    return begin, max(end, begin)
+
+
+@shared
+def share(total, number, shares):
+    """Where share `number` of `total` equal items begins; share `shares` begins at the end."""
+    return total // shares * number + min(number, total % shares)
+
+
+@shared
+def sequence_of(starts, token):
+    """The sequence of a packed token: the last one that begins at or before it."""
+    low, high = 0, starts.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= token:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@shared
+def met(begins, ends, runs, first, last):
+    """The last of some sorted runs that begins before row `last`, if it ends behind row `first`; else -1."""
+    low, high = 0, runs
+    while low < high:
+        middle = (low + high) // 2
+        if begins[middle] < last:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1 if low and ends[low - 1] > first else -1

@@ -54,7 +54,9 @@ def rotate(call, out):
     if call.starts[-1]:
         moves = tuple(zip(map(one_piece, (call.query, call.key)), made, strict=True))
         how = call.turned, call.bypass_key, call.scaling
-        cpu.rotary.launch(call.fmt.name, moves, call.starts, call.first, *how, out is None)
+        cpu.launches.start(
+            cpu.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how, out is None)
+        )
     return made
 
 
@@ -62,6 +64,9 @@ def alibi(call, out):
     """Write a mask."""
     (out,) = call.results.taken(out)
     target = out if out.ndim == 4 else out[None]
-    sequences = call.starts, call.kvstarts
-    cpu.alibi.launch(target, call.fmt.name, *sequences, call.place, call.element, call.padding)
+    if out.size:
+        tokens = call.starts, call.kvstarts
+        cpu.launches.start(
+            cpu.alibi.prepare(target, call.fmt.name, *tokens, call.place, call.element, call.padding)
+        )
     return out

@@ -91,3 +91,13 @@ def place(array, layout, layer):
         strides[at["row"]],
         strides[at["head"]],
     )
+
+
+def packed_strides(array):
+    """(sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
+
+    Tokens are counted through all sequences, so the first is what a batch stride adds to that.
+    """
+    if array.ndim == 3:
+        return 0, array.strides[0], array.strides[1]
+    return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]

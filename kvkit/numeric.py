@@ -5,6 +5,7 @@ KeyValueCache, ALiBiSlope, RotaryPositionEmbedding; `element` is the name of a f
 constant of the kernel.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -160,6 +161,23 @@ def biased(score, bias):
 
 
 @shared
+def capped(score, cap):
+    return cap * np.float32(math.tanh(score / cap)) if cap != np.float32(0) else score
+
+
+@shared
+def with_total(total, top, part_total, part_top):
+    """A total with that of one part more, whose top is no more than `top`, which all parts have then."""
+    return total + part_total * weight(part_top, top)
+
+
+@shared
+def share_of(part, total, grow):
+    """What sums are multiplied by to have their part in a total, and so many times more; none of nothing."""
+    return part / total * grow if total != np.float32(0) else np.float32(0)
+
+
+@shared
 def log_sum(top, total):
     """The logarithm of a softmax denominator."""
     return top + np.float32(math.log(total)) if total != np.float32(0) else MINUS_INF
@@ -173,6 +191,28 @@ def alibi_slope(head, num_heads):
         power *= 2
     exponent = -8.0 * (head + 1) / power if head < power else -4.0 * (2 * (head - power) + 1) / power
     return np.float32(2.0**exponent)
+
+
+@shared
+def alibi_bias(slope, distance):
+    return slope * np.float32(distance)
+
+
+@shared
+def product(a, b):
+    """Rounded: on the CPU no product becomes part of a fused sum. Devices have one of their own."""
+    return a * b
+
+
+@functools.cache
+def rotation(product):
+    """(even, odd, cosine, sine) -> a pair turned, by products that are rounded."""
+
+    @shared
+    def rotated(even, odd, cosine, sine):
+        return product(even, cosine) - product(odd, sine), product(odd, cosine) + product(even, sine)
+
+    return rotated
 
 
 @shared

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit import cpu
+from kvkit import checks, cpu
 from kvkit.checks.ascend import blocks
 from kvkit.launch import arguments
 from kvkit.typed import Array, Values
@@ -70,7 +70,7 @@ def paged_cache_load(
         out = out[:1]  # behind keys alone there may be anything
     results = call.results.taken(out, new=np.zeros)
     pieces = blocks.pieces_of(call)
-    if out is not None and pieces[:, cpu.slots.COUNT].sum() < call.tokens:
+    if out is not None and pieces[:, checks.slots.COUNT].sum() < call.tokens:
         for array in results:
             array[...] = 0
     if len(pieces):

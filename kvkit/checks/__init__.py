@@ -1,1 +1,12 @@
-"""All that refuses: a check returns what kernels need, or raises before anything has been written."""
+"""All that refuses: a check returns what kernels need, or raises before anything has been written.
+
+The passes over index tensors are compiled; each is imported, and Numba with it, when it is first used.
+"""
+
+import importlib
+
+
+def __getattr__(name):
+    if name in ("position_scan", "scan", "slots"):
+        return importlib.import_module(f"kvkit.checks.{name}")
+    raise AttributeError(name)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvkit.checks import caches
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import Cache, Context, Steps, Weights
+from kvkit.checks.records import NO_MASK, Cache, Context, Steps
 from kvkit.checks.tensors import current, named, one_piece, tensor
 from kvkit.checks.values import flag, integer, number, pair
 from kvkit.checks.words import wrong
@@ -26,7 +26,7 @@ class Call(NamedTuple):
     context: Context
     steps: Steps
     decoding: int
-    weights: Weights
+    weights: "Weights"
     inputs: list[tuple[str, np.ndarray]]
     results: Results
     current: tuple[np.ndarray, ...] = ()  # what is appended first: keys and values,
@@ -148,6 +148,20 @@ def cache_context(layer):
     formats = layer.packed, layer.stored, layer.cell, layer.group
     sizes = layer.heads, layer.dim, layer.dim
     return Context(*formats, *sizes, layer.sides, layer.stored_bytes, layer.stored_bytes)
+
+
+class Weights(NamedTuple):
+    """How scores become weights, in canonical form."""
+
+    scale: float
+    causal: bool
+    alibi: bool
+    left: int
+    right: int
+    softcap: float
+    sinks: np.ndarray | None
+    mask: tuple[int, ...] = NO_MASK  # address, kind, strides (sequence, head, row, column), packed
+    apart: int = 1  # sequences in a row that have sinks of their own
 
 
 def weights(query, mask, *, is_causal, is_alibi, softmax_scale, window, softcap, sinks):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks
 from kvkit.checks.records import Steps
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
@@ -48,18 +48,8 @@ def static(batch, seqlen, start_pos, cache):
 def equal(batch, seqlen, kvlen):
     """Sequences of one length, packed one after the other, each from row 0 of a part of its own."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
-    start_pos = zeros[:, 0] + (kvlen - seqlen)
-    return Steps(
-        counts * seqlen,
-        counts * kvlen,
-        start_pos,
-        zeros[:, 0],
-        zeros,
-        ENDLESS,
-        batch * seqlen,
-        batch * kvlen,
-        kvlen,
-    )
+    first, sizes = zeros[:, 0], (batch * seqlen, batch * kvlen, kvlen)
+    return Steps(counts * seqlen, counts * kvlen, first + (kvlen - seqlen), first, zeros, ENDLESS, *sizes)
 
 
 def dynamic(tokens, **index_tensors):
@@ -131,10 +121,11 @@ def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
         ("seqstarts", seqstarts, "max_seqlen", max_seqlen),
         ("kvstarts", kvstarts, "max_kvlen", max_kvlen),
     ):
-        falls = np.flatnonzero(starts[1:] < starts[:-1])
-        if len(falls):
-            raise wrong(name, f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1])
-        lengths, limit = np.diff(starts), hint(limit_name, limit)
+        falls = starts[1:] < starts[:-1]
+        if falls.any():
+            entry = falls.argmax() + 1
+            raise wrong(name, f"never to decrease (entry {entry})", starts[entry])
+        lengths, limit = starts[1:] - starts[:-1], hint(limit_name, limit)
         if batch and lengths.max() > limit:
             b = int(lengths.argmax())
             raise wrong(limit_name, f"at least {lengths[b]}, the length of sequence {b}", limit)
@@ -166,7 +157,7 @@ def fits(step, tokens, cache):
 def scanned(step, rows):
     """How many rows of a cache with `rows` a step needs, or the error for the first rule it breaks."""
     table = np.asarray(step.table)
-    found = cpu.scan.compiled()(
+    found = checks.scan.compiled()(
         step.seqstarts, step.kvstarts, table, step.start_pos, step.page_size, rows, *step.limits
     )
     if found[0]:
@@ -177,7 +168,7 @@ def scanned(step, rows):
 def stored_runs(step):
     """How many runs of rows a step stores, or the error for what its lengths break; its table is not read."""
     columns, page_size = step.table.shape[1], step.page_size
-    found = cpu.scan.compiled_lengths()(
+    found = checks.scan.compiled_lengths()(
         step.seqstarts, step.kvstarts, step.start_pos, columns, page_size, *step.limits
     )
     if found[0]:
@@ -192,7 +183,7 @@ def hint(name, value):
 
 def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
     """The error for what `scan` found."""
-    scan = cpu.scan
+    scan = checks.scan
     rule, b, one, two = found
     if rule == scan.STARTS:
         return wrong(("seqstarts", "kvstarts")[one], f"never to decrease (entry {b + 1})", two)

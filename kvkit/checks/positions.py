@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks
 from kvkit.checks import index_tensors
 from kvkit.checks.index_tensors import INT64_MAX, index
 from kvkit.checks.masks import dynamic_mask, static_mask
@@ -74,15 +74,15 @@ def packed(name, tokens, seqstarts, start_pos, max_seqlen):
     if starts[0] != 0:
         raise wrong("seqstarts", "to begin with 0", starts[0])
     limit = index_tensors.hint("max_seqlen", max_seqlen)
-    rule, b, length = cpu.rotary.compiled_scan()(starts, first, limit)
-    if rule == cpu.rotary.STARTS:
+    rule, b, length = checks.position_scan.compiled()(starts, first, limit)
+    if rule == checks.position_scan.STARTS:
         raise wrong("seqstarts", f"never to decrease (entry {b + 1})", starts[b + 1])
-    if rule == cpu.rotary.FIRST:
+    if rule == checks.position_scan.FIRST:
         raise wrong("start_pos", f"at least 0 for sequence {b}", first[b])
-    if rule == cpu.rotary.LAST:
+    if rule == checks.position_scan.LAST:
         end = f"at most {INT64_MAX - length} for sequence {b} of {length} tokens"
         raise wrong("start_pos", end, first[b])
-    if rule == cpu.rotary.HINT:
+    if rule == checks.position_scan.HINT:
         raise wrong("max_seqlen", f"at least {length}, the length of sequence {b}", limit)
     if starts[-1] != tokens:
         raise wrong("seqstarts", f"to end with the {tokens} tokens of {name}", starts[-1])

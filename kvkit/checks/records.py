@@ -55,17 +55,3 @@ class Context(NamedTuple):
     value_bytes: int
     as_loaded: bool = True
     reader: object = None  # machine code of rows that formats and strides alone do not describe
-
-
-class Weights(NamedTuple):
-    """How scores become weights, in canonical form."""
-
-    scale: float
-    causal: bool
-    alibi: bool
-    left: int
-    right: int
-    softcap: float
-    sinks: np.ndarray | None
-    mask: tuple[int, ...] = NO_MASK  # address, kind, strides (sequence, head, row, column), packed
-    apart: int = 1  # sequences in a row that have sinks of their own

@@ -8,11 +8,11 @@ from numba import prange, types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import running, threads
+from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
-from kvkit.cpu.transfer import SMALL_BYTES, sequence_of
-from kvkit.formats import BY_NAME
-from kvkit.index import share
+from kvkit.cpu.transfer import SMALL_BYTES
+from kvkit.formats import BY_NAME, mask_bytes
+from kvkit.index import sequence_of, share
 from kvkit.jit import callback, helper, kernel
 
 LANES = 16
@@ -34,11 +34,6 @@ def slopes(target, num_heads):
 @functools.cache
 def compiled_slopes():
     return kernel(slopes, types.void(INT, INT))
-
-
-def mask_bytes(mask):
-    """The size of an element of a mask; without one there is nothing to step over."""
-    return 0 if mask is None else 1 if mask == "bool" else BY_NAME[mask].bytes(1)
 
 
 @functools.cache
@@ -96,7 +91,7 @@ def line(element, mask, plain):
         for j in range(first, whole, LANES):
             vector(target + j * size, mask_row + j * mask_size, slope_bits, j - diagonal, offset_bits)
         for j in range(whole, last):
-            x = slope * np.float32(j - diagonal) + offset
+            x = numeric.alibi_bias(slope, j - diagonal) + offset
             put(target + j * size, added(x, mask_row + j * mask_size))
 
     return helper(line)
@@ -148,19 +143,17 @@ def compiled(parallel):
     return kernel(walk, SIGNATURE, parallel, parallel=parallel)
 
 
-def launch(target, element, starts, kvstarts, mask, mask_element, padding):
-    """Fill `target` [batch, head, row, column]; `mask` is the address and strides of another, or zeros.
+def prepare(target, element, starts, kvstarts, mask, mask_element, padding):
+    """A launch that fills `target` [batch, head, row, column]; `mask` is where another lies, or zeros.
 
     Rows and columns are those of sequences that begin at `starts` and `kvstarts`; columns beyond the last
     hold `padding`. Nothing can fail any more.
     """
-    if not target.size:
-        return
     batches, heads, _, columns = target.shape
     parallel = target.nbytes >= SMALL_BYTES
     chunks = threads() if parallel else 1
-    places = np.array([(target.ctypes.data, *target.strides[:3]), mask], np.int64)
-    code, run = row_of_mask(element, mask_element).address, compiled(parallel)
+    places = np.array([(address(target), *target.strides[:3]), mask], np.int64)
     bits = int(np.float32(padding).view(np.uint32))
-    with running:
-        run(code, chunks, starts, kvstarts, batches, heads, columns, bits, places)
+    code = row_of_mask(element, mask_element).address
+    arguments = code, chunks, starts, kvstarts, batches, heads, columns, bits, places
+    return Launch(places.reshape(-1), {}, functools.partial(compiled(parallel), *arguments), alive=(target,))

@@ -1,7 +1,7 @@
 """Attention over a cache where it lies: units of work, who does them, and the walk over a context.
 
-A unit is one sequence, one key head (or all of them) and up to 256 rows; a row is one query head of one
-query token. Up to 8 rows are a narrow tile, which reads the cache in place where vectors fit its rows; more
+A unit is one sequence, one key head (or all of them) and up to 256 query rows; a query row is one query
+head of one token. Up to 8 are a narrow tile, which reads the cache in place where vectors fit its rows; more
 are wide tiles of 32, which share keys and values widened into scratch. A long context is split into parts
 whose length depends on the shapes only; whoever finishes a unit's last part merges all in order. So results
 depend on neither threads nor luck.
@@ -31,18 +31,18 @@ def schedule(worker, pointer):
     wide = np.int64(0)
     task.tiles = task.products = 0
     for b in range(task.batch):
-        _, kvlen, rows = sequence(task, b)
-        task.products += rows * kvlen * task.heads
-        if rows > NARROW:
+        _, kvlen, query_rows = sequence(task, b)
+        task.products += query_rows * kvlen * task.heads
+        if query_rows > NARROW:
             task.tiles |= WIDE
-            wide += task.heads * (-(-rows // WIDE))
-        elif rows:
-            task.tiles |= power_of_two(rows)
+            wide += task.heads * (-(-query_rows // WIDE))
+        elif query_rows:
+            task.tiles |= power_of_two(query_rows)
     task.unit_tiles = min(max(wide // task.most_parts, 1), TILES)
     task.part_tokens = 2**62
     for b in range(task.batch):
-        seqlen, kvlen, rows = sequence(task, b)
-        if rows and (rows <= NARROW or task.unit_tiles == 1):
+        seqlen, kvlen, query_rows = sequence(task, b)
+        if query_rows and (query_rows <= NARROW or task.unit_tiles == 1):
             low, _ = visible(task, b, seqlen, kvlen, 0)
             _, high = visible(task, b, seqlen, kvlen, seqlen - 1)
             work += (high - low) * units_of(task, b)[0]
@@ -79,14 +79,14 @@ def work(worker, pointer):
 
 @helper
 def attend(task, scratch, b, unit, part, parts, slots):
-    """One part of a unit: its rows over a range of its context."""
-    seqlen, kvlen, rows = sequence(task, b)
+    """One part of a unit: its query rows over a range of its context."""
+    seqlen, kvlen, query_rows = sequence(task, b)
     tile, tiles, row, head, by_head = shape_of(task, b, unit)
     low, _ = visible(task, b, seqlen, kvlen, row // task.group)
-    last = min(rows, row + (tile if by_head else tile * tiles)) - 1
+    last = min(query_rows, row + (tile if by_head else tile * tiles)) - 1
     _, high = visible(task, b, seqlen, kvlen, last // task.group)
     if parts > 1:
-        low = min(low + part * task.part_tokens, high)  # rows that see less may have nothing to do
+        low = min(low + part * task.part_tokens, high)  # query rows that see less may have nothing to do
         high = min(high, low + task.part_tokens)
     place_queries(task, scratch, b, tile, tiles, row, head, by_head)
     walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, False)
@@ -95,21 +95,21 @@ def attend(task, scratch, b, unit, part, parts, slots):
         finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, True)
 
 
-def run(code, workers, task):
-    """Run machine code (worker, task) once for each worker."""
+def call_workers(code, workers, task):
+    """Run machine code (worker, address of a task) once for each worker."""
     for worker in prange(workers):
         call_worker(code, np.int64(worker), task)
 
 
 call_worker = memory.call(2)
-POINTER = types.CPointer(numba.from_dtype(TASK))
+POINTER = types.CPointer(numba.from_dtype(TASK.dtype))
 INT = types.int64
 
 
 @functools.cache
 def compiled(parallel):
     """The launcher, in many threads or in the caller's."""
-    return kernel(run, types.void(INT, INT, INT), parallel, parallel=parallel)
+    return kernel(call_workers, types.void(INT, INT, INT), parallel, parallel=parallel)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The rows that attention writes: of a unit, or its part of them, and the parts of a unit together."""
+"""What attention writes for a query row: of a unit, or its part of that, and the parts of a unit together."""
 
 import numpy as np
 from numba import types
@@ -18,18 +18,18 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 @helper
 def finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, careful):
-    """Write the rows of a unit, or its part of them; False if one is not finite, unless sums are careful."""
+    """Write the query rows of a unit, or its part; False if one is not finite, unless sums are careful."""
     grow = np.float32(1) / SHRINK if careful else np.float32(1)
-    _, _, rows = sequence(task, b)
+    _, _, query_rows = sequence(task, b)
     lanes, dim, number = max(tile, attention.LANES), task.padded_value_dim, scratch + task.factor
     for t in range(tiles):
         kv, first = (head + t, 0) if by_head else (head, row + t * tile)
         sums = scratch + task.sums + t * tile * dim * 4
         if tile == WIDE:
-            turn(sums, 4 * WIDE, dim, WIDE, scratch + task.rows, 4 * dim)
-            sums = scratch + task.rows
+            turn(sums, 4 * WIDE, dim, WIDE, scratch + task.lines, 4 * dim)
+            sums = scratch + task.lines
         state = 4 * t * lanes
-        for r in range(min(tile, rows - first)):
+        for r in range(min(tile, query_rows - first)):
             line = sums + 4 * r * dim
             top, total = online.fold(scratch + task.top + state, scratch + task.total + state, r, tile)
             if not careful:
@@ -52,24 +52,24 @@ def finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, caref
 def merge(task, scratch, b, unit, parts, slots):
     """The parts of a unit together, in order."""
     tile, tiles, row, head, by_head = shape_of(task, b, unit)
-    _, _, rows = sequence(task, b)
-    dim, line, number = task.padded_value_dim, scratch + task.rows, scratch + task.factor
+    _, _, query_rows = sequence(task, b)
+    dim, line, number = task.padded_value_dim, scratch + task.lines, scratch + task.factor
     for t in range(tiles):
         kv, first = (head + t, 0) if by_head else (head, row + t * tile)
-        for r in range(min(tile, rows - first)):
+        for r in range(min(tile, query_rows - first)):
             source = slots + (t * tile + r) * 4 * (dim + 3)
             top, total = MINUS_INF, np.float32(0)
             for part in range(parts):
                 top = max(top, get_float(source + part * task.part_bytes + 4 * dim))
             for part in range(parts):
                 at = source + part * task.part_bytes + 4 * dim
-                total += get_float(at + 4) * numeric.weight(get_float(at), top)
+                total = numeric.with_total(total, top, get_float(at + 4), get_float(at))
             attention.clear(line, dim)
             for part in range(parts):
                 at = source + part * task.part_bytes
                 share = numeric.weight(get_float(at + 4 * dim), top)
                 if share != np.float32(0):
-                    put_float(number, share / total * get_float(at + 4 * dim + 8))
+                    put_float(number, numeric.share_of(share, total, get_float(at + 4 * dim + 8)))
                     attention.plus_times(at, line, dim, number)
             write_row(task, line, number, b, first + r, kv, top, total, total)
 
@@ -84,7 +84,7 @@ def write_row(task, line, number, b, row, kv, top, total, grow):
         heads = task.heads * task.group
         sink = get_float(task.sinks + 4 * (b % task.apart * heads + query))
         top, total, shrink = numeric.with_sink(top, total, sink)
-    put_float(number, shrink / total * grow if total != np.float32(0) else np.float32(0))
+    put_float(number, numeric.share_of(shrink, total, grow))
     attention.times(line, line, task.padded_value_dim, number)
     target = task.out + b * task.out_sequence + place * task.out_token + query * task.out_head
     call_rows(task.float_to_out, target, 0, 0, line, 0, 0, 0, 0, 0, 1, 1, 1, task.value_dim)

@@ -1,4 +1,4 @@
-"""Units of work of attention: how many a sequence has, how long their parts are, which rows one has."""
+"""Units of work of attention: how many a sequence has, how long their parts are, which query rows one has."""
 
 from numba import types
 
@@ -14,14 +14,14 @@ get = memory.load(types.int64)
 
 
 @helper
-def power_of_two(rows):
-    """The rows of the narrow tile that holds so many."""
-    return 1 if rows <= 1 else (2 if rows == 2 else (4 if rows <= 4 else 8))
+def power_of_two(count):
+    """The size of the narrow tile that holds so many query rows."""
+    return 1 if count <= 1 else (2 if count == 2 else (4 if count <= 4 else 8))
 
 
 @helper
 def sequence(task, b):
-    """(new tokens, context, rows for a key head) of a sequence."""
+    """(new tokens, context, query rows for a key head) of a sequence."""
     seqlen = get(task.seqstarts + 8 * b + 8) - get(task.seqstarts + 8 * b)
     kvlen = get(task.kvstarts + 8 * b + 8) - get(task.kvstarts + 8 * b)
     return seqlen, kvlen, seqlen * task.group
@@ -30,12 +30,12 @@ def sequence(task, b):
 @helper
 def units_of(task, b):
     """(units, parts of each) of a sequence; units of several wide tiles are not split."""
-    seqlen, kvlen, rows = sequence(task, b)
-    if rows == 0:
+    seqlen, kvlen, query_rows = sequence(task, b)
+    if query_rows == 0:
         return 0, 1
-    units = 1 if task.together and rows <= NARROW else task.heads
-    if rows > NARROW:
-        units *= -(-rows // (WIDE * task.unit_tiles))
+    units = 1 if task.together and query_rows <= NARROW else task.heads
+    if query_rows > NARROW:
+        units *= -(-query_rows // (WIDE * task.unit_tiles))
         if task.unit_tiles > 1:
             return units, 1
     low, _ = visible(task, b, seqlen, kvlen, 0)
@@ -46,14 +46,14 @@ def units_of(task, b):
 
 @helper
 def shape_of(task, b, unit):
-    """(rows of a tile, tiles, first row, first key head, whether tiles are heads) of a unit."""
-    _, _, rows = sequence(task, b)
-    if rows > NARROW:
+    """(size of a tile, tiles, first query row, first key head, whether tiles are heads) of a unit."""
+    _, _, query_rows = sequence(task, b)
+    if query_rows > NARROW:
         most = WIDE * task.unit_tiles
-        blocks = -(-rows // most)
-        row = (blocks - 1 - unit % blocks) * most  # the rows that see most come first
-        return WIDE, min(task.unit_tiles, -(-(rows - row) // WIDE)), row, unit // blocks, False
-    tile = power_of_two(rows)
+        blocks = -(-query_rows // most)
+        row = (blocks - 1 - unit % blocks) * most  # those that see most come first
+        return WIDE, min(task.unit_tiles, -(-(query_rows - row) // WIDE)), row, unit // blocks, False
+    tile = power_of_two(query_rows)
     if task.together:
         return tile, task.heads, 0, 0, True
     return tile, 1, 0, unit, True

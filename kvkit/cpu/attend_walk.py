@@ -22,15 +22,15 @@ call_scores, call_sums, call_rows = memory.call(11), memory.call(12), memory.cal
 @helper
 def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
     """Queries of every tile as float32 times the scale: [row, dim] in order, or [dim, row] if wide."""
-    rows_at, dim = scratch + task.rows, task.padded_dim
-    _, _, rows = sequence(task, b)
+    lines_at, dim = scratch + task.lines, task.padded_dim
+    _, _, query_rows = sequence(task, b)
     start = get(task.seqstarts + 8 * b)
     for t in range(tiles):
         target = scratch + task.queries + t * tile * dim * 4
-        place = rows_at if tile == WIDE or task.orders else target
+        place = lines_at if tile == WIDE or task.orders else target
         first, kv = (0, head + t) if by_head else (row + t * tile, head)
         attention.clear(place, tile * dim)
-        for r in range(min(tile, rows - first)):
+        for r in range(min(tile, query_rows - first)):
             token, query = (first + r) // task.group, kv * task.group + (first + r) % task.group
             source = task.query + b * task.query_sequence
             source += (start + token) * task.query_token + query * task.query_head
@@ -38,7 +38,7 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
             call_rows(task.query_to_float, line, 0, 0, source, 0, 0, 0, 0, 0, 1, 1, 1, task.dim)
             attention.times(line, line, dim, task.scale_at)
         if tile == WIDE:
-            turn(rows_at, 4 * dim, WIDE, dim, target, 4 * WIDE)
+            turn(lines_at, 4 * dim, WIDE, dim, target, 4 * WIDE)
         elif task.orders:
             order = task.orders + 8 * tile * dim
             for r in range(tile):
@@ -128,7 +128,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
 
     `careful` leaves out values whose weight is 0, even where they are not finite.
     """
-    seqlen, kvlen, rows = sequence(task, b)
+    seqlen, kvlen, query_rows = sequence(task, b)
     lanes = max(tile, attention.LANES)
     for i in range(0, tiles * lanes * 4, 4):
         put_float(scratch + task.top + i, MINUS_INF)
@@ -166,7 +166,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                 find_addresses(first_key, task.key_row, there, ahead, pieces, task.key_head, soon)
         for t in range(tiles):
             at, first = (head + t, 0) if by_head else (head, row + t * tile)
-            live = min(tile, rows - first)
+            live = min(tile, query_rows - first)
             end = visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[1]
             seen = min(count, end - begin)
             state = 4 * t * lanes
@@ -202,8 +202,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                 online.softmax(scores, tile, seen, top, total, factor)
                 sums = scratch + task.sums + t * tile * value_bytes
                 if careful:
-                    put_float(scratch + task.rows, SHRINK)
-                    attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.rows)
+                    put_float(scratch + task.lines, SHRINK)
+                    attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.lines)
                     online.careful_sums(
                         scores, wide_values, value_bytes, seen, task.padded_value_dim, sums, factor, tile
                     )

@@ -10,15 +10,27 @@ from kvkit.cpu import attend, products
 from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import LOAD, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
-from kvkit.cpu.task import NAMES
-from kvkit.cpu.transfer import packed_strides
+from kvkit.cpu.task import TASK
 from kvkit.formats import BY_NAME, MASKS, coarser
+from kvkit.layout import packed_strides
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
 SMALL = 2**18  # products; below it one thread is done before a second one is awake
-AT = {name: i for i, name in enumerate(NAMES)}
+AT = TASK.at
 COUNTING = np.arange(WIDE_BLOCK + LANES)
+KEYS = "keys", "key_sequence", "key_row", "key_head", "key_cells", "cell_sequence", "cell_row", "cell_head"
+VALUES = "values", "value_sequence", "value_row", "value_head", "value_cells"
+MASK = "mask", "mask_kind", "mask_sequence", "mask_head", "mask_row", "mask_column", "mask_packed"
+QUERY = "query", "query_sequence", "query_token", "query_head"
+OUT = "out", "out_sequence", "out_token", "out_head"
+LSE = "lse", "lse_sequence", "lse_token", "lse_head"
+# What `schedule` sets, what depends on its tiles, and what a launch sets.
+LATER = (
+    "unit_tiles", "part_tokens", "units", "items", "parts", "tiles", "products",
+    "scores1", "scores2", "scores4", "scores8", "scores32", "sums1", "sums2", "sums4", "sums8", "sums32",
+    "counters", "partials", "scratch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +68,50 @@ def padded(dim):
     return -(-dim // LANES) * LANES
 
 
-@functools.cache
 def scratch_offsets(dim, value_dim, narrow_rows, block):
-    """Offsets of a worker's scratch arrays, in the order of the task's last fields, and its size."""
+    """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
     rows, longest = max(narrow_rows, attend.TILES * WIDE), max(dim, value_dim)
-    sizes = (
-        2 * 8 * (WIDE_BLOCK + 16) + 8 * max(WIDE_BLOCK, block * narrow_rows // attend.NARROW),  # numbers
-        4 * WIDE * (WIDE_BLOCK + LANES),  # scores
-        4 * WIDE,  # factor
-        *2 * (8 * rows,),  # top, total: narrow tiles have at least 16 lanes
-        4 * rows * dim,  # queries
-        4 * rows * value_dim,  # sums
-        4 * WIDE_BLOCK * dim,  # wide_keys
-        4 * WIDE_BLOCK * value_dim,  # wide_values
-        4 * WIDE * longest,  # rows
-    )
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // 64) * 64)
-    return offsets[:-1], offsets[-1]
+    sizes = {
+        "numbers": 2 * 8 * (WIDE_BLOCK + 16) + 8 * max(WIDE_BLOCK, block * narrow_rows // attend.NARROW),
+        "scores": 4 * WIDE * (WIDE_BLOCK + LANES),
+        "factor": 4 * WIDE,
+        "top": 8 * rows,  # narrow tiles have at least 16 lanes
+        "total": 8 * rows,
+        "queries": 4 * rows * dim,
+        "sums": 4 * rows * value_dim,
+        "wide_keys": 4 * WIDE_BLOCK * dim,
+        "wide_values": 4 * WIDE_BLOCK * value_dim,
+        "lines": 4 * WIDE * longest,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name], end = end, end + -(-size // 64) * 64
+    return offsets, end
 
 
 @functools.cache
-def conversions(packed, rounds, stored, cell, group):
-    """Machine code that widens rows of the cache (or rounds them to the data), queries, narrows outputs."""
-    to_float = rows(LOAD, packed if rounds else "float32", stored, cell, group).address
-    return to_float, rows(LOAD, "float32", packed).address, rows(LOAD, packed, "float32").address
+def fixed_fields(packed, rounds, stored, cell, group, heads, dim, value_dim, together, widen):
+    """The fields of a task that formats and sizes decide, and zeros for those that are set later.
+
+    Rows of the cache are widened by the machine code at `widen`; if that is 0 by that for their format, which
+    may round them to the data.
+    """
+    padded_dim, padded_value_dim = padded(dim), padded(value_dim)
+    block = BLOCK // 2 if together else BLOCK
+    narrow_rows = attend.NARROW * (heads if together else 1)
+    offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block)
+    return dict.fromkeys(LATER, 0) | offsets | {
+        "heads": heads, "dim": dim, "value_dim": value_dim,
+        "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
+        "cell_bytes": dim // group * BY_NAME[cell].bytes(1) if cell else 0,
+        "together": together, "block": block, "wide_block": WIDE_BLOCK,
+        "least_part": LEAST_PART, "most_parts": PARTS, "rounds": rounds,
+        "to_float": widen or rows(LOAD, packed if rounds else "float32", stored, cell, group).address,
+        "query_to_float": rows(LOAD, "float32", packed).address,
+        "float_to_out": rows(LOAD, packed, "float32").address,
+        "part_bytes": max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3),
+        "counting": address(COUNTING), "scratch_bytes": scratch_bytes,
+    }  # fmt: skip
 
 
 @functools.cache
@@ -100,52 +130,48 @@ OWNERS = {
 }  # fmt: skip
 
 
+def placed(names, array):
+    """The fields that say where packed rows lie; zeros if there are none."""
+    place = (0, 0, 0, 0) if array is None else (address(array), *packed_strides(array))
+    return dict(zip(names, place, strict=True))
+
+
 def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
-    padded_dim, padded_value_dim = padded(dim), padded(value_dim)
     rounds = context.as_loaded and coarser(context.packed, context.cell or context.stored)
     formats, reader = (context.stored, context.cell, context.group), context.reader
     if reader:
         widens = not reader.product
     else:
         widens = rounds or not products.in_place(context.cell, context.group, (dim, value_dim))
-    (key, key_sequence, key_row, key_head, *key_cells) = context.sides[0]
-    (value, value_sequence, value_row, value_head, value_cell, *_) = context.sides[1]
+    key = dict(zip(KEYS, context.sides[0], strict=True))
+    value = dict(zip(VALUES, context.sides[1][: len(VALUES)], strict=True))  # cells have the keys' strides
     together = (
         heads > 1
-        and key_head == context.key_bytes < abs(key_row)
-        and value_head == context.value_bytes < abs(value_row)
+        and key["key_head"] == context.key_bytes < abs(key["key_row"])
+        and value["value_head"] == context.value_bytes < abs(value["value_row"])
     )
-    block = BLOCK // 2 if together else BLOCK
-    narrow_rows = attend.NARROW * (heads if together else 1)
-    offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block)
-    cell_bytes = dim // context.group * BY_NAME[context.cell].bytes(1) if context.cell else 0
+    fixed = fixed_fields(
+        context.packed, rounds, *formats, heads, dim, value_dim, together, reader.widen if reader else 0
+    )
     orders = None if widens else reader.orders if reader else products.orders(*formats, dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
-    to_float, *conversions_of_data = conversions(context.packed, rounds, *formats)
-    where_lse = (address(lse), *packed_strides(lse[..., None])) if lse is not None else (0, 0, 0, 0)
-    numbers = np.array(
-        [
-            0, len(steps.start_pos), address(steps.seqstarts), address(steps.kvstarts),
-            address(steps.table), steps.table.strides[0], steps.page_size,
-            decoding, weights.causal, weights.alibi, weights.left, weights.right,
-            key, key_sequence, key_row, key_head, *key_cells,
-            value, value_sequence, value_row, value_head, value_cell,
-            address(query), *packed_strides(query), address(out), *packed_strides(out), *where_lse,
-            0 if sinks is None else address(sinks), weights.apart,
-            address(constants), weights.softcap != 0, address(constants) + 4, *weights.mask,
-            heads, query.shape[-2] // heads, dim, value_dim, padded_dim, padded_value_dim,
-            context.key_bytes, context.value_bytes, cell_bytes,
-            0 if orders is None else address(orders), together, widens, block, WIDE_BLOCK,
-            LEAST_PART, PARTS, *[0] * 7,
-            rounds, reader.widen if reader else to_float, *conversions_of_data, *[0] * 10,
-            0, max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3), address(COUNTING),
-            0, scratch_bytes, *offsets,
-        ],
-        np.int64,
-    )  # fmt: skip
+    numbers = TASK.filled({
+        **fixed, **key, **value,
+        **placed(QUERY, query), **placed(OUT, out), **placed(LSE, None if lse is None else lse[..., None]),
+        **dict(zip(MASK, weights.mask, strict=True)),
+        "batch": len(steps.start_pos), "group": query.shape[-2] // heads,
+        "seqstarts": address(steps.seqstarts), "kvstarts": address(steps.kvstarts),
+        "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
+        "decoding": decoding, "causal": weights.causal, "alibi": weights.alibi,
+        "left": weights.left, "right": weights.right,
+        "scale_at": address(constants), "cap": weights.softcap != 0, "cap_at": address(constants) + 4,
+        "sinks": 0 if sinks is None else address(sinks), "apart": weights.apart,
+        "key_bytes": context.key_bytes, "value_bytes": context.value_bytes,
+        "orders": 0 if orders is None else address(orders), "widens": widens,
+    })  # fmt: skip
     schedule(numbers)
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
     exact = context.cell is not None and coarser(context.cell, context.packed)
@@ -158,7 +184,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
                 numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
     counters = np.zeros(units + 1, np.int64)
     numbers[AT["counters"]] = address(counters)
-    part_bytes = parts * int(numbers[AT["part_bytes"]])
+    part_bytes, scratch_bytes = parts * fixed["part_bytes"], fixed["scratch_bytes"]
     code, one, task = attend.code("work").address, attend.compiled(False), address(numbers)
     most = items if work >= SMALL else 1
     several = attend.compiled(True) if most > 1 else one

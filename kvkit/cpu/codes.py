@@ -1,4 +1,4 @@
-"""Rows of codes that a cache keeps for itself: encoding and widening; see `parts.py` for attention.
+"""Rows of codes that a cache keeps for itself: encoding and widening; see `segments.py` for attention.
 
 A code has 8, 4 or 2 bits and is packed along the head. A group, `group` neighbouring elements of a token or
 one element of each of `tokens` tokens, has a scale and, if it is not symmetric, a minimum; a block of tokens
@@ -15,7 +15,7 @@ from numba import prange, types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import running, threads
+from kvkit.cpu.launches import Launch, threads
 from kvkit.cpu.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
@@ -191,9 +191,9 @@ def compiled(parallel):
     return kernel(spread, signature, parallel, parallel=parallel)
 
 
-def start(code, batch, units, at, heads, dim, elements):
-    """Run row code over all units, in one thread if there are few elements."""
+def prepare(code, batch, units, at, heads, dim, elements):
+    """A launch that runs row code over all units, in one thread if there are few elements."""
     parallel = elements >= SMALL
-    chunks = threads() if parallel else 1
-    with running:
-        compiled(parallel)(code, batch, chunks, units, np.array(at, np.int64), heads, dim)
+    chunks, numbers = threads() if parallel else 1, np.array(at, np.int64)
+    arguments = code, batch, chunks, units, numbers, heads, dim
+    return Launch(numbers, {}, functools.partial(compiled(parallel), *arguments))

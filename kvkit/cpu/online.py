@@ -9,6 +9,7 @@ from numba import types
 from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.simd import attention
+from kvkit.index import visible_range
 from kvkit.jit import helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
@@ -23,13 +24,9 @@ careful_wide_sums = attention.careful_wide_sums
 
 @helper
 def visible(task, b, seqlen, kvlen, token):
-    """The positions that a query token may see, as far as they are a range."""
-    position = kvlen - seqlen + token
-    low = max(position - task.left, 0) if task.left >= 0 else 0
-    high = min(position + task.right + 1, kvlen) if task.right >= 0 else kvlen
-    if task.alibi or (task.causal and b >= task.decoding):
-        high = min(high, position + 1)
-    return low, max(high, low)
+    """The positions that a query token of a sequence may see, as far as they are a range."""
+    causal = task.alibi != 0 or (task.causal != 0 and b >= task.decoding)
+    return visible_range(seqlen, kvlen, token, task.left, task.right, causal)
 
 
 @helper
@@ -82,7 +79,7 @@ def adjust(task, b, scores, tile, live, first, kv, begin, count, seqlen, kvlen):
             slope = numeric.alibi_slope(head, task.heads * task.group)
             for t in range(low, high):
                 place = at + 4 * t * tile
-                put_float(place, get_float(place) + slope * np.float32(begin + t - position))
+                put_float(place, get_float(place) + numeric.alibi_bias(slope, begin + t - position))
         if task.mask:
             row, column = token, begin
             if task.mask_packed:

@@ -10,29 +10,30 @@ import numba
 import numpy as np
 from numba import prange, types
 
+from kvkit.checks.slots import COUNT, HEAD, MEAN, SLOT, TOKEN
 from kvkit.cpu import memory
 from kvkit.cpu.attention import Arena
 from kvkit.cpu.launches import Launch, address, threads
+from kvkit.cpu.records import Record
 from kvkit.cpu.rows import STORE, rows
 from kvkit.cpu.simd import means
 from kvkit.cpu.simd.fractals import fractals
-from kvkit.cpu.slots import COUNT, HEAD, MEAN, SLOT, TOKEN
-from kvkit.cpu.transfer import SMALL_BYTES, aligned, sequence_of
-from kvkit.index import page_of, rest_of_page, row_of, share
+from kvkit.cpu.transfer import SMALL_BYTES, aligned
+from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
 from kvkit.jit import callback, helper, kernel
 from kvkit.layout import FRACTAL_BYTES
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format whose elements have as many bytes
 STREAM_BYTES = 4 * 2**20  # more than stays near a core: single slots are stored three times as fast around it
 TILE = 16  # tokens that are moved head by head, where a head's tokens are neighbours in the cache
-FIELDS = (
+SIDE = Record(
     "packed token head cache block row",
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
     "by_head by_fractal elements line_bytes stores",
 )
-SIDE = np.dtype([(name, np.int64) for line in FIELDS for name in line.split()])
+FORM = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-SIDES = types.Array(numba.from_dtype(SIDE), 1, "C")
+SIDES = types.Array(numba.from_dtype(SIDE.dtype), 1, "C")
 SIGNATURE = types.void(INT, INT, INT, INDEX2, INDEX1, SIDES, INT, INT)
 
 call_rows, call_mean = memory.call(13), memory.call(5)
@@ -125,30 +126,32 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
     tokens = int(starts[-1])
     forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     unit = min(unit_of(form[6]) for form in forms)
-    numbers, moved, line_bytes = [], 0, 0
+    sides, moved, line_bytes = [], 0, 0
     for array, cache, form in zip(packed, caches, forms, strict=True):
         (_, _, heads, dim), size = cache.shape, cache.itemsize
         line_bytes = max(line_bytes, dim * size)
         moved += tokens * heads * dim * size
-        numbers += [
-            address(array), *array.strides[:2], address(cache), *cache.strides[:2], *form[:6],
-            form[6] // unit, abs(form[5]) > abs(cache.strides[1]), form[6] == FRACTAL_BYTES,
-            dim, dim * size, direction == STORE,
-        ]  # fmt: skip
-    fields = np.array(numbers, np.int64)
-    sides = fields.view(SIDE)
+        *strides, row_bytes = form
+        sides.append(SIDE.filled({
+            "packed": address(array), "token": array.strides[0], "head": array.strides[1],
+            "cache": address(cache), "block": cache.strides[0], "row": cache.strides[1],
+            **dict(zip(FORM, strides, strict=True)), "dim": row_bytes // unit,
+            "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
+            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE,
+        }))  # fmt: skip
+    numbers = np.concatenate(sides)
     workers = threads() if moved >= SMALL_BYTES else 1
     written = caches if direction == STORE else packed
     stream = moved >= STREAM_BYTES and all(map(aligned, written))
     code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
     averages = mean(element).address if element else 0
-    run = compiled(workers > 1)
+    kernel, records = compiled(workers > 1), numbers.view(SIDE.dtype)
 
-    def start():
+    def run():
         memory = lines.at_least(len(forms) * workers * line_bytes) if averages else 0
-        run(code, averages, workers, pieces, starts, sides, block_size, memory)
+        kernel(code, averages, workers, pieces, starts, records, block_size, memory)
 
-    return Launch(fields, {}, start, alive=(*packed, *caches))
+    return Launch(numbers, {}, run, alive=(*packed, *caches))
 
 
 def row_form(packed, cache):

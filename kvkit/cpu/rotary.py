@@ -12,52 +12,23 @@ from numba import prange, types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import running, threads
+from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
-from kvkit.cpu.transfer import (
-    SMALL_BYTES,
-    STREAM_BYTES,
-    aligned,
-    packed_strides,
-    sequence_of,
-)
+from kvkit.cpu.transfer import SMALL_BYTES, STREAM_BYTES, aligned
 from kvkit.formats import BY_NAME
-from kvkit.index import share
+from kvkit.index import sequence_of, share
 from kvkit.jit import callback, helper, kernel
+from kvkit.layout import packed_strides
 
 LANES = 16
 INT, FLOAT = types.int64, types.float64
 HEADS_SIGNATURE = types.void(*[INT] * 9)
 INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
+FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX1, INT, FLOAT, types.Array(types.float32, 2, "C"))
 SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INT, FLOAT, FLOAT, INT, FLOAT)
 
-call_heads = memory.call(9)
-
-
-FINE, STARTS, FIRST, LAST, HINT = range(5)
-SCAN_SIGNATURE = types.UniTuple(INT, 3)(INDEX1, INDEX1, INT)
-INT64_MAX = np.iinfo(np.int64).max
-
-
-def scan(starts, first, longest):
-    """(rule, sequence, its length): the first rule that sequences break."""
-    for b in range(first.shape[0]):
-        if starts[b + 1] < starts[b]:
-            return STARTS, b, 0
-        length = starts[b + 1] - starts[b]
-        if first[b] < 0:
-            return FIRST, b, length
-        if first[b] > INT64_MAX - length:
-            return LAST, b, length
-        if length > longest:
-            return HINT, b, length
-    return FINE, 0, 0
-
-
-@functools.cache
-def compiled_scan():
-    return kernel(scan, SCAN_SIGNATURE)
+call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
 
 
 @functools.cache
@@ -95,14 +66,40 @@ def heads_of(element, stream=False, plain=False):
             for i in range(whole, turned, 2):
                 even, odd = get(x + i * size), get(x + (i + 1) * size)
                 cosine, sine = table(cosines + i * 4), table(sines + (i + 1) * 4)
-                put(y + i * size, even * cosine - odd * sine)
-                put(y + (i + 1) * size, odd * cosine + even * sine)
+                even, odd = rotated(even, odd, cosine, sine)
+                put(y + i * size, even)
+                put(y + (i + 1) * size, odd)
             for i in range(turned, moved, LANES):
                 move(x + i * size, y + i * size)
             for i in range(moved, dim):
                 raw_put(y + i * size, raw_get(x + i * size))
 
     return callback(heads_of, HEADS_SIGNATURE, (element, stream, plain))
+
+
+@helper
+def fill(frequencies, base):
+    """The frequencies of a base."""
+    pairs = frequencies.shape[0]
+    for pair in range(pairs):
+        frequencies[pair] = numeric.rotary_frequency(base, pair, 2 * pairs)
+
+
+def fill_all(theta, turned, stops, longest, factor, table):
+    for row in range(stops.shape[0]):
+        fill(table[row], numeric.rotary_theta(theta, turned, stops[row], longest, factor))
+
+
+@functools.cache
+def compiled_frequencies():
+    return kernel(fill_all, FREQUENCIES_SIGNATURE)
+
+
+def frequencies(theta, turned, stops, longest, factor):
+    """The frequencies [stops, pairs] of sequences that end at `stops`."""
+    table = np.empty((len(stops), turned // 2), np.float32)
+    compiled_frequencies()(theta, turned, stops, longest, factor, table)
+    return table
 
 
 @helper
@@ -144,8 +141,7 @@ def walk(code, chunks, starts, first, sides, dim, turned, theta, divisor, longes
             stretched = numeric.rotary_theta(theta, turned, stop, longest, factor)
             if stretched != base:
                 base = stretched
-                for pair in range(turned // 2):
-                    frequencies[pair] = numeric.rotary_frequency(base, pair, turned)
+                fill(frequencies, base)
             turns(position, divisor, frequencies, cosines, sines)
             for side in range(2):
                 at = sides[side]
@@ -162,23 +158,22 @@ def compiled(parallel):
     return kernel(walk, SIGNATURE, parallel, parallel=parallel)
 
 
-def launch(element, moves, starts, first, turned, bypass_key, scaling, new):
-    """Turn `moves`, which are (query, its output) and (key, its output); nothing can fail any more.
+def prepare(element, moves, starts, first, turned, bypass_key, scaling, new):
+    """A launch that turns `moves`: (query, its output) and (key, its output). Nothing can fail any more.
 
     `scaling` is (theta, divisor of positions, longest, factor of the base beyond); `new` memory is in the
     caches already: the system has just filled it with zeros.
     """
     sides, moved = [], 0
     for (source, target), turning in zip(moves, (turned, 0 if bypass_key else turned), strict=True):
-        address = target.ctypes.data
-        where = source.ctypes.data, *packed_strides(source), address, *packed_strides(target)
-        heads = source.shape[-2] if turning or where[0] != address else 0  # nothing to do in place
+        place = address(target)
+        where = address(source), *packed_strides(source), place, *packed_strides(target)
+        heads = source.shape[-2] if turning or where[0] != place else 0  # nothing to do in place
         sides.append((*where, heads, turning))
         moved += target.nbytes
     stream = not new and moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
     parallel = moved >= SMALL_BYTES
     chunks = threads() if parallel else 1
-    code, run = heads_of(element, stream).address, compiled(parallel)
-    dim = moves[0][0].shape[-1]
-    with running:
-        run(code, chunks, starts, first, np.array(sides, np.int64), dim, turned, *scaling)
+    numbers, dim = np.array(sides, np.int64), moves[0][0].shape[-1]
+    arguments = heads_of(element, stream).address, chunks, starts, first, numbers, dim, turned, *scaling
+    return Launch(numbers.reshape(-1), {}, functools.partial(compiled(parallel), *arguments), alive=moves)

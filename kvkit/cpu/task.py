@@ -1,8 +1,8 @@
 """A call of attention as the kernels see it: one record of addresses, strides, counts and machine code."""
 
-import numpy as np
+from kvkit.cpu.records import Record
 
-FIELDS = (
+TASK = Record(
     "counters batch seqstarts kvstarts table table_row page_size decoding causal alibi left right",
     "keys key_sequence key_row key_head key_cells cell_sequence cell_row cell_head",
     "values value_sequence value_row value_head value_cells",
@@ -15,7 +15,5 @@ FIELDS = (
     "rounds to_float query_to_float float_to_out",
     "scores1 scores2 scores4 scores8 scores32 sums1 sums2 sums4 sums8 sums32",
     "partials part_bytes counting scratch scratch_bytes",
-    "numbers scores factor top total queries sums wide_keys wide_values rows",
+    "numbers scores factor top total queries sums wide_keys wide_values lines",
 )
-NAMES = [name for line in FIELDS for name in line.split()]
-TASK = np.dtype([(name, np.int64) for name in NAMES])

@@ -13,8 +13,9 @@ from kvkit.cpu import memory
 from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import LOAD, STORE, rows
 from kvkit.cpu.simd import panels
-from kvkit.index import page_of, rest_of_page, row_of, share
-from kvkit.jit import helper, kernel
+from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
+from kvkit.jit import kernel
+from kvkit.layout import packed_strides
 
 BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
@@ -24,19 +25,6 @@ call_rows = memory.call(13)
 
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 SIGNATURE = types.void(INT, INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
-
-
-@helper
-def sequence_of(starts, token):
-    """The sequence of a packed token: the last one that begins at or before it."""
-    low, high = 0, starts.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if starts[middle] <= token:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def walk(rows_code, chunks, block, starts, first, table, page_size, sides, heads, repeat, dim):
@@ -123,16 +111,6 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=F
     arguments = code, chunks, block, starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
     owners = OWNERS[direction] | (SCALE if cache.cell else {})
     return Launch(sides.reshape(-1), owners, functools.partial(compiled(parallel), *arguments))
-
-
-def packed_strides(array):
-    """(sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
-
-    Tokens are counted through all sequences, so the first is what a batch stride adds to that.
-    """
-    if array.ndim == 3:
-        return 0, array.strides[0], array.strides[1]
-    return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]
 
 
 def aligned(array):

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkit import numeric
-from kvkit.cpu.online import visible
 from kvkit_cuda.attend import tiles
-from kvkit_cuda.attend.scores import capped, leaning, masked
+from kvkit_cuda.attend.scores import capped, leaning, masked, visible
 from kvkit_cuda.ground import device, ptx
 
 STRIP = 16  # rows that a warp multiplies at once
 EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
 LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
 LOWEST = np.float32(numeric.LOWEST)
-int32, quotient, visible = device.int32, tiles.quotient, device.inlined(visible.py_func)
+int32, quotient = device.int32, tiles.quotient
 
 
 @dataclass(frozen=True, slots=True)

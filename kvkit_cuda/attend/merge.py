@@ -50,7 +50,7 @@ def ended(task, b, start, head, row, top, total, shrink):
     if task.lse:
         at = task.lse + b * task.lse_sequence + (start + token) * task.lse_token + query * task.lse_head
         write_float(at, log_sum(top, total))
-    return scores.share(total, less, shrink)
+    return numeric.share_of(less, total, np.float32(1) / shrink)
 
 
 def merge(packed, rows):
@@ -76,7 +76,7 @@ def merge(packed, rows):
             top = max(top, read_float(state + part * step))
         for part in range(parts):
             at = state + part * step
-            total += read_float(at + 4) * weight(read_float(at), top)
+            total = numeric.with_total(total, top, read_float(at + 4), read_float(at))
         factor = ended(task, b, start, head, row, top, total, np.float32(1))
         out = written_to(task, b, start, head, row)
         for e in range(cuda.threadIdx.x, task.value_dim, cuda.blockDim.x):
@@ -146,10 +146,11 @@ def merge_states(packed):
         for part in range(parts):
             top = max(top, read_float(row_at(sizes, places, parts + 1 + part, axes)))
         for part in range(parts):
-            total += weight(read_float(row_at(sizes, places, parts + 1 + part, axes)), top)
+            lse = read_float(row_at(sizes, places, parts + 1 + part, axes))
+            total = numeric.with_total(total, top, np.float32(1), lse)
         if cuda.threadIdx.x == 0:
             write_float(row_at(sizes, places, 2 * parts + 1, axes), log_sum(top, total))
-        factor = scores.share(total, np.float32(1), np.float32(1))
+        factor = numeric.share_of(np.float32(1), total, np.float32(1))
         for e in range(cuda.threadIdx.x, sizes[axes], cuda.blockDim.x):
             whole = np.float32(0)
             for part in range(parts):

@@ -12,7 +12,6 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit import numeric
-from kvkit.cpu.online import visible
 from kvkit.formats import BY_NAME
 from kvkit.index import page_of, row_of
 from kvkit_cuda.attend import merge, scores
@@ -26,7 +25,7 @@ SHRINK = np.float32(2**-40)  # of weights where sums overflow
 F32 = types.float32
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
-visible, weight = device.inlined(visible.py_func), numeric.weight
+visible, weight = scores.visible, numeric.weight
 
 
 # What is known of a row of a tile: the keys it sees, its position, its mask and query, the bits of its slope.

@@ -5,17 +5,19 @@ loops have constant bounds.
 """
 
 import functools
-import math
 
 import numpy as np
 
 from kvkit import numeric
 from kvkit.formats import MASKS
+from kvkit.index import visible_range
 from kvkit.jit import shared
+from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks
 
 READ = {name: chunks.read(name) for name in ("float32", "float16", "bfloat16", "int8")}
 read_float, read_half, read_bfloat16, read_byte = READ.values()
+capped = numeric.capped
 FLOAT32, FLOAT16, BFLOAT16, BOOL = MASKS.values()
 
 
@@ -83,6 +85,13 @@ def add(rows, span):
     return add
 
 
+@device.inlined
+def visible(task, b, seqlen, kvlen, token):
+    """The positions that a query token of a sequence may see, as far as they are a range."""
+    causal = task.alibi != 0 or (task.causal != 0 and b >= task.decoding)
+    return visible_range(seqlen, kvlen, token, task.left, task.right, causal)
+
+
 @shared
 def part_of(weight, factor, shrink):
     """What the sums of a part are multiplied by."""
@@ -108,21 +117,10 @@ def number(kind, address):
 
 
 @shared
-def capped(score, cap):
-    return cap * np.float32(math.tanh(score / cap)) if cap != np.float32(0) else score
-
-
-@shared
 def leaning(score, slope, distance):
-    return score + numeric.float_of(np.uint32(slope)) * np.float32(distance)
+    return score + numeric.alibi_bias(numeric.float_of(np.uint32(slope)), distance)
 
 
 @shared
 def masked(score, kind, address):
     return numeric.biased(score, number(kind, address))
-
-
-@shared
-def share(total, less, shrink):
-    """What the sums of a row are multiplied by in the end."""
-    return less / total / shrink if total != np.float32(0) else np.float32(0)

@@ -9,12 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from kvkit.checks import merge, positions, sequences
+from kvkit.checks import merge, positions, sequences, slots
 from kvkit.checks.ascend import attention, blocks, matrices, reshape, tensors
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.outputs import Results
-from kvkit.cpu import slots
 
 ZEROS = -1  # the source row of what is not there
 

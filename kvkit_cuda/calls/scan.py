@@ -1,4 +1,4 @@
-"""A page table that lies on the device: copied there, and checked there by the rules of `kvkit.cpu.scan`.
+"""A page table that lies on the device: copied there, and checked there by the rules of `kvkit.checks.scan`.
 
 The kernel finds out whether a rule is broken. Which one, and in which words, the host says, which reads the
 table then.
@@ -12,8 +12,7 @@ from numba import cuda, types
 
 from kvkit.checks import index_tensors
 from kvkit.checks.index_tensors import INT64_MAX
-from kvkit.cpu.scan import met
-from kvkit.index import filled, inside, page_of
+from kvkit.index import filled, inside, met, page_of
 from kvkit.jit import shared
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.ground import device, memory

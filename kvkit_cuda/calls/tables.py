@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cpu.online import visible
+from kvkit.index import visible_range
 from kvkit_cuda.ground import device
 from kvkit_cuda.positions.alibi import slope_bits
 
@@ -92,6 +92,7 @@ def span(task, b, seqlen, kvlen):
     """How many tokens the queries of a sequence see between them."""
     if not seqlen:
         return 0
-    low, _ = visible.py_func(task, b, seqlen, kvlen, 0)
-    _, high = visible.py_func(task, b, seqlen, kvlen, seqlen - 1)
+    reach = task.left, task.right, task.alibi or (task.causal and b >= task.decoding)
+    low, _ = visible_range.py_func(seqlen, kvlen, 0, *reach)
+    _, high = visible_range.py_func(seqlen, kvlen, seqlen - 1, *reach)
     return max(high - low, 0)

@@ -9,9 +9,9 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit.cpu.transfer import packed_strides, sequence_of
 from kvkit.formats import BY_NAME
-from kvkit.index import page_of, rest_of_page, row_of, share
+from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
+from kvkit.layout import packed_strides
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks
 

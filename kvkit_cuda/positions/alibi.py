@@ -8,8 +8,8 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit import cpu, numeric
-from kvkit.formats import BY_NAME
+from kvkit import numeric
+from kvkit.formats import BY_NAME, mask_bytes
 from kvkit.index import share
 from kvkit.jit import shared
 from kvkit_cuda.ground import device, memory
@@ -59,7 +59,7 @@ def fill(element, mask, span):
         chunks.ENCODE[element],
         BY_NAME[element].bits,
     )
-    added, mask_size, product = addend(mask), cpu.alibi.mask_bytes(mask), device.product
+    added, mask_size, product = addend(mask), mask_bytes(mask), device.product
 
     @shared
     def fill(target, row, first, begin, end, diagonal, total, slope, padding):

@@ -1,7 +1,7 @@
 """The cosine and sine of every token's angles: a table that queries and keys are turned by.
 
 Angles are reduced and their series added up in float64, as on the CPU: this is the only kernel that knows it.
-Frequencies are made on the host, and so is the table where angles are too large for `numeric.cos_sin`.
+Frequencies are those of the CPU, and so is the table where angles are too large for `numeric.cos_sin`.
 """
 
 import functools
@@ -9,9 +9,8 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit import numeric
-from kvkit.cpu.rotary import turns
-from kvkit.jit import kernel, shared
+from kvkit import cpu, numeric
+from kvkit.jit import shared
 from kvkit_cuda.ground import device, memory
 from kvkit_cuda.moves.transfer import sequence_of
 
@@ -19,10 +18,7 @@ THREADS = 128  # of a block
 PAIR = 8  # bytes of a cosine and a sine
 
 INT, FLOAT, INDEX1 = types.int64, types.float64, types.Array(types.int64, 1, "C")
-INDEX2, NUMBERS2 = types.Array(types.int64, 2, "C"), types.Array(types.float32, 2, "C")
-SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, INDEX2, FLOAT, INT)
-FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX1, INT, FLOAT, NUMBERS2)
-FAR_SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, NUMBERS2, FLOAT, types.Array(types.float32, 3, "C"))
+SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, types.Array(types.int64, 2, "C"), FLOAT, INT)
 
 write = memory.store(PAIR, PAIR)
 
@@ -52,51 +48,33 @@ def compiled():
     return device.kernel(walk, SIGNATURE)
 
 
-def frequencies(theta, turned, stops, longest, factor, table):
-    """The frequencies of sequences that end at `stops`, [stops, pairs]."""
-    for row in range(stops.shape[0]):
-        base = numeric.rotary_theta(theta, turned, stops[row], longest, factor)
-        for pair in range(table.shape[1]):
-            table[row, pair] = numeric.rotary_frequency(base, pair, turned)
-
-
-def far(starts, first, rows, frequencies, divisor, table):
-    """The table [tokens, pairs, 2] on the host."""
-    pairs = frequencies.shape[1]
-    cosines, sines = np.empty(2 * pairs, np.float32), np.empty(2 * pairs, np.float32)
-    for sequence in range(first.shape[0]):
-        for token in range(starts[sequence], starts[sequence + 1]):
-            position = first[sequence] + token - starts[sequence]
-            turns(position, divisor, frequencies[rows[sequence]], cosines, sines)
-            for pair in range(pairs):
-                table[token, pair, 0], table[token, pair, 1] = cosines[2 * pair], sines[2 * pair + 1]
-
-
-@functools.cache
-def on_host(function):
-    signature = {frequencies: FREQUENCIES_SIGNATURE, far: FAR_SIGNATURE}[function]
-    return kernel(function, signature)
-
-
 def table(call, stream):
     """(the table, the starts of sequences, both on the device, a launch that fills the table) of a call."""
     theta, divisor, longest, factor = call.scaling
     starts, first, pairs = call.starts, call.first, call.turned // 2
     stops = first + np.diff(starts)
     stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
-    found = np.empty((len(stops), pairs), np.float32)
-    on_host(frequencies)(theta, call.turned, stops, longest, factor, found)
+    found = cpu.rotary.frequencies(theta, call.turned, stops, longest, factor)
     tokens = int(starts[-1])
     if not near(starts, first, found[rows], divisor):
-        numbers = np.empty((tokens, pairs, 2), np.float32)
-        on_host(far)(starts, first, rows, found, divisor, numbers)
-        return device.upload(numbers, stream), *device.tables((starts,), stream), nothing
+        return device.upload(far(call, tokens), stream), *device.tables((starts,), stream), nothing
     numbers = device.empty(tokens * pairs * PAIR, np.uint8, stream)
     tables = device.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
     blocks = min(-(-tokens * pairs // THREADS), device.most_blocks())
     arguments = *tables, divisor, device.address(numbers)
     launch = functools.partial(device.launch, compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
     return numbers, tables[0], launch
+
+
+def far(call, tokens):
+    """The table on the host, [tokens, 1, 2 * pairs]: what the CPU turns (1, 0) into."""
+    ones = np.zeros((tokens, 1, call.turned), np.float32)
+    ones[..., ::2] = 1
+    table = np.empty_like(ones)
+    moves = (ones, table), (ones[:, :0], table[:, :0])
+    call_of = "float32", moves, call.starts, call.first, call.turned, True, call.scaling, True
+    cpu.launches.start(cpu.rotary.prepare(*call_of))
+    return table
 
 
 def nothing():

@@ -10,10 +10,10 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit import numeric
-from kvkit.cpu.transfer import packed_strides
 from kvkit.formats import BY_NAME
 from kvkit.index import share
 from kvkit.jit import shared
+from kvkit.layout import packed_strides
 from kvkit_cuda.ground import device, memory
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import sequence_of
@@ -42,7 +42,7 @@ def turn(element, span):
     read, write = memory.load(*form, invariant=False), memory.store(*form)
     pairs = memory.load(step * 4, step * 4)
     (raw, decode), encode, bits = chunks.DECODE[element], chunks.ENCODE[element], BY_NAME[element].bits
-    product = device.product
+    rotated = numeric.rotation(device.product)
 
     @shared
     def turn(source, target, table):
@@ -56,10 +56,9 @@ def turn(element, span):
                 sine = numeric.float_of(np.uint32(pair >> np.uint64(32)))
                 even = decode(raw(chunks.field(low, high, i * bits)))
                 odd = decode(raw(chunks.field(low, high, (i + 1) * bits)))
-                word = np.uint64(encode(product(even, cosine) - product(odd, sine)))
-                new_low, new_high = chunks.joined(new_low, new_high, word, i * bits)
-                word = np.uint64(encode(product(odd, cosine) + product(even, sine)))
-                new_low, new_high = chunks.joined(new_low, new_high, word, (i + 1) * bits)
+                even, odd = rotated(even, odd, cosine, sine)
+                new_low, new_high = chunks.joined(new_low, new_high, np.uint64(encode(even)), i * bits)
+                new_low, new_high = chunks.joined(new_low, new_high, np.uint64(encode(odd)), (i + 1) * bits)
         write(target, new_low, new_high)
 
     return turn

@@ -13,7 +13,7 @@ from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.stores.codes import Side
 from kvkit.cpu import codes
-from kvkit.cpu.launches import address
+from kvkit.cpu.launches import address, start
 from kvkit.formats import BY_DTYPE
 
 CASES = {  # dtype, spec, head size: whole panels of 16 and not, groups smaller and larger than a panel
@@ -85,15 +85,14 @@ def test_vectors_are_their_plain_siblings(case):
         cells = np.full((4, side.cells.shape[3]), 7, spec.param_dtype)
         row = dim * x.itemsize
         at = (address(x), 0, size * row, 0, address(found), 0, size * found.strides[0], 0)
-        codes.start(
-            codes.encode(form, plain).address, 1, 4, (*at, address(cells), 0, cells.strides[0], 0), 1, dim, 0
-        )
+        at = (*at, address(cells), 0, cells.strides[0], 0)
+        start(codes.prepare(codes.encode(form, plain).address, 1, 4, at, 1, dim, 0))
         wide = np.full((4 * size, dim), np.nan, np.float32)
         for block in range(4):
             rows = slice(block * size, (block + 1) * size)
             at = (address(wide[rows]), 0, 4 * dim, 0, address(found[rows]), 0, found.strides[0], 0)
             at = (*at, address(cells[block]), 0, 0, 0)
-            codes.start(codes.widen(form, plain).address, 1, size, at, 1, dim, 0)
+            start(codes.prepare(codes.widen(form, plain).address, 1, size, at, 1, dim, 0))
         results.append((found.tobytes(), cells.tobytes(), wide.tobytes()))
     assert results[0] == results[1]
     assert np.array_equal(wide, wide.astype(dtype).astype(np.float32)), "numbers of the input's format"

@@ -14,6 +14,7 @@ import pytest
 
 import kvkit
 from kvkit.operators import OPERATORS, REQUIRED
+from kvkit.operators.attributes import ATTRIBUTES
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -60,6 +61,10 @@ def test_table_is_the_signature(op):
     assert keywords == {attribute.name: attribute.default for attribute in op.attributes} | by_keyword
     for attribute in op.attributes:
         assert attribute.default in (None, REQUIRED) or type(attribute.default) is attribute.kind
+
+
+def test_every_attribute_is_one_of_an_operator():
+    assert set(ATTRIBUTES) == {attribute.name for op in OPERATORS.values() for attribute in op.attributes}
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)

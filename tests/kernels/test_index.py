@@ -6,7 +6,7 @@ import pytest
 
 import kvkit
 from kvkit import index
-from kvkit.cpu.transfer import sequence_of
+from kvkit.index import sequence_of
 from kvkit.layout import ENDLESS
 
 FAR = 2**31

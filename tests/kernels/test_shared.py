@@ -14,6 +14,9 @@ from kvkit import index, numeric
 assert cuda.is_available() and cuda.simulator
 
 
+rotated = numeric.rotation(numeric.product)
+
+
 def body(i, x, half, table, floats, codes, rows):
     scale = numeric.group_scale("float16", abs(x[i]), 7)
     codes[i, 0] = numeric.quantize("float16", x[i], scale, 7)
@@ -28,6 +31,13 @@ def body(i, x, half, table, floats, codes, rows):
     rows[i, 0] = index.row_of(table[index.page_of(i, 5)], i, 5)
     rows[i, 1] = index.rest_of_page(i, 5)
     rows[i, 2] = index.share(1000, i, 300)
+    rows[i, 3], rows[i, 4] = index.visible_range(9, 40 + i, i % 9, i % 5 - 1, i % 3 - 1, i % 2 == 0)
+    half_of = x[i] * np.float32(0.5)
+    floats[i, 4] = numeric.capped(x[i], np.float32(i % 4))
+    floats[i, 5] = numeric.with_total(half_of, x[i], half_of, -x[i])
+    floats[i, 6] = numeric.share_of(x[i], np.float32(i % 7), half_of)
+    floats[i, 7] = numeric.alibi_bias(half_of, i - 100)
+    floats[i, 8], floats[i, 9] = rotated(x[i], floats[i, 3], floats[i, 4], half_of)
 
 
 @numba.njit
@@ -51,7 +61,7 @@ half = np.arange(count, dtype=np.uint16) * 123
 table = rng.integers(0, 2**40, count)
 results = []
 for launch in (on_cpu, on_cuda[count // 32, 32]):
-    out = np.zeros((count, 4), np.float32), np.zeros((count, 5), np.int8), np.full((count, 3), -1)
+    out = np.zeros((count, 10), np.float32), np.zeros((count, 5), np.int8), np.full((count, 5), -1)
     launch(x, half, table, *out)
     results.append([array.tobytes() for array in out])
     assert len(np.unique(out[1])) > 9 and (out[2] >= 0).all()

@@ -511,12 +511,13 @@ def test_wrong_outputs_after_right_ones():
 def test_functions_prepare_no_repetition(rng, monkeypatch):
     """They are called once: what a plan keeps for the next time is not made."""
     call = scenes.dynamic_cache(rng, FP16, LENGTHS)
-    for name in ("form", "Guarded", "Repeats"):
+    for name in ("form", "Guarded"):
         monkeypatch.setattr(planned_calls, name, None)
     call.run()
     function(call)
-    with pytest.raises(TypeError):
-        planned(call)
+    for action in (attend, append):
+        with pytest.raises(TypeError):
+            action(planned(call), call)
 
 
 # Cost

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache.stores.codes import parts
+from kvkit.cache.stores.codes import segments
 from kvkit.cache.stores.mapped import File
 from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.view import KVView
@@ -77,7 +77,7 @@ class CodeStore:
         batch, heads, *dims, _ = self.geometry
         self.tables = [side.described() for side in self.sides]
         forms = [side.format for side in self.sides]
-        return parts().context(packed, batch, heads, tuple(dims), forms, self.tables)
+        return segments().context(packed, batch, heads, tuple(dims), forms, self.tables)
 
     def begin_at(self, numbers, row):
         """Let prepared attention see what the latest view sees."""

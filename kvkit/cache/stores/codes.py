@@ -9,7 +9,7 @@ from kvkit.checks.words import wrong
 from kvkit.formats import BY_DTYPE, BY_NAME
 
 PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file
-PART_FIELDS = 33  # that describe three parts
+SEGMENT_FIELDS = 33  # that describe three segments
 SPARE = 16  # tokens of room in a tail, beside what it must hold
 
 
@@ -20,11 +20,11 @@ def kernels():
     return codes
 
 
-def parts():
-    """Likewise those over rows in parts."""
-    from kvkit.cpu import parts
+def segments():
+    """Likewise those over rows in segments."""
+    from kvkit.cpu import segments
 
-    return parts
+    return segments
 
 
 class Side:
@@ -163,9 +163,8 @@ class Side:
         for array, rows in ((source, self.block), (target, self.block), (cells, 1)):
             sequence, head, row = array.strides[:3]
             at += cpu.launches.address(array), sequence, rows * row, head
-        kernels().start(
-            kernels().encode(self.format).address, batch, blocks, at, heads, dim, batch * heads * tokens * dim
-        )
+        code, elements = kernels().encode(self.format).address, batch * heads * tokens * dim
+        cpu.launches.start(kernels().prepare(code, batch, blocks, at, heads, dim, elements))
         self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
@@ -247,10 +246,10 @@ class Side:
     def described(self, table=None):
         """The table, or a new one, of where that lies what the latest view sees."""
         batch, heads, length, _ = self.shape
-        table = parts().new_table(heads, batch * heads) if table is None else table
-        sink, floats = min(self.sink, length), parts().floats_code(self.format.element)
+        table = segments().new_table(heads, batch * heads) if table is None else table
+        sink, floats = min(self.sink, length), segments().floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
-        table[-PART_FIELDS:] = (
+        table[-SEGMENT_FIELDS:] = (
             sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
             sink + self.seen, kernels().widen(self.format).address, *place(self.codes, sink),
             *place(self.cells, 0 if blocks else sink), blocks,
@@ -265,7 +264,8 @@ class Side:
         described = self.described()
         table = cpu.launches.address(described)
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
-        kernels().start(parts().widen_code().address, planes, tokens, at, 1, dim, wide.size)
+        code = segments().widen_code().address
+        cpu.launches.start(kernels().prepare(code, planes, tokens, at, 1, dim, wide.size))
         return wide.astype(self.dtype, copy=False)
 
     def stored(self):

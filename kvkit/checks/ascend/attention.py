@@ -8,7 +8,7 @@ from kvkit.checks import attention, index_tensors
 from kvkit.checks.ascend import tensors
 from kvkit.checks.masks import kind
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import NO_MASK, Steps, Weights
+from kvkit.checks.records import NO_MASK, Steps
 from kvkit.checks.tensors import filled, named, tensor
 from kvkit.checks.words import wrong
 from kvkit.formats import FLOATS, Format
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     table: np.ndarray  # [entries, blocks]
     lengths: np.ndarray
     apart: int  # entries of a sequence
-    weights: Weights
+    weights: attention.Weights
     razor_offset: np.ndarray | None
     inputs: list[tuple[str, np.ndarray]]
     results: Results

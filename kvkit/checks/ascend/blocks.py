@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks
 from kvkit.checks.ascend import tensors
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
@@ -66,8 +66,8 @@ def named(key_cache, value_cache):
 def pieces_of(call):
     """The pieces of a load; tokens of blocks that are not there have none."""
     blocks, block_size = call.caches[0].shape[:2]
-    pieces = np.empty((int((-(-call.lengths // block_size)).sum()), len(cpu.slots.FIELDS)), np.int64)
-    made = cpu.slots.compiled(cpu.slots.table)(
+    pieces = np.empty((int((-(-call.lengths // block_size)).sum()), len(checks.slots.FIELDS)), np.int64)
+    made = checks.slots.compiled(checks.slots.table)(
         call.table, call.lengths, call.columns, block_size, blocks, pieces
     )
     return pieces[:made]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import checks
 from kvkit.checks.ascend import tensors
 from kvkit.checks.index_tensors import index
 from kvkit.checks.tensors import DATA, filled, tensor
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     mode: CompressType
     tokens: list[np.ndarray]  # as given
     caches: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
-    pieces: np.ndarray  # see `cpu.slots`
+    pieces: np.ndarray  # see `checks.slots`
     averaged: str | None  # the format of means, if there can be some
 
 
@@ -119,8 +119,8 @@ def groups(name, array, fmt):
 def plain_pieces(tokens, capacity, slot_mapping):
     """The pieces of a slot for each token."""
     slots = index("slot_mapping", slot_mapping, length=tokens)
-    pieces = np.empty((tokens, len(cpu.slots.FIELDS)), np.int64)
-    rule, one, two, three = cpu.slots.compiled(cpu.slots.plain)(slots, capacity, pieces)
+    pieces = np.empty((tokens, len(checks.slots.FIELDS)), np.int64)
+    rule, one, two, three = checks.slots.compiled(checks.slots.plain)(slots, capacity, pieces)
     if rule:
         raise broken_rule(rule, one, two, three, capacity)
     return pieces[:one]
@@ -143,8 +143,8 @@ def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
         offsets = index("offset_index", windows["offset_index"], length=runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
-    pieces = np.empty((3 * runs, len(cpu.slots.FIELDS)), np.int64)
-    rule, one, two, three = cpu.slots.compiled(cpu.slots.compressed)(
+    pieces = np.empty((3 * runs, len(checks.slots.FIELDS)), np.int64)
+    rule, one, two, three = checks.slots.compiled(checks.slots.compressed)(
         mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity, pieces
     )
     if rule:
@@ -153,8 +153,8 @@ def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
 
 
 def broken_rule(rule, one, two, three, capacity):
-    """The error for what `cpu.slots` found."""
-    slots = cpu.slots
+    """The error for what `checks.slots` found."""
+    slots = checks.slots
     if rule == slots.CAPACITY:
         rows = f"{three} rows from there on" if three > 1 else "that slot"
         return wrong(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)

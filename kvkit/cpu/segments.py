@@ -1,7 +1,7 @@
-"""Rows that lie in parts, floats, then codes, then floats again, and attention over them.
+"""Rows that lie in segments, floats, then codes, then floats again, and attention over them.
 
-A table describes the parts of a side. Attention numbers rows by position, then sequence, then head, from the
-address of the table on, so that the address of a row says which one it is.
+A table describes the segments of a side. Attention numbers rows by position, then sequence, then head, from
+the address of the table on, so that the address of a row says which one it is.
 """
 
 import functools
@@ -20,15 +20,15 @@ from kvkit.cpu.simd.codes import whole_panels
 from kvkit.formats import CODES, coarser
 from kvkit.jit import callback, helper
 
-PART = (
+SEGMENT = (
     "end code address sequence head row",
     "cells cell_sequence cell_head cell_block blocks",
 )
-FIELDS = [name for line in PART for name in line.split()]
-HEADS, PLANES, COUNTING, CLAMPED, ONES = range(0, 40, 8)  # then come the parts
-START, PART_BYTES = 40, 8 * len(FIELDS)
+FIELDS = [name for line in SEGMENT for name in line.split()]
+HEADS, PLANES, COUNTING, CLAMPED, ONES = range(0, 40, 8)  # then come the segments
+START, SEGMENT_BYTES = 40, 8 * len(FIELDS)
 END, CODE, ADDRESS, SEQUENCE, HEAD, ROW, CELLS, CELL_SEQUENCE, CELL_HEAD, CELL_BLOCK, BLOCKS = range(
-    0, PART_BYTES, 8
+    0, SEGMENT_BYTES, 8
 )
 FEW = 8  # more tokens than any tile leaves over
 CLAMPS = np.minimum(np.arange(FEW), np.arange(-1, FEW - 1)[:, None]).clip(0)  # [tokens, FEW]
@@ -38,45 +38,46 @@ get, call_rows = memory.load(types.int64), memory.call(13)
 
 
 def new_table(heads, planes):
-    """A description of three parts, still to be filled in behind its head."""
+    """A description of three segments, still to be filled in behind its head."""
     table = np.zeros(START // 8 + 3 * len(FIELDS), np.int64)
     table[: START // 8] = heads, planes, address(attention.COUNTING), address(CLAMPS), address(UNITS)
     return table
 
 
 @helper
-def run_at(table, part, plane, position, end):
-    """The tokens from a position on that lie in one part and share their scales or have their own.
+def run_at(table, segment, plane, position, end):
+    """The tokens from a position on that lie in one segment and share their scales or have their own.
 
-    (part, first position behind, address of a row, of its scales, and the steps of both)
+    (segment, first position behind, address of a row, of its scales, and the steps of both)
     """
     sequence, head = divmod(plane, get(table + HEADS))
-    while get(part + END) <= position:
-        part += PART_BYTES
-    stop, blocks = min(end, get(part + END)), get(part + BLOCKS)
-    block, cell_row = position, get(part + CELL_BLOCK)
+    while get(segment + END) <= position:
+        segment += SEGMENT_BYTES
+    stop, blocks = min(end, get(segment + END)), get(segment + BLOCKS)
+    block, cell_row = position, get(segment + CELL_BLOCK)
     if blocks:
         block, cell_row, last = get(blocks + 8 * position), 0, stop
         stop = position + 1
         while stop < last and get(blocks + 8 * stop) == block:
             stop += 1
-    row, step = get(part + ADDRESS), get(part + ROW)
-    row += sequence * get(part + SEQUENCE) + head * get(part + HEAD) + position * step
-    cells = get(part + CELLS) + sequence * get(part + CELL_SEQUENCE) + head * get(part + CELL_HEAD)
-    return part, stop, row, cells + block * get(part + CELL_BLOCK), step, cell_row  # floats have cells at 0
+    row, step = get(segment + ADDRESS), get(segment + ROW)
+    row += sequence * get(segment + SEQUENCE) + head * get(segment + HEAD) + position * step
+    cells = get(segment + CELLS) + sequence * get(segment + CELL_SEQUENCE) + head * get(segment + CELL_HEAD)
+    cells += block * get(segment + CELL_BLOCK)  # floats have cells at 0
+    return segment, stop, row, cells, step, cell_row
 
 
-def widen_parts(
+def widen_segments(
     target, target_row, target_head, row, row_step, row_head, table, table_row, table_head,
     tokens, heads, repeat, dim,
 ):  # fmt: skip
     """Rows as float32, wherever they lie, from the one at the address `row` on."""
     position, plane = divmod(row - table, get(table + PLANES))
-    part, end = table + START, position + tokens
+    segment, end = table + START, position + tokens
     while position < end:
-        part, stop, source, cells, step, cell_row = run_at(table, part, plane, position, end)
+        segment, stop, source, cells, step, cell_row = run_at(table, segment, plane, position, end)
         call_rows(
-            get(part + CODE), target, target_row, 0, source, step, 0, cells, cell_row, 0,
+            get(segment + CODE), target, target_row, 0, source, step, 0, cells, cell_row, 0,
             stop - position, 1, 1, dim,
         )  # fmt: skip
         target += (stop - position) * target_row
@@ -85,8 +86,8 @@ def widen_parts(
 
 @functools.cache
 def widen_code():
-    """`widen_parts` as machine code."""
-    return callback(widen_parts, SIGNATURE)
+    """`widen_segments` as machine code."""
+    return callback(widen_segments, SIGNATURE)
 
 
 @functools.cache
@@ -129,9 +130,9 @@ def scores(count, codes):
 
     def scores(queries, keys, key_row, table, table_row, numbers, ahead, shift, tokens, dim, scores):
         position, end = get(numbers), get(numbers + 8 * (tokens - 1)) + 1
-        part, plane = table + START, keys - table
+        segment, plane = table + START, keys - table
         while position < end:
-            part, stop, row, cells, step, cell_row = run_at(table, part, plane, position, end)
+            segment, stop, row, cells, step, cell_row = run_at(table, segment, plane, position, end)
             live = stop - position
             few = live < tile
             whole = tile if few else live - live % tile
@@ -141,7 +142,7 @@ def scores(count, codes):
             scores += 4 * count * done
             position += done
 
-    return callback(scores, SCORES, ("part scores", count, codes))
+    return callback(scores, SCORES, ("segment scores", count, codes))
 
 
 @functools.cache
@@ -163,15 +164,15 @@ def sums(count, codes):
 
     def sums(weights, values, value_row, table, table_row, numbers, ahead, shift, tokens, dim, sums, factors):
         position, end = get(numbers), get(numbers) + tokens
-        part, plane, numbers = table + START, values - table, get(table + COUNTING)
+        segment, plane, numbers = table + START, values - table, get(table + COUNTING)
         while position < end:
-            part, stop, row, cells, step, cell_row = run_at(table, part, plane, position, end)
+            segment, stop, row, cells, step, cell_row = run_at(table, segment, plane, position, end)
             of_run(weights, row, step, cells, cell_row, numbers, stop - position, dim, sums, factors)
             weights += 4 * count * (stop - position)
             factors = get(table + ONES)
             position = stop
 
-    return callback(sums, SUMS, ("part sums", count, codes))
+    return callback(sums, SUMS, ("segment sums", count, codes))
 
 
 @functools.cache
@@ -190,7 +191,7 @@ def reader(key, value, dims):
 
 
 def context(packed, batch, heads, dims, forms, tables):
-    """A `Context` of keys and values that lie in parts."""
+    """A `Context` of keys and values that lie in segments."""
     sides = tuple((address(table), heads, batch * heads, 1, address(table), 0, 0, 0) for table in tables)
     dim, value_dim = dims
     return Context(

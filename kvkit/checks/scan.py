@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.index import filled, inside, page_of
+from kvkit.index import filled, inside, met, page_of
 from kvkit.jit import helper, kernel
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
@@ -91,19 +91,6 @@ def conflicts(kvstarts, table, start_pos, page_size, stored_runs):
             if run >= 0:
                 return STORED_AND_LOADED, owners[run], b, max(begins[run], first)
     return FINE, 0, 0, 0
-
-
-@helper
-def met(begins, ends, runs, first, last):
-    """The last of some sorted runs that begins before row `last`, if it ends behind row `first`; else -1."""
-    low, high = 0, runs
-    while low < high:
-        middle = (low + high) // 2
-        if begins[middle] < last:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1 if low and ends[low - 1] > first else -1
 
 
 @functools.cache

@@ -1,0 +1,26 @@
+"""Records: named numbers that kernels read where they lie, filled by name."""
+
+import operator
+
+import numpy as np
+
+
+class Record:
+    """A record of int64 fields, whose names come in lines."""
+
+    def __init__(self, *lines):
+        self.names = tuple(name for line in lines for name in line.split())
+        self.at = {name: i for i, name in enumerate(self.names)}
+        self.dtype = np.dtype([(name, np.int64) for name in self.names])
+        self._in_order = operator.itemgetter(*self.names)
+
+    def filled(self, fields):
+        """The numbers of a record, in order, of a mapping that has each of its fields and no other."""
+        try:
+            numbers = self._in_order(fields)
+        except KeyError:
+            numbers = ()
+        if len(fields) != len(numbers):
+            odd = sorted(fields.keys() ^ self.at.keys())
+            raise TypeError(f"a record of {len(self.names)} fields, missing or unknown: {', '.join(odd)}")
+        return np.array(numbers, np.int64)
