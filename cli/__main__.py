@@ -1,3 +1,30 @@
-from kvkit_cli.main import main
+"""The program. Ctrl-C at any moment is one line, and the signals that end a process let it clean up first."""
 
-main(prog_name="kvkit")
+import sys
+
+
+def start():
+    try:
+        import signal
+
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, ended)
+
+        from kvkit_cli.main import main
+
+        main(prog_name="kvkit")
+    except KeyboardInterrupt:
+        sys.stderr.write("kvkit: interrupted\n")
+        sys.exit(130)
+
+
+def ended(number, frame):
+    """Unwind like Ctrl-C, so that no half-written file is left; `nohup` is respected."""
+    sys.stderr.write(f"kvkit: ended by signal {int(number)}\n")
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    start()

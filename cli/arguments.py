@@ -4,10 +4,11 @@ import ast
 
 import numpy as np
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, brief
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli.show import suggestion
 
+SHOWN = 5  # names in a message
 KINDS = {  # type of a value: (in words, as --set takes it)
     int: ("an integer", "NUMBER"),
     float: ("a number", "NUMBER"),
@@ -28,6 +29,45 @@ def find(name):
 def is_scalar(array):
     """Whether an input may be a single number."""
     return "()" in array.shapes
+
+
+def left_over(op, metadata):
+    """What a file of results may hold beside what this operator takes: the other arrays of its own one."""
+    made = OPERATORS.get(str(metadata.get("operator")))
+    return {array.name for array in (*made.inputs, *made.outputs)} - names_of(op) if made else set()
+
+
+def names_of(op):
+    return {thing.name for thing in (*op.inputs, *op.attributes)}
+
+
+def fits(op, path, forms, metadata, settings):
+    """Whether a file can be a call's, from the headers of its arrays: nothing is unpacked in vain."""
+    forms = {name: form for name, form in forms.items() if name not in left_over(op, metadata)}
+    check_names(op, path, forms, parse(op, settings))
+    for array in op.inputs:
+        if array.name not in forms:
+            continue
+        form, axes = forms[array.name], {axes_of(shape) for shape in array.shapes if "(" in shape}
+        index = "int64" in array.dtypes and form.dtype.kind in "iu"  # of any width; the operator says more
+        if not index and form.dtype.name not in array.dtypes:
+            wanted = " or ".join(array.dtypes)
+            raise KvkitError(f"{path}: {array.name} has dtype {form.dtype}: expected {wanted}")
+        if None not in axes and len(form.shape) not in axes:
+            wanted = " or ".join(array.shapes)
+            raise KvkitError(f"{path}: {array.name} has shape {form.shape}: expected {wanted}")
+    for attribute in op.attributes:
+        shape = (2,) if attribute.kind is tuple else ()
+        if attribute.name in forms and forms[attribute.name].shape != shape:
+            wanted = "two integers, an array of shape (2,)" if shape else "an attribute, a 0-d array"
+            found = forms[attribute.name].shape
+            raise KvkitError(f"{path}: {attribute.name} has shape {found}, but is {wanted}")
+
+
+def axes_of(shape):
+    """The number of axes of a shape as the table writes it; None for one with any number."""
+    inside = shape[shape.index("(") + 1 : shape.rindex(")")]
+    return None if "..." in inside else len(inside.split(",")) if inside else 0
 
 
 def bind(op, path, arrays, settings):
@@ -85,9 +125,11 @@ def check_names(op, path, arrays, values):
     """Every array in the file means something, and every one that must be there is."""
     legal = [thing.name for thing in (*op.inputs, *op.attributes)]
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
-    extra = [name + suggestion(name, legal) for name in arrays if name not in legal]
+    extra = [name for name in arrays if name not in legal]
     if extra:
-        raise KvkitError(f"{path}: unknown arrays {', '.join(extra)}; {known}")
+        shown = ", ".join(name + suggestion(name, legal) for name in map(brief, extra[:SHOWN]))
+        more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
+        raise KvkitError(f"{path}: unknown arrays {shown}{more}; {known}")
     required = [array.name for array in op.inputs if not array.optional]
     required += [attribute.name for attribute in op.attributes if attribute.default is REQUIRED]
     missing = [name for name in required if name not in arrays and name not in values]
@@ -104,7 +146,7 @@ def number(array, given):
         return None
     info = np.iinfo(array.dtypes[0])
     if type(given) is not int or not info.min <= given <= info.max:
-        raise KvkitError(f"--set {array.name}={given!r}: expected an integer of {array.dtypes[0]}")
+        raise KvkitError(f"--set {array.name}={brief(repr(given))}: expected an integer of {array.dtypes[0]}")
     return np.array(given, array.dtypes[0])
 
 
@@ -115,10 +157,6 @@ def value(attribute, path, arrays, values):
         return fitting(attribute, values[name], "--set")
     if name not in arrays:
         return attribute.default
-    shape = (2,) if attribute.kind is tuple else ()
-    if arrays[name].shape != shape:
-        wanted = "two integers, an array of shape (2,)" if shape else "an attribute, a 0-d array"
-        raise KvkitError(f"{path}: {name} has shape {arrays[name].shape}, but is {wanted}")
     return fitting(attribute, arrays[name].tolist(), f"{path}:")
 
 
@@ -136,5 +174,5 @@ def fitting(attribute, given, origin):
     if type(given) is not kind:
         wanted = " or ".join([*attribute.names, KINDS[kind][0]])
         wanted += " or None" if attribute.default is None else ""
-        raise KvkitError(f"{origin} {attribute.name}={given!r}: expected {wanted}")
+        raise KvkitError(f"{origin} {attribute.name}={brief(repr(given))}: expected {wanted}")
     return given

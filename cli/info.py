@@ -9,6 +9,7 @@ import ml_dtypes
 import numba
 import numpy as np
 
+from kvkit import kept
 from kvkit.errors import DeviceError
 from kvkit.jit import cache_folder
 from kvkit.version import __version__
@@ -55,9 +56,13 @@ def layer():
 
 
 def cache():
+    """Where compiled code is kept, or why none is."""
     folder = cache_folder()
     if folder is None:
-        return "off"
+        return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
+    refusal = kept.refusal(folder)
+    if refusal:
+        return f"none is kept in {folder}: {refusal}"
     sizes = [path.stat().st_size for path in folder.glob("*.bin")]
     return f"{folder}: {len(sizes)} files, {show.size(sum(sizes))}"
 

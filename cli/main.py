@@ -15,6 +15,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "ops": ("kvkit_cli.ops", "List the operators."),
     "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, the compile cache and backends."),
+    "cache": ("kvkit_cli.cache", "Remove the compiled code that is kept."),
     "bench": (
         "kvkit_cli.bench",
         "Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.",
@@ -31,9 +32,7 @@ class Verbs(click.Group):
     def get_command(self, ctx, name):
         if name not in VERBS:
             if not ctx.resilient_parsing:
-                from kvkit_cli.show import suggestion
-
-                ctx.fail(f"no verb {name!r}{suggestion(name, VERBS)}")
+                ctx.fail(f"no verb {name!r}{meant(name)}")
             return None
         return getattr(importlib.import_module(VERBS[name][0]), name)
 
@@ -48,8 +47,25 @@ class Verbs(click.Group):
             message, code = explain(error)
             if code is None:
                 raise
-            click.echo("kvkit: " + " ".join(message.split()), err=True)
+            click.echo("kvkit: " + one_line(message), err=True)
         sys.exit(code)
+
+
+def meant(name):
+    """What to type in the place of a verb that is none."""
+    from kvkit.operators import OPERATORS
+    from kvkit_cli.show import suggestion
+
+    if name in OPERATORS:
+        return f", but an operator: kvkit run {name} IN.npz -o OUT.npz"
+    return suggestion(name, VERBS) or f"; there are {', '.join(VERBS)}"
+
+
+def one_line(message):
+    """A message as a terminal may see it, whatever it quotes."""
+    return "".join(
+        sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in " ".join(message.split())
+    )
 
 
 def explain(error):

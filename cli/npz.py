@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from kvkit.files import npz
-from kvkit.files.npz import Contents, FileError, check_target, read
+from kvkit.files.npz import Contents, FileError, alone, check_target, read
 from kvkit_cli.show import progress
 
-__all__ = ["Contents", "FileError", "check_target", "read", "write"]
+__all__ = ["Contents", "FileError", "alone", "check_target", "read", "write"]
 
 
 def write(path, arrays, metadata=None, quiet=False):

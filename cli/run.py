@@ -1,15 +1,17 @@
 """`kvkit run`: an operator from files to files."""
 
+import contextlib
 import time
 from pathlib import Path
 
 import click
 
 from kvkit.errors import KvkitError
-from kvkit_cli import npz, show
-from kvkit_cli.arguments import bind, find
+from kvkit_cli import npz, show, watch
+from kvkit_cli.arguments import bind, find, fits, left_over
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
+FOREIGN = ".npy", ".safetensors", ".pt", ".pth", ".gguf"
 PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with a path
 
 
@@ -26,23 +28,33 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     """Run an operator on the arrays of a file.
 
     IN.npz holds an array for each input, under the names that `kvkit describe OP` shows. Attributes are 0-d
-    arrays in it or are given with --set, which wins; no file is needed where that is all. IN.npz is only
-    changed with --in-place; at least one of -o and --in-place is needed.
+    arrays in it or are given with --set, which wins; no file is needed where that is all. Of the results of
+    another run what OP does not take is passed over. IN.npz is only changed with --in-place; at least one of
+    -o and --in-place is needed.
     """
     op = find(operator)
     check_targets(op, source, output, in_place)
-    contents = npz.read(source) if source else npz.Contents({}, {})
-    inputs, attributes = bind(op, source, contents.arrays, settings)
-    if threads is not None:
-        use_threads(threads)
-    results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
-    changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
-    outputs = given(dict(zip(op.returned(attributes), results, strict=True)))
-    outputs = {name: array for name, array in outputs.items() if name not in changed}
-    if output:
-        npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
-    if in_place:
-        npz.write(source, contents.arrays | changed, contents.metadata, quiet)
+    with contextlib.ExitStack() as block:
+        contents = npz.Contents({}, {})
+        if in_place:
+            block.enter_context(npz.alone(source))
+        if source:
+            contents = npz.read(source, lambda *found: fits(op, source, *found, settings))
+        over = left_over(op, contents.metadata)
+        arrays = {name: array for name, array in contents.arrays.items() if name not in over}
+        inputs, attributes = bind(op, source, arrays, settings)
+        if threads is not None:
+            use_threads(threads)
+        block.enter_context(watch.watched(source, contents.mapped))
+        results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
+        changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
+        outputs = given(dict(zip(op.returned(attributes), results, strict=True)))
+        outputs = {name: array for name, array in outputs.items() if name not in changed}
+        watch.check(source, contents.mapped)
+        if output:
+            npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
+        if in_place:
+            npz.write(source, contents.arrays | changed, contents.metadata, quiet)
     if not quiet:
         report(op, inputs, outputs, changed)
         click.echo(f"{op.name} on {backend}: {seconds:.3g} s (includes compiling or loading the kernels)")
@@ -62,8 +74,16 @@ def check_targets(op, source, output, in_place):
     if output is None and not in_place:
         ways = "-o OUT.npz, --in-place or both" if changes else "-o OUT.npz"
         raise KvkitError(f"nothing to write: give {ways}")
+    for option, path in (("IN.npz", source), ("-o", output)):
+        if str(path) == "-":
+            raise KvkitError(f"{option} -: .npz files are not read from or written to pipes: name a file")
     there = source is not None and source.exists()
     if output is not None:
+        if output.suffix in FOREIGN:
+            other = output.with_suffix(".npz")
+            raise KvkitError(
+                f"-o {output}: results are written as .npz, not as {output.suffix}: give -o {other}"
+            )
         npz.check_target(output)
         if output.exists() and there and output.samefile(source):
             raise KvkitError(f"{output}: -o names the input: give another name, or --in-place")

@@ -11,3 +11,10 @@ class DeviceError(KvkitError):
 
 class CapacityError(KvkitError):
     """A cache of fixed size has no room for the new tokens."""
+
+
+def brief(text, most=80):
+    """A text from elsewhere as a message may hold it: printable, in one line, and cut."""
+    text = str(text)  # of which no more is looked at than can be shown
+    shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."

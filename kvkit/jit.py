@@ -12,10 +12,8 @@ import os
 import pickle
 import re
 import sys
-import tempfile
 import types
 import uuid
-from pathlib import Path
 
 import llvmlite
 import numba
@@ -24,10 +22,31 @@ from numba.core import ccallback, compiler, serialize
 from numba.core.caching import _Cache
 from numba.core.registry import cpu_target
 
-from kvkit import sources
+from kvkit import kept, sources
+from kvkit.errors import KvkitError
 
+used = forked = False  # whether there is compiled code here; whether it was there before a fork
 KEPT: list = []  # callbacks: kernels know only their addresses, so their code must outlive every variable
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
+
+
+def after_fork():
+    """A child has neither the threads of its parent nor those that would give back its locks."""
+    global forked
+    forked = used
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=after_fork)
+
+
+def refuse_forked():
+    """Raise in a process that was forked after kvkit was used."""
+    if forked:
+        raise KvkitError(
+            "kvkit: expected a process of its own, got one forked after kvkit was used, which has no threads:"
+            ' start processes with multiprocessing.get_context("spawn"), or before the first call'
+        )
 
 
 def shared(function):
@@ -62,6 +81,7 @@ def kernel(function, signature, key=(), parallel=False):
 
     `key` names what the function closes over: with the signature it tells its variants apart.
     """
+    begin()
     folder = Folder(function, key)
     dispatcher = numba.njit(parallel=parallel, nogil=True, **OPTIONS)(own_name(function))
     dispatcher._cache = folder
@@ -72,12 +92,20 @@ def kernel(function, signature, key=(), parallel=False):
 
 def callback(function, signature, key=()):
     """Compile `function` (or load it) into machine code that kernels call by its address."""
+    begin()
     folder, signature = Folder(function, key), numba.core.sigutils.normalize_signature(signature)
     code = ccallback.CFunc(own_name(function), signature, {}, dict(OPTIONS))
     code._cache = folder  # type: ignore[attr-defined]
     code.compile()
     KEPT.append(code)
     return code
+
+
+def begin():
+    """Note that code is compiled or loaded, which takes locks that a fork leaves taken."""
+    global used
+    refuse_forked()
+    used = True
 
 
 class Folder(_Cache):
@@ -101,35 +129,19 @@ class Folder(_Cache):
 
     def load_overload(self, signature, target_context):
         file = self._file(signature)
-        if file is None:
+        payload = kept.load(file) if file else None
+        if payload is None:
             return None
         target_context.refresh()
         try:
-            blob = file.read_bytes()
-        except OSError:
+            return compiler.CompileResult._rebuild(target_context, *pickle.loads(payload))
+        except Exception:
             return None
-        digest, payload = blob[:32], blob[32:]
-        if hashlib.sha256(payload).digest() != digest:
-            return None
-        return compiler.CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, signature, result):
-        kept = self._file(signature)
-        if kept is None or sources.digest_of(self.module, sources.texts()) != sources.digest(self.module):
-            return
-        payload = serialize.dumps(result._reduce())
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-                try:
-                    file.write(hashlib.sha256(payload).digest() + payload)
-                    file.close()
-                    os.replace(file.name, kept)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
-        except OSError:
-            pass  # a full or read-only disk costs the next process a compilation, and this one nothing
+        file = self._file(signature)
+        if file and sources.digest_of(self.module, sources.texts()) == sources.digest(self.module):
+            kept.save(file, serialize.dumps(result._reduce()))
 
     def enable(self):
         pass
@@ -140,14 +152,8 @@ class Folder(_Cache):
 @functools.cache
 def cache_folder():
     """Where this process keeps compiled code; None if it keeps none."""
-    chosen = os.environ.get("KVKIT_CACHE_DIR")
-    if chosen == "" or sources.IMPORTED is None:
-        return None
-    try:
-        root = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit")
-    except RuntimeError:  # there is no home directory
-        return None
-    return root / fingerprint()
+    root = kept.root()
+    return root / fingerprint() if root and sources.IMPORTED is not None else None
 
 
 @functools.cache
@@ -161,6 +167,6 @@ def fingerprint():
         config.BOUNDSCHECK,
         config.DEBUGINFO_DEFAULT,
     )
-    versions = numba.__version__, llvmlite.__version__, np.__version__, sys.version
+    versions = kept.FORM, numba.__version__, llvmlite.__version__, np.__version__, sys.version
     target = cpu_target.target_context.codegen().magic_tuple()
     return hashlib.sha256(repr((versions, settings, target)).encode()).hexdigest()[:20]

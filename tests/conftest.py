@@ -1,10 +1,14 @@
-"""One hypothesis profile: the same examples in every run, and no deadline, for the first call compiles."""
+"""What all tests share: the backend that runs the operators, random numbers, memory that nobody may touch."""
 
 import importlib.util
-import os
 
+import backends
+import numpy as np
+import pytest
+import surroundings
 from hypothesis import HealthCheck, settings
 
+# The same examples in every run, and no deadline, for the first call compiles.
 settings.register_profile(
     "kvkit",
     derandomize=True,
@@ -18,7 +22,49 @@ settings.load_profile("kvkit")
 # Their imports need the extra `transformers`, which `make test-transformers` installs.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_transformers*.py"]
 
-if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
-    import simulator
 
-    simulator.prepare()
+@pytest.fixture
+def rng(request):
+    """Random numbers that are a test's own, and the same in every run."""
+    return np.random.default_rng(sum(request.node.name.encode()))
+
+
+@pytest.fixture(scope="session")
+def backend():
+    """The package whose operators are tested: kvkit, or kvkit_cuda where `--backend` names a device."""
+    return backends.operators
+
+
+@pytest.fixture
+def poison():
+    """Outputs full of 0xFF, and arrays amid such memory, which has not changed when the test ends."""
+    memory = surroundings.Poison()
+    yield memory
+    memory.check()
+
+
+def pytest_addoption(parser):
+    about = "what runs the operators; `gpu` is a device, the others need none"
+    parser.addoption("--backend", choices=backends.NAMES, default="cpu", help=about)
+
+
+def pytest_configure(config):
+    backends.use(config.getoption("backend"))
+    if backends.name in backends.PLUGINS:
+        config.pluginmanager.import_plugin(backends.PLUGINS[backends.name])
+
+
+def pytest_ignore_collect(collection_path):
+    name = collection_path.stem
+    return True if name.startswith("test_") and not backends.collects(name) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at what is slow
+def pytest_collection_modifyitems(config, items):
+    others, slow, missing = backends.sort(items)
+    if missing and config.args_source is not config.ArgsSource.ARGS:
+        raise pytest.UsageError(f"the backend {backends.name} has lost its tests {', '.join(missing)}")
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+    for item in slow:
+        item.add_marker("slow")

@@ -201,7 +201,8 @@ class BaseCache(ABC):
         """Attend to layer ``layer_idx``, see the ``attend`` of layers.
 
         Of a call longer than its window a sliding layer gives the first tokens up as soon as another layer
-        is updated; until then every query of the call can attend.
+        is updated, and a quantized one the originals of what it has coded; until then every query of the call
+        can attend to all that it sees.
         """
         with self._turn:
             return self._layer(layer_idx).attend(query, attention_mask, **options)

@@ -60,6 +60,9 @@ class Cache(BaseCache):
     def __repr__(self):
         return f"<{type(self).__name__} of {len(self)} layers: {self.get_seq_length()} tokens>"
 
+    def __getstate__(self):
+        return super().__getstate__() | {"folder": None}  # a copy lies in memory
+
     # Tokens come
 
     def update(self, key_states, value_states, layer_idx, cache_position=None):

@@ -1,8 +1,11 @@
 """A cache's folder: which of its layers lie in files. `opening` reads it."""
 
 import contextlib
+import hashlib
+import importlib
 import json
 import os
+import weakref
 from pathlib import Path
 
 from kvkit.cache.layers import kinds
@@ -23,26 +26,45 @@ class Folder:
         self.changes = 0  # in all layers at once, of which the latest is
         self.due: list | str | None = None  # for layers whose state is from before it
         self.under_way = 0  # the number of a change that does not count yet
+        self.layers = 0  # that have a sidecar, or are to have one
+        self.release = int  # what ends `hold`
+
+    def hold(self, expected):
+        """Be the only one in the folder, until `release` or the end of the process."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, descriptor)
+        try:
+            locks = importlib.import_module("fcntl")
+            locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise wrong("directory", expected, f"{self.path}, which another one has open") from None
+        except (ImportError, OSError):
+            pass  # a system, or a disk, without locks
 
     def adopt(self, layers):
         """Move the layers of a cache to the folder, new to caches."""
         self.path.mkdir(parents=True, exist_ok=True)
+        self.hold("a folder that holds no cache")
         if (self.path / "cache.json").exists():
+            self.release()
             raise wrong("directory", "a folder that holds no cache", self.path)
-        self.say(closed=False)
-        before = [layer.state() for layer in layers]
+        before, self.layers = [layer.state() for layer in layers], len(layers)
         try:
+            self.say(closed=False)
             for number, layer in enumerate(layers):
                 self.register(number, layer)
         except BaseException:
             self.delete(layers)
             for layer, state in zip(layers, before, strict=True):
                 layer.restore(state)
+            self.release()
             raise
 
-    def say(self, closed):
-        """Whether no step was under way when the process ended."""
+    def say(self, closed, **more):
+        """Whether no step was under way when the process ended, and how many layers there are."""
         about = {"version": VERSION, "closed": closed, "changes": self.changes, "due": self.due}
+        about |= {"layers": self.layers, **more}
         os.close(put(self.path / "cache.json", json.dumps(about) + "\n"))
 
     def lead(self, number, layer):
@@ -58,6 +80,9 @@ class Folder:
             self.home(number, layer).say_empty(in_memory=True)
         else:
             layer.move_in()
+        if number == self.layers:
+            self.layers += 1
+            self.say(closed=False)
 
     def home(self, number, layer):
         return Home(self, number, kinds.described(layer))
@@ -134,11 +159,12 @@ class Folder:
                     layer.home = self.home(number, layer)
                     layer.move_in()
             flush(layers)
-            self.say(closed=True)
+            self.say(closed=True, digests=[digest(layer) for layer in layers])
         else:
             self.delete(layers)
         for layer in layers:
             layer.restore(EMPTY)
+        self.release()
 
     def delete(self, layers):
         """Delete all files; the layers can do nothing more with theirs."""
@@ -148,6 +174,14 @@ class Folder:
         for pattern in NAMES:
             for path in self.path.glob(pattern):
                 path.unlink()
+
+
+def digest(layer):
+    """Of all that files say of a layer."""
+    total = hashlib.sha256(layer.home.sidecar.read_bytes())
+    if mapped(layer):
+        total.update(layer.store.file.memory)
+    return total.hexdigest()
 
 
 def mapped(layer):

@@ -5,7 +5,7 @@ import json
 import warnings
 
 from kvkit.cache.layers import kinds
-from kvkit.cache.offload import UNFINISHED, Folder
+from kvkit.cache.offload import UNFINISHED, Folder, digest
 from kvkit.cache.stores.mapped import VERSION, WAITING, follow
 from kvkit.checks.words import wrong
 
@@ -13,13 +13,30 @@ from kvkit.checks.words import wrong
 def opened(directory, keep):
     """The folder and the layers of a cache that was kept, or whose process ended."""
     folder = Folder(directory, True, keep)
+    with contextlib.suppress(FileNotFoundError):  # which is said below
+        folder.hold("a cache that nobody has open")
+    try:
+        return folder, layers_of(folder)
+    except BaseException:
+        folder.release()
+        raise
+
+
+def layers_of(folder):
+    """The layers of a folder, which count from now on."""
     about = read(folder.path / "cache.json")
     with explained(folder.path / "cache.json"):
         closed, folder.changes, due = about["closed"], about["changes"], about["due"]
     for path in folder.path.glob(f"layer-*{WAITING}*"):
         follow(path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
+    folder.layers = about.get("layers", len(paths))
+    if len(paths) < folder.layers:
+        raise wrong("directory", f"{folder.layers} layers", f"{len(paths)}: the process ended amid offload")
     layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
+    if "digests" in about and about["digests"] != [digest(layer) for layer in layers]:
+        raise wrong("directory", "files as they were when it was closed", f"{folder.path}, whose are others")
+    folder.layers = len(layers)
     for pattern in UNFINISHED:
         for path in folder.path.glob(pattern):
             path.unlink()
@@ -31,7 +48,7 @@ def opened(directory, keep):
     for layer in layers:
         layer.finish()
     folder.say(closed=False)
-    return folder, layers
+    return layers
 
 
 def take_back(layers, folder):
@@ -47,14 +64,14 @@ def take_back(layers, folder):
         message = (
             f"{folder}: the first step was cut off, or the last layers are not used: give its tokens again"
         )
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)
     for layer in used:
         if layer.span.before < layer.span.length and layer.span.before in held:
             layer.take_back()
     left = [layer.span.length for layer in used]
     if len(set(left)) > 1:
         message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to what is alike"
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)
 
 
 def opened_layer(folder, number, due):

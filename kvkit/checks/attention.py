@@ -35,26 +35,15 @@ class Call(NamedTuple):
 
 
 def checked_attention(
-    sequences,
-    query,
-    key,
-    value,
-    attn_mask,
-    *,
-    num_heads,
-    head_dim,
-    num_kv_heads,
-    sinks,
-    return_lse,
-    **attributes,
+    sequences, query, key, value, attn_mask, *, num_heads, head_dim, num_kv_heads, return_lse, **attributes
 ):
     """The checked call of `multi_head_attention`, of `Static` or of `Packed` sequences."""
     fmt, query, kv_heads = queries(query, sequences.axes, num_heads, head_dim, num_kv_heads)
     key, value = keys_and_values(fmt, key, value, sequences.outer(query), kv_heads, query.shape[-1])
     steps = sequences.over_keys(query, key)
     mask = sequences.mask(fmt, attn_mask, query, steps)
-    how = weights(query, mask, sinks=sinks, **attributes)
-    inputs = named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
+    how = weights(query, mask, **attributes)
+    inputs = named(query=query, key=key, value=value, attn_mask=attn_mask, sinks=how.sinks)
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
     shape = (*query.shape[:-1], value.shape[-1])
     made = results(shape, fmt, return_lse, inputs)
@@ -73,7 +62,6 @@ def checked_cache_attention(
     num_heads,
     head_dim,
     num_kv_heads,
-    sinks,
     return_lse,
     **attributes,
 ):
@@ -85,9 +73,9 @@ def checked_cache_attention(
     layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, **place)
     steps = sequences.over_cache("query", query, layer)
     mask = sequences.mask(fmt, attn_mask, query, steps)
-    how = weights(query, mask, sinks=sinks, **attributes)
+    how = weights(query, mask, **attributes)
     inputs = named(
-        query=query, current_key=tokens[0], current_value=tokens[1], attn_mask=attn_mask, sinks=sinks
+        query=query, current_key=tokens[0], current_value=tokens[1], attn_mask=attn_mask, sinks=how.sinks
     )
     written = caches.written_apart(cache, scale, layer, inputs)
     made = results(query.shape, fmt, return_lse, inputs + written)
@@ -116,10 +104,17 @@ def keys_and_values(fmt, key, value, outer, kv_heads, head_dim):
     free = (key.shape[i] if size is None else size for i, size in enumerate(outer))
     wanted = (*free, kv_heads, head_dim)
     if key.shape != wanted:
-        raise wrong("key", f"shape {wanted}", key.shape)
+        raise wrong("key", f"shape {wanted}", f"{key.shape}{grouped(key.shape, wanted)}")
     if value.shape[:-1] != wanted[:-1] or value.shape[-1] < 1:
         raise wrong("value", f"the shape of key, {wanted}, or another last axis", value.shape)
     return one_piece(key), one_piece(value)
+
+
+def grouped(shape, wanted):
+    """What to do if keys have fewer heads, as those of grouped queries have."""
+    others = [pair for i, pair in enumerate(zip(shape, wanted, strict=True)) if i != len(shape) - 2]
+    fits = shape[-2] and not wanted[-2] % shape[-2] and all(size == other for size, other in others)
+    return f": for grouped queries give num_kv_heads={shape[-2]}" if fits else ""
 
 
 def new_tokens(fmt, current_key, current_value, shape):
@@ -128,7 +123,8 @@ def new_tokens(fmt, current_key, current_value, shape):
         raise wrong("current_key", f"the dtype of query, {fmt}", current_key.dtype)
     _, current_key, current_value = current(current_key, current_value, len(shape))
     if current_key.shape != shape:
-        raise wrong("current_key", f"shape {shape}", current_key.shape)
+        got = f"{current_key.shape}{grouped(current_key.shape, shape)}"
+        raise wrong("current_key", f"shape {shape}", got)
     return current_key, current_value
 
 

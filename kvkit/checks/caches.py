@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.checks.records import Cache
-from kvkit.checks.tensors import FLOAT_NAMES, apart, in_out, tensor
+from kvkit.checks.tensors import FLOAT_NAMES, apart, in_out, said, tensor
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS, INT8, QUANTIZED
@@ -69,12 +69,12 @@ def cache_format(fmt, cache, quant_bit, dim):
             raise wrong("current_key", f"dtype {FLOAT_NAMES} for quant_bit {quant_bit}", "int8")
         if cache.dtype != np.int8 and not (quant_bit == 4 and cache.dtype == np.uint8):
             legal = "int8 (or uint8, the same bytes)" if quant_bit == 4 else "int8"
-            raise wrong("cache", f"dtype {legal} for quant_bit {quant_bit}", cache.dtype)
+            raise wrong("cache", f"dtype {legal} for quant_bit {quant_bit}", said(cache.dtype))
         return QUANTIZED[quant_bit], dim // 2 if quant_bit == 4 else dim
     stored = BY_DTYPE.get(cache.dtype)
     if stored is None or (stored is INT8) != (fmt is INT8):
         legal = "int8" if fmt is INT8 else FLOAT_NAMES
-        raise wrong("cache", f"dtype {legal} for quant_bit 0 and {fmt} keys", cache.dtype)
+        raise wrong("cache", f"dtype {legal} for quant_bit 0 and {fmt} keys", said(cache.dtype))
     return stored, dim
 
 

@@ -6,6 +6,7 @@ from kvkit import checks
 from kvkit.checks.records import Steps
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
+from kvkit.errors import KvkitError
 from kvkit.layout import ENDLESS
 
 INT64_MAX = np.iinfo(np.int64).max
@@ -79,7 +80,11 @@ def unchecked(
     seqstarts, kvstarts = index("seqstarts", seqstarts), index("kvstarts", kvstarts)
     start_pos = index("start_pos", start_pos)
     mode = choice("cache_mode", cache_mode, (0, 1))
-    table = take("cachestarts", cachestarts, mode + 1)
+    try:
+        table = take("cachestarts", cachestarts, mode + 1)
+    except KvkitError as error:
+        other = "offsets [B]; cache_mode=1 takes a page table" if mode == 0 else "a page table [B, MaxP]"
+        raise KvkitError(f"{error} (cache_mode {mode} takes {other})") from None
     if mode == 0:
         table, page_size = table.reshape(-1, 1), ENDLESS
     else:
@@ -199,16 +204,20 @@ def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
     if rule == scan.PAGES:
         need = f"{one} pages for the {two} tokens of sequence {b} (page_size {page_size})"
         return wrong("cachestarts", need, table.shape[1])
+    # Page tables of other engines hold the numbers of pages.
+    pages = (
+        "" if page_size == ENDLESS else f" (a page begins at its number * page_size, which is {page_size})"
+    )
     if rule == scan.ROW:
         entry = f"cachestarts[{b}]" if page_size == ENDLESS else f"cachestarts[{b}, {one // page_size}]"
         start = table[b, 0 if page_size == ENDLESS else one // page_size]
         wanted = "rows from 0 on" if rows == INT64_MAX else f"rows within the {rows} of the cache"
-        return wrong(entry, wanted, f"{start}: position {one} is in row {two}")
+        return wrong(entry, wanted, f"{start}: position {one} is in row {two}{pages}")
     if rule == scan.STORED_TWICE:
         who = f"sequence {b} stores twice" if b == one else f"sequences {b} and {one} both store"
-        return wrong("cachestarts", "rows stored once", f"row {two}, which {who}")
+        return wrong("cachestarts", "rows stored once", f"row {two}, which {who}{pages}")
     return wrong(
         "cachestarts",
         "stored rows that hold no other token",
-        f"row {two}, which sequence {b} stores and sequence {one} has as a past token",
+        f"row {two}, which sequence {b} stores and sequence {one} has as a past token{pages}",
     )

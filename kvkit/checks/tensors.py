@@ -9,6 +9,10 @@ from kvkit.formats import BY_DTYPE, FLOATS, INT8
 
 FLOAT_NAMES = ", ".join(fmt.name for fmt in FLOATS)
 MOST_BYTES = np.iinfo(np.int64).max
+REMEDIES = {
+    "float64": ": array.astype(np.float32) converts it",
+    "uint16": ": array.view(ml_dtypes.bfloat16), if it holds the bits of bfloat16",
+}
 DATA = (*FLOATS, INT8)  # what keys and values may be
 
 
@@ -18,10 +22,15 @@ def tensor(name, array, legal, ndim):
         raise wrong(name, "a numpy array", describe(array))
     fmt = BY_DTYPE.get(array.dtype)
     if fmt is None or fmt not in legal:
-        raise wrong(name, f"dtype {' or '.join(f.name for f in legal)}", array.dtype)
+        raise wrong(name, f"dtype {' or '.join(f.name for f in legal)}", said(array.dtype))
     if array.ndim != ndim:
         raise wrong(name, f"{ndim} axes", f"shape {array.shape}")
     return fmt
+
+
+def said(dtype):
+    """A dtype that is none of ours, and how people came by it."""
+    return f"{dtype}{REMEDIES.get(dtype.name, '')}"
 
 
 def filled(name, array):

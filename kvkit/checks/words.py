@@ -1,8 +1,10 @@
 """The words of errors: one form for all of them."""
 
+from collections.abc import Collection
+
 import numpy as np
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, brief
 
 
 def wrong(name, expected, got, kind=KvkitError):
@@ -11,6 +13,16 @@ def wrong(name, expected, got, kind=KvkitError):
 
 
 def describe(value):
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype} and shape {value.shape}"
-    return f"{type(value).__name__} {value!r}" if not isinstance(value, type(None)) else "None"
+    """What was given, in a few words: of an array, or of what is like one, never the contents."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+        kind = "an array" if isinstance(value, np.ndarray) else kind
+        return f"{kind} of {value.dtype} and shape {tuple(value.shape)}"
+    several = isinstance(value, Collection) and not isinstance(value, (str, bytes))
+    if several and (len(value) > 8 or not all(isinstance(item, (int, float, str)) for item in value)):
+        return f"{kind} of {len(value)} elements"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    return f"{kind} {brief(repr(value))}"

@@ -3,6 +3,7 @@
 import math
 import struct
 import zipfile
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Literal
 
@@ -15,34 +16,75 @@ VOID16 = np.dtype("V2")  # what numpy writes for bfloat16
 ALIGNMENT = 64
 CHUNK = 2**24
 DEFLATE_LIMIT = 1032  # a deflated byte unpacks to no more than this
+HEADER_LIMIT = 2048  # characters; 64 axes of 2**63 elements need 1,400
+TEXT_LIMIT = 2**24
+ENCRYPTED = 1  # a bit of a member's flags
 READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 LOCAL_HEADER, ZIP64_EXTRA = 30, 20
 PADDING = struct.Struct("<HHH")  # extra field 0xD935 as Android's zipalign has it: size, alignment, zeros
 
 
-def read(archive, member, file):
-    """A member's array: mapped copy-on-write from the archive's open file if stored, else unpacked.
+@dataclass(frozen=True)
+class Form:
+    """What a member's header says of its array, and where the array begins behind it."""
 
-    The sizes in its headers are held against each other and the file before anything is mapped or allocated.
-    """
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    order: Literal["C", "F"]
+    begin: int
+
+
+def form(archive, member):
+    """The form of a member's array; the sizes in its headers are held against each other and the file."""
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError("it is neither stored nor deflated")
+    if member.flag_bits & ENCRYPTED:
+        raise ValueError("it is encrypted")
     with archive.open(member) as data:
-        shape, fortran, dtype = READERS[npy.read_magic(data)](data)
-        dtype = meant(dtype)
-        order: Literal["C", "F"] = "F" if fortran else "C"
-        begin = data.tell()
-        size = begin + math.prod(shape) * dtype.itemsize
-        if size != member.file_size:
-            raise ValueError(f"it has {member.file_size} bytes, its header asks for {size}")
-        if member.compress_type == zipfile.ZIP_DEFLATED:
-            if size > DEFLATE_LIMIT * member.compress_size:
-                raise ValueError(f"{member.compress_size} bytes cannot unpack to {size}")
+        try:
+            shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
+        except (MemoryError, RecursionError):  # Python's parser
+            raise ValueError("its header is no description of an array") from None
+        found = Form(shape, meant(dtype), "F" if fortran else "C", data.tell())
+    size = found.begin + math.prod(shape) * found.dtype.itemsize
+    if size != member.file_size:
+        raise ValueError(f"it has {member.file_size} bytes, its header asks for {size}")
+    if member.compress_type == zipfile.ZIP_STORED and member.compress_size != size:
+        raise ValueError(f"it is stored in {member.compress_size} bytes, not {size}")
+    if size > DEFLATE_LIMIT * member.compress_size:
+        raise ValueError(f"{member.compress_size} bytes cannot unpack to {size}")
+    return found
+
+
+def read(archive, member, file, form):
+    """A member's array of this form: mapped copy-on-write from the archive's file if given, or copied."""
+    shape, dtype, order = form.shape, form.dtype, form.order
+    if file is None or member.compress_type == zipfile.ZIP_DEFLATED:
+        with archive.open(member) as data:
+            data.read(form.begin)
             return unpacked(data, np.empty(shape, dtype, order))
-    if size == begin:
+    if 0 in shape:
         return np.empty(shape, dtype, order)  # there is no such thing as an empty mapping
-    mapped = np.memmap(file, dtype, "c", data_offset(member, file) + begin, shape, order)
+    mapped = np.memmap(file, dtype, "c", data_offset(member, file) + form.begin, shape, order)
     return mapped.view(np.ndarray)
+
+
+def text(archive, member):
+    """The bytes of a small member."""
+    if member.file_size > TEXT_LIMIT:
+        raise ValueError(f"it has {member.file_size} bytes, more than {TEXT_LIMIT}")
+    with archive.open(member) as data:
+        found = data.read(member.file_size)
+        data.read(1)  # where zipfile compares the checksum
+    return found
+
+
+def text_of_array(archive, member):
+    """The text that a 0-d array of bytes or characters is."""
+    found = form(archive, member)
+    if found.shape or found.dtype.kind not in "SU":
+        raise ValueError(f"it is an array of {found.dtype} and shape {found.shape}, not a text")
+    return np.frombuffer(text(archive, member), found.dtype, offset=found.begin)[0]
 
 
 def meant(dtype):
@@ -51,7 +93,7 @@ def meant(dtype):
         return BFLOAT16
     if dtype.hasobject:
         raise ValueError("it holds pickled objects; save plain arrays")
-    if not has_name(dtype):
+    if not has_name(dtype) or not dtype.itemsize:
         raise ValueError(f"its dtype {dtype} is none that kvkit knows")
     return dtype
 
@@ -65,10 +107,7 @@ def data_offset(member, file):
     """Where a stored member's bytes begin; its local header has name and extra lengths of its own."""
     file.seek(member.header_offset)
     name, extra = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
-    begin = member.header_offset + LOCAL_HEADER + name + extra
-    if member.compress_size != member.file_size:
-        raise ValueError(f"it is stored in {member.compress_size} bytes, not {member.file_size}")
-    return begin
+    return member.header_offset + LOCAL_HEADER + name + extra
 
 
 def unpacked(data, array):
@@ -90,7 +129,7 @@ def info(name):
     return member
 
 
-def write(archive, name, array, position, advance):
+def write(archive, name, array, position, advance=lambda count: None):
     """Write an array at the archive's `position`, its data aligned; `advance` hears of every chunk's size."""
     header = BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))

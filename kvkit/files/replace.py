@@ -2,31 +2,68 @@
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
+
+from kvkit.files.locks import fcntl, lock
+
+NAMES = re.compile(r"\.kvkit-[0-9a-f]{12}\.tmp")
 
 
 @contextlib.contextmanager
 def replacing(path):
     """A new binary file that takes the place of `path` when the block ends well, and vanishes if it does not.
 
-    The old file keeps its bytes for whoever has it open or mapped; a symbolic link leads to the new.
+    The old file keeps its bytes for whoever has it open or mapped; a symbolic link leads to the new. What
+    killed processes left in the folder is removed.
     """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".kvkit-{secrets.token_hex(6)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            with contextlib.suppress(FileNotFoundError):
-                os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    sweep(target.parent)
+    with created(target.parent) as (temporary, file):
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        if not fcntl:
+            file.close()  # an open file keeps its name on Windows
+        os.replace(temporary, target)  # still locked, so that nobody sweeps it
     sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def created(folder):
+    """(path, file): a new one, locked while it is open, and gone afterwards if it was not renamed."""
+    while True:
+        path = folder / f".kvkit-{secrets.token_hex(6)}.tmp"
+        try:
+            with open(path, "xb") as file:
+                lock(file, wait=True)
+                if fcntl and not os.fstat(file.fileno()).st_nlink:
+                    continue  # swept before it was locked
+                yield path, file
+                return
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def sweep(folder):
+    """Remove what this user's killed processes left: temporary files that nobody has locked."""
+    if not fcntl:
+        return
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError), open(entry.path, "rb", opener=unlinked) as file:
+                    if os.fstat(file.fileno()).st_uid == os.geteuid() and lock(file):
+                        os.unlink(entry.path)
+
+
+def unlinked(path, flags):
+    """How to open a file that is no link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def sync_folder(folder):

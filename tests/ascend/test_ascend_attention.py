@@ -1,17 +1,19 @@
 """`paged_attention` against loops in float64, and against attention over the gathered rows."""
 
 import ascend_reference as oracle
+import backends
 import numpy as np
 import pytest
 from attention_scenes import TOLERANCE, assert_near, normal, poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surroundings import carve
 from test_ascend import FLOATS, Memory, index_array, seeds
 from test_ascend_properties import needs_two, with_threads
 
 import kvkit
-from kvkit.ascend import paged_attention, paged_cache_load
+
+paged_attention = backends.operators.ascend.paged_attention
+paged_cache_load = backends.operators.ascend.paged_cache_load
 
 every_float = pytest.mark.parametrize("dtype", FLOATS)
 apart_or_not = pytest.mark.parametrize("apart", [False, True], ids=["plain", "per_head"])
@@ -111,6 +113,7 @@ def test_extras(dtype, apart, extra):
     check(call_of(np.random.default_rng(1), dtype, apart, **EXTRAS[extra]))
 
 
+@pytest.mark.cpu
 @settings(max_examples=60)
 @given(seeds, st.sampled_from(list(FLOATS)), st.booleans())
 def test_random(rng, dtype, apart):
@@ -197,19 +200,17 @@ def test_index_types(integer, apart):
 @every_float
 @apart_or_not
 @pytest.mark.parametrize("how", [{}, {"flip": 0}, {"flip": 1}, {"offset": 4}], ids=str)
-def test_into_a_part_of_other_memory(dtype, apart, how):
+def test_into_a_part_of_other_memory(dtype, apart, how, poison):
     """`out` and the LSE of any strides but along a row."""
     call = call_of(np.random.default_rng(5), dtype, apart, razor=True)
     output, lse = run(call, return_lse=True)
-    made, untouched = carve(np.full_like(output, 7), **how)
-    made_lse, lse_untouched = carve(np.full_like(lse, 7), **({} if "flip" in how else how))
+    made = poison.around(np.full_like(output, 7), **how)
+    made_lse = poison.around(np.full_like(lse, 7), **({} if "flip" in how else how))
     results = run(call, return_lse=True, out=(made, made_lse))
     assert results[0] is made
     assert results[1] is made_lse
     assert made.tobytes() == output.tobytes()
     assert made_lse.tobytes() == lse.tobytes()
-    untouched()
-    lse_untouched()
     transposed = np.full(output.transpose(1, 0, 2).shape, 7, output.dtype).transpose(1, 0, 2)
     assert run(call, out=transposed) is transposed
     assert transposed.tobytes() == output.tobytes()
@@ -238,6 +239,7 @@ def test_nan_that_a_window_hides(apart):
     assert_near(run(call), expected, 2e-6)
 
 
+@pytest.mark.cpu
 @every_float
 @pytest.mark.parametrize("group", [1, 4, 12])
 def test_agrees_with_attention_over_gathered_rows(dtype, group):
@@ -274,6 +276,7 @@ def test_heads_apart_are_sequences_of_one_head(apart):
         assert_near(got, expected, 2e-6)
 
 
+@pytest.mark.cpu
 @needs_two
 @apart_or_not
 def test_threads_attend_the_same(apart):

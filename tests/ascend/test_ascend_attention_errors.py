@@ -1,8 +1,7 @@
-"""Calls of `paged_attention` that are refused: an error about the argument, and outputs as they were."""
+"""Calls of `paged_attention` that are refused; each argument alone is broken in `test_refusals.py`."""
 
 import numpy as np
 import pytest
-from refusals import NO_ARRAYS, swapped
 from test_ascend_attention import apart_or_not, call_of, run
 from test_ascend_blocks import refused
 
@@ -29,24 +28,11 @@ def test_legal(call):
     assert (out != 7).all()
 
 
-ARRAYS = ("query", "key_cache", "value_cache", "razor_offset", "sinks")
-
-
 @apart_or_not
-@pytest.mark.parametrize("name", ARRAYS)
-def test_tensors(call, name):
-    array = call[name]
-    for change in NO_ARRAYS.values():
-        if change(array) is not None or name in ARRAYS[:3]:
-            check(call, name, **{name: change(array)})
-    for dtype in (np.float64, np.int8, np.int32, bool, object):
-        check(call, name, **{name: np.zeros(array.shape, dtype)})
-    check(call, name, **{name: swapped(array)})
-    check(call, name, **{name: array[None]})
-    check(call, name, **{name: array[0]})
-    if name != "sinks":
-        dtype = np.float16
-        check(call, "" if name == "query" else name, **{name: np.zeros(array.shape, dtype)})
+@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "razor_offset"])
+def test_another_float_type(call, name):
+    array = call[name].astype(np.float16)
+    check(call, "" if name == "query" else name, **{name: array})
 
 
 @apart_or_not
@@ -66,18 +52,6 @@ def test_sizes(call):
     check(call, "", query=query[:, :3])
     check(call, "context_lens", query=np.concatenate([query, query[:1]]))
     check(call, "context_lens", query=query[:0])
-
-
-@apart_or_not
-@pytest.mark.parametrize("name", ["block_tables", "context_lens"])
-def test_index_arrays(call, name):
-    array = call[name]
-    for dtype in (np.float64, np.int16, np.uint64, bool, object, ">i8"):
-        check(call, name, **{name: array.astype(dtype)})
-    for bad in (array[None], array[0], 3, "12", [[1], [2, 3]], None):
-        check(call, name, **{name: bad})
-    for bad in (array[:-1], array[:0], np.concatenate([array, array[:1]])):
-        check(call, "", **{name: bad})
 
 
 @apart_or_not
@@ -102,39 +76,6 @@ def test_lengths(call):
         lengths = call["context_lens"].copy()
         lengths[1] = length
         check(call, "block_tables", context_lens=lengths)
-
-
-@apart_or_not
-def test_attributes(call):
-    for number in (None, "1", np.nan, np.inf, True):
-        check(call, "softcap", softcap=number)
-        if number is not None:
-            check(call, "softmax_scale", softmax_scale=number)
-    check(call, "softcap", softcap=-1.0)
-    for window in (None, 3, (1,), (1, 2, 3), (-2, 0), (0, -2), (1.0, 1)):
-        check(call, "window", window=window)
-    for flag in (None, 2, "yes"):
-        check(call, "return_lse", return_lse=flag)
-
-
-@apart_or_not
-def test_outputs(call):
-    out, lse = np.full((2, 4, 16), 7, np.float32), np.full((2, 4), 7, np.float32)
-    frozen, part = out.copy(), call["key_cache"].reshape(-1)[:128].reshape(2, 4, 16)
-    frozen.flags.writeable = False
-    for array in (
-        out[:1], out[..., 1:], out[0], out.astype(np.float16), out.tolist(), frozen, out[..., ::-1],
-        np.broadcast_to(out[:1], out.shape), call["query"], (out, lse), part,
-    ):  # fmt: skip
-        before = {name: x.tobytes() for name, x in call.items() if isinstance(x, np.ndarray)}
-        refused(lambda array=array: run(call, out=array), "out", out)
-        assert all(call[name].tobytes() == old for name, old in before.items())
-    memory = np.zeros(136, np.float32)
-    for pair in (
-        out, (out,), (out, lse[:1]), (out, lse.astype(np.float64)), (out, None),
-        (memory[:128].reshape(2, 4, 16), memory[124:132].reshape(2, 4)), (out, call["sinks"]),
-    ):  # fmt: skip
-        refused(lambda pair=pair: run(call, out=pair, return_lse=True), "out", out, lse)
 
 
 def test_entries_of_neither_form():

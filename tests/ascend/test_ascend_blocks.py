@@ -1,11 +1,11 @@
 """`paged_cache_load`, `block_copy`, `nd_to_nz` and `nz_to_nd` against plain loops, and what they refuse."""
 
 import ascend_reference as oracle
+import backends
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surroundings import carve
 from test_ascend import (
     DTYPES,
     Memory,
@@ -18,7 +18,11 @@ from test_ascend import (
 )
 
 from kvkit import KvkitError
-from kvkit.ascend import block_copy, nd_to_nz, nz_to_nd, paged_cache_load
+
+block_copy = backends.operators.ascend.block_copy
+nd_to_nz = backends.operators.ascend.nd_to_nz
+nz_to_nd = backends.operators.ascend.nz_to_nd
+paged_cache_load = backends.operators.ascend.paged_cache_load
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 formats_of = st.sampled_from(["ND", "NZ"])
@@ -81,7 +85,7 @@ def test_load(rng, dtype, cache_format, count):
 
 @every_dtype
 @pytest.mark.parametrize("cache_format", ["ND", "NZ"])
-def test_load_into_a_part_of_other_memory(dtype, cache_format):
+def test_load_into_a_part_of_other_memory(dtype, cache_format, poison):
     """Nothing around the rows of `out` changes, and rows without a block become zeros."""
     rng = np.random.default_rng(1)
     caches = caches_of(rng, [dtype] * 2, cache_format, 3, 5)
@@ -89,13 +93,10 @@ def test_load_into_a_part_of_other_memory(dtype, cache_format):
     expected = [
         oracle.paged_cache_load(cache, table, lengths, None, cache_format == "NZ") for cache in caches
     ]
-    carved = [carve(any_bits(rng, array.shape, dtype)) for array in expected]
-    paged_cache_load(
-        *caches, table, lengths, cache_format=cache_format, out=tuple(view for view, _ in carved)
-    )
-    for (view, untouched), array in zip(carved, expected, strict=True):
+    out = tuple(poison.around(any_bits(rng, array.shape, dtype)) for array in expected)
+    paged_cache_load(*caches, table, lengths, cache_format=cache_format, out=out)
+    for view, array in zip(out, expected, strict=True):
         assert view.tobytes() == array.tobytes()
-        untouched()
 
 
 def test_load_of_no_tokens_into_any_strides():
@@ -231,18 +232,16 @@ def test_matrices_there_and_back(rng, dtype):
 
 
 @every_dtype
-def test_matrices_into_given_arrays(dtype):
+def test_matrices_into_given_arrays(dtype, poison):
     rng = np.random.default_rng(3)
     x = any_bits(rng, (2, 19, 45), dtype)
     expected = oracle.nd_to_nz(x)
-    out, untouched = carve(any_bits(rng, expected.shape, dtype))
+    out = poison.around(any_bits(rng, expected.shape, dtype))
     assert nd_to_nz(x, out=out) is out
     assert out.tobytes() == expected.tobytes()
-    untouched()
-    back, untouched = carve(any_bits(rng, x.shape, dtype))
+    back = poison.around(any_bits(rng, x.shape, dtype))
     assert nz_to_nd(out, 19, 45, out=back) is back
     assert back.tobytes() == x.tobytes()
-    untouched()
     assert nd_to_nz(x[0]).tobytes() == expected[:1].tobytes()
 
 

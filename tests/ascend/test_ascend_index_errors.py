@@ -1,40 +1,19 @@
 """Slots, windows and lengths that `reshape_and_cache` refuses, and the ones at the limit that it takes."""
 
+import backends
 import numpy as np
 import pytest
 from ascend_reference import KVHEAD, OMNI, ROPE
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ascend import compressed_call, plain_call, seeds
-from test_ascend_errors import CALLS, call_of, every_call, refused, run, runs_only
+from test_ascend_errors import CALLS, call_of, refused, run, runs_only
 
 from kvkit import KvkitError
-from kvkit.ascend import reshape_and_cache
+
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
-INDICES = ("slot_mapping", "wins", "seq_lens", "offset_index")
-
-
-@every_call
-@pytest.mark.parametrize("name", INDICES)
-def test_what_is_no_index_array(kind, name):
-    call = call_of(*CALLS[kind])
-    if name not in call:
-        name = "slot_mapping"
-    for dtype in (np.float32, np.float64, np.int16, np.uint32, np.uint64, np.bool_, object, ">i8"):
-        refused(call | {name: call[name].astype(dtype)}, name)
-    for array in (call[name][None], call[name][:, None], np.array(3), [[1], [2, 3]], "0123", 5):
-        refused(call | {name: array}, name)
-
-
-@every_call
-@pytest.mark.parametrize("name", INDICES)
-def test_lengths_of_index_arrays(kind, name):
-    call = call_of(*CALLS[kind])
-    if name not in call:
-        name = "slot_mapping"
-    for array in (call[name][:-1], np.append(call[name], -1), call[name][:0]):
-        refused(call | {name: array}, name)
 
 
 def changed(call, name, at, value):

@@ -3,6 +3,7 @@
 import math
 
 import ascend_reference as oracle
+import backends
 import numpy as np
 import pytest
 from ascend_reference import ROPE
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ascend import FLOATS, finite, seeds
 
-from kvkit.ascend import reshape_and_cache
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
+
 
 BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 every_float = pytest.mark.parametrize("element", FLOATS)

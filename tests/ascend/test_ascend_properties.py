@@ -1,5 +1,6 @@
 """What holds between calls of `reshape_and_cache`, whatever an oracle says."""
 
+import backends
 import numba
 import numpy as np
 import pytest
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_ascend import FLOATS, any_bits, compressed_call, dtypes_of, finite, seeds
 
-from kvkit.ascend import nd_to_nz, paged_cache_load, reshape_and_cache
+nd_to_nz = backends.operators.ascend.nd_to_nz
+paged_cache_load = backends.operators.ascend.paged_cache_load
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
+
 
 floats_of = st.sampled_from(list(FLOATS.values()))
 

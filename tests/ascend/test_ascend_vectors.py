@@ -2,20 +2,20 @@
 
 import math
 
+import backends
 import ml_dtypes
 import numpy as np
 import pytest
 from scenes import assert_same
 
 from kvkit import KvkitError
-from kvkit.ascend import (
-    CompressType,
-    block_copy,
-    nd_to_nz,
-    paged_attention,
-    paged_cache_load,
-    reshape_and_cache,
-)
+from kvkit.ascend import CompressType
+
+block_copy = backends.operators.ascend.block_copy
+nd_to_nz = backends.operators.ascend.nd_to_nz
+paged_attention = backends.operators.ascend.paged_attention
+paged_cache_load = backends.operators.ascend.paged_cache_load
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 KVHEAD, ROPE, OMNI = CompressType.KVHEAD, CompressType.KVHEAD_ROPE, CompressType.OMNI
 DIM = 32

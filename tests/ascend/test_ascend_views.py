@@ -1,13 +1,14 @@
 """Views that runtimes hand over, and limits of Ascend's kernels that `reshape_and_cache` does not have."""
 
 import ascend_reference as oracle
+import backends
 import ml_dtypes
 import numpy as np
 import pytest
 from ascend_reference import KVHEAD, ROPE
 from test_ascend import any_bits, check, every_dtype, finite, random_slots
 
-from kvkit.ascend import reshape_and_cache
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 
 @every_dtype
@@ -46,6 +47,7 @@ def test_broadcast_tokens(dtype):
     assert cache.tobytes() == after.tobytes()
 
 
+@pytest.mark.cpu
 def test_offsets_of_more_than_32_bits():
     """A slot whose bytes lie 4 GiB and more into a cache of which little is ever touched."""
     cache = np.zeros((2**17 + 1, 16, 8, 128), np.int16).view(np.float16)

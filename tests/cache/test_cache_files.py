@@ -142,7 +142,7 @@ def test_numpy_reads_it(path):
     cache.save(path)
     with np.load(path) as file:
         assert np.array_equal(file["layers.0.keys"], cache.layers[0].keys)
-        about = json.loads(file["kvkit.json"])["cache"]
+        about = json.loads(file["kvkit.json"].item())["cache"]
     assert about["layers"][1] == {
         "kind": "SlidingWindowLayer", "arguments": {"sliding_window": 4}, "length": 7, "record_past": False,
     }  # fmt: skip

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from cache_scenes import filled
 
-from kvkit.cache import DynamicLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from kvkit.cache import (
+    DynamicLayer,
+    QuantizedCache,
+    QuantizedLayer,
+    SlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from kvkit.cpu.attention import AT
 
 
@@ -123,3 +130,42 @@ def test_a_static_layer_costs_what_is_filled():
     whole[:, :, 100:] = values[:, :, 100:] = np.nan
     assert layer.attend(query).tobytes() == clean.tobytes()
     assert layer._attention.call.launch.numbers[AT["products"]] == 4 * 100 * 100
+
+
+def allocated():
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_a_quantized_prompt_is_let_go_when_the_next_layer_is_updated():
+    """And as long as it is held, nbytes says so."""
+    prompt = np.ones((1, 2, 4096, 64), np.float32)
+    tracemalloc.start()
+    try:
+        cache, before = QuantizedCache(3, residual_length=16), allocated()
+        for i in range(3):
+            cache.update(prompt, prompt, i)
+            assert cache.layers[i].nbytes > 2 * prompt.nbytes
+            assert np.asarray(cache.attend(prompt[:, :, -2:], i)).shape == (1, 2, 2, 64)
+        assert max(layer.nbytes for layer in cache.layers[:2]) < prompt.nbytes / 2
+        assert allocated() - before < 4 * prompt.nbytes
+        cache.layers[2].settle()
+        assert allocated() - before < 2 * prompt.nbytes
+        layer = QuantizedLayer(residual_length=16, read_back=True)
+        layer.update(prompt, prompt)
+        assert layer.nbytes < prompt.nbytes / 2
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("layer", [DynamicLayer, lambda: QuantizedLayer(residual_length=16)])
+def test_the_first_tokens_after_a_prompt_copy_nothing(layer):
+    layer, prompt = layer(), np.ones((1, 2, 4096, 64), np.float32)
+    layer.update(prompt, prompt)
+    layer.settle()
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            layer.update(prompt[:, :, :1], prompt[:, :, :1])
+        assert tracemalloc.get_traced_memory()[1] < 300_000
+    finally:
+        tracemalloc.stop()

@@ -1,14 +1,19 @@
 """Folders that cannot be used, and disks without room."""
 
+import copy
+import json
 import os
+import pickle
+import signal
+import sys
 
 import numpy as np
 import pytest
 from test_cache_files import assert_alike_from_now_on, assert_same, four_layers, random
-from test_offload import fill, names
+from test_offload import fill, names, run
 
 import kvkit
-from kvkit.cache import Cache, DynamicCache
+from kvkit.cache import Cache, DynamicCache, QuantizedCache
 from kvkit.cache.stores import mapped
 
 
@@ -71,6 +76,101 @@ def test_files_are_the_users_own_and_follow_no_link(tmp_path):
     (folder / "layer-001-0.new").write_text("left by a process that was killed")
     Cache.open(folder).close()
     assert not (folder / "layer-001-0.new").exists()
+
+
+def test_a_folder_has_one_user(tmp_path):
+    cache = fill(DynamicCache(2))
+    cache.offload(tmp_path, keep=True)
+    for _ in range(2):
+        with pytest.raises(kvkit.KvkitError, match="expected a cache that nobody has open"):
+            Cache.open(tmp_path)
+        with pytest.raises(kvkit.KvkitError, match="directory: expected a folder that holds no cache"):
+            fill(DynamicCache(1)).offload(tmp_path)
+        cache.close()
+        cache = Cache.open(tmp_path)  # and holds it
+    cache.close()
+    assert Cache.open(tmp_path, keep=False).close() is None
+
+
+HELD = """
+import os, signal, sys
+sys.path[:0] = sys.argv[2].split(os.pathsep)
+from test_offload import fill
+from kvkit.cache import DynamicCache
+cache = fill(DynamicCache(2))
+cache.offload(sys.argv[1], keep=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_dies_lets_go_of_its_folder(tmp_path):
+    done = run(HELD, tmp_path, os.pathsep.join(sys.path))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    Cache.open(tmp_path).close()
+
+
+def test_a_folder_says_how_many_layers_it_has(tmp_path):
+    """So a process that ended inside `offload` leaves no cache of fewer layers."""
+    cache = fill(Cache(four_layers()))
+    cache.offload(tmp_path, only_non_sliding=False, keep=True)
+    cache.close()
+    for path in tmp_path.glob("layer-003*"):
+        path.unlink()
+    with pytest.raises(kvkit.KvkitError, match="directory: expected 4 layers, got 3: the process"):
+        Cache.open(tmp_path)
+
+
+def test_layers_made_on_first_use_are_counted(tmp_path):
+    cache = DynamicCache(offload=tmp_path)
+    assert json.loads((tmp_path / "cache.json").read_text())["layers"] == 0
+    token = random(np.float32, 2)
+    for i in range(3):
+        cache.update(*token, i)
+    assert json.loads((tmp_path / "cache.json").read_text())["layers"] == 3
+    cache.close()
+
+
+def test_changed_files_of_a_closed_folder_are_refused(tmp_path):
+    cache = fill(DynamicCache(2))
+    cache.offload(tmp_path, keep=True)
+    cache.close()
+    first, second = sorted(tmp_path.glob("*.raw"))
+    contents = first.read_bytes(), second.read_bytes()
+    damaged = bytes([contents[0][0] ^ 1]) + contents[0][1:]
+    for one, other in (contents[::-1], (damaged, contents[1])):
+        first.write_bytes(one)
+        second.write_bytes(other)
+        with pytest.raises(kvkit.KvkitError, match="expected files as they were when it was closed"):
+            Cache.open(tmp_path)
+    first.write_bytes(contents[0])
+    Cache.open(tmp_path).close()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_of_a_cache_in_files_lie_in_memory(tmp_path, again):
+    cache, expected = fill(Cache(four_layers())), fill(Cache(four_layers()))
+    cache.offload(tmp_path, only_non_sliding=False)
+    copied = again(cache)
+    cache.close()
+    assert names(tmp_path) == []
+    assert_same(copied, expected)
+    assert_alike_from_now_on(copied, expected, np.float32)
+
+
+def test_copies_of_codes_in_files_lie_in_memory(tmp_path):
+    caches = [QuantizedCache(1, residual_length=4, sink=2) for _ in range(2)]
+    tokens = random(np.float32, 90, 0, (32, 64))
+    caches[0].offload(tmp_path)
+    for cache in caches:
+        cache.update(*tokens, 0)
+    copied = copy.deepcopy(caches[0])
+    caches[0].close()
+    for seed in range(40):
+        new = random(np.float32, 1, seed, (32, 64))
+        for a, b in zip(copied.update(*new, 0), caches[1].update(*new, 0), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    for name, array in caches[1].layers[0].arrays().items():
+        assert array.tobytes() == copied.layers[0].arrays()[name].tobytes()
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,6 @@ layouts = pytest.mark.parametrize("layout", range(4))
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 class Server:
     """Sequences in a paged cache, and their keys and values as plain arrays."""
 

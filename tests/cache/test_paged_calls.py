@@ -20,11 +20,6 @@ OPTIONS = [
 
 
 @pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
-@pytest.fixture
 def prepared(monkeypatch):
     """The launches that are prepared."""
     made = []

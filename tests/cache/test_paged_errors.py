@@ -9,11 +9,6 @@ from scenes import assert_same
 from kvkit.cache import OutOfBlocksError, PagedCache
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def test_wrong_tokens_change_nothing(rng):
     cache = paged("int8")
     seq = cache.blocks.add()

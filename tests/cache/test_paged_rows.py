@@ -9,11 +9,6 @@ from paged_scenes import P, numbered, refused
 from kvkit.cache import KVView, PagedCache
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def normal(rng, *shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
 

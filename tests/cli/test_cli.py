@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 import scenes
 
 import kvkit
+from kvkit.files import members
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli import arguments, info, npz
 from kvkit_cli.main import VERBS, main
@@ -245,6 +247,40 @@ def test_info_without_a_compile_cache():
     assert "compile cache off" in " ".join(done.stdout.split())
 
 
+def spoiled(path, kind):
+    """A folder for compiled code that cannot be, and what is said of it."""
+    from kvkit.jit import fingerprint
+
+    path.write_text("") if kind == "file" else path.mkdir()
+    if kind == "open":
+        (path / fingerprint()).mkdir()
+        (path / fingerprint()).chmod(0o777)
+    return "others may write to it" if kind == "open" else "Not a directory"
+
+
+@pytest.mark.parametrize("kind", ["file", "open"])
+def test_info_says_why_no_code_can_be_kept(tmp_path, kind):
+    why = spoiled(tmp_path / "kept", kind)
+    done = process("info", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path / "kept"), "COLUMNS": "400"})
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if "compile cache" in line]
+    assert "none is kept in" in line
+    assert line.rstrip().endswith(why)
+
+
+def test_clean(run, tmp_path, monkeypatch):
+    from kvkit import kept
+
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
+    for name in ("0" * 20, "f" * 20):
+        kept.save(tmp_path / name / "some-code.bin", b"code")
+    (tmp_path / "notes").write_text("mine")
+    assert run("cache", "clean") == (0, f"removed 2 files, 72 B, from {tmp_path}\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    monkeypatch.setenv("KVKIT_CACHE_DIR", "")
+    assert run("cache", "clean")[1].startswith("removed 0 files")
+
+
 # Runs
 
 FORMATS = [
@@ -321,6 +357,33 @@ def test_attributes_and_numbers_come_from_the_file(run, files):
     assert_results(files[1], scene("static", dim=6))
 
 
+def test_results_can_be_the_next_input(run, files):
+    """With what the next operator needs beside them; what it does not take is passed over."""
+    source, output = files
+    assert run("run", "key_value_cache", source, "-o", output)[0] == 0
+    with np.load(output) as loaded:
+        walked = dict(loaded)
+    query = np.ones((2, 3, 2, 6), np.float32)
+    np.savez(source, **walked, query=query)
+    assert (
+        run("run", "multi_head_attention", source, "-o", output, *settings({"num_heads": 2, "head_dim": 6}))[
+            0
+        ]
+        == 0
+    )
+    expected = kvkit.multi_head_attention(query, walked["key"], walked["value"], num_heads=2, head_dim=6)
+    assert_arrays(output, {"attn_output": expected})
+
+    new = np.ones((2, 1, 2, 6), np.float32)
+    np.savez(source, **walked, current_key=new, current_value=new)
+    more = settings({"start_pos": 5, "num_layer": 3, "layer_idx": 1})
+    assert run("run", "key_value_cache", source, "-o", output, "--in-place", *more)[0] == 0
+    assert npz.read(output).arrays["key"].shape == (2, 6, 2, 6)
+    assert "key" in npz.read(source).arrays
+    np.savez(source, **walked, other=new)
+    assert_fails(run("run", "key_value_cache", source, "-o", output, *more), 2, "unknown arrays other; ")
+
+
 def test_settings_win_over_the_file(run, files):
     changes = ["--set", "layer_idx=0", "--set", "num_repeat=3", "--set", "start_pos=1"]
     assert run("run", "key_value_cache", files[0], "-o", files[1], *changes)[0] == 0
@@ -381,6 +444,105 @@ def test_attention_in_place(run, tmp_path, kind):
     assert run("run", name, source, "-o", output, "--in-place", *settings(attrs))[0] == 0
     assert_arrays(output, expected)
     assert_arrays(source, arrays | {"cache": expected["cache"]})
+
+
+SLOW = """
+import signal, sys, time
+from kvkit.files import members
+from kvkit_cli.__main__ import start
+whole = members.chunks
+def chunks(array):
+    yield array.tobytes()[:10]
+    print("writing", flush=True)
+    time.sleep(60)
+members.chunks = chunks
+sys.argv[1:] = {args}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
+start()
+"""
+
+
+@pytest.fixture
+def writer(files):
+    """A process in the midst of an --in-place run."""
+    args = ["run", "key_value_cache", str(files[0]), "--in-place", "--quiet"]
+    with subprocess.Popen([sys.executable, "-c", SLOW.format(args=args)], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as started:  # fmt: skip
+        assert started.stdout.readline() == "writing\n"
+        yield started
+        started.kill()
+
+
+def test_two_runs_in_place(run, files, writer):
+    """The second one fails, whatever it would do, and the next one need not wait."""
+    before = files[0].read_bytes()
+    text = f"{files[0]}: another run is changing it in place: wait until that has ended"
+    assert_fails(run("run", "key_value_cache", files[0], "--in-place"), 2, text)
+    assert files[0].read_bytes() == before
+    assert run("run", "key_value_cache", files[0], "-o", files[1])[0] == 0
+    writer.kill()
+    writer.wait()
+    assert run("run", "key_value_cache", files[0], "--in-place")[0] == 0
+    scenes.assert_same(npz.read(files[0]).arrays["cache"], scene("static", dim=6).oracle()[2])
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_leaves_nothing_behind(files, writer, name):
+    before, number = files[0].read_bytes(), getattr(signal, name)
+    writer.send_signal(number)
+    assert writer.wait(20) == 128 + number
+    said = writer.stderr.read().strip()
+    assert said == ("kvkit: interrupted" if name == "SIGINT" else f"kvkit: ended by signal {int(number)}")
+    assert [path.name for path in files[0].parent.iterdir()] == ["in.npz"]
+    assert files[0].read_bytes() == before
+
+
+def test_what_kill_9_left_is_removed_by_the_next_run(run, files, writer):
+    writer.kill()
+    writer.wait()
+    assert len(list(files[0].parent.iterdir())) == 2
+    assert run("run", "key_value_cache", files[0], "-o", files[1])[0] == 0
+    assert sorted(path.name for path in files[0].parent.iterdir()) == ["in.npz", "out.npz"]
+
+
+CHANGING = """
+import functools, os, sys
+import kvkit
+from kvkit.files import members, npz
+from kvkit_cli.__main__ import start
+source, when, size = {source!r}, {when!r}, {size}
+npz.SMALL = -1
+def then_change(function):
+    @functools.wraps(function)
+    def changing(*args, **more):
+        if when == "before":
+            os.truncate(source, size)
+        results = function(*args, **more)
+        if when == "after":
+            os.truncate(source, size)
+        return results
+    return changing
+kvkit.key_value_cache = then_change(kvkit.key_value_cache)
+sys.argv[1:] = ["run", "key_value_cache", source, *{target}]
+start()
+"""
+
+
+@pytest.mark.parametrize("target", ["-o", "--in-place"])
+@pytest.mark.parametrize(("when", "size"), [("before", 0), ("before", 2**17), ("after", 0), ("after", 2**20)])
+def test_an_input_that_changes_while_it_is_mapped(tmp_path, target, when, size):
+    """A line and a code, where the system says nothing, and no results of what is half old, half new."""
+    call = scene("static", dim=6, start=2000)
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, {**arrays_of(call), **{k: np.array(v) for k, v in call.attrs.items()}})
+    words = [target, str(output)] if target == "-o" else [target]
+    code = CHANGING.format(source=str(source), when=when, size=size, target=words)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    text = f"kvkit: {source}: another program changed it while it was in use: run this again\n"
+    assert (done.stdout, done.stderr) == ("", text)
+    assert done.returncode in (1, 2)
+    assert source.stat().st_size == size
+    assert not output.exists()
 
 
 # Every operator
@@ -680,6 +842,18 @@ def assert_fails(result, code, *texts):
     ("args", "text"),
     [
         (["rnu"], "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
+        (["frobnicate"], "no verb 'frobnicate'; there are run, ops, describe, info, cache, bench (see kvkit"),
+        (["alibi_mask", "IN"], "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),
+        (
+            ["run", "key_value_cache", "IN", "-o", "x.npy"],
+            "-o x.npy: results are written as .npz, not as .npy",
+        ),
+        (["run", "key_value_cache", "IN", "-o", "x.safetensors"], "not as .safetensors: give -o x.npz"),
+        (
+            ["run", "key_value_cache", "IN", "-o", "-"],
+            "-o -: .npz files are not read from or written to pipes",
+        ),
+        (["run", "key_value_cache", "-", "-o", "OUT"], "IN.npz -: .npz files are not read from or written"),
         (["--nothing"], "--nothing"),
         (["run"], "(see kvkit run --help)"),
         (
@@ -759,6 +933,23 @@ def test_wrong_arrays(run, files, changes, texts):
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "text"),
+    [
+        ("cache", np.zeros((1, 1, 2, 9, 2), np.float32), "cache has shape (1, 1, 2, 9, 2): expected 0: (Ma"),
+        ("cache", np.zeros((1, 1, 2, 9, 2, 6)), "cache has dtype float64: expected float32 or float16 or"),
+        ("start_pos", np.zeros(1), "start_pos has dtype float64: expected int64 or int32"),
+        ("num_layer", np.zeros((1000, 1000), np.int64), "num_layer has shape (1000, 1000), but is an a"),
+        ("other", np.zeros(1000), "unknown arrays other"),
+    ],
+)  # fmt: skip
+def test_what_a_header_says_is_refused_unread(run, files, monkeypatch, name, array, text):
+    source, output = files[0].with_name("packed.npz"), files[1]
+    np.savez_compressed(source, **npz.read(files[0]).arrays | {name: array})
+    monkeypatch.setattr(members, "unpacked", None)
+    assert_fails(run("run", "key_value_cache", source, "-o", output), 2, text)
+
+
 def test_an_error_of_the_operator_leaves_the_file(run, files):
     before = files[0].read_bytes()
     result = run("run", "key_value_cache", files[0], "--in-place", "--set", "layer_idx=7")
@@ -766,9 +957,39 @@ def test_an_error_of_the_operator_leaves_the_file(run, files):
     assert files[0].read_bytes() == before
 
 
+def test_names_and_texts_of_a_file_cannot_reach_the_terminal(run, files):
+    """Neither to steer it nor to fill it."""
+    source, output = files
+    arrays, rude = npz.read(source).arrays, "\x1b[31m" * 500
+    npz.write(source, arrays | {f"{rude}{i}": np.zeros(1) for i in range(50)})
+    result = run("run", "key_value_cache", source, "-o", output)
+    assert_fails(result, 2, "unknown arrays ", "... and 45 more; key_value_cache takes")
+    assert result[2][:-1].isprintable()
+    assert len(result[2]) < 900
+    npz.write(source, arrays | {"num_layer": np.array(rude)})
+    result = run("run", "key_value_cache", source, "-o", output)
+    assert_fails(result, 2, "num_layer=", "...: expected an integer")
+    assert result[2][:-1].isprintable()
+    result = run("run", "key_value_cache", source, "-o", output, "--set", "\x1b[31m=1")
+    assert result[2][:-1].isprintable()
+
+
 def test_no_archive(run, files):
     files[0].write_bytes(files[0].read_bytes()[:-40])
     assert_fails(run("run", "key_value_cache", files[0], "-o", files[1]), 2, f"{files[0]}: not a zip archive")
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.safetensors", "x.pt"])
+def test_files_of_other_kinds(run, tmp_path, files, name):
+    begin = {
+        "x.npy": b"\x93NUMPY\1\0\x76\0",
+        "x.safetensors": b"\x80" + bytes(7) + b"{",
+        "x.pt": b"\x80\2}q\0.",
+    }
+    (tmp_path / name).write_bytes(begin[name].ljust(100, b"\0"))
+    for target in (["-o", files[1]], ["--in-place"]):
+        result = run("run", "key_value_cache", tmp_path / name, *target)
+        assert_fails(result, 2, f"{name}: not a .npz file, but ", "numpy.savez")
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
@@ -795,7 +1016,7 @@ def test_a_full_disk(files):
     done = subprocess.run(
         ["sh", "-c", f"ulimit -f 4; exec {command}"], capture_output=True, text=True, check=False
     )
-    assert_fails((done.returncode, done.stdout, done.stderr), 1, "File too large")
+    assert_fails((done.returncode, done.stdout, done.stderr), 1, f"{output}: File too large")
     assert output.read_bytes() == b"old"
     assert sorted(path.name for path in source.parent.iterdir()) == ["in.npz", "out.npz"]
 
@@ -816,6 +1037,15 @@ def test_interrupted(run, files, monkeypatch):
     break_operator(monkeypatch, KeyboardInterrupt())
     code, out, err = run("run", "key_value_cache", files[0], "-o", files[1])
     assert (code, out, err.strip()) == (130, "", "kvkit: interrupted")
+
+
+@pytest.mark.parametrize("module", ["click", "numpy", "numba"])
+def test_interrupted_while_modules_are_imported(files, tmp_path, module):
+    """Ctrl-C may come before anything of ours has run."""
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = process("run", "key_value_cache", files[0], "-o", files[1], env=environment)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "kvkit: interrupted")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bug"), ValueError("bug"), TypeError("bug")], ids=repr)

@@ -4,6 +4,8 @@ import io
 import json
 import os
 import struct
+import tracemalloc
+import warnings
 import zipfile
 from errno import EACCES, ENOSPC
 
@@ -13,9 +15,9 @@ import pytest
 
 import kvkit
 from kvkit.errors import KvkitError
-from kvkit.files import members
+from kvkit.files import locks, members, npz, replace
 from kvkit_cli import show
-from kvkit_cli.npz import FileError, read, write
+from kvkit_cli.npz import FileError, alone, read, write
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (
@@ -70,14 +72,27 @@ def path(tmp_path):
     return tmp_path / "file.npz"
 
 
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch):
+    """Files of any size are mapped."""
+    monkeypatch.setattr(npz, "SMALL", -1)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    monkeypatch.setattr(npz, "SMALL", 2**24)
+
+
 # Round trips
 
 
+@pytest.mark.parametrize("small", [-1, 2**24], ids=["mapped", "copied"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("writer", [write, lambda path, arrays: np.savez(path, **arrays),
                                     lambda path, arrays: np.savez_compressed(path, **arrays)],
                          ids=["kvkit", "savez", "savez_compressed"])  # fmt: skip
-def test_round_trip(path, writer, dtype):
+def test_round_trip(path, monkeypatch, writer, dtype, small):
+    monkeypatch.setattr(npz, "SMALL", small)
     arrays = {f"a{i}": filled(shape, dtype, i) for i, shape in enumerate(SHAPES)}
     writer(path, arrays)
     got = read(path).arrays
@@ -227,6 +242,38 @@ def test_beyond_four_gigabytes(path):
     assert got["behind"].ctypes.data % members.ALIGNMENT == 0
 
 
+# Copying
+
+
+def test_small_files_are_copied(path, copied):
+    np.savez(path, a=np.arange(10), b=np.asfortranarray(filled((3, 4), BF16)), c=np.zeros((0, 2)))
+    contents = read(path)
+    os.truncate(path, 0)
+    assert contents.mapped is None
+    assert not any(is_mapped(array) for array in contents.arrays.values())
+    assert contents.arrays["a"].tolist() == list(range(10))
+    assert_same(contents.arrays["b"], filled((3, 4), BF16))
+    assert contents.arrays["b"].flags.f_contiguous
+
+
+def test_what_is_copied_is_checked_whole(path, copied):
+    write(path, {"a": np.arange(100)})
+    data = bytearray(path.read_bytes())
+    data[data.index(np.arange(3).tobytes())] ^= 1
+    path.write_bytes(data)
+    assert_refused(path, "a.npy.*CRC")
+
+
+def test_large_files_are_mapped(path, copied, monkeypatch):
+    write(path, {"a": np.arange(10)})
+    monkeypatch.setattr(npz, "SMALL", path.stat().st_size - 1)
+    contents = read(path)
+    assert is_mapped(contents.arrays["a"])
+    assert contents.mapped.st_size == path.stat().st_size
+    monkeypatch.setattr(npz, "SMALL", path.stat().st_size)
+    assert not is_mapped(read(path).arrays["a"])
+
+
 # Replacing
 
 
@@ -270,9 +317,98 @@ def test_a_failing_write_leaves_what_was(path, monkeypatch, fail, error, old):
         write(path, {"a": np.arange(9)})
     before = [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()]
     fail(monkeypatch, error)
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as caught:
         write(path, {"a": np.zeros(1000), "b": np.ones(3)})
+    if isinstance(error, OSError):
+        assert (caught.value.errno, caught.value.filename) == (ENOSPC, str(path))
     assert [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()] == before
+
+
+def dead(folder, name=f".kvkit-{'0' * 12}.tmp"):
+    """A temporary file as a killed process leaves it."""
+    (folder / name).write_bytes(b"half of it")
+    return folder / name
+
+
+def test_what_a_killed_process_left_is_removed(path, tmp_path):
+    dead(tmp_path), dead(tmp_path, ".kvkit-notes.tmp")
+    (tmp_path / f".kvkit-{'1' * 12}.tmp").symlink_to("elsewhere")
+    (tmp_path / f".kvkit-{'2' * 12}.tmp").mkdir()
+    write(path, {"a": np.zeros(1)})
+    left = [f".kvkit-{'1' * 12}.tmp", f".kvkit-{'2' * 12}.tmp", ".kvkit-notes.tmp", "file.npz"]
+    assert names(tmp_path) == left
+
+
+def test_what_another_user_left_is_not_ours(path, tmp_path, monkeypatch):
+    dead(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    write(path, {"a": np.zeros(1)})
+    assert len(names(tmp_path)) == 2
+
+
+def test_writers_leave_each_other_alone(path, tmp_path, monkeypatch):
+    """A file that is being written stays, up to the moment when it has its name."""
+    renamed, replace_file = [], os.replace
+
+    def replacing_late(source, target):
+        if not renamed:
+            renamed.append(target)
+            write(tmp_path / "other.npz", {"b": np.zeros(1)})
+        replace_file(source, target)
+
+    monkeypatch.setattr(replace.os, "replace", replacing_late)
+    write(path, {"a": np.ones(1)})
+    assert renamed
+    assert names(tmp_path) == ["file.npz", "other.npz"]
+    assert read(path).arrays["a"] == 1
+
+
+def test_a_file_swept_before_it_is_locked_is_made_again(path, tmp_path, monkeypatch):
+    swept, lock = [], replace.lock
+
+    def late(file, wait=False):
+        if wait and not swept:
+            swept.append(file.name)
+            replace.sweep(tmp_path)
+        return lock(file, wait)
+
+    monkeypatch.setattr(replace, "lock", late)
+    write(path, {"a": np.ones(1)})
+    assert swept
+    assert names(tmp_path) == ["file.npz"]
+    assert read(path).arrays["a"] == 1
+
+
+def test_alone(path, tmp_path):
+    write(path, {"a": np.zeros(1)})
+    link = tmp_path / "link.npz"
+    link.symlink_to(path)
+    with alone(path):
+        for name in (path, link):
+            with pytest.raises(FileError, match=f"{name}: another run is changing it"), alone(name):
+                pass
+        write(path, {"a": np.ones(1)})
+        with alone(path):  # the new file; the run that made it has nothing left to do
+            pass
+    with alone(link):
+        pass
+
+
+def test_whoever_waited_for_a_file_gets_the_new_one(path, monkeypatch):
+    """The file may be replaced between its opening and its locking."""
+    write(path, {"a": np.zeros(1)})
+    late, lock = [], locks.lock
+
+    def locking(file, wait=False):
+        if not late:
+            late.append(write(path, {"a": np.ones(1)}))
+        return lock(file, wait)
+
+    monkeypatch.setattr(locks, "lock", locking)
+    with alone(path):
+        with pytest.raises(FileError), alone(path):
+            pass
+        assert read(path).arrays["a"] == 1
 
 
 def test_mode_is_kept(path):
@@ -300,6 +436,21 @@ def test_targets_that_cannot_be(path, tmp_path):
         with pytest.raises(FileError, match=wrong):
             write(target, {"a": np.zeros(1)})
     assert names(tmp_path) == []
+
+
+def test_errors_name_what_the_user_named(path, tmp_path, monkeypatch):
+    """Not where a link leads, nor a temporary file."""
+    path.symlink_to(tmp_path / "no" / "file.npz")
+    with pytest.raises(FileError) as caught:
+        write(path, {"a": np.zeros(1)})
+    assert str(caught.value) == f"{path}: there is no folder {path}: make it first"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileError, match=r"^no/x.npz: there is no folder no: make it first$"):
+        write("no/x.npz", {"a": np.zeros(1)})
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(PermissionError) as caught:
+        write("x.npz", {"a": np.zeros(1)})
+    assert caught.value.filename == "."
 
 
 def test_a_read_only_target_is_respected(path, monkeypatch):
@@ -353,6 +504,9 @@ RECORD = header(b"{'descr': [('x', '<i4')], 'fortran_order': False, 'shape': (1,
 NEGATIVE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (-1, -4), }\n") + b"abcd"
 WIDE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (0, %d), }\n" % 2**70)
 HUGE = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d,), }\n" % 2**62) + b"abcd"
+DEEPER = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (%s1,), }\n" % (b"-" * 9000))
+NESTED = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': %s, }\n" % (b"-" * 1900))
+NOTHING = header(b"{'descr': '<U0', 'fortran_order': False, 'shape': (%d,), }\n" % 2**40)
 PYTHON = header(b"{'descr': '|u1', 'shape': __import__('os').getcwd(), 'fortran_order': False}\n")
 DEEP = b"[" * 200_000
 WRONG = {
@@ -362,6 +516,9 @@ WRONG = {
     "no header": ({"a.npy": b"hello"}, "a.npy.*is damaged"),
     "empty member": ({"a.npy": b""}, "a.npy.*is damaged"),
     "version": ({"a.npy": b"\x93NUMPY\x03\x00" + GOOD[8:]}, "a.npy.*is damaged"),
+    "9,000 signs": ({"a.npy": DEEPER}, "a.npy.*is damaged"),
+    "1,900 signs": ({"a.npy": NESTED}, "a.npy.*is damaged"),
+    "no bytes": ({"a.npy": NOTHING}, "its dtype <U0 is none that kvkit knows"),
     "code": ({"a.npy": PYTHON}, "a.npy.*is damaged"),
     "pickled": ({"a.npy": PICKLED}, "pickled objects"),
     "void": ({"a.npy": VOID}, "its dtype"),
@@ -380,6 +537,40 @@ WRONG = {
     "other dtype": ({"a.npy": GOOD, "kvkit.json": b'{"dtypes": {"a": "u1"}}'}, "a is u1, but it is int64"),
     "absent": ({"kvkit.json": b'{"dtypes": {"a": "float16"}}'}, "a is float16, but it is absent"),
 }  # fmt: skip
+
+
+RUDE = "\x1b[31m\n" * 1000
+RUDE_FILES = {
+    "member": {RUDE: b""},
+    "array": {f"{RUDE}.npy": b""},
+    "dtype of": {"kvkit.json": json.dumps({"dtypes": {RUDE: "u1"}}).encode()},
+    "dtype": {"a.npy": GOOD, "kvkit.json": json.dumps({"dtypes": {"a": RUDE}}).encode()},
+    "dtypes": {"a.npy": GOOD, "kvkit.json": json.dumps({"dtypes": {"a": [RUDE] * 9}}).encode()},
+    "version": {"kvkit.json": json.dumps({"version": [RUDE] * 99}).encode()},
+    "header": {"a.npy": header(RUDE.encode()[:900])},
+    "fields": {"a.npy": header(b"{'descr': [('%s', '<i4')]}" % (b"x" * 999))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUDE_FILES)
+def test_texts_of_a_file_are_shown_printable_and_cut(path, name):
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, data in RUDE_FILES[name].items():
+            archive.writestr(member, data)
+    with pytest.raises(FileError) as caught:
+        read(path)
+    text = str(caught.value).removeprefix(str(path))
+    assert text.isprintable()
+    assert len(text) < 300
+
+
+def test_twice_with_a_long_name(path):
+    with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings(action="ignore"):
+        for _ in range(2):
+            archive.writestr("x" * 5000 + ".npy", GOOD)
+    with pytest.raises(FileError, match="is there twice") as caught:
+        read(path)
+    assert len(str(caught.value)) < 300 + len(str(path))
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
@@ -407,12 +598,40 @@ def test_no_file(path, tmp_path):
     assert_refused(path, "no such file")
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"hello", GOOD, b"PK\x03\x04" + bytes(100)], ids=["empty", "text", "npy", "PK"]
-)
+@pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04" + bytes(100)], ids=["empty", "text", "PK"])
 def test_no_archive(path, data):
     path.write_bytes(data)
     assert_refused(path, "not a zip archive, or cut short")
+
+
+FOREIGN = {
+    "npy": (GOOD, "one array without a name: name it with numpy.savez"),
+    "safetensors": (
+        struct.pack("<Q", 96) + b'{"key":{"dtype":"F32"' + bytes(99),
+        "a safetensors file: read it",
+    ),
+    "old torch": (
+        b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(9),
+        "a pickle, as torch.save once wrote it",
+    ),
+    "gguf": (b"GGUF\3\0\0\0" + bytes(99), "a GGUF file, a model's weights: what kvkit takes"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(99), "an HDF5 file: read it with h5py"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_of_other_kinds_are_named(path, name):
+    """Whatever their names say."""
+    data, wrong = FOREIGN[name]
+    path.write_bytes(data)
+    assert_refused(path, f"not a .npz file, but {wrong}")
+
+
+def test_a_file_of_torch_is_named(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("archive/data.pkl", "archive/byteorder", "archive/data/0", "archive/version"):
+            archive.writestr(name, b"")
+    assert_refused(path, "not a .npz file, but a file of torch.save: load it with torch and write")
 
 
 def test_twice(path):
@@ -447,8 +666,61 @@ def test_a_deflated_bomb(path):
     with zipfile.ZipFile(path) as archive:
         (info,) = archive.infolist()
         info.file_size = size
-        with pytest.raises(ValueError, match="cannot unpack"), path.open("rb") as file:
-            members.read(archive, info, file)
+        with pytest.raises(ValueError, match="cannot unpack"):
+            members.form(archive, info)
+
+
+def test_a_parser_without_memory_is_the_files_fault(path, monkeypatch):
+    write(path, {"a": np.zeros(3)})
+
+    def out_of_memory(*args, **more):
+        raise MemoryError
+
+    monkeypatch.setattr(members, "READERS", {(1, 0): out_of_memory})
+    assert_refused(path, "its header is no description of an array")
+
+
+@pytest.mark.parametrize("lie", [False, True])
+def test_metadata_of_gigabytes_is_not_unpacked(path, lie):
+    """Whatever the directory says of its size."""
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("kvkit.json", "w") as member,
+    ):
+        for _ in range(64):
+            member.write(bytes(2**22))
+    if lie:
+        set_in_directory(path, 24, 1000)
+    tracemalloc.start()
+    assert_refused(path, "kvkit.json.*is damaged")
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+def test_metadata_that_could_not_be_read_is_not_written(path, monkeypatch):
+    monkeypatch.setattr(members, "TEXT_LIMIT", 1000)
+    with pytest.raises(FileError, match="a description of 1"):
+        write(path, {"a": np.zeros(3)}, {"note": "x" * 1000})
+    assert not path.exists()
+
+
+def test_nothing_is_unpacked_in_vain(path, monkeypatch):
+    """What the headers, the metadata or the caller object to comes first."""
+    np.savez_compressed(path, a=np.zeros(1000), b=np.zeros((2, 3), BF16))
+    monkeypatch.setattr(members, "unpacked", None)
+
+    def check(forms, metadata):
+        assert metadata == {}
+        assert {name: (form.shape, form.dtype) for name, form in forms.items()} == {
+            "a": ((1000,), np.float64), "b": ((2, 3), BF16)
+        }  # fmt: skip
+        raise KvkitError("not that")
+
+    with pytest.raises(KvkitError, match="not that"):
+        read(path, check)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("kvkit.json", b'{"dtypes": {"a": "float16"}}')
+    assert_refused(path, "a is float16, but it is float64")
 
 
 def test_a_header_from_python_2(path):
@@ -495,10 +767,12 @@ def test_deflated_data_is_checked(path, count):
 # Damage: no traceback, whatever the bytes
 
 
-@pytest.fixture(params=["kvkit", "savez_compressed"])
+@pytest.fixture(params=["kvkit", "copied", "savez_compressed"])
 def small(request, path):
+    if request.param == "copied":
+        request.getfixturevalue("copied")
     arrays = {"a": filled((3, 2), BF16), "pos": np.array(4), "empty": np.zeros((0, 2), np.int8)}
-    write(path, arrays) if request.param == "kvkit" else np.savez_compressed(path, **arrays)
+    write(path, arrays) if request.param != "savez_compressed" else np.savez_compressed(path, **arrays)
     return path.read_bytes()
 
 
@@ -537,5 +811,56 @@ def test_any_missing_piece_is_read_or_refused(path, small):
 def test_the_file_says_its_dtypes_for_other_readers(path):
     write(path, {"a": filled((2, 2), BF16)})
     with zipfile.ZipFile(path) as archive:
-        assert json.loads(archive.read("kvkit.json"))["dtypes"] == {"a": "bfloat16"}
         assert b"V2" in archive.read("a.npy")
+    with np.load(path) as loaded:
+        assert json.loads(loaded["kvkit.json"].item())["dtypes"] == {"a": "bfloat16"}
+
+
+def test_numpy_walks_a_file_and_writes_it_again(path):
+    """Without pickles, and with all that is said of it."""
+    arrays = {"a": filled((2, 3), BF16), "b": np.arange(5)}
+    write(path, arrays, {"operator": "x"})
+    with np.load(path) as loaded:
+        assert loaded.files == ["a", "b", "kvkit.json"]
+        walked = {name: loaded[name] for name in loaded.files}
+    for save in (np.savez, np.savez_compressed):
+        save(path, **walked, c=np.zeros(2))
+        got = read(path)
+        assert got.metadata["operator"] == "x"
+        assert list(got.arrays) == ["a", "b", "c"]
+        for name, array in arrays.items():
+            assert_same(got.arrays[name], array)
+    np.savez(path, **walked | {"b": np.zeros(5)})
+    assert_refused(
+        path, "says that b is int64, but it is float64: save it again, without the array kvkit.json"
+    )
+    np.savez(path, **walked | {"kvkit.json": str(walked["kvkit.json"].item().decode())})
+    assert read(path).metadata["operator"] == "x"
+
+
+def test_a_file_of_the_version_before(path):
+    """The description was a member that was no array."""
+    with zipfile.ZipFile(path, "w") as archive:
+        members.write(archive, "a.npy", filled((2, 3), BF16), archive.fp.tell())
+        archive.writestr(
+            "kvkit.json", json.dumps({"version": 1, "operator": "x", "dtypes": {"a": "bfloat16"}})
+        )
+    contents = read(path)
+    assert contents.metadata["operator"] == "x"
+    assert_same(contents.arrays["a"], filled((2, 3), BF16))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("kvkit.json.npy", npy(np.array(b"{}")))
+    assert_refused(path, "'kvkit.json.npy' is there twice")
+
+
+def test_the_name_of_the_description_is_taken(path):
+    with pytest.raises(FileError, match=r"kvkit\.json is the name of what kvkit says"):
+        write(path, {"kvkit.json": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(3), np.array(["{}"]), np.array(1), np.array(b"{"), np.array("\ud800")], ids=repr
+)
+def test_descriptions_that_are_none(path, array):
+    np.savez(path, **{"kvkit.json": array})
+    assert_refused(path, "'kvkit.json.npy' is damaged")

@@ -1,9 +1,18 @@
-"""The CUDA simulator, made quicker, and right where threads take turns that often."""
+"""A pytest plugin: the CUDA simulator, made quicker, and right where threads take turns that often."""
 
 import sys
 import threading
 
 from numba.cuda.simulator import kernelapi
+
+from kvkit_cuda.attend import bias, forms, merge
+from kvkit_cuda.moves import means, pieces, transfer
+from kvkit_cuda.positions import alibi, angles, index, rotary
+
+# Simulated threads are threads of the host: blocks are small.
+THREADS = {transfer: 16, forms: 8, merge: 4} | dict.fromkeys(
+    (alibi, angles, bias, means, pieces, index, rotary), 8
+)
 
 
 class Allocations(dict):
@@ -27,7 +36,7 @@ class Allocations(dict):
         self.lock.release()
 
 
-def prepare():
+def pytest_configure(config):
     sys.setswitchinterval(1e-4)  # threads wait for each other at every barrier
     begin = kernelapi.FakeCUDAShared.__init__
 
@@ -36,3 +45,8 @@ def prepare():
         self._allocations = Allocations()
 
     kernelapi.FakeCUDAShared.__init__ = begin_with_lock
+    for module, threads in THREADS.items():
+        module.THREADS = threads
+    # They compute as numpy does, which warns of infinity.
+    for kernel in ("plain", "merge"):
+        config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:kvkit_cuda.attend.{kernel}")

@@ -1,81 +1,27 @@
-"""kvkit_cuda where there is no device: its face, and its suite in the simulator, in a process of its own."""
+"""The face of kvkit_cuda: the names, arguments and words of kvkit; what it says where there is no device."""
 
 import inspect
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import kvkit
 import kvkit_cuda
 from kvkit import KvkitError
+from kvkit.operators import OPERATORS
 
-TESTS = Path(__file__).parents[1]
+MODULES = [(kvkit, kvkit_cuda)] + [
+    (getattr(kvkit, name), getattr(kvkit_cuda, name)) for name in ("ascend", "dynamic_batching")
+]
 TWINS = [
     (getattr(twin, name), getattr(module, name))
-    for twin, module in ((kvkit, kvkit_cuda), (kvkit.dynamic_batching, kvkit_cuda.dynamic_batching))
+    for twin, module in MODULES
     for name in module.__all__
-    if inspect.isfunction(getattr(module, name))
+    if inspect.isfunction(getattr(module, name)) and getattr(module, name) is not getattr(twin, name)
 ]
-# The errors of the CPU twin; one of them interrupts that twin's own launches.
-ERRORS = ("test_errors.py", "test_index_errors.py", "test_memory_errors.py")
-NOT_THE_TWIN = "not test_nothing_is_stored_if_the_load_cannot_be_prepared"
-# Simulated threads compute as numpy does, which warns of infinity.
-KERNELS = ("kvkit_cuda.attend.plain", "kvkit_cuda.attend.merge")
-QUIET = [word for kernel in KERNELS for word in ("-W", f"ignore::RuntimeWarning:{kernel}")]
-
-
-def passed(*arguments, **environment):
-    """Run pytest in a process of its own; every test that it finds passes, and this is how many there are."""
-    arguments = [str(next(TESTS.rglob(word))) if word.endswith(".py") else word for word in arguments]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = done.stdout.splitlines()[-1]
-    assert re.match(r"\d+ passed", summary), summary
-    assert "skipped" not in summary
-    return int(summary.split()[0])
-
-
-def simulated(*arguments):
-    """The same in the CUDA simulator."""
-    return passed(*QUIET, *arguments, NUMBA_ENABLE_CUDASIM="1")
-
-
-def test_in_the_simulator():
-    assert simulated("cuda_simulated.py", "cuda_outputs.py", "-m", "not slow") > 80
-
-
-def test_attention_in_the_simulator():
-    assert simulated("-p", "cuda_twin", "cuda_attention.py", "-m", "not slow") > 30
-
-
-@pytest.mark.slow
-def test_every_format_in_the_simulator():
-    assert simulated("cuda_simulated.py", "-m", "slow") > 50
-
-
-@pytest.mark.slow
-def test_attention_of_every_format_in_the_simulator():
-    assert simulated("-p", "cuda_twin", "cuda_attention.py", "-m", "slow") > 50
-
-
-@pytest.mark.slow
-def test_attention_suites_of_the_cpu_twin_in_the_simulator():
-    assert simulated("-p", "cuda_twin", "test_attention_errors.py", "test_attention_vectors.py") > 1100
-
-
-def test_errors_in_the_simulator():
-    assert simulated("-p", "cuda_twin", *ERRORS, "-k", NOT_THE_TWIN) > 500
-
-
-@pytest.mark.slow
-def test_the_suite_of_the_cpu_twin_in_the_simulator():
-    assert simulated("-p", "cuda_twin", "test_key_value_cache.py", "test_properties.py") > 800
 
 
 @pytest.mark.parametrize("twins", TWINS, ids=lambda twins: f"{twins[0].__module__}.{twins[0].__name__}")
@@ -91,9 +37,16 @@ def test_the_twins_take_and_explain_the_same(twins):
 
 
 def test_the_twins_have_the_same_names():
-    assert kvkit_cuda.__all__ == kvkit.__all__
-    for module in ("ascend", "dynamic_batching"):
-        assert getattr(kvkit_cuda, module).__all__ == getattr(kvkit, module).__all__
+    for twin, module in MODULES:
+        assert sorted(module.__all__) == sorted(twin.__all__)
+
+
+def test_only_what_makes_index_tensors_is_the_cpus():
+    operators = {name.removeprefix("ascend.") for name in OPERATORS if name.startswith("ascend.")}
+    for name in kvkit.ascend.__all__:
+        same = getattr(kvkit_cuda.ascend, name) is getattr(kvkit.ascend, name)
+        assert same is (name not in operators)
+    assert len(TWINS) == len(OPERATORS) + 1  # and the plan of a step
 
 
 SCRIPT = """

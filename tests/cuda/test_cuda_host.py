@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed; `make test` installs it")
 from numba import cuda
 from numba.cuda.core.errors import NumbaPerformanceWarning
 from numba.cuda.cudadrv import driver

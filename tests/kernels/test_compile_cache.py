@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import stat
 import subprocess
@@ -148,12 +149,12 @@ def test_settings_of_numba_are_part_of_the_key(copy, setting):
 
 
 def test_no_home_directory(copy, monkeypatch, tmp_path):
-    from kvkit import jit
+    from kvkit import jit, kept
 
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(jit.Path, "home", no_home)
+    monkeypatch.setattr(kept.Path, "home", no_home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("KVKIT_CACHE_DIR", raising=False)
     assert jit.cache_folder.__wrapped__() is None
@@ -186,24 +187,150 @@ def test_damaged_files_are_compiled_again(copy, tmp_path, damage):
 
 def test_code_is_for_its_owner_only(copy, tmp_path):
     """Others must not be able to plant code that this user would load."""
-    folder = Path(call(copy, tmp_path / "cache")["folder"])
-    assert not folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    folder = Path(call(copy, tmp_path / "cache", UMASK + CALL)["folder"])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
 def test_a_full_disk_costs_nothing_but_time(monkeypatch, tmp_path):
-    from kvkit import index, jit
+    from kvkit import index, jit, kept
 
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jit.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(kept.os, "replace", full)
     begin = time.perf_counter()
     add = jit.kernel(index.share.py_func, "int64(int64, int64, int64)")
     assert add(7, 1, 2) == 4
     assert time.perf_counter() - begin < 60
     assert not list(tmp_path.iterdir())
+
+
+UMASK = "import os\nos.umask(0)\n"
+SHARE = "int64(int64, int64, int64)"
+
+
+class Shelf:
+    """A folder of compiled code in which a test can lay things."""
+
+    def __init__(self, path, monkeypatch):
+        from kvkit import index, jit
+
+        self.path, self.jit, self.function = path / "0123456789abcdef0123", jit, index.share.py_func
+        monkeypatch.setattr(jit, "cache_folder", lambda: self.path)
+
+    def make(self, key=()):
+        """Compile or load a kernel; its folder entry, which also says whether it was loaded."""
+        loaded, load = [], self.jit.Folder.load_overload
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                self.jit.Folder, "load_overload", lambda *args: loaded.append(load(*args)) or loaded[-1]
+            )
+            code = self.jit.kernel(self.function, SHARE, key)
+        assert code(7, 1, 2) == 4
+        return code._cache._file(SHARE), loaded[-1] is not None
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    return Shelf(tmp_path, monkeypatch)
+
+
+def test_code_is_found_again(shelf):
+    file, found = shelf.make()
+    assert not found
+    assert file.exists()
+    assert shelf.make() == (file, True)
+
+
+def open_folder(file, monkeypatch):
+    file.parent.chmod(0o770)
+
+
+def open_file(file, monkeypatch):
+    file.chmod(0o606)
+
+
+def link_to_a_folder(file, monkeypatch):
+    file.parent.rename(file.parent.with_name("elsewhere"))
+    file.parent.symlink_to("elsewhere")
+
+
+def link_to_a_file(file, monkeypatch):
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def pipe(file, monkeypatch):
+    """Which is not waited for."""
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+def another_user(file, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(file).st_uid + 1)
+    status, fields = os.fstat, list(os.stat(file))
+    fields[4] += 2
+    monkeypatch.setattr(os, "fstat", lambda handle: os.stat_result([status(handle)[0], *fields[1:]]))
+
+
+@pytest.mark.parametrize(
+    "spoil", [open_folder, open_file, link_to_a_folder, link_to_a_file, pipe, another_user]
+)
+def test_what_others_may_write_is_not_run(shelf, monkeypatch, spoil):
+    file, _ = shelf.make()
+    spoil(file, monkeypatch)
+    assert not shelf.make()[1]
+
+
+def test_swapped_files_are_not_run(shelf):
+    one, other = (shelf.make(key)[0] for key in ("one", "other"))
+    blob = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    assert not shelf.make("one")[1]
+    one.write_bytes(blob)
+    assert shelf.make("one")[1]
+    moved = one.parent.with_name("f" * 20)
+    one.parent.rename(moved)
+    shelf.path = moved
+    assert not shelf.make("one")[1]
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"nonsense", pickle.dumps(None), pickle.dumps((1, 2)), pickle.dumps("x" * 11)]
+)
+def test_an_odd_payload_is_a_miss(shelf, payload):
+    from kvkit import kept
+
+    file, _ = shelf.make()
+    kept.save(file, payload)
+    assert kept.load(file) == payload
+    assert not shelf.make()[1]
+
+
+def test_unused_code_is_removed(shelf):
+    """Of any version, and what a killed process left; a use counts for a month."""
+    from kvkit import kept
+
+    names = "kept.bin", "used.bin", "old.bin", "tmpleft", "other.txt"
+    here, before = shelf.path, shelf.path.with_name("f" * 20)
+    others = shelf.path.with_name("notes")
+    for folder in (here, before, others):
+        folder.mkdir(0o700)
+        for name in names:
+            kept.save(folder / name, b"code")
+            if name != "kept.bin":
+                os.utime(folder / name, (0, time.time() - 31 * kept.DAY))
+    (before / "other.txt").unlink()
+    (before / "kept.bin").unlink()
+    assert kept.load(here / "used.bin") == kept.load(others / "used.bin") == b"code"
+    count, size = kept.prune(shelf.path.parent, kept.UNUSED)
+    assert (count, size) == (5, 5 * 36)
+    assert sorted(path.name for path in here.iterdir()) == ["kept.bin", "other.txt", "used.bin"]
+    assert not before.exists()
+    assert len(list(others.iterdir())) == 5
 
 
 STORE = """

@@ -22,11 +22,6 @@ LOWEST = np.finfo(np.float32).min
 tiles = pytest.mark.parametrize("tile", TILES)
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def compiled(function, arguments):
     """Machine code that is not kept: the folder of compiled code knows the package's files only."""
     with mock.patch.object(jit, "cache_folder", return_value=None):

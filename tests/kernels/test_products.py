@@ -71,11 +71,6 @@ narrow = pytest.mark.parametrize(
 forms = pytest.mark.parametrize("plain", [False, True], ids=["vector", "plain"])
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def dtype_of(name):
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 

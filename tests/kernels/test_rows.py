@@ -24,11 +24,6 @@ rest_of_grid = pytest.mark.parametrize("formats", REST_OF_GRID, ids=str)
 TOKENS, HEADS = 3, 3
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def names(formats):
     """The formats as `rows` takes them: data, cache, scale, group."""
     if not formats.bit:

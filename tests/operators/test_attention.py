@@ -29,11 +29,6 @@ floats = pytest.mark.parametrize("formats", [FP32, FP16, BF16], ids=str)
 bools = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def make(kind, *args, **options):
     return getattr(scenes, kind)(*args, **options)
 
@@ -498,17 +493,15 @@ def test_forms_of_inputs(kind, form, rng):
 @pytest.mark.parametrize("formats", [FP16, INT8], ids=str)
 @pytest.mark.parametrize("layout", range(2), ids="layout{}".format)
 @pytest.mark.parametrize("flip", [None, 0, 1, 2, 3])
-def test_caches_of_any_strides(kind, formats, layout, flip, rng):
+def test_caches_of_any_strides(kind, formats, layout, flip, rng, poison):
     call = any_kind(kind, rng, formats, 7, 2, layout=layout, dim=24)
     names = [name for name in ("cache", "scale") if call[name] is not None]
-    views = {name: carve(call[name], 1, flip) for name in names}
+    views = {name: poison.around(call[name], 1, flip) for name in names}
     expected = call.expected()
-    moved = call.but(**{name: view for name, (view, _) in views.items()})
+    moved = call.but(**views)
     scenes.assert_near(moved.run(), expected[0], scenes.TOLERANCE["float16"])
     for name, after in zip(("cache", "scale"), expected[2:], strict=True):
         assert_same(moved[name], after, name)
-    for _, untouched in views.values():
-        untouched()
 
 
 @dynamics
@@ -537,19 +530,15 @@ def test_forms_of_a_single_start_pos(start, rng):
 # Outputs given by the caller
 
 
-def poisoned(array):
-    return np.full_like(array.view(np.uint8), 0xFF).view(array.dtype)
-
-
 @kinds
 @floats
-def test_out(kind, formats, rng):
+def test_out(kind, formats, rng, poison):
     call = any_kind(kind, rng, formats, 9, 4, dim=40)
     expected = call.copy().run(return_lse=True)
-    out = poisoned(expected[0])
+    out = poison.like(expected[0])
     assert call.copy().run(out=out) is out
     assert_same(out, expected[0])
-    pair = tuple(map(poisoned, expected))
+    pair = tuple(map(poison.like, expected))
     got = call.copy().run(return_lse=True, out=pair)
     assert got[0] is pair[0]
     assert got[1] is pair[1]
@@ -559,25 +548,24 @@ def test_out(kind, formats, rng):
 
 @kinds
 @pytest.mark.parametrize("flip", [None, 0, 1])
-def test_out_inside_a_larger_array(kind, flip, rng):
+def test_out_inside_a_larger_array(kind, flip, rng, poison):
     for seqlen, formats in ((1, FP32), (9, FP16)):
         call = any_kind(kind, rng, formats, 9, seqlen, dim=17)
         expected = call.copy().run(return_lse=True)
         flips = flip, None if flip == expected[1].ndim - 1 else flip
-        views = [carve(poisoned(array), i, flips[i]) for i, array in enumerate(expected)]
-        call.run(return_lse=True, out=tuple(view for view, _ in views))
-        for (view, untouched), right in zip(views, expected, strict=True):
+        views = [poison.around(poison.like(array), i, flips[i]) for i, array in enumerate(expected)]
+        call.run(return_lse=True, out=tuple(views))
+        for view, right in zip(views, expected, strict=True):
             assert_same(view, right)
-            untouched()
 
 
 @kinds
-def test_out_of_rows_that_see_nothing(kind, rng):
+def test_out_of_rows_that_see_nothing(kind, rng, poison):
     """Every element is written, zeros too."""
     call = any_kind(kind, rng, FP32, 3, 4)
     columns = scenes.context(call) if "static" in kind else call["kvstarts"][-1]
     call = call.but(attn_mask=np.full((call["query"].shape[-3], columns), -np.inf, np.float32))
-    out = poisoned(call["query"]), poisoned(call["query"][..., 0].copy())
+    out = poison.like(call["query"]), poison.like(call["query"][..., 0].copy())
     call.run(return_lse=True, out=out)
     assert not out[0].any()
     assert (out[1] == -np.inf).all()

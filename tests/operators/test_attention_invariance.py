@@ -15,11 +15,6 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 cached_formats = pytest.mark.parametrize("formats", [FP32, FP16, INT8], ids=str)
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 # Threads
 
 

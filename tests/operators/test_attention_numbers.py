@@ -17,11 +17,6 @@ packed = pytest.mark.parametrize("kind", ["static", "dynamic"])
 cached = pytest.mark.parametrize("kind", CACHED)
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def keys_of(call):
     names = ("key", "value") if "key" in call.inputs else ("current_key", "current_value")
     return [call[name] for name in names]

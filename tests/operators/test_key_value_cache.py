@@ -20,11 +20,6 @@ few_formats = pytest.mark.parametrize("formats", FEW, ids=str)
 kinds = pytest.mark.parametrize("kind", ["static", "dynamic"])
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def scene(kind, rng, formats, **choices):
     if kind == "dynamic":
         choices = {"layout": 2, "mode": 1, **choices}

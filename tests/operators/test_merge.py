@@ -20,11 +20,6 @@ INF = np.inf
 floats = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def parts(rng, count, shape=(3, 4, 8), dtype=np.float32):
     outputs = [rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(count)]
     return outputs, [3 * rng.standard_normal(shape[:-1], np.float32) for _ in range(count)]

@@ -9,9 +9,9 @@ import numba
 import numpy as np
 import pytest
 from attention_scenes import FP16, FP32, INT8, assert_near, assert_unchanged, poison
+from refusals import legal_attention as legal
 from scenes import GARBAGE, INT64_MAX, LAYERS, assert_same
 from test_attention import at_an_odd_address, backwards, fused, guarded, heads_first
-from test_attention_errors import legal
 
 import kvkit
 from kvkit import KvkitError
@@ -25,11 +25,6 @@ PLANNED = ("cache_mode", "page_size")
 CACHED = ("num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout")
 modes = pytest.mark.parametrize("mode", [0, 1], ids=["offsets", "pages"])
 formats_of = pytest.mark.parametrize("formats", [FP32, FP16, INT8], ids=str)
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
 
 
 def planned(call, **more):

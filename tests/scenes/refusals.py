@@ -1,10 +1,13 @@
 """Legal calls to be broken, and the check that a broken one is refused by name and changes nothing."""
 
+import attention_scenes
+import backends
 import numpy as np
 import pytest
 import scenes
 from scenes import INT64_MAX, MOVED, Formats
 
+import kvkit
 from kvkit import KvkitError
 
 FLOAT = MOVED[0]
@@ -29,19 +32,37 @@ def legal(kind, formats=INT8, **choices):
     return scene.but(**arrays, **steps, cachestarts=pages, max_seqlen=3, max_kvlen=5)
 
 
-def refused(scene, name, **more):
-    """The call raises an error about `name` that says what was expected and got; no byte changes."""
+def legal_attention(kind, formats=attention_scenes.FP32, **options):
+    """B 2, heads 4 over 2, n 3, m 5, head size 8; dynamic: (2, 3), (0, 0), (4, 1)."""
+    rng = np.random.default_rng(3)
+    options = {"dim": 8, **options}
+    if kind.startswith("static"):
+        return getattr(attention_scenes, kind)(rng, formats, 2, 3, **options)
+    pages = {"page_size": 3} if kind == "dynamic_cache" else {}
+    return getattr(attention_scenes, kind)(rng, formats, [(2, 3), (0, 0), (4, 1)], **pages, **options)
+
+
+def refused(call, name, **more):
+    """The call raises an error about `name`, or one of them; by every backend in the same words.
+
+    It says what was expected and got, and no byte changes of what the call was given.
+    """
     outputs = more.get("out", ())
-    written = [scene["cache"], scene["scale"], *(outputs if isinstance(outputs, tuple) else [outputs])]
-    written = [array for array in written if isinstance(array, np.ndarray)]
-    before = [array.tobytes() for array in written]
+    given = [*call.inputs.values(), *(outputs if isinstance(outputs, (tuple, list)) else [outputs])]
+    given = [array for array in given if isinstance(array, np.ndarray)]
+    before = [array.tobytes() for array in given]
     with pytest.raises(KvkitError) as error:
-        scene.run(**more)
+        call.run(**more)
     message = str(error.value)
-    assert message.startswith(name)
+    assert message.startswith(name), message
     assert ": expected " in message
     assert ", got " in message
-    assert [array.tobytes() for array in written] == before
+    assert [array.tobytes() for array in given] == before
+    if backends.name != "cpu":
+        with pytest.raises(KvkitError) as error:
+            call.run(kvkit, **more)
+        assert message == str(error.value)
+    return message
 
 
 TENSORS = ("current_key", "current_value", "cache", "scale")

@@ -2,13 +2,13 @@
 
 import copy
 from dataclasses import dataclass
+from operator import attrgetter
 
+import backends
 import ml_dtypes
 import numpy as np
 import pytest
 import reference
-
-import kvkit
 
 DTYPES = {
     "fp32": np.dtype(np.float32),
@@ -68,8 +68,8 @@ DYNAMIC_AXES = (
 )
 STATIC_AXES = ("sequence layer kv row head dim", "layer sequence kv head row dim")
 OPERATORS = {
-    "static": (kvkit.key_value_cache, reference.key_value_cache),
-    "dynamic": (kvkit.dynamic_batching.key_value_cache, reference.dynamic_key_value_cache),
+    "static": ("key_value_cache", reference.key_value_cache),
+    "dynamic": ("dynamic_batching.key_value_cache", reference.dynamic_key_value_cache),
 }
 
 
@@ -93,8 +93,10 @@ class Scene:
         inputs = {name: changes.pop(name, value) for name, value in self.inputs.items()}
         return Scene(self.kind, inputs, {**self.attrs, **changes}, self.formats)
 
-    def run(self, **more):
-        return OPERATORS[self.kind][0](*self.inputs.values(), **self.attrs, **more)
+    def run(self, by=None, **more):
+        """What the backend returns, or the package that is named."""
+        operator = attrgetter(OPERATORS[self.kind][0])(by or backends.operators)
+        return operator(*self.inputs.values(), **self.attrs, **more)
 
     def oracle(self):
         """(key, value, cache, scale) by the reference; the scene stays as it is."""
@@ -103,7 +105,7 @@ class Scene:
         return key, value, after["cache"], after["scale"]
 
     def results(self, **more):
-        """(key, value, cache, scale) by kvkit, whose cache and scale are the scene's."""
+        """(key, value, cache, scale) by the backend, whose cache and scale are the scene's."""
         return *self.run(**more), self["cache"], self["scale"]
 
 

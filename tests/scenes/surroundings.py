@@ -1,4 +1,4 @@
-"""Arrays inside larger buffers, of which a kernel must not touch another byte."""
+"""Memory that is filled with NaN, or 0xFF: outputs before a call, and what lies around arrays."""
 
 import numpy as np
 
@@ -22,3 +22,24 @@ def carve(array, offset=0, flip=None, margin=1):
         assert (buffer[inside == 0] == 0xFF).all()
 
     return carved, untouched
+
+
+class Poison:
+    """Makes such memory for a test, and knows what nobody may have touched when it ends."""
+
+    def __init__(self):
+        self.checks = []
+
+    def like(self, array):
+        """An array of the same shape and type in which no element has been written."""
+        return np.full_like(array.view(np.uint8), 0xFF).view(array.dtype)
+
+    def around(self, array, offset=0, flip=None, margin=1):
+        """The array's contents amid memory that must not change."""
+        carved, untouched = carve(array, offset, flip, margin)
+        self.checks.append(untouched)
+        return carved
+
+    def check(self):
+        for untouched in self.checks:
+            untouched()

@@ -48,6 +48,9 @@ class Layer(BaseLayer):
         self.store, self.span = store, span
         self._attention.forget()
 
+    def __getstate__(self):
+        return self.__dict__ | {"home": None}  # a copy lies in memory
+
     def __repr__(self):
         held = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{held}>"
@@ -70,8 +73,8 @@ class Layer(BaseLayer):
         """Raise if the layer can never hold `new` tokens after `length`."""
 
     def _capacity(self, rows):
-        """Rows of a new store that has to hold so many."""
-        return max(rows, 2 * self.store.capacity if self.store else 0)
+        """Rows of a new store that has to hold so many: with room, that the next tokens need no other one."""
+        return max(rows + rows // 4, 2 * self.store.capacity if self.store else 0)
 
     def _new_store(self, given, capacity):
         return Store(given, capacity) if self.home is None else MappedStore(given, capacity, self.home)

@@ -124,6 +124,11 @@ class QuantizedLayer(Layer):
             given = self.store.geometry._replace(batch=len(indices))
             self._move(given, 0, 0, indices, view=False)
 
+    def settle(self):
+        """Let go of the originals of codes that a long update has left; attention then sees the codes."""
+        if self.store is not None and self.home is None and not self.record_past and self.store.is_large:
+            self.store.settle()
+
     def stored(self):
         return self.store.stored()
 

@@ -49,7 +49,11 @@ class CodeStore:
         for side in self.sides:
             side.evict()
             if self.read_back:
-                side.read_back()
+                self.let_go(side)
+
+    def let_go(self, side):
+        """Let the next view see what is stored, and nothing else be held."""
+        side.settle()
 
     def crop(self, length):
         for side in self.sides:
@@ -63,6 +67,15 @@ class CodeStore:
         """Be as before the latest update, when there were so many tokens."""
         for side in self.sides:
             side.take_back(length)
+
+    @property
+    def is_large(self):
+        return any(side.is_large for side in self.sides)
+
+    def settle(self):
+        """Let go of what only the last update needed."""
+        for side in self.sides:
+            side.settle()
 
     def see_stored(self):
         """Let attention see nothing but what is stored."""
@@ -120,6 +133,9 @@ class MappedCodeStore(CodeStore):
                 setattr(side, part, next(arrays))
             side.block_of = side.block_of[0, 0, :, 0]
 
+    def __reduce__(self):  # a copy lies in memory
+        return CodeStore, (self.geometry, self.sides, self.read_back)
+
     @classmethod
     def opened(cls, about, span, home, empty):
         """The store of tokens, as a sidecar says; `empty` makes another one of its geometry, in memory."""
@@ -136,6 +152,9 @@ class MappedCodeStore(CodeStore):
         for name, side in zip(SIDES, store.sides, strict=True):
             restore(side, span.length, *(about["state"][f"{name}.{number}"] for number in NUMBERS))
         return store
+
+    def let_go(self, side):  # a step that was cut off may have to be taken back
+        side.read_back()
 
     def make_room(self, new):
         self.rooms = [(side.tail, side.tail_at(new)) for side in self.sides]

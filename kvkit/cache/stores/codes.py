@@ -75,8 +75,8 @@ class Side:
 
     @property
     def nbytes(self):
-        """Bytes of what is stored, without room to grow."""
-        sinks, tail = min(self.sink, self.length), self.length - self.end
+        """Bytes of what is held, originals of codes that the latest view sees too, without room to grow."""
+        sinks, tail = min(self.sink, self.length), self.length - self.end + self.coded - self.before
         counts = (self.sinks, sinks), (self.tail, tail), (self.codes, self.coded), (self.cells, self.blocks)
         return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
 
@@ -186,6 +186,22 @@ class Side:
             self.seen = self.coded
             self.counter[0] += 1
 
+    @property
+    def is_large(self):
+        """Whether a long update has left much more than a window in the tail."""
+        return self.tail.shape[2] > 8 * (self.residual + self.block + SPARE)
+
+    def settle(self):
+        """Let go of the originals of codes, which nobody sees from now on."""
+        live, _, room = self.tail_counts(0)
+        first, (batch, heads, _, dim) = self.end - self.start, self.shape
+        if self.is_large:
+            tail = np.empty((batch, heads, room, dim), self.dtype)
+            tail[:, :, :live] = self.tail[:, :, first : first + live]
+            self.tail, first = tail, 0
+        self.start, self.before = self.end - first, self.coded
+        self.read_back()
+
     def taken(self, index):
         """The same for other rows of the batch."""
         side, first = copy.copy(self), self.end - self.start
@@ -282,8 +298,8 @@ def place(array, position):
 
 
 def resized(array, used, least):
-    """A copy with room for at least so many, and twice what there was; of the first `used` ones."""
+    """A copy with room for at least so many and some more, and twice what there was; of the first `used`."""
     batch, heads, capacity, dim = array.shape
-    more = np.empty((batch, heads, max(least, 2 * capacity), dim), array.dtype)
+    more = np.empty((batch, heads, max(least + least // 4, 2 * capacity), dim), array.dtype)
     more[:, :, :used] = array[:, :, :used]
     return more

@@ -114,6 +114,9 @@ class MappedStore(Store):
     def _arrays(self):
         return self.file.arrays
 
+    def __reduce__(self):  # a copy lies in memory
+        return Store, (self.geometry, self.capacity), (None, {"keys": self.keys, "values": self.values})
+
     @classmethod
     def opened(cls, about, span, home):
         """The store of tokens, as a sidecar says."""

@@ -30,16 +30,7 @@ class Call(NamedTuple):
 
 
 def checked(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    *,
-    compress_type,
-    cache_format,
-    empty_window,
-    **windows,
+    key, value, key_cache, value_cache, slot_mapping, *, compress_type, cache_format, empty_window, **windows
 ):
     """The checked call; `windows` are its arguments for compressed modes."""
     mode = compression(compress_type)
@@ -66,6 +57,9 @@ def checked(
 def compression(compress_type):
     if isinstance(compress_type, CompressType):
         return compress_type
+    if isinstance(compress_type, str):
+        legal = " or ".join(f"ascend.CompressType.{mode.name}" for mode in CompressType)
+        raise wrong("compress_type", f"{legal}, or its number", describe(compress_type))
     return CompressType(choice("compress_type", compress_type, tuple(map(int, CompressType))))
 
 

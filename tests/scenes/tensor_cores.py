@@ -8,10 +8,8 @@ from attention_scenes import FP16
 from numba import cuda, types
 
 import kvkit
-import kvkit_cuda
 from kvkit_cuda.ground import device
 
-attention_scenes.kvkit = kvkit_cuda
 slow = pytest.mark.slow
 elements = pytest.mark.parametrize("element", ["float16", "bfloat16"])
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -42,11 +40,7 @@ def forms_taken(module, monkeypatch):
 def check(call, taken, usual=True):
     """As near to the oracle, and to the CPU twin, as the type allows; by one of the kernels `taken`."""
     output, lse = attention_scenes.check(call, usual)
-    attention_scenes.kvkit = kvkit
-    try:
-        twin, twin_lse = call.run(return_lse=True)
-    finally:
-        attention_scenes.kvkit = kvkit_cuda
+    twin, twin_lse = call.run(kvkit, return_lse=True)
     tolerance = attention_scenes.TOLERANCE[str(output.dtype)]
     attention_scenes.assert_near(output, twin.astype(np.float64), tolerance, "beside the twin, output")
     attention_scenes.assert_near(lse, twin_lse.astype(np.float64), tolerance, "beside the twin, lse")

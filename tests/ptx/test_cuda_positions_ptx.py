@@ -1,62 +1,14 @@
-"""The position operators of kvkit_cuda where there is no device: their face, the simulator, PTX."""
+"""The kernels of the position operators compile without a device, into what a GPU runs well."""
 
-import inspect
 import re
 
 import pytest
-from test_cuda import simulated
 from test_cuda_ptx import CAPABILITIES, REGISTERS, assemble
 
-import kvkit
-import kvkit_cuda
 from kvkit_cuda.ground import device
 from kvkit_cuda.positions import alibi, angles, index, rotary
 
-TWIN = ("-p", "cuda_positions_twin")
-# What those look at is the CPU's: its vectors and its threads, its formulas, what a call costs.
-OF_THE_CPU = "plain or both_forms or threads or microseconds or same_bits or cosines"
 FLOATS = ("float32", "float16", "bfloat16")
-TWINS = [
-    (getattr(kvkit, name), getattr(kvkit_cuda, name))
-    for name in ("alibi_slope", "alibi_mask", "rotary_position_embedding")
-] + [
-    (getattr(kvkit.dynamic_batching, name), getattr(kvkit_cuda.dynamic_batching, name))
-    for name in ("position_index", "alibi_mask", "rotary_position_embedding")
-]
-
-
-def test_in_the_simulator():
-    assert simulated("cuda_positions.py", "-m", "not slow") > 60
-
-
-@pytest.mark.slow
-def test_every_format_in_the_simulator():
-    assert simulated("cuda_positions.py", "-m", "slow") > 10
-
-
-@pytest.mark.slow
-def test_errors_in_the_simulator():
-    assert simulated(*TWIN, "test_position_errors.py") > 300
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("part", "count"), [("rotary", 70), ("not rotary", 60)])
-def test_the_suite_of_the_cpu_twin_in_the_simulator(part, count):
-    assert simulated(*TWIN, "test_positions.py", "-k", f"{part} and not ({OF_THE_CPU})") > count
-
-
-@pytest.mark.parametrize("twins", TWINS, ids=lambda twins: f"{twins[0].__module__}.{twins[0].__name__}")
-def test_the_twins_take_and_explain_the_same(twins):
-    cpu, cuda = (dict(inspect.signature(function).parameters) for function in twins)
-    stream = cuda.pop("stream")
-    assert (stream.kind, stream.default) == (inspect.Parameter.KEYWORD_ONLY, None)
-    assert list(cpu.values()) == list(cuda.values())
-    for name in (*cuda, "stream"):
-        assert re.search(rf"\b{name}\b", inspect.getdoc(twins[1]))
-
-
-# Kernels
-
 MASKS = (None, "bool", *FLOATS)
 QUICK = {
     "angles": (angles.walk, angles.SIGNATURE),

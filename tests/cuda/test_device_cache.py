@@ -1,19 +1,13 @@
-"""kvkit_cuda in the CUDA simulator: kernels against the oracle and the CPU twin, and arrays of every kind.
+"""The cache operators of kvkit_cuda, against the oracle and the CPU twin, and arrays of every kind."""
 
-`test_cuda.py` runs it in a process of its own. The memory of the simulated device is the host's, so an array
-"of the device" is a numpy array that does not say so.
-"""
-
-import ctypes
 import doctest
 import sys
 import types
 
-import cuda_twin  # noqa: F401  (the scenes' operators)
-import ml_dtypes
 import numpy as np
 import pytest
 import scenes
+from device_arrays import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
 from numba import cuda
 from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
 
@@ -23,10 +17,6 @@ from kvkit.checks import tensors
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import transfer
 
-TWINS = {
-    "static": kvkit.key_value_cache,
-    "dynamic": kvkit.dynamic_batching.key_value_cache,
-}
 # Both chunk sizes of a move, a conversion, and codes whose groups are part of a chunk, one, several, or odd.
 FEW = [
     Formats("fp32", "fp16", dims=(6, 40)),
@@ -39,15 +29,10 @@ HALF, CODES = FEW[0], FEW[2]
 few_formats = pytest.mark.parametrize("formats", FEW, ids=str)
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def check(scene):
     """The same bits as the oracle and as the CPU twin; inputs do not change."""
     before, twin = scene.copy(), scene.copy()
-    by_cpu = *TWINS[scene.kind](*twin.inputs.values(), **twin.attrs), twin["cache"], twin["scale"]
+    by_cpu = *twin.run(kvkit), twin["cache"], twin["scale"]
     expected, got = scene.oracle(), scene.results()
     assert_all_same(got, expected)
     assert_all_same(got, by_cpu)
@@ -98,88 +83,8 @@ def test_a_large_group(rng, monkeypatch):
 
 # Arrays
 
-
-class Array:
-    """An array of some other library, on the device."""
-
-    def __init__(self, array, **more):
-        form = array.__array_interface__
-        self.array = array
-        self.__cuda_array_interface__ = {name: form[name] for name in ("data", "shape", "strides", "typestr")}
-        self.__cuda_array_interface__ |= {"version": 3, **more}
-
-
-class Tensor(Array):
-    """One of torch, whose dtypes are names of the module."""
-
-    def new_empty(self, shape, dtype):
-        return Tensor(np.empty(shape, dtype))
-
-
-int8, int64, float16, float32 = np.int8, np.int64, np.float16, np.float32
-bfloat16 = ml_dtypes.bfloat16
-
-
-class Capsule:
-    """A tensor that only DLPack passes on. Its memory, its capsule and what that points to live as long."""
-
-    CUDA, FLOAT, INT, BFLOAT = 2, 2, 0, 4
-
-    def __init__(self, array):
-        self.array = array
-
-        class Tensor(ctypes.Structure):
-            _fields_ = (
-                ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
-                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-                ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
-            )  # fmt: skip
-
-        code = (
-            self.BFLOAT
-            if array.dtype == ml_dtypes.bfloat16
-            else self.INT
-            if array.dtype.kind == "i"
-            else self.FLOAT
-        )
-        numbers = ctypes.c_int64 * array.ndim
-        self.kept = numbers(*array.shape), numbers(*(stride // array.itemsize for stride in array.strides))
-        self.tensor = Tensor(
-            array.ctypes.data, (ctypes.c_int32 * 2)(self.CUDA, 0), array.ndim, code, 8 * array.itemsize, 1,
-            *(ctypes.cast(part, ctypes.POINTER(ctypes.c_int64)) for part in self.kept),
-        )  # fmt: skip
-
-    def __dlpack_device__(self):
-        return self.CUDA, 0
-
-    def __dlpack__(self, stream=None, **versions):
-        make = ctypes.pythonapi.PyCapsule_New
-        make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return make(ctypes.addressof(self.tensor), b"dltensor", None)
-
-
-class OnTheHost:
-    """A tensor of the CPU, which DLPack passes on."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack_device__(self):
-        return 1, 0
-
-    def __dlpack__(self, **more):
-        return self.array.__dlpack__(**more)
-
-
-KINDS = {"interface": Array, "torch": Tensor, "dlpack": Capsule, "numba": cuda.to_device}
 TENSORS = ("current_key", "current_value", "cache", "scale")
 kinds = pytest.mark.parametrize("kind", ["static", "dynamic"])
-
-
-def contents(array):
-    """A result's elements, whatever kind it is."""
-    return array if isinstance(array, np.ndarray) else getattr(array, "array", getattr(array, "_ary", None))
 
 
 def scene_of(kind, rng, formats, **choices):
@@ -306,16 +211,6 @@ def test_start_pos_of_the_device(rng):
     scene = scenes.static(rng, HALF)
     expected = scene.oracle()
     assert_all_same((*scene.but(start_pos=Array(np.array([3]))).run(), scene["cache"], None), expected)
-
-
-def moved(array, elements=0, dim=0):
-    """A copy of an array that begins so many elements behind a multiple of 16 bytes, heads so much apart."""
-    wide = np.empty((*array.shape[:-1], array.shape[-1] + dim), array.dtype)
-    buffer = np.empty(wide.nbytes + 64, np.uint8)
-    begin = -buffer.ctypes.data % 16 + elements * array.itemsize
-    copy = buffer[begin : begin + wide.nbytes].view(array.dtype).reshape(wide.shape)[..., : array.shape[-1]]
-    copy[...] = array
-    return Array(copy)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Decode through tensor cores: tiles that a warp copies and multiplies, and the kernel against the oracle.
 
-`test_cuda_decode.py` runs it in the CUDA simulator, `make test-gpu` on a device.
+In the CUDA simulator, on the machine that runs PTX, or on a device.
 """
 
 from types import SimpleNamespace
@@ -21,13 +21,8 @@ from kvkit_cuda.calls import tables
 from kvkit_cuda.ground import device, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ADDRESSES = types.Array(types.int64, 2, "C")
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
 
 
 # Instructions

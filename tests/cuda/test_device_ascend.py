@@ -1,17 +1,12 @@
-"""`kvkit_cuda.ascend` in the CUDA simulator: arrays of the device, chunks of every size, outputs, doctests.
-
-`test_cuda_ascend.py` runs it, and the suite of the CPU twin with the plugin `cuda_ascend_twin`, in processes
-of their own. The memory of the simulated device is the host's (see `cuda_simulated`).
-"""
+"""`kvkit_cuda.ascend`: arrays of the device, chunks of every size, outputs, doctests."""
 
 import doctest
 
 import ascend_reference as oracle
-import cuda_ascend_twin  # noqa: F401  (small blocks)
 import numpy as np
 import pytest
 from ascend_reference import KVHEAD, OMNI, ROPE
-from cuda_simulated import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
+from device_arrays import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
 from test_ascend import DTYPES, FLOATS, any_bits, compressed_call, finite, plain_call
 
 import kvkit
@@ -21,11 +16,6 @@ from kvkit_cuda.moves import means, pieces
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 GIVEN = ("key", "value", "key_cache", "value_cache")
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
 
 
 @pytest.fixture

@@ -1,17 +1,12 @@
-"""`kvkit_cuda.ascend.paged_attention` in the CUDA simulator: against loops in float64, on the device.
-
-`test_cuda_ascend.py` runs it, and the suite of the CPU twin with the plugin `cuda_ascend_twin`. The memory of
-the simulated device is the host's (see `cuda_simulated`).
-"""
+"""`kvkit_cuda.ascend.paged_attention`: against loops in float64."""
 
 import doctest
 
 import ascend_reference as oracle
-import cuda_ascend_twin  # noqa: F401  (small blocks)
 import numpy as np
 import pytest
 from attention_scenes import TOLERANCE, assert_near
-from cuda_simulated import KINDS, Array, Tensor, contents
+from device_arrays import KINDS, Array, Tensor, contents
 from test_ascend_attention import call_of, run
 
 import kvkit
@@ -27,11 +22,6 @@ ALL = {"razor": True, "window": (20, 0), "softcap": 2.0, "sinks": True, "softmax
 def few_of(cases, quick):
     """All but one are slow."""
     return [case if case == quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
 
 
 def check(call, given, **more):

@@ -1,6 +1,6 @@
 """Prefill through tensor cores: fragments against plain matrices, and the kernel against the oracle.
 
-`test_cuda_prefill.py` runs it in the CUDA simulator, `make test-gpu` on a device.
+In the CUDA simulator, on the machine that runs PTX, or on a device.
 """
 
 from dataclasses import replace
@@ -21,12 +21,7 @@ from kvkit_cuda.calls import tables
 from kvkit_cuda.ground import device, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 # Instructions

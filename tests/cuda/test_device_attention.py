@@ -1,13 +1,13 @@
-"""Attention of kvkit_cuda in the CUDA simulator, against the oracle; `test_cuda.py` runs it in a process of
-its own. What a kernel is compiled for differs little here, since every form takes seconds.
+"""Attention of kvkit_cuda against the oracle.
+
+What a kernel is compiled for differs little here, since in the simulator every form takes seconds.
 """
 
 import attention_scenes as scenes
-import cuda_twin
 import numpy as np
 import pytest
 from attention_scenes import BF16, FP16, FP32, KINDS, TOLERANCE, assert_near, check
-from cuda_simulated import Array, Tensor, contents
+from device_arrays import Array, Tensor, contents
 from scenes import ALL_FORMATS, Formats, assert_same
 
 import kvkit
@@ -29,11 +29,6 @@ OPTIONS = {
     "scale": {"softmax_scale": 0.7, "window": (4, -1), "decoding": 3},
 }
 SHORT = {"PARTS": 64, "LEAST_PART": 5}  # parts of 5 tokens
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
 
 
 def make(kind, rng, formats=FP32, **options):
@@ -270,7 +265,7 @@ def test_merge(dtype, rng):
     lses = 3 * rng.standard_normal((3, 5, 2), np.float32)
     lses[0, 2], lses[:, 4] = -np.inf, -np.inf
     lses = lses.swapaxes(1, 2)
-    expected = cuda_twin.MERGE(outputs, lses)
+    expected = kvkit.merge_attention_states(outputs, lses)
     tolerance = TOLERANCE[np.dtype(dtype).name] / 2
     out = Array(np.empty((5, 2, 8), dtype).swapaxes(0, 1)), np.empty((2, 5), np.float32)
     for got in (

@@ -1,16 +1,12 @@
-"""Index tensors on the device in the CUDA simulator: refused in the CPU twin's words, and read only then.
-
-`test_cuda_scan.py` runs it in a process of its own. The memory of the simulated device is the host's (see
-`cuda_simulated`).
-"""
+"""Index tensors on the device: refused in the CPU twin's words, and read only then."""
 
 import numpy as np
 import pytest
 import scenes
-from cuda_simulated import KINDS, TWINS, Array, contents
+from device_arrays import KINDS, Array, contents
 from refusals import legal
 from scenes import assert_all_same
-from test_index_errors import LEGAL_ROWS, ROWS, STARTS, changed
+from test_key_value_cache_index_errors import LEGAL_ROWS, ROWS, STARTS, changed
 
 import kvkit
 import kvkit_cuda
@@ -41,9 +37,8 @@ def on_device(scene, names=INDEX, kind=Array):
 
 def by_twin(scene):
     """What the CPU twin says to a call, if it refuses it."""
-    copy = scene.copy()
     try:
-        TWINS["dynamic"](*copy.inputs.values(), **copy.attrs)
+        scene.copy().run(kvkit)
     except kvkit.KvkitError as error:
         return str(error)
 

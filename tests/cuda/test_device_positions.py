@@ -1,17 +1,11 @@
-"""The position operators of kvkit_cuda in the CUDA simulator: the CPU twin's bits, arrays of the device.
+"""The position operators of kvkit_cuda: the CPU twin's bits, arrays of the device."""
 
-`test_cuda_positions.py` runs it, and the suite of the CPU twin with the plugin `cuda_positions_twin`, in
-processes of their own. The memory of the simulated device is the host's (see `cuda_simulated`).
-"""
-
-import doctest
 import sys
 import types
 
-import cuda_positions_twin
 import numpy as np
 import pytest
-from cuda_simulated import KINDS, Array, Tensor, contents, moved
+from device_arrays import KINDS, Array, Tensor, contents, moved
 from scenes import DTYPES, FLOATS
 
 import kvkit
@@ -19,14 +13,8 @@ import kvkit_cuda
 from kvkit_cuda.ground import device
 from kvkit_cuda.positions import alibi, angles, rotary
 
-TWINS = cuda_positions_twin.TWINS
 every_kind = pytest.mark.parametrize("kind", KINDS)
 packed = kvkit_cuda.dynamic_batching
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
 
 
 @pytest.fixture
@@ -81,7 +69,7 @@ ATTRIBUTES = {
 @pytest.mark.parametrize("attributes", ATTRIBUTES.values(), ids=ATTRIBUTES)
 def test_the_bits_of_the_cpu(t1, attributes, rng):
     arrays, starts, first = turn_call(rng, t1)
-    twin = TWINS["dynamic_batching.rotary_position_embedding"]
+    twin = kvkit.dynamic_batching.rotary_position_embedding
     same(
         packed.rotary_position_embedding(*map(Array, arrays), starts, first, None, **attributes),
         twin(*arrays, starts, first, None, **attributes),
@@ -90,7 +78,7 @@ def test_the_bits_of_the_cpu(t1, attributes, rng):
     pads = np.array([3, 11])
     same(
         kvkit_cuda.rotary_position_embedding(*map(Array, static), 7, pads, **attributes),
-        TWINS["rotary_position_embedding"](*static, 7, pads, **attributes),
+        kvkit.rotary_position_embedding(*static, 7, pads, **attributes),
     )
 
 
@@ -99,7 +87,7 @@ def test_far_positions(start, rng):
     """Where some angle is too large for the device's formula, the table is made on the host."""
     arrays, starts, first = turn_call(rng, "fp32")
     first[1:] = start - 5, start - 3
-    twin = TWINS["dynamic_batching.rotary_position_embedding"]
+    twin = kvkit.dynamic_batching.rotary_position_embedding
     same(
         packed.rotary_position_embedding(*arrays, starts, first, None),
         twin(*arrays, starts, first, None),
@@ -110,7 +98,7 @@ def test_far_positions(start, rng):
 def test_rotary_of_the_device(kind, rng):
     """Index tensors of the device are read; results are of the kind of the query."""
     arrays, starts, first = turn_call(rng, "bf16")
-    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, starts, first, None)
+    expected = kvkit.dynamic_batching.rotary_position_embedding(*arrays, starts, first, None)
     given = [KINDS[kind](array) for array in arrays]
     results = packed.rotary_position_embedding(*given, Array(starts), Array(first), None)
     assert [type(array) for array in results] == [kind_of(kind)] * 2
@@ -121,7 +109,7 @@ def test_rotary_of_the_device(kind, rng):
 def test_rotary_in_place(bypass, rng):
     arrays, starts, first = turn_call(rng, "fp16")
     arguments = starts, first, None
-    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, *arguments, bypass_key=bypass)
+    expected = kvkit.dynamic_batching.rotary_position_embedding(*arrays, *arguments, bypass_key=bypass)
     hosts = [array.copy() for array in arrays]
     out = packed.rotary_position_embedding(*hosts, *arguments, bypass_key=bypass, out=tuple(hosts))
     assert out[0] is hosts[0]
@@ -143,7 +131,7 @@ def test_rotary_in_chunks(t1, dim, elements, rotary_dim, span, rng, spans):
     """16 bytes at a time where all is aligned and whole, pairs elsewhere."""
     arrays, starts, first = turn_call(rng, t1, dim)
     arguments = starts, first, None
-    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, *arguments, rotary_dim=rotary_dim)
+    expected = kvkit.dynamic_batching.rotary_position_embedding(*arrays, *arguments, rotary_dim=rotary_dim)
     out = tuple(moved(np.zeros_like(array)) for array in arrays)
     given = moved(arrays[0], elements), moved(arrays[1])
     packed.rotary_position_embedding(*given, *arguments, rotary_dim=rotary_dim, out=out)
@@ -153,7 +141,7 @@ def test_rotary_in_chunks(t1, dim, elements, rotary_dim, span, rng, spans):
 
 def test_rotary_of_parts_of_larger_arrays(rng):
     arrays, starts, first = turn_call(rng, "fp32")
-    expected = TWINS["dynamic_batching.rotary_position_embedding"](*arrays, starts, first, None)
+    expected = kvkit.dynamic_batching.rotary_position_embedding(*arrays, starts, first, None)
     fused = np.concatenate(arrays, axis=1)
     pieces = np.repeat(arrays[1], 2, axis=-1)[..., ::2]
     given = Array(fused[:, :3]), Array(pieces)
@@ -174,11 +162,11 @@ def check_masks(t1, mask_type, rng):
         mask = mask > 0 if mask_type == "bool" else mask.astype(DTYPES[mask_type])
     more = {"num_heads": 3, "data_type": dtype.name}
     given = None if mask is None else Array(mask)
-    same([kvkit_cuda.alibi_mask(5, 19, given, **more)], [TWINS["alibi_mask"](5, 19, mask, **more)])
+    same([kvkit_cuda.alibi_mask(5, 19, given, **more)], [kvkit.alibi_mask(5, 19, mask, **more)])
     starts, kvstarts = np.array([0, 1, 1, 5]), np.array([0, 4, 6, 20])
     mask = None if mask is None else mask[0]
     given = None if mask is None else Array(mask)
-    expected = TWINS["dynamic_batching.alibi_mask"](starts, kvstarts, mask, **more)
+    expected = kvkit.dynamic_batching.alibi_mask(starts, kvstarts, mask, **more)
     same([packed.alibi_mask(Array(starts), Array(kvstarts), given, **more)], [expected])
 
 
@@ -196,7 +184,7 @@ def test_masks_of_every_format_have_the_bits_of_the_cpu(t1, mask_type, rng):
 @every_kind
 def test_masks_of_the_device(kind, rng):
     mask = rng.standard_normal((3, 1, 20)).astype(np.float32)[..., ::2]
-    expected = TWINS["alibi_mask"](5, 9, mask, num_heads=3)
+    expected = kvkit.alibi_mask(5, 9, mask, num_heads=3)
     given = KINDS[kind](mask if kind == "interface" else np.ascontiguousarray(mask))
     result = kvkit_cuda.alibi_mask(Array(np.array([5])), 9, given, num_heads=3)
     assert type(result) is kind_of(kind)
@@ -224,7 +212,7 @@ def test_masks_of_other_types_than_the_added_one(library, rng, monkeypatch):
         sys.modules, library, types.SimpleNamespace(__name__=library, empty=empty, float32="its float32")
     )
     mask = rng.random((5, 9)) > 0.5
-    expected = TWINS["alibi_mask"](5, 9, mask, num_heads=3)
+    expected = kvkit.alibi_mask(5, 9, mask, num_heads=3)
     result = kvkit_cuda.alibi_mask(5, 9, Tensor_(mask), num_heads=3)
     assert type(result) is Tensor_
     assert asked == ["its float32" if library == "torch" else np.float32]
@@ -233,7 +221,7 @@ def test_masks_of_other_types_than_the_added_one(library, rng, monkeypatch):
 
 @pytest.mark.parametrize(("elements", "span"), [(0, 8), (1, 1), (8, 8)])
 def test_masks_in_chunks(elements, span, rng, spans):
-    expected = TWINS["alibi_mask"](3, 17, num_heads=2, data_type="float16")
+    expected = kvkit.alibi_mask(3, 17, num_heads=2, data_type="float16")
     out = moved(np.zeros_like(expected), elements)
     assert kvkit_cuda.alibi_mask(3, 17, num_heads=2, data_type="float16", out=out) is out
     same([out], [expected])
@@ -244,7 +232,7 @@ def test_masks_in_chunks(elements, span, rng, spans):
 def test_slopes_into_arrays_of_the_device(kind):
     out = KINDS[kind](np.zeros(6, np.float32))
     assert kvkit_cuda.alibi_slope(num_heads=6, out=out) is out
-    same([out], [TWINS["alibi_slope"](num_heads=6)])
+    same([out], [kvkit.alibi_slope(num_heads=6)])
 
 
 # Positions
@@ -273,12 +261,3 @@ def test_nothing_is_written_if_a_launch_cannot_be_prepared(broken, rng, monkeypa
     with pytest.raises(KeyboardInterrupt):
         packed.rotary_position_embedding(*arrays, starts, first, None, out=tuple(map(Array, arrays)))
     assert [array.tobytes() for array in arrays] == before
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_docstring_example(name):
-    module, _, name = name.rpartition(".")
-    operator = getattr(packed if module else kvkit_cuda, name)
-    test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, name, None, 0)
-    assert len(test.examples) > 1
-    assert doctest.DocTestRunner().run(test).failed == 0

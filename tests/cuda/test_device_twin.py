@@ -1,4 +1,4 @@
-"""kvkit_cuda on a GPU: the scenes of the CPU suite against oracles and the twin; run by `make test-gpu`."""
+"""kvkit_cuda on a GPU, or on the machine for PTX: the scenes of the CPU against oracles and the twin."""
 
 import attention_scenes
 import numpy as np
@@ -9,30 +9,12 @@ from numba import cuda
 from scenes import ALL_FORMATS, assert_all_same
 
 import kvkit
-import kvkit_cuda
 from kvkit_cuda.ground import device
-
-pytestmark = pytest.mark.gpu
-CPU = {kind: operator for kind, (operator, _) in scenes.OPERATORS.items()}
-scenes.OPERATORS = {
-    "static": (kvkit_cuda.key_value_cache, scenes.OPERATORS["static"][1]),
-    "dynamic": (kvkit_cuda.dynamic_batching.key_value_cache, scenes.OPERATORS["dynamic"][1]),
-}
-attention_scenes.kvkit = kvkit_cuda
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
 
 
 def by_twin(call):
     """(output, lse) of the CPU twin."""
-    attention_scenes.kvkit = kvkit
-    try:
-        return call.copy().run(return_lse=True)
-    finally:
-        attention_scenes.kvkit = kvkit_cuda
+    return call.copy().run(kvkit, return_lse=True)
 
 
 def check(call):
@@ -62,7 +44,7 @@ def test_key_value_cache(formats, rng):
             *(scenes.dynamic(rng, formats, layout, (i + layout) % 2, dim=dim) for layout in range(4)),
         ):
             twin = scene.copy()
-            by_cpu = *CPU[scene.kind](*twin.inputs.values(), **twin.attrs), twin["cache"], twin["scale"]
+            by_cpu = *twin.run(kvkit), twin["cache"], twin["scale"]
             expected, got = scene.oracle(), scene.results()
             assert_all_same(got, expected)
             assert_all_same(got, by_cpu)
@@ -89,7 +71,7 @@ def test_page_tables_on_the_device(rng):
         broken = table.copy()
         broken[b, 0] = table[seen, scene["start_pos"][seen] // 4]
         with pytest.raises(kvkit.KvkitError) as expected:
-            CPU["dynamic"](*scene.but(cachestarts=broken).copy().inputs.values(), **scene.attrs)
+            scene.but(cachestarts=broken).copy().run(kvkit)
         with pytest.raises(kvkit.KvkitError) as error:
             scene.but(cachestarts=cuda.to_device(broken)).run()
         assert str(error.value) == str(expected.value)

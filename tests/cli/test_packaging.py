@@ -1,0 +1,54 @@
+"""What people install: from a clone, and from a source distribution."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SEEN = """
+import importlib.util
+for name in ("kvkit", "kvkit_cuda"):
+    print(importlib.util.find_spec(name).origin)
+"""
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
+def test_a_script_beside_the_clone_finds_the_package(tmp_path):
+    """Where the clone's folder has the name of the package."""
+    environment, beside = tmp_path / "environment", tmp_path / "beside"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    subprocess.run(["make", "-C", ROOT, f"VENV={environment}", "PIP=true", environment / "kvkit"],
+                   check=True, stdout=subprocess.PIPE)  # fmt: skip
+    beside.mkdir()
+    (beside / "kvkit").symlink_to(ROOT)
+    (beside / "script.py").write_text(SEEN)
+    command = [environment / "bin" / "python", beside / "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(ROOT / name / "__init__.py") for name in ("kvkit", "kvkit_cuda")]
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_whole(tmp_path):
+    """All that its pages link to and its tests read, in the place where they look for it."""
+    pytest.importorskip("setuptools")
+    copy = tmp_path / "kvkit"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo-out")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=copy, capture_output=True, check=True)
+    (made,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    pages = [path for path in copy.rglob("*.md") if "tests" not in path.parts]
+    links = {str((page.parent / link).relative_to(copy)) for page in pages
+             for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())}  # fmt: skip
+    assert links
+    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    made_by_the_build = {name for name in files if name.startswith("kvkit_kernels.egg-info")}
+    assert links <= names
+    assert files - made_by_the_build <= names

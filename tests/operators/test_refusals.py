@@ -1,0 +1,284 @@
+"""What no operator takes, from the table of operators: each argument of each, with all that it may not be."""
+
+import attention_scenes
+import numpy as np
+import pytest
+from calls import CALLS
+from refusals import NO_ARRAYS, Tensor, refused, swapped
+from scenes import assert_same
+
+import kvkit
+from kvkit.operators import OPERATORS
+
+every_call = pytest.mark.parametrize("call", [make() for make in CALLS.values()], ids=CALLS)
+NOT_INTEGERS = [1.0, 8.0, np.float32(1), True, False, np.True_, "8", None, [1], 1 + 0j, np.array([8, 8])]
+OF_KIND = {
+    int: NOT_INTEGERS,
+    float: [np.nan, np.inf, -np.inf, "1", True, [1.0], 1j, np.ones(2)],
+    bool: [None, "yes", 2, -1, 1.0, [True], np.array([True, False])],
+    str: [None, 0, True, b"ND", "nd", "none", "fp16", ["ND"], np.float32],
+    tuple: [None, 3, "ab", (3,), (1, 2, 3), (1.0, 2), (None, 1), ("1", "2"), (-2, 0), (0, -5), np.ones(2)],
+}
+OUT_OF_RANGE = {
+    "num_layer": [0, -3],
+    "layer_idx": [attention_scenes.LAYERS, -1, 2**70],
+    "quant_bit": [2, -8],
+    "quant_group": [0, -8, 7, 48],
+    "num_repeat": [0, -1, 2**70],
+    "cache_layout": [-1, 4],
+    "cache_mode": [-1, 2],
+    "page_size": [0, -3],
+    "num_heads": [0, -4],
+    "head_dim": [0, -8],
+    "num_kv_heads": [3, 8, -2],
+    "softcap": [None, -1.0, 1e-46],
+    "rotary_dim": [-1, 3, 10],
+    "max_position_embeddings": [0, -1],
+    "theta": [None, 0.0, -1.0, 1e39],
+    "scaling_factor": [None, 0.0, -1.0, 1e39],
+    "scaling_type": ["yarn", b"linear"],
+    "data_type": ["float64", "int8", "int4", "", 16],
+    "cache_format": ["NHSD", ""],
+    "empty_window": ["COPY", ""],
+    "compress_type": [-1, 4, "KVHEAD"],
+}
+# Numbers that are legal, but not with these arrays.
+ELSEWHERE = {
+    "num_layer": [(4, "cache")],
+    "cache_layout": [(1, "cache")],
+    "head_dim": [(12, ("head_dim", "query"))],
+    "num_kv_heads": [(value, ("num_kv_heads", "key", "current_key")) for value in (0, 1)],
+}
+DTYPES = ("float64", "int16", "bool", "complex64", "object", "V1", "int8")
+PMX_CACHES = ("cache", "scale")  # whose last axis is in one piece, and which no input may overlap
+INDEX_DTYPES = ("float64", "bool", "uint64", "int16", "object", ">i8")
+
+
+def attributes():
+    for label, make in CALLS.items():
+        call = make()
+        for attribute in call.operator.attributes:
+            if attribute.name != "quant_group" or call["quant_bit"]:  # floats have no groups
+                yield pytest.param(make, attribute, id=f"{label}-{attribute.name}")
+
+
+def inputs(dtypes):
+    """Every input of a call that is there and that has such dtypes."""
+    for label, make in CALLS.items():
+        call = make()
+        for array in call.operator.inputs:
+            if call.inputs.get(array.name) is not None and dtypes(array, call[array.name]):
+                yield pytest.param(make, array, id=f"{label}-{array.name}")
+
+
+def is_tensor(array, value):
+    return "int64" not in array.dtypes
+
+
+def is_index(array, value):
+    return "int64" in array.dtypes and np.ndim(value) > 0
+
+
+def is_number(array, value):
+    return "int64" in array.dtypes and np.ndim(value) == 0
+
+
+def test_calls_are_of_every_operator_and_legal():
+    """Otherwise the others would prove nothing."""
+    assert {make().name for make in CALLS.values()} == set(OPERATORS)
+    for make in CALLS.values():
+        make().run(kvkit)
+
+
+# Attributes
+
+
+@pytest.mark.parametrize(("make", "attribute"), [*attributes()])
+def test_attributes(make, attribute):
+    call, name = make(), attribute.name
+    for value in [*OF_KIND[attribute.kind], *OUT_OF_RANGE.get(name, ())]:
+        refused(call.but(**{name: value}), name)
+    for value, names in ELSEWHERE.get(name, ()):
+        if call.inputs.get(name) != value:
+            refused(call.but(**{name: value}), names)
+
+
+def test_every_attribute_has_a_limit():
+    names = {a.name for op in OPERATORS.values() for a in op.attributes if a.kind in (int, str)}
+    assert names <= set(OUT_OF_RANGE)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(("make", "array"), [*inputs(is_tensor)])
+def test_tensors(make, array):
+    call, name = make(), array.name
+    tensor = call[name]
+
+    def wrong(value, names=name):
+        refused(call.but(**{name: value}), names)
+
+    for form in NO_ARRAYS.values():
+        if form(tensor) is not None or not array.optional:
+            wrong(form(tensor))
+    for dtype in DTYPES:
+        if dtype not in array.dtypes:
+            wrong(np.zeros(tensor.shape, dtype))
+    if tensor.dtype.itemsize > 1:
+        wrong(swapped(tensor))
+    if name not in ("attn_mask", "x", "outputs") and call.name != "ascend.block_copy":  # of any rank
+        wrong(tensor[None])
+        wrong(tensor[0])
+    wrong(np.array(0, tensor.dtype))
+    if array.inout:
+        fixed = tensor.copy()
+        fixed.flags.writeable = False
+        wrong(fixed)
+        for axis in range(tensor.ndim):
+            if tensor.shape[axis] > 1:
+                same = np.broadcast_to(tensor.take([0], axis), tensor.shape)
+                same.flags.writeable = True
+                wrong(same)
+    if name in PMX_CACHES:
+        wrong(np.repeat(tensor, 2, -1)[..., ::2])
+        wrong(tensor[..., ::-1])
+
+
+@pytest.mark.parametrize(("make", "array"), [*inputs(is_index)])
+def test_index_tensors(make, array):
+    call, name = make(), array.name
+    tensor = call[name]
+    others = tuple(other.name for other in call.operator.inputs if "int64" in other.dtypes)
+    wrong = [NO_ARRAYS[form](tensor) for form in ("number", "other_library", "bytes")]
+    wrong += [np.clip(tensor, 0, 100).astype(dtype) for dtype in INDEX_DTYPES]
+    wrong += [tensor[None], tensor[0], "0123", [[1], [2, 3]], *([] if array.optional else [None])]
+    for value in wrong:
+        refused(call.but(**{name: value}), name)
+    for value in (tensor[:-1], tensor[:0], np.concatenate([tensor, tensor[-1:]])):
+        refused(call.but(**{name: value}), others)
+
+
+@pytest.mark.parametrize(("make", "array"), [*inputs(is_number)])
+def test_numbers(make, array):
+    call, name = make(), array.name
+    for value in (*NOT_INTEGERS, -1, -(2**70), np.array([1.5]), Tensor(np.array(1))):
+        if value is not None or not array.optional:
+            refused(call.but(**{name: value}), name)
+
+
+# Outputs
+
+
+def each(array):
+    """What an array of results may not be."""
+    yield from (7, "x", array.tolist(), array[None].copy(), array[..., :-1])
+    yield from (np.zeros(array.shape, dtype) for dtype in ("c8", "f8", "f2") if array.dtype != dtype)
+    yield from (swapped(array), np.zeros((array.shape[0] + 1, *array.shape[1:]), array.dtype))
+    fixed = array.copy()
+    fixed.flags.writeable = False
+    yield fixed
+    yield np.broadcast_to(array.ravel()[:1], array.shape)
+
+
+def arrays_of(results):
+    return [results] if isinstance(results, np.ndarray) else list(results)
+
+
+def like(results, arrays):
+    """One array, or several, as results are."""
+    return arrays[0] if isinstance(results, np.ndarray) else tuple(arrays)
+
+
+def wrongs(call, results):
+    """What may be wrong with all of `out`."""
+    there = arrays_of(results)
+    for i, result in enumerate(there):
+        for wrong in each(result):
+            yield like(results, [*there[:i], wrong, *there[i + 1 :]])
+        if "ascend" not in call.name or "query" in call.inputs:  # others take any strides
+            wrong = np.repeat(result, 2, axis=-1)[..., ::2]
+            yield like(results, [*there[:i], wrong, *there[i + 1 :]])
+    if isinstance(results, np.ndarray):
+        yield from ((results,), [results, results], ())
+    else:
+        yield from (7, "x", there[0], (), there[:-1], {"out": there[0]})
+        if call.name != "ascend.paged_cache_load":
+            yield from ((*there, None), [*there, there[0]])
+        yield from ([there[0]] * len(there), [None, *there[1:]])
+        if there[0].shape != there[1].shape:
+            yield there[::-1]
+        memory = np.zeros(there[0].nbytes + there[1].nbytes, np.uint8)
+        yield [placed(memory, there[0]), placed(memory, there[1], there[0].nbytes - there[1].itemsize)]
+
+
+def placed(memory, array, begin=0):
+    """An array of this shape in memory."""
+    return memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def outputs():
+    """Every call that returns new arrays, with the attributes that make it return more."""
+    for label, make in CALLS.items():
+        if make().operator.outputs:
+            yield pytest.param(make, {}, id=label)
+            if "attention" in label:
+                yield pytest.param(make, {"return_lse": True}, id=f"{label}-lse")
+
+
+with_outputs = pytest.mark.parametrize(("make", "more"), [*outputs()])
+
+
+@with_outputs
+def test_outputs(make, more):
+    call = make()
+    wrong = wrongs(call, call.copy().run(kvkit, **more))
+    assert len({refused(call, "out", out=out, **more) for out in wrong}) > 8
+
+
+@pytest.mark.cpu
+@with_outputs
+def test_outputs_that_are_right_are_used(make, more, poison):
+    expected = make().run(**more)
+    given = like(expected, [poison.like(array) for array in arrays_of(expected)])
+    results = make().run(out=given, **more)
+    for got, out, right in zip(*map(arrays_of, (results, given, expected)), strict=True):
+        assert got is out
+        assert_same(got, right)
+
+
+@with_outputs
+def test_outputs_over_inputs(make, more):
+    """With an element of it in common."""
+    call = make()
+    results = call.copy().run(kvkit, **more)
+    there = arrays_of(results)
+    for array in call.operator.inputs:
+        given = call.inputs.get(array.name)
+        if given is None or not is_tensor(array, given):
+            continue
+        for i, result in enumerate(there):
+            memory = np.zeros(given.nbytes + result.nbytes, np.uint8)
+            inside = placed(memory, given)
+            inside[...] = given
+            out = placed(memory, result, (given.nbytes - 1) // result.itemsize * result.itemsize)
+            outs = like(results, [*there[:i], out, *there[i + 1 :]])
+            refused(call.but(**{array.name: inside}), ("out", "cache", "scale"), out=outs, **more)
+
+
+@every_call
+def test_what_changes_lies_apart(call):
+    """A store would change what is still to be read."""
+    for array in call.operator.inputs:
+        if array.name not in PMX_CACHES or call.inputs.get(array.name) is None:
+            continue
+        changing = call[array.name]
+        for other in call.operator.inputs:
+            given = call.inputs.get(other.name)
+            if other is array or given is None or not is_tensor(other, given):
+                continue
+            memory = np.zeros(changing.nbytes + given.nbytes, np.uint8)
+            inside = placed(memory, changing)
+            inside[...] = changing
+            overlap = placed(memory, given, (changing.nbytes - 1) // given.itemsize * given.itemsize)
+            refused(call.but(**{array.name: inside, other.name: overlap}), (array.name, other.name))

@@ -1,0 +1,80 @@
+"""What runs the operators in a process: `kvkit`, or `kvkit_cuda` on one of the devices that can run it here.
+
+`pytest --backend` chooses, once and before anything imports Numba, which then simulates a device or does not.
+"""
+
+import importlib
+import os
+import re
+import sys
+
+import kvkit
+
+DEVICE = (
+    "ascend", "ascend_attention", "attention", "cache", "decode", "outputs", "positions", "prefill", "scan",
+)  # fmt: skip
+# The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
+SHARED = (
+    "refusals", "key_value_cache_errors", "key_value_cache_index_errors", "key_value_cache_memory_errors",
+    "ascend_vectors",
+)  # fmt: skip
+SLOW = (
+    "attention_errors", "attention_vectors", "key_value_cache", "position_errors", "positions", "properties",
+    "ascend", "ascend_attention", "ascend_attention_errors", "ascend_blocks", "ascend_errors",
+    "ascend_index_errors", "ascend_means", "ascend_properties", "ascend_views",
+)  # fmt: skip
+# The machine that runs PTX compiles for a minute, so that few kernels of each kind are quick.
+MACHINE = {
+    "test_device_cache": [r"test_arrays_of_the_device.*interface-dynamic"],
+    "test_device_ascend": [r"test_arrays_of_the_device.*interface"],
+    "test_device_attention": [r"test_what_weighs_keys.*plain"],
+    "test_device_decode": [r"test_contexts.*100-fp16", r"test_groups_of_copies"],
+    "test_device_positions": [r"test_rotary_in_place"],
+    "test_device_prefill": [r"test_product", r"matrices", r"rounded", r"powers", r"test_causal.*40-fp16"],
+    "test_device_scan": [r"test_rows_that_look_wrong_but_are_legal"],
+    "test_device_twin": [],
+}
+QUICK = {  # by backend and file, what is not slow there
+    "simulator": {f"test_device_{name}": [""] for name in DEVICE}
+    | {f"test_{name}": [r"^(?!.*v15_attention)"] for name in SHARED}
+    | {f"test_{name}": [] for name in SLOW},
+    "machine": MACHINE,
+    "gpu": {f"test_device_{name}": [""] for name in ("decode", "prefill", "twin")},
+}
+PLUGINS = {"simulator": "simulator", "machine": "cuda_machine"}
+NAMES = ("cpu", *QUICK)
+
+name, operators = "cpu", kvkit
+
+
+def use(chosen):
+    """The operators of a backend are those that scenes run from now on."""
+    global name, operators
+    name = chosen
+    if chosen != "cpu":
+        assert not {"numba", "kvkit_cuda"} & set(sys.modules)
+        os.environ["NUMBA_ENABLE_CUDASIM"] = str(int(chosen == "simulator"))
+        operators = importlib.import_module("kvkit_cuda")
+
+
+def collects(module):
+    """Whether a module has tests for the backend."""
+    if name == "cpu":
+        return not module.startswith("test_device_")
+    return module in QUICK[name]
+
+
+def sort(items):
+    """Items that are not the backend's, items that are slow on it, and tests that it has lost."""
+    if name == "cpu":
+        return [], [], []
+    others = [item for item in items if item.get_closest_marker("cpu")]
+    slow, missing = [], []
+    for module, words in QUICK[name].items():
+        here = [item for item in items if item.path.stem == module and item not in others]
+        quick = {item for item in here if any(re.search(word, item.nodeid) for word in words)}
+        slow += [item for item in here if item not in quick]
+        missing += [
+            word or module for word in words if not any(re.search(word, item.nodeid) for item in here)
+        ]
+    return others, slow, missing

@@ -1,0 +1,149 @@
+"""A legal call of every operator, by the names of its table, with all that it may be given."""
+
+import copy
+from dataclasses import dataclass
+
+import attention_scenes
+import backends
+import numpy as np
+import refusals
+from ascend_reference import KVHEAD, OMNI, ROPE
+
+from kvkit.operators import OPERATORS
+
+X = np.ones((2, 3, 2, 8), np.float32)
+STARTS = {"seqstarts": np.array([0, 2, 3]), "start_pos": np.array([0, 4]), "max_seqlen": 2}
+BLOCKS = np.arange(4 * 5 * 2 * 32, dtype=np.float16).reshape(4, 5, 2, 32)
+MODES = {
+    "nd": (0, "ND"),
+    "nz": (0, "NZ"),
+    "kvhead": (KVHEAD, "ND"),
+    "rope": (ROPE, "ND"),
+    "omni": (OMNI, "ND"),
+}
+
+
+@dataclass
+class Call:
+    """Arguments of one call of an operator, by name."""
+
+    name: str
+    inputs: dict
+
+    def __getitem__(self, name):
+        return self.inputs[name]
+
+    @property
+    def operator(self):
+        return OPERATORS[self.name]
+
+    def copy(self):
+        return copy.deepcopy(self)
+
+    def but(self, **changes):
+        return Call(self.name, self.inputs | changes)
+
+    def run(self, by=None, **more):
+        """What the backend returns, or the package that is named."""
+        named = self.inputs | more
+        first = [named.pop(array.name, None) for array in self.operator.inputs if not array.keyword]
+        return self.operator.function((by or backends.operators).__name__)(*first, **named)
+
+
+def of_scene(kind, **choices):
+    call = refusals.legal(kind, **choices)
+    name = "key_value_cache" if kind == "static" else "dynamic_batching.key_value_cache"
+    return Call(name, call.inputs | call.attrs)
+
+
+def attention(kind, formats=attention_scenes.FP32):
+    """B 2, heads 4 over 2, n 3, m 5, head size 16; dynamic: (2, 3), (0, 0), (4, 1)."""
+    call = refusals.legal_attention(kind, formats, dim=16)
+    shape = (4, 3, 16) if kind.startswith("static") else (4, 10)
+    more = {"attn_mask": np.zeros(shape, call["query"].dtype), "sinks": np.zeros(4, np.float32)}
+    return Call(attention_scenes.OPERATORS[kind][0], call.inputs | call.attrs | more)
+
+
+def reshape(mode=0, cache_format="ND", dtype=np.float16):
+    """7 tokens of 2 heads; compressed, 2 sequences of 4 and 3."""
+    key, n0 = np.arange(7 * 2 * 32).reshape(7, 2, 32).astype(dtype), 32 // np.dtype(dtype).itemsize
+    shape = (4, 64 // n0, 5, n0) if cache_format == "NZ" else (4, 5, 1 if mode else 2, 32)
+    caches = np.full((2, *shape), -1, dtype)
+    inputs = {"key": key, "value": -key, "key_cache": caches[0], "value_cache": caches[1]}
+    inputs |= {"slot_mapping": np.array([0, 5, 10, 15] if mode else [4, 3, -1, 19, 0, 1, 2])}
+    if mode:
+        inputs |= {"compress_type": mode, "wins": np.array([2, 4, 1, 3]), "seq_lens": np.array([4, 3])}
+    if mode > KVHEAD:
+        inputs["offset_index"] = np.array([1, 0, -1, 0])
+    return Call("ascend.reshape_and_cache", inputs | {"cache_format": cache_format})
+
+
+def paged_attention(per_head):
+    """2 sequences of 4 query and 2 key heads, in 7 blocks of 4 rows."""
+    rng = np.random.default_rng(1)
+    query, cache = (
+        rng.random((2, 4, 16), np.float32),
+        rng.random((7, 4, 1 if per_head else 2, 16), np.float32),
+    )
+    table, lengths = np.array([[0, 1, 2], [3, 4, -1]]), np.array([9, 6])
+    if per_head:
+        table, lengths = np.repeat(table, 2, 0), np.repeat(lengths, 2)
+    inputs = {"query": query, "key_cache": cache, "value_cache": -cache, "block_tables": table}
+    inputs |= {"context_lens": lengths, "razor_offset": np.zeros((7, 4), np.float32)}
+    return Call("ascend.paged_attention", inputs | {"sinks": np.zeros(4, np.float32)})
+
+
+def of(name, **inputs):
+    return lambda: Call(name, copy.deepcopy(inputs))
+
+
+CALLS = {
+    "static cache": lambda: of_scene("static"),
+    "static cache of floats": lambda: of_scene("static", formats=refusals.FLOAT, dim=24),
+    "cache": lambda: of_scene("dynamic"),
+    "cache of floats": lambda: of_scene("dynamic", formats=refusals.FLOAT, dim=24),
+    **{
+        kind.replace("_", " ") + " attention": lambda kind=kind: attention(kind)
+        for kind in attention_scenes.KINDS
+    },
+    "static attention over codes": lambda: attention("static_cache", attention_scenes.INT8),
+    "attention over codes": lambda: attention("dynamic_cache", attention_scenes.INT8),
+    "merge": of("merge_attention_states", outputs=X, lses=X[..., 0]),
+    "static rotary": of(
+        "rotary_position_embedding", query=X, key=X[:, :, :1], start_pos=4, pad_len=np.array([0, 1])
+    ),
+    "rotary": of("dynamic_batching.rotary_position_embedding", query=X[0], key=X[0, :, :1], **STARTS),
+    "positions": of("dynamic_batching.position_index", sequences=np.zeros(3, np.int64), **STARTS),
+    "slopes": of("alibi_slope", num_heads=4),
+    "static alibi": of(
+        "alibi_mask", seqlen_q=3, seqlen_kv=5, attn_mask=np.zeros((4, 3, 16), np.float32), num_heads=4
+    ),
+    "alibi": of(
+        "dynamic_batching.alibi_mask",
+        seqstarts=np.array([0, 1, 4]),
+        kvstarts=np.array([0, 4, 9]),
+        attn_mask=np.zeros((4, 16), np.float32),
+        num_heads=2,
+    ),
+    **{f"blocks {name}": lambda mode=mode: reshape(*mode) for name, mode in MODES.items()},
+    "contexts": of(
+        "ascend.paged_cache_load",
+        key_cache=BLOCKS,
+        value_cache=-BLOCKS,
+        block_tables=np.array([[2, 0], [3, -1]]),
+        seq_lens=np.array([7, 4]),
+        seq_starts=np.array([0, 0]),
+    ),
+    "copies": of(
+        "ascend.block_copy",
+        key_cache=BLOCKS,
+        value_cache=-BLOCKS,
+        src=np.array([0, 1]),
+        dst=np.array([3, 2]),
+        cum_sum=np.array([1, 2]),
+    ),
+    "paged attention": lambda: paged_attention(False),
+    "paged attention per head": lambda: paged_attention(True),
+    "matrices": of("ascend.nd_to_nz", x=np.ones((2, 20, 10), np.float32)),
+    "matrices back": of("ascend.nz_to_nd", y=np.ones((2, 2, 32, 8), np.float32), m=20, n=10),
+}

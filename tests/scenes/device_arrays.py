@@ -1,0 +1,98 @@
+"""Arrays of every kind on a device: those of a simulated one are the host's, which here do not say so."""
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+from numba import cuda
+
+
+class Array:
+    """An array of some other library, on the device."""
+
+    def __init__(self, array, **more):
+        form = array.__array_interface__
+        self.array = array
+        self.__cuda_array_interface__ = {name: form[name] for name in ("data", "shape", "strides", "typestr")}
+        self.__cuda_array_interface__ |= {"version": 3, **more}
+
+
+class Tensor(Array):
+    """One of torch, whose dtypes are names of the module."""
+
+    def new_empty(self, shape, dtype):
+        return Tensor(np.empty(shape, dtype))
+
+
+int8, int64, float16, float32 = np.int8, np.int64, np.float16, np.float32
+bfloat16 = ml_dtypes.bfloat16
+
+
+class Capsule:
+    """A tensor that only DLPack passes on. Its memory, its capsule and what that points to live as long."""
+
+    CUDA, FLOAT, INT, BFLOAT = 2, 2, 0, 4
+
+    def __init__(self, array):
+        self.array = array
+
+        class Tensor(ctypes.Structure):
+            _fields_ = (
+                ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+                ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+            )  # fmt: skip
+
+        code = (
+            self.BFLOAT
+            if array.dtype == ml_dtypes.bfloat16
+            else self.INT
+            if array.dtype.kind == "i"
+            else self.FLOAT
+        )
+        numbers = ctypes.c_int64 * array.ndim
+        self.kept = numbers(*array.shape), numbers(*(stride // array.itemsize for stride in array.strides))
+        self.tensor = Tensor(
+            array.ctypes.data, (ctypes.c_int32 * 2)(self.CUDA, 0), array.ndim, code, 8 * array.itemsize, 1,
+            *(ctypes.cast(part, ctypes.POINTER(ctypes.c_int64)) for part in self.kept),
+        )  # fmt: skip
+
+    def __dlpack_device__(self):
+        return self.CUDA, 0
+
+    def __dlpack__(self, stream=None, **versions):
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return make(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+class OnTheHost:
+    """A tensor of the CPU, which DLPack passes on."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **more):
+        return self.array.__dlpack__(**more)
+
+
+KINDS = {"interface": Array, "torch": Tensor, "dlpack": Capsule, "numba": cuda.to_device}
+
+
+def contents(array):
+    """A result's elements, whatever kind it is."""
+    return array if isinstance(array, np.ndarray) else getattr(array, "array", getattr(array, "_ary", None))
+
+
+def moved(array, elements=0, dim=0):
+    """A copy of an array that begins so many elements behind a multiple of 16 bytes, heads so much apart."""
+    wide = np.empty((*array.shape[:-1], array.shape[-1] + dim), array.dtype)
+    buffer = np.empty(wide.nbytes + 64, np.uint8)
+    begin = -buffer.ctypes.data % 16 + elements * array.itemsize
+    copy = buffer[begin : begin + wide.nbytes].view(array.dtype).reshape(wide.shape)[..., : array.shape[-1]]
+    copy[...] = array
+    return Array(copy)
