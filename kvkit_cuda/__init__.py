@@ -6,9 +6,7 @@ Importing it touches neither Numba nor a driver; the first call does.
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.states import merge_attention_states
-from kvkit_cuda.static import key_value_cache, multi_head_attention, multi_head_cache_attention
-from kvkit_cuda.static_positions import alibi_mask, alibi_slope, rotary_position_embedding
+from kvkit_cuda.twins import ANGLES, BITS, SUMS, twin
 
 __all__ = [
     "DeviceError",
@@ -24,6 +22,14 @@ __all__ = [
     "multi_head_cache_attention",
     "rotary_position_embedding",
 ]
+
+key_value_cache = twin("key_value_cache", BITS)
+multi_head_attention = twin("multi_head_attention", SUMS)
+multi_head_cache_attention = twin("multi_head_cache_attention", BITS, SUMS)
+merge_attention_states = twin("merge_attention_states")
+rotary_position_embedding = twin("rotary_position_embedding", ANGLES)
+alibi_slope = twin("alibi_slope")
+alibi_mask = twin("alibi_mask")
 
 
 def __dir__():

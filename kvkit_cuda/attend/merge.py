@@ -8,7 +8,7 @@ from numba import cuda, types
 from kvkit import numeric
 from kvkit.formats import BY_NAME
 from kvkit_cuda.attend import scores
-from kvkit_cuda.calls.task import RECORD
+from kvkit_cuda.attend.task import RECORD
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of

@@ -16,7 +16,7 @@ from kvkit.formats import BY_NAME
 from kvkit.index import page_of, row_of
 from kvkit_cuda.attend import merge, scores
 from kvkit_cuda.attend.forms import ELEMENTS, form_of
-from kvkit_cuda.calls.task import RECORD
+from kvkit_cuda.attend.task import RECORD
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of
@@ -37,25 +37,18 @@ def attend(form):
     span, pieces, rows, lanes, teams, ahead = (
         form.span, form.pieces, form.rows, form.lanes, form.teams, form.ahead,
     )  # fmt: skip
-    widen = chunks.widen(form.packed, form.stored, form.cell, form.cells, span)
-    read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
-    stored_bytes, cell_bytes = (
-        BY_NAME[form.stored].bytes(span),
-        BY_NAME[form.cell].bytes(1) if form.cell else 0,
-    )
     held, threads, several = rows * pieces * span, lanes * teams, rows * ahead
-    multiply, soften, add = scores.multiply(rows, span), scores.soften(rows, ahead), scores.add(rows, span)
-    shrink_sums, add_others = scores.shrink(rows, span), device.add_others(several)
-    end = ending(form)
+    learn, take_queries, adjust, hide = learning(form), taking(form), adjusting(form), hiding(form)
+    times_keys, times_values, end = multiplying(form), adding(form), ending(form)
+    soften, shrink_sums = scores.soften(rows, ahead), scores.shrink(rows, span)
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
-        lane, team = cuda.threadIdx.x, cuda.threadIdx.y
-        thread = team * lanes + lane
+        thread = cuda.threadIdx.y * lanes + cuda.threadIdx.x
         b = sequence_of(items, cuda.blockIdx.x)
         seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
         tiles = (seqlen * task.group + rows - 1) // rows
         parts = (items[b + 1] - items[b]) // (tiles * task.heads)
-        item = cuda.blockIdx.x - items[b]
+        item = cuda.blockIdx.x - items[b]  # [heads, tiles, parts]
         unit = item // parts
         head = unit // tiles
         first = (unit - head * tiles) * rows
@@ -63,17 +56,7 @@ def attend(form):
         facts = cuda.shared.array((rows, FACTS), types.int64)
         if thread < rows:
             row = first + min(thread, live - 1)
-            token = row // task.group
-            query = head * task.group + row - token * task.group
-            mask = task.mask + b * task.mask_sequence + query * task.mask_head + token * task.mask_row
-            if task.mask_packed:
-                mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
-            query_at = task.query + b * task.query_sequence + (seqstarts[b] + token) * task.query_token
-            facts[thread, LOW], facts[thread, HIGH] = visible(task, b, seqlen, kvlen, token)
-            facts[thread, POSITION] = kvlen - seqlen + token
-            facts[thread, MASK] = mask
-            facts[thread, QUERY] = query_at + query * task.query_head
-            facts[thread, SLOPE] = slopes[query]
+            learn(task, b, seqstarts[b], kvstarts[b], seqlen, kvlen, head, row, slopes, facts[thread])
         cuda.syncthreads()
         all_from, all_until = facts[live - 1, LOW], facts[0, HIGH]
         low, high = facts[0, LOW], facts[live - 1, HIGH]
@@ -81,32 +64,23 @@ def attend(form):
             low = min(low + (item - unit * parts) * task.part_tokens, high)
             high = min(high, low + task.part_tokens)
 
-        queries, sums = cuda.local.array(held, F32), cuda.local.array(held, F32)
-        weights, elements = cuda.local.array(several, F32), cuda.local.array(span, F32)
+        queries = cuda.local.array(held, F32)  # [pieces, rows, span]
+        sums = cuda.local.array(held, F32)  # likewise
+        weights = cuda.local.array(several, F32)  # [ahead, rows]: scores at first
         top, total, factor = (
             cuda.local.array(rows, F32),
             cuda.local.array(rows, F32),
             cuda.local.array(rows, F32),
         )
         cells_of = cuda.local.array(pieces, types.int64)
-        scale, cap = numeric.float_of(np.uint32(task.scale)), numeric.float_of(np.uint32(task.cap))
-        for p in range(pieces):
-            chunk = p * lanes + lane
-            cells_of[p] = chunk * span // task.cell_group * cell_bytes if cell_bytes else 0
-            for r in range(rows):
-                at = facts[r, QUERY] + chunk * span * packed_bytes
-                for i in range(span):
-                    x = np.float32(0)
-                    if chunk * span < task.dim:
-                        x = read(at + i * packed_bytes) * scale
-                    queries[(p * rows + r) * span + i] = x
+        take_queries(task, facts, queries, cells_of)
+        cap = numeric.float_of(np.uint32(task.cap))
 
         keys = task.keys + b * task.key_sequence + head * task.key_head
         values = task.values + b * task.value_sequence + head * task.value_head
         key_cells = task.key_cells + b * task.cell_sequence + head * task.cell_head
         value_cells = task.value_cells + b * task.cell_sequence + head * task.cell_head
         found = cuda.shared.array(threads, types.int64)  # the rows of the cache that hold a block of tokens
-        board = cuda.shared.array((teams, several), F32)
         shrink = np.float32(1)
         for _ in range(2):
             for i in range(held):
@@ -122,62 +96,14 @@ def attend(form):
                 adjusts = task.cap != 0 or task.alibi != 0 or task.mask != 0
                 adjusts = adjusts or begin < all_from or begin + count > all_until
                 for block in range(0, count, teams * ahead):
-                    for i in range(several):
-                        weights[i] = np.float32(0)
-                    for t in range(ahead):
-                        row = found[min(block + t * teams + team, count - 1)]
-                        for p in range(pieces):
-                            chunk = p * lanes + lane
-                            if chunk * span < task.dim:
-                                widen(
-                                    keys + row * task.key_row + chunk * stored_bytes,
-                                    key_cells + row * task.cell_row + cells_of[p],
-                                    elements,
-                                )
-                                multiply(elements, queries, p * rows * span, weights, t * rows)
-                    distance = 1
-                    while distance < lanes:
-                        add_others(weights, distance)
-                        distance *= 2
+                    times_keys(task, keys, key_cells, cells_of, found, block, count, queries, weights)
                     if adjusts:
-                        if lane == 0:
-                            for i in range(several):
-                                board[team, i] = weights[i]
-                        cuda.syncthreads()
-                        for i in range(lane, several, lanes):
-                            t = i // rows
-                            r, key = i - t * rows, begin + block + t * teams + team
-                            score = scores.capped(board[team, i], cap)
-                            if key < facts[r, LOW] or key >= facts[r, HIGH]:
-                                score = numeric.MINUS_INF
-                            elif task.alibi:
-                                score = scores.leaning(score, facts[r, SLOPE], key - facts[r, POSITION])
-                            if task.mask and score != numeric.MINUS_INF:
-                                at = facts[r, MASK] + key * task.mask_column
-                                score = scores.masked(score, task.mask_kind, at)
-                            board[team, i] = score
-                        cuda.syncthreads()
-                        for i in range(several):
-                            weights[i] = board[team, i]
-                        cuda.syncthreads()
-                    for t in range(ahead):
-                        for r in range(rows):
-                            if block + t * teams + team >= count:
-                                weights[t * rows + r] = numeric.MINUS_INF
+                        adjust(task, facts, begin + block, cap, weights)
+                    hide(block, count, weights)
                     soften(weights, top, total, factor, shrink)
                     for p in range(pieces):
                         shrink_sums(sums, p * rows * span, factor)
-                    for t in range(ahead):
-                        row = found[min(block + t * teams + team, count - 1)]
-                        for p in range(pieces):
-                            chunk = p * lanes + lane
-                            if chunk * span < task.value_dim:
-                                widen(
-                                    values + row * task.value_row + chunk * stored_bytes,
-                                    value_cells + row * task.cell_row + cells_of[p],
-                                    elements,
-                                )
-                                add(elements, sums, p * rows * span, weights, t * rows)
+                    times_values(task, values, value_cells, cells_of, found, block, count, weights, sums)
                 cuda.syncthreads()
                 found[thread] = number
                 cuda.syncthreads()
@@ -188,6 +114,145 @@ def attend(form):
             shrink = SHRINK
 
     return attend
+
+
+def learning(form):
+    """What is known of a row of a tile, found by a thread."""
+
+    @device.inlined
+    def learn(task, b, start, kvstart, seqlen, kvlen, head, row, slopes, facts):
+        token = row // task.group
+        query = head * task.group + row - token * task.group
+        mask = task.mask + b * task.mask_sequence + query * task.mask_head + token * task.mask_row
+        if task.mask_packed:
+            mask += start * task.mask_row + kvstart * task.mask_column
+        query_at = task.query + b * task.query_sequence + (start + token) * task.query_token
+        facts[LOW], facts[HIGH] = visible(task, b, seqlen, kvlen, token)
+        facts[POSITION] = kvlen - seqlen + token
+        facts[MASK] = mask
+        facts[QUERY] = query_at + query * task.query_head
+        facts[SLOPE] = slopes[query]
+
+    return learn
+
+
+def taking(form):
+    """The thread's chunks of all queries, scaled, and where the scales of its chunks of a row lie."""
+    span, pieces, rows, lanes = form.span, form.pieces, form.rows, form.lanes
+    read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
+    cell_bytes = BY_NAME[form.cell].bytes(1) if form.cell else 0
+
+    @device.inlined
+    def take(task, facts, queries, cells_of):
+        scale = numeric.float_of(np.uint32(task.scale))
+        for p in range(pieces):
+            chunk = p * lanes + cuda.threadIdx.x
+            cells_of[p] = chunk * span // task.cell_group * cell_bytes if cell_bytes else 0
+            for r in range(rows):
+                at = facts[r, QUERY] + chunk * span * packed_bytes
+                for i in range(span):
+                    x = np.float32(0)
+                    if chunk * span < task.dim:
+                        x = read(at + i * packed_bytes) * scale
+                    queries[(p * rows + r) * span + i] = x
+
+    return take
+
+
+def multiplying(form):
+    """Scores of the team's next tokens: products of keys with queries, added up by its threads."""
+    pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
+    span, stored_bytes = form.span, BY_NAME[form.stored].bytes(form.span)
+    widen = chunks.widen(form.packed, form.stored, form.cell, form.cells, span)
+    multiply, add_others = scores.multiply(rows, span), device.add_others(rows * ahead)
+
+    @device.inlined
+    def times_keys(task, keys, cells, cells_of, found, block, count, queries, products):
+        elements = cuda.local.array(span, F32)
+        for i in range(rows * ahead):
+            products[i] = np.float32(0)
+        for t in range(ahead):
+            row = found[min(block + t * teams + cuda.threadIdx.y, count - 1)]
+            for p in range(pieces):
+                chunk = p * lanes + cuda.threadIdx.x
+                if chunk * span < task.dim:
+                    at = keys + row * task.key_row + chunk * stored_bytes
+                    widen(at, cells + row * task.cell_row + cells_of[p], elements)
+                    multiply(elements, queries, p * rows * span, products, t * rows)
+        distance = 1
+        while distance < lanes:
+            add_others(products, distance)
+            distance *= 2
+
+    return times_keys
+
+
+def adjusting(form):
+    """Caps, biases and masks of scores, each of them found by one thread of the team."""
+    rows, lanes, teams, several = form.rows, form.lanes, form.teams, form.rows * form.ahead
+
+    @device.inlined
+    def adjust(task, facts, first, cap, products):
+        lane, team = cuda.threadIdx.x, cuda.threadIdx.y
+        board = cuda.shared.array((teams, several), F32)
+        if lane == 0:
+            for i in range(several):
+                board[team, i] = products[i]
+        cuda.syncthreads()
+        for i in range(lane, several, lanes):
+            t = i // rows
+            r, key = i - t * rows, first + t * teams + team
+            score = scores.capped(board[team, i], cap)
+            if key < facts[r, LOW] or key >= facts[r, HIGH]:
+                score = numeric.MINUS_INF
+            elif task.alibi:
+                score = scores.leaning(score, facts[r, SLOPE], key - facts[r, POSITION])
+            if task.mask and score != numeric.MINUS_INF:
+                at = facts[r, MASK] + key * task.mask_column
+                score = scores.masked(score, task.mask_kind, at)
+            board[team, i] = score
+        cuda.syncthreads()
+        for i in range(several):
+            products[i] = board[team, i]
+        cuda.syncthreads()
+
+    return adjust
+
+
+def hiding(form):
+    """Tokens behind the last one of a block count for nothing."""
+    rows, teams, ahead = form.rows, form.teams, form.ahead
+
+    @device.inlined
+    def hide(block, count, products):
+        for t in range(ahead):
+            for r in range(rows):
+                if block + t * teams + cuda.threadIdx.y >= count:
+                    products[t * rows + r] = numeric.MINUS_INF
+
+    return hide
+
+
+def adding(form):
+    """Values of the team's tokens, times their weights, added to its sums."""
+    pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
+    span, stored_bytes = form.span, BY_NAME[form.stored].bytes(form.span)
+    widen = chunks.widen(form.packed, form.stored, form.cell, form.cells, span)
+    add = scores.add(rows, span)
+
+    @device.inlined
+    def times_values(task, values, cells, cells_of, found, block, count, weights, sums):
+        elements = cuda.local.array(span, F32)
+        for t in range(ahead):
+            row = found[min(block + t * teams + cuda.threadIdx.y, count - 1)]
+            for p in range(pieces):
+                chunk = p * lanes + cuda.threadIdx.x
+                if chunk * span < task.value_dim:
+                    at = values + row * task.value_row + chunk * stored_bytes
+                    widen(at, cells + row * task.cell_row + cells_of[p], elements)
+                    add(elements, sums, p * rows * span, weights, t * rows)
+
+    return times_values
 
 
 def ending(form):

@@ -16,7 +16,7 @@ from numba import cuda, types
 from kvkit import numeric
 from kvkit_cuda.attend import forms, fragments, merge, tiles
 from kvkit_cuda.attend.fragments import EVERYONE, LONGEST, STRIP, visible
-from kvkit_cuda.calls.task import RECORD
+from kvkit_cuda.attend.task import RECORD
 from kvkit_cuda.ground import device, memory, ptx
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, WARP, sequence_of

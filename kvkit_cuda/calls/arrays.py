@@ -5,7 +5,7 @@ of the device is shown to them as a numpy array at its address, whose elements n
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
@@ -24,6 +24,7 @@ class Operand:
     seen: np.ndarray
     on_device: bool
     owner: object  # of the memory
+    given: object = None  # by the caller
 
     def moved(self, stream, contents=True):
         """The operand on the device: itself, or a copy (of its form only, if the contents do not matter)."""
@@ -56,13 +57,56 @@ class Operand:
         array = self.seen
         if not self.on_device or array.ndim == 0 or array.strides[-1] == array.itemsize:
             return self
-        return Operand(np.ascontiguousarray(self.read(stream)), False, None).moved(stream)
+        copy = Operand(np.ascontiguousarray(self.read(stream)), False, None).moved(stream)
+        return replace(copy, given=self.given)
+
+    def like(self, shape, dtype, stream):
+        """A new array where this one is: numpy's, torch's, CuPy's or else numba's."""
+        if not self.on_device:
+            return np.empty(shape, dtype)
+        library = type(self.given).__module__.partition(".")[0]
+        if hasattr(self.given, "new_empty"):
+            return self.given.new_empty(shape, dtype=getattr(sys.modules[library], dtype.name))
+        if library == "cupy":
+            return sys.modules[library].empty(shape, dtype)
+        return device.empty(shape, dtype, stream)
+
+
+NOTHING = Operand(None, False, None)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Several arrays that are one argument."""
+
+    parts: list[Operand]
+    seen: object
+
+    def like(self, shape, dtype, stream):
+        return self.parts[0].like(shape, dtype, stream)
+
+    def moved(self, stream):
+        return of_parts([part.moved(stream) for part in self.parts])
+
+
+def of_parts(parts):
+    return Operands(parts, [part.seen for part in parts])
+
+
+def operands(name, given, stream):
+    """A sequence of arrays, or the arrays along the first axis of one."""
+    if isinstance(given, (list, tuple)):
+        return of_parts([operand(f"{name}[{i}]", array, stream) for i, array in enumerate(given)])
+    whole = operand(name, given, stream)
+    if not isinstance(whole.seen, np.ndarray) or whole.seen.ndim == 0 or not len(whole.seen):
+        return Operands([], whole.seen)
+    return of_parts([replace(whole, seen=whole.seen[i, ...]) for i in range(len(whole.seen))])
 
 
 def operand(name, array, stream):
     """An array as it is given; what is no array at all stays as it is, for the checks to refuse."""
     if isinstance(array, np.ndarray):
-        return Operand(array, False, array)
+        return Operand(array, False, array, array)
     described = device.interface(array)
     if described is not None:
         if described.get("mask") is not None:
@@ -73,15 +117,15 @@ def operand(name, array, stream):
         found = place, described["shape"], described.get("strides"), np.dtype(described["typestr"]), read_only
         owner = array
     elif not hasattr(array, BY_DLPACK):
-        return Operand(array, False, array)
+        return Operand(array, False, array, array)
     elif array.__dlpack_device__()[0] == CPU:
-        return Operand(by_numpy(name, array), False, array)
+        return Operand(by_numpy(name, array), False, array, array)
     else:
         *found, owner = device.by_dlpack(array, stream)
     seen = addressed(*found)
     if any(number % seen.itemsize for number in (seen.ctypes.data, *seen.strides)):
         raise wrong(name, "elements at multiples of their size", f"address {seen.ctypes.data:#x}")
-    return Operand(seen, True, owner)
+    return Operand(seen, True, owner, array)
 
 
 def by_numpy(name, array):
@@ -112,13 +156,3 @@ class Memory:
 def host(name, value, stream):
     """An index tensor on the host: kernels do not check, so what they will read is checked there."""
     return operand(name, value, stream).read(stream)
-
-
-def like(given, shape, dtype, stream):
-    """A new array on the device, of the kind of `given` where that is torch's or CuPy's, else numba's."""
-    library = type(given).__module__.partition(".")[0]
-    if hasattr(given, "new_empty"):
-        return given.new_empty(shape, dtype=getattr(sys.modules[library], dtype.name))
-    if library == "cupy":
-        return sys.modules[library].empty(shape, dtype)
-    return device.empty(shape, dtype, stream)

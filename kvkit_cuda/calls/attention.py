@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from kvkit_cuda.attend import decode, plain, prefill
-from kvkit_cuda.calls import task
+from kvkit_cuda.attend import decode, plain, prefill, task
 
 KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; the last one suits any
 

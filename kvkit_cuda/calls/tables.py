@@ -1,14 +1,13 @@
 """The int64 tables of a step on the device: its index tensors, and what is made of them for attention."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvkit import numeric
 from kvkit.index import visible_range
 from kvkit_cuda.ground import device
+from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "zeros", "table")
 PARTS, LEAST_PART = 2048, 256  # a call's work is split into so many parts, of at least so many tokens
@@ -48,7 +47,7 @@ class Tables:
             self.waiting |= {("items", key): work.items, ("slots", key): work.slots}
         slopes = "slopes", task.heads * task.group
         if slopes not in self.there:
-            self.waiting[slopes] = alibi_slopes(slopes[1])
+            self.waiting[slopes] = slope_bits(slopes[1])
         return self.works[key]
 
     def memory(self, size, stream):
@@ -97,10 +96,3 @@ def span(task, b, seqlen, kvlen):
     low, _ = visible_range.py_func(seqlen, kvlen, 0, *reach)
     _, high = visible_range.py_func(seqlen, kvlen, seqlen - 1, *reach)
     return max(high - low, 0)
-
-
-@functools.cache
-def alibi_slopes(heads):
-    """The slopes of all heads, as the bits of float32 numbers."""
-    slopes = [numeric.alibi_slope(head, heads) for head in range(heads)]
-    return np.array(slopes, np.float32).view(np.uint32).astype(np.int64)

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit import cpu, numeric
+from kvkit import numeric
 from kvkit.formats import BY_NAME, mask_bytes
 from kvkit.index import share
 from kvkit.jit import shared
@@ -25,11 +25,15 @@ PLACE = types.UniTuple(types.int64, 4)
 SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, PLACE, PLACE, INT, INT, INT, INT)
 
 
+@functools.cache
 def slopes(num_heads):
     """The slope of every head, float32."""
-    found = np.empty(num_heads, np.float32)
-    cpu.alibi.compiled_slopes()(found.ctypes.data, num_heads)
-    return found
+    return np.array([numeric.alibi_slope(head, num_heads) for head in range(num_heads)], np.float32)
+
+
+@functools.cache
+def slope_bits(num_heads):
+    return slopes(num_heads).view(np.uint32).astype(np.int64)
 
 
 @functools.cache
@@ -119,8 +123,7 @@ def prepare(call, target, stream):
     span = WIDEST * 8 // call.fmt.bits if aligned else 1  # columns are a multiple of 16
     team = min(THREADS, 1 << (columns // span - 1).bit_length())
     blocks = min(-(-batches * heads * rows // (THREADS // team)), device.most_blocks())
-    bits = slopes(heads).view(np.uint32).astype(np.int64)
-    tables = device.tables((call.starts, call.kvstarts, bits), stream)
+    tables = device.tables((call.starts, call.kvstarts, slope_bits(heads)), stream)
     padding = int(np.float32(call.padding).view(np.uint32))
     arguments = *tables, place, call.place, batches, heads, columns, padding
     kernel = compiled(element, call.element, span)

@@ -6,13 +6,12 @@ import threading
 from numba.cuda.simulator import kernelapi
 
 from kvkit_cuda.attend import bias, forms, merge
-from kvkit_cuda.calls import positions
 from kvkit_cuda.moves import means, pieces, transfer
-from kvkit_cuda.positions import alibi, angles, rotary
+from kvkit_cuda.positions import alibi, angles, index, rotary
 
 # Simulated threads are threads of the host: blocks are small.
 THREADS = {transfer: 16, forms: 8, merge: 4} | dict.fromkeys(
-    (alibi, angles, bias, means, pieces, positions, rotary), 8
+    (alibi, angles, bias, means, pieces, index, rotary), 8
 )
 
 

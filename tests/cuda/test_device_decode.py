@@ -16,8 +16,8 @@ from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, s
 from kvkit.formats import BY_NAME
 from kvkit.jit import shared
 from kvkit_cuda.attend import decode, decode_forms, stored_tiles
+from kvkit_cuda.attend.task import Task
 from kvkit_cuda.calls import tables
-from kvkit_cuda.calls.task import Task
 from kvkit_cuda.ground import device, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.

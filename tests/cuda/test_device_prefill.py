@@ -16,8 +16,8 @@ from scenes import Formats
 from tensor_cores import DTYPES, F32, U32, check, elements, forms_taken, run, slow, static, word
 
 from kvkit_cuda.attend import prefill, tiles
+from kvkit_cuda.attend.task import Task
 from kvkit_cuda.calls import tables
-from kvkit_cuda.calls.task import Task
 from kvkit_cuda.ground import device, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.

@@ -6,8 +6,7 @@ import pytest
 from test_cuda_ptx import CAPABILITIES, CODES, MOVED, assemble
 
 from kvkit.checks.records import Context
-from kvkit_cuda.attend import forms, merge, plain
-from kvkit_cuda.calls import task
+from kvkit_cuda.attend import forms, merge, plain, task
 from kvkit_cuda.ground import device
 
 FLOATS = ("float32", "float16", "bfloat16")

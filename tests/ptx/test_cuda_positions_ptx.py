@@ -5,15 +5,14 @@ import re
 import pytest
 from test_cuda_ptx import CAPABILITIES, REGISTERS, assemble
 
-from kvkit_cuda.calls import positions
 from kvkit_cuda.ground import device
-from kvkit_cuda.positions import alibi, angles, rotary
+from kvkit_cuda.positions import alibi, angles, index, rotary
 
 FLOATS = ("float32", "float16", "bfloat16")
 MASKS = (None, "bool", *FLOATS)
 QUICK = {
     "angles": (angles.walk, angles.SIGNATURE),
-    "position index": (positions.walk, positions.SIGNATURE),
+    "position index": (index.walk, index.SIGNATURE),
     "rotary float32 4": (rotary.walk("float32", 4), rotary.SIGNATURE),
     "rotary float16 8": (rotary.walk("float16", 8), rotary.SIGNATURE),
     "rotary bfloat16 2": (rotary.walk("bfloat16", 2), rotary.SIGNATURE),

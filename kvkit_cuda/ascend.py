@@ -1,10 +1,7 @@
 """Ascend's ReshapeAndCache and the operators beside it on the device; index tensors are made on the host."""
 
 from kvkit.ascend import CompressType, Slots, compressed_slots, razor_windows, slots
-from kvkit_cuda.ascend.attention import paged_attention
-from kvkit_cuda.ascend.blocks import block_copy, paged_cache_load
-from kvkit_cuda.ascend.matrices import nd_to_nz, nz_to_nd
-from kvkit_cuda.ascend.reshape import reshape_and_cache
+from kvkit_cuda.twins import SUMS, twin
 
 __all__ = [
     "CompressType",
@@ -19,3 +16,10 @@ __all__ = [
     "reshape_and_cache",
     "slots",
 ]
+
+reshape_and_cache = twin("ascend.reshape_and_cache")
+paged_cache_load = twin("ascend.paged_cache_load")
+block_copy = twin("ascend.block_copy")
+paged_attention = twin("ascend.paged_attention", SUMS)
+nd_to_nz = twin("ascend.nd_to_nz")
+nz_to_nd = twin("ascend.nz_to_nd")

@@ -1,0 +1,109 @@
+"""From a checked call whose arrays are on the device to its launches, for each kind of operator."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvkit_cuda.attend import merge
+from kvkit_cuda.calls import arrays, attention, paged
+from kvkit_cuda.calls.steps import Step
+from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.moves import means, pieces, transfer
+from kvkit_cuda.positions import alibi, angles, index, rotary
+
+
+@dataclass(frozen=True, slots=True)
+class There:
+    """A checked call, and its outputs, on the device. What launches use of memory lives as long."""
+
+    call: Any
+    outputs: list[np.ndarray]
+    step: Step | None  # of packed sequences and their cache
+    stream: object
+    owners: list = field(default_factory=list)
+
+    @property
+    def tables(self):
+        if self.step:
+            return self.step.tables
+        self.owners.append(Tables(self.call.steps, lasting=False))
+        return self.owners[-1]
+
+
+def append(there):
+    call, tables, stream, (key, value) = there.call, there.tables, there.stream, there.outputs
+    return [
+        transfer.store(call.current_key, call.current_value, call.layer, tables, stream),
+        transfer.load(key, value, call.layer, tables, call.repeat, stream),
+    ]
+
+
+def attend(there):
+    """Attention, after an append if the call has a cache."""
+    call, tables, stream = there.call, there.tables, there.stream
+    out, lse = (*there.outputs, None)[:2]
+    launches = attention.prepare(
+        call.query, out, lse, call.context, tables, call.decoding, call.weights, stream
+    )
+    if call.layer:
+        key, value = call.current
+        launches.insert(0, transfer.store(key, value, call.layer, tables, stream))
+    return launches
+
+
+def attend_to_blocks(there):
+    return paged.prepare(there.call, there.outputs, there.owners, there.stream)
+
+
+def merge_parts(there):
+    call, (out, lse) = there.call, there.outputs
+    return [merge.prepare_states(call.fmt.name, [*call.outputs, out, *call.lses, lse], there.stream)]
+
+
+def turn(there):
+    if not there.call.starts[-1]:
+        return []
+    table, starts, fill = angles.table(there.call, there.stream)
+    there.owners.append(table)
+    return [fill, rotary.prepare(there.call, there.outputs, table, starts, there.stream)]
+
+
+def mask(there):
+    (target,) = there.outputs
+    target = target if target.ndim == 4 else target[None]
+    return [alibi.prepare(there.call, target, there.stream)] if target.size else []
+
+
+def slope(there):
+    """Slopes are computed on the host."""
+    (target,) = there.outputs
+    slopes = arrays.Operand(alibi.slopes(target.size), False, None).moved(there.stream)
+    there.owners.append(slopes)
+    pair = slopes.seen.reshape(1, 1, 1, -1), target.reshape(1, 1, 1, -1)
+    return [pieces.prepare([pair], np.array([[0, 0, 1]]), there.stream)]
+
+
+def position_index(there):
+    (target,) = there.outputs
+    return [index.prepare(there.call.starts, there.call.first, target, there.stream)]
+
+
+def move(there):
+    """Rows from sources to targets, or to results in their place."""
+    call, stream = there.call, there.stream
+    results = [call.place(*pair) for pair in zip(there.outputs, call.sources, strict=False)]
+    pairs = list(zip(call.sources, call.targets or results, strict=True))
+    launches = [pieces.prepare(pairs, call.pieces, stream)]
+    if call.means is not None:
+        launches.append(means.prepare(pairs, call.means, call.averaged, stream))
+    return launches
+
+
+def copy_blocks(there):
+    """Keys and values of NZ may have other rows."""
+    caches = there.call.sources
+    return [
+        pieces.prepare([(c, c) for c in caches if c.shape[1] == rows], there.call.pieces * rows, there.stream)
+        for rows in sorted({cache.shape[1] for cache in caches})
+    ]

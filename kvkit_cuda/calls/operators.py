@@ -1,0 +1,121 @@
+"""Every operator on the device, and the way there, which all take.
+
+The arrays of a call are checked as they are given, so that an error costs no copy. Those of the host are
+copied to the device, and the copies are checked, for their addresses. Then everything is prepared, launched
+and, where it belongs to the host, given back.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvkit.operators import OPERATORS
+from kvkit_cuda.calls import arrays, checks, launches, results, steps
+from kvkit_cuda.ground import device
+from kvkit_cuda.twins import inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What operators have in common.
+
+    `launches` makes launches of a checked call whose arrays lie on the device. The last axis of `rows` is in
+    one piece there. `idle` are the arrays of a checked call that nothing happens to. `take` makes operands.
+    """
+
+    launches: Callable
+    rows: tuple[str, ...] = ()
+    idle: Callable = lambda call: ()
+    take: Callable = arrays.operand
+
+
+def no_scale(call):
+    return () if call.layer and call.layer.cell else ("scale",)
+
+
+NEW = "current_key", "current_value"
+APPEND = Kind(launches.append, NEW, no_scale)
+ATTEND = Kind(launches.attend, ("query", "key", "value", *NEW), no_scale)
+MERGE = Kind(launches.merge_parts, take=arrays.operands)
+TURN = Kind(launches.turn, ("query", "key"))
+MASK = Kind(launches.mask, ("attn_mask",))
+SLOPE = Kind(launches.slope)
+POSITION_INDEX = Kind(launches.position_index, idle=lambda call: ("sequences",))
+MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
+ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
+
+KINDS = {
+    "key_value_cache": APPEND,
+    "multi_head_attention": ATTEND,
+    "multi_head_cache_attention": ATTEND,
+    "merge_attention_states": MERGE,
+    "rotary_position_embedding": TURN,
+    "alibi_slope": SLOPE,
+    "alibi_mask": MASK,
+    "position_index": POSITION_INDEX,
+    "reshape_and_cache": MOVE,
+    "paged_cache_load": MOVE,
+    "block_copy": COPY,
+    "paged_attention": ATTEND_TO_BLOCKS,
+    "nd_to_nz": MOVE,
+    "nz_to_nd": MOVE,
+}
+# What makes a step, in operators that take one, and the array whose tokens it is of.
+STEP = (
+    "seqstarts", "kvstarts", "cachestarts", "start_pos", "decoding_batches",
+    "max_seqlen", "max_kvlen", "cache_mode", "page_size",
+)  # fmt: skip
+TOKENS = {"dynamic_batching.key_value_cache": NEW[0], "dynamic_batching.multi_head_cache_attention": "query"}
+
+
+def call(path, values):
+    """Call an operator, of a plan if its path says so, with the values of all its arguments by name."""
+    device.require()
+    stream = device.stream(values.pop("stream"))
+    if path == "dynamic_batching.plan":
+        return steps.planned(**values, stream=stream)
+    step, name = None, path.replace("Plan.", "")
+    if name != path:
+        step = values.pop("self").step
+    elif name in TOKENS:
+        given = {each: values.pop(each) for each in STEP if each in values}
+        step = steps.planned(**given, tokens=(TOKENS[name], values[TOKENS[name]]), stream=stream)
+    return run(OPERATORS[name], step, values, stream)
+
+
+def run(op, step, values, stream):
+    """Call an operator, for a step if it takes one."""
+    kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
+    out = values.pop("out", None)
+    given = {name: values.pop(name) for name in arrays_of}
+    values |= {name: arrays.host(name, values[name], stream) for name in index if name in values}
+    checked = functools.partial(checks.CHECKED[op.name], *([step.sequences] if step else ()), **values)
+
+    here = {name: kind.take(name, array, stream) for name, array in given.items()}
+    here |= {name: here[name].one_piece(stream) for name in kind.rows if name in here}
+    seen = {name: operand.seen for name, operand in here.items()}
+    call = checked(**seen)
+    made, returned = [], tuple(given[each.name] for each in op.inputs if each.inout)
+    if op.outputs:
+        usual = sum(not each.only_with for each in op.outputs)
+        source = next(iter(here.values()), arrays.NOTHING)
+        made, returned = results.outputs(call.results, usual, out, source, stream)
+
+    idle = kind.idle(call)
+    there = {
+        name: operand if name in idle or operand.seen is None else operand.moved(stream)
+        for name, operand in here.items()
+    }
+    copies = [result.moved(stream, contents=False) for result in made]
+    moved = [name for name in here if there[name] is not here[name]]
+    if moved:
+        call = checked(**{name: operand.seen for name, operand in there.items()})
+    ready = launches.There(call, [copy.seen for copy in copies], step, stream)
+    for launch in kind.launches(ready):  # nothing has been written so far, and nothing can fail any more
+        launch()
+    for each in op.inputs:
+        if each.inout and each.name in moved:
+            here[each.name].take(there[each.name], stream)
+    for result, copy in zip(made, copies, strict=True):
+        result.take(copy, stream)
+    return returned

@@ -1,0 +1,67 @@
+"""Attention of one query token a sequence over a cache in blocks: entries are sequences in pages of a block.
+
+What does not fold into entries where it lies, or into rows, is moved before or after.
+"""
+
+import numpy as np
+
+from kvkit.checks.ascend import attention as twin
+from kvkit_cuda.attend import bias
+from kvkit_cuda.calls import arrays, attention
+from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.ground import device
+from kvkit_cuda.moves import pieces
+
+
+def prepare(call, outputs, owners, stream):
+    """Launches of a checked call; what owns their memory is added to `owners`."""
+    before: list = []
+    after: list = []
+
+    def new(shape, dtype):
+        owners.append(device.empty(max(int(np.prod(shape)), 1), dtype, stream))
+        return arrays.addressed(device.address(owners[-1]), shape, None, dtype)
+
+    def move(source, target, launches):
+        rows = np.array([[0, 0, source.shape[0] * source.shape[1]]])
+        launches.append(pieces.prepare([(source, target)], rows, stream))
+
+    query, caches, entries = call.query, call.caches, twin.folded_shape(call)
+    if not folds(query, call):
+        source, query = query, new(query.shape, query.dtype)
+        move(source[None], query[None], before)
+    places = [twin.rows_of(array) for array in caches]
+    if twin.uneven(places):
+        sources, caches = caches, [new(array.shape, array.dtype) for array in caches]
+        for source, target in zip(sources, caches, strict=True):
+            move(source, target, before)
+        places = [twin.rows_of(array) for array in caches]
+    made = []
+    for array in outputs:
+        rows = array if array.ndim == 3 else array[..., None]
+        made.append(array)
+        if not folds(rows, call):
+            made[-1] = new(array.shape, array.dtype)
+            move(made[-1].reshape(1, *rows.shape), rows[None], after)
+    made = [array.reshape(*entries, *array.shape[2:]) for array in made]
+    out, lse = made[0], made[1] if len(made) > 1 else None
+    tables, weights = Tables(twin.steps_of(call, places), lasting=False), call.weights
+    owners.append(tables)
+    offset = call.razor_offset
+    if offset is not None:
+        scores = new((len(call.lengths), twin.rows_of_a_context(call)), np.dtype(np.float32))
+        weights = twin.biased(weights, scores)
+    query = query.reshape(*entries, query.shape[2])
+    context = twin.context_of(call, caches, places)
+    attend = attention.prepare(query, out, lse, context, tables, len(call.lengths), weights, stream)
+    if offset is not None and scores.size:
+        (table,) = tables.of(("table",), stream)
+        before.append(bias.prepare(table, places[0][1], offset, weights.scale, scores, stream))
+    return [*before, *attend, *after]
+
+
+def folds(array, call):
+    """Whether [B, heads, dim] is [entries, heads of an entry, dim] where it lies."""
+    batch, heads, dim = array.shape
+    together = call.apart == 1 or batch < 2 or array.strides[0] == heads * array.strides[1]
+    return together and (dim < 2 or array.strides[2] == array.itemsize)

@@ -1,0 +1,43 @@
+"""The operators over dynamic caches on the device, and the plan of a step."""
+
+from kvkit_cuda.twins import ANGLES, BITS, SUMS, twin
+
+__all__ = [
+    "Plan",
+    "alibi_mask",
+    "key_value_cache",
+    "multi_head_attention",
+    "multi_head_cache_attention",
+    "plan",
+    "position_index",
+    "rotary_position_embedding",
+]
+
+TABLE = "A page table that is on the device is checked there, and stays there."
+ONCE = """After the first call of its form a call of the plan's methods copies nothing to the device and
+allocates nothing there, if its arrays lie there and results are given as `out`."""
+CHECK = """check : bool
+    False for index tensors that a plan, for the same caches, has checked once. Then of their entries only
+    the totals are looked at; wrong ones make kernels read and write any memory.
+"""
+
+
+class Plan:
+    """The operators over one checked step; `plan` makes it. Its methods may be called for any caches."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step):
+        self.step = step  # as `calls.steps` has it
+
+    key_value_cache = twin("dynamic_batching.Plan.key_value_cache")
+    multi_head_cache_attention = twin("dynamic_batching.Plan.multi_head_cache_attention")
+
+
+plan = twin("dynamic_batching.plan", TABLE, ONCE, own={"check": (True, CHECK)}, then=Plan)
+key_value_cache = twin("dynamic_batching.key_value_cache", BITS, TABLE)
+multi_head_attention = twin("dynamic_batching.multi_head_attention", SUMS)
+multi_head_cache_attention = twin("dynamic_batching.multi_head_cache_attention", BITS, SUMS, TABLE)
+position_index = twin("dynamic_batching.position_index")
+rotary_position_embedding = twin("dynamic_batching.rotary_position_embedding", ANGLES)
+alibi_mask = twin("dynamic_batching.alibi_mask")

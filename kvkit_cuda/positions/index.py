@@ -1,0 +1,42 @@
+"""The position of every packed token."""
+
+import functools
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit.jit import shared
+from kvkit_cuda.ground import device, memory
+from kvkit_cuda.moves.transfer import sequence_of
+
+THREADS = 256  # of a block
+
+INDEX1 = types.Array(types.int64, 1, "C")
+SIGNATURE = types.void(INDEX1, INDEX1, types.int64)
+
+write = memory.store(8, 8)
+
+
+@shared
+def put(target, position):
+    write(target, np.uint64(position), np.uint64(0))
+
+
+def walk(starts, first, target):
+    """Write the position of every packed token."""
+    for token in range(cuda.grid(1), starts[starts.shape[0] - 1], cuda.gridsize(1)):
+        sequence = sequence_of(starts, token)
+        put(target + token * 8, first[sequence] + token - starts[sequence])
+
+
+@functools.cache
+def compiled():
+    return device.kernel(walk, SIGNATURE)
+
+
+def prepare(starts, first, target, stream):
+    """A launch that writes the position of every packed token to an array of the device."""
+    tables, tokens = device.tables((starts, first), stream), int(starts[-1])
+    blocks = min(-(-tokens // THREADS), device.most_blocks())
+    arguments = *tables, target.ctypes.data
+    return functools.partial(device.launch, compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
