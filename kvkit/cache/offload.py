@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from kvkit.cache.layers import kinds
@@ -27,7 +28,7 @@ class Folder:
         self.due: list | str | None = None  # for layers whose state is from before it
         self.under_way = 0  # the number of a change that does not count yet
         self.layers = 0  # that have a sidecar, or are to have one
-        self.release = int  # what ends `hold`
+        self.release: Callable = int  # what ends `hold`
 
     def hold(self, expected):
         """Be the only one in the folder, until `release` or the end of the process."""

@@ -139,22 +139,27 @@ def allocated():
 def test_a_quantized_prompt_is_let_go_when_the_next_layer_is_updated():
     """And as long as it is held, nbytes says so."""
     prompt = np.ones((1, 2, 4096, 64), np.float32)
-    tracemalloc.start()
-    try:
-        cache, before = QuantizedCache(3, residual_length=16), allocated()
+
+    def first_step(cache):
         for i in range(3):
             cache.update(prompt, prompt, i)
             assert cache.layers[i].nbytes > 2 * prompt.nbytes
-            assert np.asarray(cache.attend(prompt[:, :, -2:], i)).shape == (1, 2, 2, 64)
+            cache.attend(prompt[:, :, -2:], i)
+        return cache
+
+    first_step(QuantizedCache(3, residual_length=16))  # compiles
+    tracemalloc.start()
+    try:
+        cache = first_step(QuantizedCache(3, residual_length=16))
         assert max(layer.nbytes for layer in cache.layers[:2]) < prompt.nbytes / 2
-        assert allocated() - before < 4 * prompt.nbytes
+        assert allocated() < 5 * prompt.nbytes
         cache.layers[2].settle()
-        assert allocated() - before < 2 * prompt.nbytes
-        layer = QuantizedLayer(residual_length=16, read_back=True)
-        layer.update(prompt, prompt)
-        assert layer.nbytes < prompt.nbytes / 2
+        assert allocated() < 2 * prompt.nbytes
     finally:
         tracemalloc.stop()
+    layer = QuantizedLayer(residual_length=16, read_back=True)
+    layer.update(prompt, prompt)
+    assert layer.nbytes < prompt.nbytes / 2
 
 
 @pytest.mark.parametrize("layer", [DynamicLayer, lambda: QuantizedLayer(residual_length=16)])

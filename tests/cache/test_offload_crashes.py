@@ -1,6 +1,7 @@
 """A process may end at any moment: its files open to the last step that was whole."""
 
 import os
+import shutil
 import signal
 import sys
 
@@ -110,9 +111,10 @@ def test_a_crash_in_the_first_step_leaves_no_tokens(tmp_path):
 
 def test_a_layer_that_was_in_memory_is_lost(tmp_path):
     cache = fill(Cache(four_layers()))
-    cache.offload(tmp_path)
+    cache.offload(tmp_path / "cache")
+    left = shutil.copytree(tmp_path / "cache", tmp_path / "left")
     with pytest.raises(
         kvkit.KvkitError, match="directory: expected layer 1 in a file, got a process that ended"
     ):
-        Cache.open(tmp_path)
+        Cache.open(left)
     cache.close()
