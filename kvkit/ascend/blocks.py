@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -68,7 +68,7 @@ def paged_cache_load(
     call = blocks.checked_load(**arguments(locals()))
     if isinstance(out, (tuple, list)) and value_cache is None:
         out = out[:1]  # behind keys alone there may be anything
-    results = call.results.taken(out, new=np.zeros)
+    results: Any = call.results.taken(out, new=np.zeros)
     pieces = blocks.pieces_of(call)
     if out is not None and pieces[:, checks.slots.COUNT].sum() < call.tokens:
         for array in results:

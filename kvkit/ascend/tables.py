@@ -163,28 +163,28 @@ def compressed_slots(
     text("empty_window", empty_window, WINDOWS)
     heads = integer("num_head", num_head, 1, MOST)
     lengths = np.repeat(lengths_of(seq_lens), heads)
-    wins = index("wins", wins, length=len(lengths))
+    windows = index("wins", wins, length=len(lengths))
     if (offset_index is None) != (mode is CompressType.KVHEAD):
         needs = "None" if mode is CompressType.KVHEAD else "an array"
         raise wrong("offset_index", f"{needs} for {mode.name}", describe(offset_index))
     offsets = (
-        np.full_like(wins, -1)
+        np.full_like(windows, -1)
         if offset_index is None
         else index("offset_index", offset_index, length=len(lengths))
     )
-    check_windows(mode, lengths, wins, offsets)
-    changed = (offsets >= 0) & (wins > 0)
+    check_windows(mode, lengths, windows, offsets)
+    changed = (offsets >= 0) & (windows > 0)
     if mode is CompressType.KVHEAD:
-        kept = np.where(wins == 0, lengths if empty_window == "copy" else 0, wins)
+        kept = np.where(windows == 0, lengths if empty_window == "copy" else 0, windows)
     else:
-        kept = lengths - np.where(changed, wins, 0) + (changed if mode is CompressType.KVHEAD_ROPE else 0)
+        kept = lengths - np.where(changed, windows, 0) + (changed if mode is CompressType.KVHEAD_ROPE else 0)
     tables, blocks, size = tables_of(kept, block_size, headroom, first_block)
     begins = tables[:, 0].astype(np.int64) * size if tables.shape[1] else np.zeros(len(kept), np.int64)
     begins = np.where(begins < 0, 0, begins)
     averaged = changed & (mode is CompressType.KVHEAD_ROPE)
     return Slots(
         small(begins), tables, small(kept), blocks,
-        small(np.where(averaged, begins + offsets, -1)), small(np.where(averaged, wins, 0)), size,
+        small(np.where(averaged, begins + offsets, -1)), small(np.where(averaged, windows, 0)), size,
     )  # fmt: skip
 
 

@@ -1,11 +1,17 @@
 """What every layer and every cache does, wherever its tokens lie: all that a caller needs to know of them."""
 
+from __future__ import annotations
+
 import functools
 import threading
 from abc import ABC, abstractmethod
+from typing import Any, SupportsIndex
+
+from numpy.typing import ArrayLike
 
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
+from kvkit.typed import Array, Attended, Pair, States
 
 
 class BaseLayer(ABC):
@@ -29,7 +35,9 @@ class BaseLayer(ABC):
     record_past = False
 
     @abstractmethod
-    def update(self, key_states, value_states, cache_position=None):
+    def update(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
         """Append the keys and values of new tokens; return those that their attention needs.
 
         Parameters
@@ -61,14 +69,14 @@ class BaseLayer(ABC):
     @abstractmethod
     def attend(
         self,
-        query,
-        attention_mask=None,
+        query: Array,
+        attention_mask: Array | None = None,
         *,
-        softmax_scale=None,
-        softcap=0.0,
-        sinks=None,
-        return_lse=False,
-    ):
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+    ) -> Attended:
         """Attend with the queries of the last tokens, causally and within the layer's window.
 
         Keys and values are read where they lie; nothing of the size of the context is made. Query i of q is
@@ -119,14 +127,14 @@ class BaseLayer(ABC):
         """
 
     @abstractmethod
-    def get_seq_length(self):
+    def get_seq_length(self) -> int:
         """Tokens seen."""
 
-    def get_max_length(self):
+    def get_max_length(self) -> int:
         """The most tokens that the layer holds; -1 for no limit."""
         return -1
 
-    def get_mask_sizes(self, query_length):
+    def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
         """(kv_length, kv_offset): how many keys the next update returns, and the position of the first."""
         begin, end = self._returned(self.get_seq_length(), integer("query_length", query_length, 0))
         return end - begin, begin
@@ -137,16 +145,16 @@ class BaseLayer(ABC):
 
     @property
     @abstractmethod
-    def batch_size(self):
+    def batch_size(self) -> int:
         """B, rows of the batch; 0 before the first update."""
 
     @property
-    def keys(self):
+    def keys(self) -> States:
         """Stored keys, shape [B, Hkv, stored, Dk]; None before the first update."""
         return self.stored()[0] if self.batch_size else None
 
     @property
-    def values(self):
+    def values(self) -> States:
         """Stored values, shape [B, Hkv, stored, Dv]; None before the first update."""
         return self.stored()[1] if self.batch_size else None
 
@@ -155,11 +163,11 @@ class BaseLayer(ABC):
         """Stored keys and values, arrays [B, Hkv, stored, D]."""
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of what is stored, without room to grow."""
         return sum(side.nbytes for side in self.stored()) if self.batch_size else 0
 
-    def activate_past_recording(self):  # noqa: B027  most layers have nothing to do
+    def activate_past_recording(self) -> None:  # noqa: B027  most layers have nothing to do
         """From now on keep what would be dropped or coded until the next crop; elsewhere nothing is."""
 
 
@@ -179,7 +187,7 @@ class BaseCache(ABC):
 
     layers: list
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._turn = threading.RLock()
 
     def __getstate__(self):
@@ -188,16 +196,20 @@ class BaseCache(ABC):
     def __setstate__(self, state):
         self.__dict__.update(state, _turn=threading.RLock())
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.layers)
 
     # Tokens come
 
     @abstractmethod
-    def update(self, key_states, value_states, layer_idx, cache_position=None):
+    def update(
+        self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
         """Append to layer ``layer_idx``."""
 
-    def attend(self, query, layer_idx, attention_mask=None, **options):
+    def attend(
+        self, query: Array, layer_idx: int, attention_mask: Array | None = None, **options: Any
+    ) -> Attended:
         """Attend to layer ``layer_idx``, see the ``attend`` of layers.
 
         Of a call longer than its window a sliding layer gives the first tokens up as soon as another layer
@@ -208,7 +220,7 @@ class BaseCache(ABC):
             return self._layer(layer_idx).attend(query, attention_mask, **options)
 
     @abstractmethod
-    def reserve(self, query_length):
+    def reserve(self, query_length: SupportsIndex) -> None:
         """Check, and make, room for so many more tokens in every layer: their updates cannot fail for it."""
 
     def _layer(self, layer_idx):
@@ -222,30 +234,30 @@ class BaseCache(ABC):
 
     # What is there
 
-    def get_seq_length(self, layer_idx=0):
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen; 0 if there is no such layer."""
         number = integer("layer_idx", layer_idx, 0)
         return self.layers[number].get_seq_length() if number < len(self.layers) else 0
 
-    def get_max_length(self, layer_idx=None):
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that a layer holds, -1 for no limit; of the cache, that of its largest layer."""
         if layer_idx is not None:
             return self._layer(layer_idx).get_max_length()
         lengths = [layer.get_max_length() for layer in self.layers]
         return -1 if -1 in lengths else max(lengths, default=-1)
 
-    def get_mask_sizes(self, query_length, layer_idx):
+    def get_mask_sizes(self, query_length: SupportsIndex, layer_idx: int) -> tuple[int, int]:
         """(kv_length, kv_offset) of what the next update of so many tokens returns; to be asked before it."""
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
     # Tokens go, and the batch changes
 
     @abstractmethod
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         """Drop the last tokens of every layer: keep ``length``, or if negative drop so many; 0 drops none."""
 
     @alone
-    def reorder(self, indices):
+    def reorder(self, indices: ArrayLike) -> None:
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
         self._select(indices)
 
@@ -256,7 +268,7 @@ class BaseCache(ABC):
         """What `reorder` does."""
 
     @alone
-    def repeat(self, repeats):
+    def repeat(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self._repeat(integer("repeats", repeats, 1))
 
@@ -267,11 +279,11 @@ class BaseCache(ABC):
         """What `repeat` does."""
 
     @abstractmethod
-    def reset(self):
+    def reset(self) -> None:
         """Forget every token."""
 
     @alone
-    def activate_past_recording(self):
+    def activate_past_recording(self) -> None:
         """Let layers keep what would leave their window until the next `crop`, which may then go back."""
         for layer in self.layers:
             layer.activate_past_recording()
@@ -279,5 +291,5 @@ class BaseCache(ABC):
     # To other forms
 
     @abstractmethod
-    def to_legacy_cache(self):
+    def to_legacy_cache(self) -> tuple[Pair, ...]:
         """A tuple over layers of (keys, values), copies of shape [B, Hkv, n, D]."""

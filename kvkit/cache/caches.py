@@ -1,11 +1,19 @@
 """A cache: the layers of a model."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self, SupportsIndex
+
+from numpy.typing import ArrayLike
+
 from kvkit.cache import offload, opening, saving
 from kvkit.cache.base import BaseCache, alone
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
+from kvkit.typed import Array, FilePath, Pair, States
 
 
 class Cache(BaseCache):
@@ -44,7 +52,7 @@ class Cache(BaseCache):
 
     _make_layer = None  # () -> a layer, where layers are made on first use
 
-    def __init__(self, layers, *, offload=None):
+    def __init__(self, layers: Iterable[Layer], *, offload: FilePath | None = None) -> None:
         super().__init__()
         self.layers = list(layers)
         for i, layer in enumerate(self.layers):
@@ -53,11 +61,12 @@ class Cache(BaseCache):
             if any(layer is other for other in self.layers[:i]):
                 raise wrong(f"layers[{i}]", "a layer of its own", "one that is there before")
             layer.name = f"layers[{i}]"
-        self._latest = self.folder = None
+        self._latest: Any = None
+        self.folder: Any = None
         if offload is not None:
             self.offload(offload)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} layers: {self.get_seq_length()} tokens>"
 
     def __getstate__(self):
@@ -65,7 +74,9 @@ class Cache(BaseCache):
 
     # Tokens come
 
-    def update(self, key_states, value_states, layer_idx, cache_position=None):
+    def update(
+        self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
         """Append to layer ``layer_idx``, see `DynamicLayer.update`.
 
         A layer without room fails when others have had their tokens; `reserve` asks all of them first.
@@ -90,7 +101,7 @@ class Cache(BaseCache):
             self.folder.prefetch_after(layer_idx, self.layers)
 
     @alone
-    def reserve(self, query_length):
+    def reserve(self, query_length: SupportsIndex) -> None:
         new = integer("query_length", query_length, 0)
         for layer in self.layers:
             layer.check_room(layer.get_seq_length(), new)
@@ -111,7 +122,7 @@ class Cache(BaseCache):
     # that ends leaves files in which all have changed, or none
 
     @alone
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
         lengths = [layer.left_by(length) for layer in self.layers]
         if self.folder is not None:
@@ -136,7 +147,7 @@ class Cache(BaseCache):
             change(layer)
 
     @alone
-    def reset(self):
+    def reset(self) -> None:
         """Forget every token; see the layers for what stays."""
         if self.folder is not None:
             self.folder.announce("reset")
@@ -146,19 +157,19 @@ class Cache(BaseCache):
     # To files and other forms
 
     @alone
-    def to_legacy_cache(self):
+    def to_legacy_cache(self) -> tuple[Pair, ...]:
         for layer in self.layers:
             if layer.store is None or layer.span.oldest:
                 raise wrong(layer.name, "all its tokens, for the legacy format", layer)
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
     @alone
-    def save(self, path):
+    def save(self, path: FilePath) -> None:
         """Write everything to a .npz file that `load` reads; the old file is whole until the new one is."""
         saving.save(self, path)
 
     @alone
-    def offload(self, directory, only_non_sliding=True, keep=False):
+    def offload(self, directory: FilePath, only_non_sliding: bool = True, keep: bool = False) -> None:
         """Move keys and values to memory-mapped files, where the system reads and evicts them as it needs.
 
         Results stay the same, bit for bit. A process that ends at any moment leaves files that `open` reads;
@@ -180,7 +191,7 @@ class Cache(BaseCache):
         self.folder = folder
 
     @classmethod
-    def open(cls, directory, keep=True):
+    def open(cls, directory: FilePath, keep: bool = True) -> Cache:
         """The cache in a folder, where it stays; if it was cut off in a step, as it was before that step.
 
         In a step every layer that the model uses gets tokens once. Layers whose lengths differ otherwise keep
@@ -193,24 +204,24 @@ class Cache(BaseCache):
         return cache
 
     @alone
-    def prefetch(self, layer_idx):
+    def prefetch(self, layer_idx: int) -> None:
         """Start to load an offloaded layer in the background; `update` does so for the next one."""
         offload.prefetch(self._layer(layer_idx))
 
     @alone
-    def flush(self):
+    def flush(self) -> None:
         """Wait until all offloaded tokens are on the disk."""
         offload.flush(self.layers)
 
     @alone
-    def close(self):
+    def close(self) -> None:
         """End offloading: files are deleted, or completed if they are to be kept. Layers are empty then."""
         if self.folder is not None:
             self.folder.close(self.layers)
             self.folder = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,13 +1,19 @@
 """The constructors of the usual caches."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
+from kvkit.typed import FilePath, Pair
 
 
 def makers(num_layers, layer_types, sliding_window, full, sliding):
@@ -57,14 +63,21 @@ class DynamicCache(Cache):
     (2, 8, 1, 8)
     """
 
-    def __init__(self, num_layers=None, layer_types=None, sliding_window=None, *, offload=None):
-        sliding = functools.partial(SlidingWindowLayer, sliding_window)
+    def __init__(
+        self,
+        num_layers: int | None = None,
+        layer_types: Sequence[str] | None = None,
+        sliding_window: int | None = None,
+        *,
+        offload: FilePath | None = None,
+    ) -> None:
+        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
         kind, layers = makers(num_layers, layer_types, sliding_window, DynamicLayer, sliding)
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload)
 
     @classmethod
-    def from_legacy_cache(cls, past_key_values):
+    def from_legacy_cache(cls, past_key_values: Iterable[Pair]) -> Self:
         """A cache from a tuple over layers of (keys, values), which are copied."""
         cache = cls()
         for i, (keys, values) in enumerate(past_key_values):
@@ -95,9 +108,17 @@ class StaticCache(Cache):
     kvkit.errors.CapacityError: layers[0]: expected room for 4 new tokens after 5 (max_cache_len 8), got 3
     """
 
-    def __init__(self, max_cache_len, num_layers, layer_types=None, sliding_window=None, *, offload=None):
+    def __init__(
+        self,
+        max_cache_len: int,
+        num_layers: int,
+        layer_types: Sequence[str] | None = None,
+        sliding_window: int | None = None,
+        *,
+        offload: FilePath | None = None,
+    ) -> None:
         full = functools.partial(StaticLayer, max_cache_len)
-        sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, sliding_window)
+        sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, sliding_window)  # type: ignore[arg-type]
         _, layers = makers(integer("num_layers", num_layers, 0), layer_types, sliding_window, full, sliding)
         super().__init__((make() for make in layers), offload=offload)
 
@@ -132,18 +153,18 @@ class QuantizedCache(Cache):
 
     def __init__(
         self,
-        num_layers=None,
-        key=SPEC,
-        value=SPEC,
-        residual_length=128,
-        sink=4,
-        layer_types=None,
-        sliding_window=None,
+        num_layers: int | None = None,
+        key: QuantSpec = SPEC,
+        value: QuantSpec = SPEC,
+        residual_length: int = 128,
+        sink: int = 4,
+        layer_types: Sequence[str] | None = None,
+        sliding_window: int | None = None,
         *,
-        offload=None,
-    ):
+        offload: FilePath | None = None,
+    ) -> None:
         full = functools.partial(QuantizedLayer, key, value, residual_length, sink)
-        sliding = functools.partial(SlidingWindowLayer, sliding_window)
+        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
         kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # wrong arguments are said at once
         self._make_layer = kind if num_layers is None else None

@@ -1,5 +1,7 @@
 """A cache from the file that it was saved in; `saving` says what is in there."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from kvkit.cache.blocks.pool import HASH_BYTES
@@ -10,9 +12,10 @@ from kvkit.cache.saving import PAGED_ARRAYS, VERSION, fingerprint, form
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.files import npz
+from kvkit.typed import FilePath
 
 
-def load(path):
+def load(path: FilePath) -> Cache | PagedCache:
     """The cache that `Cache.save` or `PagedCache.save` wrote, in memory.
 
     Parameters

@@ -6,12 +6,14 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
+from kvkit import layout
 from kvkit.checks import sequences
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.launch import append_and_load, arguments
 from kvkit.typed import Array, Pair
 
 
+@layout.documented(layout.DYNAMIC)
 def key_value_cache(
     current_key: Array,
     current_value: Array,
@@ -55,9 +57,10 @@ def key_value_cache(
     max_seqlen, max_kvlen : int or None
         At least the longest sequence of new tokens, and context. They change no result.
     cache : ndarray, changed in place
-        By ``cache_layout``: 0 [MaxT, L, 2, H, Dh], 1 [L, MaxT, 2, H, Dh], 2 [L, 2, MaxT, H, Dh],
-        3 [L, 2, H, MaxT, Dh]. Any float dtype; int8 for ``quant_bit`` 8; int8 or uint8 with a last axis
-        of Dh/2 for ``quant_bit`` 4. Strided views are fine if their last axis is contiguous.
+        Any float dtype; int8 for ``quant_bit`` 8; int8 or uint8 with a last axis of Dh/2 for ``quant_bit``
+        4. Strided views are fine if their last axis is contiguous. Index 0 of the axis of size 2 holds
+        keys, 1 values. The axes by ``cache_layout``:
+        {layouts}
     scale : ndarray, optional, changed in place
         Scales of a quantized cache, float32, float16 or bfloat16: its shape with last axis Dh/quant_group.
     num_layer, layer_idx : int

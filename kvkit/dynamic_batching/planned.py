@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -85,7 +85,7 @@ class Plan:
 
     __slots__ = ("_repeats", "_sequences")
 
-    def __init__(self, sequences):
+    def __init__(self, sequences: Any) -> None:
         self._sequences, self._repeats = sequences, Repeats()
 
     def key_value_cache(
@@ -109,13 +109,13 @@ class Plan:
             known = form((*arrays, *(out or ())), (*given.values(), unaligned(out))[len(arrays) :])
         prepared = self._repeats.get(known)
         if prepared:
-            made = out
+            made: Any = out
             if out is None:
                 tokens = self._sequences.steps.context
                 shape = tokens, current_key.shape[1] * num_repeat, current_key.shape[2]
                 made = np.empty(shape, current_key.dtype), np.empty(shape, current_key.dtype)
             if prepared.run(dict(zip(LOADED, (*arrays, *made), strict=True))):
-                return tuple(made)
+                return made[0], made[1]
         call = checked_key_value_cache(self._sequences, **given)
         made = call.results.taken(out)
         launches = launch.transfers(call, made, new=out is None)

@@ -137,8 +137,7 @@ def multi_head_cache_attention(
     start_pos : int
         Position of the first new token.
     cache : ndarray, changed in place
-        Shape [MaxB, L, 2, MaxS, H, Dh] for ``cache_layout`` 0, [L, MaxB, 2, H, MaxS, Dh] for 1, as in
-        `key_value_cache`; H is ``num_kv_heads``, Dh ``head_dim``.
+        By ``cache_layout`` as in `key_value_cache`; H is ``num_kv_heads``, Dh ``head_dim``.
     scale : ndarray, optional, changed in place
         Scales of a quantized cache: its shape with last axis Dh/quant_group.
     attn_mask : ndarray, optional

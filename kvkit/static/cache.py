@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
+from kvkit import layout
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import Static
 from kvkit.launch import append_and_load, arguments
 from kvkit.typed import Array, Pair
 
 
+@layout.documented(layout.STATIC)
 def key_value_cache(
     current_key: Array,
     current_value: Array,
@@ -37,10 +39,10 @@ def key_value_cache(
     start_pos : int
         Position of the first new token.
     cache : ndarray, changed in place
-        Shape [MaxB, L, 2, MaxS, H, Dh] for ``cache_layout`` 0, [L, MaxB, 2, H, MaxS, Dh] for 1; index 0
-        of the axis of size 2 holds keys, 1 values. Any float dtype; int8 for ``quant_bit`` 8; int8 or
-        uint8 with a last axis of Dh/2 for ``quant_bit`` 4. Strided views are fine if their last axis is
-        contiguous.
+        Any float dtype; int8 for ``quant_bit`` 8; int8 or uint8 with a last axis of Dh/2 for ``quant_bit``
+        4. Strided views are fine if their last axis is contiguous. Index 0 of the axis of size 2 holds
+        keys, 1 values. The axes by ``cache_layout``:
+        {layouts}
     scale : ndarray, optional, changed in place
         Scales of a quantized cache, float32, float16 or bfloat16: its shape with last axis Dh/quant_group.
     num_layer, layer_idx : int

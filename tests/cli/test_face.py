@@ -12,6 +12,7 @@ import pytest
 import kvkit
 import kvkit_cuda
 from kvkit import typed
+from kvkit.cache.base import BaseCache, BaseLayer
 from kvkit.operators import OPERATORS
 from kvkit_cli.main import VERBS
 
@@ -25,7 +26,17 @@ METHODS = [
     for name, _ in inspect.getmembers(kind, inspect.isfunction)
     if not name.startswith("_")
 ]
+CLASSES = [kind for kind in map(kvkit.cache.__dict__.get, kvkit.cache.__all__) if inspect.isclass(kind)]
+CACHES = [  # what every cache and layer does, and how each is made
+    getattr(kind, name)
+    for kind in CLASSES
+    for base in (BaseCache, BaseLayer)
+    for name, _ in inspect.getmembers(base, inspect.isfunction)
+    if issubclass(kind, base) and not name.startswith("_") and name != "stored"
+]
+CACHES += [kind.__init__ for kind in CLASSES if inspect.isfunction(kind.__init__)]
 FUNCTIONS = [*(op.function() for op in OPERATORS.values()), *HELPERS, kvkit.dynamic_batching.plan, *METHODS]
+FUNCTIONS += list({function.__qualname__: function for function in [*CACHES, kvkit.cache.load]}.values())
 
 
 def test_dir_is_the_face():
@@ -92,9 +103,11 @@ def test_types_tell_arrays_from_numbers():
     assert hints["scale"] == typed.Array | None
 
 
-def test_typical_use_runs():
-    """The file that the type checkers read."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "typing" / "typical.py"], capture_output=True, text=True, check=True
-    )
-    assert "num_heads: expected an integer from 1" in done.stdout
+@pytest.mark.parametrize(
+    ("file", "printed"), [("typical", "num_heads: expected an integer from 1"), ("caches", "[0]")]
+)
+def test_typical_use_runs(file, printed):
+    """The files that the type checkers read."""
+    path = ROOT / "tests" / "typing" / f"{file}.py"
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True)
+    assert printed in done.stdout

@@ -3,7 +3,12 @@
 Bookkeeping only: no keys, no values, no kernels.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.cache.blocks.pool import Pool, follow, root
 from kvkit.cache.blocks.sequence import ID_BYTES, Sequence, encoded, octets
@@ -11,16 +16,17 @@ from kvkit.cache.blocks.step import Step, slot_type, tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
 from kvkit.errors import KvkitError
+from kvkit.typed import Array
 
 
 class OutOfBlocksError(KvkitError):
     """A step needs more blocks than are free or can be evicted; nothing has changed."""
 
-    def __init__(self, needed, available):
+    def __init__(self, needed: int, available: int) -> None:
         super().__init__(needed, available)
         self.needed, self.available = needed, available
 
-    def __str__(self):
+    def __str__(self) -> str:
         return str(wrong("num_blocks", f"{self.needed} free or evictable blocks", self.available))
 
 
@@ -58,27 +64,29 @@ class BlockAllocator:
     ([[1, 2]], [10, 12])
     """
 
-    def __init__(self, num_blocks, page_size, *, identity=b"", slot_dtype=np.int32):
+    def __init__(
+        self, num_blocks: int, page_size: int, *, identity: bytes = b"", slot_dtype: DTypeLike = np.int32
+    ) -> None:
         self.num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)
         self.page_size = integer("page_size", page_size, 1, 2**31 - 1)
         self.slot_dtype = slot_type(slot_dtype, self.num_blocks * self.page_size)
         self._identity = str(self.page_size).encode(), octets("identity", identity)
         self._pool = Pool(self.num_blocks)
-        self.open_step = None
+        self.open_step: Step | None = None
 
     @property
-    def available(self):
+    def available(self) -> int:
         """Blocks that are free or can be evicted."""
         return self._pool.available
 
     @property
-    def references(self):
+    def references(self) -> Array:
         """How many sequences hold each block: int64, shape [num_blocks]."""
         return np.array(self._pool.references)
 
     # Sequences
 
-    def add(self, token_ids=(), *, salt=b""):
+    def add(self, token_ids: ArrayLike = (), *, salt: bytes = b"") -> Sequence:
         """Begin a sequence. It takes over published blocks with its first tokens, never with all of them.
 
         Parameters
@@ -106,7 +114,7 @@ class BlockAllocator:
         self._pool.share(seq.table)
         return seq
 
-    def extend(self, seq, token_ids):
+    def extend(self, seq: Sequence, token_ids: ArrayLike) -> None:
         """Say which tokens come next, so that the blocks they fill can be shared."""
         self.check(seq)
         ids, tokens = encoded(token_ids), seq.length + seq.pending
@@ -114,13 +122,13 @@ class BlockAllocator:
             raise wrong("seq", f"a sequence with ids for all its {tokens} tokens", f"{seq.known} ids")
         seq.ids += ids
 
-    def fork(self, seq):
+    def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same tokens, in the same blocks. Nothing is copied until one writes."""
         self.check(seq, at_rest=True)
         self._pool.share(seq.table)
         return seq.copy()
 
-    def crop(self, seq, length):
+    def crop(self, seq: Sequence, length: int) -> None:
         """Take back a sequence's last tokens.
 
         Parameters
@@ -138,7 +146,7 @@ class BlockAllocator:
             self._keep_pages(seq)
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
-    def free(self, seq):
+    def free(self, seq: Sequence) -> None:
         """End a sequence. Its published blocks can be found until they are evicted."""
         self.check(seq, at_rest=True)
         seq.allocator, seq.length = None, 0
@@ -169,7 +177,7 @@ class BlockAllocator:
 
     # Steps
 
-    def begin_step(self, sequences):
+    def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> Step:
         """Reserve blocks for new tokens.
 
         Parameters
@@ -212,7 +220,7 @@ class BlockAllocator:
         )
         return self.open_step
 
-    def commit(self, step):
+    def commit(self, step: Step) -> None:
         """End a step: see `Step.commit`."""
         self._close(step)
         for seq in step.sequences:
@@ -221,7 +229,7 @@ class BlockAllocator:
             for i, page in self._chain(seq):
                 self._pool.publish(seq.table[i], seq.chain[i + 1], page)
 
-    def abandon(self, step):
+    def abandon(self, step: Step) -> None:
         """End a step: see `Step.abandon`."""
         self._close(step)
         for seq in step.sequences:

@@ -1,11 +1,15 @@
 """A sequence of tokens, and the blocks that hold them."""
 
+from __future__ import annotations
+
 from array import array
+from typing import Any
 
 import numpy as np
 
 from kvkit.checks import index_tensors
 from kvkit.checks.words import describe, wrong
+from kvkit.typed import Array
 
 ID_BYTES = 8
 
@@ -28,7 +32,7 @@ class Sequence:
 
     __slots__ = ("allocator", "chain", "ids", "length", "pending", "table")
 
-    def __init__(self, allocator, ids, chain):
+    def __init__(self, allocator: Any, ids: bytearray, chain: list[bytes]) -> None:
         self.allocator = allocator  # None after its end
         self.length = 0
         self.table = array("q")  # blocks
@@ -37,17 +41,17 @@ class Sequence:
         self.pending = 0  # tokens that the open step adds
 
     @property
-    def blocks(self):
+    def blocks(self) -> list[int]:
         """Its blocks, in the order of its tokens."""
         return self.table.tolist()
 
     @property
-    def token_ids(self):
+    def token_ids(self) -> Array:
         """Ids of its tokens as far as they are known; those behind `length` are still to be computed."""
         return np.frombuffer(bytes(self.ids), "<i8").astype(np.int64)
 
     @property
-    def known(self):
+    def known(self) -> int:
         """How many of its tokens have ids."""
         return len(self.ids) // ID_BYTES
 
@@ -62,7 +66,7 @@ class Sequence:
         other.length, other.table = self.length, self.table[:]
         return other
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<Sequence of {self.length} tokens in blocks {self.blocks}>"
 
 

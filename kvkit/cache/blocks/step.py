@@ -1,13 +1,16 @@
 """A step over sequences in blocks: the index tensors that every operator needs, and its end."""
 
+from __future__ import annotations
+
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from kvkit.checks.words import wrong
+from kvkit.typed import Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class Step:
     allocator: Any  # the one that made it
 
     @cached_property
-    def slot_mapping(self):
+    def slot_mapping(self) -> Array:
         """The row of every new token, as Ascend names it: int32 (or ``slot_dtype``), shape [seqstarts[B]]."""
         page_size = self.allocator.page_size
         sequence = np.repeat(np.arange(len(self.sequences)), np.diff(self.seqstarts))
@@ -68,32 +71,32 @@ class Step:
         return rows.astype(self.allocator.slot_dtype)
 
     @cached_property
-    def block_tables(self):
+    def block_tables(self) -> Array:
         """The blocks of every sequence: int32, shape [B, MaxP]; -1 behind the last one."""
         return (self.cachestarts // self.allocator.page_size).astype(np.int32)
 
     @cached_property
-    def context_lens(self):
+    def context_lens(self) -> Array:
         """Tokens of every sequence, the new ones among them: int32, shape [B]."""
         return np.diff(self.kvstarts).astype(np.int32)
 
     @property
-    def is_open(self):
+    def is_open(self) -> bool:
         """Whether it has neither been committed nor abandoned."""
         return self.allocator.open_step is self
 
-    def commit(self):
+    def commit(self) -> None:
         """Count the new tokens, and publish the blocks that they filled: every layer has written them."""
         self.allocator.commit(self)
 
-    def abandon(self):
+    def abandon(self) -> None:
         """Give back the blocks of the new tokens, as if the step had not begun."""
         self.allocator.abandon(self)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.commit() if kind is None else self.abandon()
 
 

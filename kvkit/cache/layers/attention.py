@@ -102,7 +102,8 @@ class Call:
         context = self.store.context(fmt.name, first, end)
         batch, new = arrays["query"].shape[:2]
         self.step, self.counts = index_tensors.equal(batch, new, self.kvlen), np.arange(batch + 1)
-        self.launch = cpu.attention.prepare(*arrays.values(), context, self.step, 0, weights)
+        query, out, lse = arrays.values()
+        self.launch = cpu.attention.prepare(query, out, lse, context, self.step, 0, weights)
         self.planned = cpu.attention.planned(self.launch.numbers)
         if form is not None:
             self.repeat = cpu.launches.Repeat([self.launch], addresses(arrays))

@@ -1,5 +1,9 @@
 """The layers that keep every token."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
@@ -23,7 +27,7 @@ class DynamicLayer(Layer):
     (array([0., 1., 2.], dtype=float32), 3, (4, 0))
     """
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """What the constructor takes."""
         return {}
 
@@ -48,11 +52,11 @@ class StaticLayer(Layer):
     (array([1., 0., 0., 0.], dtype=float32), (1, 1, 1, 2), (4, 0))
     """
 
-    def __init__(self, max_cache_len):
+    def __init__(self, max_cache_len: int) -> None:
         self.max_cache_len = integer("max_cache_len", max_cache_len, 1)
         super().__init__()
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """What the constructor takes."""
         return {"max_cache_len": self.max_cache_len}
 
@@ -70,7 +74,7 @@ class StaticLayer(Layer):
     def _capacity(self, rows):
         return self.max_cache_len
 
-    def get_max_length(self):
+    def get_max_length(self) -> int:
         return self.max_cache_len
 
     def _shorten(self, span):
@@ -80,7 +84,7 @@ class StaticLayer(Layer):
         if self.store is not None:
             self.store.clear(first, end)
 
-    def reset(self):
+    def reset(self) -> None:
         """Forget every token; the zeroed memory and its geometry stay."""
         _, rows = self.span.rows_from(0)
         self.span = Span()

@@ -1,11 +1,13 @@
 """Every kind of layer by its name, as files say it."""
 
+from typing import Any
+
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 
-KINDS = {
+KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (DynamicLayer, QuantizedLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 }

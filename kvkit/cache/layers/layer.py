@@ -1,8 +1,11 @@
 """What every layer does: tokens come and go, the batch changes."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.cache.base import BaseLayer
 from kvkit.cache.layers import requests
@@ -12,6 +15,7 @@ from kvkit.cache.stores.memory import Store, geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
+from kvkit.typed import Array, Attended, States
 
 
 def slack(window):
@@ -40,7 +44,7 @@ class Layer(BaseLayer):
     store: Any
     home: Home | None
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.name, self._attention = type(self).__name__, Attention()
         self.restore(EMPTY)
 
@@ -51,7 +55,7 @@ class Layer(BaseLayer):
     def __getstate__(self):
         return self.__dict__ | {"home": None}  # a copy lies in memory
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         held = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{held}>"
 
@@ -81,7 +85,9 @@ class Layer(BaseLayer):
 
     # Tokens come
 
-    def update(self, key_states, value_states, cache_position=None):
+    def update(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
         frozen = None if self.store is None else self.store.geometry
         given, new = geometry(key_states, value_states, frozen), key_states.shape[2]
         start = self.span.length
@@ -143,7 +149,7 @@ class Layer(BaseLayer):
         elif self.home is not None:
             self.home.say_empty(record_past=self.record_past)
 
-    def reserve(self, query_length):
+    def reserve(self, query_length: SupportsIndex) -> None:
         """Check, and make, room for so many more tokens, so that no update of them can fail for capacity."""
         new, length = integer("query_length", query_length, 0), self.span.length
         self.check_room(length, new)
@@ -168,31 +174,31 @@ class Layer(BaseLayer):
 
     # What is there
 
-    def get_seq_length(self):
+    def get_seq_length(self) -> int:
         return self.span.length
 
     @property
-    def batch_size(self):
+    def batch_size(self) -> int:
         return 0 if self.store is None else self.store.geometry.batch
 
     def stored(self):
         return self.store.rows(*self.span.rows_from(self.span.oldest))
 
-    def attend(
+    def attend(  # type: ignore[override]  # it says which options there are
         self,
-        query,
-        attention_mask=None,
+        query: Array,
+        attention_mask: Array | None = None,
         *,
-        softmax_scale=None,
-        softcap=0.0,
-        sinks=None,
-        return_lse=False,
-    ):
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+    ) -> Attended:
         return self._attention(self, query, attention_mask, softmax_scale, softcap, sinks, return_lse)
 
     # Tokens go, and the batch changes
 
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         """Drop the last tokens.
 
         Parameters
@@ -228,13 +234,13 @@ class Layer(BaseLayer):
         if self.store is not None:
             self._commit()
 
-    def reorder(self, indices):
+    def reorder(self, indices: ArrayLike) -> None:
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
         self._take(requests.batch_rows(indices, self.batch_size))
 
     select = reorder_cache = batch_select_indices = reorder
 
-    def repeat(self, repeats):
+    def repeat(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self._take(np.repeat(np.arange(self.batch_size), integer("repeats", repeats, 1)))
 
@@ -250,7 +256,7 @@ class Layer(BaseLayer):
             given = given._replace(batch=len(indices))
             self._move(given, self.store.capacity, first, indices, settled=True)
 
-    def reset(self):
+    def reset(self) -> None:
         """Forget everything, geometry included."""
         self.record_past = False
         if self.store is None:

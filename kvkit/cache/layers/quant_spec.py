@@ -1,6 +1,9 @@
 """How a quantized layer codes its keys, or its values."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Literal
 
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
@@ -35,13 +38,13 @@ class QuantSpec:
     32.0
     """
 
-    bits: int = 4
-    scheme: str = "asym"
-    axis: str | None = None
+    bits: Literal[8, 4, 2] = 4
+    scheme: Literal["sym", "asym"] = "asym"
+    axis: Literal["token", "channel"] | None = None
     group: int = 32
-    param_dtype: str = "float16"
+    param_dtype: Literal["float16", "float32"] = "float16"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         choice("bits", self.bits, (8, 4, 2))
         integer("group", self.group, 1)
         legal = ("scheme", SCHEMES), ("axis", (None, *AXES)), ("param_dtype", CELLS)
@@ -49,7 +52,7 @@ class QuantSpec:
             if getattr(self, name) not in words:
                 raise wrong(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
 
-    def bytes_per_token(self, head_dim):
+    def bytes_per_token(self, head_dim: int) -> float:
         """Bytes of a coded token and head: its codes, and its part of scales and minima."""
         cells = (1 if self.scheme == "sym" else 2) * BY_NAME[self.param_dtype].bytes(1)
         return head_dim * self.bits / 8 + head_dim * cells / self.group

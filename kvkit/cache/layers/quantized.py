@@ -1,6 +1,9 @@
 """The quantized layer: old tokens as codes, first and recent ones as they came."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, replace
+from typing import Any, SupportsIndex
 
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -52,19 +55,26 @@ class QuantizedLayer(Layer):
     (1, 2, 1, 64)
     """
 
-    def __init__(self, key=SPEC, value=SPEC, residual_length=128, sink=4, read_back=False):
+    def __init__(
+        self,
+        key: QuantSpec = SPEC,
+        value: QuantSpec = SPEC,
+        residual_length: int = 128,
+        sink: int = 4,
+        read_back: bool = False,
+    ) -> None:
         specs = []
         for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
             if not isinstance(spec, QuantSpec):
                 raise wrong(name, "a QuantSpec", describe(spec))
-            specs.append(replace(spec, axis=spec.axis or axis))
+            specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
         self.specs = tuple(specs)
         self.residual_length = integer("residual_length", residual_length, 0)
         self.sink = integer("sink", sink, 0)
         self.read_back = flag("read_back", read_back)
         super().__init__()
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """What the constructor takes."""
         key, value = map(asdict, self.specs)
         counts = {"residual_length": self.residual_length, "sink": self.sink, "read_back": self.read_back}
@@ -98,7 +108,7 @@ class QuantizedLayer(Layer):
     def _new_store(self, given, plan):
         return MappedCodeStore(given, plan, self.home)
 
-    def reserve(self, query_length):
+    def reserve(self, query_length: SupportsIndex) -> None:
         new, store = integer("query_length", query_length, 0), self.store
         if store is not None and self.home is not None and not store.fits(new):
             self._move(store.geometry, new, 0)
@@ -132,12 +142,12 @@ class QuantizedLayer(Layer):
     def stored(self):
         return self.store.stored()
 
-    def activate_past_recording(self):
+    def activate_past_recording(self) -> None:
         """From now on nothing is coded until the next `crop`, so that drafts can be taken back whole."""
         self._record_past()
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return sum(side.nbytes for side in self.store.sides) if self.store else 0
 
     # To files, and back

@@ -1,6 +1,9 @@
 """The layers that keep a window of tokens."""
 
+from __future__ import annotations
+
 import warnings
+from typing import Any
 
 from kvkit.cache.layers.dynamic import StaticLayer
 from kvkit.cache.layers.layer import Layer, slack
@@ -27,11 +30,13 @@ class SlidingWindowLayer(Layer):
     (6, array([3., 4., 5.], dtype=float32), (4, 3))
     """
 
-    def __init__(self, sliding_window):
+    window: int
+
+    def __init__(self, sliding_window: int) -> None:
         self.window = self.sliding_window = integer("sliding_window", sliding_window, 1)
         super().__init__()
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """What the constructor takes."""
         return {"sliding_window": self.sliding_window}
 
@@ -47,10 +52,10 @@ class SlidingWindowLayer(Layer):
         grown = super()._capacity(rows)
         return grown if self.record_past else min(grown, rows + slack(self.window))
 
-    def get_max_length(self):
+    def get_max_length(self) -> int:
         return self.window
 
-    def activate_past_recording(self):
+    def activate_past_recording(self) -> None:
         """From now on keep tokens that have left the window until the next `crop`, which may then go back."""
         self._record_past()
 
@@ -76,9 +81,10 @@ class StaticSlidingWindowLayer(StaticLayer):
     (array([1., 2., 3., 4., 5.], dtype=float32), array([2., 3., 4., 5.], dtype=float32))
     """
 
+    window: int
     croppable = False
 
-    def __init__(self, max_cache_len, sliding_window):
+    def __init__(self, max_cache_len: int, sliding_window: int) -> None:
         super().__init__(max_cache_len)
         self.sliding_window = integer("sliding_window", sliding_window, 1)
         self.window = min(self.max_cache_len, self.sliding_window)
@@ -86,7 +92,7 @@ class StaticSlidingWindowLayer(StaticLayer):
             message = f"max_cache_len {self.window} narrows the sliding window of {self.sliding_window}"
             warnings.warn(message, stacklevel=2)
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """What the constructor takes."""
         return {"max_cache_len": self.max_cache_len, "sliding_window": self.sliding_window}
 
@@ -110,5 +116,5 @@ class StaticSlidingWindowLayer(StaticLayer):
     def _capacity(self, rows):
         return max(self.window, rows) + slack(self.window)
 
-    def get_max_length(self):
+    def get_max_length(self) -> int:
         return self.window

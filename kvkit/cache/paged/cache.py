@@ -1,15 +1,22 @@
 """A cache of many sequences in blocks that they share."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, SupportsIndex
+
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.cache import saving
 from kvkit.cache.base import BaseCache, alone
 from kvkit.cache.blocks.allocator import BlockAllocator
-from kvkit.cache.blocks.sequence import octets
+from kvkit.cache.blocks.sequence import Sequence, octets
 from kvkit.cache.paged.layer import PagedLayer, Rows
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.checks.values import integer
+from kvkit.typed import Array, FilePath, Pair, States
 
 
 class PagedCache(BaseCache):
@@ -82,19 +89,19 @@ class PagedCache(BaseCache):
 
     def __init__(
         self,
-        num_blocks,
-        page_size,
-        num_layers,
-        num_kv_heads,
-        head_dim,
-        dtype,
+        num_blocks: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
         *,
-        quant_bit=0,
-        quant_group=8,
-        scale_dtype=np.float16,
-        cache_layout=3,
-        salt=b"",
-    ):
+        quant_bit: Literal[0, 4, 8] = 0,
+        quant_group: int = 8,
+        scale_dtype: DTypeLike = np.float16,
+        cache_layout: int = 3,
+        salt: bytes = b"",
+    ) -> None:
         super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
         self.store = PagedStore(
@@ -113,11 +120,11 @@ class PagedCache(BaseCache):
         identity = self.store.identity + b"\0" + salt
         self.blocks = BlockAllocator(*blocks, identity=identity)
         self.rows = Rows(self.blocks, self.begin_step)
-        self.sequences: list = []
+        self.sequences: list[Sequence] = []
         self.layers = [PagedLayer(self.store, self.rows, i) for i in range(self.store.num_layers)]
 
     @alone
-    def begin_step(self, sequences):
+    def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
         """Make room for new tokens, and copy the shared blocks that they are written into.
 
         Parameters
@@ -146,17 +153,19 @@ class PagedCache(BaseCache):
     # Rows of one length
 
     @alone
-    def update(self, key_states, value_states, layer_idx, cache_position=None):
+    def update(
+        self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
         """`PagedLayer.update` of a layer."""
         return self._layer(layer_idx).update(key_states, value_states, cache_position)
 
     @alone
-    def reserve(self, query_length):
+    def reserve(self, query_length: SupportsIndex) -> None:
         """Make sure that the next update of so many tokens finds room in every layer."""
         self.rows.reserve(query_length)
 
     @alone
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         """Drop the last tokens of every row: keep ``length``, or if negative drop so many; 0 drops none."""
         self.rows.crop(length)
 
@@ -167,18 +176,18 @@ class PagedCache(BaseCache):
         self.rows.select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
 
     @alone
-    def reset(self):
+    def reset(self) -> None:
         """End all rows, and release their blocks."""
         self.rows.reset()
 
     @alone
-    def to_legacy_cache(self):
+    def to_legacy_cache(self) -> tuple[Pair, ...]:
         """A tuple over layers of (keys, values), copies."""
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
     # To files
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """What the constructor takes; ``salt`` in hexadecimal."""
         store = self.store
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
@@ -188,7 +197,7 @@ class PagedCache(BaseCache):
         return sizes | formats | {name: store.attributes[name] for name in names}
 
     @alone
-    def save(self, path, sequences=()):
+    def save(self, path: FilePath, sequences: Iterable[Sequence] = ()) -> None:
         """Write a .npz file that `load` reads; the old file is whole until the new one is.
 
         It holds all published prefixes, the rows, and other sequences that are given. In the loaded cache

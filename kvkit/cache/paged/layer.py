@@ -1,6 +1,11 @@
 """Rows of one length in a paged cache, as other caches have them: layers of [batch, heads, tokens, dim]."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.cache.base import BaseLayer
 from kvkit.cache.stores.memory import Geometry, geometry
@@ -9,6 +14,7 @@ from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
 from kvkit.repeats import form
+from kvkit.typed import Array, Attended, States
 
 
 class Rows:
@@ -119,12 +125,14 @@ class PagedLayer(BaseLayer):
 
     takes_window = True  # it hides tokens, but none leaves
 
-    def __init__(self, store, rows, layer_idx):
+    def __init__(self, store: Any, rows: Any, layer_idx: int) -> None:
         self.store, self.rows, self._layer_idx = store, rows, layer_idx
         self.key_cache, self.value_cache = store.blocks[0][layer_idx]
         self._updates = 0
 
-    def update(self, key_states, value_states, cache_position=None):
+    def update(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
         store, rows = self.store, self.rows
         given, tokens = geometry(key_states, value_states, None), key_states.shape[2]
         batch = len(rows.sequences) or given.batch
@@ -146,17 +154,17 @@ class PagedLayer(BaseLayer):
         self._updates += 1
         return KVView(Side(self, 0)), KVView(Side(self, 1))
 
-    def attend(
+    def attend(  # type: ignore[override]  # it says which options there are
         self,
-        query,
-        attention_mask=None,
+        query: Array,
+        attention_mask: Array | None = None,
         *,
-        window=(-1, -1),
-        softmax_scale=None,
-        softcap=0.0,
-        sinks=None,
-        return_lse=False,
-    ):
+        window: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+    ) -> Attended:
         store, step = self.store, self.rows.step
         if not self.rows.sequences:
             raise wrong("layer", "keys and values: update comes first", "none")
@@ -193,7 +201,7 @@ class PagedLayer(BaseLayer):
             step.attend_first(call, query, *(*made, None)[:2], self._layer_idx, rows, decoding, weights)
         )
 
-    def get_seq_length(self):
+    def get_seq_length(self) -> int:
         if not self.rows.sequences:
             return 0
         seq, step = self.rows.sequences[0], self.rows.step
@@ -201,11 +209,11 @@ class PagedLayer(BaseLayer):
         return seq.length + seq.pending if ahead else seq.length
 
     @property
-    def batch_size(self):
+    def batch_size(self) -> int:
         return len(self.rows.sequences)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of the blocks that the rows hold, however many of them share one."""
         held = {block for seq in self.rows.sequences for block in seq.table}
         return len(held) * sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
@@ -213,7 +221,7 @@ class PagedLayer(BaseLayer):
     # For views
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, int, int, int]:
         """Of keys and values."""
         return len(self.rows.sequences), self.store.heads, self.get_seq_length(), self.store.dim
 

@@ -1,12 +1,18 @@
 """A step over a paged cache: append and attend, layer by layer, to packed tokens."""
 
+from __future__ import annotations
+
+from typing import Any, Self
+
 import numpy as np
 
 from kvkit import cpu
+from kvkit.cache.blocks.step import Step
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
 from kvkit.repeats import Repeats, addresses, form
+from kvkit.typed import Array, Attended, Pair
 
 
 class PagedStep:
@@ -38,8 +44,9 @@ class PagedStep:
 
     __slots__ = ("_steps", "_store", "calls", "index", "written")
 
-    def __init__(self, store, index):
-        self._store, self.index, self.written = store, index, set()
+    def __init__(self, store: Any, index: Step) -> None:
+        self._store, self.index = store, index
+        self.written: set[int] = set()
         self.calls = Repeats()
         self._steps = index_tensors.dynamic(
             None,
@@ -53,7 +60,7 @@ class PagedStep:
             page_size=store.page_size,
         )
 
-    def update(self, current_key, current_value, layer_idx):
+    def update(self, current_key: Array, current_value: Array, layer_idx: int) -> None:
         """Append the new tokens to a layer.
 
         Parameters
@@ -67,7 +74,9 @@ class PagedStep:
         key, value = self._tokens(current_key, current_value, layer_idx)
         self.append(key, value, layer_idx)
 
-    def attend(self, query, layer_idx, attn_mask=None, **options):
+    def attend(
+        self, query: Array, layer_idx: int, attn_mask: Array | None = None, **options: Any
+    ) -> Attended:
         """Attend to the contexts of a layer, new tokens included, read where they lie.
 
         Parameters
@@ -89,8 +98,14 @@ class PagedStep:
         return self._attend(query, self.to_read(layer_idx), attn_mask, options, {})
 
     def multi_head_cache_attention(
-        self, query, current_key, current_value, layer_idx, attn_mask=None, **options
-    ):
+        self,
+        query: Array,
+        current_key: Array,
+        current_value: Array,
+        layer_idx: int,
+        attn_mask: Array | None = None,
+        **options: Any,
+    ) -> Attended:
         """`update` and `attend` in one call; on an error the layer has not been written."""
         layer_idx = self.to_write(layer_idx)
         key, value = self._tokens(current_key, current_value, layer_idx)
@@ -113,7 +128,7 @@ class PagedStep:
             return self.attend_again(prepared, query, layer_idx)
         return self.start(call, launch, query, out, lse, layer_idx)
 
-    def gather(self, layer_idx):
+    def gather(self, layer_idx: int) -> Pair:
         """Read the contexts of a layer, new tokens included.
 
         Parameters
@@ -131,21 +146,21 @@ class PagedStep:
         self.load(key, value, layer_idx, self._steps)
         return key, value
 
-    def commit(self):
+    def commit(self) -> None:
         """End the step: every layer holds its tokens."""
         missing = sorted(set(range(self._store.num_layers)) - self.written)
         if missing and self._steps.tokens:
             raise wrong("step", "every layer to be written", f"layers {missing} that are not")
         self.index.commit()
 
-    def abandon(self):
+    def abandon(self) -> None:
         """End the step as if it had not begun."""
         self.index.abandon()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             if kind is None:
                 self.commit()

@@ -1,6 +1,13 @@
 """What an update of a quantized layer returns."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import DTypeLike
+
 from kvkit.checks.words import wrong
+from kvkit.typed import Array
 
 
 class KVView:
@@ -20,11 +27,11 @@ class KVView:
 
     __slots__ = ("_changes", "_side", "dtype", "shape")
 
-    def __init__(self, side):
+    def __init__(self, side: Any) -> None:
         self._side, self._changes = side, side.changes
         self.shape, self.dtype = side.shape, side.dtype
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise wrong("copy", "True or None, for a KVView is no array yet", False)
         if self._side.changes != self._changes:
@@ -32,5 +39,5 @@ class KVView:
         array = self._side.read()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<KVView of {self.dtype}, shape {self.shape}>"
