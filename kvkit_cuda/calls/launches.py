@@ -101,9 +101,18 @@ def move(there):
 
 
 def copy_blocks(there):
-    """Keys and values of NZ may have other rows."""
-    caches = there.call.sources
-    return [
-        pieces.prepare([(c, c) for c in caches if c.shape[1] == rows], there.call.pieces * rows, there.stream)
-        for rows in sorted({cache.shape[1] for cache in caches})
-    ]
+    """Views of as many rows a block, two at a time: those of keys and values may differ."""
+    views = [view for cache in there.call.sources for view in in_four_axes(cache)]
+    launches = []
+    for rows in sorted({view.shape[1] for view in views}):
+        pairs = [(view, view) for view in views if view.shape[1] == rows]
+        moves = there.call.pieces * rows
+        launches += [pieces.prepare(pairs[i : i + 2], moves, there.stream) for i in range(0, len(pairs), 2)]
+    return launches
+
+
+def in_four_axes(cache):
+    """Views [blocks, rows, heads, dim] of a cache with any axes behind the first."""
+    if cache.ndim < 4:
+        return [cache.reshape(len(cache), *[1] * (4 - cache.ndim), *cache.shape[1:])]
+    return [cache[(slice(None), *at)] for at in np.ndindex(cache.shape[1:-3])]
