@@ -1,11 +1,11 @@
 """What every layer and every cache does, wherever its tokens lie: all that a caller needs to know of them."""
 
 import functools
-import threading
 from abc import ABC, abstractmethod
 
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
+from kvkit.turns import Turn
 
 
 class BaseLayer(ABC):
@@ -180,13 +180,13 @@ class BaseCache(ABC):
     layers: list
 
     def __init__(self):
-        self._turn = threading.RLock()
+        self._turn = Turn()
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name != "_turn"}
 
     def __setstate__(self, state):
-        self.__dict__.update(state, _turn=threading.RLock())
+        self.__dict__.update(state, _turn=Turn())
 
     def __len__(self):
         return len(self.layers)
