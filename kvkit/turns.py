@@ -29,7 +29,7 @@ def begin():
     used = True
 
 
-class Turn(_thread.RLock):
+class Turn(_thread.RLock):  # type: ignore[misc]
     """A lock that a forked process is refused; its holder may take it again."""
 
     __slots__ = ()
@@ -38,10 +38,10 @@ class Turn(_thread.RLock):
     def __init__(self):
         begin()
 
-    def __enter__(self):
+    def __enter__(self):  # type: ignore[override]
         if forked:
             begin()
-        if not self.again and self._is_owned():
+        if not self.again and self._is_owned():  # type: ignore[attr-defined]
             raise KvkitError(
                 "kvkit: expected one call at a time, got a call inside another of the same thread,"
                 " from a signal handler or a finalizer: note the event there and call kvkit later"
@@ -49,12 +49,12 @@ class Turn(_thread.RLock):
         try:
             return self.acquire()
         except BaseException:  # Ctrl-C may come when the turn has been taken
-            if self._is_owned():
+            if self._is_owned():  # type: ignore[attr-defined]
                 self.release()
             raise
 
 
-class OneTurn(Turn):
+class OneTurn(Turn):  # type: ignore[misc]
     """One that its holder is refused too: a signal handler would wait for what it interrupts."""
 
     __slots__ = ()
