@@ -8,7 +8,6 @@ from, an upgrade or another machine leads to new code.
 
 import functools
 import hashlib
-import os
 import pickle
 import re
 import sys
@@ -22,31 +21,10 @@ from numba.core import ccallback, compiler, serialize
 from numba.core.caching import _Cache
 from numba.core.registry import cpu_target
 
-from kvkit import kept, sources
-from kvkit.errors import KvkitError
+from kvkit import kept, sources, turns
 
-used = forked = False  # whether there is compiled code here; whether it was there before a fork
 KEPT: list = []  # callbacks: kernels know only their addresses, so their code must outlive every variable
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
-
-
-def after_fork():
-    """A child has neither the threads of its parent nor those that would give back its locks."""
-    global forked
-    forked = used
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=after_fork)
-
-
-def refuse_forked():
-    """Raise in a process that was forked after kvkit was used."""
-    if forked:
-        raise KvkitError(
-            "kvkit: expected a process of its own, got one forked after kvkit was used, which has no threads:"
-            ' start processes with multiprocessing.get_context("spawn"), or before the first call'
-        )
 
 
 def shared(function):
@@ -81,7 +59,7 @@ def kernel(function, signature, key=(), parallel=False):
 
     `key` names what the function closes over: with the signature it tells its variants apart.
     """
-    begin()
+    turns.begin()
     folder = Folder(function, key)
     dispatcher = numba.njit(parallel=parallel, nogil=True, **OPTIONS)(own_name(function))
     dispatcher._cache = folder
@@ -92,20 +70,13 @@ def kernel(function, signature, key=(), parallel=False):
 
 def callback(function, signature, key=()):
     """Compile `function` (or load it) into machine code that kernels call by its address."""
-    begin()
+    turns.begin()
     folder, signature = Folder(function, key), numba.core.sigutils.normalize_signature(signature)
     code = ccallback.CFunc(own_name(function), signature, {}, dict(OPTIONS))
     code._cache = folder  # type: ignore[attr-defined]
     code.compile()
     KEPT.append(code)
     return code
-
-
-def begin():
-    """Note that code is compiled or loaded, which takes locks that a fork leaves taken."""
-    global used
-    refuse_forked()
-    used = True
 
 
 class Folder(_Cache):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from abc import ABC, abstractmethod
 from typing import Any, SupportsIndex
 
@@ -11,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
+from kvkit.turns import Turn
 from kvkit.typed import Array, Attended, Pair, States
 
 
@@ -188,13 +188,13 @@ class BaseCache(ABC):
     layers: list
 
     def __init__(self) -> None:
-        self._turn = threading.RLock()
+        self._turn = Turn()
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name != "_turn"}
 
     def __setstate__(self, state):
-        self.__dict__.update(state, _turn=threading.RLock())
+        self.__dict__.update(state, _turn=Turn())
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -1,6 +1,5 @@
 """Launches: prepared calls of kernels, which can be made again for other arrays of the same form."""
 
-import _thread
 import ctypes
 import functools
 import importlib
@@ -10,32 +9,10 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from kvkit import jit
-from kvkit.errors import KvkitError
-
-
-class Turn(_thread.RLock):
-    """A lock whose holder is refused a second time: a signal handler would wait for what it interrupts."""
-
-    __slots__ = ()
-
-    def __enter__(self):
-        jit.refuse_forked()
-        if self._is_owned():
-            raise KvkitError(
-                "kvkit: expected one call at a time, got a call inside another of the same thread,"
-                " from a signal handler or a finalizer: note the event there and call kvkit later"
-            )
-        try:
-            return self.acquire()
-        except BaseException:  # Ctrl-C may come when the turn has been taken
-            if self._is_owned():
-                self.release()
-            raise
-
+from kvkit.turns import OneTurn
 
 # One at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
-running = Turn()
+running = OneTurn()
 
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
 pointer_at = ctypes.c_void_p.from_address

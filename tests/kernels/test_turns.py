@@ -43,6 +43,14 @@ FORKS = {
         "threading.Thread(target=launch, daemon=True).start()\ninside.wait()\nchild()",
         7,
     ),
+    "inside a cache": (
+        "from kvkit.cache import DynamicCache\n"
+        "cache = DynamicCache()\ninside = threading.Event()\n"
+        "def update():\n    with cache._turn:\n        inside.set()\n        threading.Event().wait()\n"
+        "threading.Thread(target=update, daemon=True).start()\ninside.wait()\n"
+        "call = lambda: cache.update(new, new, 0)\nchild()",
+        7,
+    ),
     "new code": ("call()\nnew, cache = new.astype(np.float16), cache.astype(np.float16)\nchild()", 7),
 }
 
