@@ -194,6 +194,8 @@ def multi_head_cache_attention(
     """`kvkit.multi_head_cache_attention` on a CUDA device: the same arguments, results and checks.
 
     What is stored has the bits that the CPU stores; see `multi_head_attention` for those of the results.
+    Tensor cores read codes as a load gives them, rounded to the type of the data; other kernels as the CPU
+    does, as products with their scales in float32.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ import numpy as np
 from kvkit.cpu import attend, products
 from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.online import MASKS
-from kvkit.cpu.rows import LOAD, rows
+from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import NAMES
 from kvkit.cpu.transfer import packed_strides
@@ -36,7 +36,8 @@ class Reader:
 class Context:
     """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
 
-    Operators see what a load gives, which rounds to the data where these are coarser; `as_loaded` says so.
+    Operators see what a load gives of floats, which rounds to the data where these are coarser; `as_loaded`
+    says so. Codes are read as products with their scales, rounded only where scales are coarser than data.
     """
 
     packed: str
@@ -115,9 +116,10 @@ def scratch_offsets(dim, value_dim, narrow_rows, block):
 
 
 @functools.cache
-def conversions(packed, rounds, stored, cell, group):
+def conversions(packed, rounds, exact, stored, cell, group):
     """Machine code that widens rows of the cache (or rounds them to the data), queries, narrows outputs."""
-    to_float = rows(LOAD, packed if rounds else "float32", stored, cell, group).address
+    direction = LOAD if exact or cell in (None, "float32") else READ
+    to_float = rows(direction, packed if rounds else "float32", stored, cell, group).address
     return to_float, rows(LOAD, "float32", packed).address, rows(LOAD, packed, "float32").address
 
 
@@ -141,7 +143,9 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
-    rounds = context.as_loaded and products.coarser(context.packed, context.cell or context.stored)
+    coded = context.cell is not None
+    rounds = context.as_loaded and not coded and products.coarser(context.packed, context.stored)
+    exact = coded and products.coarser(context.cell, context.packed)
     formats, reader = (context.stored, context.cell, context.group), context.reader
     if reader:
         widens = not reader.product
@@ -161,7 +165,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     orders = None if widens else reader.orders if reader else products.orders(*formats, dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
-    to_float, *conversions_of_data = conversions(context.packed, rounds, *formats)
+    to_float, *conversions_of_data = conversions(context.packed, rounds, exact, *formats)
     where_lse = (address(lse), *packed_strides(lse[..., None])) if lse is not None else NO_MASK[:4]
     numbers = np.array(
         [
@@ -185,7 +189,6 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     )  # fmt: skip
     attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
-    exact = context.cell is not None and products.coarser(context.cell, context.packed)
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
         if tiles & tile:
             at = AT["scores1"] + i
