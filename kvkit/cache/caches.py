@@ -182,7 +182,10 @@ class Cache:
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
     def save(self, path):
-        """Write everything to a .npz file that `load` reads; the old file is whole until the new one is."""
+        """Write everything to a .npz file that `load` reads; the old file is whole until the new one is.
+
+        Quantized layers attend to what they have stored from then on, as those of the loaded cache do.
+        """
         saved.save(self, path)
 
     def offload(self, directory, only_non_sliding=True, keep=False):

@@ -110,6 +110,10 @@ class QuantizedCache(Cache):
         How many; if it is not known each is made when it is first used.
     key, value, residual_length, sink
         As in `QuantizedLayer`.
+    read_back : bool
+        Whether a step sees what is stored after it, its own tokens included, as to measure what codes do. If
+        not, what a step sees of its own tokens is as they came: of a prompt that is updated and then attended
+        to, nothing is coded yet, and the error is 0 at any number of bits.
     layer_types : sequence of str, optional
         "full_attention" or "sliding_attention" for each layer; sliding layers, being small, are not coded.
     sliding_window : int, optional
@@ -138,9 +142,10 @@ class QuantizedCache(Cache):
         layer_types=None,
         sliding_window=None,
         *,
+        read_back=False,
         offload=None,
     ):
-        full = functools.partial(QuantizedLayer, key, value, residual_length, sink)
+        full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
         sliding = functools.partial(SlidingWindowLayer, sliding_window)
         kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # wrong arguments are said at once

@@ -15,6 +15,7 @@ from attention_reference import attend
 from quantized_cache_scenes import OPTIONS, feed, states
 from scenes import first_quick
 
+from kvkit.cache import QuantizedCache
 from kvkit.cache.layers import attention
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
@@ -228,6 +229,19 @@ def test_wrong_queries():
 
 
 # What it is for
+
+
+@pytest.mark.parametrize("read_back", [False, True])
+def test_what_a_step_sees_of_its_own_tokens(read_back):
+    """Measured the obvious way codes seem to lose nothing, unless they are read back."""
+    rng, spec = np.random.default_rng(3), QuantSpec(bits=2)
+    cache = QuantizedCache(2, key=spec, value=spec, residual_length=16, read_back=read_back)
+    keys, values, query = rng.standard_normal((3, 1, 2, 256, 64)).astype(np.float32)
+    exact = attended(query, keys, values)[0]
+    for i in range(2):
+        cache.update(keys, values, i)
+        error = np.linalg.norm(cache.attend(query, i) - exact) / np.linalg.norm(exact)
+        assert error > 0.1 if read_back else error < 1e-5
 
 
 def test_outlier_channels_need_groups_along_channels():

@@ -126,6 +126,8 @@ class QuantizedLayer(Layer):
         return self._store.stored()
 
     def _arrays(self):
+        if self._store is not None:
+            self._store.see_stored()  # from now on, as a loaded layer does
         sides = zip(SIDES, self._store.sides, strict=True) if self._store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 
