@@ -6,7 +6,7 @@ Importing it touches neither Numba nor a driver; the first call does.
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.twins import ANGLES, BITS, SUMS, twin
+from kvkit_cuda.twins import ANGLES, BITS, CODES, SUMS, twin
 
 __all__ = [
     "DeviceError",
@@ -25,7 +25,7 @@ __all__ = [
 
 key_value_cache = twin("key_value_cache", BITS)
 multi_head_attention = twin("multi_head_attention", SUMS)
-multi_head_cache_attention = twin("multi_head_cache_attention", BITS, SUMS)
+multi_head_cache_attention = twin("multi_head_cache_attention", BITS, CODES, SUMS)
 merge_attention_states = twin("merge_attention_states")
 rotary_position_embedding = twin("rotary_position_embedding", ANGLES)
 alibi_slope = twin("alibi_slope")

@@ -1,6 +1,6 @@
 """The operators over dynamic caches on the device, and the plan of a step."""
 
-from kvkit_cuda.twins import ANGLES, BITS, SUMS, twin
+from kvkit_cuda.twins import ANGLES, BITS, CODES, SUMS, twin
 
 __all__ = [
     "Plan",
@@ -37,7 +37,7 @@ class Plan:
 plan = twin("dynamic_batching.plan", TABLE, ONCE, own={"check": (True, CHECK)}, then=Plan)
 key_value_cache = twin("dynamic_batching.key_value_cache", BITS, TABLE)
 multi_head_attention = twin("dynamic_batching.multi_head_attention", SUMS)
-multi_head_cache_attention = twin("dynamic_batching.multi_head_cache_attention", BITS, SUMS, TABLE)
+multi_head_cache_attention = twin("dynamic_batching.multi_head_cache_attention", BITS, CODES, SUMS, TABLE)
 position_index = twin("dynamic_batching.position_index")
 rotary_position_embedding = twin("dynamic_batching.rotary_position_embedding", ANGLES)
 alibi_mask = twin("dynamic_batching.alibi_mask")

@@ -165,7 +165,10 @@ class Cache(BaseCache):
 
     @alone
     def save(self, path: FilePath) -> None:
-        """Write everything to a .npz file that `load` reads; the old file is whole until the new one is."""
+        """Write everything to a .npz file that `load` reads; the old file is whole until the new one is.
+
+        Quantized layers attend to what they have stored from then on, as those of the loaded cache do.
+        """
         saving.save(self, path)
 
     @alone

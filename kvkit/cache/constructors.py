@@ -132,6 +132,10 @@ class QuantizedCache(Cache):
         How many; if it is not known each is made when it is first used.
     key, value, residual_length, sink
         As in `QuantizedLayer`.
+    read_back : bool
+        Whether a step sees what is stored after it, its own tokens included, as to measure what codes do. If
+        not, what a step sees of its own tokens is as they came: of a prompt that is updated and then attended
+        to, nothing is coded yet, and the error is 0 at any number of bits.
     layer_types : sequence of str, optional
         "full_attention" or "sliding_attention" for each layer; sliding layers, being small, are not coded.
     sliding_window : int, optional
@@ -161,9 +165,10 @@ class QuantizedCache(Cache):
         layer_types: Sequence[str] | None = None,
         sliding_window: int | None = None,
         *,
+        read_back: bool = False,
         offload: FilePath | None = None,
     ) -> None:
-        full = functools.partial(QuantizedLayer, key, value, residual_length, sink)
+        full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
         sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
         kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # wrong arguments are said at once

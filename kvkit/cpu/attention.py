@@ -8,7 +8,7 @@ import numpy as np
 
 from kvkit.cpu import attend, products
 from kvkit.cpu.launches import Launch, address, threads
-from kvkit.cpu.rows import LOAD, rows
+from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import TASK
 from kvkit.formats import BY_NAME, coarser
@@ -86,7 +86,7 @@ def scratch_offsets(dim, value_dim, narrow_rows, block):
 
 
 @functools.cache
-def fixed_fields(packed, rounds, stored, cell, group, heads, dim, value_dim, together, widen):
+def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_dim, together, widen):
     """The fields of a task that formats and sizes decide, and zeros for those that are set later.
 
     Rows of the cache are widened by the machine code at `widen`; if that is 0 by that for their format, which
@@ -95,6 +95,7 @@ def fixed_fields(packed, rounds, stored, cell, group, heads, dim, value_dim, tog
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
     block = BLOCK // 2 if together else BLOCK
     narrow_rows = attend.NARROW * (heads if together else 1)
+    direction = LOAD if exact or cell in (None, "float32") else READ
     offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block)
     return dict.fromkeys(LATER, 0) | offsets | {
         "heads": heads, "dim": dim, "value_dim": value_dim,
@@ -102,7 +103,7 @@ def fixed_fields(packed, rounds, stored, cell, group, heads, dim, value_dim, tog
         "cell_bytes": dim // group * BY_NAME[cell].bytes(1) if cell else 0,
         "together": together, "block": block, "wide_block": WIDE_BLOCK,
         "least_part": LEAST_PART, "most_parts": PARTS, "rounds": rounds,
-        "to_float": widen or rows(LOAD, packed if rounds else "float32", stored, cell, group).address,
+        "to_float": widen or rows(direction, packed if rounds else "float32", stored, cell, group).address,
         "query_to_float": rows(LOAD, "float32", packed).address,
         "float_to_out": rows(LOAD, packed, "float32").address,
         "part_bytes": max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3),
@@ -135,7 +136,9 @@ def placed(names, array):
 def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
-    rounds = context.as_loaded and coarser(context.packed, context.cell or context.stored)
+    coded = context.cell is not None
+    rounds = context.as_loaded and not coded and coarser(context.packed, context.stored)
+    exact = coded and coarser(context.cell, context.packed)
     formats, reader = (context.stored, context.cell, context.group), context.reader
     if reader:
         widens = not reader.product
@@ -149,7 +152,15 @@ def prepare(query, out, lse, context, steps, decoding, weights):
         and value["value_head"] == context.value_bytes < abs(value["value_row"])
     )
     fixed = fixed_fields(
-        context.packed, rounds, *formats, heads, dim, value_dim, together, reader.widen if reader else 0
+        context.packed,
+        rounds,
+        exact,
+        *formats,
+        heads,
+        dim,
+        value_dim,
+        together,
+        reader.widen if reader else 0,
     )
     orders = None if widens else reader.orders if reader else products.orders(*formats, dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
@@ -170,7 +181,6 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     })  # fmt: skip
     schedule(numbers)
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
-    exact = context.cell is not None and coarser(context.cell, context.packed)
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
         if tiles & tile:
             at = AT["scores1"] + i

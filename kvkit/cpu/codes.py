@@ -19,7 +19,7 @@ from kvkit.cpu.launches import Launch, threads
 from kvkit.cpu.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
-from kvkit.formats import BY_NAME, CODES
+from kvkit.formats import BY_NAME, CODES, coarser
 from kvkit.index import share
 from kvkit.jit import callback, helper, kernel, shared
 
@@ -56,25 +56,30 @@ def asymmetric_number(element, code, scale, minimum):
 
 
 @functools.cache
-def widen(codes, plain=False):
-    """Machine code that makes float32 of rows: numbers of the format that was encoded.
+def widen(codes, plain=False, rounds=True):
+    """Machine code that makes float32 of rows: numbers of the format that was encoded, as arrays have them.
+
+    Unless it `rounds`: what codes stand for, as attention reads them (see `parts.stored_as`).
 
     (target, target_row, target_head, codes, code_row, code_head, cells, cell_row, cell_head,
     tokens, heads, 1, dim); tokens of one block have a `cell_row` of 0.
     """
-    return widen_row(replace(codes, tokens=1), plain)
+    element, product = codes.element, codes.cell
+    if not rounds:
+        element, product = "float32", product if coarser(product, element) else "float32"
+    return widen_row(replace(codes, element=element, tokens=1), product, plain)
 
 
 @functools.cache
-def widen_row(codes, plain):
-    """Likewise, whatever the blocks are."""
+def widen_row(codes, product, plain):
+    """Likewise, whatever the blocks are; products with scales are rounded to a format of their own first."""
     element, bits, symmetric, cell, group = (
         codes.element, codes.bits, codes.symmetric, codes.cell, codes.group,
     )  # fmt: skip
     get_byte, get_cell, put = memory.load(types.int8), memory.read(cell), memory.write("float32")
     cell_bytes, mask, most = BY_NAME[cell].bytes(1), (1 << bits) - 1, (1 << bits - 1) - 1
     vector = panels.whole_panels(group) and not plain
-    panel: Any = panels.widen(bits, symmetric, cell, group, element) if vector else None
+    panel: Any = panels.widen(bits, symmetric, cell, group, product, element) if vector else None
 
     def row(target, codes, cells, dim):
         minima, whole = cells + dim // group * cell_bytes, 0
@@ -88,12 +93,12 @@ def widen_row(codes, plain):
             code = (get_byte(codes + i * bits // 8) >> (i * bits % 8)) & mask
             if symmetric:
                 code -= (mask + 1) if code > most else 0
-                number = numeric.dequantize(element, cell, code, get_cell(cells + at))
+                number = numeric.dequantize(element, product, code, get_cell(cells + at))
             else:
                 number = asymmetric_number(element, code, get_cell(cells + at), get_cell(minima + at))
             put(target + 4 * i, number)
 
-    return callback(row_by_row(row), SIGNATURE, ("widen", codes, plain))
+    return callback(row_by_row(row), SIGNATURE, ("widen", codes, product, plain))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from kvkit.jit import callback, helper
 LANES = panels.LANES
 MANY = 16  # panels whose scales are found before their codes: 4 to 8 KB, which stay in the nearest cache
 SIGNATURE = types.void(*[types.int64] * 13)
-STORE, LOAD = "store", "load"
+STORE, LOAD, READ = "store", "load", "read"
 
 
 @functools.cache
@@ -29,12 +29,14 @@ def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, 
     With quantization `scale` names the format of the cells, `group` is how many elements share one and
     `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
     `stream` writes around the caches; `plain` leaves the vectors out, for the tests. The result's
-    `address` is what `walk` calls.
+    `address` is what `walk` calls. READ is LOAD but for codes, whose products with scales it does not round
+    to the type of the scales: so attention reads them.
     """
     if scale is None:
         transfer = row_by_row(moved_row(direction, packed, cache, stream, plain))
-    elif direction == LOAD:
-        transfer = row_by_row(dequantized_row(packed, cache, scale, group, stream, plain))
+    elif direction != STORE:
+        product = scale if direction == LOAD else "float32"
+        transfer = row_by_row(dequantized_row(packed, cache, scale, group, product, stream, plain))
     elif plain or not panels.lanes_divide(group):
         transfer = row_by_row(quantized_row(packed, cache, scale, group))
     else:
@@ -85,19 +87,19 @@ def moved_row(direction, packed, cache, stream, plain):
     return row
 
 
-def dequantized_row(packed, cache, scale, group, stream, plain):
-    """Codes times the scale of their group."""
+def dequantized_row(packed, cache, scale, group, product, stream, plain):
+    """Codes times the scale of their group, rounded to the format `product` and then to that of the data."""
     get_cell, put = memory.read(scale), memory.write(packed)
     get_code, code_bits = memory.load(types.int8), BY_NAME[cache].bits
     packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
     vector = panels.lanes_divide(group) and not plain
-    panel: Any = panels.dequantize(cache, scale, group, packed, stream) if vector else None
+    panel: Any = panels.dequantize(cache, scale, group, product, packed, stream) if vector else None
 
     def one(packed_address, cache, cell, i):
         byte = get_code(cache + i * code_bits // 8)
         if code_bits == 4:
             byte = numeric.high_nibble(byte) if i % 2 else numeric.low_nibble(byte)
-        put(packed_address + i * packed_bytes, numeric.dequantize(packed, scale, byte, cell))
+        put(packed_address + i * packed_bytes, numeric.dequantize(packed, product, byte, cell))
 
     one = helper(one)
 

@@ -102,8 +102,8 @@ def floats_code(element):
 def stored_as(codes):
     """(stored, cell, group, rounds) of codes, as micro-kernels name them.
 
-    Numbers of 16 bits are not rounded to them here, as a read array's are: of a decode step that would take
-    half of its time again for float16, and all of it for bfloat16.
+    Numbers of 16 bits are not rounded to them, as a read array's are: of a decode step that would take half
+    of its time again for float16, and all of it for bfloat16. And a call of many rows does as one of few.
     """
     exact = codes.symmetric and coarser(codes.cell, codes.element)
     stored = CODES[codes.bits, codes.symmetric].name

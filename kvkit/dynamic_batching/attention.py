@@ -146,6 +146,9 @@ def multi_head_cache_attention(
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:
     new tokens, too, are attended to as the cache holds them. For many layers, see `plan`.
 
+    Codes are read as `kvkit.multi_head_cache_attention` says: products with their scales, which are not
+    rounded to the type of the data.
+
     Parameters
     ----------
     query : ndarray, shape [seqstarts[B], num_heads, head_dim]

@@ -128,6 +128,11 @@ def multi_head_cache_attention(
     The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:
     new tokens, too, are attended to as the cache holds them.
 
+    What the former returns is rounded to the type of the data. Here codes are products with their scales in
+    float32, rounded only where the type of scales is the coarser one, in a call of one token as in one of
+    many. So a score of s may differ by 2^-11 s, for bfloat16 by 2^-8 s, and tolerances of outputs grow with
+    max(1, largest |score| of the row / 8).
+
     Parameters
     ----------
     query : ndarray, shape [B, S, num_heads, head_dim]

@@ -175,13 +175,13 @@ def quantize(packed, stored, cell, span):
 def widen(packed, stored, cell, cells, span):
     """(cache address, scale address, elements): a chunk as float32, rounded as far as attention does.
 
-    A value has the bits of the coarser one of the types of data and cache, or of scales.
+    A float has the bits of the coarser one of the types of data and cache. A code times its scale is rounded
+    only where the type of scales is coarser than that of the data.
     """
     read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
     if cell is None:
         return widen_floats(packed, stored, span)
-    element = packed if coarser(packed, cell) else "float32"
-    scale_element = cell if packed != cell else "float32"
+    product = cell if coarser(cell, packed) else "float32"
     (raw_cell, cell_of), cell_bits = DECODE[cell], BY_NAME[cell].bits
     read_cells, group = memory.load(*access(cell, cells)), span // cells
 
@@ -192,7 +192,7 @@ def widen(packed, stored, cell, cells, span):
         for i in range(span):
             code = decode(raw(field(low, high, i * bits)))
             step = cell_of(raw_cell(field(low_cells, high_cells, i // group * cell_bits)))
-            elements[i] = numeric.dequantize(element, scale_element, code, step)
+            elements[i] = numeric.dequantize("float32", product, code, step)
 
     return widen
 

@@ -66,6 +66,22 @@ def test_round_trip(path, case, dtype):
         assert_same(again, layer)
 
 
+@pytest.mark.parametrize("case", first_quick(SPECS, 2))
+def test_a_prompt_that_was_just_updated(path, case):
+    """What the saved one attends to from then on, and what the loaded one does from the first call on."""
+    given, layer = states(90), QuantizedLayer(**SPECS[case])
+    keys, _ = feed(layer, given, 80)
+    exact, query = np.asarray(keys).copy(), np.ones((2, 4, 1, 16), np.float32)
+    Cache([layer]).save(path)
+    again = load(path).layers[0]
+    assert_same(again, layer)
+    assert layer.read_back or not np.array_equal(np.asarray(layer.keys), exact)
+    assert again.attend(query).tobytes() == layer.attend(query).tobytes()
+    for each in (layer, again):
+        feed(each, given, 90)
+    assert again.attend(query).tobytes() == layer.attend(query).tobytes()
+
+
 def test_recorded_past(path):
     layer, given = QuantizedLayer(**OPTIONS), states(60)
     feed(layer, given, 30)

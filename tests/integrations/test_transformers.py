@@ -228,6 +228,16 @@ def test_codes_are_what_attention_reads(name):
     assert (ours - theirs).abs().max() < 0.02 * (theirs - exact).abs().max()
 
 
+@pytest.mark.parametrize("read_back", [False, True])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_codes_of_a_prompt_that_is_read_back(attention, read_back):
+    net, inputs = model("llama"), prompt(12, 12)
+    coarse = {"key": QuantSpec(bits=2, group=4), "value": QuantSpec(bits=2, group=8), "residual_length": 2}
+    cache = KvkitCache(net.config, "quantized", **coarse, read_back=read_back)
+    error = (logits(net, attention, inputs, cache) - logits(net, "eager", inputs)).abs().max()
+    assert error > 0.1 if read_back else error < 2e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_half_precision(name, dtype):

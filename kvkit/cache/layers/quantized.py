@@ -23,9 +23,9 @@ class QuantizedLayer(Layer):
     A token is encoded once, from its original, when it leaves the window. What is stored depends on the
     tokens, not on how they were split into updates.
 
-    In float16 and bfloat16 the arrays of a view are rounded to that dtype, and `attend` sees the same numbers
-    where many queries read a key: where query heads of a key head times tokens are more than 8. Up to 8, as
-    in a decode step, it reads codes in place, and what they stand for is not rounded.
+    In float16 and bfloat16 the arrays of a view are rounded to that dtype. `attend` reads codes as float32
+    products with their scales, however many queries there are: a score of s may differ by 2^-11 s, for
+    bfloat16 2^-8 s, from that of the arrays.
 
     Parameters
     ----------
@@ -153,6 +153,8 @@ class QuantizedLayer(Layer):
     # To files, and back
 
     def arrays(self):
+        if self.store is not None:
+            self.store.see_stored()  # from now on, as a loaded layer does
         sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 

@@ -80,7 +80,7 @@ class CodeStore:
     def see_stored(self):
         """Let attention see nothing but what is stored."""
         for side in self.sides:
-            side.seen = side.coded
+            side.read_back()
 
     def rows(self, begin, end):
         return tuple(KVView(side) for side in self.sides)

@@ -47,7 +47,7 @@ class Side:
         self.format = kernels().Codes(
             element, spec.bits, spec.scheme == "sym", spec.param_dtype, group, self.block
         )
-        kernels().encode(self.format), kernels().widen(self.format)  # compiled before anything changes
+        kernels().encode(self.format), self.widening(rounds=False)  # compiled before anything changes
         self.length = self.coded = self.seen = self.blocks = 0
         self.before = 0  # codes when the latest update began: the tail still holds the others' originals
         self.counter = [0]  # of changes; shared by all sides that follow from one another
@@ -259,7 +259,11 @@ class Side:
 
     # Reading
 
-    def described(self, table=None):
+    def widening(self, rounds):
+        """The machine code that makes float32 of codes: rounded as arrays are, or as attention reads them."""
+        return kernels().widen(self.format, rounds=rounds).address
+
+    def described(self, table=None, rounds=False):
         """The table, or a new one, of where that lies what the latest view sees."""
         batch, heads, length, _ = self.shape
         table = segments().new_table(heads, batch * heads) if table is None else table
@@ -267,7 +271,7 @@ class Side:
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
         table[-SEGMENT_FIELDS:] = (
             sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
-            sink + self.seen, kernels().widen(self.format).address, *place(self.codes, sink),
+            sink + self.seen, self.widening(rounds), *place(self.codes, sink),
             *place(self.cells, 0 if blocks else sink), blocks,
             length, floats, *place(self.tail, self.start), 0, 0, 0, 0, 0,
         )  # fmt: skip
@@ -277,7 +281,7 @@ class Side:
         """What the latest view sees, as an array."""
         batch, heads, tokens, dim = self.shape
         wide, planes = np.empty(self.shape, np.float32), batch * heads
-        described = self.described()
+        described = self.described(rounds=True)
         table = cpu.launches.address(described)
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
         code = segments().widen_code().address

@@ -20,7 +20,7 @@ def whole_panels(group):
 
 
 @functools.cache
-def widen(bits, symmetric, cell, group, element):
+def widen(bits, symmetric, cell, group, product, element):
     """(codes, scales, minima, target): 16 codes as float32 that are numbers of the element format."""
     cells, codes_in_word = max(1, LANES // group), WORD // bits
 
@@ -35,7 +35,7 @@ def widen(bits, symmetric, cell, group, element):
         code = code << [WORD - bits - bits * (lane % codes_in_word) for lane in range(LANES)]
         code = code.signed_rshift(WORD - bits) if symmetric else code >> (WORD - bits)
         number = code.cast("sitofp", F32) * of_groups(scale_address)
-        number = round_to(cell, number) if symmetric else number + of_groups(minimum_address)
+        number = round_to(product, number) if symmetric else number + of_groups(minimum_address)
         write(b, target_address, round_to(element, number))
 
     return widen

@@ -48,8 +48,11 @@ def move(source, target, stream=False):
 
 
 @functools.cache
-def dequantize(codes, cell, group, target, stream=False):
-    """(codes, cells, target): 16 codes, each times the scale of its group."""
+def dequantize(codes, cell, group, rounded, target, stream=False):
+    """(codes, cells, target): 16 codes, each times the scale of its group.
+
+    It is rounded to a format, then to that of the target.
+    """
     cells = max(1, LANES // group)
 
     @micro_kernel(3)
@@ -60,9 +63,9 @@ def dequantize(codes, cell, group, target, stream=False):
             values = lanes.unpack_nibbles(read(b, code_address, I8, LANES // 2))
         else:
             values = read(b, code_address, I8, LANES)
-        product = narrow(widen(values, "int8") * scale, cell)
-        if cell != target:
-            product = narrow(widen(product, cell), target)
+        product = narrow(widen(values, "int8") * scale, rounded)
+        if rounded != target:
+            product = narrow(widen(product, rounded), target)
         write(b, target_address, product, stream)
 
     return dequantize

@@ -38,9 +38,9 @@ class KvkitCache(Cache):
         ``"dynamic"``, ``"static"``, ``"quantized"`` or ``"paged"``.
     **options
         What the cache of this kind takes beside the model's geometry: ``offload`` (a folder) for all but
-        paged ones; ``max_cache_len`` for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``
-        and ``sink`` for `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so on for
-        `PagedCache`, whose ``dtype`` is the model's unless given.
+        paged ones; ``max_cache_len`` for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``,
+        ``sink`` and ``read_back`` for `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so
+        on for `PagedCache`, which takes its geometry and dtype from the first tokens unless they are given.
 
     Attributes
     ----------
