@@ -19,12 +19,6 @@ PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at 
 SMALL = 2**18  # products; below it one thread is done before a second one is awake
 AT = TASK.at
 COUNTING = np.arange(WIDE_BLOCK + LANES)
-KEYS = "keys", "key_sequence", "key_row", "key_head", "key_cells", "cell_sequence", "cell_row", "cell_head"
-VALUES = "values", "value_sequence", "value_row", "value_head", "value_cells"
-MASK = "mask", "mask_kind", "mask_sequence", "mask_head", "mask_row", "mask_column", "mask_packed"
-QUERY = "query", "query_sequence", "query_token", "query_head"
-OUT = "out", "out_sequence", "out_token", "out_head"
-LSE = "lse", "lse_sequence", "lse_token", "lse_head"
 # What `schedule` sets, what depends on its tiles, and what a launch sets.
 LATER = (
     "unit_tiles", "part_tokens", "units", "items", "parts", "tiles", "products",
@@ -127,12 +121,6 @@ OWNERS = {
 }  # fmt: skip
 
 
-def placed(names, array):
-    """The fields that say where packed rows lie; zeros if there are none."""
-    place = (0, 0, 0, 0) if array is None else (address(array), *packed_strides(array))
-    return dict(zip(names, place, strict=True))
-
-
 def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
@@ -144,31 +132,35 @@ def prepare(query, out, lse, context, steps, decoding, weights):
         widens = not reader.product
     else:
         widens = rounds or not products.in_place(context.cell, context.group, (dim, value_dim))
-    key = dict(zip(KEYS, context.sides[0], strict=True))
-    value = dict(zip(VALUES, context.sides[1][: len(VALUES)], strict=True))  # cells have the keys' strides
+    keys, key_sequence, key_row, key_head, key_cells, cell_sequence, cell_row, cell_head = context.sides[0]
+    values, value_sequence, value_row, value_head, value_cells, *_ = context.sides[1]
     together = (
         heads > 1
-        and key["key_head"] == context.key_bytes < abs(key["key_row"])
-        and value["value_head"] == context.value_bytes < abs(value["value_row"])
+        and key_head == context.key_bytes < abs(key_row)
+        and value_head == context.value_bytes < abs(value_row)
     )
-    fixed = fixed_fields(
-        context.packed,
-        rounds,
-        exact,
-        *formats,
-        heads,
-        dim,
-        value_dim,
-        together,
-        reader.widen if reader else 0,
-    )
+    sizes, widen = (heads, dim, value_dim), reader.widen if reader else 0
+    fixed = fixed_fields(context.packed, rounds, exact, *formats, *sizes, together, widen)
     orders = None if widens else reader.orders if reader else products.orders(*formats, dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
+    query_sequence, query_token, query_head = packed_strides(query)
+    out_sequence, out_token, out_head = packed_strides(out)
+    lse_sequence, lse_token, lse_head = (0, 0, 0) if lse is None else packed_strides(lse[..., None])
+    mask, mask_kind, mask_sequence, mask_head, mask_row, mask_column, mask_packed = weights.mask
     numbers = TASK.filled({
-        **fixed, **key, **value,
-        **placed(QUERY, query), **placed(OUT, out), **placed(LSE, None if lse is None else lse[..., None]),
-        **dict(zip(MASK, weights.mask, strict=True)),
+        **fixed,
+        "keys": keys, "key_sequence": key_sequence, "key_row": key_row, "key_head": key_head,
+        "key_cells": key_cells, "cell_sequence": cell_sequence, "cell_row": cell_row, "cell_head": cell_head,
+        "values": values, "value_sequence": value_sequence, "value_row": value_row,
+        "value_head": value_head, "value_cells": value_cells,
+        "query": address(query), "query_sequence": query_sequence, "query_token": query_token,
+        "query_head": query_head,
+        "out": address(out), "out_sequence": out_sequence, "out_token": out_token, "out_head": out_head,
+        "lse": 0 if lse is None else address(lse), "lse_sequence": lse_sequence, "lse_token": lse_token,
+        "lse_head": lse_head,
+        "mask": mask, "mask_kind": mask_kind, "mask_sequence": mask_sequence, "mask_head": mask_head,
+        "mask_row": mask_row, "mask_column": mask_column, "mask_packed": mask_packed,
         "batch": len(steps.start_pos), "group": query.shape[-2] // heads,
         "seqstarts": address(steps.seqstarts), "kvstarts": address(steps.kvstarts),
         "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
