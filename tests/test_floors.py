@@ -1,0 +1,139 @@
+"""The house as CONTRIBUTING.md draws it, read from what files import: floors, no circles, nothing hidden."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import kvkit
+
+HOUSE = Path(kvkit.__file__).parents[1]
+# From the ground up: a file imports what lies in lines above its own, or in its own room.
+FLOORS = (
+    "errors version",  # 0
+    "typed sources kept formats compression",  # 1
+    "layout jit",
+    "operators",
+    "index numeric",  # 2
+    "cpu",  # 3
+    "checks",
+    "launch repeats",  # 4
+    "ascend static dynamic_batching merge",
+    "__init__",
+    "files",  # 5
+    "cache",
+    "tools",  # 6
+    "integrations",  # 7
+    "cli",
+)
+FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms.split()}
+# What the twin on CUDA has from floors above 3: functions that make index tensors; names, arguments, words.
+OF_THE_HOST = {("kvkit_cuda.ascend", "kvkit.ascend"), ("kvkit_cuda.twins", "kvkit")}
+# Imports in functions, by file, and why they are not at its top.
+LATE = {
+    "kvkit.cache.stores.codes": {"kvkit.cpu"},  # the first call loads Numba, `import kvkit.cache` does not
+    "kvkit_cuda.ground.device": {"numba.cuda", "cuda.core.utils"},  # the simulator has neither
+    "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
+    "cli.bench_caches": {"torch", "transformers"},  # optional
+    "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional
+    "cli.info": {"kvkit_cuda.ground"},  # the others: a verb loads what it needs, and no more
+    "cli.main": {"kvkit.errors", "kvkit_cli.show", "runpy"},
+    "cli.run": {"numba"},
+}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(HOUSE).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {
+    name_of(path): (path, ast.parse(path.read_text()))
+    for package in ("kvkit", "kvkit_cuda", "cli")
+    for path in sorted((HOUSE / package).rglob("*.py"))
+}
+
+
+def imported(name):
+    """(module, package it is taken from, whether in a function) of all that a module imports."""
+    path, tree = TREES[name]
+    types = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    of_types = {inner for node in types for inner in ast.walk(node)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    late = {inner for function in functions for inner in ast.walk(function)}
+    for node in ast.walk(tree):
+        if node in of_types:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, alias.name, node in late
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: {ast.unparse(node)}"
+            base = node.module.replace("kvkit_cli", "cli", 1)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in TREES else base, node.module, node in late
+
+
+def room(module):
+    """The room of kvkit, or the other package, that a module lies in."""
+    package, _, rest = module.partition(".")
+    return package if package != "kvkit" else rest.partition(".")[0] or "__init__"
+
+
+def test_every_room_has_a_floor():
+    assert {room(name) for name in TREES} - {"kvkit_cuda"} <= set(FLOOR)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_floors(name):
+    """A file imports from floors below its own, or from its own room."""
+    for module, *_ in imported(name):
+        if module not in TREES or room(module) == room(name):
+            continue
+        if room(name) == "kvkit_cuda":
+            on_common_floors = FLOOR[room(module)] <= FLOOR["checks"] and room(module) != "cpu"
+            assert on_common_floors or (name, module) in OF_THE_HOST, f"{name} imports {module}"
+        elif room(module) == "kvkit_cuda":
+            assert room(name) == "cli", f"{name} imports {module}"
+        else:
+            assert FLOOR[room(module)] < FLOOR[room(name)], f"{name} imports {module}"
+
+
+def test_no_circles():
+    """Also where an import in a function would hide one."""
+    graph = {name: {module for module, *_ in imported(name) if module in TREES} for name in TREES}
+    assert len([*TopologicalSorter(graph).static_order()]) == len(TREES) > 100
+
+
+def test_imports_stand_at_the_top():
+    late = {name: {package for _, package, inside in imported(name) if inside} for name in TREES}
+    assert {name: packages for name, packages in late.items() if packages} == LATE
+
+
+def test_kvkit_knows_neither_cuda_nor_the_command_line():
+    for name in TREES:
+        if name.partition(".")[0] == "kvkit":
+            for module, *_ in imported(name):
+                assert not f"{module}.".startswith(
+                    ("kvkit_cuda.", "kvkit_cli.", "cli.", "numba.cuda.", "cuda.", "click.")
+                )
+
+
+SCRIPT = """
+import sys
+import {package}
+print([name for name in sys.modules if name.partition(".")[0] in ("numba", "llvmlite", "cuda")])
+"""
+
+
+@pytest.mark.parametrize("package", ["kvkit", "kvkit.cache", "kvkit_cuda"])
+def test_importing_loads_no_numba(package):
+    command = [sys.executable, "-c", SCRIPT.format(package=package)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
