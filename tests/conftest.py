@@ -59,12 +59,22 @@ def pytest_ignore_collect(collection_path):
     return True if name.startswith("test_") and not backends.collects(name) else None
 
 
+class Lost(pytest.Item):
+    """Stands for tests that the backend should have."""
+
+    def runtest(self):
+        pytest.fail(f"the backend {backends.name} has no tests {self.name}", pytrace=False)
+
+    def reportinfo(self):
+        return self.path, None, self.name
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at what is slow
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(session, config, items):
     others, slow, missing = backends.sort(items)
-    if missing and config.args_source is not config.ArgsSource.ARGS:
-        raise pytest.UsageError(f"the backend {backends.name} has lost its tests {', '.join(missing)}")
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
+    if config.args_source is not config.ArgsSource.ARGS:
+        items += [Lost.from_parent(session, name=name) for name in missing]
     for item in slow:
         item.add_marker("slow")
