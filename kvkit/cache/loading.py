@@ -9,10 +9,12 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
 from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.saving import PAGED_ARRAYS, VERSION, fingerprint, form
-from kvkit.checks.words import wrong
-from kvkit.errors import KvkitError
+from kvkit.checks.words import describe, wrong
+from kvkit.errors import KvkitError, brief
 from kvkit.files import npz
 from kvkit.typed import FilePath
+
+LONGEST = 160  # characters of what a file says, in an error
 
 
 def load(path: FilePath) -> Cache | PagedCache:
@@ -96,7 +98,7 @@ def paged(about, arrays):
     cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"])})
     blocks = arrays["blocks"]
     if not np.array_equal(blocks, np.intersect1d(blocks, np.arange(cache.blocks.num_blocks))):
-        raise wrong("blocks", f"different ones of {cache.blocks.num_blocks}, in order", blocks)
+        raise wrong("blocks", f"different ones of {cache.blocks.num_blocks}, in order", describe(blocks))
     for name, array in zip(PAGED_ARRAYS, cache.store.blocks, strict=False):
         here, found = array[:, :, blocks], arrays[name]
         if (found.dtype, found.shape) != (here.dtype, here.shape):
@@ -127,4 +129,4 @@ def paged(about, arrays):
 
 
 def unfit(path, expected, got):
-    return wrong(path, expected, got, npz.FileError)
+    return wrong(path, brief(expected, LONGEST), brief(got, LONGEST), npz.FileError)

@@ -145,3 +145,13 @@ def test_a_cut_file_is_refused(path):
         archive.writestr("kvkit.json", "{}")
     with pytest.raises(kvkit.KvkitError, match="expected a cache"):
         load(path)
+
+
+def test_what_a_file_says_is_cut(path):
+    """However much it says."""
+    for about in ({"version": ["\x1b[31m"] * 9999}, {"version": 1, "arrays": ["\n"] * 9999}):
+        npz.write(path, {}, {"cache": about})
+        with pytest.raises(kvkit.KvkitError) as caught:
+            load(path)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 400 + len(str(path))
