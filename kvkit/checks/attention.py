@@ -160,8 +160,18 @@ class Weights(NamedTuple):
     apart: int = 1  # sequences in a row that have sinks of their own
 
 
-def weights(query, mask, *, is_causal, is_alibi, softmax_scale, window, softcap, sinks):
-    """How scores become weights, checked, for queries [.., heads, dim]."""
+def weights(
+    query,
+    mask,
+    *,
+    is_causal=True,
+    is_alibi=False,
+    softmax_scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    sinks=None,
+):
+    """How scores become weights, checked, for queries [.., heads, dim]; what a caller has not is neutral."""
     num_heads, head_dim = query.shape[-2:]
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else number("softmax_scale", softmax_scale)
     left, right = pair("window", window)

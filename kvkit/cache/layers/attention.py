@@ -39,9 +39,8 @@ class Attention:
         if call is None or self.call is None or not self.call.again(call, layer, arrays, mask):
             left = -1 if layer.window is None else layer.window - 1
             weights = attention.weights(
-                query, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
-                window=(left, -1), softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+                query, mask, softmax_scale=softmax_scale, window=(left, -1), softcap=softcap, sinks=sinks
+            )
             made = Call(call, layer, fmt, arrays, weights)
             self.call = made if call else None
         attn_output = out.swapaxes(1, 2)

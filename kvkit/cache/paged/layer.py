@@ -190,9 +190,8 @@ class PagedLayer(BaseLayer):
         mask = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         weights = attention.weights(
-            query, mask, is_causal=True, is_alibi=False, softmax_scale=softmax_scale,
-            window=window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+            query, mask, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks
+        )
         made = attention.results(query.shape, store.format, return_lse, []).taken(None)
         decoding = batch if tokens == 1 else 0
         step = self.rows.tables()

@@ -180,21 +180,7 @@ class PagedStep:
         store.apart(layer_idx, {"current_key": current_key, "current_value": current_value})
         return current_key, current_value
 
-    def _queries(
-        self,
-        query,
-        attn_mask,
-        tokens,
-        *,
-        is_causal=True,
-        is_alibi=False,
-        softmax_scale=None,
-        window=(-1, -1),
-        softcap=0.0,
-        sinks=None,
-        return_lse=False,
-        out=None,
-    ):
+    def _queries(self, query, attn_mask, tokens, *, sinks=None, return_lse=False, out=None, **options):
         """Checked queries, outputs, and how scores become weights; `tokens` are appended before."""
         store = self._store
         tensors.tensor("query", query, (store.format,), 3)
@@ -202,10 +188,7 @@ class PagedStep:
         count, heads, _ = query.shape
         index_tensors.ends_with("seqstarts", self._steps.tokens, ("query", count))
         mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
-        weights = attention.weights(
-            query, mask, is_causal=is_causal, is_alibi=is_alibi, softmax_scale=softmax_scale,
-            window=window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        weights = attention.weights(query, mask, sinks=sinks, **options)
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
         inputs = tensors.named(**arrays, scale=store.scale, **tokens)
         made = attention.results(query.shape, store.format, return_lse, inputs).taken(out)

@@ -61,8 +61,9 @@ def checked(
     table = index_tensors.index("block_tables", block_tables, 2, len(lengths))
     check_table(table, lengths, blocks, block_size)
 
-    attributes |= {"is_causal": False, "is_alibi": False, "sinks": sinks}
-    weights = attention.weights(query, NO_MASK, **attributes)._replace(apart=apart)
+    weights = attention.weights(query, NO_MASK, is_causal=False, sinks=sinks, **attributes)._replace(
+        apart=apart
+    )
     if razor_offset is not None:
         tensor("razor_offset", razor_offset, FLOATS[:1], 2)
         if razor_offset.shape != (blocks, block_size):
