@@ -936,9 +936,9 @@ def test_wrong_arrays(run, files, changes, texts):
 @pytest.mark.parametrize(
     ("name", "array", "text"),
     [
-        ("cache", np.zeros((1, 1, 2, 9, 2), np.float32), "cache has shape (1, 1, 2, 9, 2): expected 0: (Ma"),
-        ("cache", np.zeros((1, 1, 2, 9, 2, 6)), "cache has dtype float64: expected float32 or float16 or"),
-        ("start_pos", np.zeros(1), "start_pos has dtype float64: expected int64 or int32"),
+        ("cache", np.zeros((1, 1, 2, 9, 2), np.float32), "cache: expected shape 0: (MaxB, L, 2, MaxS"),
+        ("cache", np.zeros((1, 1, 2, 9, 2, 6)), "int8 or uint8, got float64: array.astype(np.float32)"),
+        ("start_pos", np.zeros(1), "start_pos: expected dtype int64 or int32, got float64"),
         ("num_layer", np.zeros((1000, 1000), np.int64), "num_layer has shape (1000, 1000), but is an a"),
         ("other", np.zeros(1000), "unknown arrays other"),
     ],
