@@ -1,5 +1,6 @@
 """The quantized layer: old tokens as codes, first and recent ones as they came."""
 
+import math
 from dataclasses import asdict, replace
 
 from kvkit import attention
@@ -11,6 +12,12 @@ from kvkit.cache.stores.memory import geometry
 from kvkit.check import describe, integer, wrong
 
 SPEC = QuantSpec()
+
+
+def fitting(spec, dim, by_default):
+    """A spec for a head size: groups of who has said nothing of them divide it."""
+    fits = not by_default or spec.axis == "channel"
+    return spec if fits else replace(spec, group=math.gcd(spec.group, dim))
 
 
 class QuantizedLayer(Layer):
@@ -26,7 +33,8 @@ class QuantizedLayer(Layer):
     Parameters
     ----------
     key, value : QuantSpec
-        How keys and values are coded.
+        How keys and values are coded. If not given, groups along a token are of 32, or of as many as divide
+        both that and the head size.
     residual_length : int
         So many recent tokens are not coded; where groups run along channels, up to a group more.
     sink : int
@@ -59,7 +67,7 @@ class QuantizedLayer(Layer):
             if not isinstance(spec, QuantSpec):
                 raise wrong(name, "a QuantSpec", describe(spec))
             specs.append(replace(spec, axis=spec.axis or axis))
-        self.specs = tuple(specs)
+        self.specs, self._by_default = tuple(specs), (key is SPEC, value is SPEC)
         self.residual_length = integer("residual_length", residual_length, 0)
         self.sink = integer("sink", sink, 0)
         self.read_back = attention.flag("read_back", read_back)
@@ -75,6 +83,7 @@ class QuantizedLayer(Layer):
 
     def _empty_store(self, given):
         batch, heads, *dims, fmt = given
+        self.specs = tuple(map(fitting, self.specs, dims, self._by_default))
         sides = [
             Side(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
             for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)
