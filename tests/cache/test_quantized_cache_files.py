@@ -8,7 +8,7 @@ from quantized_cache_scenes import OPTIONS, coded, feed, states
 from scenes import first_quick
 from test_cache_files_refused import changed, sealed
 
-from kvkit.cache import Cache, DynamicLayer, KVView, QuantizedLayer, load
+from kvkit.cache import Cache, DynamicLayer, KVView, QuantizedCache, QuantizedLayer, QuantSpec, load
 from kvkit.errors import KvkitError
 
 SPECS = {
@@ -80,6 +80,21 @@ def test_a_prompt_that_was_just_updated(path, case):
     for each in (layer, again):
         feed(each, given, 90)
     assert again.attend(query).tobytes() == layer.attend(query).tobytes()
+
+
+@pytest.mark.parametrize(("dim", "group"), [(16, 16), (80, 16), (96, 32), (128, 32)])
+def test_groups_by_default(path, dim, group):
+    """Of any usual head size; those that are given have to divide it."""
+    x = states(200, dims=(dim, dim))
+    cache = QuantizedCache(1)
+    cache.update(*x, 0)
+    cache.save(path)
+    again = load(path).layers[0]
+    assert_same(again, cache.layers[0])
+    assert [spec.group for spec in again.specs] == [32, group]
+    if dim % 32:
+        with pytest.raises(KvkitError, match=r"^value: expected a head size that groups of 32 divide"):
+            QuantizedLayer(value=QuantSpec(group=32)).update(*x)
 
 
 def test_recorded_past(path):

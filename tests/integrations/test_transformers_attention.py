@@ -7,6 +7,7 @@ import attention_reference
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import (
     CodeGenConfig,
     CodeGenForCausalLM,
@@ -436,6 +437,71 @@ def test_a_full_static_cache_stays_as_it_was():
     with pytest.raises(CapacityError):
         logits(net, "kvkit", {"input_ids": inputs["input_ids"][:, :2]}, cache)
     assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]
+
+
+OTHER_WORDS = {
+    "GPT2": {"n_embd": 64, "n_head": 4, "n_layer": 2},
+    "GPTNeoX": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
+    "Phi": {"hidden_size": 320, "num_attention_heads": 4, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ["paged", "quantized"])
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT16, BFLOAT16, "autocast"], ids=str)
+@pytest.mark.parametrize("name", OTHER_WORDS)
+def test_geometry_is_that_of_the_first_tokens(name, dtype, kind):
+    """No config says heads in the same words, nor what `half` or autocast have made of the dtype."""
+    torch.manual_seed(2)
+    made = getattr(transformers, f"{name}Config")(vocab_size=99, initializer_range=0.3, **OTHER_WORDS[name])
+    net = transformers.AutoModelForCausalLM.from_config(made).eval()
+    net.to(torch.float32 if dtype == "autocast" else dtype)
+    ids, options = prompt(9)["input_ids"], {"num_blocks": 8, "page_size": 4} if kind == "paged" else {}
+    found = {}
+    for attention_name in ("kvkit", "eager"):
+        net.set_attn_implementation(attention_name)
+        cache = KvkitCache(net.config, kind, **options)
+        assert (cache.get_seq_length(), cache.get_mask_sizes(9, 0)) == (0, (9, 0))
+        with torch.no_grad(), torch.autocast("cpu", BFLOAT16, enabled=dtype == "autocast"):
+            parts = [net(part, past_key_values=cache).logits for part in (ids[:, :8], ids[:, 8:])]
+        found[attention_name] = torch.cat(parts, 1).float()
+    assert cache.get_seq_length() == 9
+    error = (found["kvkit"] - found["eager"]).abs().max() / found["eager"].abs().max()
+    assert error < (1e-4 if dtype is torch.float32 else 0.05)
+
+
+def test_wrong_options_of_a_paged_cache_are_said_at_once():
+    with pytest.raises(TypeError, match="num_pages"):
+        KvkitCache(config(), "paged", num_blocks=3, page_size=4, num_pages=3)
+
+
+@pytest.mark.parametrize("implementation", ["kvkit", "sdpa"])
+def test_gradients_are_not_silently_missing(implementation):
+    net, ids = copy.deepcopy(model("llama")), prompt(5)["input_ids"]
+    net.set_attn_implementation(implementation)
+    logits_ = net(ids, past_key_values=KvkitCache(net.config)).logits
+    with pytest.raises(KvkitError, match=r"^backward: expected"):
+        logits_.sum().backward()
+    with torch.no_grad():
+        net(ids, past_key_values=KvkitCache(net.config))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "paged"])
+def test_keys_that_a_model_makes_anew(kind):
+    """JetMoe repeats them; MLA makes them of what it stores."""
+    sizes = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    options = {"num_blocks": 8, "page_size": 4} if kind == "paged" else {}
+    jet = transformers.JetMoeConfig(
+        **sizes, kv_channels=16, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2
+    )
+    latent = transformers.DeepseekV3Config(
+        **sizes | {"num_key_value_heads": 4}, intermediate_size=64, moe_intermediate_size=32,
+        num_attention_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=16, v_head_dim=32,
+        qk_nope_head_dim=32,
+    )  # fmt: skip
+    for net in (transformers.JetMoeForCausalLM(jet), transformers.DeepseekV3ForCausalLM(latent)):
+        with pytest.raises(KvkitError, match=r"use .*attn_implementation 'sdpa' or 'eager'"):
+            generated(net.eval(), "kvkit", prompt(9), KvkitCache(net.config, kind, **options))
 
 
 def test_kinds_and_models():

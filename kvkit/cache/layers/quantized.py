@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import Any, SupportsIndex
 
@@ -17,6 +18,12 @@ from kvkit.checks.words import describe, wrong
 SPEC = QuantSpec()
 
 
+def fitting(spec, dim, by_default):
+    """A spec for a head size: groups of who has said nothing of them divide it."""
+    fits = not by_default or spec.axis == "channel"
+    return spec if fits else replace(spec, group=math.gcd(spec.group, dim))
+
+
 class QuantizedLayer(Layer):
     """A layer that keeps old tokens as codes; the first ones and the recent ones stay as they came.
 
@@ -30,7 +37,8 @@ class QuantizedLayer(Layer):
     Parameters
     ----------
     key, value : QuantSpec
-        How keys and values are coded.
+        How keys and values are coded. If not given, groups along a token are of 32, or of as many as divide
+        both that and the head size.
     residual_length : int
         So many recent tokens are not coded; where groups run along channels, up to a group more.
     sink : int
@@ -68,7 +76,7 @@ class QuantizedLayer(Layer):
             if not isinstance(spec, QuantSpec):
                 raise wrong(name, "a QuantSpec", describe(spec))
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
-        self.specs = tuple(specs)
+        self.specs, self._by_default = tuple(specs), (key is SPEC, value is SPEC)
         self.residual_length = integer("residual_length", residual_length, 0)
         self.sink = integer("sink", sink, 0)
         self.read_back = flag("read_back", read_back)
@@ -84,6 +92,7 @@ class QuantizedLayer(Layer):
 
     def _empty_store(self, given):
         batch, heads, *dims, fmt = given
+        self.specs = tuple(map(fitting, self.specs, dims, self._by_default))
         sides = [
             Side(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
             for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)

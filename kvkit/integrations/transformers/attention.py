@@ -5,7 +5,7 @@ import torch
 import kvkit
 from kvkit.checks.words import wrong
 from kvkit.integrations.transformers import pending
-from kvkit.integrations.transformers.bridge import to_numpy, to_torch
+from kvkit.integrations.transformers.bridge import as_cast, to_numpy, to_torch, without_gradient
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
@@ -78,6 +78,17 @@ def attention_forward(
         raise wrong("position_bias", "None", "a bias")
     if module.training and query.requires_grad and torch.is_grad_enabled():
         raise wrong("module", "one that is not trained: this attention has no gradient", "training mode")
+    query, key, value = map(as_cast, (query, key, value))
+    attn_output = attended(
+        module, stored, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal
+    )
+    return without_gradient(attn_output, query, key, value), None
+
+
+def attended(
+    module, stored, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal
+):
+    """Attention over what is stored or, if that is None, over the keys and values given."""
     queries = to_numpy("query", query)
     mask, whole = None, False
     if attention_mask is not None:
@@ -101,7 +112,7 @@ def attention_forward(
             if more is not None:
                 attn_output = stored.layer.attend(queries, mask, **options, **more)
                 stored.read()
-                return to_torch(attn_output.swapaxes(1, 2)), None
+                return to_torch(attn_output.swapaxes(1, 2))
         keys, values = stored.arrays()
         if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
             expected = f"{keys.shape[2]} columns, for the keys that the window needs"
@@ -119,7 +130,7 @@ def attention_forward(
         window=window,
         **options,
     )
-    return to_torch(attn_output), None
+    return to_torch(attn_output)
 
 
 def in_place(layer, sliding_window, window):

@@ -1,6 +1,8 @@
 """The cache that transformers' models and `generate` take."""
 
 import copy
+import functools
+import inspect
 import weakref
 
 import numpy as np
@@ -12,10 +14,11 @@ from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
 from kvkit.checks.words import describe, wrong
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
-from kvkit.integrations.transformers.bridge import to_numpy, to_torch
+from kvkit.integrations.transformers.bridge import as_cast, to_numpy, to_torch, without_gradient
 from kvkit.integrations.transformers.layer import KvkitLayer
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
+GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # of a paged cache, which its first keys have
 LAYER_TYPES = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
@@ -45,7 +48,8 @@ class KvkitCache(Cache):
     Attributes
     ----------
     cache : kvkit.cache.Cache or kvkit.cache.PagedCache
-        What holds the tokens: to save, to reserve room, to close.
+        What holds the tokens: to save, to reserve room, to close. Until a paged cache has its first tokens,
+        and with them its geometry, an empty dynamic one.
 
     Examples
     --------
@@ -69,7 +73,16 @@ class KvkitCache(Cache):
             raise wrong("kind", " or ".join(map(repr, KINDS)), describe(kind))
         if config is not None:
             options = geometry(config, kind) | options
-        self._hold(KINDS[kind](**options), config)
+        make = functools.partial(KINDS[kind], **options)
+        wanted = [name for name in GEOMETRY if name not in options] if kind == "paged" and config else []
+        if wanted:
+            inspect.signature(PagedCache).bind(
+                **options | dict.fromkeys(wanted)
+            )  # other names are said at once
+            self._hold(DynamicCache(options["num_layers"]), config)
+            self._make, self._wanted = make, wanted
+        else:
+            self._hold(make(), config)
 
     @classmethod
     def of(cls, cache, config=None):
@@ -82,6 +95,7 @@ class KvkitCache(Cache):
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
         if getattr(self.config, "num_kv_shared_layers", 0):  # they would see new keys only, where ours reads
             raise wrong("config", "layers with keys of their own", "num_kv_shared_layers of more than 0")
+        self._make = None  # of its first tokens' geometry: the cache, which until then is an empty one
         self._reads = None  # whether attention is ours, and reads what is stored
         self._stored = {}  # by layer, of its last update
         super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
@@ -113,15 +127,16 @@ class KvkitCache(Cache):
         last = self._stored.get(layer_idx)
         if last is not None and last.is_lost():
             wanted = f"{NAME!r} in the model that uses this cache, as its config says"
-            raise wrong(
-                "attn_implementation", wanted, f"one that has not read the cache in layer {layer_idx}"
-            )
+            found = f"one that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
+            raise wrong("attn_implementation", wanted, found)
+        if self._make is not None:
+            self._take_geometry(key_states, value_states)
         begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
         if cache_position is not None:
             cache_position = np.asarray(cache_position)
         keys, values = self.cache.update(
-            to_numpy("key_states", key_states),
-            to_numpy("value_states", value_states),
+            to_numpy("key_states", as_cast(key_states)),
+            to_numpy("value_states", as_cast(value_states)),
             layer_idx,
             cache_position,
         )
@@ -137,8 +152,19 @@ class KvkitCache(Cache):
             self._stored[layer_idx] = stored
             pending.put(layer_idx, stored)
             return key_states, value_states
-        keys, values = stored.arrays()
-        return to_torch(keys), to_torch(values)
+        keys, values = map(to_torch, stored.arrays())
+        return without_gradient(keys, key_states), without_gradient(values, value_states)
+
+    def _take_geometry(self, key_states, value_states):
+        """Make a paged cache for such keys, whatever a model's config calls their sizes."""
+        if value_states.shape != key_states.shape:
+            found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
+            expected = "keys and values of one shape, for a paged cache"
+            raise wrong("key_states", expected, f"{found}, with attn_implementation 'sdpa' or 'eager'")
+        _, heads, _, dim = key_states.shape
+        dtype = to_numpy("key_states", as_cast(key_states)).dtype
+        given = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
+        self.cache, self._make = self._make(**{name: given[name] for name in self._wanted}), None
 
     # What is there
 
@@ -195,12 +221,7 @@ def geometry(config, kind):
         if name not in LAYER_TYPES:
             raise wrong("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
     if kind == "paged":
-        return {
-            "num_layers": len(names),
-            "num_kv_heads": config.num_key_value_heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            "dtype": to_numpy("dtype", torch.empty(0, dtype=config.dtype)).dtype,
-        }
+        return {"num_layers": len(names)}
     windows = {given["sliding_window"] for given in arguments if "sliding_window" in given}
     if len(windows) > 1:
         raise wrong("config", "one size of window", f"{sorted(windows)}")

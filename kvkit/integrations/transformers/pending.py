@@ -41,6 +41,7 @@ class Stored:
         return not self.taken and self.layer.get_seq_length() > self.begin
 
 
+OTHERS = "for a model that makes new keys or values use attn_implementation 'sdpa' or 'eager'"
 PENDING: ContextVar[dict[int, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
 
 
@@ -71,5 +72,5 @@ def take(layer_idx, key, value):
     past, new = stored.begin > 0, stored.layer.get_seq_length() - stored.begin
     if recorded is not None or (past and new == key.shape[2]):
         name = "value" if recorded is key else "key"
-        raise wrong(name, f"the tensor that update of layer {layer_idx} returned", "another one")
+        raise wrong(name, f"the tensor that update of layer {layer_idx} returned", f"another one; {OTHERS}")
     return None

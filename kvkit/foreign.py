@@ -1,0 +1,145 @@
+"""Arrays that are not numpy's: torch's tensors on the CPU, and whatever speaks DLPack, in the same memory.
+
+torch is not imported here: who has a tensor has imported it.
+"""
+
+import functools
+import inspect
+import sys
+
+import numpy as np
+
+from kvkit.checks.words import wrong
+from kvkit.errors import KvkitError
+from kvkit.formats import BFLOAT16
+
+CPU = 1  # DLPack's number of it
+
+
+def is_foreign(array):
+    """Whether an argument is an array, but not numpy's."""
+    return not isinstance(array, np.ndarray) and hasattr(array, "__dlpack__")
+
+
+def taken(array, name="array"):
+    """An array of numpy's in the memory of another one, or the argument itself, if it is no such array.
+
+    Parameters
+    ----------
+    array : object
+        A torch tensor on the CPU, bfloat16 too; anything with ``__dlpack__``; or anything else.
+    name : str
+        What an error calls it.
+
+    Returns
+    -------
+    ndarray or object
+
+    Raises
+    ------
+    KvkitError
+        If it lies on another device, or if numpy has no such type.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.foreign import taken
+    >>> numbers = np.zeros(2)
+    >>> taken(numbers) is numbers, taken("no array")
+    (True, 'no array')
+    """
+    if not is_foreign(array):
+        return array
+    where = array.device.type if is_tensor(array) else device_of(array)
+    if where != "cpu":
+        raise wrong(name, "an array on the CPU (others are for kvkit_cuda)", f"one on {where}")
+    try:
+        return of_tensor(array.detach()) if is_tensor(array) else np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if hasattr(array, "__array__"):  # as for bfloat16, of which DLPack in numpy knows nothing
+            return np.asarray(array)
+        raise wrong(name, "an array that numpy can share", f"{type(array).__name__} ({error})") from None
+
+
+def device_of(array):
+    device, number = array.__dlpack_device__()
+    return "cpu" if device == CPU else f"device {int(device)}:{number}"
+
+
+def is_tensor(array):
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def of_tensor(tensor):
+    torch = sys.modules["torch"]
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(BFLOAT16.dtype)
+    return tensor.numpy()
+
+
+def tensor_of(array):
+    """A torch tensor in the memory of an array."""
+    torch = sys.modules["torch"]
+    if array.dtype == BFLOAT16.dtype:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def in_kind(operator):
+    """An operator on arrays of numpy's as one on any: a decorator.
+
+    Caches that are tensors change in place, and what is given is returned as the object that it is. New
+    results are tensors where the first argument is one. A call of numpy's arrays alone is the operator's own.
+    """
+    first = 1 if next(iter(inspect.signature(operator).parameters)) == "self" else 0
+
+    @functools.wraps(operator)
+    def call(*args, **keywords):
+        if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
+            try:
+                return operator(*args, **keywords)
+            except KvkitError:  # nothing has been written, so that it can be asked again
+                given = (*args[first:], *keywords.values())
+                if not any(map(holds_foreign, given)):
+                    raise
+        return converted(operator, first, args, keywords)
+
+    return call
+
+
+def holds_foreign(argument):
+    return any(map(is_foreign, argument)) if isinstance(argument, (list, tuple)) else is_foreign(argument)
+
+
+def converted(operator, first, args, keywords):
+    """A call of an operator with the arrays that others lie in, and its results in kind."""
+    bound = inspect.signature(operator).bind(*args, **keywords)
+    owners: dict = {}  # the objects given, by the id of the arrays that are made of them
+
+    def take(name, argument):
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(take(f"{name}[{i}]", each) for i, each in enumerate(argument))
+        array = taken(argument, name)
+        if array is not argument:
+            owners[id(array)] = argument, array
+        return array
+
+    wants = list(bound.arguments.values())[first]
+    while isinstance(wants, (list, tuple)) and wants:
+        wants = wants[0]
+    tensors = is_tensor(wants)
+
+    def give(result):
+        if isinstance(result, tuple):
+            return tuple(map(give, result))
+        if id(result) in owners:
+            return owners[id(result)][0]
+        return tensor_of(result) if tensors and isinstance(result, np.ndarray) else result
+
+    for name, argument in list(bound.arguments.items())[first:]:
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            bound.arguments[name] = {key: take(key, each) for key, each in argument.items()}
+        else:
+            bound.arguments[name] = take(name, argument)
+    return give(operator(*bound.args, **bound.kwargs))
