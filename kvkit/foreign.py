@@ -6,6 +6,8 @@ torch is not imported here: who has a tensor has imported it.
 import functools
 import inspect
 import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.formats import BFLOAT16
 
+Operator = TypeVar("Operator", bound=Callable[..., Any])
 CPU = 1  # DLPack's number of it
 
 
@@ -86,7 +89,7 @@ def tensor_of(array):
     return torch.from_numpy(array)
 
 
-def in_kind(operator):
+def in_kind(operator: Operator) -> Operator:
     """An operator on arrays of numpy's as one on any: a decorator.
 
     Caches that are tensors change in place, and what is given is returned as the object that it is. New
@@ -105,7 +108,7 @@ def in_kind(operator):
                     raise
         return converted(operator, first, args, keywords)
 
-    return call
+    return cast(Operator, call)
 
 
 def holds_foreign(argument):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvkit.checks.merge import checked
+from kvkit.foreign import in_kind
 from kvkit.typed import Arrays, Pair
 
 
+@in_kind
 def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
     """Put attention over parts of a context together: several caches, machines, or a shared prefix.
 

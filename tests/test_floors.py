@@ -19,7 +19,7 @@ FLOORS = (
     "operators",
     "index numeric",  # 2
     "checks",  # 3
-    "cpu",  # 4
+    "cpu foreign",  # 4
     "launch repeats",  # 5
     "ascend static dynamic_batching merge",
     "__init__",

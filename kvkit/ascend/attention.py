@@ -8,10 +8,12 @@ from numpy.typing import ArrayLike
 from kvkit import cpu
 from kvkit.checks.ascend import attention
 from kvkit.checks.tensors import one_piece
+from kvkit.foreign import in_kind
 from kvkit.launch import arguments, returned
 from kvkit.typed import Array, Attended, Pair
 
 
+@in_kind
 def paged_attention(
     query: Array,
     key_cache: Array,

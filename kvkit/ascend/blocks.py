@@ -9,10 +9,12 @@ from numpy.typing import ArrayLike
 
 from kvkit import checks, cpu
 from kvkit.checks.ascend import blocks
+from kvkit.foreign import in_kind
 from kvkit.launch import arguments
 from kvkit.typed import Array, Values
 
 
+@in_kind
 def paged_cache_load(
     key_cache: Array,
     value_cache: Values,
@@ -82,6 +84,7 @@ def paged_cache_load(
     return (*results, None)[:2]
 
 
+@in_kind
 def block_copy(
     key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
 ) -> tuple[Array, Values]:

@@ -7,9 +7,11 @@ from typing import SupportsIndex
 import numpy as np
 
 from kvkit.checks.ascend import matrices
+from kvkit.foreign import in_kind
 from kvkit.typed import Array
 
 
+@in_kind
 def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     """Matrices in groups of columns: NZ, whose groups are 32 bytes wide and whose rows come in sixteens.
 
@@ -52,6 +54,7 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     return y
 
 
+@in_kind
 def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
     """Matrices back from NZ: the inverse of `nd_to_nz`.
 

@@ -10,9 +10,11 @@ from kvkit import cpu
 from kvkit.checks.ascend import reshape
 from kvkit.checks.tensors import one_piece
 from kvkit.compression import CompressType
+from kvkit.foreign import in_kind
 from kvkit.typed import Array, Values
 
 
+@in_kind
 def reshape_and_cache(
     key: Array,
     value: Values,

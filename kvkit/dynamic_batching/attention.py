@@ -8,10 +8,12 @@ from numpy.typing import ArrayLike
 
 from kvkit.checks import sequences
 from kvkit.checks.attention import checked_attention, checked_cache_attention
+from kvkit.foreign import in_kind
 from kvkit.launch import arguments, attend
 from kvkit.typed import Array, Attended, Pair
 
 
+@in_kind
 def multi_head_attention(
     query: Array,
     key: Array,
@@ -107,6 +109,7 @@ def multi_head_attention(
     return attend(checked_attention(sequences.with_keys(given), **given), out)
 
 
+@in_kind
 def multi_head_cache_attention(
     query: Array,
     current_key: Array,

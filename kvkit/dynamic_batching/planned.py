@@ -11,10 +11,12 @@ from kvkit import cpu, launch
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import planned
+from kvkit.foreign import in_kind
 from kvkit.repeats import Guarded, Repeats, form
 from kvkit.typed import Array, Attended, Pair
 
 
+@in_kind
 def plan(
     seqstarts: ArrayLike,
     kvstarts: ArrayLike,
@@ -88,6 +90,7 @@ class Plan:
     def __init__(self, sequences: Any) -> None:
         self._sequences, self._repeats = sequences, Repeats()
 
+    @in_kind
     def key_value_cache(
         self,
         current_key: Array,
@@ -125,6 +128,7 @@ class Plan:
             self._repeats.keep(known, Guarded(launches, repeated, LOADED[2:]))
         return made
 
+    @in_kind
     def multi_head_cache_attention(
         self,
         query: Array,

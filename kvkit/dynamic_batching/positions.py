@@ -9,9 +9,11 @@ from numpy.typing import ArrayLike
 
 from kvkit import launch
 from kvkit.checks import positions
+from kvkit.foreign import in_kind
 from kvkit.typed import Array, Pair
 
 
+@in_kind
 def position_index(
     sequences: ArrayLike,
     seqstarts: ArrayLike,
@@ -62,6 +64,7 @@ def position_index(
     return np.add(shift, np.arange(call.starts[-1]), out=out)
 
 
+@in_kind
 def alibi_mask(
     seqstarts: ArrayLike,
     kvstarts: ArrayLike,
@@ -115,6 +118,7 @@ def alibi_mask(
     return launch.alibi(positions.dynamic_alibi(**launch.arguments(locals())), out)
 
 
+@in_kind
 def rotary_position_embedding(
     query: Array,
     key: Array,

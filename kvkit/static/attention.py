@@ -6,10 +6,12 @@ from typing import Literal, SupportsIndex
 
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.sequences import Static
+from kvkit.foreign import in_kind
 from kvkit.launch import arguments, attend
 from kvkit.typed import Array, Attended, Pair
 
 
+@in_kind
 def multi_head_attention(
     query: Array,
     key: Array,
@@ -97,6 +99,7 @@ def multi_head_attention(
     return attend(checked_attention(Static(), **given), out)
 
 
+@in_kind
 def multi_head_cache_attention(
     query: Array,
     current_key: Array,

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 
 from kvkit import cpu, launch
 from kvkit.checks import positions
+from kvkit.foreign import in_kind
 from kvkit.typed import Array, Pair
 
 
@@ -49,6 +50,7 @@ def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
     return out
 
 
+@in_kind
 def alibi_mask(
     seqlen_q: SupportsIndex,
     seqlen_kv: SupportsIndex,
@@ -102,6 +104,7 @@ def alibi_mask(
     return launch.alibi(positions.static_alibi(**launch.arguments(locals())), out)
 
 
+@in_kind
 def rotary_position_embedding(
     query: Array,
     key: Array,

@@ -68,6 +68,8 @@ class KvkitCache(Cache):
     (torch.Size([1, 16]), 15)
     """
 
+    _make: functools.partial | None  # of its first tokens' geometry: the cache, which is empty until then
+
     def __init__(self, config=None, kind="dynamic", **options):
         if kind not in KINDS:
             raise wrong("kind", " or ".join(map(repr, KINDS)), describe(kind))
@@ -95,7 +97,7 @@ class KvkitCache(Cache):
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
         if getattr(self.config, "num_kv_shared_layers", 0):  # they would see new keys only, where ours reads
             raise wrong("config", "layers with keys of their own", "num_kv_shared_layers of more than 0")
-        self._make = None  # of its first tokens' geometry: the cache, which until then is an empty one
+        self._make = None
         self._reads = None  # whether attention is ours, and reads what is stored
         self._stored = {}  # by layer, of its last update
         super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
@@ -130,7 +132,7 @@ class KvkitCache(Cache):
             found = f"one that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
             raise wrong("attn_implementation", wanted, found)
         if self._make is not None:
-            self._take_geometry(key_states, value_states)
+            self._take_geometry(self._make, key_states, value_states)
         begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
         if cache_position is not None:
             cache_position = np.asarray(cache_position)
@@ -155,7 +157,7 @@ class KvkitCache(Cache):
         keys, values = map(to_torch, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 
-    def _take_geometry(self, key_states, value_states):
+    def _take_geometry(self, make, key_states, value_states):
         """Make a paged cache for such keys, whatever a model's config calls their sizes."""
         if value_states.shape != key_states.shape:
             found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
@@ -164,7 +166,7 @@ class KvkitCache(Cache):
         _, heads, _, dim = key_states.shape
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
         given = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
-        self.cache, self._make = self._make(**{name: given[name] for name in self._wanted}), None
+        self.cache, self._make = make(**{name: given[name] for name in self._wanted}), None
 
     # What is there
 
