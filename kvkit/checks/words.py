@@ -17,7 +17,7 @@ def describe(value):
     if value is None:
         return "None"
     kind = type(value).__name__
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (np.generic, type)):
         kind = "an array" if isinstance(value, np.ndarray) else kind
         return f"{kind} of {value.dtype} and shape {tuple(value.shape)}"
     several = isinstance(value, Collection) and not isinstance(value, (str, bytes))

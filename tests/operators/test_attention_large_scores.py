@@ -16,7 +16,8 @@ from scenes import ODD_GROUPS, QUANTIZED, Formats
 SAME_TYPES = [
     Formats(t1, "int8", t1, bit, group) for t1 in ("fp16", "bf16") for bit, group in ((8, 32), (4, 16))
 ]
-FORMATS = SAME_TYPES + [f for f in QUANTIZED if f.group == 8] + ODD_GROUPS
+OTHER_TYPES = [Formats("bf16", "int8", "fp16", 4, 32)]
+FORMATS = SAME_TYPES + OTHER_TYPES + [f for f in QUANTIZED if f.group == 8] + ODD_GROUPS
 PAST, NEW = 30, 12  # tokens in the cache, and in the call of many rows
 NEW_NAMES = "query", "current_key", "current_value"
 
