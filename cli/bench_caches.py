@@ -107,8 +107,7 @@ def decoding(kind):
 def stored_bytes(cache, layer):
     """Bytes of the keys and values of all tokens in a layer."""
     if isinstance(cache, QuantizedCache):
-        cache.layers[layer].settle()  # the originals of what is coded are not read
-        return cache.layers[layer].nbytes
+        return sum(array.nbytes for array in cache.layers[layer].arrays().values())
     return 2 * HEADS * DIM * cache.get_seq_length() * 2
 
 
