@@ -208,6 +208,54 @@ def test_files_without_a_mark_open(tmp_path, make):
     cache.close()
 
 
+MAPPED = """
+import os, signal, sys
+import numpy as np
+from kvkit.cache import Cache, load, loading
+path, kind, size = sys.argv[1:]
+file = path if kind == "load" else os.path.join(path, "layer-000-1.raw")
+
+def change():
+    if size:
+        os.truncate(file, int(size))
+    else:
+        with open(file + ".other", "wb") as other:
+            other.write(bytes(os.stat(file).st_size))
+        os.replace(other.name, file)
+
+def read(path, real=loading.npz.read):
+    contents = real(path)
+    change()
+    return contents
+
+if kind == "load":
+    loading.npz.SMALL, loading.npz.read = -1, read
+    cache = load(path)
+else:
+    cache = Cache.open(path)
+    change()
+print(float(cache.layers[0].keys.sum()), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems may refuse or go on")
+@pytest.mark.parametrize("kind", ["load", "offload"])
+@pytest.mark.parametrize("size", ["", "0"], ids=["replaced", "shortened"])
+def test_mapped_files_may_be_replaced_but_not_shortened(tmp_path, kind, size):
+    cache, ones = DynamicCache(1), np.ones((1, 2, 500, 64), np.float32)
+    cache.update(ones, ones, 0)
+    path = tmp_path / "cache"
+    if kind == "load":
+        cache.save(path)
+    else:
+        cache.offload(path, keep=True)
+        cache.close()
+    done = run(MAPPED, path, kind, size)
+    expected = (-signal.SIGBUS, "") if size else (0, f"{ones.sum()}\n")
+    assert (done.returncode, done.stdout) == expected, done.stderr
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_copies_of_a_cache_in_files_lie_in_memory(tmp_path, again):
     cache, expected = fill(Cache(four_layers())), fill(Cache(four_layers()))
