@@ -200,6 +200,9 @@ class Cache(BaseCache):
         In a step every layer that the model uses gets tokens once. Layers whose lengths differ otherwise keep
         all, and layers without tokens take none from the others; but of a first step that did not reach the
         last layer nothing is left. Warnings say so.
+
+        Files that are cut short or of another layer, cache or time are refused, in a folder that was closed
+        changed ones too.
         """
         folder, layers = opening.opened(directory, keep)
         cache = Cache(layers)

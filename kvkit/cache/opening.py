@@ -34,8 +34,12 @@ def layers_of(folder):
     if len(paths) < folder.layers:
         raise wrong("directory", f"{folder.layers} layers", f"{len(paths)}: the process ended amid offload")
     layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
-    if "digests" in about and about["digests"] != [digest(layer) for layer in layers]:
-        raise wrong("directory", "files as they were when it was closed", f"{folder.path}, whose are others")
+    if "digests" in about:
+        found, said = {layer.home.sidecar.stem: digest(layer) for layer in layers}, about["digests"]
+        if said != list(found.values()):
+            changed = ", ".join(name for name, one in found.items() if one not in str(said))
+            got = f"{folder.path}, whose are others: {changed}"
+            raise wrong("directory", "files as they were when it was closed", got)
     folder.layers = len(layers)
     for pattern in UNFINISHED:
         for path in folder.path.glob(pattern):

@@ -9,12 +9,14 @@ import pytest
 from cache_scenes import filled
 
 from kvkit.cache import (
+    Cache,
     DynamicLayer,
     QuantizedCache,
     QuantizedLayer,
     SlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
+    load,
 )
 from kvkit.cpu.attention import AT
 
@@ -162,11 +164,15 @@ def test_a_quantized_prompt_is_let_go_when_the_next_layer_is_updated():
     assert layer.nbytes < prompt.nbytes / 2
 
 
+@pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("layer", [DynamicLayer, lambda: QuantizedLayer(residual_length=16)])
-def test_the_first_tokens_after_a_prompt_copy_nothing(layer):
+def test_the_first_tokens_after_a_prompt_copy_nothing(tmp_path, layer, loaded):
     layer, prompt = layer(), np.ones((1, 2, 4096, 64), np.float32)
     layer.update(prompt, prompt)
     layer.settle()
+    if loaded:
+        Cache([layer]).save(tmp_path / "cache.npz")
+        (layer,) = load(tmp_path / "cache.npz").layers
     tracemalloc.start()
     try:
         for _ in range(100):

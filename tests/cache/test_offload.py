@@ -203,6 +203,7 @@ def test_a_sidecar_says_all(tmp_path):
     cache = fill(StaticCache(20, 1), np.float16)
     cache.offload(tmp_path)
     about = json.loads((tmp_path / "layer-000.json").read_text())
+    word = about.pop("word")
     assert about == {
         "version": 1, "kind": "StaticLayer", "arguments": {"max_cache_len": 20}, "generation": 1,
         "dtype": "float16", "byteorder": sys.byteorder, "keys": [2, 3, 20, 4], "values": [2, 3, 20, 6],
@@ -214,6 +215,7 @@ def test_a_sidecar_says_all(tmp_path):
     keys = raw[: 2 * 3 * 20 * 4].reshape(2, 3, 20, 4)
     assert keys[:, :, :8].tobytes() == cache.layers[0].keys.tobytes()
     assert not keys[:, :, 8:].any()
+    assert raw.tobytes().endswith(f" kvkit layer-000-1 {word}\n".encode())
     cache.close()
 
 

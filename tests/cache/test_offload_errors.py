@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
 
@@ -43,7 +44,7 @@ def test_folders_that_cannot_be(tmp_path):
         ("layer-000.json", "[]", "expected a cache that kvkit has written, got .*layer-000.json"),
         ("layer-000.json", '{"version": 1, "kind": "Other", "arguments": {}}', "layer-000.json"),
         ("layer-000.json", '{"version": 1}', "layer-000.json"),
-        ("layer-000-1.raw", "short", "layer-000.json: .*greater than file size"),
+        ("layer-000-1.raw", "short", "layer-000.json: .*layer-000-1.raw is cut short"),
     ],
 )  # fmt: skip
 def test_damaged_folders_are_refused(tmp_path, file, text, message):
@@ -137,13 +138,122 @@ def test_changed_files_of_a_closed_folder_are_refused(tmp_path):
     first, second = sorted(tmp_path.glob("*.raw"))
     contents = first.read_bytes(), second.read_bytes()
     damaged = bytes([contents[0][0] ^ 1]) + contents[0][1:]
-    for one, other in (contents[::-1], (damaged, contents[1])):
+    for one, other, message in (
+        (*contents[::-1], "layer-000-1.raw is cut short, or of another layer or generation"),
+        (damaged, contents[1], "files as they were when it was closed, got .* others: layer-000$"),
+    ):
         first.write_bytes(one)
         second.write_bytes(other)
-        with pytest.raises(kvkit.KvkitError, match="expected files as they were when it was closed"):
+        with pytest.raises(kvkit.KvkitError, match=message):
             Cache.open(tmp_path)
     first.write_bytes(contents[0])
     Cache.open(tmp_path).close()
+
+
+def swapped(first, second):
+    contents = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(contents)
+
+
+CHANGES = {  # of the file that counts, of layer 0; `other` is layer 1's, `older` the one before it
+    "swapped": lambda raw, other, older: swapped(raw, other),
+    "with their sidecars": lambda raw, other, older: [
+        swapped(raw, other),
+        swapped(raw.with_name("layer-000.json"), raw.with_name("layer-001.json")),
+    ],
+    "older": lambda raw, other, older: raw.write_bytes(older),
+    "renamed": lambda raw, other, older: raw.write_bytes(older.replace(b"layer-000-1", b"layer-000-2")),
+    "short": lambda raw, other, older: os.truncate(raw, raw.stat().st_size - 1),
+    "a page": lambda raw, other, older: os.truncate(raw, mapped.PAGE),
+    "empty": lambda raw, other, older: os.truncate(raw, 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("make", [DynamicCache, QuantizedCache])
+def test_a_file_says_of_which_layer_and_generation_it_is(tmp_path, make, change):
+    """Also where nothing was closed, and so has no digest."""
+    cache, new = make(2, offload=tmp_path / "cache"), random(np.float32, 200, 0, (32, 32))
+    for i in range(2):
+        cache.update(*new, i)
+    older = (tmp_path / "cache" / "layer-000-1.raw").read_bytes()
+    cache.reorder([1, 0])
+    left = shutil.copytree(tmp_path / "cache", tmp_path / "left")
+    cache.close()
+    raw, other = (left / f"layer-{i:03}-2.raw" for i in range(2))
+    Cache.open(shutil.copytree(left, tmp_path / "whole"), keep=False).close()
+    change(raw, other, older)
+    with pytest.raises(kvkit.KvkitError, match=r"layer-000-2\.raw is cut short, or of another "):
+        Cache.open(left)
+
+
+@pytest.mark.parametrize("make", [DynamicCache, QuantizedCache])
+def test_files_without_a_mark_open(tmp_path, make):
+    """Such were written once; of them too none is cut short."""
+    cache = make(1, offload=tmp_path / "cache")
+    cache.update(*random(np.float32, 200, 0, (32, 32)), 0)
+    left = shutil.copytree(tmp_path / "cache", tmp_path / "left")
+    sidecar, raw = left / "layer-000.json", left / "layer-000-1.raw"
+    text = sidecar.read_text()
+    sidecar.write_text(text.replace(f'"word": "{json.loads(text)["word"]}", ', ""))
+    os.truncate(raw, raw.stat().st_size - mapped.MARK)
+    for new in (random(np.float32, 1, seed, (32, 32)) for seed in range(2)):
+        with Cache.open(left) as again:
+            expected = [np.asarray(states).tobytes() for states in cache.update(*new, 0)]
+            assert [np.asarray(states).tobytes() for states in again.update(*new, 0)] == expected
+    os.truncate(raw, raw.stat().st_size - 1)
+    with pytest.raises(kvkit.KvkitError, match=r"layer-000-1\.raw is cut short"):
+        Cache.open(left)
+    cache.close()
+
+
+MAPPED = """
+import os, signal, sys
+import numpy as np
+from kvkit.cache import Cache, load, loading
+path, kind, size = sys.argv[1:]
+file = path if kind == "load" else os.path.join(path, "layer-000-1.raw")
+
+def change():
+    if size:
+        os.truncate(file, int(size))
+    else:
+        with open(file + ".other", "wb") as other:
+            other.write(bytes(os.stat(file).st_size))
+        os.replace(other.name, file)
+
+def read(path, real=loading.npz.read):
+    contents = real(path)
+    change()
+    return contents
+
+if kind == "load":
+    loading.npz.SMALL, loading.npz.read = -1, read
+    cache = load(path)
+else:
+    cache = Cache.open(path)
+    change()
+print(float(cache.layers[0].keys.sum()), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems may refuse or go on")
+@pytest.mark.parametrize("kind", ["load", "offload"])
+@pytest.mark.parametrize("size", ["", "0"], ids=["replaced", "shortened"])
+def test_mapped_files_may_be_replaced_but_not_shortened(tmp_path, kind, size):
+    cache, ones = DynamicCache(1), np.ones((1, 2, 500, 64), np.float32)
+    cache.update(ones, ones, 0)
+    path = tmp_path / "cache"
+    if kind == "load":
+        cache.save(path)
+    else:
+        cache.offload(path, keep=True)
+        cache.close()
+    done = run(MAPPED, path, kind, size)
+    expected = (-signal.SIGBUS, "") if size else (0, f"{ones.sum()}\n")
+    assert (done.returncode, done.stdout) == expected, done.stderr
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])

@@ -168,13 +168,27 @@ def test_a_thousand_tokens_make_few_files(tmp_path):
     cache.close()
 
 
+@pytest.mark.parametrize("prompt", [10, 3000])
+def test_the_first_tokens_after_a_prompt_take_no_other_file(tmp_path, prompt):
+    """Where there were fewer than fill a window the tail is soon too small, and grows once."""
+    cache = QuantizedCache(1, residual_length=32, offload=tmp_path)
+    given = states(4000, batch=1, heads=1, dims=(32, 32))
+    feed(cache.layers[0], given, prompt)
+    assert cache.layers[0].home.generation == 1
+    feed(cache.layers[0], given, *range(prompt + 1, prompt + 80))
+    assert cache.layers[0].home.generation == 1 + (prompt == 10)
+    cache.close()
+
+
 def test_a_file_is_small_after_a_long_prompt(tmp_path):
-    """The originals of a prompt go with the next token, as they do in memory."""
+    """The originals of a prompt go with the next file, which more tokens than it had room for take."""
     cache = Cache([QuantizedLayer(**OPTIONS)], offload=tmp_path)
     layer, given = cache.layers[0], states(4000)
-    feed(layer, given, 3000, 3001)
+    feed(layer, given, 3000, 3001, 3600)
+    assert layer.home.generation == 1
+    feed(layer, given, *range(3601, 3902))
     (path,) = tmp_path.glob("*.raw")
-    assert path.stat().st_size < 2 * layer.nbytes + 2 * 8 * 3001 * 2 + 10 * 4096
+    assert path.stat().st_size < 2 * layer.nbytes + 2 * 8 * 3901 * 2 + 10 * 4096
     cache.close()
 
 
@@ -233,7 +247,9 @@ def test_prefetch_asks_for_what_is_filled(tmp_path, monkeypatch):
     file = cache.layers[0].store.file
     assert {call[0] for call in asked} == {file.descriptor}
     codes = [side.codes.shape[3] * side.coded for side in cache.layers[0].store.sides]
+    tails = [side.tail.strides[2] * (side.length - side.end) for side in cache.layers[0].store.sides]
     lengths = [call[2] for call in asked]
+    assert [lengths.count(length) >= 4 for length in tails] == [True, True]
     assert [lengths.count(length) >= 4 for length in codes] == [True, True]
     assert all(length > 0 and start + length <= os.path.getsize(file.path) for _, start, length, _ in asked)
     cache.close()

@@ -247,6 +247,13 @@ def test_info_without_a_compile_cache():
     assert "compile cache off" in " ".join(done.stdout.split())
 
 
+def test_info_shows_where_code_is_kept(tmp_path):
+    done = process("info", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path), "COLUMNS": "400"})
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if "compile cache" in line]
+    assert str(tmp_path) in line
+
+
 def spoiled(path, kind):
     """A folder for compiled code that cannot be, and what is said of it."""
     from kvkit.jit import fingerprint

@@ -1,5 +1,6 @@
 """Compiled code is kept on disk: fast in the next process, never stale, and never needed."""
 
+import functools
 import json
 import os
 import pickle
@@ -146,6 +147,19 @@ def test_settings_of_numba_are_part_of_the_key(copy, setting):
     code = "import json; from kvkit import jit; print(json.dumps(jit.fingerprint()))"
     variables = dict([setting.split("=")])
     assert call(copy, "unused", code, **variables) != call(copy, "unused", code)
+
+
+def test_where_code_is_kept(monkeypatch, tmp_path):
+    from kvkit import kept
+
+    for name in ("KVKIT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kept.Path, "home", lambda: tmp_path)
+    assert kept.root() == tmp_path / ".cache" / "kvkit"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert kept.root() == tmp_path / "xdg" / "kvkit"
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path / "moved"))
+    assert kept.root() == tmp_path / "moved"
 
 
 def test_no_home_directory(copy, monkeypatch, tmp_path):
@@ -331,6 +345,18 @@ def test_unused_code_is_removed(shelf):
     assert sorted(path.name for path in here.iterdir()) == ["kept.bin", "other.txt", "used.bin"]
     assert not before.exists()
     assert len(list(others.iterdir())) == 5
+
+
+def test_who_keeps_code_removes_what_is_unused(tmp_path, monkeypatch):
+    """Once a process."""
+    from kvkit import kept
+
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kept, "prune_once", functools.cache(kept.prune_once.__wrapped__))
+    kept.write(tmp_path / ("f" * 20) / "old.bin", b"code")
+    os.utime(tmp_path / ("f" * 20) / "old.bin", (0, time.time() - 31 * kept.DAY))
+    kept.save(tmp_path / ("0" * 20) / "new.bin", b"code")
+    assert [path.name for path in tmp_path.rglob("*.bin")] == ["new.bin"]
 
 
 STORE = """

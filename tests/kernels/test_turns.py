@@ -51,6 +51,13 @@ FORKS = {
         "call = lambda: cache.update(new, new, 0)\nchild()",
         7,
     ),
+    "spawned": (
+        "from multiprocessing import get_context\ncall()\n"
+        "with get_context('spawn').Pool(1) as pool:\n"
+        "    (found, _), (expected, _) = pool.apply(kvkit.key_value_cache, (new, new, 0, cache)), call()\n"
+        "assert found.tobytes() == expected.tobytes()",
+        0,
+    ),
     "new code": ("call()\nnew, cache = new.astype(np.float16), cache.astype(np.float16)\nchild()", 7),
 }
 
@@ -77,6 +84,17 @@ def call():
 def within(running, call):
     with running:
         call()
+
+
+def test_calls_of_threads_wait_for_each_other(call):
+    from kvkit.cpu.launches import running
+
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (call(), done.set()), daemon=True)
+    with running:
+        thread.start()
+        assert not done.wait(0.2)
+    assert done.wait(20)
 
 
 def test_a_call_inside_a_call_is_refused(call):

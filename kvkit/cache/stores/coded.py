@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache.stores.codes import segments
+from kvkit.cache.stores.codes import SPARE, segments
 from kvkit.cache.stores.mapped import File
 from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.view import KVView
@@ -118,8 +118,9 @@ class MappedCodeStore(CodeStore):
     Rows that count are never written again, in the tail too: its tokens stay where they are until they are
     codes, or move to where none of them lies. So a step writes only behind what counts, and its one write to
     the sidecar, of a few numbers, says all that has changed. Codes have room for all that may leave the
-    window, so that nothing but new tokens and other rows need another file. Of what the latest update has
-    coded the tail keeps the originals, so that opening after a crash between two layers can take it back.
+    window and some more, so that nothing but new tokens and other rows need another file, and the first ones
+    after a prompt do not; the tail is as long as the prompt until they do. Of what the latest update has
+    coded it keeps the originals, so that opening after a crash between two layers can take it back.
     """
 
     def __init__(self, geometry, plan, home, new=True):
@@ -189,10 +190,11 @@ class MappedCodeStore(CodeStore):
         self.file.close()
 
     def prefetch(self, span):
-        counts: list = []  # in the order of the arrays
+        rows: list = []  # in the order of the arrays
         for side in self.sides:
-            counts += side.sink, max(0, side.length - side.start), side.coded, side.blocks, side.coded
-        self.file.prefetch(counts)
+            rows += (0, side.sink), (side.end - side.start, side.length - side.end)
+            rows += [(0, count) for count in (side.coded, side.blocks, side.coded)]
+        self.file.prefetch(rows)
 
 
 def planned(store, batch, tokens, view):
@@ -210,11 +212,12 @@ def planned(store, batch, tokens, view):
 
 
 def counts(side, tokens, grows):
-    """Rows of the tail, the codes and the cells, as they are or twice as many."""
-    blocks, codes, cells = side.new_blocks(side.length + tokens), side.codes.shape[2], side.cells.shape[2]
+    """Rows of the tail, the codes and the cells: as they are, or more and room for a window and a quarter."""
+    codes, cells = side.codes.shape[2], side.cells.shape[2]
     if grows:
-        codes = side.coded + max(blocks * side.block, side.coded)
-        cells = side.blocks + max(blocks, side.blocks)
+        new = side.new_blocks(side.length + tokens)
+        more = max(side.blocks, new + (side.blocks + new) // 4) + 1 + (side.residual + SPARE) // side.block
+        codes, cells = side.coded + more * side.block, side.blocks + more
     return side.tail_counts(tokens)[2] + side.coded - side.before, codes, cells
 
 

@@ -252,8 +252,10 @@ class Side:
             shapes = {name: array.shape for name, array in arrays.items()}
             raise wrong("length", "sinks, codes and a tail of so many tokens", f"{length}, and {shapes}")
         self.sinks[:, :, : sinks.shape[2]] = sinks
-        self.codes, self.cells, self.tail = codes.copy(), cells.copy(), tail.copy()
-        self.block_of = np.repeat(np.arange(blocks), counts)
+        self.grow(blocks)
+        self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells
+        self.block_of[:coded] = np.repeat(np.arange(blocks), counts)
+        self.tail = resized(tail, tail.shape[2], tail.shape[2])
         self.length, self.coded, self.blocks = length, coded, blocks
         self.seen, self.before, self.start = coded, coded, self.end
 

@@ -1,8 +1,9 @@
 """A layer in a memory-mapped file, with a JSON sidecar that says which one and what it holds.
 
 The file holds the layer's arrays, keys and values or the parts of codes, in the order in which the sidecar
-has them, each from a multiple of `PAGE` bytes on. The sidecar also says of which kind the layer is, and its
-state: the numbers that say which rows hold which tokens. Rows are written first, then the state, in one
+has them, each from a multiple of `PAGE` bytes on, and then a mark: its own name, which says the layer and the
+generation, and a random word that the sidecar has too. The sidecar also says of which kind the layer is, and
+its state: the numbers that say which rows hold which tokens. Rows are written first, then the state, in one
 write; a larger store is a new file, which counts when its sidecar has replaced the old one. So a process may
 end at any moment.
 """
@@ -26,6 +27,7 @@ from kvkit.formats import BY_NAME
 
 VERSION = 1
 PAGE = 4096  # every array begins at a multiple of it; no file is smaller
+MARK = 64  # bytes of a mark, which leave the file a multiple of every element's
 NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
 NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # what is there is never written to, a link least of all
 WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
@@ -45,7 +47,12 @@ class File:
         size = max(end, PAGE)
         try:
             if new:
+                self.word = secrets.token_hex(8)
                 allocate(self.descriptor, size)
+                os.lseek(self.descriptor, size, os.SEEK_SET)
+                os.write(self.descriptor, mark(self.path, self.word))
+            else:
+                check(self.path, self.descriptor, size, home.word)
             memory = self.memory = mmap.mmap(self.descriptor, size)
         except BaseException:
             if new:
@@ -82,20 +89,22 @@ class File:
 
     def flush(self):
         self.memory.flush()
-        os.fsync(self.sidecar)
+        for descriptor in (self.descriptor, self.sidecar):
+            os.fsync(descriptor)
 
-    def prefetch(self, counts):
-        """Let the system read the first rows of each array into memory, so many, in the background."""
+    def prefetch(self, rows):
+        """Let the system read rows of each array into memory, (first, count), in the background."""
         if not self.loading and hasattr(os, "posix_fadvise"):
             self.loading = True
-            background().submit(self.load, counts)
+            background().submit(self.load, rows)
 
-    def load(self, counts):
+    def load(self, rows):
         with contextlib.suppress(OSError):
-            for array, start, rows in zip(self.arrays, self.starts, counts, strict=True):
-                head, length = array.strides[1], rows * array.strides[2]
-                for i in range(array.shape[0] * array.shape[1] if length else 0):
-                    os.posix_fadvise(self.descriptor, start + i * head, length, os.POSIX_FADV_WILLNEED)
+            for array, start, (first, count) in zip(self.arrays, self.starts, rows, strict=True):
+                _, head, row, _ = array.strides
+                for i in range(array.shape[0] * array.shape[1] if count else 0):
+                    begin = start + i * head + first * row
+                    os.posix_fadvise(self.descriptor, begin, count * row, os.POSIX_FADV_WILLNEED)
         self.loading = False
 
 
@@ -138,7 +147,7 @@ class MappedStore(Store):
         self.file.close()
 
     def prefetch(self, span):
-        self.file.prefetch([span.length - span.origin] * 2)
+        self.file.prefetch([(0, span.length - span.origin)] * 2)
 
 
 @functools.cache
@@ -156,6 +165,19 @@ def allocate(file, size):
         size -= os.write(file, zeros[:size])
 
 
+def mark(path, word):
+    """What a file ends with; nothing in one that was written without."""
+    return f"kvkit {path.stem} {word}\n".rjust(MARK).encode() if word else b""
+
+
+def check(path, file, size, word):
+    """Raise unless a file has its size, and then its mark."""
+    expected = mark(path, word)
+    os.lseek(file, size, os.SEEK_SET)
+    if os.fstat(file).st_size < size or os.read(file, len(expected)) != expected:
+        raise ValueError(f"{path.name} is cut short, or of another layer or generation")
+
+
 class Home:
     """Where a layer's files lie; `about` describes the layer."""
 
@@ -163,6 +185,7 @@ class Home:
         self.folder, self.number, self.about = folder, number, about
         self.sidecar = folder.path / f"layer-{number:03}.json"
         self.generation, self.current = 0, None
+        self.word = ""  # that the mark of an opened file has
         self.waiting = 0  # the change whose sidecar may not have taken its place yet
 
     def path(self, new):
@@ -174,13 +197,13 @@ class Home:
         """(span, whether past is recorded), as a sidecar says of a file."""
         if about["byteorder"] != sys.byteorder:
             raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
-        self.generation, said = about["generation"], about["state"]
+        self.generation, self.word, said = about["generation"], about.get("word", ""), about["state"]
         return Span(*(said[name] for name in Span._fields)), bool(said["record_past"])
 
     def accept(self, file, about, state):
         """Let a file be the layer's; the one before it goes, unless the new sidecar has to wait."""
         self.settle()
-        text = self.text(generation=self.generation, byteorder=sys.byteorder, **about)
+        text = self.text(generation=self.generation, word=file.word, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
         self.waiting = self.folder.under_way
         sidecar = written(self.waits_as(), text + state) if self.waiting else put(self.sidecar, text + state)
