@@ -1,5 +1,6 @@
 """Operators on arrays that are not numpy's: the same memory, the same bits, results in kind."""
 
+import importlib
 import subprocess
 import sys
 import timeit
@@ -36,7 +37,7 @@ class Capsule:
 
 @pytest.fixture
 def torch():
-    return pytest.importorskip("torch")
+    return importlib.import_module("torch")
 
 
 def tensor(torch, array):
@@ -55,6 +56,7 @@ def same(ours, theirs):
 
 
 @dtypes
+@pytest.mark.transformers
 def test_tensors(torch, dtype):
     """Results of the kind of the first argument, of the same bits; whatever the others are."""
     arrays = [numbers(i, 2, 5, heads, 16, dtype=dtype) for i, heads in enumerate((4, 2, 2))]
@@ -75,6 +77,7 @@ def test_tensors(torch, dtype):
 
 
 @dtypes
+@pytest.mark.transformers
 def test_caches_change_in_place(torch, dtype):
     new = [numbers(i, 1, 3, heads, 16, dtype=dtype) for i, heads in enumerate((4, 2, 2))]
     cache = np.zeros((1, 1, 2, 8, 2, 16), DTYPES[dtype])
@@ -87,6 +90,7 @@ def test_caches_change_in_place(torch, dtype):
     assert theirs.count_nonzero()
 
 
+@pytest.mark.transformers
 def test_what_is_given_is_returned(torch):
     caches = torch.zeros(4, 2, 1, 8), torch.zeros(4, 2, 1, 8)
     key, slots = torch.ones(3, 1, 8), torch.tensor([5, -1, 0])
@@ -98,6 +102,7 @@ def test_what_is_given_is_returned(torch):
     assert found[1] is None
 
 
+@pytest.mark.transformers
 def test_sequences_of_tensors(torch):
     parts, lses = [numbers(i, 3, 2, 8) for i in range(2)], [numbers(9 + i, 3, 2) for i in range(2)]
     expected = merge(parts, lses)
@@ -122,6 +127,7 @@ def test_capsules():
     assert cache[0, 0, 0, :5].tobytes() == arrays[1][0].tobytes()
 
 
+@pytest.mark.transformers
 def test_refused(torch):
     query, key = numbers(0, 2, 5, 4, 16), numbers(1, 2, 5, 2, 16)
     device = Capsule(query, (2, 0))

@@ -213,9 +213,16 @@ class PagedLayer(BaseLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that the rows hold, however many of them share one."""
-        held = {block for seq in self.rows.sequences for block in seq.table}
-        return len(held) * sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
+        """Bytes of the tokens that the rows hold, each block counted once, however many of them share it."""
+        length, size = self.get_seq_length(), self.store.page_size
+        held = {
+            block: min(length - i * size, size)
+            for seq in self.rows.sequences
+            for i, block in enumerate(seq.table)
+            if i * size < length
+        }
+        block_bytes = sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
+        return sum(held.values()) * block_bytes // size
 
     # For views
 
