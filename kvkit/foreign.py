@@ -76,7 +76,7 @@ def is_tensor(array):
 
 def of_tensor(tensor):
     torch = sys.modules["torch"]
-    if tensor.dtype is torch.bfloat16:
+    if tensor.dtype is torch.bfloat16:  # which numpy has not, so that it crosses as 16-bit integers
         return tensor.view(torch.int16).numpy().view(BFLOAT16.dtype)
     return tensor.numpy()
 

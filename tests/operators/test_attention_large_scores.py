@@ -22,11 +22,6 @@ PAST, NEW = 30, 12  # tokens in the cache, and in the call of many rows
 NEW_NAMES = "query", "current_key", "current_value"
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(request.node.name.encode()))
-
-
 def eps(dtype):
     return float(ml_dtypes.finfo(dtype).eps)
 

@@ -4,8 +4,9 @@ import torch
 
 import kvkit
 from kvkit.checks.words import wrong
+from kvkit.foreign import tensor_of
 from kvkit.integrations.transformers import pending
-from kvkit.integrations.transformers.bridge import as_cast, to_numpy, to_torch, without_gradient
+from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
@@ -112,7 +113,7 @@ def attended(
             if more is not None:
                 attn_output = stored.layer.attend(queries, mask, **options, **more)
                 stored.read()
-                return to_torch(attn_output.swapaxes(1, 2))
+                return tensor_of(attn_output.swapaxes(1, 2))
         keys, values = stored.arrays()
         if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
             expected = f"{keys.shape[2]} columns, for the keys that the window needs"
@@ -130,7 +131,7 @@ def attended(
         window=window,
         **options,
     )
-    return to_torch(attn_output)
+    return tensor_of(attn_output)
 
 
 def in_place(layer, sliding_window, window):

@@ -12,9 +12,10 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
 from kvkit.checks.words import describe, wrong
+from kvkit.foreign import tensor_of
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
-from kvkit.integrations.transformers.bridge import as_cast, to_numpy, to_torch, without_gradient
+from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 from kvkit.integrations.transformers.layer import KvkitLayer
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
@@ -154,7 +155,7 @@ class KvkitCache(Cache):
             self._stored[layer_idx] = stored
             pending.put(layer_idx, stored)
             return key_states, value_states
-        keys, values = map(to_torch, stored.arrays())
+        keys, values = map(tensor_of, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 
     def _take_geometry(self, make, key_states, value_states):

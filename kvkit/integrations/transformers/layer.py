@@ -3,7 +3,7 @@
 import numpy as np
 from transformers.cache_utils import CacheLayerMixin
 
-from kvkit.integrations.transformers.bridge import to_torch
+from kvkit.foreign import tensor_of
 
 
 class KvkitLayer(CacheLayerMixin):
@@ -74,12 +74,12 @@ class KvkitLayer(CacheLayerMixin):
     @property
     def keys(self):
         """Stored keys [B, Hkv, stored, D], None before the first update."""
-        return None if self.layer.keys is None else to_torch(self.layer.keys)
+        return None if self.layer.keys is None else tensor_of(self.layer.keys)
 
     @property
     def values(self):
         """Stored values [B, Hkv, stored, D], None before the first update."""
-        return None if self.layer.values is None else to_torch(self.layer.values)
+        return None if self.layer.values is None else tensor_of(self.layer.values)
 
     def get_seq_length(self):
         return self._owner.get_seq_length(self._layer_idx)
