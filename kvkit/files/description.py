@@ -92,9 +92,7 @@ def said(path, found):
         if not fits(name, value):
             raise wrong(path, f"its description says that {name} is {brief(repr(value))}")
     blocks = found.get("rotation_blocks")
-    return Description(
-        **found | {"rotation_blocks": blocks and tuple(blocks)} | {"sizes": found.get("sizes", {})}
-    )
+    return Description(**found | {"rotation_blocks": tuple(blocks) if blocks else None})
 
 
 def fits(name, value):
