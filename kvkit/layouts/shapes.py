@@ -95,7 +95,9 @@ def groupings(groups: Groups, ndim: int) -> Iterator[Groups]:
 def sizes_of(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]) -> dict[str, int]:
     """The sizes of all axes of an array, or the error that says why there are none, or several."""
     said = describe(array)
-    found, missing, reasons = [], [], []
+    found: list[dict[str, int]] = []
+    missing: list[str] = []
+    reasons: list[str] = []
     for grouping in groupings(groups, array.ndim):
         sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
         if isinstance(sizes, dict):
@@ -152,3 +154,13 @@ def regrouped(array: np.ndarray, shape) -> list[int] | None:
     for axis in range(left, -1, -1):  # of size 1, all of them
         strides[axis] = strides[axis + 1] * shape[axis + 1] if axis + 1 < len(shape) else array.itemsize
     return strides
+
+
+def offsets(axes: tuple[Axis, ...], strides, name: str, size: int, inner: Mapping[str, int]) -> np.ndarray:
+    """What each index along an axis adds to an address: zeros for an axis that is not there."""
+    found, index = np.zeros(size, np.int64), np.arange(size)
+    for axis, stride in zip(axes, strides, strict=True):
+        if axis.name == name:
+            part = {"": index, "1": index // inner.get(name, 1), "0": index % inner.get(name, 1)}
+            found += part[axis.part] * stride
+    return found

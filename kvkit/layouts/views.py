@@ -142,7 +142,7 @@ def leaves(
     """(index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
     if line.joined:
         raise wrong("layout", "elements of one kind", f"'{line}', where two kinds share a block")
-    found = dict(listed(name, arrays, line.lists, {}, known))
+    found: dict[Any, Any] = dict(listed(name, arrays, line.lists, {}))
     for axis in line.lists:
         if axis != "kv" and known.get(axis, count(found, line, axis)) != count(found, line, axis):
             raise wrong(name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, line, axis))
@@ -151,10 +151,10 @@ def leaves(
     for where in wheres:
         index = dict(zip(outer, where, strict=True))
         if "kv" in line.lists:
-            sides = [found[key({**index, "kv": side}, line)] for side in (0, 1)]
-            pair = (*(one(*each, line, side, known) for side, each in enumerate(sides)),)
+            keys, values = (found[key({**index, "kv": side}, line)] for side in (0, 1))
+            pair = one(keys, line, 0, known), one(values, line, 1, known)
         else:
-            pair = both(*found[key(index, line)], line, known)
+            pair = both(found[key(index, line)], line, known)
         for axis in "bnh":
             sizes = [leaf.sizes.get(axis, 1) for leaf in pair]
             if sizes[0] != sizes[1]:
@@ -170,7 +170,7 @@ def count(found, line: Layout, axis: str) -> int:
     return 1 + max(dict(where)[axis] for where in found)
 
 
-def listed(name, arrays, levels, where, known):
+def listed(name, arrays, levels, where):
     """(index in lists, (name, array)) of nested lists."""
     if not levels:
         array = taken(arrays, name)
@@ -195,15 +195,16 @@ def listed(name, arrays, levels, where, known):
         raise wrong(name, expected, describe(arrays))
     lengths = set()
     for i, each in enumerate(several):
-        found = list(listed(f"{name}[{i}]", each, rest, {**where, level: i}, known))
+        found = list(listed(f"{name}[{i}]", each, rest, {**where, level: i}))
         lengths.add(len(found))
         if len(lengths) > 1:
             raise wrong(f"{name}[{i}]", "as many arrays as before it", len(found))
         yield from found
 
 
-def one(name, array, line: Layout, side: int, known) -> Leaf:
-    """Keys (side 0) or values in an array of their own."""
+def one(named, line: Layout, side: int, known) -> Leaf:
+    """Keys (side 0) or values in an array of their own, which has a name."""
+    name, array = named
     groups: Groups = (line.groups, line.value_groups)[side]
     if side and "v" in known:
         known = {**known, "c": known["v"]}
@@ -212,10 +213,11 @@ def one(name, array, line: Layout, side: int, known) -> Leaf:
     return Leaf(name, strided(name, array, line, groups, sizes), flat(groups), sizes)
 
 
-def both(name, array, line: Layout, known) -> tuple[Leaf, Leaf]:
-    """Keys and values in one array."""
+def both(named, line: Layout, known) -> tuple[Leaf, Leaf]:
+    """Keys and values in one array, which has a name."""
+    name, _ = named
     if "kv" not in line.names:
-        keys = one(name, array, line, 0, known)
+        keys = one(named, line, 0, known)
         size = known.get("v", keys.array.shape[-1])
         if size == keys.array.shape[-1] or keys.axes[-1].name not in "cs" or keys.axes[-1].part:
             if size != keys.array.shape[-1]:
@@ -231,7 +233,7 @@ def both(name, array, line: Layout, known) -> tuple[Leaf, Leaf]:
     sides = []
     for side in (0, 1):
         known = {axis: size for axis, size in known.items() if axis != "v"}
-        leaf = one(name, array, line, side, known)
+        leaf = one(named, line, side, known)
         at = [axis.name for axis in leaf.axes].index("kv")
         chosen = leaf.array[(slice(None),) * at + (side,)]
         sides.append(Leaf(name, chosen, (*leaf.axes[:at], *leaf.axes[at + 1 :]), leaf.sizes))
