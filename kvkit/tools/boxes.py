@@ -30,10 +30,12 @@ class Box:
     last: int
     whole: bool
 
-    @property
-    def label(self) -> str:
-        """What is in there: ``K n0 h1``, and which part of it."""
-        words = [self.kind, *(f"{axis}{self.at[axis]}" for axis in "nhc" if axis in self.at)]
+    def label(self, outer: tuple[str, ...]) -> str:
+        """What is in there: ``K n0 h1``, and which part of it; without the axes that are said elsewhere."""
+        words = [
+            self.kind,
+            *(f"{axis}{self.at[axis]}" for axis in "lbnhc" if axis in self.at and axis not in outer),
+        ]
         span = f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
         return " ".join(words if self.whole and self.along == "c" else [*words, f"{self.along}{span}"])
 
@@ -90,6 +92,16 @@ def axes_of(layout: Layout, side: int) -> list[tuple[str, tuple]]:
     return list(zip(names, groups, strict=True))
 
 
+def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
+    """The axes l and b that all of a page's rows have in common."""
+    found: list[str] = []
+    for _, group in axes_of(layout, side):
+        if any(axis.name not in ("l", "b", "kv", "1") for axis in group):
+            break
+        found += [axis.name for axis in group if axis.name in "lb"]
+    return tuple(found)
+
+
 def strides(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """(axis, its length, its stride in elements), those that share an axis of the array each of its own."""
     found, parts = [], parts_of(layout, side)
@@ -128,12 +140,15 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
         [entry for segment in segments(name, group) for entry in entries(segment, sizes, parts)]
         for name, group in axes
     ]
+    sides = {layout.axes, layout.value_axes}
     last = [axis for axis in axes[-1][1] if axis.name != "1"][-1].name
     found: list[Box] = []
     for indices in product(*along):
         at: dict[str, int] = {}
         for entry in indices:
             at.update({axis: at.get(axis, 0) + i for axis, i in entry.items()})
+        if len(sides) > 1 and at.get("kv", side) != side:
+            continue  # the other half of the array has other axes
         kind = "s" if "s" in at else SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
         axis = last if last in at else "c"
         value = at.pop(axis)

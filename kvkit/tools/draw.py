@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.checks.words import describe, wrong
 from kvkit.layouts import NAMED, Layout, parse
+from kvkit.layouts.tables import Pages, to_tokens
 from kvkit.tools import svg
-from kvkit.tools.boxes import boxes, drawn_sizes, strides
+from kvkit.tools.boxes import boxes, drawn_sizes, outer_axes, strides
 
 Kind = Literal["text", "svg"]
 ACROSS = 6  # boxes in a line
+ALONE = 32  # rows in a line, where pages are single rows
+NAMES = 12  # sequences that are named
 MOST_LINES = 24
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FREE, STALE, SHARED = ".", "~", "#"
 CLASSES = {"K": "key", "V": "value", "KV": "both", "s": "scale"}
-WHOSE = {FREE: "free", STALE: "stale, of no sequence", SHARED: "shared by several"}
+WHOSE = {FREE: "free", STALE: "stale", SHARED: "shared by several"}
 MOST_ROWS = 1_000_000
 
 
@@ -70,7 +73,7 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
         heading = ("keys", "values")[side] if len(sides) > 1 else ""
         lines += [("", []), *((text, []) for text in table(line, side, found, heading)), ("", [])]
         lines += memory(line, side, found)
-    return drawn(title, lines, kind, 0)
+    return drawn(title, lines, kind)
 
 
 def several(line: Layout, sizes: Mapping[str, int]) -> str:
@@ -91,11 +94,12 @@ def table(line: Layout, side: int, sizes: Mapping[str, int], heading: str) -> li
 
 def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, list[svg.Cell]]]:
     """Lines of boxes, cut where an axis begins again."""
-    found = boxes(line, side, sizes)
-    total = sum(box.last - box.first + 1 for box in found)
-    each = total / len(found)
-    counts = [stride * size // each for _, size, stride in strides(line, side, sizes)]
-    over = min((int(count) for count in counts if count > ACROSS), default=len(found))
+    found, common = boxes(line, side, sizes), outer_axes(line, side)
+    each = sum(box.last - box.first + 1 for box in found) / len(found)
+    rows = strides(line, side, sizes)
+    page = min((stride // each for axis, _, stride in rows if axis in common), default=len(found))
+    counts = [count for _, size, stride in rows if (count := stride * size // each) <= page]
+    over = min((count for count in counts if count > ACROSS), default=page)
     across = max(count for count in range(1, ACROSS + 1) if over % count == 0)
     lines: list[tuple[str, list[svg.Cell]]] = []
     for begin in range(0, len(found), across):
@@ -103,80 +107,34 @@ def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str,
         if len(lines) == MOST_LINES:
             lines.append((f"... {len(found) - begin} more", []))
             break
-        outer = " ".join(f"{axis}{part[0].at[axis]}" for axis in "lb" if axis in part[0].at)
-        cells = [svg.Cell(box.label, CLASSES[box.kind], len(box.label) + 3) for box in part]
-        lines.append((outer, cells))
+        labels = [box.label(common) for box in part]
+        cells = [
+            svg.Cell(label, CLASSES[box.kind], len(label) + 3)
+            for label, box in zip(labels, part, strict=True)
+        ]
+        lines.append((" ".join(f"{axis}{part[0].at[axis]}" for axis in common), cells))
     return lines
 
 
-def owners(
-    block_tables: ArrayLike, context_lens: ArrayLike, num_blocks: int, page_size: int
-) -> list[tuple[int, ...]]:
-    """The sequences that each row of a paged cache belongs to.
-
-    Parameters
-    ----------
-    block_tables : ndarray of int, shape [B, M]
-        The blocks of each sequence; only those that its length needs are looked at.
-    context_lens : ndarray of int, shape [B]
-        Tokens of each sequence.
-    num_blocks, page_size : int
-        Blocks of the cache, and rows of one.
-
-    Returns
-    -------
-    list of tuple of int
-        For each row, block after block, its sequences.
-
-    Raises
-    ------
-    KvkitError
-        If a sequence needs a block that is not there.
-
-    Examples
-    --------
-    >>> from kvkit.tools import draw
-    >>> draw.owners([[1, 0], [1, -1]], [3, 2], num_blocks=2, page_size=2)
-    [(0,), (), (0, 1), (0, 1)]
-    """
-    tables, lengths = np.asarray(block_tables), np.asarray(context_lens)
-    if tables.ndim != 2 or tables.dtype.kind not in "iu":
-        raise wrong("block_tables", "integers of shape [B, M]", describe(tables))
-    if lengths.shape != tables.shape[:1] or lengths.dtype.kind not in "iu":
-        raise wrong("context_lens", f"integers of shape ({len(tables)},)", describe(lengths))
-    if page_size < 1 or not 0 <= num_blocks <= MOST_ROWS // page_size:
-        raise wrong(
-            "num_blocks", f"blocks of at most {MOST_ROWS} rows in all", f"{num_blocks} of {page_size}"
-        )
-    found: list[list[int]] = [[] for _ in range(num_blocks * page_size)]
-    for sequence, (row, count) in enumerate(zip(tables.tolist(), lengths.tolist(), strict=True)):
-        if not 0 <= count <= len(row) * page_size:
-            raise wrong(f"context_lens[{sequence}]", f"0 to {len(row) * page_size}", str(count))
-        for token in range(count):
-            block = row[token // page_size]
-            if not 0 <= block < num_blocks:
-                where = f"block_tables[{sequence}, {token // page_size}]"
-                raise wrong(where, f"a block of {num_blocks}", str(block))
-            found[block * page_size + token % page_size].append(sequence)
-    return [tuple(each) for each in found]
-
-
 def cells(
-    rows: Sequence[Sequence[int]],
-    page_size: int = 16,
+    pages: Pages,
+    num_rows: int | None = None,
     *,
-    stale: Any = None,
+    page_size: int | None = None,
+    filled: ArrayLike | None = None,
     kind: Kind = "text",
 ) -> str:
     """Whose the rows of a cache are: a letter and a colour for each sequence.
 
     Parameters
     ----------
-    rows : sequence of sequences of int
-        For each row the sequences that it belongs to, as `owners` has it, or the cells of llama.cpp.
-    page_size : int
-        Rows that are drawn in a line.
-    stale : ndarray of bool, optional
+    pages : Pages
+        Where the tokens of sequences lie: what `kvkit.layouts.tables` makes of any engine's tables.
+    num_rows : int, optional
+        Rows of the cache; up to the last one in use if not given.
+    page_size : int, optional
+        Rows in a line; those of a page if not given, or 32 where pages are single rows.
+    filled : ndarray of bool, shape [num_rows], optional
         Rows that hold something; those of no sequence are drawn as stale, not as free.
     kind : {"text", "svg"}
         For a terminal, or a page, light or dark as its reader's.
@@ -190,62 +148,54 @@ def cells(
     Raises
     ------
     KvkitError
-        If `stale` has another length.
+        If there are fewer rows than tokens lie in, or more than anybody would look at.
 
     Examples
     --------
+    >>> from kvkit.layouts import tables
     >>> from kvkit.tools import draw
-    >>> rows = draw.owners([[1, 0], [1, -1]], [3, 2], num_blocks=3, page_size=2)
-    >>> print(draw.cells(rows, 2))
+    >>> print(draw.cells(tables.from_blocks([[1, 0], [1, -1]], [3, 2], page_size=2), 6))
     0  a.
     1  ##
     2  ..
     a 3 rows, b 2 rows; . free 3, # shared by several 2
     """
     check_kind(kind)
-    if page_size < 1:
-        raise wrong("page_size", "a positive integer", str(page_size))
-    held = np.zeros(len(rows), bool) if stale is None else np.asarray(stale, bool)
-    if held.shape != (len(rows),):
-        raise wrong("stale", f"a boolean for each of {len(rows)} rows", describe(held))
-    marks = [mark_of(sequences, used) for sequences, used in zip(rows, held.tolist(), strict=True)]
-    counts: dict[int, int] = {}
-    for sequences in rows:
-        for sequence in sequences:
-            counts[sequence] = counts.get(sequence, 0) + 1
-    lines: list[tuple[str, list[svg.Cell]]] = []
-    for page in range(-(-len(rows) // page_size)):
-        part = slice(page * page_size, (page + 1) * page_size)
-        drawn_cells = [cell_of(mark, who) for mark, who in zip(marks[part], rows[part], strict=True)]
-        lines.append((str(page), drawn_cells))
-    lines.append((legend(counts, marks), []))
-    if kind == "text":
-        wide = len(str(max(len(lines) - 2, 0)))
-        return "\n".join(
-            f"{label:>{wide}}  {''.join(cell.text for cell in row)}" if row else label for label, row in lines
-        )
-    return drawn("rows of a cache, by sequence", lines, kind, max(counts, default=-1) + 1)
+    slots, sequences, _ = to_tokens(pages)
+    least = int(slots.max(initial=-1)) + 1
+    count = least if num_rows is None else num_rows
+    if not least <= count <= MOST_ROWS:
+        raise wrong("num_rows", f"{least} to {MOST_ROWS}", str(count))
+    held = np.zeros(count, bool) if filled is None else np.asarray(filled, bool)
+    if held.shape != (count,):
+        raise wrong("filled", f"a boolean for each of {count} rows", describe(held))
+    whose: list[list[int]] = [[] for _ in range(count)]
+    for slot, sequence in zip(slots.tolist(), sequences.tolist(), strict=True):
+        whose[slot].append(sequence)
+    drawn_cells = [cell_of(owners, used) for owners, used in zip(whose, held.tolist(), strict=True)]
+    across = page_size or (pages.page_size if pages.page_size > 1 else ALONE)
+    lines = [(str(at // across), drawn_cells[at : at + across]) for at in range(0, count, across)]
+    words = legend(pages.lengths.tolist(), [cell.text for cell in drawn_cells])
+    if kind == "svg":
+        return svg.picture("rows of a cache, by sequence", [*lines, (words, [])], len(pages.lengths))
+    wide = len(str(len(lines) - 1))
+    return "\n".join(
+        [*(f"{label:>{wide}}  {''.join(cell.text for cell in row)}" for label, row in lines), words]
+    )
 
 
-def mark_of(sequences: Sequence[int], used: bool) -> str:
-    if len(sequences) > 1:
-        return SHARED
-    if not sequences:
-        return STALE if used else FREE
-    return LETTERS[sequences[0] % len(LETTERS)]
+def cell_of(owners: list[int], used: bool) -> svg.Cell:
+    """The sign of a row."""
+    if len(owners) == 1:
+        return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
+    mark = SHARED if owners else STALE if used else FREE
+    return svg.Cell(mark, WHOSE[mark].split()[0], 2, f"{WHOSE[mark]} {', '.join(map(str, owners))}".strip())
 
 
-def cell_of(mark: str, sequences: Sequence[int]) -> svg.Cell:
-    if mark in WHOSE:
-        title = f"{WHOSE[mark]} {', '.join(map(str, sequences))}".strip()
-        return svg.Cell(mark, WHOSE[mark].partition(",")[0].partition(" ")[0], 2, title)
-    return svg.Cell(mark, f"s{sequences[0]}", 2, f"sequence {sequences[0]}")
-
-
-def legend(counts: Mapping[int, int], marks: list[str]) -> str:
+def legend(lengths: list[int], marks: list[str]) -> str:
     """What letters and signs stand for, and how many rows each has."""
-    shown = [f"{LETTERS[who % len(LETTERS)]} {count} rows" for who, count in sorted(counts.items())[:12]]
-    more = [f"{len(counts) - 12} more sequences"] if len(counts) > 12 else []
+    shown = [f"{LETTERS[who % len(LETTERS)]} {count} rows" for who, count in enumerate(lengths[:NAMES])]
+    more = [f"{len(lengths) - NAMES} more sequences"] if len(lengths) > NAMES else []
     others = [f"{mark} {WHOSE[mark]} {marks.count(mark)}" for mark in WHOSE if mark in marks]
     return "; ".join(filter(None, [", ".join(shown + more), ", ".join(others)]))
 
@@ -255,11 +205,11 @@ def check_kind(kind: str) -> None:
         raise wrong("kind", "'text' or 'svg'", repr(kind))
 
 
-def drawn(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind, sequences: int) -> str:
-    """Lines of cells as text, or as a picture."""
+def drawn(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> str:
+    """Lines of boxes as text, or as a picture."""
     if kind == "svg":
-        return svg.picture(title, lines, sequences)
-    indent = max((len(label) for label, cells in lines if cells), default=0)
+        return svg.picture(title, lines)
+    indent = max(len(label) for label, cells in lines if cells)
     return "\n".join(
         f"{label:{indent}} | {' | '.join(cell.text for cell in row)} |" if row else label
         for label, row in lines
