@@ -91,5 +91,5 @@ def described(path, arrays, layers, elements):
     (_, keys), (_, values) = sorted(shapes)
     sizes = {"l": layers, "b": keys[0], "h": keys[1], "n": keys[2], "c": int(keys[3] * elements)}
     if values[3] != keys[3]:
-        sizes["cv"] = int(values[3] * elements)
+        sizes["v"] = int(values[3] * elements)
     return Description(LINE, sizes, arrays["cache.0.0"].dtype.name, rope_applied=True)

@@ -12,8 +12,10 @@ from kvkit.files.paths import check_source
 from kvkit.files.words import wrong
 from kvkit.typed import FilePath
 
-WRITTEN = ".npz, .npy or .safetensors"
-READ = f"give {WRITTEN}, a file of torch.save, a prompt cache of MLX, a session or state of llama.cpp"
+WRITTEN = ".npz", ".npy", ".safetensors"
+READ = (
+    f"give {', '.join(WRITTEN)}, a file of torch.save, a prompt cache of MLX, a session or state of llama.cpp"
+)
 
 
 def read(path: FilePath) -> Contents:
@@ -126,5 +128,7 @@ def write(
         tensors.write(path, whole, about)
     else:
         raise wrong(
-            path, f"kvkit writes no {suffix or 'files without a suffix'}", f"give a name in {WRITTEN}"
+            path,
+            f"kvkit writes no {suffix or 'files without a suffix'}",
+            f"give a name in {', '.join(WRITTEN)}",
         )

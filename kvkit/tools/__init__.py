@@ -1,6 +1,7 @@
 """Tools for whoever brings up a device or debugs an engine: functions whose results print themselves.
 
     inspect     what is in a file, or in arrays
+    convert     a cache from layout to layout, into another file
     draw        layouts and the rows of caches, for a terminal or a page
     check       whether page tables, slots, layouts, scales and data can be right
     diff        where two caches or outputs differ, and why
@@ -14,6 +15,7 @@ import importlib
 
 TOOLS = {  # name: the module that has it, or that it is
     "inspect": "kvkit.tools.inspecting",
+    "convert": "kvkit.tools.converting",
     "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
     "diff": "kvkit.tools.comparing",

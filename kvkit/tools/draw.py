@@ -99,8 +99,9 @@ def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str,
     rows = strides(line, side, sizes)
     page = min((stride // each for axis, _, stride in rows if axis in common), default=len(found))
     counts = [count for _, size, stride in rows if (count := stride * size // each) <= page]
-    over = min((count for count in counts if count > ACROSS), default=page)
-    across = max(count for count in range(1, ACROSS + 1) if over % count == 0)
+    whole = max((int(count) for count in counts if count <= ACROSS), default=1)
+    over = min((count for count in counts if count > ACROSS), default=whole)
+    across = max(count for count in range(whole, ACROSS + 1, whole) if over % count == 0)
     lines: list[tuple[str, list[svg.Cell]]] = []
     for begin in range(0, len(found), across):
         part = found[begin : begin + across]
@@ -211,6 +212,6 @@ def drawn(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> st
         return svg.picture(title, lines)
     indent = max(len(label) for label, cells in lines if cells)
     return "\n".join(
-        f"{label:{indent}} | {' | '.join(cell.text for cell in row)} |" if row else label
+        f"{label:{indent}} | {' | '.join(cell.text for cell in row)} |".strip() if row else label
         for label, row in lines
     )
