@@ -14,6 +14,8 @@ Rooms:
     dynamic_batching    the operators over packed sequences that share a cache; a step planned once
     ascend              caches in blocks, as Ascend's operators have them
     layouts             where the bytes of any engine's cache lie: lines, views, conversion
+    files               caches in files of many kinds, with what they mean
+    tools               what is in a file, how it lies, and whether it can be right
     cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
     integrations        onnx and transformers
     kvkit_cuda          a package of the same names, on a GPU
@@ -41,7 +43,9 @@ from kvkit.version import __version__
 if TYPE_CHECKING:
     from kvkit import cache as cache
     from kvkit import integrations as integrations
+    from kvkit import files as files
     from kvkit import layouts as layouts
+    from kvkit import tools as tools
 
 __all__ = [
     "DeviceError",
@@ -57,7 +61,7 @@ __all__ = [
     "multi_head_cache_attention",
     "rotary_position_embedding",
 ]
-ROOMS = ("cache", "integrations", "layouts")  # loaded when they are first used
+ROOMS = ("cache", "files", "integrations", "layouts", "tools")  # loaded when they are first used
 
 
 def __getattr__(name):

@@ -211,6 +211,4 @@ def told(progress: Callable[[int, int], object], before: int, total: int) -> Cal
 
 def leaves(found):
     """The arrays of nested lists."""
-    return (
-        [array for each in found for array in leaves(each)] if isinstance(found, (list, tuple)) else [found]
-    )
+    return list(files.flat({"": found}).values())
