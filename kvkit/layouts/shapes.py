@@ -115,7 +115,7 @@ def sizes_of(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[
         need = " or ".join(differing)
     else:
         need = missing[0][2:]
-    raise wrong("sizes", f"{need} too, as more than one reading of '{line}' has the shape of {name}", said)
+    raise wrong(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", said)
 
 
 def strided(name: str, array: np.ndarray, line, groups: Groups, sizes: Mapping[str, int]) -> np.ndarray:

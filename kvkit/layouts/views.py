@@ -225,7 +225,7 @@ def both(named, line: Layout, known) -> tuple[Leaf, Leaf]:
             return keys, keys
         if size > keys.array.shape[-1]:
             raise wrong("sizes['v']", f"at most the {keys.array.shape[-1]} elements of a row", size)
-        return keys, Leaf(name, keys.array[..., :size], keys.axes, keys.sizes)
+        return keys, Leaf(name, keys.array[..., :size], keys.axes, {**keys.sizes, keys.axes[-1].name: size})
     if known.get("v", known.get("c")) != known.get("c") and "c" in known:
         raise wrong("sizes['v']", f"the size {known['c']} of keys, beside values in one array", known["v"])
     if "v" in known:
