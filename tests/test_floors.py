@@ -21,7 +21,7 @@ FLOORS = (
     "checks",  # 3
     "cpu foreign",  # 4
     "launch repeats",  # 5
-    "ascend static dynamic_batching merge",
+    "ascend static dynamic_batching paged merge",
     "__init__",
     "files",  # 6
     "cache",

@@ -68,6 +68,9 @@ ATTRIBUTES = {
             modes=tuple((mode.name, MEANING[mode] + NEEDS[mode]) for mode in CompressType),
         ),
         Attribute("cache_format", "'ND', or 'NZ': in groups of n0 elements, which are 32 bytes"),
+        Attribute(
+            "layout", "axes of a pool, outermost first: b pages, n tokens, h heads, c elements, kv both"
+        ),
         Attribute("empty_window", "what KVHEAD keeps where wins is 0: 'copy' all, 'skip' none"),
     )
 }
