@@ -234,8 +234,8 @@ def blocks_within(name, ids, blocks):
 
 def copied_once(name, src, dst, within):
     """Check that no block is written twice; `within` one cache, none that is read."""
-    if len(np.unique(dst)) < len(dst):
-        raise wrong(name, "blocks that are written once", dst.tolist())
-    both = np.intersect1d(src, dst) if within else ()
-    if len(both):
-        raise wrong(name, "no block of src", f"block {both[0]}")
+    blocks, times = np.unique(dst, return_counts=True)
+    if len(blocks) < len(dst):
+        raise wrong(name, "blocks that are written once", f"block {blocks[times > 1][0]} twice")
+    if within and np.isin(dst, src).any():
+        raise wrong(name, "no block that is copied too", f"block {dst[np.isin(dst, src)][0]}")

@@ -111,5 +111,6 @@ def folded_shape(call):
 
 def steps_of(call, caches):
     """The entries as sequences of one new token."""
-    table, starts = call.table.clip(0, len(caches[0]) - 1), np.arange(len(call.lengths) + 1)
-    return pools.steps_of(*caches, table, call.lengths, starts)
+    key, value = caches
+    table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
+    return pools.steps_of(key, value, table, call.lengths, starts)
