@@ -55,7 +55,7 @@ def rotate(call, out):
     made = call.results.taken(out)
     if call.starts[-1]:
         moves = tuple(zip(map(one_piece, (call.query, call.key)), made, strict=True))
-        how = call.turned, call.bypass_key, call.scaling
+        how = call.turned, call.bypass_key, call.halves, call.tables, call.scaling
         cpu.launches.start(
             cpu.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how, out is None)
         )
