@@ -7,6 +7,7 @@ Over sequences of one length, each with its own part of a cache, and beside cach
     multi_head_cache_attention    append, and attend to the context where it lies
     rotary_position_embedding, alibi_slope, alibi_mask    positions
     merge_attention_states        attention over parts of a context, put together
+    paged_attention, paged_append, swap_blocks    over any engine's pools of pages, as they lie
     KvkitError, DeviceError       what is raised
 
 Rooms:
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 from kvkit import ascend, dynamic_batching, sources  # noqa: F401  (sources: at import, see there)
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
+from kvkit.paged import paged_append, paged_attention, swap_blocks
 from kvkit.static import (
     alibi_mask,
     alibi_slope,
@@ -59,7 +61,10 @@ __all__ = [
     "merge_attention_states",
     "multi_head_attention",
     "multi_head_cache_attention",
+    "paged_append",
+    "paged_attention",
     "rotary_position_embedding",
+    "swap_blocks",
 ]
 ROOMS = ("cache", "files", "integrations", "layouts", "tools")  # loaded when they are first used
 
