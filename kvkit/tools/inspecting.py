@@ -189,7 +189,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     found: dict[str, int] = {}
     views = None
     if line and cache is not None:
-        views, found = viewed(cache, line, known)
+        views, found = viewed_as_one(cache, line, known)
     fitting = [] if line or cache is None else proposals(cache)
     numbers = statistics(contents.arrays, views) if stats else []
     kind = f"{contents.kind}, {saved}" if (saved := of_kvkit(contents.metadata)) else contents.kind
@@ -201,7 +201,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         contents.notes,
         fitting,
         found,
-        use_of(contents),
+        use_of(contents, found.get("n")),
         numbers,
     )
 
@@ -239,6 +239,22 @@ def viewed(cache, line: str, known: Mapping[str, int]):
     return kv, {axis: found[axis] for axis in "lbnhc" if axis in parsed.names}
 
 
+def viewed_as_one(cache, line: str, known: Mapping[str, int]):
+    """The same; the heads of a row as one, if nobody says how many there are."""
+    try:
+        return viewed(cache, line, known)
+    except KvkitError:
+        if "h" in known:
+            raise
+        try:
+            views, found = viewed(cache, line, {**known, "h": 1})
+        except KvkitError:
+            views = None
+        if views is None:
+            raise
+        return views, {axis: count for axis, count in found.items() if axis not in "hc"}
+
+
 def proposals(cache) -> list[str]:
     try:
         return layouts.fits(cache)
@@ -268,21 +284,22 @@ def of_numbers(name: str, arrays) -> Numbers:
         flat = array if array.ndim > 1 else array.reshape(1, -1)
         step = max(SOME // max(flat[:1].size, 1), 1)
         for begin in range(0, len(flat), step):
-            piece = flat[begin : begin + step].astype(np.float32)
+            with np.errstate(invalid="ignore"):  # NaN may be of the signalling kind
+                piece = flat[begin : begin + step].astype(np.float32)
             fine = np.isfinite(piece)
             unknown = int(np.isnan(piece).sum())
             nan, infinite = nan + unknown, infinite + int(piece.size - fine.sum()) - unknown
             least = min(least, float(piece.min(initial=np.inf, where=fine)))
             most = max(most, float(piece.max(initial=-np.inf, where=fine)))
-            empty = ~piece.astype(bool).any(-1)
+            empty = ~(piece != 0).any(-1)
             zeros, rows = zeros + int(empty.sum()), rows + empty.size
     some = least <= most
     return Numbers(name, least if some else None, most if some else None, nan, infinite, zeros, rows)
 
 
-def use_of(contents: Contents) -> Use | None:
+def use_of(contents: Contents, page_size: int | None) -> Use | None:
     """What the tables of a file say, whatever their convention; None if there are none."""
-    pages = pages_of(contents)
+    pages = pages_of(contents, page_size)
     if pages is None:
         return None
     convention, found = pages
@@ -311,13 +328,13 @@ def rows_of(contents: Contents, pages: tables.Pages) -> tuple[int | None, np.nda
     cache, line = files.nested(contents.arrays), contents.description.layout
     if cache is None or line is None:
         return None, None
-    views, _ = viewed(cache, line, contents.description.sizes)
+    views, _ = viewed_as_one(cache, line, contents.description.sizes)
     if views is None or isinstance(views.keys[0], tuple):
         return None, None
     keys = views.keys[0]  # [blocks, rows, heads, content]
     if keys.shape[1] % pages.page_size:
         return None, None
-    return keys.shape[0] * keys.shape[1], keys.astype(bool).any((-2, -1)).ravel()
+    return keys.shape[0] * keys.shape[1], (keys != 0).any((-2, -1)).ravel()
 
 
 def cells_of(arrays: Mapping[str, np.ndarray]) -> tables.Pages:
