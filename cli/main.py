@@ -15,6 +15,10 @@ VERBS = {  # verb: (module, the first line of its help)
     "ops": ("kvkit_cli.ops", "List the operators."),
     "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, the compile cache and backends."),
+    "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
+    "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
+    "convert": ("kvkit_cli.convert", "Move a cache from layout to layout, bit for bit."),
+    "draw": ("kvkit_cli.draw", "Draw a layout, or whose the rows of a cache in a file are."),
     "cache": ("kvkit_cli.cache", "Remove the compiled code that is kept."),
     "bench": (
         "kvkit_cli.bench",
