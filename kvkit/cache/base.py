@@ -93,7 +93,7 @@ class BaseLayer(ABC):
             dtype of ``query`` or float32; kv_length is that of `get_mask_sizes`, as asked before the update.
             Columns of a static layer that hold no token may be left out.
         is_causal, window : bool and (int, int), optional
-            Of paged layers only, as in `kvkit.multi_head_attention`; others are causal, with their own window.
+            Of paged layers only, as in `kvkit.multi_head_attention`; others are causal, each in its window.
         softmax_scale : float, optional
             Factor of the scores; 1 / sqrt(Dk) if None.
         softcap : float

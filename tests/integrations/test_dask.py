@@ -5,8 +5,11 @@ import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +21,7 @@ from kvkit.errors import KvkitError
 da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
-from kvkit.integrations.dask import ShardedCache, attend, parts  # noqa: E402
-from kvkit.integrations.dask.transports import ShardError  # noqa: E402
+from kvkit.integrations.dask import ShardedCache, ShardError, attend, parts  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -364,3 +366,12 @@ def test_a_worker_that_dies(called, tmp_path, cluster):
         assert seconds < 61
     with ShardedCache.load(cluster, tmp_path) as cache:
         steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1, 4))
+
+
+@pytest.mark.model
+def test_a_model_on_three_workers_one_of_which_is_killed():
+    script = Path(__file__).parents[2] / "examples" / "smollm2_sharded.py"
+    command = [sys.executable, str(script), "--tokens", "8"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert "all 16 tokens are those of one process: True" in result.stdout

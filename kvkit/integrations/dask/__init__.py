@@ -7,8 +7,9 @@ cache, `kvkit.cache.PagedCache` is faster.
 
 from kvkit.integrations.dask.arrays import attend
 from kvkit.integrations.dask.sharded import ShardedCache
+from kvkit.integrations.dask.transports import ShardError
 
-__all__ = ["ShardedCache", "attend"]
+__all__ = ["ShardError", "ShardedCache", "attend"]
 
 
 def __dir__():

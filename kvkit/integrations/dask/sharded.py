@@ -23,7 +23,7 @@ from kvkit.integrations.dask import parts
 from kvkit.integrations.dask.shard import owned
 from kvkit.integrations.dask.transports import Actors, Pipes, ShardError
 from kvkit.turns import Turn
-from kvkit.typed import Array, FilePath
+from kvkit.typed import Array, FilePath, Pair
 
 VERSION = 1
 MANIFEST = "sharded.json"
@@ -61,6 +61,8 @@ class ShardedCache:
         Dask's actors (1 to 2 ms a round trip), or processes of this machine behind pipes.
     timeout : float
         Seconds within which every shard has to answer.
+    saved : tuple, optional
+        What `load` found: the folder of the shards' files, tokens, and rows.
 
     Attributes
     ----------
@@ -105,61 +107,46 @@ class ShardedCache:
         shards: int | None = None,
         transport: Literal["actors", "pipes"] = "actors",
         timeout: float = 60.0,
+        saved: tuple[Path, int, int] | None = None,
     ) -> None:
         if format not in {*CODES, *map(str, FLOATS)}:
             raise wrong("format", f"one of {[*map(str, FLOATS), *CODES]}", describe(format))
         if split not in ("tokens", "heads"):
             raise wrong("split", "'tokens' or 'heads'", describe(split))
-        dtype = BY_NAME["float16" if format in CODES else format].dtype if dtype is None else np.dtype(dtype)
+        self.num_layers = integer("num_layers", num_layers, 1)
         page_size = integer("page_size", page_size, 1)
-        about = {
-            "num_layers": integer("num_layers", num_layers, 1),
+        self._arguments = {
+            "num_layers": self.num_layers,
             "num_kv_heads": integer("num_kv_heads", num_kv_heads, 1),
             "head_dim": integer("head_dim", head_dim, 1),
-            "dtype": dtype.name,
-            "quant_bit": CODES.get(format, 0),
-            "quant_group": quant_group,
+            "format": format,
+            "dtype": np.dtype(dtype or BY_NAME["float16" if format in CODES else format].dtype).name,
             "split": split,
             "interleave": integer("interleave", page_size if interleave is None else interleave, 1),
             "num_blocks": integer("num_blocks", num_blocks, 1),
             "page_size": page_size,
+            "quant_group": quant_group,
             "shards": _count(client, shards, transport),
         }
-        self._start(client, transport, timeout, about, None)
-
-    def _start(self, client, transport, timeout, about, paths):
-        self._about, self._turn = about, Turn()
-        self.num_layers, self._shards = about["num_layers"], about["shards"]
-        self._tokens_split = about["split"] == "tokens"
-        names = "num_layers", "head_dim", "quant_bit", "quant_group", "num_blocks", "page_size"
-        sizes = {name: about[name] for name in names} | {"dtype": BY_NAME[about["dtype"]].dtype}
-        heads = about["num_kv_heads"]
-        if not self._tokens_split and heads < self._shards:
-            raise wrong("num_kv_heads", f"at least {self._shards}, one a shard", heads)
-        ends = [heads * i // self._shards for i in range(self._shards + 1)]
-        self._heads = [slice(0, heads)] * self._shards
-        if not self._tokens_split:
-            self._heads = [slice(*ends[i : i + 2]) for i in range(self._shards)]
-        threads = max(1, (os.cpu_count() or 1) // self._shards) if transport == "pipes" else None
-        arguments = [
-            (
-                i,
-                self._shards,
-                about["interleave"] if self._tokens_split else 0,
-                sizes | {"num_kv_heads": own.stop - own.start},
-                paths and paths[i],
-                threads,
-            )
-            for i, own in enumerate(self._heads)
-        ]
-        if transport == "pipes":
-            self._transport: Actors | Pipes = Pipes(arguments, timeout)
-        else:
-            self._transport = Actors(client, arguments, timeout)
-        self.traffic = 0
-        self._length, self._batch = 0, 0
-        self._step, self._written, self._pending = 0, set(), {}  # of the step that is open
+        self._count = self._arguments["shards"]
+        self._heads = _heads(self._arguments["num_kv_heads"], self._count, split)
+        self._interleave = self._arguments["interleave"] if split == "tokens" else 0
+        folder, self._length, self._batch = saved or (None, 0, 0)
+        self._step, self._written, self._pending = 0, set[int](), dict[int, Pair]()  # the step that is open
         self._broken: KvkitError | None = None
+        self._turn, self.traffic = Turn(), 0
+        calls = [self._shard(i, folder, transport) for i in range(self._count)]
+        self._transport = Pipes(calls, timeout) if client is None else Actors(client, calls, timeout)
+
+    def _shard(self, i, folder, transport):
+        """The arguments of a shard."""
+        names = "num_layers", "head_dim", "quant_group", "num_blocks", "page_size"
+        sizes = {name: self._arguments[name] for name in names}
+        sizes |= {"quant_bit": CODES.get(self._arguments["format"], 0)}
+        sizes |= {"dtype": BY_NAME[self._arguments["dtype"]].dtype}
+        sizes |= {"num_kv_heads": self._heads[i].stop - self._heads[i].start}
+        threads = max(1, (os.cpu_count() or 1) // self._count) if transport == "pipes" else None
+        return i, self._count, self._interleave, sizes, folder and _file(folder, i), threads
 
     def append(self, key_states: Array, value_states: Array, layer_idx: int) -> None:
         """Give a layer the keys and values of new tokens. They travel with the next `attend` of the layer.
@@ -175,16 +162,16 @@ class ShardedCache:
         """
         with self._alone():
             layer_idx = integer("layer_idx", layer_idx, 0, self.num_layers - 1)
-            heads, dim = self._about["num_kv_heads"], self._about["head_dim"]
+            heads, dim = self._arguments["num_kv_heads"], self._arguments["head_dim"]
             for name, array in (("key_states", key_states), ("value_states", value_states)):
-                shape = getattr(array, "shape", ())
+                shape: tuple[int, ...] = getattr(array, "shape", ())
                 fits = len(shape) == 4 and shape[0] and shape[2] and (shape[1], shape[3]) == (heads, dim)
                 if (
                     not fits
                     or shape[0] != (self._batch or shape[0])
-                    or array.dtype.name != self._about["dtype"]
+                    or array.dtype.name != self._arguments["dtype"]
                 ):
-                    wanted = f"{self._about['dtype']} [{self._batch or 'B'}, {heads}, q, {dim}]"
+                    wanted = f"{self._arguments['dtype']} [{self._batch or 'B'}, {heads}, q, {dim}]"
                     raise wrong(name, wanted, describe(array))
             if key_states.shape != value_states.shape:
                 raise wrong("value_states", f"shape {key_states.shape}, that of the keys", value_states.shape)
@@ -239,19 +226,19 @@ class ShardedCache:
             if self._written and layer_idx not in self._written:
                 raise wrong("layer_idx", "a layer that has taken the tokens of the step", layer_idx)
             length = self.get_seq_length() if not self._written else self._length + self._step
-            heads, dim = self._about["num_kv_heads"], self._about["head_dim"]
-            shape = getattr(query, "shape", ())
+            heads, dim = self._arguments["num_kv_heads"], self._arguments["head_dim"]
+            shape: tuple[int, ...] = getattr(query, "shape", ())
             fits = len(shape) == 4 and (shape[0], shape[3]) == (self._batch, dim) and 0 < shape[2] <= length
-            if not fits or not shape[1] or shape[1] % heads or query.dtype.name != self._about["dtype"]:
+            if not fits or not shape[1] or shape[1] % heads or query.dtype.name != self._arguments["dtype"]:
                 wanted = f"[{self._batch}, a multiple of {heads}, at most {length}, {dim}]"
-                raise wrong("query", f"{self._about['dtype']} {wanted}", describe(query))
+                raise wrong("query", f"{self._arguments['dtype']} {wanted}", describe(query))
             mask = _mask(attention_mask, shape, length)
             if sinks is not None and np.shape(sinks) != shape[1:2]:
                 raise wrong("sinks", f"shape {shape[1:2]}", describe(sinks))
             options = {"softmax_scale": softmax_scale, "softcap": softcap, "window": tuple(window)}
             slopes = parts.slopes_of(is_alibi, shape[1])
             found = self._send(layer_idx, query, length, mask, slopes, sinks, options)
-            if self._tokens_split:
+            if self._interleave:
                 output, lse = parts.merge(found)
             else:
                 output, lse = (np.concatenate(side, 1) for side in zip(*found, strict=True))
@@ -264,10 +251,10 @@ class ShardedCache:
     def crop(self, length: SupportsIndex) -> None:
         """Keep the first ``length`` tokens; a step that some layers have not taken is forgotten."""
         with self._alone():
-            length = integer("length", length, 0, self.get_seq_length())
+            kept = integer("length", length, 0, self.get_seq_length())
             self._flush()
-            self._ask("crop", [(n,) for n in self._lengths(length)])
-            self._step, self._written, self._length = 0, set(), length
+            self._ask("crop", [(n,) for n in self._lengths(kept)])
+            self._step, self._written, self._length = 0, set(), kept
 
     def fork(self, indices: ArrayLike) -> None:
         """Go on with these rows, each as often as it is named. No keys and values move.
@@ -301,10 +288,10 @@ class ShardedCache:
             folder, name = Path(folder).absolute(), secrets.token_hex(6)
             folder.mkdir(parents=True, exist_ok=True)
             before = _manifest(folder).get("save") if (folder / MANIFEST).exists() else None
-            self._ask("save", [(str(folder / name / f"shard-{i}.npz"),) for i in range(self._shards)])
+            self._ask("save", [(_file(folder / name, i),) for i in range(self._count)])
             said = {"format_version": VERSION, "save": name, "length": self._length, "batch": self._batch}
             with replacing(folder / MANIFEST) as file:
-                file.write(json.dumps(said | {"cache": self._about}, indent=2).encode() + b"\n")
+                file.write(json.dumps(said | {"cache": self._arguments}, indent=2).encode() + b"\n")
             if before:
                 shutil.rmtree(folder / before, ignore_errors=True)
 
@@ -327,20 +314,22 @@ class ShardedCache:
             That of `save`.
         """
         said = _manifest(Path(folder))
-        cache = cls.__new__(cls)
+        where: dict[str, Any] = {"transport": transport, "timeout": timeout}
         try:
-            about, shards = said["cache"], said["cache"]["shards"]
-            paths = [str(Path(folder).absolute() / said["save"] / f"shard-{i}.npz") for i in range(shards)]
-            _count(client, shards, transport)
-            cache._start(client, transport, timeout, about, paths)
-            cache._length, cache._batch = said["length"], said["batch"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise wrong(str(folder), f"a {MANIFEST} that kvkit wrote", f"one without {error}") from error
-        found = [each["length"] for each in cache._ask("about", [()] * shards)]
-        if found != cache._lengths(cache._length):
-            cache.close()
-            raise wrong(str(folder), f"shards of {cache._lengths(cache._length)} tokens", found)
-        return cache
+            saved = Path(folder).absolute() / said["save"], said["length"], said["batch"]
+            cache = cls(client, **said["cache"], **where, saved=saved)
+        except (KeyError, TypeError) as error:
+            raise wrong(str(folder), f"a {MANIFEST} that kvkit wrote", f"another ({error})") from error
+        return cache.checked(str(folder))
+
+    def checked(self, folder: str) -> Self:
+        """This cache, if each shard has the tokens that it should have."""
+        expected = self._lengths(self._length)
+        found = [each["length"] for each in self._ask("about", [()] * self._count)]
+        if found != expected:
+            self.close()
+            raise wrong(folder, f"shards of {expected} tokens", found)
+        return self
 
     def close(self) -> None:
         """Let the shards go."""
@@ -370,11 +359,11 @@ class ShardedCache:
 
     def _lengths(self, length):
         """How many of the first tokens each shard has."""
-        if not self._tokens_split:
-            return [length] * self._shards
-        each = self._about["interleave"]
-        turns, rest = divmod(length, each * self._shards)
-        return [turns * each + min(max(rest - i * each, 0), each) for i in range(self._shards)]
+        each = self._interleave
+        if not each:
+            return [length] * self._count
+        turns, rest = divmod(length, each * self._count)
+        return [turns * each + min(max(rest - i * each, 0), each) for i in range(self._count)]
 
     def _whole(self, what):
         """All layers have taken the tokens of the step, and they are where they belong."""
@@ -393,27 +382,30 @@ class ShardedCache:
 
     def _send(self, layer_idx, query, length, mask, slopes, sinks, options):
         """Append what a layer has pending, and attend, on every shard that has to do with it."""
-        key, value = self._pending.pop(layer_idx, (None, None))
+        pending = self._pending.pop(layer_idx, None)
         calls: list[Any] = []
         for i, heads in enumerate(self._heads):
-            at, own = slice(None), options
-            if key is not None and self._tokens_split:
+            at: Any = slice(None)
+            own = options
+            if pending and self._interleave:
                 start = self._length
-                at = owned(start, start + self._step, i, self._shards, self._about["interleave"]) - start
-            has = key is not None and (not self._tokens_split or len(at))
-            new = [side[:, heads, at] if has else None for side in (key, value)]
+                at = owned(start, start + self._step, i, self._count, self._interleave) - start
+            new: list[Array | None] = [None, None]
+            if pending and (not self._interleave or at.size):
+                new = [side[:, heads, at] for side in pending]
             asked = query
             if query is not None:
-                group = query.shape[1] // self._about["num_kv_heads"]
+                group = query.shape[1] // self._arguments["num_kv_heads"]
                 queries = slice(heads.start * group, heads.stop * group)
                 asked = query[:, queries]
-                first = not self._tokens_split or i == 0  # which has the sinks
+                first = not self._interleave or i == 0  # which has the sinks
                 own = options | {
                     "mask": self._mask_of(mask, i, length, queries),
                     "slopes": None if slopes is None else slopes[queries],
                     "sinks": np.ascontiguousarray(sinks[queries]) if sinks is not None and first else None,
                 }
-            calls.append((layer_idx, *new, asked, length, own) if has or query is not None else None)
+            has_part = new[0] is not None or query is not None
+            calls.append((layer_idx, *new, asked, length, own) if has_part else None)
         try:
             return self._ask("step", calls)
         except ShardError:
@@ -426,8 +418,8 @@ class ShardedCache:
     def _mask_of(self, mask, shard, length, queries):
         if mask is None:
             return None
-        if self._tokens_split:
-            return mask[..., owned(0, length, shard, self._shards, self._about["interleave"])]
+        if self._interleave:
+            return mask[..., owned(0, length, shard, self._count, self._interleave)]
         return mask[:, queries] if mask.ndim == 4 and mask.shape[1] > 1 else mask
 
     def _ask(self, method, calls):
@@ -450,6 +442,19 @@ def _count(client, shards, transport):
     if shards is None:
         shards = 2 if client is None else len(client.scheduler_info(n_workers=-1)["workers"]) or 1
     return integer("shards", shards, 1)
+
+
+def _heads(heads, count, split):
+    """The key heads of each shard."""
+    if split == "tokens":
+        return [slice(0, heads)] * count
+    if heads < count:
+        raise wrong("num_kv_heads", f"at least {count}, one a shard", heads)
+    return [slice(heads * i // count, heads * (i + 1) // count) for i in range(count)]
+
+
+def _file(folder, i):
+    return str(folder / f"shard-{i}.npz")
 
 
 def _mask(mask, shape, length):

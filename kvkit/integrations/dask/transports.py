@@ -5,7 +5,7 @@ A transport starts shards and asks them: `ask` sends a call to each shard that h
 
 import multiprocessing
 import time
-import traceback
+from typing import Any
 
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
@@ -100,9 +100,9 @@ class Pipes:
             try:
                 if not self._ends[i].poll(max(0.0, end - time.monotonic())):
                     raise lost(self.names[i], self.timeout, "none")
-                answers[i], error = self._ends[i].recv()
-                if error is not None:
-                    errors.append(error)
+                answers[i], failed = self._ends[i].recv()
+                if failed is not None:
+                    errors.append(failed)
             except (EOFError, OSError):
                 errors.append(lost(self.names[i], self.timeout, "the end of its process"))
             except ShardError as error:
@@ -127,20 +127,19 @@ def _all(answers, errors):
 
 def serve(pipe, arguments):
     """The process of a shard: answers calls until the pipe is closed."""
-    shard = None
+    shard: Shard | None = None
     while True:
         try:
             method, call = pipe.recv()
         except (EOFError, KeyboardInterrupt, OSError):
             return
+        failed: KvkitError | None = None
+        answer: Any = None
         try:
             shard = shard or Shard(*arguments)
-            answer = getattr(shard, method)(*call), None
+            answer = getattr(shard, method)(*call)
         except KvkitError as error:
-            answer = None, error
+            failed = error
         except Exception as error:
-            answer = (
-                None,
-                ShardError(f"{method}: {error} ({traceback.format_exc(limit=-1).splitlines()[-2].strip()})"),
-            )
-        pipe.send(answer)
+            failed = ShardError(f"{method}: {type(error).__name__} ({error})")
+        pipe.send((answer, failed))
