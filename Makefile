@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-model test-transformers test-all test-gpu lint bench bench-gpu clean
+.PHONY: demo test test-model test-transformers test-dask test-all test-gpu lint bench bench-gpu bench-dask clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -51,6 +51,10 @@ test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest -m transformers
 
+# Workers are killed in these.
+test-dask: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
+	$(BIN)/python -m pytest tests/integrations/test_dask.py
+
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(PYTEST) --backend machine
 	$(PYTEST) --backend simulator
@@ -75,6 +79,9 @@ bench: $(VENV)/kvkit.bench
 
 bench-gpu: $(VENV)/kvkit.bench $(VENV)/kvkit.cuda
 	$(BIN)/python benchmarks/gpu.py --json benchmarks/results/gpu.json
+
+bench-dask: $(VENV)/kvkit.test
+	$(BIN)/python benchmarks/sharded.py --json benchmarks/results/dask.json
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out

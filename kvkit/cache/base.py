@@ -92,8 +92,8 @@ class BaseLayer(ABC):
             to [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores, of the
             dtype of ``query`` or float32; kv_length is that of `get_mask_sizes`, as asked before the update.
             Columns of a static layer that hold no token may be left out.
-        window : (int, int), optional
-            Of paged layers only, as in `kvkit.multi_head_attention`; others have their own.
+        is_causal, window : bool and (int, int), optional
+            Of paged layers only, as in `kvkit.multi_head_attention`; others are causal, each in its window.
         softmax_scale : float, optional
             Factor of the scores; 1 / sqrt(Dk) if None.
         softcap : float

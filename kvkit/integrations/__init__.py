@@ -1,4 +1,4 @@
-"""kvkit's operators in the terms of other frameworks, `onnx` and `transformers`.
+"""kvkit's operators in the terms of other frameworks: `dask`, `onnx` and `transformers`.
 
 A framework is imported with its room, when that is first used.
 """
@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvkit.integrations import dask as dask
     from kvkit.integrations import onnx as onnx
     from kvkit.integrations import transformers as transformers
 
@@ -14,6 +15,6 @@ __all__: list[str] = []  # help() of this module needs no framework
 
 
 def __getattr__(name):
-    if name in ("onnx", "transformers"):
+    if name in ("dask", "onnx", "transformers"):
         return importlib.import_module(f"kvkit.integrations.{name}")
     raise AttributeError(f"module 'kvkit.integrations' has no attribute {name!r}")

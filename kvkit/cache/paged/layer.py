@@ -159,6 +159,7 @@ class PagedLayer(BaseLayer):
         query: Array,
         attention_mask: Array | None = None,
         *,
+        is_causal: bool = True,
         window: tuple[int, int] = (-1, -1),
         softmax_scale: float | None = None,
         softcap: float = 0.0,
@@ -168,7 +169,7 @@ class PagedLayer(BaseLayer):
         store, step = self.store, self.rows.step
         if not self.rows.sequences:
             raise wrong("layer", "keys and values: update comes first", "none")
-        options = window, softmax_scale, softcap, sinks, return_lse
+        options = is_causal, window, softmax_scale, softcap, sinks, return_lse
         call = form((query,), (self.get_seq_length(), attention_mask, *options))
         prepared = step and step.calls.get(call)
         if prepared:
@@ -180,7 +181,7 @@ class PagedLayer(BaseLayer):
         if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
             wanted = f"[{batch}, a multiple of {store.heads}, q, {store.dim}]"
             raise wrong("query", f"shape {wanted}", query.shape)
-        if tokens > length:
+        if is_causal and tokens > length:
             raise wrong("query", f"at most {length} tokens, those in the layer", tokens)
         mask = attention_mask
         if isinstance(mask, np.ndarray) and mask.ndim == 2 and mask.dtype == np.bool_:
@@ -190,7 +191,13 @@ class PagedLayer(BaseLayer):
         mask = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         weights = attention.weights(
-            query, mask, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks
+            query,
+            mask,
+            is_causal=is_causal,
+            softmax_scale=softmax_scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
         made = attention.results(query.shape, store.format, return_lse, []).taken(None)
         decoding = batch if tokens == 1 else 0

@@ -1,0 +1,16 @@
+"""Attention over a cache that no one machine holds, on Dask; needs the extra ``dask``.
+
+`attend` is attention over dask arrays, for work without a loop over tokens. `ShardedCache` is a cache whose
+tokens, or heads, lie on many workers, for decoding over very long contexts. Where one machine holds the
+cache, `kvkit.cache.PagedCache` is faster.
+"""
+
+from kvkit.integrations.dask.arrays import attend
+from kvkit.integrations.dask.sharded import ShardedCache
+from kvkit.integrations.dask.transports import ShardError
+
+__all__ = ["ShardError", "ShardedCache", "attend"]
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,188 @@
+"""Attention over dask arrays whose keys and values are chunked along batch, tokens and heads."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+
+from kvkit.checks.words import describe, wrong
+from kvkit.integrations.dask import parts
+from kvkit.typed import Array
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Array | None = None,
+    *,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of every query to keys and values that are chunked along tokens, heads and batch.
+
+    Each chunk is attended to apart, where it lies, and what comes of it is put together by
+    `kvkit.merge_attention_states`, two and two. The order depends on the chunks alone, so results are the
+    same bits whatever the workers do. A worker holds its chunks, and of each query chunk one partial result
+    besides the one that is merged into it.
+
+    Parameters
+    ----------
+    query : dask array or ndarray, shape [B, S, Hq, Dk]
+        float32, float16 or bfloat16. With M keys, query i is at position M - S + i. Its tokens may be in
+        chunks; batch and heads follow the chunks of ``key``.
+    key : dask array, shape [B, M, Hkv, Dk]
+        Of the dtype of ``query``, in chunks of whole ``Dk``; chunks without tokens are empty parts.
+    value : dask array, shape [B, M, Hkv, Dv]
+        Likewise; it is put into the chunks of ``key``.
+    attn_mask : ndarray, optional
+        Boolean (True may attend), or added to the scores: [S or 1, M], with up to two axes before, which
+        are 1 or B and Hq.
+    is_causal, is_alibi, softmax_scale, window, softcap, sinks
+        As in `kvkit.multi_head_attention`. ALiBi and windows count positions in the whole context.
+    return_lse : bool
+        Whether the logarithms of the softmax denominators are returned too.
+
+    Returns
+    -------
+    attn_output : dask array, shape [B, S, Hq, Dv]
+        Of the dtype of ``query``, lazy.
+    lse : dask array of float32, shape [B, S, Hq]
+        With ``return_lse``.
+
+    Raises
+    ------
+    KvkitError
+        If shapes do not fit; values are checked by the tasks.
+
+    Examples
+    --------
+    >>> import dask.array as da, numpy as np
+    >>> from kvkit.integrations.dask import attend
+    >>> key = da.ones((1, 1000, 2, 16), chunks=(1, 300, 2, 16), dtype=np.float32)
+    >>> query = np.ones((1, 1, 4, 16), np.float32)
+    >>> attend(query, key, 3 * key).compute()[0, 0, :, 0]
+    array([3., 3., 3., 3.], dtype=float32)
+    """
+    query, key, value = _checked(query, key, value)
+    heads, group = query.shape[2], query.shape[2] // key.shape[2]
+    query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
+    mask = _mask(attn_mask, query, key)
+    slopes = parts.slopes_of(is_alibi, heads)
+    options = {"is_causal": is_causal, "window": tuple(window)}
+    options |= {"softmax_scale": softmax_scale, "softcap": softcap}
+    past = key.shape[1] - query.shape[1]
+    partial, merge = dask.delayed(_partial, pure=False), dask.delayed(_merge, pure=False)
+
+    def chunk(b, s, h):
+        """What a chunk of queries gets of every chunk of tokens, merged two and two."""
+        rows, part = _range(query.chunks[1], s), _range(query.chunks[2], h)
+        own = {} if slopes is None else {"slopes": slopes[part]}
+        found = []
+        for m, keys in enumerate(_ranges(key.chunks[1])):
+            if m and keys.start == keys.stop:
+                continue
+            found.append(
+                partial(
+                    _block(query, b, s, h),
+                    _block(key, b, m, h),
+                    _block(value, b, m, h),
+                    past + rows.start,
+                    keys.start,
+                    None if mask is None else _piece(mask, _range(key.chunks[0], b), part, rows, keys),
+                    sinks=None if sinks is None or m else np.asarray(sinks)[part],
+                    **own,
+                    **options,
+                )
+            )
+        while len(found) > 1:
+            found = [merge(*found[i : i + 2]) for i in range(0, len(found), 2)]
+        sizes = tuple(chunks[i] for chunks, i in zip(query.chunks, (b, s, h), strict=False))
+        out, lse = found[0][0], found[0][1]
+        return (
+            [da.from_delayed(out, (*sizes, value.shape[3]), query.dtype)],
+            da.from_delayed(lse, sizes, np.float32),
+        )
+
+    counts = query.numblocks[:3]
+    chunks = {at: chunk(*at) for at in np.ndindex(counts)}
+    results = [
+        da.block(
+            [
+                [[chunks[b, s, h][i] for h in range(counts[2])] for s in range(counts[1])]
+                for b in range(counts[0])
+            ]
+        )
+        for i in range(2)
+    ]
+    return tuple(results) if return_lse else results[0]
+
+
+def _checked(query, key, value):
+    """All as dask arrays that fit, in chunks that do."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if getattr(array, "ndim", 0) != 4:
+            raise wrong(name, "an array of 4 axes: batch, tokens, heads, elements", describe(array))
+    if not isinstance(key, da.Array):
+        raise wrong("key", "a dask array; kvkit.multi_head_attention takes others", describe(key))
+    query = query if isinstance(query, da.Array) else da.from_array(query, chunks=-1)
+    value = value if isinstance(value, da.Array) else da.from_array(value, chunks=-1)
+    if value.shape[:3] != key.shape[:3]:
+        raise wrong("value", f"shape {key.shape[:3]} before its elements, as key has", value.shape)
+    batch, _, heads, dim = key.shape
+    if (query.shape[0], query.shape[3]) != (batch, dim) or not heads or query.shape[2] % heads:
+        raise wrong("query", f"shape [{batch}, S, a multiple of {heads}, {dim}]", query.shape)
+    for name, array in (("key", key), ("value", value)):
+        if array.dtype != query.dtype:
+            raise wrong(name, f"dtype {query.dtype}, that of query", array.dtype)
+    key = key.rechunk({3: -1})
+    return query, key, value.rechunk((*key.chunks[:3], -1))
+
+
+def _mask(mask, query, key):
+    """A mask with all its axes, the last two of which may not be guessed."""
+    if mask is None:
+        return None
+    mask, wanted = np.asarray(mask), (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    if not 2 <= mask.ndim <= 4:
+        raise wrong("attn_mask", "2 to 4 axes", describe(mask))
+    mask = mask[(None,) * (4 - mask.ndim)]
+    fits = (size in (1, whole) for size, whole in zip(mask.shape[:3], wanted[:3], strict=True))
+    if not all(fits) or mask.shape[3] != wanted[3]:
+        raise wrong("attn_mask", f"shape {wanted}, where all but the last may be 1", mask.shape)
+    return mask
+
+
+def _piece(mask, *ranges):
+    return mask[tuple(slice(None) if n == 1 else at for n, at in zip(mask.shape, ranges, strict=True))]
+
+
+def _block(array, *at):
+    return array.blocks[at].to_delayed().item()
+
+
+def _ranges(sizes):
+    starts = np.cumsum((0, *sizes)).tolist()
+    return [slice(begin, end) for begin, end in itertools.pairwise(starts)]
+
+
+def _range(sizes, i):
+    return _ranges(sizes)[i]
+
+
+def _partial(*arguments, **options):
+    with parts.threads(parts.threads_of_worker()):
+        return parts.partial(*arguments, **options)
+
+
+def _merge(*states):
+    return parts.merge(states)

@@ -1,0 +1,377 @@
+"""Attention over chunks and shards, beside the same on one machine; shards that are lost, slow, or empty."""
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvkit
+from kvkit.cache import PagedCache
+from kvkit.errors import KvkitError
+
+da = pytest.importorskip("dask.array")
+distributed = pytest.importorskip("distributed")
+
+from kvkit.integrations.dask import ShardedCache, ShardError, attend, parts  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, BATCH, HEADS, GROUP, DIM = 2, 2, 3, 2, 16
+SIZES = LAYERS, HEADS, DIM
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Three workers in threads of this process."""
+    with distributed.Client(
+        processes=False, n_workers=3, threads_per_worker=1, dashboard_address=None
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def cluster():
+    """Three workers, a process each, none of which is replaced."""
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": None}
+    with (
+        distributed.LocalCluster(processes=True, **options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+def states(rng, *shape, dtype=np.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+CALLS = {
+    "causal": {},
+    "all": {"is_causal": False},
+    "window": {"window": (5, 0)},
+    "both sides": {"is_causal": False, "window": (3, 2)},
+    "alibi": {"is_alibi": True},
+    "alibi in a window": {"is_alibi": True, "window": (6, -1)},
+    "softcap and scale": {"softcap": 2.0, "softmax_scale": 0.7},
+}
+CHUNKS = {
+    "tokens": (2, (10, 0, 1, 30), 3, 16),
+    "all": (1, 7, 1, 16),
+    "heads": (2, 41, (1, 2), 16),
+    "none at first": (2, (0, 41), 3, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks"),
+    [
+        *((name, "tokens") for name in CALLS),
+        *(("alibi in a window", name) for name in CHUNKS if name != "tokens"),
+    ],
+)
+def test_attention_over_chunks(rng, options, chunks):
+    options, chunks = CALLS[options], CHUNKS[chunks]
+    query = states(rng, BATCH, 7, HEADS * GROUP, DIM)
+    key, value = (states(rng, BATCH, 41, HEADS, dim) for dim in (DIM, 24))
+    sinks = states(rng, HEADS * GROUP)
+    mask = rng.random((BATCH, 1, 7, 41)) > 0.2
+    sizes = {"num_heads": HEADS * GROUP, "head_dim": DIM, "num_kv_heads": HEADS}
+    expected = kvkit.multi_head_attention(
+        query, key, value, mask, sinks=sinks, return_lse=True, **sizes, **options
+    )
+    lazy = attend(
+        da.from_array(query, chunks=(1, 3, -1, -1)),
+        da.from_array(key, chunks=chunks),
+        value,
+        mask,
+        sinks=sinks,
+        return_lse=True,
+        **options,
+    )
+    found = [array.compute(scheduler="sync") for array in lazy]
+    for one, other in zip(found, expected, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_queries_before_a_chunk_see_nothing_of_it(rng):
+    """And are no NaN, which (-inf) - (-inf) would be."""
+    query, key = states(rng, 1, 4, 1, 8), states(rng, 1, 3, 1, 8)
+    out, lse = parts.partial(query, key, key, query_start=0, key_start=9)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    lonely = attend(query, da.from_array(key[:, :2], chunks=1), key[:, :2], return_lse=True)
+    out, lse = (array.compute(scheduler="sync") for array in lonely)
+    assert not out[:, :2].any()
+    assert np.isneginf(lse[:, :2]).all()
+    assert np.isfinite(lse[:, 2:]).all()
+
+
+def test_chunks_give_the_same_bits_on_any_workers(rng, client):
+    query, key = states(rng, 1, 5, 4, DIM), da.from_array(states(rng, 1, 300, 2, DIM), chunks=(1, 17, 2, DIM))
+    lazy = attend(query, key, key)
+    alone = lazy.compute(scheduler="sync")
+    for _ in range(3):
+        np.testing.assert_array_equal(lazy.compute(scheduler=client), alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    {
+        "query": {"query": np.zeros((1, 1, 3, 8), np.float32)},
+        "value": {"value": np.zeros((1, 4, 2, 8), np.float32)},
+        "key": {"key": np.zeros((1, 5, 2, 8), np.float32)},
+        "attn_mask": {"attn_mask": np.zeros((1, 4), bool)},
+    }.items(),
+)
+def test_arrays_that_do_not_fit(name, change):
+    key = da.zeros((1, 5, 2, 8), dtype=np.float32)
+    given = {"query": np.zeros((1, 1, 4, 8), np.float32), "key": key, "value": key}
+    with pytest.raises(KvkitError, match=f"^{name}: expected "):
+        attend(**given | change)
+
+
+def steps(cache, other, rng, dtype, tokens=(1, 1, 7, 1, 20, 1), options=({},), atol=2e-6):
+    """The same tokens through both caches; their outputs are compared."""
+    for count in tokens:
+        key, value = (states(rng, LAYERS, BATCH, HEADS, count, DIM, dtype=dtype) for _ in range(2))
+        query = states(rng, LAYERS, BATCH, HEADS * GROUP, count, DIM, dtype=dtype)
+        for i in range(LAYERS):
+            cache.append(key[i], value[i], i)
+            other.update(key[i], value[i], i)
+            for each in options:
+                found = cache.attend(query[i], i, return_lse=True, **each)
+                expected = other.layers[i].attend(query[i], return_lse=True, **each)
+                for one, another in zip(found, expected, strict=True):
+                    np.testing.assert_allclose(one.astype("f4"), another.astype("f4"), atol=atol)
+    assert cache.get_seq_length() == other.layers[0].get_seq_length()
+
+
+@pytest.mark.parametrize(("stored", "bits"), [("float32", 0), ("float16", 0), ("int8", 8)])
+@pytest.mark.parametrize("split", ["tokens", "heads"])
+def test_a_sharded_cache_is_a_paged_cache(rng, client, split, stored, bits):
+    dtype = np.dtype("float16" if bits else stored)
+    other = PagedCache(64, 4, *SIZES, dtype, quant_bit=bits)
+    options = {}, {"window": (4, 0)}, {"sinks": np.ones(HEADS * GROUP, np.float32)}
+    atol = 2e-6 if stored == "float32" else 4e-3
+    with ShardedCache(
+        client, *SIZES, format=stored, split=split, page_size=4, interleave=3, num_blocks=64
+    ) as cache:
+        steps(cache, other, rng, dtype, options=options, atol=atol)
+        cache.crop(9)
+        other.crop(9)
+        cache.fork([1, 0])
+        other.select([1, 0])
+        steps(cache, other, rng, dtype, tokens=(1, 3), atol=atol)
+
+
+def test_masks_and_alibi_know_positions(rng, client):
+    key, query = states(rng, BATCH, HEADS, 29, DIM), states(rng, BATCH, HEADS * GROUP, 5, DIM)
+    sizes = {"num_heads": HEADS * GROUP, "head_dim": DIM, "num_kv_heads": HEADS}
+    padding = rng.random((BATCH, 29)) > 0.3
+    for split in ("tokens", "heads"):
+        with ShardedCache(
+            client, 1, HEADS, DIM, format="float32", split=split, page_size=2, num_blocks=32
+        ) as cache:
+            cache.append(key, key, 0)
+            found = cache.attend(query, 0, padding, is_alibi=True)
+            turned = [array.swapaxes(1, 2) for array in (query, key, key)]
+            expected = kvkit.multi_head_attention(*turned, padding[:, None, None], is_alibi=True, **sizes)
+            np.testing.assert_allclose(found, expected.swapaxes(1, 2), atol=2e-6)
+
+
+def test_traffic_does_not_know_the_context(client):
+    with ShardedCache(client, 1, HEADS, DIM, page_size=2, num_blocks=64) as cache:
+        new, query = np.ones((1, HEADS, 1, DIM), np.float16), np.ones((1, HEADS * GROUP, 1, DIM), np.float16)
+        sent = []
+        for _ in range(40):
+            before = cache.traffic
+            cache.append(new, new, 0)
+            cache.attend(query, 0)
+            sent.append(cache.traffic - before)
+        heads, part = HEADS * GROUP, 2 * DIM + 4  # an output in float16 and an lse
+        assert set(sent[6:]) == {2 * new.nbytes + 3 * query.nbytes + 3 * heads * part}
+
+
+def test_saved_and_loaded_on_other_workers(rng, client, tmp_path):
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=16, shards=4) as cache:
+        steps(cache, other, rng, np.float32, tokens=(5,))
+        cache.save(tmp_path)
+        cache.save(tmp_path)
+    assert len(list(tmp_path.glob("*/shard-*.npz"))) == 4
+    with ShardedCache.load(client, tmp_path) as cache:
+        assert cache.get_seq_length() == 5
+        steps(cache, other, rng, np.float32, tokens=(1, 6))
+
+
+def test_no_room_leaves_the_cache_as_it_was(rng, client):
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=4) as cache:
+        steps(cache, other, rng, np.float32, tokens=(12, 9))
+        tokens = states(rng, BATCH, HEADS, 9, DIM)
+        cache.append(tokens, tokens, 0)
+        with pytest.raises(KvkitError, match="num_blocks: expected"):
+            cache.attend(tokens, 0)
+        assert cache.get_seq_length() == 21
+        steps(cache, other, rng, np.float32, tokens=(1, 1))
+
+
+def test_what_a_cache_refuses(client, tmp_path):
+    with ShardedCache(client, *SIZES, format="float32") as cache:
+        new = np.ones((1, HEADS, 1, DIM), np.float32)
+        for name, call in {
+            "layer_idx": lambda: cache.append(new, new, LAYERS),
+            "key_states": lambda: cache.append(new[:, :1], new, 0),
+            "value_states": lambda: cache.append(new, np.ones((1, HEADS, 2, DIM), np.float32), 0),
+            "query": lambda: cache.attend(new, 0),
+            "indices": lambda: cache.fork([3]),
+            "length": lambda: cache.crop(1),
+            "ShardedCache": lambda: pickle.dumps(cache),
+        }.items():
+            with pytest.raises(KvkitError, match=f"^{name}: expected"):
+                call()
+        with pytest.raises(KvkitError, match="ShardedCache: expected to stay with its client"):
+            copy.copy(cache)
+        cache.append(new, new, 0)
+        for call in (lambda: cache.attend(new, 1), lambda: cache.append(new, new, 0)):
+            with pytest.raises(KvkitError, match=r"^layer_idx: expected a layer that has"):
+                call()
+        with pytest.raises(KvkitError, match=r"^save: expected all layers .* got layers \[1\]"):
+            cache.save(tmp_path)
+    for options in ({"format": "float8"}, {"split": "pages"}, {"transport": "mail"}, {"shards": 0}):
+        with pytest.raises(KvkitError, match=f"^{next(iter(options))}: expected"):
+            ShardedCache(client, *SIZES, **options)
+    with pytest.raises(KvkitError, match=r"^client: expected a distributed\.Client, got None"):
+        ShardedCache(None, *SIZES)
+
+
+def test_a_folder_that_is_none(client, tmp_path):
+    with pytest.raises(KvkitError, match=r"expected a folder with sharded\.json"):
+        ShardedCache.load(client, tmp_path)
+    (tmp_path / "sharded.json").write_text(json.dumps({"format_version": 9}))
+    with pytest.raises(KvkitError, match=r"expected sharded.json of version 1, got 9"):
+        ShardedCache.load(client, tmp_path)
+
+
+def test_two_clients_have_caches_of_their_own(rng, client):
+    with distributed.Client(client.cluster) as second:
+        others = [PagedCache(64, 4, *SIZES, np.float32) for _ in range(2)]
+        caches = [ShardedCache(each, *SIZES, format="float32", page_size=4) for each in (client, second)]
+        errors = []
+
+        def run(i):
+            try:
+                steps(caches[i], others[i], np.random.default_rng(i), np.float32)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for cache in caches:
+            cache.close()
+        assert not errors
+
+
+def lost(cache, tmp_path, kill, call):
+    """A cache with tokens, saved; then a shard goes while `call` runs. The seconds until that is noticed."""
+    begin = time.monotonic()
+    kill()
+    with pytest.raises(
+        ShardError, match=r"^shard 1 (on|in) .*: expected an answer within .*; load the last save"
+    ):
+        call()
+    seconds = time.monotonic() - begin
+    with pytest.raises(KvkitError, match=r"^cache: expected one whose shards all answer"):
+        cache.crop(0)
+    return seconds
+
+
+def filled(cache, other, tmp_path):
+    rng = np.random.default_rng(0)
+    steps(cache, other, rng, np.float32, tokens=(9, 1))
+    cache.save(tmp_path)
+    return states(rng, BATCH, HEADS, 1, DIM)
+
+
+CALLED = {
+    "append and step": lambda cache, new, folder: [cache.append(new, new, 0), cache.attend(new, 0)],
+    "step": lambda cache, new, folder: cache.attend(new, 1),
+    "save": lambda cache, new, folder: cache.save(folder),
+}
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        pytest.param("save"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in CALLED if name != "save"),
+    ],
+)
+def test_a_process_that_dies(called, tmp_path):
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    options = {"transport": "pipes", "timeout": 60}
+    with ShardedCache(None, *SIZES, format="float32", page_size=4, shards=2, **options) as cache:
+        new = filled(cache, other, tmp_path)
+        process = cache._ask("about", [()] * 2)[1]["process"]
+        lost(
+            cache,
+            tmp_path,
+            lambda: os.kill(process, signal.SIGKILL),
+            lambda: CALLED[called](cache, new, tmp_path),
+        )
+    with ShardedCache.load(None, tmp_path, **options) as cache:
+        steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1,))
+
+
+def test_a_process_that_stops_answering(tmp_path):
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    options = {"transport": "pipes", "timeout": 60}
+    with ShardedCache(None, *SIZES, format="float32", page_size=4, shards=2, **options) as cache:
+        new = filled(cache, other, tmp_path)
+        process = cache._ask("about", [()] * 2)[1]["process"]
+        cache._transport.timeout = 0.3
+        seconds = lost(
+            cache, tmp_path, lambda: os.kill(process, signal.SIGSTOP), lambda: cache.attend(new, 0)
+        )
+        assert 0.3 <= seconds < 10
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of a lost worker
+@pytest.mark.parametrize("called", CALLED)
+def test_a_worker_that_dies(called, tmp_path, cluster):
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(cluster, *SIZES, format="float32", page_size=4, timeout=60) as cache:
+        new = filled(cache, other, tmp_path)
+        process = cache._ask("about", [()] * 3)[1]["process"]
+        seconds = lost(
+            cache,
+            tmp_path,
+            lambda: os.kill(process, signal.SIGKILL),
+            lambda: CALLED[called](cache, new, tmp_path),
+        )
+        assert seconds < 61
+    with ShardedCache.load(cluster, tmp_path) as cache:
+        steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1, 4))
+
+
+@pytest.mark.model
+def test_a_model_on_three_workers_one_of_which_is_killed():
+    script = Path(__file__).parents[2] / "examples" / "smollm2_sharded.py"
+    command = [sys.executable, str(script), "--tokens", "8"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert "all 16 tokens are those of one process: True" in result.stdout
