@@ -14,7 +14,7 @@ HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
     "errors version",  # 0
-    "typed sources kept turns formats compression",  # 1
+    "typed sources kept turns waiting formats compression",  # 1
     "layout jit",
     "operators",
     "index numeric",  # 2
@@ -45,7 +45,7 @@ LATE = {
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional
     "cli.info": {"kvkit_cuda.ground"},  # the others: a verb loads what it needs, and no more
     "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},
-    "cli.run": {"numba"},
+    "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls"},
 }
 
 
