@@ -45,7 +45,7 @@ LATE = {
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional
     "cli.info": {"kvkit_cuda.ground"},  # the others: a verb loads what it needs, and no more
     "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},
-    "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls"},
+    "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls.checks"},
 }
 
 
