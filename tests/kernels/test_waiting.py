@@ -14,28 +14,27 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
+def stderr(monkeypatch, opened):
+    """Take the place of stderr, here where pytest has put its own."""
+    monkeypatch.setattr(sys, "stderr", opened)
     monkeypatch.setattr(waiting, "TOLD", set())
-    return sys.stderr
+    return opened
 
 
-def test_a_terminal_is_told_once(terminal):
+def test_a_terminal_is_told_once(monkeypatch):
+    terminal = stderr(monkeypatch, Terminal())
     for function in ("kvkit.cpu.attend.schedule", "kvkit.cpu.attend.work", "kvkit.cpu.attend.quick"):
         waiting.tell(function, "znver4")
     assert terminal.getvalue() == "kvkit: compiling attention for znver4, once, about 14 s\n"
 
 
-def test_others_are_not(terminal, monkeypatch):
-    monkeypatch.setenv("KVKIT_QUIET", "1")
+@pytest.mark.parametrize("opened", [Terminal(), io.StringIO(), None], ids=["quiet", "a file", "no console"])
+def test_others_are_not(monkeypatch, opened):
+    stderr(monkeypatch, opened)
+    if isinstance(opened, Terminal):
+        monkeypatch.setenv("KVKIT_QUIET", "1")
     waiting.tell("kvkit.cpu.attend.work", "znver4")
-    assert terminal.getvalue() == ""
-    monkeypatch.delenv("KVKIT_QUIET")
-    for stderr in (io.StringIO(), None):  # a file; a program without a console
-        monkeypatch.setattr(sys, "stderr", stderr)
-        waiting.tell("kvkit.cpu.attend.work", "znver4")
-    assert sys.stderr is None
+    assert opened is None or opened.getvalue() == ""
 
 
 @pytest.mark.parametrize("name", waiting.LONG)
