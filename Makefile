@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-model test-transformers test-dask test-all test-gpu lint bench bench-gpu bench-dask clean
+.PHONY: demo test test-model test-transformers test-dask test-dist test-docs test-all test-gpu docs lint bench bench-gpu
+.PHONY: bench-dask clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -42,7 +43,7 @@ test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
 	$(PYTEST) --backend machine -m "not slow"
 	$(PYTEST) --backend simulator -m "not slow"
-	$(PYTEST) -m "not slow and not model and not transformers"
+	$(PYTEST) -m "not slow and not model and not transformers and not site"
 
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
@@ -54,11 +55,22 @@ test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 # Workers are killed in these.
 test-dask: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest tests/integrations/test_dask.py
+# The wheel in an environment of its own.
+test-dist: $(VENV)/kvkit.test
+	$(BIN)/python -m pytest -m slow tests/cli/test_packaging.py
+
+# The site, at docs/_build/index.html; it works as files, without a server. Warnings are errors.
+docs: $(VENV)/kvkit.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
+# In Chromium, which has to be installed.
+test-docs: docs $(VENV)/kvkit.test
+	$(BIN)/python -m pytest -m site
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(PYTEST) --backend machine
 	$(PYTEST) --backend simulator
-	$(PYTEST) --cov --cov-report=term
+	$(PYTEST) --cov --cov-report=term -m "not site"
 
 # On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
 test-gpu: $(VENV)/kvkit.test
@@ -84,4 +96,4 @@ bench-dask: $(VENV)/kvkit.test
 	$(BIN)/python benchmarks/sharded.py --json benchmarks/results/dask.json
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out dist docs/_build

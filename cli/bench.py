@@ -40,6 +40,11 @@ def bench(folder, only, rounds):
     given are compared with a copy into memory that is there, outputs that are made with one into new memory.
     Attention is compared with a read of its cache, and with torch and onnxruntime where they are installed.
     Figures of cases left out stay in their file if the same machine measured them.
+
+    \b
+    Examples:
+      kvkit bench --only "attention decode int8"
+      kvkit bench --json benchmarks/results
     """
     title = f"{numba.get_num_threads()} threads of {binding.get_host_cpu_name()}; medians of {rounds}"
     for suite, cases in SUITES.items():

@@ -8,7 +8,12 @@ from kvkit_cli import show
 
 @click.group()
 def cache():
-    """Remove the compiled code that is kept."""
+    """Remove the compiled code that is kept.
+
+    \b
+    Example:
+      kvkit cache clean
+    """
 
 
 @cache.command()

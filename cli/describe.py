@@ -1,9 +1,11 @@
 """`kvkit describe`: the table of one operator, for people."""
 
+import dataclasses
+
 import click
 
 from kvkit.operators import REQUIRED
-from kvkit_cli import show
+from kvkit_cli import complete, show
 from kvkit_cli.arguments import find, is_scalar
 
 # In examples; other numbers are 0.
@@ -11,19 +13,34 @@ SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 10
 
 
 @click.command()
-@click.argument("operator", metavar="OP")
-def describe(operator):
-    """Show what an operator takes and gives."""
+@click.argument("operator", metavar="OP", shell_complete=complete.operators)
+@click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
+def describe(operator, for_programs):
+    """Show what an operator takes and gives.
+
+    \b
+    Examples:
+      kvkit describe key_value_cache
+      kvkit describe ascend.paged_attention --json
+    """
     op = find(operator)
-    screen = show.console()
-    screen.print(f"{op.name}: {op.summary}\nSpecification: {op.source}\n")
+    if for_programs:
+        show.as_json(dataclasses.asdict(op) | {"attributes": list(map(attribute, op.attributes))})
+        return
+    show.out(f"{op.name}: {op.summary}\nSpecification: {op.source}\n")
     for table in (inputs(op), attributes(op), outputs(op)):
         if table.row_count:
-            screen.print(table)
+            show.out(table)
     if not op.outputs:
-        screen.print("Outputs: the in-out arrays.\n")
-    screen.print(note(op))
+        show.out("Outputs: the in-out arrays.\n")
+    show.out(note(op))
     click.echo(example(op))
+
+
+def attribute(one):
+    """For programs: what is required has no default."""
+    told = {"name": one.name, "type": one.kind.__name__, "about": one.about, "modes": dict(one.modes)}
+    return told if one.default is REQUIRED else told | {"default": one.default}
 
 
 def inputs(op):

@@ -9,22 +9,61 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from kvkit import kept
+from kvkit import kept, sources
 from kvkit.errors import DeviceError
-from kvkit.jit import cache_folder
+from kvkit.jit import STATE, cache_folder
 from kvkit.version import __version__
 from kvkit_cli import show
 
+THIS = "kvkit as it is"
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}  # the widest first
 
 
 @click.command()
-def info():
-    """Show versions, the CPU, threads, the compile cache and backends."""
+@click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
+def info(for_programs):
+    """Show versions, the CPU, threads, compiled code and backends.
+
+    \b
+    Examples:
+      kvkit info
+      kvkit info --json
+    """
+    if for_programs:
+        show.as_json(facts() | {"compiled": compiled()})
+        return
     table = show.table(None, "what", "here")
     for name, text in facts().items():
         table.add_row(name, text)
-    show.console().print(table)
+    show.out(table)
+    table = show.table("Compiled code", "of", "for", "variants", "size")
+    for row in compiled():
+        table.add_row(row["of"], row["for"], str(row["variants"]), show.size(row["bytes"]))
+    if table.row_count:
+        show.out(table)
+
+
+def compiled():
+    """The compiled code that is kept, by the module that it comes from and the state of the package."""
+    root, here, found = kept.root(), cache_folder(), {}
+    for path in sorted(root.glob("*/*.bin")) if root else ():
+        module, state = module_of(path.stem), path.stem.split("-")[-2]
+        if path.parent != here:
+            key = "all", "another CPU, Python or Numba"
+        elif module and state == sources.digest(module)[:STATE]:
+            key = module, THIS
+        else:
+            key = "all", "other sources of kvkit"
+        count, size = found.get(key, (0, 0))
+        found[key] = count + 1, size + path.stat().st_size
+    rows = sorted(found.items(), key=lambda row: (row[0][1] != THIS, row[0]))
+    return [{"of": of, "for": state, "variants": n, "bytes": size} for (of, state), (n, size) in rows]
+
+
+def module_of(name):
+    """The module whose compiled code is in a file of this name."""
+    legal = [module for module in sources.IMPORTED or () if name.startswith(module.replace(".", "-") + "-")]
+    return max(legal, key=len, default=None)
 
 
 def facts():

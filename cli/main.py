@@ -14,7 +14,8 @@ VERBS = {  # verb: (module, the first line of its help)
     "run": ("kvkit_cli.run", "Run an operator on the arrays of a file."),
     "ops": ("kvkit_cli.ops", "List the operators."),
     "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
-    "info": ("kvkit_cli.info", "Show versions, the CPU, threads, the compile cache and backends."),
+    "info": ("kvkit_cli.info", "Show versions, the CPU, threads, compiled code and backends."),
+    "warm": ("kvkit_cli.warm", "Compile ahead what calls would wait for."),
     "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
     "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache from layout to layout, bit for bit."),
@@ -32,6 +33,10 @@ class Verbs(click.Group):
 
     def list_commands(self, ctx):
         return list(VERBS)
+
+    def parse_args(self, ctx, args):
+        """`kvkit help VERB` is `kvkit VERB --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
     def get_command(self, ctx, name):
         if name not in VERBS:
@@ -106,9 +111,17 @@ def version(ctx, param, wanted):
 
 
 @click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=version)
+@click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=version)
 @click.pass_context
 def main(ctx):
-    """KV-cache operators on .npz files: run them, and see what there is."""
+    """KV-cache operators on .npz files: run them, and see what there is.
+
+    \b
+    Examples:
+      kvkit ops
+      kvkit describe key_value_cache
+      kvkit run key_value_cache IN.npz -o OUT.npz
+      kvkit help run
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -8,10 +8,21 @@ from kvkit_cli import show
 
 
 @click.command()
-def ops():
-    """List the operators."""
-    screen = show.console()
+@click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
+def ops(for_programs):
+    """List the operators.
+
+    \b
+    Examples:
+      kvkit ops
+      kvkit ops --json | jq -r '.[].name'
+    """
+    if for_programs:
+        show.as_json(
+            [{"name": op.name, "summary": op.summary, "source": op.source} for op in OPERATORS.values()]
+        )
+        return
     for op in OPERATORS.values():
-        screen.print(op.name, style="bold")
-        screen.print(Padding(f"{op.summary}\n{op.source}", (0, 0, 1, 4), expand=False))
-    screen.print("kvkit describe OPERATOR shows what one takes and gives.")
+        show.out(op.name, style="bold")
+        show.out(Padding(f"{op.summary}\n{op.source}", (0, 0, 1, 4), expand=False))
+    show.out("kvkit describe OPERATOR shows what one takes and gives.")

@@ -6,34 +6,53 @@ from pathlib import Path
 
 import click
 
-from kvkit.errors import KvkitError
-from kvkit_cli import npz, show, watch
-from kvkit_cli.arguments import bind, find, fits, left_over
+from kvkit.errors import KvkitError, brief
+from kvkit_cli import complete, npz, show, watch
+from kvkit_cli.arguments import SHOWN, bind, find, fits, left_over, names_of
+from kvkit_cli.show import suggestion
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
+IN_CACHE = "dynamic_batching.key_value_cache", "dynamic_batching.multi_head_cache_attention"
 FOREIGN = ".npy", ".safetensors", ".pt", ".pth", ".gguf"
 PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with a path
 
 
 @click.command()
-@click.argument("operator", metavar="OP")
+@click.argument("operator", metavar="OP", shell_complete=complete.operators)
 @click.argument("source", metavar="[IN.npz]", type=PATH, required=False)
 @click.option("-o", "--output", metavar="OUT.npz", type=PATH, help="Write outputs, cache and scale.")
 @click.option("--in-place", is_flag=True, help="Rewrite IN.npz with the changed cache and scale.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An attribute or 0-d input.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", shell_complete=complete.settings,
+    help="An attribute or 0-d input.",
+)  # fmt: skip
+@click.option(
+    "--map", "renamed", multiple=True, metavar="ARRAY=NAME", help="The array of the file that is this input."
+)
+@click.option("--check", "only_check", is_flag=True, help="Check the call, compute and write nothing.")
 @click.option("--backend", type=click.Choice(list(PACKAGES)), default="cpu", show_default=True)
 @click.option("--threads", type=int, help="Threads of the operator; all CPUs if not given.")
-@click.option("--quiet", is_flag=True, help="Print nothing.")
-def run(operator, source, output, in_place, settings, backend, threads, quiet):
+@click.option("--json", "for_programs", is_flag=True, help="Print the report as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
+def run(
+    operator, source, output, in_place, settings, renamed, only_check, backend, threads, for_programs, quiet
+):
     """Run an operator on the arrays of a file.
 
-    IN.npz holds an array for each input, under the names that `kvkit describe OP` shows. Attributes are 0-d
-    arrays in it or are given with --set, which wins; no file is needed where that is all. Of the results of
-    another run what OP does not take is passed over. IN.npz is only changed with --in-place; at least one of
-    -o and --in-place is needed.
+    IN.npz holds an array for each input, under the names that `kvkit describe OP` shows, or others that --map
+    translates. Attributes are 0-d arrays in it or are given with --set, which wins; no file is needed where
+    that is all. Of the results of another run what OP does not take is passed over. IN.npz is only changed
+    with --in-place; at least one of -o and --in-place is needed, but for --check.
+
+    \b
+    Examples:
+      kvkit run key_value_cache IN.npz -o OUT.npz --set quant_bit=8
+      kvkit run key_value_cache IN.npz --map k=current_key --map v=current_value --check
+      kvkit run alibi_slope -o OUT.npz --set num_heads=8
     """
     op = find(operator)
-    check_targets(op, source, output, in_place)
+    check_targets(op, source, output, in_place, only_check)
+    names = translation(op, renamed)
     if backend != "cpu" and not op.twin:
         raise KvkitError(f"--backend {backend}: {op.name} runs on the CPU alone: leave it out")
     with contextlib.ExitStack() as block:
@@ -41,25 +60,87 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
         if in_place:
             block.enter_context(npz.alone(source))
         if source:
-            contents = npz.read(source, lambda *found: fits(op, source, *found, settings))
+            contents = npz.read(
+                source,
+                lambda forms, metadata: fits(
+                    op, source, translated(source, forms, names), metadata, settings
+                ),
+            )
         over = left_over(op, contents.metadata)
-        arrays = {name: array for name, array in contents.arrays.items() if name not in over}
+        there = translated(source, contents.arrays, names)
+        arrays = {name: array for name, array in there.items() if name not in over}
         inputs, attributes = bind(op, source, arrays, settings)
-        if threads is not None:
-            use_threads(threads)
-        block.enter_context(watch.watched(source, contents.mapped))
-        results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
+        if only_check:
+            check(op, inputs, attributes)
+            results, seconds = (), None
+        else:
+            if threads is not None:
+                use_threads(threads)
+            block.enter_context(watch.watched(source, contents.mapped))
+            results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
         changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
-        outputs = given(dict(zip(op.returned(attributes), results, strict=True)))
+        outputs = given(dict(zip(op.returned(attributes), results, strict=not only_check)))
         outputs = {name: array for name, array in outputs.items() if name not in changed}
         watch.check(source, contents.mapped)
-        if output:
+        if output and not only_check:
             npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
-        if in_place:
-            npz.write(source, contents.arrays | changed, contents.metadata, quiet)
-    if not quiet:
-        report(op, inputs, outputs, changed)
+        if in_place and not only_check:
+            back = {name: array for array, name in names.items()}
+            again = {back.get(name, name): array for name, array in changed.items()}
+            npz.write(source, contents.arrays | again, contents.metadata, quiet)
+    if quiet:
+        return
+    rows = report(inputs, outputs, changed)
+    if for_programs:
+        how = {"operator": op.name, "attributes": attributes, "backend": backend, "seconds": seconds}
+        show.as_json(how | {"arrays": rows})
+        return
+    table = show.table(op.name, "array", "role", "dtype", "shape", "size")
+    for row in rows:
+        table.add_row(*map(str, list(row.values())[:3]), show.shape(row["shape"]), show.size(row["bytes"]))
+    show.out(table)
+    if only_check:
+        click.echo(f"{op.name}: the call is legal; nothing was computed or written")
+    else:
         click.echo(f"{op.name} on {backend}: {seconds:.3g} s (includes compiling or loading the kernels)")
+
+
+def translation(op, renamed):
+    """{array of the file: input or attribute} of `--map` texts."""
+    legal, names = names_of(op), {}
+    for text in renamed:
+        array, sign, name = text.partition("=")
+        if not (array and sign and name):
+            raise KvkitError(
+                f"--map {text}: expected ARRAY=NAME, an array of the file and an input of {op.name}"
+            )
+        if name not in legal:
+            raise KvkitError(f"--map {text}: {op.name} takes no {name}{suggestion(name, legal)}")
+        if array in names or name in names.values():
+            raise KvkitError(f"--map {text}: {array if array in names else name} is mapped twice")
+        names[array] = name
+    return names
+
+
+def translated(path, arrays, names):
+    """What a file holds, under the names that the operator knows."""
+    for array, name in names.items():
+        if array not in arrays:
+            there = suggestion(array, arrays) or f"; there are {', '.join(map(brief, list(arrays)[:SHOWN]))}"
+            raise KvkitError(f"--map {array}={name}: {path or 'no IN.npz'} has no array {array}{there}")
+        if name in arrays and name not in names:
+            raise KvkitError(f"--map {array}={name}: {path} has an array {name} too")
+    return {names.get(name, name): array for name, array in arrays.items()}
+
+
+def check(op, inputs, attributes):
+    """What the operator itself would refuse, before it has compiled a kernel."""
+    from kvkit.checks import sequences
+    from kvkit_cuda.calls.checks import CHECKED
+
+    values = inputs | attributes
+    step = [sequences.in_cache(op.inputs[0].name, values)] if op.name in IN_CACHE else []
+    CHECKED[op.name](*step, **values)
 
 
 def given(arrays):
@@ -67,13 +148,13 @@ def given(arrays):
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def check_targets(op, source, output, in_place):
+def check_targets(op, source, output, in_place, only_check):
     """What can be said about the files to write before any work is done."""
     changes = [array.name for array in op.inputs if array.inout]
     if in_place and not (source and changes):
         wrong = "there is no IN.npz" if changes else f"{op.name} changes none of its inputs"
         raise KvkitError(f"--in-place: {wrong}: give -o OUT.npz")
-    if output is None and not in_place:
+    if output is None and not in_place and not only_check:
         ways = "-o OUT.npz, --in-place or both" if changes else "-o OUT.npz"
         raise KvkitError(f"nothing to write: give {ways}")
     for option, path in (("IN.npz", source), ("-o", output)):
@@ -112,10 +193,18 @@ def call(op, function, inputs, attributes):
     return results if isinstance(results, tuple) else (results,), seconds
 
 
-def report(op, inputs, outputs, changed):
-    table = show.table(op.name, "array", "role", "dtype", "shape", "size")
+def report(inputs, outputs, changed):
+    """What there is to say of every array."""
     rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
-    for role, name, array in rows + [("out", *pair) for pair in outputs.items()]:
-        if array is not None:
-            table.add_row(name, role, array.dtype.name, show.shape(array), show.size(array.nbytes))
-    show.console().print(table)
+    rows += [("out", *pair) for pair in outputs.items()]
+    return [
+        {
+            "array": name,
+            "role": role,
+            "dtype": array.dtype.name,
+            "shape": array.shape,
+            "bytes": array.nbytes,
+        }
+        for role, name, array in rows
+        if array is not None
+    ]

@@ -2,30 +2,70 @@
 
 import contextlib
 import difflib
+import itertools
+import json
+import time
 
+import click
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from kvkit.tools.text import size
 
 __all__ = ["console", "progress", "shape", "size", "suggestion", "table", "times"]
 
 BOUNDS = "copy", "read", "contiguous", "matmul"  # what speeds are shares of
+NARROW, WIDE = 72, 1000  # columns of a terminal, and of one where nothing folds
 BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be read
 
 
 def console(stderr=False, width=None):
     """A console that takes texts as they are: shapes such as `kvstarts[B]` are no markup."""
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+
+
+def out(thing, **style):
+    """Print on stdout: without padding where no terminal is, a table as a list where it would not fit."""
+    screen = console()
+    table = isinstance(thing, Table) and len(thing.columns) > 3 and screen.width < NARROW
+    if table and console(width=WIDE).measure(thing).maximum > screen.width:
+        thing = as_list(thing)
+    if screen.is_terminal:
+        screen.print(thing, **style)
+        return
+    with screen.capture() as text:
+        screen.print(thing, **style)
+    click.echo("\n".join(line.rstrip() for line in text.get().split("\n")), nl=False)
+
+
+def as_list(table):
+    """The rows of a table one below the other, each cell but the first after the name of its column."""
+    columns = [(str(column.header), *map(str, column.cells)) for column in table.columns]
+    lines = [Text(str(table.title or ""), style="bold")]
+    for name, *cells in list(zip(*columns, strict=True))[1:]:
+        lines.append(Text(f"\n {name}"))
+        for (header, *_), cell in zip(columns[1:], cells, strict=True):
+            text = ", ".join(cell.split("\n"))
+            lines += [Padding(f"{header}: {text}", (0, 0, 0, 4))] if text else []
+    return Group(*lines, "")
+
+
+def as_json(thing):
+    """Print on stdout for programs."""
+    click.echo(json.dumps(thing, indent=1, default=str))
 
 
 def table(title, *columns):
@@ -36,15 +76,19 @@ def table(title, *columns):
     return made
 
 
-def shape(array):
+def shape(lengths):
     """A shape as the specification writes it."""
-    return f"({', '.join(map(str, array.shape))})"
+    return f"({', '.join(map(str, lengths))})"
 
 
 def suggestion(name, known):
-    """` (did you mean ...?)` if a known name is like this one."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """` (did you mean ...?)`: what is the same but for case, begins so, has it in it, or is close."""
+    known, low = {each.lower(): each for each in known}, name.lower()
+    likely = [each for each in known if each == low]
+    if len(low) > 2:
+        likely += [each for each in known if each.startswith(low)] + [each for each in known if low in each]
+    likely += difflib.get_close_matches(low, known, n=1)
+    return f" (did you mean {known[likely[0]]}?)" if likely else ""
 
 
 @contextlib.contextmanager
@@ -58,6 +102,24 @@ def progress(what, total, quiet=False):
     with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bars:
         task = bars.add_task(what, total=total)
         yield lambda count: bars.advance(task, count)
+
+
+@contextlib.contextmanager
+def steps(what, total, quiet=False):
+    """A function to call with the name of each step that is done: a bar on a terminal, else a line each."""
+    screen, begin, count = console(), time.perf_counter(), itertools.count(1)
+
+    def line(name):
+        click.echo(f"{next(count)}/{total} {name}, {time.perf_counter() - begin:.1f} s")
+
+    if quiet or not screen.is_terminal:
+        yield (lambda name: None) if quiet else line
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=screen) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda name: bars.update(task, advance=1, description=f"{what}: {name} is done")
+        bars.update(task, description=what)
 
 
 def times(name, ratio):

@@ -2,38 +2,39 @@
 
 Two paragraphs are in data/smollm2_kv.npz with the keys, values and queries that SmolLM2-135M-Instruct
 computed for them (make_smollm2_kv.py). Through the command line both prompts are appended to a paged cache in
-layout 3, once in float16, once as int8 and once as int4 codes; then a token of each is appended and attends
+layout 3, once in float16, once as int8 and twice as int4 codes; then a token of each is appended and attends
 to its context. Two tables say what that costs and what it does to the data, and how fast and how exact
 attention to it is.
 
     python examples/demo.py [FOLDER for the files, demo-out if not given]
 """
 
-import subprocess
+import shlex
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
-from rich.progress import track
 
 import kvkit
 from kvkit_cli import npz, show
+from kvkit_cli.main import main as kvkit_main
 
 DATA = Path(__file__).parent / "data" / "smollm2_kv.npz"
 APPEND = "dynamic_batching.key_value_cache"
 ATTEND = "dynamic_batching.multi_head_cache_attention"
-STEPS = APPEND, ATTEND  # the prompts, then a token of each: a command line for each layer
-KVKIT = Path(sys.executable).with_name("kvkit")  # the console script of this Python
+STEPS = {
+    APPEND: "prompts",
+    ATTEND: "token",
+}  # the prompts, then a token of each: a command line for each layer
 PAGE_SIZE, PAGES = 16, 8  # for each sequence
 BATCH, COPIES = 8, 64  # to measure: sequences, and copies of both texts that are their contexts
 CALLS = 50
-KINDS = {  # format / elements that share a scale: (quant_bit, quant_group)
+KINDS = {  # format/elements that share a scale: (quant_bit, quant_group)
     "float16": (0, 8),
-    "int8 / 8": (8, 8),
-    "int8 / 64": (8, 64),
-    "int4 / 8": (4, 8),
-    "int4 / 32": (4, 32),
+    "int8/8": (8, 8),
+    "int4/8": (4, 8),
+    "int4/32": (4, 32),
 }
 
 
@@ -43,56 +44,96 @@ def main():
     data = npz.read(DATA).arrays
     layers, tokens, heads, dim = data["current_key"].shape
     shared = data["query"].shape[-2] // heads
-    print(
+    say(
         f"{tokens} tokens of two texts; {layers} layers of {heads} heads, each for {shared} queries; Dh {dim}"
     )
     for text, more in zip(data["text"], data["continuation"], strict=True):
-        print(f"  …{text[-60:]}{more.splitlines()[0]}")
-    count = layers * len(STEPS) * len(KINDS)
-    print(f"\n{count} command lines append the prompts, then a token that attends:")
-    for operator in STEPS:
-        print(f"  kvkit {' '.join(arguments(operator, 0, folder / 'float16.npz', folder / 'out.npz'))}")
+        say(f"  …{text[-60:]}{more.splitlines()[0]}")
 
-    title = "Append and read back"
-    appends = show.table(title, "cache", "bytes a token", "share", "key error", "value error", "step", "GB/s")
+    warm = ["warm", "--formats", ",".join(KINDS), "--head-dim", str(dim), "--queries", str(shared)]
+    say(f"\nFirst what calls would wait for is compiled, once on this machine:\n  {command(warm)}")
+    type_in(warm)
+
+    say("\nThen command lines append the prompts to each layer of a cache, and a token that attends:")
+    appends = show.table(
+        "Append and read back", "cache", "bytes a token", "share", "key error", "value error", "step", "GB/s"
+    )
     attends = show.table("Attend", "cache", "error", "largest error", "step", "GB/s")
     exact = None
-    for name in track(KINDS, "running", transient=True):
+    for name in KINDS:
+        begin = time.perf_counter()
         arrays, contexts, outputs = run(data, folder, name)
         exact = outputs if exact is None else exact
         inputs = long_contexts(arrays)
         appends.add_row(name, *cost(data, arrays), *context_errors(data, contexts), *appending(inputs))
         attends.add_row(name, rms(outputs, exact), largest(outputs, exact), *attending(inputs))
+        count = layers * len(STEPS)
+        say(f"  {name}: {count} command lines, and timing, {time.perf_counter() - begin:.1f} s")
     length = inputs["start_pos"][0] + 1
+    say("")
     for table in (appends, attends):
-        show.console().print(table)
-    print(
+        show.out(table)
+    say(
         "share: of a float16 cache. Errors: root mean square, relative to the data; of attention, with the\n"
         "model's own queries, relative to attention over the float16 cache, and the largest relative to the\n"
         f"largest number. step: a token for each of {BATCH} sequences with contexts of {length} tokens, one\n"
         f"layer; quickest of {CALLS} calls. GB/s: of cache read, and of contexts where they are written.\n"
-        f"The files are in {folder}/; kvkit bench measures in earnest."
+        f"\nThe files are in {folder}/. To try next, each a line to paste:\n"
     )
+    for operator in STEPS:
+        say(f"  {command(arguments(operator, layers - 1, folder, 'int8/8'))}")
+    say(f"  {command(['describe', APPEND])}")
+    say(f"  {command(['bench', '--only', 'attention decode int8'])}")
+    say(f"  {shlex.join([here(sys.executable), here(DATA.parents[1] / 'razor_attention.py')])}")
+
+
+def say(text):
+    """A line that is seen at once, through a pipe too."""
+    print(text, flush=True)
+
+
+def type_in(words):
+    """A command line, in this process."""
+    try:
+        kvkit_main(words, prog_name="kvkit")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
+def command(words):
+    """The same as a line to paste."""
+    script = Path(sys.executable).with_name("kvkit")
+    program = [here(script)] if script.exists() else [here(sys.executable), "-m", "kvkit_cli"]
+    return shlex.join([*program, *words])
+
+
+def here(path):
+    """A path as it is shortest from this folder."""
+    path, folder = Path(path).absolute(), Path.cwd()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def run(data, folder, name):
     """Every step by command line: the last file's arrays, each layer's contexts and its attention."""
-    path, out = folder / f"{name.replace(' / ', '-')}.npz", folder / "out.npz"
     arrays = empty_file(data, *KINDS[name])
     results = {}
     for step, operator in enumerate(STEPS):
         for layer in range(len(data["layers"])):
             arrays |= step_inputs(data, step, layer)
-            npz.write(path, arrays, {})
-            subprocess.run([KVKIT, *arguments(operator, layer, path, out), "--quiet"], check=True)
-            results[operator, layer] = npz.read(out).arrays
-            arrays |= {x: np.array(results[operator, layer][x]) for x in ("cache", "scale") if x in arrays}
+            words = arguments(operator, layer, folder, name)
+            npz.write(words[2], arrays, {})
+            type_in([*words, "--quiet"])
+            out = npz.read(words[4]).arrays
+            results[operator, layer] = out
+            arrays |= {x: np.array(out[x]) for x in ("cache", "scale") if x in arrays}
     contexts = [results[APPEND, layer] for layer in range(len(data["layers"]))]
     return arrays, contexts, np.stack([results[ATTEND, i]["attn_output"] for i in range(len(contexts))])
 
 
-def arguments(operator, layer, path, out):
-    return ["run", operator, str(path), "-o", str(out), "--set", f"layer_idx={layer}"]
+def arguments(operator, layer, folder, name):
+    source = folder / f"{name.replace('/', '-')}-{STEPS[operator]}.npz"
+    return ["run", operator, str(source), "-o", str(folder / "out.npz"), "--set", f"layer_idx={layer}"]
 
 
 def empty_file(data, quant_bit, group):
@@ -130,7 +171,7 @@ def step_inputs(data, step, layer):
         "kvstarts": np.concatenate([[0], np.cumsum(last)]),
         "start_pos": first,
     }
-    if STEPS[step] == ATTEND:
+    if step:
         inputs |= {
             "query": queries[:, step - 1],
             "decoding_batches": np.array(len(prompts)),
@@ -161,7 +202,7 @@ def cost(data, arrays):
 
 def context_errors(data, contexts):
     """How far the contexts of all layers that came back are from what went in."""
-    appended = data["prompt_lens"] + STEPS.count(APPEND) - 1
+    appended = data["prompt_lens"]
     tokens = packed(data, np.zeros_like(appended), appended)
     for side in ("key", "value"):
         yield rms(np.stack([context[side] for context in contexts]), data[f"current_{side}"][:, tokens])

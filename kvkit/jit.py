@@ -14,16 +14,17 @@ import sys
 import types
 import uuid
 
-import llvmlite
+import llvmlite.binding
 import numba
 import numpy as np
 from numba.core import ccallback, compiler, serialize
 from numba.core.caching import _Cache
 from numba.core.registry import cpu_target
 
-from kvkit import kept, sources, turns
+from kvkit import kept, sources, turns, waiting
 
 KEPT: list = []  # callbacks: kernels know only their addresses, so their code must outlive every variable
+STATE = 8  # letters of the digest of its sources in the name of a file
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 
@@ -84,7 +85,8 @@ class Folder(_Cache):
 
     def __init__(self, function, key):
         self.module, self.key = function.__module__, repr(key)
-        self.name = re.sub(r"(\W|<locals>)+", "-", f"{self.module}.{function.__qualname__}")
+        self.function = f"{self.module}.{function.__qualname__}"
+        self.name = re.sub(r"(\W|<locals>)+", "-", self.function)
 
     @property
     def cache_path(self):
@@ -96,12 +98,13 @@ class Folder(_Cache):
         if cache_folder() is None or source is None:
             return None
         variant = hashlib.sha256(f"{signature} {self.key} {source}".encode()).hexdigest()[:20]
-        return cache_folder() / f"{self.name}-{variant}.bin"
+        return cache_folder() / f"{self.name}-{source[:STATE]}-{variant}.bin"
 
     def load_overload(self, signature, target_context):
         file = self._file(signature)
         payload = kept.load(file) if file else None
         if payload is None:
+            waiting.tell(self.function, llvmlite.binding.get_host_cpu_name())
             return None
         target_context.refresh()
         try:

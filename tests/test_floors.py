@@ -15,7 +15,7 @@ HOUSE = Path(kvkit.__file__).parents[1]
 FLOORS = (
     "errors version",  # 0
     "checks.words",
-    "typed sources kept turns formats compression",  # 1
+    "typed sources kept turns waiting formats compression",  # 1
     "foreign",
     "layouts jit",
     "operators",
@@ -48,7 +48,7 @@ LATE = {
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional
     "cli.info": {"kvkit_cuda.ground"},  # the others: a verb loads what it needs, and no more
     "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},
-    "cli.run": {"numba"},
+    "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls.checks"},
 }
 
 

@@ -32,6 +32,8 @@ class Folder:
 
     def hold(self, expected):
         """Be the only one in the folder, until `release` or the end of the process."""
+        if os.name == "nt":  # which replaces no file that is mapped, and opens no folder
+            raise wrong("offload", "a system that replaces mapped files", "Windows")
         descriptor = os.open(self.path, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, descriptor)
         try:

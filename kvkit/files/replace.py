@@ -29,7 +29,7 @@ def replacing(path):
         os.fsync(file.fileno())
         if not fcntl:
             file.close()  # an open file keeps its name on Windows
-        os.replace(temporary, target)  # still locked, so that nobody sweeps it
+        take_place(temporary, target)  # still locked, so that nobody sweeps it
     sync_folder(target.parent)
 
 
@@ -59,6 +59,17 @@ def sweep(folder):
                 with contextlib.suppress(OSError), open(entry.path, "rb", opener=unlinked) as file:
                     if os.fstat(file.fileno()).st_uid == os.geteuid() and lock(file):
                         os.unlink(entry.path)
+
+
+def take_place(temporary, target):
+    """Rename a new file over the old one."""
+    try:
+        os.replace(temporary, target)
+    except PermissionError as error:
+        if os.name == "nt":
+            why = "on Windows no file is replaced while it is open or mapped: write to another name"
+            raise PermissionError(error.errno, why, str(target)) from error
+        raise
 
 
 def unlinked(path, flags):

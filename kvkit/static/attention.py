@@ -134,7 +134,7 @@ def multi_head_cache_attention(
     What the former returns is rounded to the type of the data. Here codes are products with their scales in
     float32, rounded only where the type of scales is the coarser one, in a call of one token as in one of
     many. So a score of s may differ by 2^-11 s, for bfloat16 by 2^-8 s, and tolerances of outputs grow with
-    max(1, largest |score| of the row / 8).
+    max(1, largest score of the row, in magnitude, / 8).
 
     Parameters
     ----------

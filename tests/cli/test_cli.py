@@ -17,9 +17,10 @@ import pytest
 import scenes
 
 import kvkit
+from kvkit import cpu
 from kvkit.files import members
 from kvkit.operators import OPERATORS, REQUIRED
-from kvkit_cli import arguments, info, npz
+from kvkit_cli import arguments, info, npz, show
 from kvkit_cli.main import VERBS, main
 from kvkit_cuda.ground import device
 
@@ -93,7 +94,7 @@ finally:
     return json.loads(done.stderr.splitlines()[-1])
 
 
-@pytest.mark.parametrize("args", [["--help"], ["-h"], ["--version"], []], ids=str)
+@pytest.mark.parametrize("args", [["--help"], ["-h"], ["--version"], ["help"], []], ids=str)
 def test_help_loads_nothing(args):
     assert loaded(*args) == []
 
@@ -113,9 +114,15 @@ def test_help_is_immediate(option):
     assert min(seconds) < 0.3
 
 
-def test_version():
-    done = process("--version")
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(option):
+    done = process(option)
     assert (done.stdout, done.stderr) == (f"kvkit {kvkit.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["cache", "clean"]], ids=str)
+def test_help_is_a_verb(run, words):
+    assert run("help", *words) == run(*words, "--help")
 
 
 def test_help_lists_every_verb(run):
@@ -133,6 +140,7 @@ def test_help_of_a_verb_begins_with_its_line(run, verb):
     assert (code, err) == (0, "")
     assert " ".join(out.split("\n\n")[1].split()) == VERBS[verb][1]
     assert isinstance(main.get_command(click.Context(main), verb), click.Command)
+    assert f"\n    kvkit {verb}" in out.partition("Example")[2]
 
 
 # Tables
@@ -288,6 +296,135 @@ def test_clean(run, tmp_path, monkeypatch):
     assert run("cache", "clean")[1].startswith("removed 0 files")
 
 
+@pytest.mark.parametrize("args", [["ops"], ["describe", "multi_head_attention"], ["info"]], ids=str)
+def test_no_padding_through_a_pipe(run, args):
+    lines = run(*args)[1].splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_a_narrow_screen_splits_no_word(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    out = run("describe", "dynamic_batching.multi_head_cache_attention")[1]
+    assert max(map(len, out.split("kvkit run")[0].splitlines())) <= 60
+    for word in ("bfloat16", "optional", "cache_layout", "num_heads"):
+        assert word in out
+    assert "\n    shape: (seqstarts[B], num_heads, head_dim)\n" in out
+
+
+def test_tables_as_json(run, files):
+    listed = json.loads(run("ops", "--json")[1])
+    assert [op["name"] for op in listed] == list(OPERATORS)
+    told = json.loads(run("describe", "multi_head_attention", "--json")[1])
+    op = OPERATORS["multi_head_attention"]
+    assert [each["name"] for each in told["inputs"]] == [array.name for array in op.inputs]
+    assert [each.get("default", REQUIRED) for each in told["attributes"]] == [
+        list(each.default) if each.kind is tuple else each.default for each in op.attributes
+    ]
+    facts = json.loads(run("info", "--json")[1])
+    assert facts["kvkit"] == kvkit.__version__
+    ran = json.loads(run("run", "key_value_cache", files[0], "-o", files[1], "--json")[1])
+    arrays = {each["array"]: each for each in ran["arrays"]}
+    assert arrays["key"] == {
+        "array": "key",
+        "role": "out",
+        "dtype": "float32",
+        "shape": [2, 5, 2, 6],
+        "bytes": 480,
+    }
+    assert ran["seconds"] > 0
+
+
+def test_info_lists_what_is_compiled(tmp_path):
+    """By module, apart from what other sources and other machines left."""
+    from kvkit import jit, sources
+
+    name = f"{'0' * jit.STATE}-{'1' * 20}.bin"
+    for folder, state in ((jit.fingerprint(), None), (jit.fingerprint(), "0" * jit.STATE), ("f" * 20, None)):
+        state = state or sources.digest("kvkit.cpu.attend")[: jit.STATE]
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f"kvkit-cpu-attend-work-{state}-{'1' * 20}.bin").write_bytes(b"code")
+    (tmp_path / jit.fingerprint() / f"kvkit-gone-{name}").write_bytes(b"code")
+    done = process("info", "--json", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path)})
+    assert json.loads(done.stdout)["compiled"] == [
+        {"of": "kvkit.cpu.attend", "for": "kvkit as it is", "variants": 1, "bytes": 4},
+        {"of": "all", "for": "another CPU, Python or Numba", "variants": 1, "bytes": 4},
+        {"of": "all", "for": "other sources of kvkit", "variants": 2, "bytes": 8},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("describe key_v", {"key_value_cache", "dynamic_batching.key_value_cache"}),
+        ("run ascend.nd", {"ascend.nd_to_nz"}),
+        ("run key_value_cache --set quant", {"quant_bit=", "quant_group="}),
+        ("run key_value_cache IN.npz --set quant_bit=8 --set layer", {"layer_idx="}),
+        ("run ascend.reshape_and_cache --set compress_type=KVHEAD_", {"compress_type=KVHEAD_ROPE"}),
+    ],
+)  # fmt: skip
+def test_completion(words, offered):
+    environment = os.environ | {
+        "_KVKIT_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"kvkit {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    code = "from kvkit_cli.main import main; main(prog_name='kvkit')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == offered
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("layer", ["num_layer", "layer_idx"], "layer_idx"),
+        ("RUN", ["run", "ops"], "run"),
+        ("Quant_Bit", ["quant_group", "quant_bit"], "quant_bit"),
+        ("paged_attention", ["multi_head_attention", "ascend.paged_attention"], "ascend.paged_attention"),
+        ("infp", ["run", "info"], "info"),
+    ],
+)
+def test_suggestions(name, known, meant):
+    assert show.suggestion(name, known) == f" (did you mean {meant}?)"
+    assert show.suggestion("zz", known) == ""
+
+
+# Warming
+
+
+def test_warm_compiles_what_a_call_needs(tmp_path):
+    """In processes of its own; the next call compiles nothing."""
+    environment = os.environ | {"KVKIT_CACHE_DIR": str(tmp_path)}
+    done = process("warm", "cache", "--formats", "float16", "--head-dim", 32, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(",")[0] for line in sorted(done.stdout.splitlines())] in (
+        ["1/2 index tensors of a step", "2/2 cache of float16"],
+        ["1/2 cache of float16", "2/2 index tensors of a step"],
+    )
+    kept = sorted(path.name for path in tmp_path.rglob("*.bin"))
+    assert kept
+    code = (
+        "import numpy as np, kvkit; x = np.ones((1, 1, 1, 32), np.float16)\n"
+        "kvkit.key_value_cache(x, x, 0, np.zeros((1, 1, 2, 4, 1, 32), np.float16))"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert sorted(path.name for path in tmp_path.rglob("*.bin")) == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("flot16", "expected one of float32, float16, bfloat16, int8, int4, or codes"),
+        ("int8/7", "expected a group that divides a head of 128 elements"),
+        ("int8/x", "expected a group that divides"),
+        ("float16/8", "expected one of"),
+    ],
+)
+def test_warm_refuses(run, text, said):
+    assert_fails(run("warm", "--formats", text), 2, f"--formats {text}: {said}")
+
+
 # Runs
 
 FORMATS = [
@@ -343,7 +480,42 @@ def test_the_report(run, files):
 
 
 def test_quiet(run, files):
-    assert run("run", "key_value_cache", files[0], "-o", files[1], "--quiet") == (0, "", "")
+    assert run("run", "key_value_cache", files[0], "-o", files[1], "-q") == (0, "", "")
+
+
+def test_check_computes_nothing(run, files, monkeypatch):
+    monkeypatch.setattr(cpu.launches, "start", None)
+    before = files[0].read_bytes()
+    for target in ([], ["-o", files[1]], ["--in-place"]):
+        code, out, err = run("run", "key_value_cache", files[0], *target, "--check")
+        assert (code, err) == (0, "")
+        assert out.endswith("key_value_cache: the call is legal; nothing was computed or written\n")
+        assert " out " not in out
+    assert files[0].read_bytes() == before
+    assert not files[1].exists()
+    refused = run("run", "key_value_cache", files[0], "--check", "--set", "start_pos=9")
+    assert_fails(refused, 2, "start_pos: expected room for ")
+
+
+def test_names_of_a_file_are_mapped(run, files):
+    """To the operator's, and back where the file is rewritten."""
+    source, output = files
+    arrays = npz.read(source).arrays
+    names = {"current_key": "k", "current_value": "v", "cache": "kv"}
+    npz.write(source, {names.get(name, name): array for name, array in arrays.items()})
+    options = [word for name, other in names.items() for word in ("--map", f"{other}={name}")]
+    assert run("run", "key_value_cache", source, "-o", output, "--in-place", *options)[0] == 0
+    assert_results(output, scene("static", dim=6))
+    scenes.assert_same(npz.read(source).arrays["kv"], scene("static", dim=6).oracle()[2])
+    for text, said in (
+        ("k", "expected ARRAY=NAME"),
+        ("k=current_kay", "key_value_cache takes no current_kay (did you mean current_key?)"),
+        ("kay=current_key", f"{source} has no array kay; there are k, v"),
+    ):
+        refused = run("run", "key_value_cache", source, "-o", output, "--map", text)
+        assert_fails(refused, 2, f"--map {text}: {said}")
+    twice = run("run", "key_value_cache", source, "-o", output, *options, "--map", "k=scale")
+    assert_fails(twice, 2, "--map k=scale: k is mapped twice")
 
 
 def test_optional_inputs_may_be_absent(run, tmp_path):
@@ -515,6 +687,7 @@ def test_what_kill_9_left_is_removed_by_the_next_run(run, files, writer):
 CHANGING = """
 import functools, os, sys
 import kvkit
+from kvkit import cpu
 from kvkit.files import members, npz
 from kvkit_cli.__main__ import start
 source, when, size = {source!r}, {when!r}, {size}
@@ -873,7 +1046,7 @@ def assert_fails(result, code, *texts):
     ("args", "text"),
     [
         (["rnu"], "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
-        (["frobnicate"], "no verb 'frobnicate'; there are run, ops, describe, info, cache, bench (see kvkit"),
+        (["frobnicate"], f"no verb 'frobnicate'; there are {', '.join(VERBS)} (see kvkit"),
         (["alibi_mask", "IN"], "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),
         (
             ["run", "key_value_cache", "IN", "-o", "x.npy"],

@@ -1,5 +1,6 @@
 """What people install: from a clone, and from a source distribution."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -32,23 +33,56 @@ def test_a_script_beside_the_clone_finds_the_package(tmp_path):
     assert done.stdout.split() == [str(ROOT / name / "__init__.py") for name in ("kvkit", "kvkit_cuda")]
 
 
+@pytest.fixture
+def copy(tmp_path):
+    """The clone without what is made in it."""
+    made = tmp_path / "kvkit"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "_build", "dist", "demo-out")
+    return shutil.copytree(ROOT, made, ignore=ignored)
+
+
 @pytest.mark.slow
-def test_the_source_distribution_is_whole(tmp_path):
+def test_the_source_distribution_is_whole(copy, tmp_path):
     """All that its pages link to and its tests read, in the place where they look for it."""
     pytest.importorskip("setuptools")
-    copy = tmp_path / "kvkit"
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo-out")
-    shutil.copytree(ROOT, copy, ignore=ignored)
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=copy, capture_output=True, check=True)
     (made,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(made) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     pages = [path for path in copy.rglob("*.md") if "tests" not in path.parts]
-    links = {str((page.parent / link).relative_to(copy)) for page in pages
+    links = {os.path.relpath(page.parent / link, copy) for page in pages
              for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())}  # fmt: skip
     assert links
     files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     made_by_the_build = {name for name in files if name.startswith("kvkit_kernels.egg-info")}
     assert links <= names
     assert files - made_by_the_build <= names
+
+
+@pytest.mark.slow
+def test_the_wheel_works_where_nothing_else_is(copy, tmp_path):
+    """Built as people build it; in a new environment, away from the clone, README's first example runs."""
+
+    def run(*command):
+        done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", copy)
+    made = list((tmp_path / "dist").iterdir())
+    assert sorted(path.suffix for path in made) == [".gz", ".whl"]
+    assert run(sys.executable, "-m", "twine", "check", "--strict", *made).count("PASSED") == 2
+    run(sys.executable, "-m", "venv", tmp_path / "environment")
+    programs = tmp_path / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
+    (wheel,) = (path for path in made if path.suffix == ".whl")
+    run(programs / "python", "-m", "pip", "install", "--quiet", wheel)
+    shown = run(programs / "kvkit", "--help")
+    assert "kvkit run" in shown
+    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    (tmp_path / "first.txt").write_text(first)
+    told = run(programs / "python", "-I", "-c", "import kvkit, doctest; print(kvkit.__file__); "
+               "print(doctest.testfile('first.txt', module_relative=False))")  # fmt: skip
+    assert str(tmp_path / "environment") in told
+    assert "failed=0" in told
+    assert "attempted=0" not in told

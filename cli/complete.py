@@ -1,0 +1,21 @@
+"""What a shell offers behind `kvkit describe`, `kvkit run` and `--set`, where it completes."""
+
+from kvkit.operators import OPERATORS
+from kvkit_cli.arguments import settable
+
+
+def operators(ctx, param, begun):
+    """Names of operators, also by their last part."""
+    return [name for name in OPERATORS if name.startswith(begun) or name.split(".")[-1].startswith(begun)]
+
+
+def settings(ctx, param, begun):
+    """What the operator of this command line has to set: a name, then the names of its values."""
+    named = [word for word in (ctx.params.get("operator"), *ctx.args) if word in OPERATORS]
+    legal = settable(OPERATORS[named[0]]) if named else {}
+    name, sign, _ = begun.partition("=")
+    if not sign:
+        return [f"{each}=" for each in legal if each.startswith(begun)]
+    return [
+        f"{name}={value}" for value in legal.get(name, (None, []))[1] if f"{name}={value}".startswith(begun)
+    ]

@@ -1,0 +1,108 @@
+"""`kvkit warm`: compile ahead, in processes of its own, what calls would wait for."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+
+import click
+
+from kvkit import formats
+from kvkit.errors import KvkitError
+from kvkit_cli import show
+from kvkit_cli.warming import CODES, Kind
+
+WHAT = "attention", "cache", "all"
+USUAL = "float16,int8,int4"
+GROUP = 8
+
+
+def kinds(texts, data, dim, queries):
+    """(text, kind) of each cache that a command line names."""
+    legal = [*(fmt.name for fmt in formats.FLOATS), *CODES]
+    for text in ",".join(texts or [USUAL]).split(","):
+        name, _, group = text.partition("/")
+        if name not in legal or (group and name not in CODES):
+            wanted = f"expected one of {', '.join(legal)}, or codes with their group, as in int4/32"
+            raise KvkitError(f"--formats {text}: {wanted}{show.suggestion(name, legal)}")
+        group = int(group) if group.isdecimal() else 0 if group else GROUP
+        if name in CODES and (not group or dim % group):
+            raise KvkitError(f"--formats {text}: expected a group that divides a head of {dim} elements")
+        yield text, Kind(name, group, data if name in CODES else name, dim, queries)
+
+
+@click.command()
+@click.argument("what", type=click.Choice(WHAT), default="all", required=False)
+@click.option(
+    "--formats", "texts", multiple=True, metavar="FORMAT,...",
+    help=f"Formats of caches; {USUAL} if not given. Codes with a group, as in int4/32; else of {GROUP}.",
+)  # fmt: skip
+@click.option(
+    "--data", type=click.Choice([fmt.name for fmt in formats.FLOATS]), default="float16", show_default=True,
+    help="The type of keys and values that become codes.",
+)  # fmt: skip
+@click.option("--head-dim", "dim", default=128, show_default=True, help="Elements of a head.")
+@click.option("--queries", default=4, show_default=True, help="Query heads for each key head.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
+def warm(what, texts, data, dim, queries, quiet):
+    """Compile ahead what calls would wait for.
+
+    Compiled code is kept, so that every process after this one starts at once; `kvkit info` shows where. As
+    many processes compile as there are CPUs.
+
+    \b
+    Examples:
+      kvkit warm
+      kvkit warm attention --formats bfloat16 --head-dim 64
+      kvkit warm cache --formats int8/64,int4/32 --data float32
+    """
+    ahead(tasks(what, list(kinds(texts, data, dim, queries))), quiet)
+
+
+def tasks(what, kinds):
+    """Waves of tasks, (name, task, kind): those of one share little code, those of the next need it."""
+    (_, usual), *_ = kinds
+    first, second = [("index tensors of a step", "step", usual)], []
+    if what != "cache":
+        first.insert(0, ("attention", "attention", usual))  # the longest
+        second = [(f"attention to {text}", "attention_to_cache", kind) for text, kind in kinds]
+    if what != "attention":
+        first += [(f"cache of {text}", "cache", kind) for text, kind in kinds]
+    return [first, second]
+
+
+def ahead(waves, quiet=False):
+    """Run all tasks, in as many processes as help."""
+    count = min(os.cpu_count() or 1, len(waves[0]))
+    idle = queue.SimpleQueue()
+    command, environment = [sys.executable, "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
+
+    def run(name, task, kind):
+        """One task, in the next process that is idle."""
+        process = idle.get()
+        process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")
+        process.stdin.flush()
+        if not process.stdout.readline():
+            raise RuntimeError(f"compiling {name} failed")
+        idle.put(process)
+        return name
+
+    with (
+        contextlib.ExitStack() as started,
+        show.steps("compiling", sum(map(len, waves)), quiet) as done,
+        concurrent.futures.ThreadPoolExecutor(count) as pool,
+    ):
+        for _ in range(count):
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            started.enter_context(process)
+            started.callback(process.kill)
+            idle.put(process)
+        for wave in waves:
+            for ended in concurrent.futures.as_completed([pool.submit(run, *each) for each in wave]):
+                done(ended.result())

@@ -1,0 +1,86 @@
+"""The calls that `kvkit warm` compiles for, in a process that it starts: a line asks, a line answers."""
+
+import json
+import signal
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+import kvkit
+from kvkit import formats
+
+CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
+PROMPT = 40  # tokens, more than go one by one
+SIZES = 1, 8192  # tokens for one thread and for all
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A cache to compile for: floats, or codes that share a scale in groups, of data of a type of floats."""
+
+    cache: str
+    group: int
+    data: str
+    dim: int
+    queries: int  # for each key head
+
+
+def arrays(kind, tokens, heads=1):
+    """Keys or values of so many tokens."""
+    return np.ones((1, tokens, heads, kind.dim), formats.BY_NAME[kind.data].dtype)
+
+
+def empty(kind, rows):
+    """An empty cache, and what operators have to know of it."""
+    bits = CODES.get(kind.cache, 0)
+    dtype, last = formats.BY_NAME[kind.cache].dtype, kind.dim * bits // 8 if bits else kind.dim
+    scale = np.zeros((1, 1, 2, rows, 1, kind.dim // kind.group), np.float16) if bits else None
+    cache = np.zeros((1, 1, 2, rows, 1, last), dtype)
+    return {"cache": cache, "scale": scale, "quant_bit": bits, "quant_group": kind.group}
+
+
+def cache(kind):
+    """Appends and loads, in one thread and in all."""
+    for tokens in SIZES:
+        new = arrays(kind, tokens)
+        kvkit.key_value_cache(new, new, 0, **empty(kind, tokens))
+
+
+def attention(kind):
+    """What attention to any cache shares: a prompt, then a token."""
+    for tokens in PROMPT, 1:
+        query, new = arrays(kind, tokens, kind.queries), arrays(kind, PROMPT)
+        kvkit.multi_head_attention(query, new, new, **heads(kind))
+
+
+def attention_to_cache(kind):
+    """A prompt, then a token."""
+    given = empty(kind, PROMPT + 1)
+    for past, tokens in ((0, PROMPT), (PROMPT, 1)):
+        query, new = arrays(kind, tokens, kind.queries), arrays(kind, tokens)
+        kvkit.multi_head_cache_attention(query, new, new, past, **given, **heads(kind))
+
+
+def heads(kind):
+    return {"num_heads": kind.queries, "num_kv_heads": 1, "head_dim": kind.dim}
+
+
+def step(kind):
+    """The check of a page table."""
+    kvkit.dynamic_batching.plan([0, 1], [0, 1], [[0]], start_pos=[0], cache_mode=1, page_size=16)
+
+
+TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step)}
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one
+    for line in sys.stdin:
+        task, kind = json.loads(line)
+        TASKS[task](Kind(**kind))
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

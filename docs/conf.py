@@ -1,0 +1,94 @@
+"""How Sphinx makes the site: `make docs`."""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+from sphinx.errors import ExtensionError
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+import pictures  # noqa: E402
+
+import examples  # noqa: E402
+from kvkit.version import __version__  # noqa: E402
+
+project, author, release = "kvkit", "the authors of kvkit", __version__
+copyright = author
+extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
+exclude_patterns = ["_build"]
+default_role = "py:obj"
+autodoc_typehints = "none"
+numpydoc_show_class_members = False
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+suppress_warnings = ["myst.header"]  # specifications number their sections as their sources do
+
+html_theme = "pydata_sphinx_theme"
+html_title = "kvkit"
+html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
+html_show_search_summary = False  # which a browser may not read from a disk
+html_theme_options = {
+    "show_prev_next": False,
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 8,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+
+ROOMS = (  # each a page of the reference; those that are not there are left out
+    "kvkit",
+    "kvkit.dynamic_batching",
+    "kvkit.ascend",
+    "kvkit.cache",
+    "kvkit.layouts",
+    "kvkit.formats",
+    "kvkit.tools",
+    "kvkit.integrations.onnx",
+    "kvkit.integrations.transformers",
+)
+
+
+def reference(app):
+    """A page for each room, with what its `__all__` names, from the docstrings."""
+    for path in (DOCS / "reference").glob("kvkit*.rst"):
+        path.unlink()
+    for name in ROOMS:
+        try:
+            room = importlib.import_module(name)
+        except ImportError:
+            continue
+        lines = [name, "=" * len(name), "", f".. currentmodule:: {name}", ""]
+        for each in getattr(room, "__all__", ()):
+            thing = getattr(room, each)
+            if inspect.isclass(thing):
+                lines += [
+                    f".. autoclass:: {name}.{each}",
+                    "   :members:",
+                    "   :inherited-members: Exception, int, tuple, dict",
+                    "",
+                ]
+            elif inspect.isroutine(thing):
+                lines += [f".. autofunction:: {name}.{each}", ""]
+        if lines[5:]:
+            (DOCS / "reference" / f"{name}.rst").write_text("\n".join(lines))
+
+
+def current(app):
+    """Pictures are as their program draws them, and examples come out as printed."""
+    for path, text in pictures.drawn().items():
+        if not path.exists() or path.read_text() != text:
+            raise ExtensionError(f"{path} is not what docs/pictures.py draws: run it")
+    for path in examples.pages():
+        said = examples.failures(path)
+        if said:
+            raise ExtensionError(said)
+
+
+def setup(app):
+    app.connect("builder-inited", reference)
+    app.connect("builder-inited", current)

@@ -1,0 +1,31 @@
+"""Waiting is told: before a compilation of more than a second, a line on a terminal, once.
+
+``KVKIT_QUIET=1`` keeps it quiet.
+"""
+
+import os
+import sys
+
+LONG = {  # by function: (what is compiled, seconds for it and what follows on a core of 2024)
+    "kvkit.cpu.attend.schedule": ("attention", 14),
+    "kvkit.cpu.attend.work": ("attention", 12),
+    "kvkit.cpu.transfer.walk": ("the walk over a cache", 2),
+    "kvkit.cpu.rows.quantized_panels.<locals>.transfer": ("a store of codes", 2),
+    "kvkit.checks.scan.scan": ("checks of index tensors", 3),
+    "kvkit.checks.slots.plain": ("checks of slots", 3),
+    "kvkit.checks.slots.compressed": ("checks of slots", 3),
+}
+TOLD: set[str] = set()
+
+
+def tell(function, cpu):
+    """Say that `function`, a name, is about to be compiled for a CPU, if that takes long."""
+    what, seconds = LONG.get(function, ("", 0))
+    if what and what not in TOLD and wanted():
+        TOLD.add(what)
+        print(f"kvkit: compiling {what} for {cpu}, once, about {seconds} s", file=sys.stderr, flush=True)
+
+
+def wanted():
+    """Whether somebody is there to be told."""
+    return os.environ.get("KVKIT_QUIET") != "1" and sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,83 @@
+"""The built site in a browser, from the disk: pages load, pictures are seen, search finds, no complaints."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+SITE = Path(__file__).parents[2] / "docs" / "_build"
+PAGES = sorted(
+    path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if "_static" not in path.parts
+)
+WIDTHS = 400, 1400
+# What a picture is on the screen: whether it has loaded, is shown, and stays inside the page.
+SEEN = """() => [...document.querySelectorAll("main img")].map(image => ({
+    name: image.src, shown: image.offsetParent !== null, loaded: image.complete && image.naturalWidth > 0,
+    right: image.getBoundingClientRect().right }))"""
+
+pytestmark = pytest.mark.site
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert program, "no Chromium is installed"
+    with sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=WIDTHS)
+def page(request, browser):
+    """A page of a width, and what its console said."""
+    made = browser.new_page(viewport={"width": request.param, "height": 900})
+    made.said = []
+    made.on("console", lambda message: made.said.append(message.text) if message.type == "error" else None)
+    made.on("pageerror", lambda error: made.said.append(str(error)))
+    made.on("requestfailed", lambda asked: made.said.append(asked.url))
+    yield made
+    made.close()
+
+
+def test_there_is_a_site():
+    """Built by `make docs`."""
+    for name in (
+        "index.html",
+        "search.html",
+        "concepts.html",
+        "reference/kvkit.html",
+        "specifications/pmx.html",
+    ):
+        assert name in PAGES
+
+
+def test_every_page_loads(page):
+    for name in PAGES:
+        page.goto((SITE / name).as_uri())
+        assert page.locator("main").count() == 1, name
+        assert page.said == [], name
+        for picture in page.evaluate(SEEN):
+            if picture["shown"]:
+                assert picture["loaded"], (name, picture)
+                assert picture["right"] <= page.viewport_size["width"], (name, picture)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_pictures_are_of_the_theme(page, theme):
+    page.emulate_media(color_scheme=theme)
+    page.goto((SITE / "concepts.html").as_uri())
+    shown = [each["name"].rpartition("/")[2] for each in page.evaluate(SEEN) if each["shown"]]
+    assert len(shown) >= 5
+    assert all(name.endswith(f"-{theme}.svg") for name in shown)
+
+
+def test_search_finds(page):
+    page.goto((SITE / "search.html").as_uri() + "?q=seqstarts")
+    page.wait_for_selector("#search-results li a", timeout=20_000)
+    found = page.locator("#search-results li a").evaluate_all("links => links.map(link => link.href)")
+    assert any("concepts.html" in link for link in found)
+    assert any("reference/kvkit.dynamic_batching.html" in link for link in found)
+    assert page.said == []
