@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-model test-transformers test-all test-gpu lint bench bench-gpu clean
+.PHONY: demo test test-model test-transformers test-peers test-all test-gpu lint bench bench-gpu clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -42,7 +42,7 @@ test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
 	$(PYTEST) --backend machine -m "not slow"
 	$(PYTEST) --backend simulator -m "not slow"
-	$(PYTEST) -m "not slow and not model and not transformers"
+	$(PYTEST) -m "not slow and not model and not transformers and not peers"
 
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
@@ -51,7 +51,11 @@ test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest -m transformers
 
-test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
+# Formats against the packages that define them: gguf, MLX, onnxruntime, torch.
+test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers
+	$(BIN)/python -m pytest -m peers
+
+test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/kvkit.peers $(VENV)/smollm2
 	$(PYTEST) --backend machine
 	$(PYTEST) --backend simulator
 	$(PYTEST) --cov --cov-report=term

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvkit.formats import BY_NAME, FLOATS
+from kvkit.formats.elements import BY_NAME, FLOATS
 from kvkit.jit import shared
 
 ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it rounds, ties to even

@@ -12,7 +12,7 @@ from kvkit.checks.records import NO_MASK, Cache, Context, Steps
 from kvkit.checks.tensors import current, named, one_piece, tensor
 from kvkit.checks.values import flag, integer, number, pair
 from kvkit.checks.words import wrong
-from kvkit.formats import FLOATS, Format
+from kvkit.formats import FLOATS, Element
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -20,7 +20,7 @@ FLOAT32 = np.dtype(np.float32)
 class Call(NamedTuple):
     """A checked call, but for its outputs."""
 
-    fmt: Format
+    fmt: Element
     shape: tuple[int, ...]  # of attn_output
     query: np.ndarray
     context: Context

@@ -11,7 +11,7 @@ from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import TASK
-from kvkit.formats import BY_NAME, coarser
+from kvkit.formats.elements import BY_NAME, coarser
 from kvkit.layout import packed_strides
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns

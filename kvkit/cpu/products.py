@@ -12,7 +12,7 @@ from numba import types
 from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.simd import attention, panels
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 from kvkit.jit import callback, helper
 
 SCORES = types.void(*[types.int64] * 11)

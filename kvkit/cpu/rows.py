@@ -13,7 +13,7 @@ from numba import types
 from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.simd import panels
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 from kvkit.jit import callback, helper
 
 LANES = panels.LANES

@@ -31,7 +31,7 @@ from kvkit.cpu.simd.lanes import (
     write,
     zeros,
 )
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 
 LANES = 16
 NARROW, WIDE = 8, 32  # most rows of the narrow products, rows of the wide ones

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkit.formats import BY_NAME, FLOAT16, FLOAT32
+from kvkit.formats.elements import BY_NAME, FLOAT16, FLOAT32
 
 F32, F16 = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))

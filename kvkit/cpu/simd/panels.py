@@ -20,7 +20,7 @@ from kvkit.cpu.simd.lanes import (
     widen,
     write,
 )
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 from kvkit.numeric import ROUNDER
 
 LANES = 16

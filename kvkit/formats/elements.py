@@ -1,4 +1,4 @@
-"""Every element format as data: what the bytes of a cache, a scale or a tensor mean.
+"""Every element as data: what one number of a cache, a scale or a tensor looks like in memory.
 
 Kernels never see a dtype: they are compiled for names, and whatever decides their code stands here.
 """
@@ -11,8 +11,8 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Format:
-    """An element format: `bits` each, in arrays of `dtype`.
+class Element:
+    """An element: `bits` each, in arrays of `dtype`.
 
     `widen` and `narrow` name the formulas of `numeric.py` from an element's word to a number and back.
     """
@@ -21,9 +21,10 @@ class Format:
     dtype: np.dtype
     bits: int
     significant: int = 0  # bits of a float's significand
-    limits: tuple[int, int] = (0, 0)  # the least and the largest code
+    limits: tuple[float, float] = (0, 0)  # the least and the largest code, or number
     widen: str = ""
     narrow: str = ""
+    numbers: tuple[float, ...] = ()  # of the codes in order, where no rule says them
 
     def bytes(self, count):
         """Size of `count` neighbouring elements."""
@@ -40,6 +41,17 @@ class Format:
         return np.dtype(f"u{self.dtype.itemsize}") if self.significant else self.dtype
 
     @cached_property
+    def table(self):
+        """float32 [2^bits]: the number that each code of up to 8 bits stands for."""
+        codes = np.arange(1 << self.bits)
+        if self.numbers:
+            return np.array(self.numbers, np.float32)
+        if self.significant:
+            return codes.astype(np.uint8).view(self.dtype).astype(np.float32)
+        sign = 1 << self.bits - 1 if self.symmetric else 0
+        return ((codes ^ sign) - sign).astype(np.float32)
+
+    @cached_property
     def smallest_scale(self):
         """PMX: a scale is at least 1e-5, rounded to the type of the data."""
         return float(np.float32(1e-5).astype(self.dtype))
@@ -48,25 +60,32 @@ class Format:
         return self.name
 
 
-FLOAT32 = Format("float32", np.dtype(np.float32), 32, 24, widen="float_of", narrow="bits_of")
-FLOAT16 = Format("float16", np.dtype(np.float16), 16, 11, widen="half_to_float", narrow="float_to_half")
-BFLOAT16 = Format(
+FLOAT32 = Element("float32", np.dtype(np.float32), 32, 24, widen="float_of", narrow="bits_of")
+FLOAT16 = Element("float16", np.dtype(np.float16), 16, 11, widen="half_to_float", narrow="float_to_half")
+BFLOAT16 = Element(
     "bfloat16", np.dtype(ml_dtypes.bfloat16), 16, 8, widen="bfloat16_to_float", narrow="float_to_bfloat16"
 )
-INT8 = Format("int8", np.dtype(np.int8), 8, limits=(-127, 127), widen="as_it_is")
+INT8 = Element("int8", np.dtype(np.int8), 8, limits=(-127, 127), widen="as_it_is")
 # Two's complement nibbles, the even element in the low one.
-INT4 = Format("int4", np.dtype(np.int8), 4, limits=(-7, 7), widen="low_nibble")
+INT4 = Element("int4", np.dtype(np.int8), 4, limits=(-7, 7), widen="low_nibble")
 
 # What only kvkit's own caches store: codes of 2 bits, and unsigned ones.
-INT2 = Format("int2", np.dtype(np.uint8), 2, limits=(-1, 1))
-UINT8 = Format("uint8", np.dtype(np.uint8), 8, limits=(0, 255))
-UINT4 = Format("uint4", np.dtype(np.uint8), 4, limits=(0, 15))
-UINT2 = Format("uint2", np.dtype(np.uint8), 2, limits=(0, 3))
+INT2 = Element("int2", np.dtype(np.uint8), 2, limits=(-1, 1))
+UINT8 = Element("uint8", np.dtype(np.uint8), 8, limits=(0, 255))
+UINT4 = Element("uint4", np.dtype(np.uint8), 4, limits=(0, 15))
+UINT2 = Element("uint2", np.dtype(np.uint8), 2, limits=(0, 3))
+
+# Floats of 8 bits. No number of e4m3 is infinite; what is too large saturates in both, NaN stays NaN.
+E4M3 = Element("e4m3", np.dtype(ml_dtypes.float8_e4m3fn), 8, 4, (-448, 448), "e4m3_to_float", "float_to_e4m3")
+E5M2 = Element(
+    "e5m2", np.dtype(ml_dtypes.float8_e5m2), 8, 3, (-57344, 57344), "e5m2_to_float", "float_to_e5m2"
+)
 
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
-BY_NAME = {fmt.name: fmt for fmt in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UINT2)}
-BY_DTYPE = {fmt.dtype: fmt for fmt in (*FLOATS, INT8)}
-CODES = {(fmt.bits, fmt.symmetric): fmt for fmt in (INT8, INT4, INT2, UINT8, UINT4, UINT2)}
+FLOATS8 = (E4M3, E5M2)
+BY_NAME = {one.name: one for one in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UINT2, *FLOATS8)}
+BY_DTYPE = {one.dtype: one for one in (*FLOATS, INT8)}
+CODES = {(one.bits, one.symmetric): one for one in (INT8, INT4, INT2, UINT8, UINT4, UINT2)}
 QUANTIZED = {8: INT8, 4: INT4}  # the codes that operators store, by quant_bit
 MASKS = {name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)}  # as kernels know them
 
