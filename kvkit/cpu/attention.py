@@ -94,7 +94,7 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
     return dict.fromkeys(LATER, 0) | offsets | {
         "heads": heads, "dim": dim, "value_dim": value_dim,
         "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
-        "cell_bytes": dim // group * BY_NAME[cell].bytes(1) if cell else 0,
+        "cell_bytes": dim // (group or dim) * BY_NAME[cell].bytes(1) if cell else 0,
         "together": together, "block": block, "wide_block": WIDE_BLOCK,
         "least_part": LEAST_PART, "most_parts": PARTS, "rounds": rounds,
         "to_float": widen or rows(direction, packed if rounds else "float32", stored, cell, group).address,
@@ -126,7 +126,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     coded = context.cell is not None
     rounds = context.as_loaded and not coded and coarser(context.packed, context.stored)
-    exact = coded and coarser(context.cell, context.packed)
+    exact = coded and not BY_NAME[context.stored].minifloat and coarser(context.cell, context.packed)
     formats, reader = (context.stored, context.cell, context.group), context.reader
     if reader:
         widens = not reader.product

@@ -11,6 +11,18 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Block:
+    """Codes with their scale before them: so many elements in so many bytes."""
+
+    elements: int
+    bytes: int
+    codes_at: int
+    cell: str  # of the scale, which comes first
+    halves: bool = False  # low nibbles hold the first half of the elements, high ones the second
+    less: int = 0  # what stored codes are more than those they stand for: half of their range, or nothing
+
+
+@dataclass(frozen=True)
 class Element:
     """An element: `bits` each, in arrays of `dtype`.
 
@@ -25,10 +37,18 @@ class Element:
     widen: str = ""
     narrow: str = ""
     numbers: tuple[float, ...] = ()  # of the codes in order, where no rule says them
+    block: Block | None = None
 
     def bytes(self, count):
-        """Size of `count` neighbouring elements."""
+        """Size of `count` neighbouring elements, which are whole blocks where there are such."""
+        if self.block:
+            return count // self.block.elements * self.block.bytes
         return count * self.bits // 8
+
+    @property
+    def minifloat(self):
+        """Whether it is a float that widens to 16 bits, and never has a scale of its own."""
+        return self.bits == 8 and self.significant > 0
 
     @property
     def symmetric(self):
@@ -81,12 +101,19 @@ E5M2 = Element(
     "e5m2", np.dtype(ml_dtypes.float8_e5m2), 8, 3, (-57344, 57344), "e5m2_to_float", "float_to_e5m2"
 )
 
+# Blocks of ggml: a scale of 16 bits, then 32 codes.
+BYTE = np.dtype(np.uint8)
+Q8_0 = Element("q8_0", BYTE, 8, limits=(-127, 127), block=Block(32, 34, 2, "float16"))
+Q4_0 = Element("q4_0", BYTE, 4, limits=(-8, 7), block=Block(32, 18, 2, "float16", halves=True, less=8))
+
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 FLOATS8 = (E4M3, E5M2)
-BY_NAME = {one.name: one for one in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UINT2, *FLOATS8)}
+BLOCKS = (Q8_0, Q4_0)
+BY_NAME = {one.name: one for one in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UINT2, *FLOATS8, *BLOCKS)}
 BY_DTYPE = {one.dtype: one for one in (*FLOATS, INT8)}
 CODES = {(one.bits, one.symmetric): one for one in (INT8, INT4, INT2, UINT8, UINT4, UINT2)}
 QUANTIZED = {8: INT8, 4: INT4}  # the codes that operators store, by quant_bit
+STORED = {one.name: one for one in (*FLOATS8, *BLOCKS)}  # what else they store, by quant_format
 MASKS = {name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)}  # as kernels know them
 
 

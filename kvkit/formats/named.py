@@ -12,6 +12,7 @@ import numpy as np
 from kvkit.errors import brief, wrong
 from kvkit.formats.elements import (
     BY_NAME,
+    BYTE,
     E4M3,
     E5M2,
     FLOAT16,
@@ -25,7 +26,6 @@ from kvkit.formats.elements import (
     Element,
 )
 
-BYTE = np.dtype(np.uint8)
 FULL_INT8 = replace(INT8, limits=(-128, 127))
 FULL_INT4 = replace(INT4, dtype=BYTE, limits=(-8, 7), numbers=tuple(range(-8, 8)))  # stored as code + 8
 UINT5 = Element("uint5", BYTE, 5, limits=(0, 31))
