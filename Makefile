@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-model test-transformers test-dask test-dist test-docs test-all test-gpu docs lint bench bench-gpu
-.PHONY: bench-dask clean
+.PHONY: demo test test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu docs lint
+.PHONY: bench bench-gpu bench-dask clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -43,7 +43,7 @@ test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
 	$(PYTEST) --backend machine -m "not slow"
 	$(PYTEST) --backend simulator -m "not slow"
-	$(PYTEST) -m "not slow and not model and not transformers and not site"
+	$(PYTEST) -m "not slow and not model and not transformers and not peers and not site"
 
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
@@ -67,7 +67,11 @@ docs: $(VENV)/kvkit.docs
 test-docs: docs $(VENV)/kvkit.test
 	$(BIN)/python -m pytest -m site
 
-test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
+# Formats against the packages that define them: gguf, MLX, onnxruntime, torch.
+test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers
+	$(BIN)/python -m pytest -m peers
+
+test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/kvkit.peers $(VENV)/smollm2
 	$(PYTEST) --backend machine
 	$(PYTEST) --backend simulator
 	$(PYTEST) --cov --cov-report=term -m "not site"

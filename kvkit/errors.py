@@ -13,6 +13,11 @@ class CapacityError(KvkitError):
     """A cache of fixed size has no room for the new tokens."""
 
 
+def wrong(name, expected, got, kind=KvkitError):
+    """The one form of an error message."""
+    return kind(f"{name}: expected {expected}, got {got}")
+
+
 def brief(text, most=80):
     """A text from elsewhere as a message may hold it: printable, in one line, and cut."""
     text = str(text)  # of which no more is looked at than can be shown

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvkit.formats import BY_NAME, FLOATS
+from kvkit.formats.elements import BY_NAME, FLOATS
 from kvkit.jit import shared
 
 ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it rounds, ties to even
@@ -78,6 +78,47 @@ def float_to_bfloat16(x):
     high = bits >> np.uint32(16)
     rounded = (bits + np.uint32(0x7FFF) + (high & np.uint32(1))) >> np.uint32(16)
     return np.uint16(rounded if x == x else high | np.uint32(0x40))
+
+
+@shared
+def e5m2_to_float(bits):
+    return half_to_float(np.uint16(np.uint16(bits) << np.uint16(8)))
+
+
+@shared
+def e4m3_to_float(bits):
+    """The fraction and exponent of a half 256 times smaller; the code of NaN carries into its exponent."""
+    size = (np.uint32(bits) & np.uint32(0x7F)) << np.uint32(7)
+    nan = (size + np.uint32(0x80)) & np.uint32(0x4000)
+    sign = (np.uint32(bits) & np.uint32(0x80)) << np.uint32(8)
+    return half_to_float(np.uint16(size | nan | sign)) * np.float32(256)
+
+
+def float_to_minifloat(name):
+    """The formula for an element of 8 bits: rounded once, ties to even; what is too large saturates."""
+    element = BY_NAME[name]
+    fraction = element.significant - 1
+    bias = (1 << 6 - fraction) - 1
+    shift, rebias = np.uint32(23 - fraction), np.uint32(127 - bias << fraction)
+    half, largest = np.uint32((1 << 22 - fraction) - 1), np.float32(element.limits[1])
+    least = np.float32(2.0 ** (1 - bias))  # normal number
+    rounder = np.float32(2.0 ** (24 - bias - fraction))  # its neighbours are a subnormal step apart
+    rounder_bits = np.uint32(rounder.view(np.uint32))
+
+    @shared
+    def narrowed(x):
+        size = min(abs(x), largest)
+        bits = bits_of(size)
+        code = ((bits + half + ((bits >> shift) & np.uint32(1))) >> shift) - rebias
+        if size < least:
+            code = bits_of(size + rounder) - rounder_bits
+        code = code if x == x else np.uint32(0x7F)
+        return np.uint8(code | ((bits_of(x) >> np.uint32(24)) & np.uint32(0x80)))
+
+    return narrowed
+
+
+float_to_e4m3, float_to_e5m2 = map(float_to_minifloat, ("e4m3", "e5m2"))
 
 
 @shared

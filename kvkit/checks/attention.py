@@ -12,7 +12,7 @@ from kvkit.checks.records import NO_MASK, Cache, Context, Steps
 from kvkit.checks.tensors import current, named, one_piece, tensor
 from kvkit.checks.values import flag, integer, number, pair
 from kvkit.checks.words import wrong
-from kvkit.formats import FLOATS, Format
+from kvkit.formats.elements import BY_NAME, FLOATS, Element
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -20,7 +20,7 @@ FLOAT32 = np.dtype(np.float32)
 class Call(NamedTuple):
     """A checked call, but for its outputs."""
 
-    fmt: Format
+    fmt: Element
     shape: tuple[int, ...]  # of attn_output
     query: np.ndarray
     context: Context
@@ -141,7 +141,8 @@ def context_of(fmt, key, value, sides):
 
 def cache_context(layer):
     """A `Context` of a checked layer of a cache."""
-    formats = layer.packed, layer.stored, layer.cell, layer.group
+    group = 0 if BY_NAME[layer.stored].minifloat and layer.group == layer.dim else layer.group
+    formats = layer.packed, layer.stored, layer.cell, group
     sizes = layer.heads, layer.dim, layer.dim
     return Context(*formats, *sizes, layer.sides, layer.stored_bytes, layer.stored_bytes)
 

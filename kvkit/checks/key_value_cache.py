@@ -9,7 +9,7 @@ from kvkit.checks.outputs import Results
 from kvkit.checks.records import Cache, Steps
 from kvkit.checks.tensors import current, holdable
 from kvkit.checks.values import integer
-from kvkit.formats import Format
+from kvkit.formats import Element
 
 RESULTS = "key", "value"
 
@@ -17,7 +17,7 @@ RESULTS = "key", "value"
 class Call(NamedTuple):
     """A checked call, but for its outputs."""
 
-    fmt: Format
+    fmt: Element
     shape: tuple[int, ...]  # of key and value
     current_key: np.ndarray
     current_value: np.ndarray

@@ -7,13 +7,13 @@ import numpy as np
 from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import tensor
 from kvkit.checks.words import describe, wrong
-from kvkit.formats import FLOATS, Format
+from kvkit.formats import FLOATS, Element
 
 
 class Call(NamedTuple):
     """A checked call, but for its outputs."""
 
-    fmt: Format
+    fmt: Element
     outputs: list[np.ndarray]
     lses: list[np.ndarray]
     results: Results

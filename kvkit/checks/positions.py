@@ -12,7 +12,7 @@ from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import filled, holdable, named, one_piece, tensor
 from kvkit.checks.values import flag, integer, positive
 from kvkit.checks.words import describe, wrong
-from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Format
+from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Element
 
 # Rotary position embedding
 
@@ -20,7 +20,7 @@ from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Format
 class Turn(NamedTuple):
     """A checked call of `rotary_position_embedding`, but for its outputs."""
 
-    fmt: Format
+    fmt: Element
     query: np.ndarray
     key: np.ndarray
     starts: np.ndarray  # of sequences, among the tokens
@@ -169,7 +169,7 @@ def position_index(sequences, seqstarts, start_pos, max_seqlen):
 class Mask(NamedTuple):
     """A checked call of `alibi_mask`, but for its output."""
 
-    fmt: Format
+    fmt: Element
     shape: tuple[int, ...]
     starts: np.ndarray  # of sequences, among the queries
     kvstarts: np.ndarray  # and among the keys

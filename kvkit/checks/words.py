@@ -4,12 +4,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from kvkit.errors import KvkitError, brief
-
-
-def wrong(name, expected, got, kind=KvkitError):
-    """The one form of an error message."""
-    return kind(f"{name}: expected {expected}, got {got}")
+from kvkit.errors import brief
+from kvkit.errors import wrong as wrong
 
 
 def describe(value):

@@ -11,7 +11,7 @@ from kvkit.cpu import memory
 from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.cpu.transfer import SMALL_BYTES
-from kvkit.formats import BY_NAME, mask_bytes
+from kvkit.formats.elements import BY_NAME, mask_bytes
 from kvkit.index import sequence_of, share
 from kvkit.jit import callback, helper, kernel
 

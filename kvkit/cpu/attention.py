@@ -11,7 +11,7 @@ from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import TASK
-from kvkit.formats import BY_NAME, coarser
+from kvkit.formats.elements import BY_NAME, coarser
 from kvkit.layouts.places import packed_strides
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
@@ -98,7 +98,7 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
     return dict.fromkeys(LATER, 0) | offsets | {
         "heads": heads, "dim": dim, "value_dim": value_dim,
         "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
-        "cell_bytes": dim // group * BY_NAME[cell].bytes(1) if cell else 0,
+        "cell_bytes": dim // (group or dim) * BY_NAME[cell].bytes(1) if cell else 0,
         "together": together, "block": block, "wide_block": WIDE_BLOCK,
         "least_part": LEAST_PART, "most_parts": PARTS, "rounds": rounds,
         "key_to_float": widened[0], "value_to_float": widened[1],
@@ -132,7 +132,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     coded = context.cell is not None
     rounds = context.as_loaded and not coded and coarser(context.packed, context.stored)
-    exact = coded and coarser(context.cell, context.packed)
+    exact = coded and not BY_NAME[context.stored].minifloat and coarser(context.cell, context.packed)
     stored = context.stored, context.value_stored or context.stored
     formats, reader = (stored, context.cell, context.group), context.reader
     (key_step, value_step), (key_element, value_element) = context.steps, context.elements

@@ -19,7 +19,7 @@ from kvkit.cpu.launches import Launch, threads
 from kvkit.cpu.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
-from kvkit.formats import BY_NAME, CODES, coarser
+from kvkit.formats.elements import BY_NAME, CODES, coarser
 from kvkit.index import share
 from kvkit.jit import callback, helper, kernel, shared
 

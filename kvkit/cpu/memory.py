@@ -9,10 +9,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvkit import numeric
-from kvkit.formats import FLOAT32, FLOATS, INT8
+from kvkit.formats.elements import FLOAT32, FLOATS, FLOATS8, INT8
 from kvkit.jit import helper
 
-BITS = {fmt.name: from_dtype(fmt.word) for fmt in (*FLOATS, INT8)} | {FLOAT32.name: types.float32}
+BITS = {fmt.name: from_dtype(fmt.word) for fmt in (*FLOATS, *FLOATS8, INT8)} | {FLOAT32.name: types.float32}
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import numpy as np
 from numba import types
 
 from kvkit import numeric
-from kvkit.cpu import memory
+from kvkit.cpu import blocks, memory
 from kvkit.cpu.simd import attention, panels
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 from kvkit.jit import callback, helper
 
 SCORES = types.void(*[types.int64] * 11)
@@ -31,7 +31,8 @@ def orders(stored, cell, group, dim):
 
     None if it is always their own.
     """
-    if cell is None:
+    element = BY_NAME[stored]
+    if element.minifloat or not (cell or element.block):
         return None
     table = np.zeros((NARROW + 1, dim), np.int64)
     for rows in (1, 2, 4, 8):
@@ -101,6 +102,13 @@ def passed_on(narrow):
 
 def element_at(stored, cell, group, exact):
     """(row, cells, i) -> one element of a row, as float32."""
+    if BY_NAME[stored].block:
+        return blocks.element_at(stored)
+    if cell and BY_NAME[stored].minifloat:
+        number, get_scale, step = memory.read(stored), memory.read(cell), BY_NAME[cell].bytes(1)
+        return helper(
+            lambda row, cells, i: number(row + i) * get_scale(cells + (i // group * step if group else 0))
+        )
     if cell is None:
         get, size = memory.read(stored), BY_NAME[stored].bytes(1)
         return helper(lambda row, cells, i: get(row + i * size))

@@ -17,7 +17,7 @@ from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
 from kvkit.cpu.transfer import SMALL_BYTES, STREAM_BYTES, aligned
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 from kvkit.index import sequence_of, share
 from kvkit.jit import callback, helper, kernel
 from kvkit.layouts.places import packed_strides

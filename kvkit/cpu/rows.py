@@ -11,9 +11,9 @@ from typing import Any
 from numba import types
 
 from kvkit import numeric
-from kvkit.cpu import memory
+from kvkit.cpu import blocks, memory, minifloats
 from kvkit.cpu.simd import panels
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 from kvkit.jit import callback, helper
 
 LANES = panels.LANES
@@ -30,12 +30,18 @@ def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, 
     `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
     `stream` writes around the caches; `plain` leaves the vectors out, for the tests. The result's
     `address` is what `walk` calls. READ is LOAD but for codes, whose products with scales it does not round
-    to the type of the scales: so attention reads them.
+    to the type of the scales: so attention reads them. Floats of 8 bits are products in float32 in both; a
+    group of 0 is a row with one scale, which a store has from its caller.
     """
-    if scale is None:
+    stored = BY_NAME[cache]
+    if stored.block:
+        transfer = row_by_row(blocks.row(direction, packed, cache, plain))
+    elif scale is None:
         transfer = row_by_row(moved_row(direction, packed, cache, stream, plain))
+    elif stored.minifloat and direction == STORE:
+        transfer = row_by_row(minifloats.scaled_row(packed, cache, scale, group, plain))
     elif direction != STORE:
-        product = scale if direction == LOAD else "float32"
+        product = scale if direction == LOAD and not stored.minifloat else "float32"
         transfer = row_by_row(dequantized_row(packed, cache, scale, group, product, stream, plain))
     elif plain or not panels.lanes_divide(group):
         transfer = row_by_row(quantized_row(packed, cache, scale, group))
@@ -90,7 +96,8 @@ def moved_row(direction, packed, cache, stream, plain):
 def dequantized_row(packed, cache, scale, group, product, stream, plain):
     """Codes times the scale of their group, rounded to the format `product` and then to that of the data."""
     get_cell, put = memory.read(scale), memory.write(packed)
-    get_code, code_bits = memory.load(types.int8), BY_NAME[cache].bits
+    code_bits, minifloat = BY_NAME[cache].bits, BY_NAME[cache].minifloat
+    get_code = memory.read(cache) if minifloat else memory.load(types.int8)
     packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
     vector = panels.lanes_divide(group) and not plain
     panel: Any = panels.dequantize(cache, scale, group, product, packed, stream) if vector else None
@@ -104,13 +111,13 @@ def dequantized_row(packed, cache, scale, group, product, stream, plain):
     one = helper(one)
 
     def row(packed, cache, scale, dim):
-        whole = 0
+        whole, shared = 0, group if group else dim
         if vector:
             whole = dim // LANES * LANES
             for i in range(0, whole, LANES):
-                panel(cache + i * code_bits // 8, scale + i // group * cell_bytes, packed + i * packed_bytes)
+                panel(cache + i * code_bits // 8, scale + i // shared * cell_bytes, packed + i * packed_bytes)
         for i in range(whole, dim):
-            one(packed, cache, get_cell(scale + i // group * cell_bytes), i)
+            one(packed, cache, get_cell(scale + i // shared * cell_bytes), i)
 
     return row
 

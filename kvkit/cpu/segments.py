@@ -17,7 +17,7 @@ from kvkit.cpu.products import SCORES, SUMS
 from kvkit.cpu.rows import LOAD, SIGNATURE, rows
 from kvkit.cpu.simd import attention as simd
 from kvkit.cpu.simd.codes import whole_panels
-from kvkit.formats import CODES, coarser
+from kvkit.formats.elements import CODES, coarser
 from kvkit.jit import callback, helper
 
 SEGMENT = (

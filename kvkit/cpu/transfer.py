@@ -13,6 +13,7 @@ from kvkit.cpu import memory
 from kvkit.cpu.launches import Launch, address, threads
 from kvkit.cpu.rows import LOAD, STORE, rows
 from kvkit.cpu.simd import panels
+from kvkit.formats.elements import BY_NAME
 from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
 from kvkit.jit import kernel
 from kvkit.layouts.places import packed_strides
@@ -93,9 +94,8 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=F
     stream = stream and moved >= STREAM_BYTES and aligned(key) and aligned(value)
     if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
         heads, dim = 1, heads * dim
-    groups = (
-        panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and cache.cell else 0
-    )
+    codes = cache.cell and not BY_NAME[cache.stored].minifloat
+    groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
     code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
     sides = np.array(
         [

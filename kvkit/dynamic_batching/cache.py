@@ -32,6 +32,7 @@ def key_value_cache(
     layer_idx: int = 0,
     quant_bit: Literal[0, 4, 8] = 0,
     quant_group: int = 8,
+    quant_format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None,
     num_repeat: int = 1,
     cache_mode: Literal[0, 1] = 0,
     cache_layout: int = 0,
@@ -69,6 +70,12 @@ def key_value_cache(
         Layers in the cache, and the one to use.
     quant_bit, quant_group : int
         0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+    quant_format : str, optional
+        With ``quant_bit`` 0, what a uint8 cache holds: "e4m3" or "e5m2", floats of 8 bits that saturate; or
+        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. Floats
+        of 8 bits are multiplied with ``scale``: 1 if None; given ones of keys and values of shape [2] or
+        [2, H]; or, of its shape with last axis Dh/quant_group, the largest magnitudes / the largest code,
+        which are written.
     num_repeat : int
         Each head comes back this many times, for grouped-query attention.
     cache_mode, page_size : int

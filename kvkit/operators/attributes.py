@@ -41,6 +41,7 @@ ATTRIBUTES = {
         Attribute("num_layer", "layers in the cache"),
         Attribute("layer_idx", "the layer to use, 0 <= layer_idx < num_layer"),
         Attribute("quant_bit", "0 keeps floats; 8 or 4 quantizes to int8 or int4 codes"),
+        Attribute("quant_format", "what a cache of bytes holds: 'e4m3', 'e5m2', 'q8_0' or 'q4_0'", str),
         Attribute("quant_group", "elements that share a scale; divides Dh, even for int4"),
         Attribute("num_repeat", "copies of each head in the outputs (grouped-query attention)"),
         Attribute("cache_mode", "0: cachestarts are offsets; 1: they are a page table"),

@@ -62,7 +62,7 @@ def test_second_process_is_fast_and_compiles_nothing(copy, tmp_path):
 
 def test_an_edit_of_any_file_leads_to_new_code(copy, tmp_path):
     before = call(copy, tmp_path / "cache")
-    formats = copy / "kvkit" / "formats.py"
+    formats = copy / "kvkit" / "formats" / "elements.py"
     formats.write_text(formats.read_text().replace("(-127, 127)", "(-100, 100)"))
     after = call(copy, tmp_path / "cache")
     assert (before["scale"], after["scale"]) == (pytest.approx(3 / 127), pytest.approx(3 / 100))
@@ -72,7 +72,7 @@ def test_an_edit_after_the_import_poisons_nothing(copy, tmp_path):
     """Code of the old sources must not be found under the new ones."""
     edit = (
         "import kvkit, pathlib\n"
-        "path = pathlib.Path(kvkit.__file__).parent / 'formats.py'\n"
+        "path = pathlib.Path(kvkit.__file__).parent / 'formats' / 'elements.py'\n"
         "path.write_text(path.read_text().replace('(-127, 127)', '(-100, 100)'))\n"
     )
     assert call(copy, tmp_path / "cache", edit + CALL)["scale"] == pytest.approx(3 / 127)

@@ -21,7 +21,7 @@ from kvkit.cpu.simd.attention import WIDE, tile_tokens
 from kvkit.formats import BY_NAME, coarser
 
 NARROW = (1, 2, 4, 8)
-HEAD_SIZES = (16, 48, 80, 128, 256)
+HEAD_SIZES = (16, 48, 80, 96, 128, 256)
 EPS = 2.0**-24
 NOWHERE = 8  # an address that nobody can read
 QMAX = {"int8": 127, "int4": 7}
@@ -40,12 +40,17 @@ class Kept(NamedTuple):
         return "-".join([self.stored, *scale])
 
     def sizes(self):
-        return [dim for dim in HEAD_SIZES if not self.group or dim % self.group == 0]
+        whole = 32 if BY_NAME[self.stored].block else self.group
+        return [dim for dim in HEAD_SIZES if not whole or dim % whole == 0]
 
 
 FLOATS = ("float32", "float16", "bfloat16")
 SCALED = itertools.product(("int8", "int4"), FLOATS, (2, 8, 16, 32), (False, True))
-ALL = [*map(Kept, FLOATS), *itertools.starmap(Kept, SCALED)]
+OTHERS = [
+    *map(Kept, ("e4m3", "e5m2", "q8_0", "q4_0")),
+    *(Kept("e4m3", cell, group) for cell, group in (("float32", 0), ("float16", 0), ("float32", 32))),
+]
+ALL = [*map(Kept, FLOATS), *itertools.starmap(Kept, SCALED), *OTHERS]
 QUICK = [
     (1, Kept("float16")),
     (2, Kept("bfloat16")),
@@ -59,6 +64,12 @@ QUICK = [
     (2, Kept("int4", "bfloat16", 32)),
     (4, Kept("int4", "bfloat16", 16, True)),
     (8, Kept("int4", "float16", 8, True)),
+    (1, Kept("e4m3", "float32", 0)),
+    (4, Kept("e4m3", "float32", 32)),
+    (2, Kept("e5m2")),
+    (1, Kept("q8_0")),
+    (8, Kept("q8_0")),
+    (4, Kept("q4_0")),
 ]
 narrow = pytest.mark.parametrize(
     ("rows", "kept"),
@@ -102,6 +113,10 @@ def cached(rng, kept, tokens, dim, integers=False, gap=0):
     capacity = 2 * tokens + 3
     between = 1 + rng.permutation(capacity - 2)
     numbers = rng.permutation(np.r_[capacity - 1, 0, between][:tokens]).astype(np.int64)
+    if BY_NAME[kept.stored].block:
+        return in_blocks(rng, kept.stored, numbers, capacity, dim, integers, gap)
+    if BY_NAME[kept.stored].minifloat:
+        return minifloats(rng, kept, numbers, capacity, dim, integers, gap)
     if kept.cell is None:
         values = rng.integers(-8, 9, (tokens, dim)) if integers else rng.standard_normal((tokens, dim))
         values = values.astype(dtype_of(kept.stored))
@@ -120,6 +135,39 @@ def cached(rng, kept, tokens, dim, integers=False, gap=0):
     elements, row = spread(codes.view(np.uint8), numbers, capacity, gap)
     cells, cell_row = spread(scales.view(np.uint8), numbers, capacity, gap)
     return Cached(numbers, elements, row, cells, cell_row, values.astype(np.float64))
+
+
+def in_blocks(rng, stored, numbers, capacity, dim, integers, gap):
+    """Codes and scales of blocks, and what they stand for."""
+    codes = rng.integers(-8, 8, (len(numbers), dim // 32, 32))
+    scales = (
+        2.0 ** rng.integers(-1, 2, codes.shape[:2]) if integers else rng.uniform(0.1, 0.2, codes.shape[:2])
+    )
+    scales = scales.astype(np.float16)
+    low, high = np.split((codes + 8).astype(np.uint8), 2, -1)
+    data = codes.astype(np.int8).view(np.uint8) if stored == "q8_0" else low | high << 4
+    whole = np.concatenate((scales[..., None].view(np.uint8), data), -1)
+    rows = whole.reshape(len(numbers), BY_NAME[stored].bytes(dim))
+    elements, row = spread(rows, numbers, capacity, gap)
+    values = codes * scales[..., None].astype(np.float64)
+    return Cached(numbers, elements, row, None, 0, values.reshape(len(numbers), dim))
+
+
+def minifloats(rng, kept, numbers, capacity, dim, integers, gap):
+    dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[kept.stored]
+    shape = len(numbers), dim
+    values = (rng.integers(-8, 9, shape) if integers else rng.standard_normal(shape)).astype(dtype)
+    elements, row = spread(values.view(np.uint8), numbers, capacity, gap)
+    if not kept.cell:
+        return Cached(numbers, elements, row, None, 0, values.astype(np.float64))
+    group = kept.group or dim
+    cells = (len(numbers), dim // group)
+    scales = (2.0 ** rng.integers(-1, 2, cells) if integers else rng.uniform(0.1, 0.2, cells)).astype(
+        kept.cell
+    )
+    spots, cell_row = spread(scales.view(np.uint8), numbers, capacity, gap)
+    values = values.astype(np.float64) * scales.astype(np.float64).repeat(group, -1)
+    return Cached(numbers, elements, row, spots, cell_row, values)
 
 
 def spread(rows, numbers, capacity, gap):
@@ -193,7 +241,7 @@ def check_narrow_scores(rng, rows, kept, tokens, dim, gap=0, place=same):
     for integers, plain in itertools.product((True, False), forms_of(rows, kept)):
         queries = numbers_of(rng, (rows, dim), integers)
         cache = cached(rng, kept, tokens, dim, integers, gap).moved(place)
-        order = products.orders(*kept[:3], dim) if kept.cell and not plain else None
+        order = None if plain else products.orders(*kept[:3], dim)
         given = queries if order is None else queries.take(order[rows], 1)
         got, values = narrow_scores(rng, rows, kept, given, cache, place, plain=plain)
         expected, size = values @ queries.T.astype(np.float64), np.abs(values) @ np.abs(queries.T)

@@ -7,7 +7,7 @@ import numpy as np
 from kvkit import cpu
 from kvkit.checks import attention, tensors
 from kvkit.checks.words import wrong
-from kvkit.formats import FLOATS, Format
+from kvkit.formats import FLOATS, Element
 
 
 class Geometry(NamedTuple):
@@ -17,7 +17,7 @@ class Geometry(NamedTuple):
     heads: int
     key_dim: int
     value_dim: int
-    fmt: Format
+    fmt: Element
 
     def __str__(self):
         sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"

@@ -10,13 +10,13 @@ from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK
 from kvkit.checks.tensors import filled, named, tensor
 from kvkit.checks.words import wrong
-from kvkit.formats import FLOATS, MASKS, Format
+from kvkit.formats import FLOATS, MASKS, Element
 
 
 class Call(NamedTuple):
     """A checked call of `paged_attention`, but for its outputs. An entry is a sequence, or a head of one."""
 
-    fmt: Format
+    fmt: Element
     shape: tuple[int, ...]  # of attn_output
     query: np.ndarray
     caches: list[np.ndarray]

@@ -12,7 +12,7 @@ from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import DATA, holdable, tensor, written
 from kvkit.checks.values import text
 from kvkit.checks.words import wrong
-from kvkit.formats import Format
+from kvkit.formats import Element
 
 RESULTS = "key", "value"
 
@@ -22,7 +22,7 @@ class Load(NamedTuple):
 
     inputs: list[tuple[str, np.ndarray]]
     caches: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
-    formats: list[Format]
+    formats: list[Element]
     table: np.ndarray
     lengths: np.ndarray
     columns: np.ndarray  # of the table, where sequences begin

@@ -31,7 +31,7 @@ from kvkit.cpu.simd.lanes import (
     write,
     zeros,
 )
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 
 LANES = 16
 NARROW, WIDE = 8, 32  # most rows of the narrow products, rows of the wide ones
@@ -51,12 +51,21 @@ def tile_columns(rows):
     return min(8, LANES // rows)
 
 
-def chunk_vectors(rows, cell, group):
+def chunk_vectors(rows, stored, cell, group):
     """Vectors of a row that narrow products widen at a time: of codes several, if groups fit them."""
-    if not cell:
+    element = BY_NAME[stored]
+    if element.block:
+        return min(4, tile_columns(rows))
+    if not cell or (element.minifloat and not group):
         return 1
     most = min(4, tile_columns(rows))
     return next(n for n in (most, 2, 1) if n * LANES % group == 0 or group % (n * LANES) == 0)
+
+
+def fewest_vectors(stored):
+    """Likewise at the end of a row: those of a block."""
+    block = BY_NAME[stored].block
+    return block.elements // LANES if block else 1
 
 
 def chunk_order(stored, cell, vectors):
@@ -64,11 +73,25 @@ def chunk_order(stored, cell, vectors):
 
     Words of 32 bits fill the lanes, and every code is moved to the top of its word: no lane moves.
     """
-    if not cell:
+    element = BY_NAME[stored]
+    if element.minifloat or not (cell or element.block):
         return list(range(LANES * vectors))
-    codes = 32 // BY_NAME[stored].bits
+    codes = 32 // element.bits
     words = LANES * vectors // codes
+    if element.block and element.block.halves:  # a byte has codes that are half a block apart
+        half, of_block = element.block.elements // 2, element.block.elements // codes
+        return [
+            word // of_block * 2 * half + word % of_block * codes // 2 + code // 2 + code % 2 * half
+            for code in range(codes)
+            for word in range(words)
+        ]
     return [word * codes + code for code in range(codes) for word in range(words)]
+
+
+def row_scale(stored, cell, group):
+    """What a row's products are to be multiplied with: the format of its one scale, and a constant."""
+    minifloat = BY_NAME[stored].minifloat
+    return (cell if minifloat and not group else None), (256.0 if stored == "e4m3" else 1.0)
 
 
 def chunk_reader(stored, cell, group, rounds, like=None):
@@ -78,10 +101,50 @@ def chunk_reader(stored, cell, group, rounds, like=None):
     (stored, cell, group), if floats are read beside them. A dequantized element is rounded to the formats
     `rounds` in turn, as a load does. Unsigned codes have minima behind the scales of a row.
     """
-    bits, symmetric = BY_NAME[stored].bits, BY_NAME[stored].symmetric
+    element = BY_NAME[stored]
+    bits, symmetric, block = element.bits, element.symmetric, element.block
 
     def at(b, row, i):
+        if block:
+            return b.add(row, b.mul(b.udiv(i, I64(block.elements)), I64(block.bytes)))
         return b.add(row, b.lshr(b.mul(i, I64(bits)), I64(3)))
+
+    def minifloats(b, row, cells, i, vectors, dim):
+        """Less the constant of `row_scale`, and its scale."""
+        size, scales = LANES * vectors, None
+        halves = lanes.as_halves(read(b, at(b, row, i), RAW[stored], size), stored)
+        if cell and group:
+            count = max(1, size // group)
+            cell_at = b.add(cells, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[cell].bytes(1))))
+            scales = widen(read(b, cell_at, RAW[cell], count), cell)
+
+        def vector(m):
+            of_vector = range(m * LANES, (m + 1) * LANES)
+            number = halves.pick(of_vector).cast("fpext", F32)
+            return (
+                number * scales.pick(lane * scales.count // size for lane in of_vector) if scales else number
+            )
+
+        return vector
+
+    def blocks(b, row, cells, i, vectors, dim):
+        size = LANES * vectors
+        first, count, words = at(b, row, i), size // block.elements, block.elements * bits // 32
+        starts = [b.add(first, I64(k * block.bytes)) for k in range(count)]
+        scales = widen(lanes.joined([read(b, start, RAW[block.cell], 1) for start in starts]), block.cell)
+        codes = lanes.joined([read(b, b.add(start, I64(block.codes_at)), I32, words) for start in starts])
+        words, order = codes.count, chunk_order(stored, None, vectors)
+        if block.less:  # from 0 on to codes with a sign: the highest bit of each turns
+            codes = codes.apply("xor", 0x88888888)
+        codes = codes.pick(lane % words for lane in range(LANES))
+
+        def vector(m):
+            of_vector = range(m * LANES, (m + 1) * LANES)
+            code = codes << [32 - bits - bits * (lane // words) for lane in of_vector]
+            scale = scales.pick(order[lane] * count // size for lane in of_vector)
+            return code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
+
+        return vector
 
     def plain(b, row, cells, i, vectors, dim):
         if like:
@@ -117,15 +180,17 @@ def chunk_reader(stored, cell, group, rounds, like=None):
 
         return vector
 
-    return quantized if cell else plain
+    if block:
+        return blocks
+    return minifloats if element.minifloat else quantized if cell else plain
 
 
 def order(rows, stored, cell, group, dim):
     """The elements of a row in the order that narrow products want queries in."""
-    vectors = chunk_vectors(rows, cell, group)
+    vectors, fewest = chunk_vectors(rows, stored, cell, group), fewest_vectors(stored)
     whole, size = dim - dim % (LANES * vectors), LANES * vectors
     chunks = [(first, vectors) for first in range(0, whole, size)]
-    chunks += [(first, 1) for first in range(whole, dim, LANES)]
+    chunks += [(first, fewest) for first in range(whole, dim, LANES * fewest)]
     return [first + i for first, n in chunks for i in chunk_order(stored, cell, n)]
 
 
@@ -144,12 +209,12 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
     others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
     """
     chunk = chunk_reader(stored, cell, group, rounds, like)
-    most = chunk_vectors(rows, *(like[1:] if like else (cell, group)))
-    tokens, bits = tile_tokens(rows), BY_NAME[stored].bits
+    most, fewest = chunk_vectors(rows, *(like or (stored, cell, group))), fewest_vectors(stored)
+    tokens, (own, constant) = tile_tokens(rows), row_scale(stored, cell, group)
 
     @micro_kernel(11)
     def narrow_scores(b, queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
-        size = b.lshr(b.mul(dim, I64(bits)), I64(3))
+        size = bytes_of(b, stored, dim)
         with loop(b, count, tokens) as first:
             at = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
@@ -170,8 +235,13 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
                         for r in range(rows):
                             sums[t * rows + r] = vector.fma(query[r], sums[t * rows + r])
 
-            along(b, dim, most, add)
+            along(b, dim, most, add, fewest)
             total = sums_of([sums[i] for i in range(tokens * rows)])
+            if own:
+                scales = lanes.joined([read(b, at, RAW[own], 1) for at in cell_at])
+                total = total * widen(scales, own).pick(i // rows for i in range(tokens * rows))
+            if constant != 1.0:
+                total = total * constant
             write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
 
     return narrow_scores
@@ -184,8 +254,9 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
     sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` as in `narrow_scores`, and
     `neighbours` as `like` there.
     """
-    chunk, most = chunk_reader(stored, cell, group, rounds), chunk_vectors(rows, cell, group)
-    widest, bits = tile_columns(rows), BY_NAME[stored].bits
+    chunk, most = chunk_reader(stored, cell, group, rounds), chunk_vectors(rows, stored, cell, group)
+    widest, fewest = tile_columns(rows), fewest_vectors(stored)
+    own, constant = row_scale(stored, cell, group)
 
     @micro_kernel(12)
     def narrow_sums(
@@ -213,16 +284,19 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
                     for base, stride in ((values, value_row), (cells, cell_row))
                 )
                 soon = row if neighbours else number_at(b, ahead, token)
-                soon = b.add(b.add(soon, shift), b.lshr(b.mul(first, I64(bits)), I64(3)))
-                for offset in range(0, vectors * LANES * bits // 8, LINE):
+                soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
+                for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
                     prefetch(b, b.add(soon, I64(offset)))
                 value = []
                 for c in range(0, vectors, size):
                     part = chunk(b, row, cell_at, b.add(first, I64(c * LANES)), size, dim)
                     value += [part(m) for m in range(size)]
                 weight_at = b.add(weights, b.mul(token, I64(4 * rows)))
+                scale = widen(read(b, cell_at, RAW[own], 1), own).pick([0] * LANES) if own else None
                 for r in range(rows):
                     weight = broadcast(b, b.add(weight_at, I64(4 * r)), LANES)
+                    weight = weight * scale if own else weight
+                    weight = weight * constant if constant != 1.0 else weight
                     for c in range(vectors):
                         i = r * vectors + c
                         totals[i] = value[c].fma(weight, totals[i])
@@ -230,20 +304,28 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
                 whole = joined([totals[i * size + m] for m in range(size)])
                 write(b, address, whole.pick(elements))
 
-        along(b, dim, widest, columns)
+        along(b, dim, widest, columns, fewest)
 
     return narrow_sums
 
 
-def along(b, dim, most, body):
-    """body(first element, vectors): `most` vectors of a row at a time, then one by one."""
+def bytes_of(b, stored, count):
+    """The bytes of so many elements, which are whole blocks where there are such."""
+    element = BY_NAME[stored]
+    if element.block:
+        return b.mul(b.udiv(count, I64(element.block.elements)), I64(element.block.bytes))
+    return b.lshr(b.mul(count, I64(element.bits)), I64(3))
+
+
+def along(b, dim, most, body, fewest=1):
+    """body(first element, vectors): `most` vectors of a row at a time, then the `fewest`."""
     size = I64(most * LANES)
     whole = b.mul(b.udiv(dim, size), size)
     with loop(b, whole, most * LANES) as i:
         body(i, most)
-    if most > 1:
-        with loop(b, b.sub(dim, whole), LANES) as i:
-            body(b.add(whole, i), 1)
+    if most > fewest:
+        with loop(b, b.sub(dim, whole), fewest * LANES) as i:
+            body(b.add(whole, i), fewest)
 
 
 def wide_products(b, scalars, tile_step, step, vectors, count, start, careful=False):

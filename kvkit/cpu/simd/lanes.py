@@ -7,12 +7,13 @@ AVX-512, two of AVX2, four of NEON). Addresses are byte addresses of any alignme
 
 import functools
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkit.formats import BY_NAME, FLOAT16, FLOAT32
+from kvkit.formats.elements import BY_NAME, FLOAT16, FLOAT32
 
 F32, F16 = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -129,6 +130,11 @@ class Lanes:
         true = self.builder.fcmp_ordered(relation, self.value, self.of(other))
         return Lanes(self.builder, self.builder.select(true, self.of(then), self.value))
 
+    def where_less(self, floats, limit, other):
+        """Itself where `floats` are less than a limit, `other` elsewhere."""
+        less = self.builder.fcmp_ordered("<", floats.value, floats.of(limit))
+        return Lanes(self.builder, self.builder.select(less, self.value, other.value))
+
     def where_nan(self, floats, other):
         nan = self.builder.fcmp_unordered("uno", floats.value, floats.value)
         return Lanes(self.builder, self.builder.select(nan, other.value, self.value))
@@ -216,24 +222,62 @@ def prefetch(builder, address):
 
 def widen(lanes, element):
     """Raw lanes of a float format, or int8 codes, to float32: exact."""
-    if element == "float16":
-        return lanes.cast("fpext", F32)
-    if element == "bfloat16":
-        return (lanes.cast("zext", I32) << 16).cast("bitcast", F32)
-    if element == "int8":
-        return lanes.cast("sitofp", F32)
-    return lanes
+    return WIDEN[BY_NAME[element].widen](lanes)
 
 
 def narrow(lanes, element):
     """Float32 lanes to raw lanes of a float format: rounded once, ties to even."""
-    if element == "float16":
-        return lanes.cast("fptrunc", F16)
-    if element == "bfloat16":
-        bits = lanes.as_bits()
-        rounded = bits.plus((bits >> 16) & 1).plus(0x7FFF) >> 16
-        return rounded.where_nan(lanes, (bits >> 16) | 0x40).cast("trunc", I16)
-    return lanes
+    return NARROW[BY_NAME[element].narrow](lanes)
+
+
+def as_halves(codes, element):
+    """Raw lanes of a float of 8 bits to halves; those of e4m3 are 256 times too small."""
+    word = codes.cast("zext", I16)
+    if element == "e5m2":
+        return (word << 8).cast("bitcast", F16)
+    size = (word << 7) & 0x3F80
+    return (size | (size.plus(0x80) & 0x4000) | ((word << 8) & 0x8000)).cast("bitcast", F16)
+
+
+def bfloat16_lanes(lanes):
+    bits = lanes.as_bits()
+    rounded = bits.plus((bits >> 16) & 1).plus(0x7FFF) >> 16
+    return rounded.where_nan(lanes, (bits >> 16) | 0x40).cast("trunc", I16)
+
+
+def minifloat_lanes(x, name):
+    """See `numeric.float_to_minifloat`."""
+    element = BY_NAME[name]
+    fraction = element.significant - 1
+    bias, shift = (1 << 6 - fraction) - 1, 23 - fraction
+    rounder = 2.0 ** (24 - bias - fraction)
+    size = abs(x).min(float(element.limits[1]))
+    bits = size.as_bits()
+    code = (bits.plus((bits >> shift) & 1).plus((1 << shift - 1) - 1) >> shift).plus(
+        -(127 - bias << fraction) % 2**32
+    )
+    small = (size + rounder).as_bits().plus(-int(np.float32(rounder).view(np.uint32)) % 2**32)
+    code = small.where_less(size, 2.0 ** (1 - bias), code)
+    code = code.where_nan(x, Lanes(x.builder, code.of(0x7F)))
+    return (code | ((x.as_bits() >> 24) & 0x80)).cast("trunc", I8)
+
+
+# The vector forms of the formulas in `numeric.py`, by their names.
+WIDEN = {
+    "half_to_float": lambda lanes: lanes.cast("fpext", F32),
+    "bfloat16_to_float": lambda lanes: (lanes.cast("zext", I32) << 16).cast("bitcast", F32),
+    "as_it_is": lambda lanes: lanes.cast("sitofp", F32),
+    "float_of": lambda lanes: lanes,
+    "e4m3_to_float": lambda lanes: as_halves(lanes, "e4m3").cast("fpext", F32) * 256.0,
+    "e5m2_to_float": lambda lanes: as_halves(lanes, "e5m2").cast("fpext", F32),
+}
+NARROW = {
+    "float_to_half": lambda lanes: lanes.cast("fptrunc", F16),
+    "float_to_bfloat16": bfloat16_lanes,
+    "bits_of": lambda lanes: lanes,
+    "float_to_e4m3": lambda lanes: minifloat_lanes(lanes, "e4m3"),
+    "float_to_e5m2": lambda lanes: minifloat_lanes(lanes, "e5m2"),
+}
 
 
 def unpack_nibbles(pairs):

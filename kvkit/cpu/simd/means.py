@@ -18,7 +18,7 @@ from kvkit.cpu.simd.lanes import (
     zeros,
 )
 from kvkit.cpu.simd.panels import LANES
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 
 VECTORS = 8  # whose sums stay in registers
 

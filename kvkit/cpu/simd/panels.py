@@ -20,7 +20,7 @@ from kvkit.cpu.simd.lanes import (
     widen,
     write,
 )
-from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BY_NAME
 from kvkit.numeric import ROUNDER
 
 LANES = 16
@@ -53,7 +53,8 @@ def dequantize(codes, cell, group, rounded, target, stream=False):
 
     It is rounded to a format, then to that of the target.
     """
-    cells = max(1, LANES // group)
+    cells = max(1, LANES // group) if group else 1
+    floats = BY_NAME[codes].minifloat
 
     @micro_kernel(3)
     def dequantize(b, code_address, cell_address, target_address):
@@ -63,7 +64,7 @@ def dequantize(codes, cell, group, rounded, target, stream=False):
             values = lanes.unpack_nibbles(read(b, code_address, I8, LANES // 2))
         else:
             values = read(b, code_address, I8, LANES)
-        product = narrow(widen(values, "int8") * scale, rounded)
+        product = narrow(widen(values, codes if floats else "int8") * scale, rounded)
         if rounded != target:
             product = narrow(widen(product, rounded), target)
         write(b, target_address, product, stream)

@@ -1,0 +1,56 @@
+"""Rows of floats of 8 bits with scales, to a cache: quotients in float32, rounded once, which saturate."""
+
+from typing import Any
+
+import numpy as np
+
+from kvkit import numeric
+from kvkit.cpu import memory
+from kvkit.cpu.simd import minifloats as panels
+from kvkit.cpu.simd.panels import LANES
+from kvkit.formats.elements import BY_NAME
+from kvkit.jit import shared
+
+
+@shared
+def largest_scale(cell, largest, limit):
+    """The scale of numbers up to `largest`, as it is stored; 1 where that is 0."""
+    scale = numeric.round_to(cell, largest / np.float32(limit))
+    return scale if scale != np.float32(0) else np.float32(1)
+
+
+def scaled_row(packed, cache, scale, group, plain):
+    """(packed, cache, scale, dim): codes of a row, and the scales of its groups; one that is given if 0."""
+    get, put, get_cell, put_cell = (
+        memory.read(packed), memory.write(cache), memory.read(scale), memory.write(scale),
+    )  # fmt: skip
+    packed_bytes, cell_bytes, limit = (
+        BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1), BY_NAME[cache].limits[1],
+    )  # fmt: skip
+    cell_name = scale
+    vector = group % LANES == 0 and not plain
+    largest_of: Any = panels.largest(packed) if vector else None
+    panel: Any = panels.quotients(packed, cache, scale) if vector else None
+
+    def row(packed, cache, scale, dim):
+        shared = group if group else dim
+        for first in range(0, dim, shared):
+            cell = scale + first // shared * cell_bytes
+            source, target = packed + first * packed_bytes, cache + first
+            whole = 0
+            if group:
+                largest = abs(get(source))
+                if vector:
+                    largest = largest_of(source, shared)
+                else:
+                    for i in range(1, shared):
+                        largest = max(largest, abs(get(source + i * packed_bytes)))
+                put_cell(cell, largest_scale(cell_name, largest, limit))
+            if vector:
+                whole = shared // LANES * LANES
+                for i in range(0, whole, LANES):
+                    panel(source + i * packed_bytes, cell, target + i)
+            for i in range(whole, shared):
+                put(target + i, get(source + i * packed_bytes) / get_cell(cell))
+
+    return row

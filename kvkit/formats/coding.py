@@ -1,0 +1,222 @@
+"""Numbers to the bytes of a format and back, with numpy: bit for bit as those who write such caches."""
+
+import numpy as np
+
+from kvkit.errors import brief, wrong
+from kvkit.formats import packing
+from kvkit.formats.elements import BY_DTYPE, FLOATS
+from kvkit.formats.groups import grouped, shapes, spread, ungrouped
+from kvkit.formats.named import named
+from kvkit.formats.scales import RULES, calibrated, rounded_codes
+
+SHARED = {False: ("tensor", "head", "token", "group"), True: ("tensor", "channel")}
+
+
+def encode(x, format, *, scale=None, **options):
+    """Numbers as a format stores them.
+
+    Parameters
+    ----------
+    x : ndarray of float32, float16 or bfloat16, shape [..., D]
+        D is the size of a head; formats with a scale by head or channel want [tokens, heads, D].
+    format : str or Format
+        A name of `NAMED` with its options, as `named` takes it.
+    scale : None, float, ndarray or str
+        Of e4m3, e5m2, ort_int8 and ort_int4: what codes are multiplied with, 1 if left out (the last two ask
+        for it): a number, or shape [heads], [tokens, heads] or [tokens, heads, groups]; [heads, D] for
+        ort_*. Or what shall share one that is found from the numbers, largest magnitude / largest code:
+        "tensor", "head", "token", "group" or "channel", as behind a colon in the name. Of nvfp4: of the
+        whole, the largest magnitude / 448 if left out; 1 of mlx_nvfp4.
+    **options
+        As of `named`.
+
+    Returns
+    -------
+    dict of str to ndarray
+        "codes", uint8 (int8 where the format has codes of 8 bits with a sign); and "scale", "minimum" or
+        "zero" and "whole" where the format keeps them apart. Formats with scales inside have "codes" alone,
+        rows of bytes.
+
+    Raises
+    ------
+    KvkitError
+        An unknown format or option; a scale that is missing, not finite or of another shape; data of another
+        dtype, or a head that is no multiple of a group; numbers that are not finite for codes that have none.
+
+    Notes
+    -----
+    Floats of 8 bits saturate, also infinities, and NaN stays NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import formats
+    >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 2, 32)
+    >>> formats.encode(x, "q8_0")["codes"].shape
+    (1, 2, 34)
+    >>> arrays = formats.encode(x, "e4m3", scale="head")
+    >>> arrays["scale"].shape
+    (2,)
+    >>> bool(abs(formats.decode(arrays, "e4m3") - x).max() < 0.04)
+    True
+    """
+    format = named(format, **options)
+    x, dtype = numbers(x, format)
+    x, tail = (x[..., : -format.tail], x[..., -format.tail :]) if format.tail else (x, None)
+    per, whole, beside = format.per, np.float32(1), None
+    with np.errstate(over="ignore", invalid="ignore"):
+        if format.find == "given":
+            per, cells = given(format, scale, x)
+            ratio = x / spread(cells, x.shape, per)
+        else:
+            if format.find == "blocks16":
+                whole = of_whole(format, scale, x)
+            elif scale is not None:
+                raise wrong("scale", f"None, for {format}", brief(repr(scale)))
+            ratio, *found = RULES[format.find](grouped(x, per, format.group), format, dtype, whole)
+            ratio = ungrouped(ratio, x.shape, per)
+            cells, beside = (None if cell is None else cell[..., 0] for cell in found)
+        codes = rounded_codes(ratio, format)
+    cell = format.cell or BY_DTYPE[dtype]
+    if format.order:
+        return {"codes": packing.in_blocks(format, codes, cells, beside, tail, cell)}
+    arrays = {"codes": packing.in_arrays(format, codes)}
+    if format.find != "given" or scale is not None or format.per:
+        arrays["scale"] = packing.cells(cells, cell)
+    if beside is not None:
+        arrays[format.beside] = packing.cells(beside, cell)
+    if format.find == "blocks16" and whole != 1:
+        arrays["whole"] = whole
+    return arrays
+
+
+def decode(arrays, format, **options):
+    """The numbers that the bytes of a format stand for.
+
+    Parameters
+    ----------
+    arrays : dict of str to ndarray, or ndarray
+        What `encode` returns, or an engine's arrays of those shapes; codes may be a view as wider words.
+        An array is the codes alone.
+    format : str or Format
+    **options
+        As of `encode`.
+
+    Returns
+    -------
+    ndarray of float32, shape [..., D]
+        code * scale in float32, and what the format has beside it.
+
+    Raises
+    ------
+    KvkitError
+        An unknown format, an array that is missing or of another shape, a scale that is NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import formats
+    >>> formats.decode(np.array([[0x38, 0x7E, 0xB8]], np.uint8), "e4m3")
+    array([[  1., 448.,  -1.]], dtype=float32)
+    """
+    format = named(format, **options)
+    arrays = dict(arrays) if isinstance(arrays, dict) else {"codes": arrays}
+    codes = part(arrays, "codes", format)
+    if codes.dtype.hasobject or not codes.ndim:
+        raise wrong("codes", "an array of bytes", f"dtype {codes.dtype} and {codes.ndim} axes")
+    codes = np.ascontiguousarray(codes).view(np.uint8)
+    if format.order:
+        return packing.from_blocks(format, codes)
+    values, per = format.code.table[packing.from_arrays(format, codes)], format.per
+    if format.find == "given":
+        scale = part(arrays, "scale", format) if format.per else arrays.get("scale")
+        per, cells = given(format, scale, values)
+    else:
+        cells = read(arrays, "scale", format) * np.float32(arrays.get("whole", 1))
+    beside = spread(read(arrays, format.beside, format), values.shape, per) if format.beside else None
+    return packing.numbers(format, values, spread(cells, values.shape, per), beside)
+
+
+def numbers(x, format):
+    """Data as float32, and their dtype."""
+    x = np.asarray(x)
+    if x.dtype not in [one.dtype for one in FLOATS]:
+        raise wrong("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
+    fewest = 2 if format.per == "channel" else 1
+    if x.ndim < fewest:
+        raise wrong("x", f"{fewest} axes or more, for {format}", x.ndim)
+    dtype, x = x.dtype, np.ascontiguousarray(x, np.float32)
+    takes_all = format.code.significant and format.find in ("given", "token", "normal")
+    if not takes_all and not np.isfinite(x).all():
+        raise wrong("x", f"finite numbers, for {format}", "NaN" if np.isnan(x).any() else "infinity")
+    in_byte = 8 // format.code.bits if 8 % format.code.bits == 0 else 1
+    by_tokens = format.along == "tokens"
+    elements = max(format.group if format.per == "group" else 1, format.block, 1 if by_tokens else in_byte)
+    if (x.shape[-1] - format.tail) % elements or x.shape[-1] < format.tail:
+        more = f" and {format.tail} more" if format.tail else ""
+        raise wrong("x", f"a head of a multiple of {elements} elements{more}, for {format}", x.shape[-1])
+    tokens = max(format.group if format.per == "channel" else 1, in_byte if by_tokens else 1)
+    if x.shape[0] % tokens:
+        raise wrong("x", f"a multiple of {tokens} tokens, for {format}", x.shape[0])
+    return x, dtype
+
+
+def given(format, scale, x):
+    """(what shares a scale, scales) as a caller gives them, or asks for them."""
+    if scale is None and format.per:
+        scale = format.per
+    if scale is None and not format.asks:
+        return "tensor", np.float32(1)
+    if scale is None:
+        raise wrong("scale", f"a number or an array, for {format}", "None")
+    legal = shapes(x.shape, format.group, SHARED[format.asks])
+    if isinstance(scale, str):
+        if scale not in legal:
+            raise wrong("scale", f"one of {', '.join(legal)}, for {format}", brief(repr(scale)))
+        if scale == "group" and x.shape[-1] % format.group:
+            raise wrong("x", f"a head of a multiple of {format.group} elements, for {format}", x.shape[-1])
+        return scale, calibrated(grouped(x, scale, format.group), format)[..., 0]
+    cells = finite("scale", scale)
+    if cells.size == 1:
+        return "tensor", cells.reshape(())
+    for per, shape in legal.items():
+        of_groups = per == "group" and cells.shape[:-1] == shape[:-1] and x.shape[-1] % cells.shape[-1] == 0
+        if cells.shape == shape or of_groups:
+            return per, cells
+    by = ", ".join(f"{shape} by {per}" for per, shape in legal.items())
+    raise wrong("scale", f"shape {by}", cells.shape)
+
+
+def of_whole(format, scale, x):
+    """The scale of the whole of nvfp4, which its block scales are in units of."""
+    if scale is not None:
+        cells = finite("scale", scale)
+        if cells.size != 1:
+            raise wrong("scale", f"a number, for {format}", f"shape {cells.shape}")
+        return np.float32(cells.reshape(()))
+    if format.whole == 1:
+        return np.float32(1)
+    top = np.abs(x).max(initial=0) / np.float32(448)
+    return top if top > 0 else np.float32(1)
+
+
+def finite(name, numbers):
+    """float32 of what a caller gives as scales."""
+    try:
+        numbers = np.asarray(numbers).astype(np.float32)
+    except (TypeError, ValueError):
+        raise wrong(name, "a number or an array of floats", brief(repr(numbers))) from None
+    if not np.isfinite(numbers).all():
+        raise wrong(name, "finite numbers", "NaN" if np.isnan(numbers).any() else "infinity")
+    return numbers
+
+
+def part(arrays, name, format):
+    if arrays.get(name) is None:
+        raise wrong(name, f"an array, for {format}", "None")
+    return np.asarray(arrays[name])
+
+
+def read(arrays, name, format):
+    """float32 of scales, or of what is beside them, as `packing.cells` stored them."""
+    return finite(name, packing.from_cells(part(arrays, name, format), format))

@@ -1,0 +1,227 @@
+"""Every format that kvkit or an engine writes: a code table, a scale, its granularity, and its placement.
+
+A number is `code * scale`, and beside it `+ minimum` or `(code - zero) * scale`. Whatever tells two formats
+apart is a field here.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvkit.errors import brief, wrong
+from kvkit.formats.elements import (
+    BY_NAME,
+    BYTE,
+    E4M3,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    INT2,
+    INT4,
+    INT8,
+    UINT2,
+    UINT4,
+    UINT8,
+    Element,
+)
+
+FULL_INT8 = replace(INT8, limits=(-128, 127))
+FULL_INT4 = replace(INT4, dtype=BYTE, limits=(-8, 7), numbers=tuple(range(-8, 8)))  # stored as code + 8
+UINT5 = Element("uint5", BYTE, 5, limits=(0, 31))
+E2M1 = Element(
+    "e2m1", BYTE, 4, 2, (-6, 6), numbers=(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+)
+IQ4 = Element(
+    "iq4", BYTE, 4, limits=(-127, 113),
+    numbers=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+)  # fmt: skip
+E8M0 = Element("e8m0", BYTE, 8, limits=(0, 254), numbers=(*(2.0 ** (e - 127) for e in range(255)), np.nan))
+
+PER = "tensor", "head", "token", "group", "channel"
+EXPONENTS = "floor", "ceil"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of [..., tokens, heads, head size], as `encode` writes it and `decode` reads it.
+
+    Attributes
+    ----------
+    name : str
+    code : Element
+        The table of its codes, their bits and limits.
+    find : str
+        How the scale of a group comes from its numbers: a function of `scales.py`; "given" is the caller's,
+        or 1.
+    cell : Element or None
+        How scales are stored, and what is beside them; None as the data are.
+    beside : str
+        What a group has beside its scale: "minimum", which is added, or "zero", which codes are less.
+    per : str
+        What shares a scale: "tensor", "head", "token" (a token's head), "group" (`group` neighbouring
+        elements of a head), "channel" (an element of the head in `group` tokens; in all where that is 0).
+    group : int
+    rounding : str
+        Of a quotient to its code: "even" (half to even), "away" (half away from zero), "trunc" (toward zero),
+        "up" (half is added and what is left is cut), "lower" and "upper" (the nearest of the table, half way
+        the code before or after).
+    exponent : str
+        Of scales that are powers of two: "floor", which clips the largest numbers, or "ceil".
+    order : tuple of str
+        The parts of a block, one behind the other; none where codes and scales are arrays of their own.
+    block : int
+        Elements of a block; 0 is a head of a token, and where the parts are arrays all of them.
+    halves : bool
+        Whether bytes of two codes have the first half of a block in their low nibbles, the second in the high
+        ones; else neighbours, the even one in the low nibble.
+    along : str
+        What codes of fewer than 8 bits are packed along: "head" or "tokens".
+    tail : int
+        Elements behind the coded ones that stay bfloat16.
+    whole : float
+        The scale of all that scales of blocks are in units of: 1, or 0 where it is found.
+    asks : bool
+        Whether a caller has to give the scale.
+    source : str
+        Whose format it is.
+    """
+
+    name: str
+    code: Element
+    find: str
+    cell: Element | None = FLOAT32
+    beside: str = ""
+    per: str = "group"
+    group: int = 32
+    rounding: str = "even"
+    exponent: str = ""
+    order: tuple[str, ...] = ()
+    block: int = 0
+    halves: bool = False
+    along: str = "head"
+    tail: int = 0
+    whole: float = 1
+    asks: bool = False
+    source: str = "kvkit"
+
+    def __str__(self):
+        return self.name
+
+
+def ggml(name, code, find, order, rounding, cell=FLOAT16, **fields: Any):
+    """A format of ggml: blocks of 32 numbers, two halves in the nibbles of 16 bytes."""
+    form = {"order": order, "rounding": rounding, "block": 32, "halves": True, "source": "ggml"}
+    return Format(name, code, find, cell, **form | fields)
+
+
+ALL = (
+    # Floats of 8 bits, with the scale that a caller gives or asks for: every engine's default.
+    Format("e4m3", E4M3, "given", per=""),
+    Format("e5m2", E5M2, "given", per=""),
+    # kvkit's own codes, as the PMX operators (int8, int4) and quantized caches store them.
+    *(Format(code.name, code, "pmx", group=8 if code is INT8 else 32) for code in (INT8, INT4, INT2)),
+    *(Format(code.name, code, "span", beside="minimum") for code in (UINT8, UINT4, UINT2)),
+    ggml("q8_0", INT8, "largest", ("scale", "codes"), "away"),
+    ggml("q4_0", FULL_INT4, "signed", ("scale", "codes"), "up"),
+    ggml("q4_1", UINT4, "least", ("scale", "minimum", "codes"), "up", beside="minimum"),
+    ggml("q5_1", UINT5, "least", ("scale", "minimum", "high", "codes"), "up", beside="minimum"),
+    ggml("iq4_nl", IQ4, "searched", ("scale", "codes"), "upper"),
+    ggml("ggml_mxfp4", E2M1, "power", ("scale", "codes"), "lower", E8M0, exponent="floor"),
+    # vLLM: a scale for each head of a token, behind its codes.
+    *(
+        Format(
+            f"{code}_token_head", code, "token", per="token", group=0, rounding=rounding,
+            order=("codes", "scale"), source="vLLM",
+        )
+        for code, rounding in ((INT8, "trunc"), (E4M3, "even"))
+    ),
+    *(
+        Format(f"lmdeploy_{code.name[1:]}", code, "zero", None, "zero", "token", 0, "up", halves=True,
+               source="LMDeploy, PyTorch engine")
+        for code in (UINT8, UINT4)
+    ),
+    *(
+        Format(f"mlx{code.bits}", code, "edge", None, "minimum", group=64, source="MLX, affine")
+        for code in (UINT2, UINT4, UINT8)
+    ),
+    Format("mlx_mxfp4", E2M1, "power", E8M0, rounding="lower", exponent="ceil", source="MLX"),
+    Format("mlx_mxfp8", E4M3, "power", E8M0, exponent="ceil", source="MLX"),
+    Format("mlx_nvfp4", E2M1, "blocks16", E4M3, group=16, rounding="lower", source="MLX"),
+    *(
+        Format(f"kivi_{side}{code.bits}", code, "kivi", FLOAT16, "minimum", per, along=along, source="KIVI")
+        for code in (UINT2, UINT4)
+        for side, per, along in (("key", "channel", "tokens"), ("value", "group", "head"))
+    ),
+    Format("nvfp4", E2M1, "blocks16", E4M3, group=16, whole=0, source="FlashInfer, NVIDIA"),
+    Format("mxfp4", E2M1, "power", E8M0, exponent="floor", source="OCP MX"),
+    Format("mxfp8", E4M3, "power", E8M0, exponent="floor", source="OCP MX"),
+    *(
+        Format(f"ort_{code}", code, "given", per="", asks=True, source="onnxruntime, GroupQueryAttention")
+        for code in (FULL_INT8, FULL_INT4)
+    ),
+    Format("ds_mla", E4M3, "normal", group=128, order=("codes", "scale", "tail"), tail=64,
+           source="DeepSeek V3.2, fp8_ds_mla"),
+)  # fmt: skip
+NAMED = {format.name: format for format in ALL}
+OPTIONS = "cell", "exponent", "group", "per", "rounding"
+ROUNDINGS = {"trunc": "trunc", "rint": "even"}
+
+
+def named(format, **options):
+    """A format by its name, which may have options behind it: "int4:g32", "int2:g32:channel", "mxfp4:ceil".
+
+    Parameters
+    ----------
+    format : str or Format
+        A name of `NAMED`, then, each behind a colon: `g` and the size of groups; "tensor", "head", "token",
+        "channel", what shares a scale; "floor" or "ceil", the rule of exponents; "trunc" or "rint", how
+        codes are rounded; "float32", "float16" or "bfloat16", how scales are stored.
+    **options
+        The same by keyword, as fields of `Format`: cell, exponent, group, per, rounding.
+
+    Returns
+    -------
+    Format
+
+    Raises
+    ------
+    KvkitError
+        The name or an option is none.
+
+    Examples
+    --------
+    >>> from kvkit import formats
+    >>> formats.named("int4:g64").group
+    64
+    """
+    if not isinstance(format, Format):
+        name, *words = str(format).split(":")
+        if name not in NAMED:
+            raise wrong("format", f"one of {', '.join(NAMED)}", brief(repr(format)))
+        options = dict(option(word, format) for word in words) | options
+        format = NAMED[name]
+        changed = {"name": ":".join((name, *words))} if words else {}
+        if options.get("per") == "channel" and format.find not in ("pmx", "span"):
+            raise wrong("format", "codes of kvkit for scales by channel", brief(repr(name)))
+        options |= changed
+    for name in options.keys() - {"name"}:
+        if name not in OPTIONS:
+            raise wrong("options", f"names among {', '.join(OPTIONS)}", brief(repr(name)))
+    return replace(format, **options)
+
+
+def option(word, format):
+    """(field, value) of an option in a name."""
+    if word[:1] == "g" and word[1:].isdecimal() and int(word[1:]):
+        return "group", int(word[1:])
+    if word in PER:
+        return "per", word
+    if word in EXPONENTS:
+        return "exponent", word
+    if word in ROUNDINGS:
+        return "rounding", ROUNDINGS[word]
+    if word in ("float32", "float16", "bfloat16"):
+        return "cell", BY_NAME[word]
+    legal = "gN, tensor, head, token, channel, floor, ceil, trunc, rint, or a float type of scales"
+    raise wrong("format", f"options {legal}", brief(repr(format)))

@@ -1,0 +1,170 @@
+"""Codes of a few bits in bytes, and the parts of a block behind one another."""
+
+import numpy as np
+
+from kvkit.errors import wrong
+from kvkit.formats.elements import BFLOAT16
+
+
+def packed(codes, bits, halves):
+    """uint8 [..., n * bits / 8] of codes [..., n]; of 5 bits the low four, and apart the fifth ones."""
+    if bits == 8:
+        return codes
+    if bits == 5:
+        return packed(codes & 15, 4, halves)
+    if halves:
+        low, high = np.split(codes, 2, -1)
+        return low | high << 4
+    in_byte = 8 // bits
+    parts = codes.reshape(*codes.shape[:-1], -1, in_byte) << np.arange(0, 8, bits, dtype=np.uint8)
+    return np.bitwise_or.reduce(parts, -1)
+
+
+def unpacked(data, bits, halves):
+    """Codes uint8 [..., n] of their bytes; of 5 bits the low four."""
+    if bits == 8:
+        return data
+    if bits == 5:
+        return unpacked(data, 4, halves)
+    if halves:
+        return np.concatenate((data & 15, data >> 4), -1)
+    parts = data[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & (1 << bits) - 1
+    return parts.reshape(*data.shape[:-1], -1)
+
+
+def high_bits(codes):
+    """The fifth bits of 32 codes, in 4 bytes, the first one lowest."""
+    return np.packbits(codes >> 4, -1, bitorder="little")
+
+
+def with_high_bits(codes, high):
+    return codes | np.unpackbits(high, -1, bitorder="little") << 4
+
+
+def as_bytes(numbers, element):
+    """uint8 [..., n * size] of float32 [..., n] as an element stores them."""
+    if element.name == "e8m0":
+        return (np.frexp(numbers)[1] + 126).astype(np.uint8)
+    stored = np.ascontiguousarray(numbers.astype(element.dtype))
+    return stored.view(np.uint8).reshape(*stored.shape[:-1], -1)
+
+
+def from_bytes(data, element):
+    """float32 [..., n] of the bytes of an element."""
+    if element.name == "e8m0":
+        return element.table[data]
+    return np.ascontiguousarray(data).view(element.dtype).astype(np.float32)
+
+
+# Arrays of their own
+
+
+def in_arrays(format, codes):
+    """Codes as an array: int8 where it holds one with a sign an element, else bytes."""
+    if format.along == "tokens":
+        data = np.moveaxis(packed(np.moveaxis(codes, 0, -1), format.code.bits, format.halves), -1, 0)
+    else:
+        data = packed(codes, format.code.bits, format.halves)
+    return data.view(format.code.dtype if not format.code.significant else np.uint8)
+
+
+def from_arrays(format, data):
+    if format.along == "tokens":
+        return np.moveaxis(unpacked(np.moveaxis(data, 0, -1), format.code.bits, format.halves), -1, 0)
+    return unpacked(data, format.code.bits, format.halves)
+
+
+def cells(numbers, element):
+    """Scales as an array of an element; e4m3 and e8m0 as bytes."""
+    numbers = np.asarray(numbers)
+    if element.bits == 8:
+        return as_bytes(numbers[..., None], element)[..., 0]
+    return numbers.astype(element.dtype)
+
+
+def from_cells(stored, format):
+    element = format.cell
+    if element is None or element.bits != 8 or stored.itemsize != 1:
+        return stored
+    return element.table[stored.view(np.uint8)]
+
+
+# Blocks
+
+
+def widths(format, elements, cell):
+    """Of a block of so many elements: the bytes of each part, in order."""
+    bits, count = format.code.bits, elements // format.group if format.group else 1
+    known = {
+        "codes": elements * (bits if 8 % bits == 0 else bits - 1) // 8,
+        "high": elements // 8,
+        "scale": cell.bytes(count),
+        "minimum": cell.bytes(count),
+        "tail": BFLOAT16.bytes(format.tail),
+    }
+    return {part: known[part] for part in format.order}
+
+
+def in_blocks(format, codes, scales, beside, tail, cell):
+    """Rows of blocks: uint8 [..., bytes]."""
+    *outer, dim = codes.shape
+    elements = format.block or dim
+    codes = codes.reshape(*outer, dim // elements, elements)
+    parts = []
+    for name in format.order:
+        if name == "codes":
+            parts.append(packed(codes, format.code.bits, format.halves))
+        elif name == "high":
+            parts.append(high_bits(codes))
+        elif name == "tail":
+            parts.append(as_bytes(tail[..., None, :], BFLOAT16))
+        else:
+            numbers = scales if name == "scale" else beside
+            parts.append(as_bytes(numbers.reshape(*codes.shape[:-1], -1), cell))
+    return np.concatenate(parts, -1).reshape(*outer, -1)
+
+
+def elements_of(format, width):
+    """How many elements the blocks of a row of so many bytes have."""
+    if format.block:
+        size = sum(widths(format, format.block, format.cell).values())
+        elements, rest = width // size * format.block, width % size
+    else:
+        unit = format.group or 8
+        fixed = sum(widths(format, 0, format.cell).values())
+        each = sum(widths(format, unit, format.cell).values()) - fixed
+        elements, rest = (width - fixed) // each * unit, (width - fixed) % each
+    if rest or elements < 0:
+        raise wrong("codes", f"rows of whole blocks, for {format}", f"{width} bytes")
+    return elements
+
+
+def from_blocks(format, rows):
+    """The numbers of rows of blocks."""
+    dim = elements_of(format, rows.shape[-1])
+    elements = format.block or dim
+    outer, sizes = rows.shape[:-1], widths(format, elements, format.cell)
+    blocks = rows.reshape(*outer, dim // elements if elements else 0, sum(sizes.values()))
+    ends = np.cumsum([*sizes.values()])[:-1]
+    parts = dict(zip(sizes, np.split(blocks, ends, -1), strict=True))
+    codes = unpacked(parts["codes"], format.code.bits, format.halves)
+    codes = with_high_bits(codes, parts["high"]) if "high" in parts else codes
+    cells = {
+        name: np.repeat(y, elements // max(1, y.shape[-1]), -1)
+        for name in ("scale", "minimum")
+        if name in parts
+        for y in (from_bytes(parts[name], format.cell),)
+    }
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = numbers(format, format.code.table[codes], cells["scale"], cells.get("minimum"))
+    values = values.reshape(*outer, dim)
+    if format.tail:
+        values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16).reshape(*outer, -1)), -1)
+    return values
+
+
+def numbers(format, values, scale, beside):
+    """What codes stand for, by the numbers of their table."""
+    if format.beside == "zero":
+        return (values - beside) * scale
+    return values * scale + beside if format.beside else values * scale

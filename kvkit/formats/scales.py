@@ -1,0 +1,209 @@
+"""How a group's scale comes from its numbers, by the rules of those who write such caches.
+
+Each rule takes groups, float32 [..., group], the format, the dtype of the data and the scale of the whole;
+it returns
+
+    ratio     [..., group]  what codes are rounded from
+    scale     [..., 1]      as it is stored, but for its type
+    beside    [..., 1]      the minimum or zero point, or None
+"""
+
+import numpy as np
+
+from kvkit.formats.elements import E4M3
+
+SMALLEST = np.float32(1e-5)  # PMX: of scales
+TINY = np.finfo(np.float32).tiny
+
+
+def rounded(x, dtype):
+    return x.astype(dtype).astype(np.float32)
+
+
+def magnitude(x):
+    return np.abs(x).max(-1, keepdims=True)
+
+
+def extremes(x):
+    return x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+
+
+def inverse(scale):
+    """1 / scale, and 0 of 0."""
+    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+def most(format):
+    return np.float32(format.code.limits[1])
+
+
+def pmx(x, format, dtype, whole):
+    """Scale and quotient rounded to the type of the data; the scale at least 1e-5."""
+    scale = np.maximum(rounded(magnitude(x) / most(format), dtype), rounded(SMALLEST, dtype))
+    return rounded(x / scale, dtype), scale, None
+
+
+def span(x, format, dtype, whole):
+    """kvkit: minimum and scale rounded as they are stored first, the scale at least 1e-5."""
+    low, high = extremes(x)
+    low = rounded(low, format.cell.dtype) + np.float32(0)  # of both zeros the positive one
+    scale = rounded(np.maximum((high - low) / most(format), SMALLEST), format.cell.dtype)
+    return (x - low) / scale, scale, low
+
+
+def largest(x, format, dtype, whole):
+    """ggml q8_0: codes are made with the scale before it is rounded."""
+    scale = magnitude(x) / most(format)
+    return x * inverse(scale), scale, None
+
+
+def signed(x, format, dtype, whole):
+    """ggml q4_0: the number of largest magnitude becomes the least code."""
+    at = np.abs(x).argmax(-1)[..., None]
+    scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
+    return x * inverse(scale), scale, None
+
+
+def least(x, format, dtype, whole):
+    """ggml q4_1 and q5_1."""
+    low, high = extremes(x)
+    scale = (high - low) / most(format)
+    return (x - low) * inverse(scale), scale, low
+
+
+def searched(x, format, dtype, whole):
+    """ggml iq4_nl: of 16 scales, the one whose codes have the least error, weighted with squares."""
+    table = format.code.table
+    at = np.abs(x).argmax(-1)[..., None]
+    top = np.take_along_axis(x, at, -1)
+    best, chosen = np.full_like(top, -1), np.zeros_like(top)
+    weight = x * x
+    for start in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
+        code = table[nearest(x * (start * inverse(top)), table)]
+        share, norm = (
+            (weight * code * x).sum(-1, keepdims=True),
+            (weight * code * code).sum(-1, keepdims=True),
+        )
+        gain = share * share * inverse(norm)
+        better = gain > best
+        best, chosen = np.where(better, gain, best), np.where(better, share * inverse(norm), chosen)
+    return x * inverse(chosen), chosen, None
+
+
+def power(x, format, dtype, whole):
+    """MX: a power of two. `floor` of OCP clips up to half of the largest, `ceil` of MLX nothing."""
+    top = magnitude(x)
+    if format.exponent == "ceil":
+        fraction, exponent = np.frexp(top / most(format))
+        exponent = np.where(top > 0, exponent - (fraction == np.float32(0.5)), 0)
+    else:
+        _, exponent = np.frexp(top)
+        _, own = np.frexp(most(format))
+        exponent = np.where(top > 0, exponent - own, -127)
+    scale = np.ldexp(np.float32(1), exponent.clip(-127, 127)).astype(np.float32)
+    return x / scale, scale, None
+
+
+def blocks16(x, format, dtype, whole):
+    """NVFP4: e4m3 of largest / 6, in units of the scale of the whole."""
+    scale = rounded(np.minimum(magnitude(x) / most(format) / whole, np.float32(E4M3.limits[1])), E4M3.dtype)
+    unit = scale * whole
+    return np.divide(x, unit, out=np.zeros_like(x), where=unit != 0), scale, None
+
+
+def token(x, format, dtype, whole):
+    """vLLM, by token and head: at least 1e-6, and products with its reciprocal."""
+    scale = np.maximum(magnitude(x) / most(format), np.float32(1e-6))
+    return x * (np.float32(1) / scale), scale, None
+
+
+def normal(x, format, dtype, whole):
+    """DeepSeek: at least the smallest normal number."""
+    scale = np.maximum(magnitude(x) / most(format), TINY)
+    return x / scale, scale, None
+
+
+def zero(x, format, dtype, whole):
+    """LMDeploy: a zero point in units of codes, not rounded.
+
+    Of equal numbers the scale is 1, and the zero point their negative: LMDeploy stores what is not finite.
+    """
+    low, high = extremes(x)
+    scale = np.where(high > low, (high - low) / most(format), np.float32(1))
+    point = -low / scale
+    return x / scale + point, scale, point
+
+
+def edge(x, format, dtype, whole):
+    """MLX, affine: the extreme of larger magnitude is a code exactly, and the scale has a sign for it."""
+    low, high = extremes(x)
+    below = np.abs(low) > np.abs(high)
+    scale = np.maximum((high - low) / most(format), np.float32(1e-7))
+    scale, end = np.where(below, scale, -scale), np.where(below, low, high)
+    code = np.rint(end / scale)
+    scale = np.where(code != 0, end / np.where(code != 0, code, np.float32(1)), scale)
+    bias = np.where(code != 0, end, np.float32(0))
+    return (x - bias) / scale, scale, bias
+
+
+def kivi(x, format, dtype, whole):
+    """KIVI: minimum and scale; equal numbers have code 0."""
+    low, high = extremes(x)
+    scale = (high - low) / most(format)
+    return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
+
+
+def calibrated(x, format):
+    """[..., 1]: the largest magnitude over the largest code, and 1 of zeros."""
+    scale = magnitude(x) / most(format)
+    return np.where(scale > 0, scale, np.float32(1))
+
+
+RULES = {
+    rule.__name__: rule
+    for rule in (
+        pmx, span, largest, signed, least, searched, power, blocks16, token, normal, zero, edge, kivi,
+    )
+}  # fmt: skip
+
+
+def nearest(x, table, upper=False):
+    """The place in a table of the number next to each of x; half way, the one before, or after if `upper`."""
+    ascending, places = np.unique(table, return_index=True)  # of both zeros the first
+    right = np.searchsorted(ascending, x).clip(1, len(ascending) - 1)
+    below, above = x - ascending[right - 1], ascending[right] - x
+    low, high = places[right - 1], places[right]
+    tie = np.maximum(low, high) if upper else np.minimum(low, high)
+    return np.where(below == above, tie, np.where(below < above, low, high))
+
+
+def even_float(x, element):
+    """The codes of numbers in a table of floats, ties to the even code; what is too large saturates."""
+    low, high = element.limits
+    if element.bits == 8:
+        codes = np.clip(x, np.float32(low), np.float32(high)).astype(element.dtype).view(np.uint8)
+        return np.where(np.isnan(x), np.signbit(x) * np.uint8(128) + np.uint8(127), codes)
+    table = element.table[: len(element.table) // 2]
+    middles = (table[1:] + table[:-1]) / 2
+    below, above = (np.searchsorted(middles, np.abs(x), side) for side in ("left", "right"))
+    return np.where(below % 2, above, below) + np.signbit(x) * len(table)
+
+
+def rounded_codes(ratio, format):
+    """The codes, as bits in uint8, of quotients."""
+    code, rounding = format.code, format.rounding
+    if rounding in ("lower", "upper"):
+        return nearest(ratio, code.table, rounding == "upper").astype(np.uint8)
+    if code.significant:
+        return even_float(ratio, code).astype(np.uint8)
+    low, high = code.limits
+    origin = low if code.numbers else 0  # of codes that are stored from 0 on
+    if rounding == "up":
+        whole = np.trunc(ratio + np.float32(0.5 - origin)) + np.float32(origin)
+    elif rounding == "away":
+        size = np.abs(ratio)
+        whole = np.floor(size)
+        whole = np.copysign(whole + (size - whole >= np.float32(0.5)), ratio)
+    else:
+        whole = np.trunc(ratio) if rounding == "trunc" else np.rint(ratio)
+    return ((whole.clip(low, high) - origin).astype(np.int32) & ((1 << code.bits) - 1)).astype(np.uint8)

@@ -1,0 +1,53 @@
+"""One clear line for what formats refuse."""
+
+import numpy as np
+import pytest
+
+from kvkit import KvkitError
+from kvkit.formats import decode, encode, named
+
+X = np.ones((4, 2, 32), np.float32)
+NAN = np.where(np.arange(32) == 5, np.nan, X)
+CODES = np.zeros((4, 2, 32), np.uint8)
+
+REFUSED = {
+    "unknown": (lambda: encode(X, "q9_0"), r"format: expected one of e4m3, e5m2, .*, got 'q9_0'"),
+    "option": (lambda: encode(X, "int4:g"), r"format: expected options gN, .*, got 'int4:g'"),
+    "keyword": (lambda: named("int4", gruop=8), r"options: expected names among cell, .*, got 'gruop'"),
+    "channel": (lambda: named("q8_0:channel"), r"format: expected codes of kvkit for .*, got 'q8_0'"),
+    "missing": (lambda: encode(X, "ort_int8"), r"scale: expected a number or an array, .*, got None"),
+    "nan": (lambda: encode(X, "e4m3", scale=np.nan), r"scale: expected finite numbers, got NaN"),
+    "infinite": (lambda: encode(X, "nvfp4", scale=np.inf), r"scale: expected finite numbers, got infinity"),
+    "word": (lambda: encode(X, "e4m3", scale="page"), r"scale: expected one of tensor, .*, got 'page'"),
+    "shape": (
+        lambda: encode(X, "e4m3", scale=np.ones(3)),
+        r"scale: expected shape \(\) by tensor, \(2,\) by head, \(4, 2\) by token, .* by group, got \(3,\)",
+    ),
+    "one of its own": (lambda: encode(X, "q8_0", scale=1.0), r"scale: expected None, for q8_0, got 1.0"),
+    "dtype": (lambda: encode(X.astype(np.float64), "q8_0"), r"x: expected dtype float32, .*, got float64"),
+    "head": (lambda: encode(X[..., :24], "q8_0"), r"x: expected a head of a multiple of 32 .*, got 24"),
+    "tail": (lambda: encode(X, "ds_mla"), r"x: expected a head of .* 128 elements and 64 more, .* got 32"),
+    "tokens": (lambda: encode(X, "kivi_key2"), r"x: expected a multiple of 32 tokens, .*, got 4"),
+    "data": (lambda: encode(NAN, "q8_0"), r"x: expected finite numbers, for q8_0, got NaN"),
+    "codes": (lambda: decode({}, "e4m3"), r"codes: expected an array, for e4m3, got None"),
+    "no scale": (lambda: decode({"codes": CODES}, "int8"), r"scale: expected an array, for int8, got None"),
+    "no scale of e4m3": (lambda: decode(CODES, "e4m3:head"), r"scale: expected an array, .*, got None"),
+    "NaN scale": (
+        lambda: decode({"codes": CODES, "scale": np.array([1, np.nan])}, "e4m3"),
+        r"scale: expected finite numbers, got NaN",
+    ),
+    "rows": (lambda: decode(CODES, "q8_0"), r"codes: expected rows of whole blocks, .*, got 32 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    call, message = REFUSED[what]
+    with pytest.raises(KvkitError, match=f"^{message}$"):
+        call()
+
+
+def test_infinities_and_nan_where_codes_have_them():
+    x = np.array([[np.inf, -np.inf, np.nan, 1]], np.float32)
+    np.testing.assert_array_equal(decode(encode(x, "e4m3"), "e4m3"), [[448, -448, np.nan, 1]])
+    np.testing.assert_array_equal(decode(encode(x, "e5m2"), "e5m2"), [[57344, -57344, np.nan, 1]])

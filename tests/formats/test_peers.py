@@ -1,0 +1,86 @@
+"""Formats against the packages that define them: the same bytes, and the same numbers of any bytes."""
+
+import numpy as np
+import pytest
+
+from kvkit.formats import decode, encode
+
+pytestmark = pytest.mark.peers
+GGML = ("q8_0", "q4_0", "q4_1", "q5_1", "ggml_mxfp4")
+
+
+def some(rng, shape=(64, 4, 128)):
+    x = rng.standard_normal(shape) * np.exp(3 * rng.standard_normal((*shape[:-1], 1)))
+    x[0, 0], x[1, 1, :32] = 0, 3
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_gguf(rng, name):
+    gguf = pytest.importorskip("gguf")
+    kind, x = getattr(gguf.GGMLQuantizationType, name.removeprefix("ggml_").upper()), some(rng)
+    theirs = gguf.quants.quantize(x, kind)
+    np.testing.assert_array_equal(encode(x, name)["codes"], theirs)
+    np.testing.assert_array_equal(decode(theirs, name), gguf.quants.dequantize(theirs, kind))
+
+
+def test_gguf_reads_iq4_nl(rng):
+    gguf = pytest.importorskip("gguf")
+    blocks = encode(some(rng), "iq4_nl")["codes"]
+    theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.IQ4_NL)
+    np.testing.assert_array_equal(decode(blocks, "iq4_nl"), theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_mlx_affine(rng, bits, group, dtype):
+    mx = pytest.importorskip("mlx.core")
+    x = (some(rng) / 50).astype(dtype)
+    words, scales, biases = map(np.asarray, mx.quantize(mx.array(x), group_size=group, bits=bits))
+    arrays = encode(x, f"mlx{bits}:g{group}")
+    np.testing.assert_array_equal(arrays["codes"], words.view(np.uint8))
+    np.testing.assert_array_equal(arrays["scale"], scales)
+    np.testing.assert_array_equal(arrays["minimum"], biases)
+
+
+@pytest.mark.parametrize(("mode", "group", "bits"), [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)])
+def test_mlx_floats(rng, mode, group, bits):
+    mx = pytest.importorskip("mlx.core")
+    x, how = (
+        rng.standard_normal((64, 4, 128)).astype(np.float32),
+        {"group_size": group, "bits": bits, "mode": mode},
+    )
+    x[0, 0] = 0
+    words, scales = mx.quantize(mx.array(x), **how)
+    theirs = {"codes": np.asarray(words), "scale": np.asarray(scales)}
+    arrays = encode(x, f"mlx_{mode}")
+    np.testing.assert_array_equal(arrays["codes"], theirs["codes"].view(np.uint8))
+    np.testing.assert_array_equal(arrays["scale"], theirs["scale"])
+    numbers = mx.dequantize(words, scales, dtype=mx.float32, **how)
+    np.testing.assert_array_equal(decode(theirs, f"mlx_{mode}"), np.asarray(numbers))
+
+
+def sizes(rng):
+    x = rng.standard_normal(10**5) * 10.0 ** rng.uniform(-9, 6, 10**5)
+    return np.concatenate((x, [np.nan, -np.nan, np.inf, -np.inf, 0, -0.0])).astype(np.float32)
+
+
+def test_torch_e4m3(rng):
+    torch, x = pytest.importorskip("torch"), sizes(rng)
+    theirs = torch.tensor(x).to(torch.float8_e4m3fn)
+    np.testing.assert_array_equal(encode(x, "e4m3")["codes"], theirs.view(torch.uint8).numpy())
+
+
+def test_torch_e5m2(rng):
+    """torch does not saturate e5m2."""
+    torch, x = pytest.importorskip("torch"), sizes(rng).clip(-57344, 57344)
+    theirs = torch.tensor(x).to(torch.float8_e5m2)
+    np.testing.assert_array_equal(encode(x, "e5m2")["codes"], theirs.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_torch_reads_every_code(name):
+    torch, codes = pytest.importorskip("torch"), np.arange(256, dtype=np.uint8)
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    np.testing.assert_array_equal(decode(codes, name), torch.tensor(codes).view(dtype).float().numpy())
