@@ -25,6 +25,7 @@ FLOORS = (
     "__init__",
     "files",  # 6
     "cache",
+    "tools",
     "integrations",  # 7
     "cli",
 )

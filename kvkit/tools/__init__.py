@@ -1,0 +1,28 @@
+"""Tools for whoever brings up a device or debugs an engine: functions whose results print themselves.
+
+    check       whether page tables, slots, layouts, scales and data can be right
+    diff        where two caches or outputs differ, and why
+    vectors     packs of golden vectors: made, verified, replayed, compared, exported
+
+A result is what a terminal shows (``str``) and what a program reads (``to_dict()``). Each tool is a verb of the
+command line, too, and is loaded when it is first used.
+"""
+
+import importlib
+
+TOOLS = {  # name: the module that has it, or that it is
+    "check": "kvkit.tools.checking",
+    "diff": "kvkit.tools.comparing",
+    "vectors": "kvkit.tools.vectors",
+}
+
+
+def __getattr__(name):
+    if name not in TOOLS:
+        raise AttributeError(f"module 'kvkit.tools' has no attribute {name!r}")
+    module = importlib.import_module(TOOLS[name])
+    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+
+
+def __dir__():
+    return sorted(TOOLS)
