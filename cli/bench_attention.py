@@ -7,7 +7,7 @@ its peers are compared with float64 numpy before they are measured.
 import numpy as np
 
 import kvkit
-from kvkit import layout
+from kvkit.layouts import pmx
 from kvkit_cli import bench_peers
 from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
 from kvkit_cli.bench_memory import plain_read, sets
@@ -107,7 +107,7 @@ def matmul(operations):
 
 def from_cache(task, kind, place, number, page=PAGE, data=None):
     """Attention from caches in turn, checked: a function of the round, and the read beside it."""
-    order = (layout.STATIC if place == "static" else layout.DYNAMIC)[number]
+    order = (pmx.STATIC if place == "static" else pmx.DYNAMIC)[number]
     where = index_tensors(int(place == "pages"), task.past, task.new, task.batch, page)
     cache, scale = filled(task, kind, order, where["cachestarts"], page)
     size = task.batch * task.length * token_bytes(task, kind)
@@ -139,14 +139,13 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
 
 def filled(task, kind, order, starts, page):
     """A cache with the past of a problem in it, and its scale."""
-    static = "sequence" in order.axes
+    static = "b" in order.axes
     rows = -(-task.length // page) * page
-    sizes = {"sequence": task.batch, "layer": 1, "kv": 2, "row": rows, "head": task.kv_heads}
-    sizes["row"] *= 1 if static else task.batch
+    sizes = {"b": task.batch, "l": 1, "kv": 2, "n": rows * (1 if static else task.batch), "h": task.kv_heads}
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
     cache = np.zeros((*shape, task.stored.shape[-1]), np.int8 if task.quant else DTYPES[kind])
     scale = np.full((*shape, DIM // GROUPS[task.quant]), task.step, np.float16) if task.quant else None
-    axes = "layer", *(["sequence"] if static else []), "kv", "row", "head", "dim"
+    axes = "l", *(["b"] if static else []), "kv", "n", "h", "c"
     view = cache.transpose([order.at[axis] for axis in axes])[0]
     position = np.arange(task.past)
     for b in range(task.batch):

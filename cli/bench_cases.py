@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 
 import kvkit
-from kvkit import cpu, layout
+from kvkit import cpu
 from kvkit.checks import caches, tensors
 from kvkit.checks.index_tensors import dynamic, fits
+from kvkit.layouts import pmx
 from kvkit_cli.bench_memory import plain_copy
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
@@ -56,7 +57,7 @@ class Kind:
 
     def arrays(self, order, rows, layers=1):
         """A cache and its scale with `rows` tokens, in the axis order of a layout."""
-        sizes = {"sequence": B, "layer": layers, "kv": 2, "row": rows, "head": H}
+        sizes = {"b": B, "l": layers, "kv": 2, "n": rows, "h": H}
         shape = tuple(sizes[axis] for axis in order.axes[:-1])
         width = DIM // 2 if self.quant == 4 else DIM
         cache = np.ones((*shape, width), DTYPES["int8" if self.quant else self.cache])
@@ -99,7 +100,7 @@ def whole_step(kind, number, mode, past, new, made=False):
 
     def prepare():
         static = mode is None
-        order = (layout.STATIC if static else layout.DYNAMIC)[number]
+        order = (pmx.STATIC if static else pmx.DYNAMIC)[number]
         length = past + new
         rows = length if static else B * -(-length // PAGE) * PAGE
         cache, scale = kind.arrays(order, rows)
@@ -127,7 +128,7 @@ def append_only(kind, number, mode, past, new, timed=False):
     """The append alone: checks and stores, no context read back."""
 
     def prepare():
-        order = layout.DYNAMIC[number]
+        order = pmx.DYNAMIC[number]
         layers = 1 if timed else SETS
         cache, scale = kind.arrays(order, B * -(-(past + new) // PAGE) * PAGE, layers)
         inputs = [tokens(kind, B * new, seed=i) for i in range(layers)]
@@ -137,7 +138,7 @@ def append_only(kind, number, mode, past, new, timed=False):
             layer, x = i % layers, inputs[i % layers]
             fmt, key, value = tensors.current(x, x, 3)
             checked = caches.cache_layer(
-                fmt, H, DIM, cache, scale, layout.DYNAMIC, layers, layer, kind.quant, GROUP, number
+                fmt, H, DIM, cache, scale, pmx.DYNAMIC, layers, layer, kind.quant, GROUP, number
             )
             packed = tensors.packed_tokens("current_key", x)
             step = dynamic(packed, **where, cache_mode=mode, page_size=PAGE)
@@ -156,14 +157,12 @@ def checks_only(kind, batch):
     """The checks of a decode step of `batch` sequences in a page each."""
 
     def prepare():
-        cache, scale = kind.arrays(layout.DYNAMIC[3], batch * PAGE)
+        cache, scale = kind.arrays(pmx.DYNAMIC[3], batch * PAGE)
         x, where = tokens(kind, batch), index_tensors(1, PAGE - 1, 1, batch)
 
         def run(i):
             fmt, _, _ = tensors.current(x, x, 3)
-            checked = caches.cache_layer(
-                fmt, H, DIM, cache, scale, layout.DYNAMIC, 1, 0, kind.quant, GROUP, 3
-            )
+            checked = caches.cache_layer(fmt, H, DIM, cache, scale, pmx.DYNAMIC, 1, 0, kind.quant, GROUP, 3)
             packed = tensors.packed_tokens("current_key", x)
             fits(dynamic(packed, **where, cache_mode=1, page_size=PAGE), packed, checked)
             for name, array in (("cache", cache), ("scale", scale)):

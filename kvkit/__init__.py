@@ -13,6 +13,7 @@ Rooms:
 
     dynamic_batching    the operators over packed sequences that share a cache; a step planned once
     ascend              caches in blocks, as Ascend's operators have them
+    layouts             where the bytes of any engine's cache lie: lines, views, conversion
     cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
     integrations        onnx and transformers
     kvkit_cuda          a package of the same names, on a GPU
@@ -40,6 +41,7 @@ from kvkit.version import __version__
 if TYPE_CHECKING:
     from kvkit import cache as cache
     from kvkit import integrations as integrations
+    from kvkit import layouts as layouts
 
 __all__ = [
     "DeviceError",
@@ -55,7 +57,7 @@ __all__ = [
     "multi_head_cache_attention",
     "rotary_position_embedding",
 ]
-ROOMS = ("cache", "integrations")  # loaded when they are first used
+ROOMS = ("cache", "integrations", "layouts")  # loaded when they are first used
 
 
 def __getattr__(name):

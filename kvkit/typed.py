@@ -1,7 +1,7 @@
 """The types in the signatures of public functions, for type checkers.
 
 They tell arrays from numbers and texts; dtypes, shapes and ranges are what a call checks. The number of a
-layout is an `int`: which there are, `kvkit.layout` says alone.
+layout is an `int`: which there are, `kvkit.layouts.pmx` says alone.
 """
 
 import os

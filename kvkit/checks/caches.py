@@ -7,7 +7,9 @@ from kvkit.checks.tensors import FLOAT_NAMES, apart, in_out, said, tensor
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS, INT8, QUANTIZED
-from kvkit.layout import Layout, place
+from kvkit.layouts.grammar import Layout
+from kvkit.layouts.places import place
+from kvkit.layouts.pmx import sizes_of
 
 ATTRIBUTES = "num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout"
 
@@ -27,9 +29,9 @@ def cache_layer(
     quant_bit = choice("quant_bit", quant_bit, (0, 4, 8))
     stored, width = cache_format(fmt, cache, quant_bit, dim)
     in_out("cache", cache)
-    shape_of("cache", cache, layout, num_layer, heads, width, stored)
+    shape_of("cache", cache, layout, cache_layout, num_layer, heads, width, stored)
     at, sizes = layout.at, cache.shape
-    capacity = sizes[at["sequence"]] if "sequence" in at else 1, sizes[at["row"]]
+    capacity = sizes[at["b"]] if "b" in at else 1, sizes[at["n"]]
     where = place(cache, layout, layer_idx)
     adjoin = where.head == stored.bytes(dim)
     key = (where.address, where.sequence, where.row, where.head)
@@ -78,13 +80,14 @@ def cache_format(fmt, cache, quant_bit, dim):
     return stored, dim
 
 
-def shape_of(name, array, layout, num_layer, heads, width, stored):
+def shape_of(name, array, layout, cache_layout, num_layer, heads, width, stored):
     """Axes and sizes of a cache in its layout; the number of sequences and rows is free."""
-    at, fixed = layout.at, {"layer": num_layer, "kv": 2, "head": heads, "dim": width}
+    at, fixed = layout.at, {"l": num_layer, "kv": 2, "h": heads, "c": width}
     if array.ndim != len(at) or [array.shape[at[axis]] for axis in fixed] != list(fixed.values()):
         sizes = ", ".join(str(fixed.get(axis, "any")) for axis in layout.axes)
         note = ", Dh/2 bytes for int4" if stored.name == "int4" else ""
-        raise wrong(name, f"shape {layout} = ({sizes}) for cache_layout {layout.number}{note}", array.shape)
+        said = f"shape {sizes_of(layout)} = ({sizes}) for cache_layout {cache_layout}{note}"
+        raise wrong(name, said, array.shape)
 
 
 def written_apart(cache, scale, layer, inputs):

@@ -7,7 +7,7 @@ from kvkit.checks.records import Steps
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
-from kvkit.layout import ENDLESS
+from kvkit.layouts.places import ENDLESS
 
 INT64_MAX = np.iinfo(np.int64).max
 AXES = {1: "axis", 2: "axes"}

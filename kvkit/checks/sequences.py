@@ -6,12 +6,12 @@ A static cache is offset mode with a stride between sequences, so nothing below 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvkit import layout
 from kvkit.checks import index_tensors
 from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.records import Steps
 from kvkit.checks.tensors import packed_tokens
 from kvkit.checks.values import integer
+from kvkit.layouts import pmx
 
 KEYS = "seqstarts", "kvstarts", "max_seqlen", "max_kvlen"
 INDEX = (*KEYS, "cachestarts", "start_pos", "cache_mode", "page_size")
@@ -24,7 +24,7 @@ class Static:
     start_pos: object = 0  # checked when it is used
     decoding: ClassVar[int] = 0
     axes: ClassVar[int] = 4  # of tokens
-    layouts: ClassVar[tuple] = layout.STATIC
+    layouts: ClassVar[tuple] = pmx.STATIC
 
     def over_keys(self, query, key):
         """The steps of queries that attend to a whole context."""
@@ -56,7 +56,7 @@ class Packed:
     steps: Steps  # checked, but for arrays
     decoding: int = 0
     axes: ClassVar[int] = 3
-    layouts: ClassVar[tuple] = layout.DYNAMIC
+    layouts: ClassVar[tuple] = pmx.DYNAMIC
 
     def over_keys(self, query, key):
         index_tensors.ends_with("seqstarts", self.steps.tokens, ("query", len(query)))

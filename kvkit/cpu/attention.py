@@ -12,7 +12,7 @@ from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import TASK
 from kvkit.formats import BY_NAME, coarser
-from kvkit.layout import packed_strides
+from kvkit.layouts.places import packed_strides
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens

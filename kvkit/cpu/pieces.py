@@ -21,7 +21,7 @@ from kvkit.cpu.simd.fractals import fractals
 from kvkit.cpu.transfer import SMALL_BYTES, aligned
 from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
 from kvkit.jit import callback, helper, kernel
-from kvkit.layout import FRACTAL_BYTES
+from kvkit.layouts.places import FRACTAL_BYTES
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format whose elements have as many bytes
 STREAM_BYTES = 4 * 2**20  # more than stays near a core: single slots are stored three times as fast around it

@@ -19,7 +19,7 @@ from kvkit.cpu.transfer import SMALL_BYTES, STREAM_BYTES, aligned
 from kvkit.formats import BY_NAME
 from kvkit.index import sequence_of, share
 from kvkit.jit import callback, helper, kernel
-from kvkit.layout import packed_strides
+from kvkit.layouts.places import packed_strides
 
 LANES = 16
 INT, FLOAT = types.int64, types.float64

@@ -15,7 +15,7 @@ from kvkit.cpu.rows import LOAD, STORE, rows
 from kvkit.cpu.simd import panels
 from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
 from kvkit.jit import kernel
-from kvkit.layout import packed_strides
+from kvkit.layouts.places import packed_strides
 
 BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake

@@ -6,16 +6,16 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit import layout
 from kvkit.checks import sequences
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.foreign import in_kind
 from kvkit.launch import append_and_load, arguments
+from kvkit.layouts import pmx
 from kvkit.typed import Array, Pair
 
 
 @in_kind
-@layout.documented(layout.DYNAMIC)
+@pmx.documented(pmx.DYNAMIC)
 def key_value_cache(
     current_key: Array,
     current_value: Array,

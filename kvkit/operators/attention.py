@@ -1,6 +1,6 @@
 """Caches and attention: PMX."""
 
-from kvkit import layout
+from kvkit.layouts import pmx
 from kvkit.operators.parts import (
     CACHESTARTS,
     DECODING,
@@ -24,7 +24,7 @@ STATIC_KEY_VALUE_CACHE = Operator(
     "key_value_cache",
     "Append keys and values to a static cache and read the whole context back.",
     "PMX KeyValueCache",
-    (*tokens("B, S", T1, "key", "value"), START_POS, *cache_inputs(layout.STATIC)),
+    (*tokens("B, S", T1, "key", "value"), START_POS, *cache_inputs(pmx.STATIC)),
     key_value("(B, start_pos+S, H*num_repeat, Dh)"),
 )
 STATIC_ATTENTION = Operator(
@@ -48,7 +48,7 @@ STATIC_CACHE_ATTENTION = Operator(
         Input("query", FLOATS, ("(B, S, num_heads, head_dim)",), "queries of the new tokens"),
         *tokens("B, S", FLOATS, "key", "value"),
         START_POS,
-        *cache_inputs(layout.STATIC),
+        *cache_inputs(pmx.STATIC),
         mask(*STATIC_MASKS),
         SINKS,
     ),
@@ -78,7 +78,7 @@ DYNAMIC_KEY_VALUE_CACHE = Operator(
         CACHESTARTS,
         START_POSITIONS,
         *LIMITS,
-        *cache_inputs(layout.DYNAMIC),
+        *cache_inputs(pmx.DYNAMIC),
     ),
     key_value("(kvstarts[B], H*num_repeat, Dh)"),
 )
@@ -112,7 +112,7 @@ DYNAMIC_CACHE_ATTENTION = Operator(
         START_POSITIONS,
         DECODING,
         *LIMITS,
-        *cache_inputs(layout.DYNAMIC),
+        *cache_inputs(pmx.DYNAMIC),
         mask(*DYNAMIC_MASKS),
         SINKS,
     ),

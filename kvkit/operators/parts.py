@@ -1,6 +1,6 @@
 """Inputs and outputs that several operators have."""
 
-from kvkit.layout import listed
+from kvkit.layouts.pmx import listed
 from kvkit.operators.words import FLOATS, INDEX, MASK, T2, Input, Output
 
 SINKS = Input(

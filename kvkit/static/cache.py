@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit import layout
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import Static
 from kvkit.foreign import in_kind
 from kvkit.launch import append_and_load, arguments
+from kvkit.layouts import pmx
 from kvkit.typed import Array, Pair
 
 
 @in_kind
-@layout.documented(layout.STATIC)
+@pmx.documented(pmx.STATIC)
 def key_value_cache(
     current_key: Array,
     current_value: Array,

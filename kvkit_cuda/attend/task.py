@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 
 from kvkit.formats import BY_DTYPE, MASKS
-from kvkit.layout import packed_strides
+from kvkit.layouts.places import packed_strides
 
 FIELDS = (
     "keys key_sequence key_row key_head key_cells cell_sequence cell_row cell_head",

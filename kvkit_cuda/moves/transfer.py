@@ -11,7 +11,7 @@ from numba import cuda, types
 
 from kvkit.formats import BY_NAME
 from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
-from kvkit.layout import packed_strides
+from kvkit.layouts.places import packed_strides
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks
 

@@ -13,7 +13,7 @@ from kvkit import numeric
 from kvkit.formats import BY_NAME
 from kvkit.index import share
 from kvkit.jit import shared
-from kvkit.layout import packed_strides
+from kvkit.layouts.places import packed_strides
 from kvkit_cuda.ground import device, memory
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import sequence_of

@@ -7,7 +7,7 @@ import pytest
 import kvkit
 from kvkit import index
 from kvkit.index import sequence_of
-from kvkit.layout import ENDLESS
+from kvkit.layouts.places import ENDLESS
 
 FAR = 2**31
 

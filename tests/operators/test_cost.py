@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit import layout
 from kvkit.checks import caches, tensors
 from kvkit.checks.index_tensors import dynamic, fits
+from kvkit.layouts import pmx
 
 BATCH, HEADS, DIM, PAST, PAGE = 64, 8, 128, 100, 128
 
@@ -37,7 +37,7 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step):
 
     def checks():
         fmt, key, value = tensors.current(tokens, tokens, 3)
-        layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, layout.DYNAMIC, 1, 0, 8, 8, 3)
+        layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, pmx.DYNAMIC, 1, 0, 8, 8, 3)
         fits(dynamic(("current_key", BATCH), **step), ("current_key", BATCH), layer)
         for name, array in (("cache", cache), ("scale", scale)):
             tensors.apart(name, array, [("current_key", key), ("current_value", value)])
@@ -54,8 +54,8 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step):
 @pytest.mark.parametrize("number", range(4))
 def test_nothing_of_the_size_of_the_cache_is_made(step, number):
     """Not of the context's size either, when outputs are given; strided caches included."""
-    order = layout.DYNAMIC[number]
-    sizes = {"layer": 1, "kv": 2, "row": BATCH * PAGE, "head": HEADS}
+    order = pmx.DYNAMIC[number]
+    sizes = {"l": 1, "kv": 2, "n": BATCH * PAGE, "h": HEADS}
     wide = np.zeros([sizes.get(axis, 2 * DIM) for axis in order.axes], np.float16)
     cache = wide[..., :DIM]
     tokens = np.ones((BATCH, HEADS, DIM), np.float16)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvkit"
-TABLE = '    "layer kv head row dim",\n)'
-FIFTH = "head layer kv row dim"
+LAST = '    "pmx-dynamic-3"'
+FIFTH = '    "pmx-dynamic-4": Named("| h l kv n c", "PMX", "cache_layout 4, dynamic", *PMX),\n'
 USE = Path(__file__).parents[1] / "scenes" / "one_more_layout.py"
 
 
@@ -19,10 +19,11 @@ USE = Path(__file__).parents[1] / "scenes" / "one_more_layout.py"
 def package(tmp_path):
     """A copy of the package, with one line more."""
     shutil.copytree(PACKAGE, tmp_path / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
-    layout = tmp_path / "kvkit" / "layout.py"
-    text = layout.read_text()
-    assert text.count(TABLE) == 1
-    layout.write_text(text.replace(TABLE, TABLE[:-1] + f'    "{FIFTH}",\n)'))
+    table = tmp_path / "kvkit" / "layouts" / "named.py"
+    text = table.read_text()
+    assert text.count(LAST) == 1
+    end = text.index("\n", text.index(LAST)) + 1
+    table.write_text(text[:end] + FIFTH + text[end:])
     return tmp_path
 
 

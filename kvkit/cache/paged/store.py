@@ -8,9 +8,9 @@ from kvkit.checks import attention, caches, tensors
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS, QUANTIZED
-from kvkit.layout import DYNAMIC
+from kvkit.layouts.pmx import DYNAMIC
 
-BLOCK_AXES = ("layer", "kv", "block", "row", "head", "dim")
+BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
 
 
 class PagedStore:
@@ -35,11 +35,11 @@ class PagedStore:
         self.format = float_format("dtype", dtype)
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
-        layout = DYNAMIC[integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)]
+        number = integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)
         stored = QUANTIZED.get(bits, self.format)
 
-        sizes = {"layer": self.num_layers, "kv": 2, "row": num_blocks * page_size, "head": self.heads}
-        shape = [sizes[axis] for axis in layout.axes[:-1]]
+        sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
+        shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         self.cache = np.zeros((*shape, stored.bytes(self.dim) // stored.dtype.itemsize), stored.dtype)
         self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype) if bits else None
         # As operators name them, but for the layer.
@@ -47,7 +47,7 @@ class PagedStore:
             "num_layer": self.num_layers,
             "quant_bit": bits,
             "quant_group": group,
-            "cache_layout": layout.number,
+            "cache_layout": number,
         }
         self._find_places()
         geometry = {
@@ -120,7 +120,7 @@ def float_format(name, dtype):
 
 def in_blocks(array, layout, page_size):
     """A view of a cache or scale with its rows cut into blocks: [layer, key|value, block, row, head, dim]."""
-    row = layout.at["row"]
+    row = layout.at["n"]
     axes = [*layout.axes[:row], "block", *layout.axes[row:]]
     split = array.reshape(*array.shape[:row], -1, page_size, *array.shape[row + 1 :])
     return split.transpose([axes.index(axis) for axis in BLOCK_AXES])

@@ -3,7 +3,7 @@
 from kvkit.checks import tensors
 from kvkit.checks.words import wrong
 from kvkit.formats import BFLOAT16, FLOAT16, INT8
-from kvkit.layout import FRACTAL_BYTES
+from kvkit.layouts.places import FRACTAL_BYTES
 
 FORMATS = ("ND", "NZ")
 MOST = 2**31 - 1  # of a count or a size: no sum or product of two, and no slot, leaves int64

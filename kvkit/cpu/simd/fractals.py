@@ -1,7 +1,7 @@
 """Rows in groups of 32 bytes, as NZ keeps them."""
 
 from kvkit.cpu.simd.lanes import I8, I64, loop, micro_kernel, read, write
-from kvkit.layout import FRACTAL_BYTES
+from kvkit.layouts.places import FRACTAL_BYTES
 
 
 @micro_kernel(8)

@@ -1,0 +1,188 @@
+"""Lines that say how a cache lies in memory: ``l | b kv n h c``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvkit.checks.words import wrong
+
+MEANING = {
+    "l": "layer",
+    "kv": "keys 0, values 1",
+    "b": "block, or sequence where caches are contiguous",
+    "n": "token in the block",
+    "h": "key head",
+    "c": "content, the elements of a head",
+    "s": "scale groups of a head",
+}
+AXES = "axes among l, kv, b, n, h, c, s, their parts such as c1 c0[8], or 1"
+AXIS = re.compile(r"(kv|[lbnhcs])(?:([01])(?:\[([1-9]\d*)(B?)\])?)?|1")
+LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis, or the outer or inner part of one.
+
+    `inner` is the size that stands in brackets, of the inner part; in bytes if `in_bytes`.
+    """
+
+    name: str
+    part: str = ""
+    inner: int = 0
+    in_bytes: bool = False
+
+    def __str__(self):
+        size = f"[{self.inner}{'B' * self.in_bytes}]" if self.inner else ""
+        return f"{self.name}{self.part}{size}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a cache lies in memory; `parse` makes it of a line, and ``str(layout)`` is the line.
+
+    Attributes
+    ----------
+    lists : tuple of str
+        Levels that are separate arrays, outermost first.
+    axes : tuple of str
+        The axes of one array, outermost first, row-major. ``(h c)`` is one axis of an array, with several
+        of the layout's; ``c0[8]`` is the inner part of the content, 8 elements; ``c0[32B]``, of 32 bytes.
+    value_axes : tuple of str
+        The axes of an array of values, where they are not those of keys.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import parse
+    >>> layout = parse("l kv | b (h c1) n c0[32B]")
+    >>> layout.lists, layout.axes
+    (('l', 'kv'), ('b', '(h c1)', 'n', 'c0[32B]'))
+    >>> print(layout)
+    l kv | b (h c1) n c0[32B]
+    """
+
+    lists: tuple[str, ...]
+    axes: tuple[str, ...]
+    value_axes: tuple[str, ...]
+
+    def __str__(self):
+        line = " ".join((*self.lists, "|", *self.axes))
+        return line if self.value_axes == self.axes else " ".join((line, ";", *self.value_axes))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Axis, ...], ...]:
+        """For each axis of an array (of keys), the axes of the layout in it."""
+        return tuple(map(group_of, self.axes))
+
+    @cached_property
+    def value_groups(self) -> tuple[tuple[Axis, ...], ...]:
+        """The same of an array of values."""
+        return tuple(map(group_of, self.value_axes))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The axes that there are, in lists too."""
+        return frozenset(self.lists) | {axis.name for group in self.groups for axis in group}
+
+    @cached_property
+    def at(self) -> dict[str, int]:
+        """The index of each axis of an array that is a whole axis of the layout."""
+        return {axis: i for i, axis in enumerate(self.axes) if axis in MEANING}
+
+    @property
+    def split(self) -> str:
+        """The axis that is split into an outer and an inner part, if there is one, or ''."""
+        parts = [axis.name for group in (*self.groups, *self.value_groups) for axis in group if axis.part]
+        return parts[0] if parts else ""
+
+    @property
+    def joined(self) -> bool:
+        """Whether different things lie one after the other in a block: ``(n c + n s)``."""
+        return any("+" in axis for axis in self.axes)
+
+
+def group_of(token: str) -> tuple[Axis, ...]:
+    """The axes in one axis of an array."""
+    return tuple(axis_of(word) for word in token.strip("()").replace("+", " ").split())
+
+
+def axis_of(word: str) -> Axis:
+    found = AXIS.fullmatch(word)
+    if not found:
+        raise wrong("layout", AXES, repr(word))
+    if word == "1":
+        return Axis("1")
+    name, part, inner, in_bytes = found.groups()
+    if (part == "0") != bool(inner):
+        raise wrong("layout", f"{name}1 for an outer part, {name}0[SIZE] for an inner one", repr(word))
+    return Axis(name, part or "", int(inner or 0), bool(in_bytes))
+
+
+def line_of(text: str) -> Layout:
+    """The layout of a line."""
+    if text.count("|") > 1:
+        raise wrong("layout", "one bar between lists and axes", repr(text))
+    lists, _, rest = text.rpartition("|")
+    keys, several, values = rest.partition(";")
+    levels = tuple(lists.split())
+    for level in levels:
+        if axis_of(level).part or level == "1":
+            raise wrong("layout", "whole axes left of the bar", repr(level))
+    axes = tokens(keys)
+    layout = Layout(levels, axes, tokens(values) if several else axes)
+    legal(layout, layout.groups, text)
+    if several:
+        legal(layout, layout.value_groups, text)
+        if layout.value_axes == layout.axes:
+            raise wrong("layout", "other axes of values after ';'", repr(text))
+        if {axis.name for group in layout.value_groups for axis in group} | set(levels) != layout.names:
+            raise wrong("layout", "the same axes for keys and values", repr(text))
+        if "kv" not in layout.names:
+            raise wrong("layout", "an axis kv, as keys and values have axes of their own", repr(text))
+    return layout
+
+
+def tokens(text: str) -> tuple[str, ...]:
+    """The axes of an array, in one form of writing."""
+    found: list[str] = []
+    group: list[str] | None = None
+    for lexeme in LEXEME.findall(text):
+        if lexeme == "(" and group is None:
+            group = []
+        elif lexeme == ")" and group and group[-1] != "+":
+            found.append(f"({' '.join(group)})" if len(group) > 1 else group[0])
+            group = None
+        elif lexeme == "+" and group and group[-1] != "+":
+            group.append(lexeme)
+        elif lexeme not in "()+|;":
+            (found if group is None else group).append(lexeme)
+        else:
+            raise wrong("layout", "axes, those that share an array's axis in parentheses", repr(text.strip()))
+    if group is not None:
+        raise wrong("layout", "a parenthesis that closes", repr(text.strip()))
+    return tuple(found)
+
+
+def legal(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) -> None:
+    """Check that each axis is there once, whole or in both parts."""
+    parts: dict[str, list[str]] = {level: [] for level in layout.lists}
+    if len(parts) < len(layout.lists):
+        raise wrong("layout", "each axis once", repr(text))
+    for group in groups:
+        for axis in group:
+            if axis.name != "1":
+                parts.setdefault(axis.name, []).append(axis.part)
+    for level in layout.lists:
+        if parts.pop(level):
+            raise wrong("layout", f"the axis {level} in lists or in the array", repr(text))
+    for name, found in parts.items():
+        if sorted(found) not in ([""], ["0", "1"]) and not layout.joined:
+            raise wrong("layout", f"the axis {name} once, whole or as {name}1 and {name}0[SIZE]", repr(text))
+        if name in ("l", "kv") and found != [""]:
+            raise wrong("layout", f"a whole axis {name}", repr(text))
+    if not parts.keys() & {"c", "s"}:
+        raise wrong("layout", "an axis of content, c (or of scale groups, s)", repr(text))
+    if {"c", "s"} <= parts.keys() and not layout.joined:
+        raise wrong("layout", "content (c) or scale groups (s), not both", repr(text))

@@ -1,0 +1,38 @@
+"""The layouts that PMX's operators number, in the words of their texts."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from kvkit.layouts.grammar import Layout
+from kvkit.layouts.named import family
+
+STATIC = family("pmx-static")
+DYNAMIC = family("pmx-dynamic")
+SIZES = {"b": "MaxB", "l": "L", "kv": "2", "n": "MaxS", "h": "H", "c": "Dh"}
+
+Documented = TypeVar("Documented", bound=Callable[..., Any])
+
+
+def sizes_of(layout: Layout) -> str:
+    """The shape of a cache, as the operators' texts name its sizes."""
+    names = dict(SIZES) if "b" in layout.axes else SIZES | {"n": "MaxT"}
+    return f"({', '.join(names[axis] for axis in layout.axes)})"
+
+
+def listed(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """A line for each layout: its number and its sizes."""
+    return tuple(f"{number}: {sizes_of(layout)}" for number, layout in enumerate(layouts))
+
+
+def documented(layouts: Iterable[Layout]) -> Callable[[Documented], Documented]:
+    """Decorate a function whose docstring has a line ``{layouts}``, which these take the place of."""
+
+    def decorate(function: Documented) -> Documented:
+        def lines(found: re.Match[str]) -> str:
+            return "\n".join(found[1] + line for line in listed(layouts))
+
+        function.__doc__ = re.sub(r"( *){layouts}", lines, function.__doc__ or "")
+        return function
+
+    return decorate

@@ -1,0 +1,154 @@
+"""From the shape of an array to the sizes of a layout's axes, and from its strides to theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from kvkit.checks.words import describe, wrong
+from kvkit.layouts.grammar import Axis
+
+FIXED = {"kv": 2, "1": 1}
+SIZES = ("l", "b", "n", "h", "c", "v", "s")  # v: of the content of values, where it is not that of keys
+Groups = tuple[tuple[Axis, ...], ...]
+
+
+def given_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
+    """The sizes that a caller gives, checked."""
+    found = {}
+    for axis, size in (sizes or {}).items():
+        if axis not in SIZES:
+            raise wrong(name, f"sizes of {', '.join(SIZES)}", repr(axis))
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise wrong(f"{name}[{axis!r}]", "a positive integer", describe(size))
+        found[axis] = int(size)
+    return found
+
+
+def inner_size(axis: Axis, itemsize: int) -> int:
+    """Elements of the inner part of an axis, 0 if an element does not divide its bytes."""
+    if not axis.in_bytes:
+        return axis.inner
+    return 0 if axis.inner % itemsize else axis.inner // itemsize
+
+
+def inner_sizes(groups: Groups, itemsize: int) -> dict[str, int]:
+    """Axis -> elements of its inner part, of axes that are split."""
+    return {axis.name: inner_size(axis, itemsize) for group in groups for axis in group if axis.inner}
+
+
+def length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) -> int:
+    """The length of one axis."""
+    if axis.part == "0":
+        return inner[axis.name]
+    size = FIXED.get(axis.name) or sizes[axis.name]
+    return size // inner[axis.name] if axis.part else size
+
+
+def solved(shape, groups: Groups, known: Mapping[str, int], itemsize: int) -> dict[str, int] | str:
+    """The sizes of all axes, if a shape has these groups of them; or what is wrong, or missing."""
+    sizes, inner = dict(known), inner_sizes(groups, itemsize)
+    for name, size in inner.items():
+        if not size:
+            return f"elements whose size divides the bytes of {name}0"
+        if sizes.get(name, size) % size:
+            return f"a size of {name} that {size} divides, not {sizes[name]}"
+    left = list(zip(shape, groups, strict=True))
+    while left:
+        later = []
+        for dim, group in left:
+            product, unknown = 1, []
+            for axis in group:
+                if axis.part == "0" or axis.name in FIXED or axis.name in sizes:
+                    product *= length(axis, sizes, inner)
+                else:
+                    unknown.append(axis)
+            if len(unknown) > 1:
+                later.append((dim, group))
+            elif (dim % product if unknown else dim != product) or not dim:
+                said = " ".join(map(str, group))
+                return f"{'a multiple of ' if unknown else ''}{product} for {said}, not {dim}"
+            elif unknown:
+                sizes[unknown[0].name] = dim // product * (inner[unknown[0].name] if unknown[0].part else 1)
+        if len(later) == len(left):
+            names = dict.fromkeys(axis.name for _, group in later for axis in group if axis.name not in sizes)
+            return f"? {' or '.join(name for name in names if name not in FIXED)}"
+        left = later
+    return sizes
+
+
+def groupings(groups: Groups, ndim: int) -> Iterator[Groups]:
+    """The ways in which an array of so many axes may have those of a layout."""
+    flat = tuple(axis for group in groups for axis in group)
+    if ndim == len(groups):
+        yield groups
+    elif 0 < ndim <= len(flat):
+        for cuts in combinations(range(1, len(flat)), ndim - 1):
+            ends = (0, *cuts, len(flat))
+            yield tuple(flat[start:end] for start, end in pairwise(ends))
+
+
+def sizes_of(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of all axes of an array, or the error that says why there are none, or several."""
+    said = describe(array)
+    found, missing, reasons = [], [], []
+    for grouping in groupings(groups, array.ndim):
+        sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
+        if isinstance(sizes, dict):
+            if sizes not in found:
+                found.append(sizes)
+        else:
+            (missing if sizes.startswith("?") else reasons).append(sizes)
+    if len(found) == 1 and (not missing or len(groups) == array.ndim):
+        return found[0]
+    if not found and not missing:
+        why = reasons[0] if len(reasons) == 1 else f"{len(groups)} axes, or some of them as one"
+        raise wrong(name, f"the shape of '{line}': {why}", said)
+    if len(found) > 1:
+        differing = [axis for axis in found[0] if len({sizes.get(axis) for sizes in found}) > 1]
+        need = " or ".join(differing)
+    else:
+        need = missing[0][2:]
+    raise wrong("sizes", f"{need} too, as more than one reading of '{line}' has the shape of {name}", said)
+
+
+def strided(name: str, array: np.ndarray, line, groups: Groups, sizes: Mapping[str, int]) -> np.ndarray:
+    """A view of an array with an axis for each of a layout's, in its order."""
+    inner = inner_sizes(groups, array.dtype.itemsize)
+    shape = [length(axis, sizes, inner) for group in groups for axis in group]
+    strides = regrouped(array, shape)
+    if strides is None:
+        raise wrong(name, f"axes of '{line}' one after the other in memory", f"strides {array.strides}")
+    steps = [stride for stride, size in zip(strides, shape, strict=True) if size > 1]
+    if any(step <= 0 for step in steps) or steps != sorted(steps, reverse=True):
+        order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        raise wrong(
+            name, f"axes of '{line}', outermost first",
+            f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}",
+        )  # fmt: skip
+    return as_strided(array, shape, strides, writeable=array.flags.writeable)
+
+
+def regrouped(array: np.ndarray, shape) -> list[int] | None:
+    """Strides of an array in another shape of as many elements, or None if no strides say it."""
+    old = [(size, stride) for size, stride in zip(array.shape, array.strides, strict=True) if size > 1]
+    strides, left = [0] * len(shape), len(shape) - 1
+    while old:
+        size, stride = old.pop()
+        total, step = 1, stride
+        while left >= 0:
+            strides[left] = step
+            total, step, left = total * shape[left], step * shape[left], left - 1
+            while size < total and old and old[-1][1] == size * stride:
+                size *= old.pop()[0]
+            if total == size:
+                break
+            if total > size:
+                return None
+    for axis in range(left, -1, -1):  # of size 1, all of them
+        strides[axis] = strides[axis + 1] * shape[axis + 1] if axis + 1 < len(shape) else array.itemsize
+    return strides

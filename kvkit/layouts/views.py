@@ -1,0 +1,243 @@
+"""Keys and values of a cache as arrays with named axes, where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.words import describe, wrong
+from kvkit.foreign import taken
+from kvkit.layouts.grammar import Axis, Layout
+from kvkit.layouts.named import parse
+from kvkit.layouts.shapes import Groups, given_sizes, sizes_of, strided
+
+ORDER = ("l", "b", "n", "h", "c")
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """Keys and values of a cache, in the memory of its arrays.
+
+    Attributes
+    ----------
+    keys, values : ndarray or tuple, axes l b n h c
+        One array [layers, blocks, tokens, heads, content]; where layers are separate arrays, a tuple of
+        arrays [blocks, tokens, heads, content]; where blocks are, for each layer a tuple of arrays [tokens,
+        heads, content]. So ``keys[layer][block]`` is [tokens, heads, content] of any layout. An axis that a
+        layout does not have has length 1.
+    """
+
+    keys: Any
+    values: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Keys or values in one array: a view with an axis for each of `axes`."""
+
+    name: str
+    array: np.ndarray
+    axes: tuple[Axis, ...]
+    sizes: Mapping[str, int]
+
+
+def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None = None) -> KV:
+    """Keys and values of a cache of any engine, as views: no byte moves.
+
+    Parameters
+    ----------
+    arrays : array, or nested lists of arrays
+        As the layout says: an array, or for each level left of its bar a list (or an array, of what lies
+        along its first axis). Of numpy, or torch on the CPU.
+    layout : str or Layout
+        A line, or a name of `NAMED`. Nothing is guessed from shapes.
+    sizes : dict, optional
+        Lengths of ``l b n h c``: of those that shapes do not tell, or to check shapes against. ``v`` is the
+        content of values where its size is not that of keys: of a latent row, its first elements.
+
+    Returns
+    -------
+    KV
+        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`.
+
+    Raises
+    ------
+    KvkitError
+        If shapes, strides, sizes and layout contradict each other, if a size is missing, or if a part of the
+        layout is split, as ``c1 .. c0[8]`` is: that no view tells, but `convert` moves it.
+
+    Notes
+    -----
+    A layout without ``kv`` has one row for both: keys are the whole of it, values its first ``v`` elements,
+    or the whole too. An array whose axes lie in memory in another order than the line says is refused, as
+    the layout would be another one: transpose it first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import layouts
+    >>> pool = np.zeros((10, 16, 2, 128), np.float16)  # 10 blocks of 16 tokens, 2 heads, K and V of 64
+    >>> kv = layouts.view([pool], "vllm-lbnhc")
+    >>> kv.keys[0].shape, kv.values[0].strides == kv.keys[0].strides
+    ((10, 16, 2, 64), True)
+    >>> kv.values[0][3, 5, 1] = 7
+    >>> pool[3, 5, 1, 63:66]
+    array([0., 7., 7.], dtype=float16)
+    """
+    line = parse(layout)
+    viewable(line)
+    return nested(leaves(arrays, line, given_sizes("sizes", sizes)), line, ordered)
+
+
+def viewable(line: Layout) -> None:
+    """Check that strides can say where each element lies."""
+    if line.joined:
+        raise wrong("layout", "elements of one kind, for a view", f"'{line}', where two kinds share a block")
+    if line.split:
+        name = line.split
+        raise wrong(
+            "layout", "whole axes, for a view",
+            f"'{line}', whose axis {name} is split into {name}1 and {name}0; kvkit.layouts.convert moves it",
+        )  # fmt: skip
+
+
+def ordered(leaf: Leaf, inner: int) -> np.ndarray:
+    """A view of a leaf with the last `inner` of the axes l b n h c."""
+    axes, array = [axis.name for axis in leaf.axes], leaf.array
+    order = ["c" if name == "s" else name for name in axes]
+    wanted = ORDER[-inner:]
+    drop = tuple(i for i, name in enumerate(order) if name not in wanted)
+    array = array[tuple(0 if i in drop else slice(None) for i in range(array.ndim))]
+    order = [name for i, name in enumerate(order) if i not in drop]
+    array = array.transpose([order.index(name) for name in wanted if name in order])
+    return array[tuple(slice(None) if name in order else None for name in wanted)]
+
+
+def nested(found, line: Layout, arranged) -> KV:
+    """The pairs of leaves, arranged as `KV` says."""
+    pairs = list(found)
+    if "b" in line.lists:
+        layers = max(pairs[0][1][0].sizes.get("l", 1), 1 + max(where.get("l", 0) for where, _ in pairs))
+        sides: list[Any] = []
+        for side in (0, 1):
+            rows: list[Any] = [[] for _ in range(layers)]
+            for where, pair in pairs:
+                array = arranged(pair[side], 5)[:, 0]  # [l, n, h, c]
+                for layer in range(len(array)):
+                    rows[where.get("l", layer)].append(array[layer])
+            sides.append(tuple(map(tuple, rows)))
+        return KV(*sides)
+    if "l" in line.lists:
+        return KV(*(tuple(arranged(pair[side], 4) for _, pair in pairs) for side in (0, 1)))
+    [(_, pair)] = pairs
+    return KV(*(arranged(side, 5) for side in pair))
+
+
+def leaves(
+    arrays: Any, line: Layout, known: Mapping[str, int], name: str = "arrays"
+) -> Iterator[tuple[dict[str, int], tuple[Leaf, Leaf]]]:
+    """(index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
+    if line.joined:
+        raise wrong("layout", "elements of one kind", f"'{line}', where two kinds share a block")
+    found = dict(listed(name, arrays, line.lists, {}, known))
+    for axis in line.lists:
+        if axis != "kv" and known.get(axis, count(found, line, axis)) != count(found, line, axis):
+            raise wrong(name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, line, axis))
+    outer = [axis for axis in ("l", "b") if axis in line.lists]
+    wheres = sorted({tuple(dict(where)[axis] for axis in outer) for where in found})
+    for where in wheres:
+        index = dict(zip(outer, where, strict=True))
+        if "kv" in line.lists:
+            sides = [found[key({**index, "kv": side}, line)] for side in (0, 1)]
+            pair = (*(one(*each, line, side, known) for side, each in enumerate(sides)),)
+        else:
+            pair = both(*found[key(index, line)], line, known)
+        for axis in "bnh":
+            sizes = [leaf.sizes.get(axis, 1) for leaf in pair]
+            if sizes[0] != sizes[1]:
+                raise wrong(pair[1].name, f"a size {axis} of {sizes[0]}, as keys have", sizes[1])
+        yield index, pair
+
+
+def key(index: Mapping[str, int], line: Layout):
+    return tuple((axis, index[axis]) for axis in line.lists)
+
+
+def count(found, line: Layout, axis: str) -> int:
+    return 1 + max(dict(where)[axis] for where in found)
+
+
+def listed(name, arrays, levels, where, known):
+    """(index in lists, (name, array)) of nested lists."""
+    if not levels:
+        array = taken(arrays, name)
+        if not isinstance(array, np.ndarray):
+            try:
+                array = np.asarray(array)
+            except ValueError:
+                raise wrong(name, "an array", describe(arrays)) from None
+            if array.dtype == object or not hasattr(arrays, "__array__"):
+                raise wrong(name, "an array", describe(arrays))
+        if array.size == 0:
+            raise wrong(name, "no axis of length 0", f"shape {array.shape}")
+        yield tuple(where.items()), (name, array)
+        return
+    level, *rest = levels
+    try:
+        several = list(arrays)
+    except TypeError:
+        raise wrong(name, f"a list, of arrays along {level}", describe(arrays)) from None
+    if not several or (level == "kv" and len(several) != 2):
+        expected = "two arrays, keys and values" if several else f"a list along {level}"
+        raise wrong(name, expected, describe(arrays))
+    lengths = set()
+    for i, each in enumerate(several):
+        found = list(listed(f"{name}[{i}]", each, rest, {**where, level: i}, known))
+        lengths.add(len(found))
+        if len(lengths) > 1:
+            raise wrong(f"{name}[{i}]", "as many arrays as before it", len(found))
+        yield from found
+
+
+def one(name, array, line: Layout, side: int, known) -> Leaf:
+    """Keys (side 0) or values in an array of their own."""
+    groups: Groups = (line.groups, line.value_groups)[side]
+    if side and "v" in known:
+        known = {**known, "c": known["v"]}
+    known = {axis: size for axis, size in known.items() if axis in line.names and axis not in line.lists}
+    sizes = sizes_of(name, array, line, groups, known)
+    return Leaf(name, strided(name, array, line, groups, sizes), flat(groups), sizes)
+
+
+def both(name, array, line: Layout, known) -> tuple[Leaf, Leaf]:
+    """Keys and values in one array."""
+    if "kv" not in line.names:
+        keys = one(name, array, line, 0, known)
+        size = known.get("v", keys.array.shape[-1])
+        if size == keys.array.shape[-1] or keys.axes[-1].name not in "cs" or keys.axes[-1].part:
+            if size != keys.array.shape[-1]:
+                raise wrong("sizes['v']", "no size of values, as content is not the last axis", size)
+            return keys, keys
+        if size > keys.array.shape[-1]:
+            raise wrong("sizes['v']", f"at most the {keys.array.shape[-1]} elements of a row", size)
+        return keys, Leaf(name, keys.array[..., :size], keys.axes, keys.sizes)
+    if known.get("v", known.get("c")) != known.get("c") and "c" in known:
+        raise wrong("sizes['v']", f"the size {known['c']} of keys, beside values in one array", known["v"])
+    if "v" in known:
+        known = {**known, "c": known["v"]}
+    sides = []
+    for side in (0, 1):
+        known = {axis: size for axis, size in known.items() if axis != "v"}
+        leaf = one(name, array, line, side, known)
+        at = [axis.name for axis in leaf.axes].index("kv")
+        chosen = leaf.array[(slice(None),) * at + (side,)]
+        sides.append(Leaf(name, chosen, (*leaf.axes[:at], *leaf.axes[at + 1 :]), leaf.sizes))
+        known = {**known, **leaf.sizes}
+    return sides[0], sides[1]
+
+
+def flat(groups: Groups) -> tuple[Axis, ...]:
+    return tuple(axis for group in groups for axis in group)
