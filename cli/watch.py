@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 
-from kvkit_cli.npz import FileError
+from kvkit.files.words import wrong
 
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
@@ -25,13 +25,13 @@ def changed(path, status):
 
 
 def complaint(path):
-    return f"{path}: another program changed it while it was in use: run this again"
+    return wrong(path, "another program changed it while it was in use", "run this again")
 
 
 def check(path, status):
     """Refuse results of a file that was changed; `status` is None if none is mapped."""
     if status and changed(path, status):
-        raise FileError(complaint(path))
+        raise complaint(path)
 
 
 @contextlib.contextmanager

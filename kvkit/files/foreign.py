@@ -2,18 +2,21 @@
 
 import struct
 
+WITH_NUMPY = "write it with numpy.savez"
 BEGINNINGS = {
-    b"\x93NUMPY": "one array without a name: name it with numpy.savez(OUT, NAME=array)",
-    b"GGUF": "a GGUF file, a model's weights: what kvkit takes is made with numpy.savez",
-    b"\x89HDF": "an HDF5 file: read it with h5py and write it with numpy.savez",
-    b"\x80": "a pickle, as torch.save once wrote it: load it with torch and write it with numpy.savez",
+    b"\x93NUMPY": ("one array without a name", "name it with numpy.savez(OUT, NAME=array)"),
+    b"GGUF": ("a GGUF file, a model's weights", "what kvkit takes is made with numpy.savez"),
+    b"\x89HDF": ("an HDF5 file", f"read it with h5py and {WITH_NUMPY}"),
+    b"\x80": ("a pickle, as torch.save once wrote it", f"load it with torch and {WITH_NUMPY}"),
+    b"nsgg": ("a session of llama.cpp", "kvkit inspect says what is in it"),
+    b"qsgg": ("the state of a sequence of llama.cpp", "kvkit inspect says what is in it"),
 }
-TORCH = "a file of torch.save: load it with torch and write it with numpy.savez"
-SAFETENSORS = "a safetensors file: read it with safetensors.numpy.load_file and write it with numpy.savez"
+TORCH = "a file of torch.save", f"load it with torch and {WITH_NUMPY}"
+SAFETENSORS = "a safetensors file", f"read it with safetensors.numpy.load_file and {WITH_NUMPY}"
 
 
 def kind(file):
-    """What an open file is, and what to do with it; None if it does not begin as one of another kind."""
+    """(what an open file is, what to do with it); None if it does not begin as one of another kind."""
     begin = file.read(9)
     file.seek(0)
     if begin[8:] == b"{" and struct.unpack("<Q", begin[:8])[0] < 2**32:

@@ -13,6 +13,10 @@ from numpy.lib import format as npy
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VOID16 = np.dtype("V2")  # what numpy writes for bfloat16
+FLOAT8 = {  # and as "V1"; only the file can say which it is
+    dtype.name: dtype
+    for dtype in map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu))
+}
 ALIGNMENT = 64
 CHUNK = 2**24
 DEFLATE_LIMIT = 1032  # a deflated byte unpacks to no more than this
@@ -34,26 +38,35 @@ class Form:
     begin: int
 
 
-def form(archive, member):
-    """The form of a member's array; the sizes in its headers are held against each other and the file."""
+def form(archive, member, said=None):
+    """The form of a member's array; the sizes in its headers are held against each other and the file.
+
+    `said` is the name of its dtype, where the file has one.
+    """
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError("it is neither stored nor deflated")
     if member.flag_bits & ENCRYPTED:
         raise ValueError("it is encrypted")
     with archive.open(member) as data:
-        try:
-            shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
-        except (MemoryError, RecursionError):  # Python's parser
-            raise ValueError("its header is no description of an array") from None
-        found = Form(shape, meant(dtype), "F" if fortran else "C", data.tell())
-    size = found.begin + math.prod(shape) * found.dtype.itemsize
-    if size != member.file_size:
-        raise ValueError(f"it has {member.file_size} bytes, its header asks for {size}")
+        found, size = described(data, member.file_size, said)
     if member.compress_type == zipfile.ZIP_STORED and member.compress_size != size:
         raise ValueError(f"it is stored in {member.compress_size} bytes, not {size}")
     if size > DEFLATE_LIMIT * member.compress_size:
         raise ValueError(f"{member.compress_size} bytes cannot unpack to {size}")
     return found
+
+
+def described(data, length, said=None):
+    """What the header of an array says of it, where there are `length` bytes of both; and that length."""
+    try:
+        shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
+    except (MemoryError, RecursionError):  # Python's parser
+        raise ValueError("its header is no description of an array") from None
+    found = Form(shape, meant(dtype, said), "F" if fortran else "C", data.tell())
+    size = found.begin + math.prod(shape) * found.dtype.itemsize
+    if size != length:
+        raise ValueError(f"it has {length} bytes, its header asks for {size}")
+    return found, size
 
 
 def read(archive, member, file, form):
@@ -87,10 +100,12 @@ def text_of_array(archive, member):
     return np.frombuffer(text(archive, member), found.dtype, offset=found.begin)[0]
 
 
-def meant(dtype):
+def meant(dtype, said=None):
     """The dtype that a header means; plain ones only."""
     if dtype == VOID16:
         return BFLOAT16
+    if dtype == np.dtype("V1") and isinstance(said, str) and said in FLOAT8:
+        return FLOAT8[said]
     if dtype.hasobject:
         raise ValueError("it holds pickled objects; save plain arrays")
     if not has_name(dtype) or not dtype.itemsize:
@@ -99,8 +114,10 @@ def meant(dtype):
 
 
 def has_name(dtype):
-    """Whether a file can say what this dtype is: numpy's plain ones, in a header, and bfloat16."""
-    return dtype == BFLOAT16 or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
+    """Whether a file can say what this dtype is: numpy's plain ones, in a header, bfloat16 and float8."""
+    return (
+        dtype == BFLOAT16 or dtype in FLOAT8.values() or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
+    )
 
 
 def data_offset(member, file):
@@ -129,16 +146,22 @@ def info(name):
     return member
 
 
+def header(array):
+    """The header of an array in version 1.0; of dtypes that are not numpy's it says void."""
+    made = BytesIO()
+    npy.write_array_header_1_0(made, npy.header_data_from_array_1_0(array))
+    return made.getvalue()
+
+
 def write(archive, name, array, position, advance=lambda count: None):
     """Write an array at the archive's `position`, its data aligned; `advance` hears of every chunk's size."""
-    header = BytesIO()
-    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
+    head = header(array)
     member = info(name)
-    begin = position + LOCAL_HEADER + len(name.encode()) + PADDING.size + ZIP64_EXTRA + header.tell()
+    begin = position + LOCAL_HEADER + len(name.encode()) + PADDING.size + ZIP64_EXTRA + len(head)
     zeros = -begin % ALIGNMENT
     member.extra = PADDING.pack(0xD935, 2 + zeros, ALIGNMENT) + bytes(zeros)
     with archive.open(member, "w", force_zip64=True) as data:
-        data.write(header.getvalue())
+        data.write(head)
         for chunk in chunks(array):
             data.write(chunk)
             advance(len(chunk))
@@ -150,7 +173,8 @@ def chunks(array):
         whole = memoryview(flat(array))
         yield from (whole[i : i + CHUNK] for i in range(0, len(whole), CHUNK))
         return
-    bits = array.view(np.uint16) if array.dtype == BFLOAT16 else array
+    own = array.dtype == BFLOAT16 or array.dtype in FLOAT8.values()  # of which nditer knows nothing
+    bits = array.view(f"u{array.itemsize}") if own else array
     count = max(CHUNK // array.itemsize, 1)
     for piece in np.nditer(bits, ["external_loop", "buffered", "zerosize_ok"], order="C", buffersize=count):
         yield np.asarray(piece).tobytes()

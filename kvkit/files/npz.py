@@ -5,7 +5,8 @@ A file is a zip archive of members NAME.npy. When kvkit wrote it the array ``kvk
 
     version     1, the version of this contract
     producer    "kvkit 0.1.0"
-    dtypes      {name: dtype}, which says bfloat16 where a .npy header can only say "2 bytes"
+    dtypes      {name: dtype}, which says bfloat16 and float8 where a .npy header can only say "2 bytes"
+    description     of a cache: its layout, sizes, format, tables, positions; see `kvkit.files.description`
     operator, attributes    what made the arrays, in a file of results
 
 numpy.load opens such a file, and numpy.savez makes one that is as good: a 2-byte void array is bfloat16.
@@ -18,40 +19,27 @@ Writing aligns the data of every array to 64 bytes, gives equal bytes for equal 
 file in one step or not at all.
 """
 
-import contextlib
-import errno
 import json
 import os
-import warnings
 import zipfile
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from kvkit.errors import KvkitError, brief
-from kvkit.files import foreign, locks, members
+from kvkit.errors import brief
+from kvkit.files import description, foreign, members
+from kvkit.files.contents import Contents
+from kvkit.files.mapping import SMALL
+from kvkit.files.paths import alone, check_source, check_target, named
 from kvkit.files.replace import replacing
+from kvkit.files.words import FileError, explained, quoted, wrong
 from kvkit.version import __version__
+
+__all__ = ["Contents", "FileError", "alone", "check_target", "read", "write"]
 
 VERSION = 1
 METADATA = "kvkit.json"
-SMALL = 2**24  # bytes of a file that is read at once
-AGAIN = "save or copy the file again"
+TEXTS = {METADATA: members.text, f"{METADATA}.npy": members.text_of_array}  # how it is read
 OUTDATED = f"save it again, without the array {METADATA} if others have changed"
-
-
-class FileError(KvkitError):
-    """A file is not what it should be: path, what is wrong, what to do."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a file holds."""
-
-    arrays: dict[str, np.ndarray]
-    metadata: dict
-    mapped: os.stat_result | None = None  # status of the file, if arrays may be
 
 
 def read(path, check=lambda forms, metadata: None):
@@ -71,109 +59,55 @@ def read(path, check=lambda forms, metadata: None):
             check_kind(path, foreign.kind_of_archive(found))
             check_names(path, [info.filename for info in archive.infolist()])
             metadata, forms, arrays = {}, {}, {}
+            for name, read_text in TEXTS.items():
+                if name in found:
+                    with explained(path, f"member {quoted(name)} is damaged"):
+                        metadata = json.loads(read_text(archive, found.pop(name)))
+            check_metadata(path, metadata)
+            said = metadata.get("dtypes", {})
             for name, info in found.items():
                 with explained(path, f"member {quoted(name)} is damaged"):
-                    if name == METADATA:
-                        metadata = json.loads(members.text(archive, info))
-                    elif name == f"{METADATA}.npy":
-                        metadata = json.loads(members.text_of_array(archive, info))
-                    else:
-                        forms[name.removesuffix(".npy")] = members.form(archive, info)
-            check_metadata(path, metadata, forms)
+                    short = name.removesuffix(".npy")
+                    forms[short] = members.form(archive, info, said.get(short))
+            check_dtypes(path, said, forms)
             check(forms, metadata)
             for name, form in forms.items():
                 with explained(path, f"member {quoted(name + '.npy')} is damaged"):
                     arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
-    return Contents(arrays, metadata, mapped)
-
-
-def check_source(path):
-    """There must be a file to read."""
-    if not os.path.exists(path):
-        raise FileError(f"{path}: no such file: check the name")
-    if not os.path.isfile(path):
-        raise FileError(f"{path}: not a regular file: give a .npz file")
+    return Contents(arrays, metadata, mapped, ".npz", description.said(path, metadata.get("description")))
 
 
 def check_kind(path, other):
     if other:
-        raise FileError(f"{path}: not a .npz file, but {other}")
-
-
-@contextlib.contextmanager
-def explained(path, wrong):
-    """Say in our words that bytes make no sense: zipfile, numpy and json have a dozen exceptions for it."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        # A seek to an absurd place is the file's fault; any other OSError is the machine's.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        raise FileError(f"{path}: {wrong} ({brief(str(error) or type(error).__name__)}): {AGAIN}") from error
-
-
-def quoted(name):
-    return f"'{brief(name)}'"
+        what, cure = other
+        raise wrong(path, f"not a .npz file, but {what}", cure)
 
 
 def check_names(path, names):
     known = set()
     for name in names:
         if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
-            raise FileError(f"{path}: member {quoted(name)} is no array: keep only NAME.npy and {METADATA}")
+            raise wrong(path, f"member {quoted(name)} is no array", f"keep only NAME.npy and {METADATA}")
         if name.removesuffix(".npy") in known:
-            raise FileError(f"{path}: member {quoted(name)} is there twice: {AGAIN}")
+            raise wrong(path, f"member {quoted(name)} is there twice")
         known.add(name.removesuffix(".npy"))
 
 
-def check_metadata(path, metadata, forms):
+def check_metadata(path, metadata):
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
     if not isinstance(dtypes, dict):
-        raise FileError(f"{path}: {METADATA} or its dtypes are no object: {AGAIN}")
+        raise wrong(path, f"{METADATA} or its dtypes are no object")
     if metadata.get("version", VERSION) != VERSION:
         found = brief(repr(metadata["version"]))
-        raise FileError(f"{path}: {METADATA} has version {found}, not {VERSION}: update kvkit")
+        raise wrong(path, f"{METADATA} has version {found}, not {VERSION}", "update kvkit")
+
+
+def check_dtypes(path, dtypes, forms):
     for name, dtype in dtypes.items():
         found = forms[name].dtype.name if name in forms else "absent"
         if found != dtype:
             said = f"{brief(name)} is {brief(dtype)}"
-            raise FileError(f"{path}: {METADATA} says that {said}, but it is {found}: {OUTDATED}")
-
-
-def check_target(path):
-    """Whether `write` can make or replace this file; to be asked before long work."""
-    target = Path(os.path.realpath(path))
-    folder = path if os.path.islink(path) else Path(path).parent  # as it was named
-    if not target.parent.is_dir():
-        raise FileError(f"{path}: there is no folder {folder}: make it first")
-    if target.exists() and not target.is_file():
-        raise FileError(f"{path}: not a regular file: give another name")
-    # The file itself need not be writeable to be replaced, but whoever made it read-only meant it.
-    for place, name in ((target.parent, folder), (target, path)):
-        if place.exists() and not os.access(place, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
-
-
-@contextlib.contextmanager
-def named(path):
-    """Let errors of the machine name this file, not a temporary one or none."""
-    try:
-        yield
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
-
-
-@contextlib.contextmanager
-def alone(path):
-    """Until the block ends this file is ours to change; refused if another process has it in this way."""
-    check_source(path)
-    with locks.alone(path) as held:
-        if not held:
-            raise FileError(f"{path}: another run is changing it in place: wait until that has ended")
-        yield
+            raise wrong(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
 
 
 def write(path, arrays, metadata=None, advance=lambda count: None):
@@ -184,19 +118,16 @@ def write(path, arrays, metadata=None, advance=lambda count: None):
     check_target(path)
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     if METADATA in arrays:
-        raise FileError(
-            f"{path}: {METADATA} is the name of what kvkit says of a file: give that array another"
-        )
+        raise wrong(path, f"{METADATA} is the name of what kvkit says of a file", "give that array another")
     for name, array in arrays.items():
         if not members.has_name(array.dtype) or not array.dtype.itemsize:
-            raise FileError(f"{path}: {name} has dtype {array.dtype}, which no .npz file can say: convert it")
+            raise wrong(path, f"{name} has dtype {array.dtype}, which no .npz file can say", "convert it")
     about = {"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})}
     about["dtypes"] = {name: array.dtype.name for name, array in arrays.items()}
     text = json.dumps(about, indent=2) + "\n"
     if len(text) > members.TEXT_LIMIT:
-        raise FileError(
-            f"{path}: a description of {len(text)} bytes, which nobody would read: write several files"
-        )
+        size = f"a description of {len(text)} bytes, which nobody would read"
+        raise wrong(path, size, "write several files")
     with named(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)

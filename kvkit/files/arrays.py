@@ -1,0 +1,27 @@
+"""Lists of arrays, as layouts with several arrays have them, and the names of their members in a file."""
+
+CACHE = "cache"
+
+
+def named(source, name=CACHE):
+    """{name: array} of nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
+    if isinstance(source, (list, tuple)):
+        return {key: each for i, one in enumerate(source) for key, each in named(one, f"{name}.{i}").items()}
+    return {name: source}
+
+
+def nested(arrays, name=CACHE):
+    """The nested lists again, or the array where there is one; None where others have such names."""
+    if name in arrays:
+        return arrays[name]
+    begin = f"{name}."
+    heads = {key[len(begin) :].partition(".")[0] for key in arrays if key.startswith(begin)}
+    heads = {head for head in heads if head.isascii() and head.isdecimal()}
+    if heads != {str(i) for i in range(len(heads))} or not heads:
+        return None
+    return [nested(arrays, f"{begin}{i}") for i in range(len(heads))]
+
+
+def flat(arrays):
+    """Arrays by name, where some are nested lists of arrays."""
+    return {key: each for name, source in arrays.items() for key, each in named(source, name).items()}

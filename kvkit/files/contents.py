@@ -1,0 +1,23 @@
+"""What a file holds, whatever its kind."""
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvkit.files.description import Description
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Arrays by name, and what the file says of them.
+
+    A cache is the array ``cache``, or ``cache.I`` and ``cache.I.J`` where its layout has lists of arrays.
+    """
+
+    arrays: dict[str, np.ndarray]
+    metadata: dict
+    mapped: os.stat_result | None = None  # status of the file, if arrays may be
+    kind: str = ".npz"
+    description: Description = field(default_factory=Description)
+    notes: tuple[str, ...] = ()  # what whoever uses it should know

@@ -1,0 +1,116 @@
+"""What a file says of a cache beside its bytes: how it is laid out, and what was done to its keys.
+
+Bytes tell neither which of two layouts of equal shapes they have, nor whether keys are rotated. So every file
+that kvkit writes carries this, as JSON under the name ``description``, and reading gives it back. What nobody
+knows is left out.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+from kvkit.errors import brief
+from kvkit.files.words import wrong
+
+AXES = "l", "b", "n", "h", "c", "cv"
+CHOICES = {
+    "rope_pairs": ("halves", "interleaved"),
+    "rotation": ("none", "hadamard"),
+    "lse_base": ("e", "2"),
+}
+NOTHING: Mapping[str, int] = MappingProxyType({})
+LONGEST = 2000  # characters of a line or a name
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a file says of a cache; None is what it does not say.
+
+    Parameters
+    ----------
+    layout : str, optional
+        A line such as ``"l | kv b n h c"``, or a name that `kvkit.layouts` knows.
+    sizes : mapping
+        Of the axes l, b, n, h and c of that line, and of cv where values have another size.
+    format : str, optional
+        What the elements are, by a name of `kvkit.formats`.
+    tables : str, optional
+        The convention of the tables beside the cache, by a name of `kvkit.layouts`.
+    rope_applied : bool, optional
+        Whether keys are already rotated by their positions.
+    rope_base : float, optional
+        The base of that rotation's angles.
+    rope_pairs : {"halves", "interleaved"}, optional
+        Which two elements of a head turn together.
+    rotation : {"none", "hadamard"}, optional
+        What else the heads were rotated with.
+    rotation_blocks : (int, int), optional
+        Elements that are rotated together, of keys and of values.
+    lse_base : {"e", "2"}, optional
+        The base of log-sum-exps beside the cache.
+
+    Examples
+    --------
+    >>> from kvkit.files import Description
+    >>> Description("l kv | b h n c", {"h": 3}, rope_applied=True).to_dict()
+    {'layout': 'l kv | b h n c', 'sizes': {'h': 3}, 'rope_applied': True}
+    """
+
+    layout: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=lambda: NOTHING)
+    format: str | None = None
+    tables: str | None = None
+    rope_applied: bool | None = None
+    rope_base: float | None = None
+    rope_pairs: str | None = None
+    rotation: str | None = None
+    rotation_blocks: tuple[int, int] | None = None
+    lse_base: str | None = None
+
+    def to_dict(self):
+        """What is known, as JSON has it."""
+        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        found |= {"sizes": dict(self.sizes) or None, "rotation_blocks": listed(self.rotation_blocks)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def listed(value):
+    return value if value is None else list(value)
+
+
+def said(path, found):
+    """The description in a file, where it has one; what makes no sense is refused."""
+    if found is None:
+        return Description()
+    if not isinstance(found, dict):
+        raise wrong(path, "its description is no object")
+    known = {entry.name for entry in fields(Description)}
+    for name, value in found.items():
+        if name not in known:
+            raise wrong(path, f"its description has {brief(name)}, which kvkit does not know", "update kvkit")
+        if not fits(name, value):
+            raise wrong(path, f"its description says that {name} is {brief(repr(value))}")
+    blocks = found.get("rotation_blocks")
+    return Description(
+        **found | {"rotation_blocks": blocks and tuple(blocks)} | {"sizes": found.get("sizes", {})}
+    )
+
+
+def fits(name, value):
+    """Whether something can be said of this."""
+    if name in CHOICES:
+        return value in CHOICES[name]
+    if name == "sizes":
+        return isinstance(value, dict) and all(axis in AXES and counts(size) for axis, size in value.items())
+    if name == "rotation_blocks":
+        return isinstance(value, list) and len(value) == 2 and all(map(counts, value))
+    if name == "rope_applied":
+        return isinstance(value, bool)
+    if name == "rope_base":
+        return type(value) in (int, float) and 0 < value < math.inf
+    return isinstance(value, str) and len(value) <= LONGEST and value.isprintable()
+
+
+def counts(value):
+    return type(value) is int and 0 <= value < 2**63

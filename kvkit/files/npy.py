@@ -1,0 +1,41 @@
+"""A .npy file: one array, which is called ``cache``."""
+
+from io import BytesIO
+
+import numpy as np
+
+from kvkit.files import mapping, members
+from kvkit.files.arrays import CACHE
+from kvkit.files.contents import Contents
+from kvkit.files.paths import check_target, named
+from kvkit.files.replace import replacing
+from kvkit.files.words import explained, wrong
+
+LONGEST = 2**17  # bytes of a header
+
+
+def read(path):
+    """The array; a 2-byte void is bfloat16."""
+    with open(path, "rb") as file, explained(path, "not an array of numpy's, or cut short"):
+        data, mapped = mapping.contents(file)
+        found, _ = members.described(BytesIO(data[:LONGEST].tobytes()), len(data))
+        array = np.ndarray(found.shape, found.dtype, data, found.begin, order=found.order)
+    return Contents({CACHE: array}, {}, mapped, ".npy")
+
+
+def write(path, arrays, advance=lambda count: None):
+    """Write the one array."""
+    check_target(path)
+    if len(arrays) != 1:
+        raise wrong(
+            path, f"a .npy file has one array, not {len(arrays)}", "write a .npz or .safetensors file"
+        )
+    (array,) = map(np.asarray, arrays.values())
+    if (array.dtype.kind == "V" and array.dtype != members.BFLOAT16) or not members.has_name(array.dtype):
+        cure = "write a .npz or .safetensors file"
+        raise wrong(path, f"dtype {array.dtype}, which no .npy file can say", cure)
+    with named(path), replacing(path) as file:
+        file.write(members.header(array))
+        for chunk in members.chunks(array):
+            file.write(chunk)
+            advance(len(chunk))

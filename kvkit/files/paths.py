@@ -1,0 +1,50 @@
+"""Files to read and files to write, before any of it is done; and files that are ours to change."""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+from kvkit.files import locks
+from kvkit.files.words import wrong
+
+
+def check_source(path):
+    """There must be a file to read."""
+    if not os.path.exists(path):
+        raise wrong(path, "no such file", "check the name")
+    if not os.path.isfile(path):
+        raise wrong(path, "not a regular file", "give another name")
+
+
+def check_target(path):
+    """Whether this file can be made or replaced; to be asked before long work."""
+    target = Path(os.path.realpath(path))
+    folder = path if os.path.islink(path) else Path(path).parent  # as it was named
+    if not target.parent.is_dir():
+        raise wrong(path, f"there is no folder {folder}", "make it first")
+    if target.exists() and not target.is_file():
+        raise wrong(path, "not a regular file", "give another name")
+    # The file itself need not be writeable to be replaced, but whoever made it read-only meant it.
+    for place, name in ((target.parent, folder), (target, path)):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+
+
+@contextlib.contextmanager
+def named(path):
+    """Let errors of the machine name this file, not a temporary one or none."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
+
+
+@contextlib.contextmanager
+def alone(path):
+    """Until the block ends this file is ours to change; refused if another process has it in this way."""
+    check_source(path)
+    with locks.alone(path) as held:
+        if not held:
+            raise wrong(path, "another run is changing it in place", "wait until that has ended")
+        yield
