@@ -6,7 +6,6 @@ environment every operator that takes a table looks for that, too.
 """
 
 import functools
-import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,7 +52,14 @@ def scan(starts, ids, num_blocks, placeholder, owners, hits):
                     if owner[page] < 0:
                         owner[page], column[page], before[page] = b, c, previous
                     elif column[page] != c or not alike(
-                        ids, starts[owner[page]], starts[b], c, before[page], previous, placeholder, num_blocks
+                        ids,
+                        starts[owner[page]],
+                        starts[b],
+                        c,
+                        before[page],
+                        previous,
+                        placeholder,
+                        num_blocks,
                     ):
                         rule, other, where = FOREIGN, owner[page], column[page]
                     elif before[page] == UNKNOWN:
@@ -144,11 +150,6 @@ def padded(table, lengths, num_blocks, page_size, placeholder=None):
     np.cumsum(counts, out=starts[1:])
     ids = table[np.arange(table.shape[1]) < counts[:, None]].astype(np.int64, copy=False)
     return Tables(starts, ids, num_blocks, placeholder)
-
-
-def asked():
-    """Whether operators shall look for more than they need."""
-    return os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
 
 
 def validate(name, tables, written=NOTHING):

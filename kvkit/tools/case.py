@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvkit import layouts
 from kvkit.checks import table_rules
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
 from kvkit.errors import KvkitError
+from kvkit.files.arrays import nested
 from kvkit.foreign import taken
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
@@ -22,7 +24,7 @@ KNOWN = (
     *TABLES,
     "context_lens", "kv_indptr", "kv_last_page_len", "kvstarts", "num_blocks", "page_size", "placeholder",
     "slot_mapping", "slot_sequences", "slot_positions", "reserved_block", "index_type",
-    "key_cache", "value_cache", "key_scale", "value_scale", "format", "layout",
+    "cache", "key_cache", "value_cache", "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale",
 )  # fmt: skip
 NUMBERS = "num_blocks", "page_size", "placeholder", "reserved_block"
@@ -37,12 +39,23 @@ class Side:
     scale: np.ndarray | None
 
 
+def stacked(view):
+    """One array [layers, blocks, rows, heads, content] of a view, whose layers may be arrays of their own."""
+    if isinstance(view, tuple):
+        return np.stack([stacked_blocks(each) for each in view])
+    return view
+
+
+def stacked_blocks(view):
+    return np.stack(view) if isinstance(view, tuple) else view
+
+
 class Case:
     """The arrays that rules look at."""
 
     def __init__(self, arrays: dict[str, Any], layout=None):
-        unknown = [name for name in arrays if name not in KNOWN]
-        if unknown and not any(name in KNOWN for name in arrays):
+        unknown = [name for name in arrays if name.partition(".")[0] not in KNOWN]
+        if len(unknown) == len(arrays):
             raise wrong("arrays", f"some of {', '.join(KNOWN)}", ", ".join(map(str, unknown[:8])))
         self.given = {name: taken(value, name) for name, value in arrays.items() if value is not None}
         self.layout = layout if layout is not None else self.text("layout")
@@ -127,7 +140,9 @@ class Case:
             return None
         if isinstance(self.raw_table, tuple):
             starts, pages = self.raw_table
-            legal = len(starts) and starts[0] == 0 and starts[-1] <= len(pages) and (np.diff(starts) >= 0).all()
+            legal = (
+                len(starts) and starts[0] == 0 and starts[-1] <= len(pages) and (np.diff(starts) >= 0).all()
+            )
             starts = starts.astype(np.int64) if legal else np.zeros(1, np.int64)
             return starts, np.ascontiguousarray(pages[: starts[-1]].astype(np.int64))
         rows = min(len(self.raw_table), len(self.lengths))
@@ -163,7 +178,9 @@ class Case:
     def entry(self, sequence, column):
         """The name of an entry of the table."""
         if isinstance(self.raw_table, tuple):
-            return f"{self.table_name}[{self.pages[0][sequence] + column}] (sequence {sequence}, page {column})"
+            return (
+                f"{self.table_name}[{self.pages[0][sequence] + column}] (sequence {sequence}, page {column})"
+            )
         return f"{self.table_name}[{sequence}, {column}]"
 
     @cached_property
@@ -207,11 +224,41 @@ class Case:
         return np.where(known, pages // self.unit, -1).astype(np.int64)
 
     @cached_property
+    def sizes(self):
+        """What is known of a layout's axes."""
+        known = {"b": self.given.get("num_blocks"), "n": self.given.get("page_size")}
+        return {axis: int(size) for axis, size in known.items() if size is not None}
+
+    @cached_property
+    def whole(self):
+        """The cache as the file or the caller has it, as nested lists; None if keys and values are apart."""
+        return nested(self.given)
+
+    @cached_property
+    def viewed(self):
+        """({"key": .., "value": ..}, "") by the layout, or (None, why there are no such views)."""
+        pools = {"cache": self.whole} if self.whole is not None else {
+            name: self.given[f"{name}_cache"] for name in ("key", "value") if f"{name}_cache" in self.given
+        }  # fmt: skip
+        try:
+            views = {name: layouts.view(pool, self.layout, sizes=self.sizes) for name, pool in pools.items()}
+        except KvkitError as error:
+            return None, str(error)
+        if "cache" in views:
+            return {"key": stacked(views["cache"].keys), "value": stacked(views["cache"].values)}, ""
+        return {name: stacked(getattr(view, f"{name}s")) for name, view in views.items()}, ""
+
+    @cached_property
     def sides(self):
         """Keys and values, those that are given."""
-        found = []
+        found: list[Side] = []
+        if self.whole is not None and self.layout is None:
+            return found
         for name in ("key", "value"):
-            cache = self.given.get(f"{name}_cache")
+            if self.layout is not None:
+                cache = (self.viewed[0] or {}).get(name)
+            else:
+                cache = self.given.get(f"{name}_cache")
             if cache is None:
                 continue
             cache = np.asarray(cache)

@@ -88,7 +88,9 @@ class Findings:
             if count > shown:
                 lines.append(f"{rule}: {count - shown} more like these")
         rules = f"{len(self.checked)} rules looked at what was given"
-        return "\n".join([*lines, f"{sum(self.counts.values())} findings; {rules}" if lines else f"fine: {rules}"])
+        return "\n".join(
+            [*lines, f"{sum(self.counts.values())} findings; {rules}" if lines else f"fine: {rules}"]
+        )
 
 
 @dataclass(frozen=True)

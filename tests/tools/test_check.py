@@ -8,6 +8,7 @@ import pytest
 import table_reference
 import table_scenes
 
+import kvkit.layouts
 from kvkit.errors import KvkitError
 from kvkit.files import npz
 from kvkit.tools import check
@@ -37,7 +38,10 @@ def test_tables_are_judged_as_by_comparing_everything(rng, count):
     seen = set()
     for _ in range(count):
         least, most = (-1, 9) if rng.random() < 0.5 else (1, 8)
-        sequences = [rng.integers(least, most, int(rng.integers(0, 5))).tolist() for _ in range(int(rng.integers(0, 4)))]
+        sequences = [
+            rng.integers(least, most, int(rng.integers(0, 5))).tolist()
+            for _ in range(int(rng.integers(0, 4)))
+        ]
         if rng.random() < 0.5 and len(sequences) > 1:
             sequences[1] = sequences[0][:2] + sequences[1]
         blocks, placeholder = int(rng.choice([8, 2**40])), (0 if rng.random() < 0.5 else None)
@@ -203,6 +207,13 @@ MUTATIONS = {
         but(tables, block_tables=np.maximum(tables()["block_tables"], 0) * 4),
         but(rows, cachestarts=np.array([[7, 3], [2, 6]])),
     ],
+    "L1": [
+        but(cache, layout="b h n c"), but(cache, layout="b n h c", num_blocks=11),
+        lambda: {"cache.0": np.zeros((12, 2, 4, 2, 8)), "layout": "l | kv b n h c"},
+        lambda: {"cache.0": np.zeros((2, 12, 2, 4, 8)).swapaxes(2, 3), "layout": "l | kv b n h c"},
+    ],
+    "L2": [lambda: {"cache.0": np.zeros((6, 4, 2, 16), np.float16)},
+           lambda: {"cache.0": np.zeros((3, 5, 7), np.float16), "num_blocks": 2}],
     "L3": [swapped],
     "Q1": [put(coded, "key_scale", (7, 0, 1, 0), np.inf), put(eights, "value_scale", 0, np.nan)],
     "Q2": [but(eights, key_scale=np.ones(2, np.float32)), but(eights, value_scale=np.float32(1))],
@@ -216,6 +227,15 @@ MUTATIONS = {
     "D2": [put(cache, "key_cache", (9, 2, 1, 2), np.nan), put(eights, "value_cache", (9, 3, 0, 0), np.nan)],
     "D3": [lambda: log_sums(1 / np.log(2)), lambda: log_sums(-1.0), lambda: log_sums(empty=np.inf)],
 }  # fmt: skip
+LINES = {
+    "l | kv b n h c": lambda key, value: {"cache.0": np.stack([key, value])},
+    "l | b h n (kv c)": lambda key, value: {
+        "cache.0": np.concatenate([key, value], -1).swapaxes(1, 2).copy()
+    },
+    "| l kv h b n c": lambda key, value: {
+        "cache": np.array([key, value]).transpose(0, 3, 1, 2, 4)[None].copy()
+    },
+}
 FAIR = (tables, packed, rows, cache, coded, eights, log_sums)
 
 
@@ -239,7 +259,7 @@ def test_what_is_not_in_use_may_be_anything(make):
 
 
 def test_every_rule_has_a_mutation_and_names_an_incident():
-    assert set(MUTATIONS) | {"L1", "L2"} >= set(RULES) >= set(MUTATIONS)
+    assert set(MUTATIONS) == set(RULES)
     for rule in RULES.values():
         assert "#" in (rule.look.__doc__ or ""), rule.name
 
@@ -295,6 +315,19 @@ def test_rows_outside_the_slots(rng):
         check(before, tables(), slots)
     with pytest.raises(KvkitError, match="slots: expected"):
         check(but(coded, slot_mapping=None)(), but(coded, slot_mapping=None)())
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_caches_of_engines(line):
+    """Whatever a cache lies in, the row is named by its page."""
+    arrays = cache()
+    arrays |= LINES[line](arrays.pop("key_cache"), arrays.pop("value_cache")) | {"layout": line}
+    assert not check(arrays).found
+    assert {"L1", "L3", "D1", "D2"} <= set(check(arrays).checked)
+    name = next(name for name in arrays if name.startswith("cache"))
+    views = kvkit.layouts.view([arrays[name]] if "." in name else arrays[name], arrays["layout"])
+    views.values[0][6, 3, 1, 2] = np.nan
+    assert [(each.rule, each.where) for each in check(arrays)] == [("D1", "value_cache[6, 3]")]
 
 
 def test_layers_are_named():

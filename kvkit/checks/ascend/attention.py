@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkit.checks import attention, index_tensors
+from kvkit.checks import attention, index_tensors, validation
 from kvkit.checks.ascend import tensors
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, Steps
@@ -117,6 +117,7 @@ def check_table(table, lengths, blocks, block_size):
     if wrong_ids.any():
         i, j = np.argwhere(wrong_ids)[0]
         raise wrong(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
+    validation.block_tables(table, lengths, blocks, block_size)
 
 
 def uneven(places):

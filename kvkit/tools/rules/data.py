@@ -6,7 +6,10 @@ from kvkit.formats import BY_DTYPE
 from kvkit.tools.findings import rule
 from kvkit.tools.rules.scales import codes
 
-NAN_CODES = {"e4m3": ((0x7F, 0x7F),), "e5m2": ((0x7C, 0x7F),)}  # magnitudes of NaN and infinity, first to last
+NAN_CODES = {
+    "e4m3": ((0x7F, 0x7F),),
+    "e5m2": ((0x7C, 0x7F),),
+}  # magnitudes of NaN and infinity, first to last
 BASE_2 = np.log(2.0)
 
 
@@ -41,7 +44,11 @@ def rows_of(case, which):
 @rule("D1", "Every query that sees this token becomes NaN. Find what computed it: the row itself is in use.")
 def nan_in_use(case):
     """vllm#39444: NaN of dummy runs lay in block 0 and came out of attention for all who read that block."""
-    return rows_of(case, case.used[0] if case.used is not None else np.ones((1, 1), bool)) if case.sides else None
+    return (
+        rows_of(case, case.used[0] if case.used is not None else np.ones((1, 1), bool))
+        if case.sides
+        else None
+    )
 
 
 @rule(
@@ -76,7 +83,11 @@ def other_base(case):
         got, meant = lse[there], expected[there]
         tolerance = 0.01 * (1 + np.abs(meant))
         apart = np.abs(got - meant) > tolerance
-        for what, factor in (("base 2", BASE_2), ("the sign turned", -1.0), ("base 2, the sign turned", -BASE_2)):
+        for what, factor in (
+            ("base 2", BASE_2),
+            ("the sign turned", -1.0),
+            ("base 2, the sign turned", -BASE_2),
+        ):
             if apart.any() and (np.abs(got * factor - meant) <= tolerance).all():
                 b, h = np.argwhere(there)[apart.argmax()].tolist()
                 found.append((f"lse[{b}, {h}]", f"{lse[b, h]:.6g}: all are those of this cache with {what}"))
@@ -88,7 +99,13 @@ def log_sum_exp(case):
     """Natural logarithms of the softmax denominators of one query a sequence, in float64; None if not given."""
     query = case.given.get("query")
     keys = next((side for side in case.sides if side.name == "key"), None)
-    if query is None or keys is None or case.tables is None or not case.aligned or not_finite(case, keys) is None:
+    if (
+        query is None
+        or keys is None
+        or case.tables is None
+        or not case.aligned
+        or not_finite(case, keys) is None
+    ):
         return None
     query = np.asarray(query, np.float64)  # [sequences, query heads, content]
     starts, ids = case.tables.starts, case.tables.ids

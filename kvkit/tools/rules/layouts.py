@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from kvkit.errors import KvkitError
+from kvkit.layouts import NAMED, view
 from kvkit.tools.findings import Rule, rule
 
 LEAST_TOKENS = 16
@@ -9,7 +11,40 @@ OUTSTANDING = 2.5  # |mean| over standard deviation of a channel that keys have,
 TIMES = 1.8
 
 
-@rule("L3", "Attention weighs values with values. Keys come first in every engine's pairs: look at the split.")
+@rule("L1", "Every address is another one than is meant. Name the line that made the cache, or transpose it.")
+def line_and_array_disagree(case):
+    """vllm#46204: a connector forced one order of heads and tokens on a cache that had the other."""
+    if case.layout is None:
+        return None
+    views, why = case.viewed
+    return ([] if views else [("layout", why)]), lambda hit: hit
+
+
+@rule(
+    "L2",
+    "No shape tells them apart. Say which it is: --layout NAME, or layout in the file.",
+    "warning",
+)
+def several_lines_fit(case):
+    """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and strides."""
+    if case.layout is not None or case.whole is None:
+        return None
+    lines: dict[str, str] = {}
+    for name, named in NAMED.items():
+        try:
+            view(case.whole, named.layout, sizes=case.sizes)
+        except KvkitError:
+            continue
+        lines.setdefault(str(named.layout), name)
+    if len(lines) == 1:
+        return [], lambda hit: hit
+    said = ", ".join(f"'{line}' ({name})" for line, name in lines.items()) or "none that kvkit knows"
+    return [("cache", f"{len(lines)} lines fit: {said}")], lambda hit: hit
+
+
+@rule(
+    "L3", "Attention weighs values with values. Keys come first in every engine's pairs: look at the split."
+)
 def keys_and_values_swapped(case):
     """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back wrong.
 
@@ -35,7 +70,11 @@ def keys_and_values_swapped(case):
 def outstanding_channels(case, side):
     """For each layer the median over heads of the largest |mean| / spread; None if there are too few tokens."""
     rows = case.used[0]
-    if rows.sum() < LEAST_TOKENS or side.array.dtype.kind not in "fiV" and side.array.dtype.name != "bfloat16":
+    if (
+        rows.sum() < LEAST_TOKENS
+        or side.array.dtype.kind not in "fiV"
+        and side.array.dtype.name != "bfloat16"
+    ):
         return None
     found = []
     for layer in range(len(side.array)):
@@ -56,7 +95,10 @@ def written_elsewhere(pair):
     before, after, slots = pair
     hits = []
     for old, new in zip(before.sides, after.sides, strict=True):
-        for name, one, two in ((f"{old.name}_cache", old.array, new.array), (f"{old.name}_scale", old.scale, new.scale)):
+        for name, one, two in (
+            (f"{old.name}_cache", old.array, new.array),
+            (f"{old.name}_scale", old.scale, new.scale),
+        ):
             if one is None or two is None or one.ndim < 3 or one.shape != two.shape:
                 continue
             changed = bits(one) != bits(two)
@@ -87,5 +129,3 @@ def bits(array):
     """An array as integers, so that NaN is equal to itself."""
     array = np.ascontiguousarray(array)
     return array.view(f"u{array.dtype.itemsize}")
-
-

@@ -70,7 +70,9 @@ def shared_and_written(case):
     return hits, words
 
 
-@rule("P5", "Something reads behind the table or leaves tokens out. Make lengths, sums and tables of one step.")
+@rule(
+    "P5", "Something reads behind the table or leaves tokens out. Make lengths, sums and tables of one step."
+)
 def lengths_disagree(case):
     """flash-attention#2711: lengths beyond the columns of block_table were read out of its bounds."""
     if case.table_name is None:
@@ -89,8 +91,11 @@ def disagreements(case):
     needed = table_rules.pages_of(lengths, case.page_size)
     if not isinstance(table, tuple):
         for b in np.flatnonzero(needed > table.shape[1]).tolist():
-            yield f"context_lens[{b}]", (
-                f"{lengths[b]} tokens need {needed[b]} pages, {case.table_name} has {table.shape[1]} columns"
+            yield (
+                f"context_lens[{b}]",
+                (
+                    f"{lengths[b]} tokens need {needed[b]} pages, {case.table_name} has {table.shape[1]} columns"
+                ),
             )
         return
     starts, pages = table
@@ -114,7 +119,10 @@ def disagreements(case):
     if last is not None and "context_lens" in case.given and len(lengths) == rows:
         meant = np.where(counts > 0, (counts - 1) * case.page_size + last, 0)
         for b in np.flatnonzero((meant != lengths) & (counts == needed)).tolist():
-            yield f"kv_last_page_len[{b}]", f"{last[b]} rows make {meant[b]} tokens, context_lens has {lengths[b]}"
+            yield (
+                f"kv_last_page_len[{b}]",
+                f"{last[b]} rows make {meant[b]} tokens, context_lens has {lengths[b]}",
+            )
 
 
 @rule(
@@ -160,7 +168,9 @@ def of_another_pool(case):
         return bool(((pages >= 0) & (pages < case.num_blocks)).all())
 
     if inside(strange & TOP_BIT):
-        what = f"page {strange[0]} is page {strange[0] & TOP_BIT} with its top bit set, and so are all outside"
+        what = (
+            f"page {strange[0]} is page {strange[0] & TOP_BIT} with its top bit set, and so are all outside"
+        )
     elif len(outside) == len(ids) > 1 and inside(ids - ids.min()) and ids.min() >= case.num_blocks:
         what = f"all {len(ids)} pages are {ids.min()} or more: numbers of a pool that begins elsewhere"
     else:

@@ -73,7 +73,9 @@ def each(case, name, find):
     return (found, lambda hit: hit) if looked else None
 
 
-@rule("Q1", "All elements of the group become NaN or infinity. Look for a division by 0, or a float16 overflow.")
+@rule(
+    "Q1", "All elements of the group become NaN or infinity. Look for a division by 0, or a float16 overflow."
+)
 def not_finite(case):
     """sglang#40243: infinite scales of a checkpoint were copied into layers, and NaN gave an error without words."""
     return each(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
@@ -89,7 +91,9 @@ def all_ones(case):
             continue
         looked = True
         if used.any() and (scale[used] == 1).all():
-            found.append((f"{side.name}_scale", f"all {int(used.sum())} scales of {kind[0]} codes are exactly 1.0"))
+            found.append(
+                (f"{side.name}_scale", f"all {int(used.sum())} scales of {kind[0]} codes are exactly 1.0")
+            )
     return (found, lambda hit: hit) if looked else None
 
 

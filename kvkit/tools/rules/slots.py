@@ -7,7 +7,9 @@ from kvkit.tools.findings import rule
 BITS = {"int32": 31, "uint32": 32, "int64": 63}
 
 
-@rule("S1", "The token is stored where nobody looks for it, over another one. Make slots from the same table.")
+@rule(
+    "S1", "The token is stored where nobody looks for it, over another one. Make slots from the same table."
+)
 def not_where_the_table_says(case):
     """LMCache#4921: a partial slot mapping was sliced with whole positions, and tokens went to others' slots."""
     if case.page_of_slots is None:
@@ -26,7 +28,9 @@ def not_where_the_table_says(case):
     return hits, words
 
 
-@rule("S2", "One of the tokens is lost, and which one is chance. Look for a window or ring that is too small.")
+@rule(
+    "S2", "One of the tokens is lost, and which one is chance. Look for a window or ring that is too small."
+)
 def twice_in_a_step(case):
     """pypto-lib#459: with slots modulo a window, positions 0 and its size were stored in one slot."""
     if case.slots is None:
@@ -60,7 +64,10 @@ def in_the_reserved_page(case):
     if case.slots is None or case.reserved_block is None:
         return None
     hits = np.flatnonzero((case.slots >= 0) & (case.slots // case.page_size == case.reserved_block))
-    return hits, lambda i: (f"slot_mapping[{i}]", f"slot {case.slots[i]} of reserved page {case.reserved_block}")
+    return hits, lambda i: (
+        f"slot_mapping[{i}]",
+        f"slot {case.slots[i]} of reserved page {case.reserved_block}",
+    )
 
 
 @rule("S5", "Half of the numbers are halves of others. Convert the tensor, do not reinterpret it.")
@@ -78,7 +85,9 @@ def read_with_another_size(case):
         looked.append((case.table_name, dtype, ids, columns, case.tables.placeholder not in (0, -1)))
     if not looked:
         return None
-    return [found for each in looked if (found := halves(*each, case.num_blocks * case.page_size))], lambda hit: hit
+    return [
+        found for each in looked if (found := halves(*each, case.num_blocks * case.page_size))
+    ], lambda hit: hit
 
 
 def halves(name, dtype, numbers, columns, zero_counts, most):
@@ -107,7 +116,9 @@ def beyond_the_index_type(case):
         found.append(("slot_mapping", f"{given.dtype} for the {capacity} slots of the cache"))
     kind = case.text("index_type")
     for side in case.sides if kind in BITS else ():
-        steps = [(size - 1) * abs(step) for size, step in zip(side.array.shape, side.array.strides, strict=True)]
+        steps = [
+            (size - 1) * abs(step) for size, step in zip(side.array.shape, side.array.strides, strict=True)
+        ]
         last = max(sum(steps) // side.array.itemsize, side.array.size - 1)
         if last >> BITS[kind]:
             found.append((f"{side.name}_cache", f"its last element is at {last}, which {kind} cannot say"))
@@ -126,8 +137,15 @@ def rows_and_pages_mixed(case):
         if case.of_rows and not case.aligned and 0 <= least and most < case.num_blocks:
             if (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
                 found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
-        if not case.of_rows and least >= 0 and most >= case.num_blocks > most // size and not (ids % size).any():
-            found.append((case.entry(0, 0), f"{ids[0]} and all others are first rows of pages, not their numbers"))
+        if (
+            not case.of_rows
+            and least >= 0
+            and most >= case.num_blocks > most // size
+            and not (ids % size).any()
+        ):
+            found.append(
+                (case.entry(0, 0), f"{ids[0]} and all others are first rows of pages, not their numbers")
+            )
     if case.page_of_slots is not None and case.page_size > 1:
         stored = (case.slots >= 0) & (case.page_of_slots >= 0)
         offset = case.slot_places[1] % case.page_size
