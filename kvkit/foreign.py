@@ -5,12 +5,14 @@ torch is not imported here: who has a tensor has imported it.
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from kvkit import dumps
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.formats import BFLOAT16
@@ -99,6 +101,8 @@ def in_kind(operator: Operator) -> Operator:
 
     @functools.wraps(operator)
     def call(*args, **keywords):
+        if "KVKIT_LOG" in os.environ:
+            dumps.log(operator, args, keywords)
         if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
             try:
                 return operator(*args, **keywords)

@@ -21,6 +21,7 @@ FLOORS = (
     "operators",
     "index numeric",  # 2
     "checks",  # 3
+    "dumps",
     "cpu",  # 4
     "launch repeats layouts.conversion",  # 5
     "ascend static dynamic_batching paged merge",

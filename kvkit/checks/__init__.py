@@ -7,6 +7,6 @@ import importlib
 
 
 def __getattr__(name):
-    if name in ("position_scan", "scan", "slots"):
+    if name in ("position_scan", "scan", "slots", "table_rules"):
         return importlib.import_module(f"kvkit.checks.{name}")
     raise AttributeError(name)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvkit import checks
+from kvkit.checks import validation
 from kvkit.checks.records import Steps
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
@@ -110,7 +111,9 @@ def unchecked(
 
 def checked(step):
     """The step with the rows that it needs, if it breaks no rule."""
-    return step._replace(rows=scanned(step, INT64_MAX))
+    step = step._replace(rows=scanned(step, INT64_MAX))
+    validation.step(step)
+    return step
 
 
 def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):

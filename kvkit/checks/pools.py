@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit import checks
+from kvkit.checks import validation
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.records import Context, Steps
@@ -165,6 +166,7 @@ def listed_pages(block_tables, lengths, blocks, page_size):
     if outside.any():
         i, j = np.argwhere(outside)[0]
         raise wrong(f"block_tables[1][{at[i, j]}]", f"a block from 0 to {blocks - 1}", table[i, j])
+    validation.block_tables(table, lengths, blocks, page_size)
     return table
 
 
@@ -180,6 +182,7 @@ def check_table(table, lengths, blocks, page_size):
     if outside.any():
         i, j = np.argwhere(outside)[0]
         raise wrong(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
+    validation.block_tables(table, lengths, blocks, page_size)
 
 
 def needed(lengths, page_size):

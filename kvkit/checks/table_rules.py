@@ -1,0 +1,171 @@
+"""What page tables must never say, whoever reads them: one pass finds all that `kvkit check` names P1 to P4.
+
+Operators refuse what they cannot do. A table may be wrong all the same: a page that two sequences took for
+their own is in the cache, and each of them reads what the other one wrote. With KVKIT_VALIDATE=1 in the
+environment every operator that takes a table looks for that, too.
+"""
+
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numba import types
+
+from kvkit.checks.words import wrong
+from kvkit.jit import helper, kernel
+
+OUTSIDE, TWICE, FOREIGN = range(3)  # what a hit is
+FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)  # OTHER is a sequence, THERE its column
+NOTHING = np.zeros(0, np.int64)
+UNKNOWN = -1  # the page before one, where there is a placeholder
+FIRST = -2  # or none
+POOL = 2**22  # pages that a pass always has memory for
+INDEX1, INDEX2 = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+
+
+def scan(starts, ids, num_blocks, placeholder, owners, hits):
+    """How many hits there are in tables that lie one after the other; `owners` counts sequences of each page.
+
+    A page may have several owners only where they begin alike: in the same column, behind the same page,
+    which has been compared in its turn; where a placeholder is before it, all columns are.
+    """
+    owner, column = np.full(num_blocks, -1, np.int64), np.zeros(num_blocks, np.int64)
+    before, last = np.full(num_blocks, UNKNOWN, np.int64), np.full(num_blocks, -1, np.int64)
+    there = np.zeros(num_blocks, np.int64)
+    found = 0
+    for b in range(starts.shape[0] - 1):
+        previous = np.int64(FIRST)
+        for c in range(starts[b + 1] - starts[b]):
+            page = ids[starts[b] + c]
+            if page == placeholder:
+                previous = UNKNOWN
+                continue
+            rule, other, where = -1, np.int64(-1), np.int64(-1)
+            if page < 0 or page >= num_blocks:
+                rule, previous = OUTSIDE, UNKNOWN
+            else:
+                if last[page] == b:
+                    rule, other, where = TWICE, b, there[page]
+                else:
+                    owners[page] += 1
+                    if owner[page] < 0:
+                        owner[page], column[page], before[page] = b, c, previous
+                    elif column[page] != c or not alike(
+                        ids,
+                        starts[owner[page]],
+                        starts[b],
+                        c,
+                        before[page],
+                        previous,
+                        placeholder,
+                        num_blocks,
+                    ):
+                        rule, other, where = FOREIGN, owner[page], column[page]
+                    elif before[page] == UNKNOWN:
+                        owner[page], before[page] = b, previous
+                    last[page], there[page] = b, c
+                previous = page
+            if rule >= 0:
+                hits[found, RULE], hits[found, SEQUENCE], hits[found, COLUMN] = rule, b, c
+                hits[found, PAGE], hits[found, OTHER], hits[found, THERE] = page, other, where
+                found += 1
+    return found
+
+
+@helper
+def alike(ids, one, two, columns, before, previous, placeholder, num_blocks):
+    """Whether tables that begin at `one` and `two` may be equal in their first columns."""
+    if before != UNKNOWN and previous != UNKNOWN:
+        return before == previous
+    for c in range(columns):
+        first, second = ids[one + c], ids[two + c]
+        known = first != placeholder and second != placeholder
+        if known and first != second and 0 <= first < num_blocks and 0 <= second < num_blocks:
+            return False
+    return True
+
+
+@functools.cache
+def compiled():
+    return kernel(scan, types.int64(INDEX1, INDEX1, types.int64, types.int64, INDEX1, INDEX2))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The entries of page tables that are in use, one sequence after the other, and what they are held against.
+
+    `placeholder` is an id that stands for no page: it may repeat, and be where it likes.
+    """
+
+    starts: np.ndarray
+    ids: np.ndarray
+    num_blocks: int
+    placeholder: int | None = None
+
+    @cached_property
+    def scanned(self):
+        """(hits, how many sequences have each page)."""
+        hits = np.empty((len(self.ids), len(FIELDS)), np.int64)
+        ids, pool, known = self.ids, self.num_blocks, None
+        none = np.iinfo(np.int64).min
+        placeholder = none if self.placeholder is None else self.placeholder
+        if pool > POOL + 8 * len(ids):  # by their ranks, rather than with memory for all pages
+            legal = (ids >= 0) & (ids < pool) & (ids != placeholder)
+            known, ranks = np.unique(ids[legal], return_inverse=True)
+            ids, pool = np.where(ids == placeholder, none, -1), len(known)
+            ids[legal], placeholder = ranks, none
+        owners = np.zeros(pool, np.int64)
+        found = hits[: compiled()(self.starts, ids, pool, placeholder, owners, hits)]
+        found[:, PAGE] = self.ids[self.starts[found[:, SEQUENCE]] + found[:, COLUMN]]
+        return found, owners if known is None else dict(zip(known.tolist(), owners.tolist(), strict=True))
+
+    def hits(self, rule):
+        """The hits of a rule, [hits, FIELDS]."""
+        found = self.scanned[0]
+        return found[found[:, RULE] == rule]
+
+    def shared(self, pages):
+        """Those of some pages, each once, that more than one sequence has."""
+        owners = self.scanned[1]
+        pages = np.unique(pages[(pages >= 0) & (pages < self.num_blocks)])
+        if isinstance(owners, dict):
+            return pages[[owners.get(page, 0) > 1 for page in pages.tolist()]]
+        return pages[owners[pages] > 1]
+
+    def owners(self, page):
+        """The sequences that have a page."""
+        return np.unique(np.searchsorted(self.starts, np.flatnonzero(self.ids == page), "right") - 1).tolist()
+
+
+def pages_of(lengths, page_size):
+    """How many pages hold so many tokens."""
+    return -(-np.maximum(lengths, 0) // page_size)
+
+
+def padded(table, lengths, num_blocks, page_size, placeholder=None):
+    """`Tables` of rows [sequences, columns], of which only what lengths need is looked at."""
+    counts = np.minimum(pages_of(lengths, page_size), table.shape[1])
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    ids = table[np.arange(table.shape[1]) < counts[:, None]].astype(np.int64, copy=False)
+    return Tables(starts, ids, num_blocks, placeholder)
+
+
+def validate(name, tables, written=NOTHING):
+    """Refuse tables, whose argument has a name, that break a rule; `written` are pages that get tokens."""
+    hits, _ = tables.scanned
+    if len(hits):
+        rule, b, c, page, other, there = hits[0].tolist()
+        wanted = (
+            f"a page from 0 to {tables.num_blocks - 1} (rule P1)",
+            "a page once in a sequence (rule P2)",
+            "pages shared only by sequences that begin alike (rule P3)",
+        )[rule]
+        where = "" if rule == OUTSIDE else f", which sequence {other} has in column {there}"
+        raise wrong(f"{name}[{b}, {c}]", wanted, f"page {page}{where}")
+    shared = tables.shared(written)
+    if len(shared):
+        owners = ", ".join(map(str, tables.owners(shared[0])))
+        got = f"page {shared[0]}, which sequences {owners} have"
+        raise wrong(name, "new tokens in pages of one sequence (rule P4)", got)

@@ -1,0 +1,136 @@
+"""Calls on disk: arrays as .npy files beside a manifest, and the log of calls that KVKIT_LOG asks for.
+
+    KVKIT_LOG=1     names of operators, on stderr, before they run
+    KVKIT_LOG=3     shapes, dtypes and strides of their arguments too
+    KVKIT_LOG=5     their least and largest numbers, and how many are not finite
+    KVKIT_LOG=10    everything in a folder, which `kvkit vectors replay` runs
+
+A call is written before it runs, so that its dump outlives a crash. KVKIT_LOG_FOLDER is where (kvkit_dumps);
+after KVKIT_LOG_CALLS calls (1000) or KVKIT_LOG_BYTES bytes (2**30) nothing more is written.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+BITS = {2: np.uint16, 1: np.uint8}  # what dtypes that .npy does not know are written as
+WRITTEN = {"calls": 0, "bytes": 0, "silent": False}
+
+
+def entry(folder, name, array, raw=False):
+    """Write an array below a folder; what a manifest says of it."""
+    array = np.asarray(array)
+    dtype = array.dtype
+    bits = array.view(BITS[dtype.itemsize]) if dtype.kind == "V" or dtype.name not in np.sctypeDict else array
+    path = Path(folder, f"{name}.{'bin' if raw else 'npy'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if raw:
+        path.write_bytes(np.ascontiguousarray(bits).tobytes())
+    else:
+        np.save(path, bits)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"file": path.relative_to(folder).as_posix(), "dtype": dtype.name, "shape": list(array.shape), "sha256": digest}
+
+
+def argument(folder, name, value, raw=False):
+    """What a manifest says of an argument: an array in a file, or a plain value; None of anything else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    if isinstance(value, (list, tuple)) and all(isinstance(each, (bool, int, float, str)) for each in value):
+        return {"value": list(value)}
+    if hasattr(value, "__array__"):
+        return entry(folder, name, value, raw)
+    return None
+
+
+def write_manifest(folder, cases, **more):
+    """The manifest of some cases, in one step."""
+    text = json.dumps({"format_version": FORMAT_VERSION, **more, "cases": cases}, indent=1, default=str) + "\n"
+    temporary = Path(folder, f".{MANIFEST}")
+    temporary.write_text(text)
+    os.replace(temporary, Path(folder, MANIFEST))
+
+
+# The log
+
+
+def level():
+    """What KVKIT_LOG asks for; 0 of anything that is no number."""
+    asked = os.environ.get("KVKIT_LOG", "0")
+    return int(asked) if asked.isdecimal() else 0
+
+
+def limit(name, default):
+    asked = os.environ.get(name, "")
+    return int(asked) if asked.isdecimal() else default
+
+
+def name_of(operator):
+    """The path of an operator inside the package."""
+    _, room, *_ = (*operator.__module__.split("."), "")
+    path = operator.__qualname__
+    return path if room in ("static", operator.__name__, "merge", "paged") else f"{room}.{path}"
+
+
+def log(operator, args, keywords):
+    """Say that an operator is called, as much as KVKIT_LOG asks for; what is wrong with that stops no call."""
+    asked = level()
+    if not asked:
+        return
+    name = name_of(operator)
+    try:
+        given = inspect.signature(operator).bind(*args, **keywords).arguments
+    except TypeError:
+        return  # the call itself says it
+    given = {key: value for key, value in given.items() if key not in ("self", "out") and value is not None}
+    lines = [f"kvkit: {name}"]
+    if asked >= 3:
+        lines += [f"  {key}: {said(value, asked >= 5)}" for key, value in given.items()]
+    print("\n".join(lines), file=sys.stderr)
+    if asked >= 10 and "." not in operator.__qualname__:
+        try:
+            dump(name, given)
+        except OSError as error:
+            print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
+
+
+def said(value, numbers):
+    """An argument in words."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return repr(value)[:80]
+    strides = f", strides {value.strides}" if isinstance(value, np.ndarray) else ""
+    text = f"{value.dtype} {tuple(value.shape)}{strides}"
+    if not numbers or not isinstance(value, np.ndarray) or not value.size:
+        return text
+    wide = value.astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    span = f", {finite.min():.6g} to {finite.max():.6g}, mean {finite.mean():.6g}" if finite.size else ""
+    return f"{text}{span}, {wide.size - finite.size} not finite, {int((wide == 0).sum())} zeros"
+
+
+def dump(name, given):
+    """Write a call, if that is within the limits."""
+    size = sum(value.nbytes for value in given.values() if isinstance(value, np.ndarray))
+    most = limit("KVKIT_LOG_CALLS", 1000), limit("KVKIT_LOG_BYTES", 2**30)
+    if WRITTEN["calls"] >= most[0] or WRITTEN["bytes"] + size > most[1]:
+        if not WRITTEN["silent"]:
+            print(f"kvkit: dumps are at their limit of {most[0]} calls and {most[1]} bytes", file=sys.stderr)
+        WRITTEN["silent"] = True
+        return
+    WRITTEN["calls"] += 1
+    WRITTEN["bytes"] += size
+    root = Path(os.environ.get("KVKIT_LOG_FOLDER") or "kvkit_dumps")
+    folder = root / f"{os.getpid()}-{WRITTEN['calls']:06d}-{name}"
+    folder.mkdir(parents=True)
+    arguments = {key: argument(folder, key, value) for key, value in given.items()}
+    case = {"name": folder.name, "operator": name, "arguments": {key: v for key, v in arguments.items() if v}}
+    write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")

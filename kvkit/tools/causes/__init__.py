@@ -1,0 +1,6 @@
+"""Why bytes may differ: usual causes, each tried by computing what it would have given."""
+
+from kvkit.tools.causes import bits, places, positions, rounding
+from kvkit.tools.causes.trial import CAUSES, Cause, Trial, tried
+
+__all__ = ["CAUSES", "Cause", "Trial", "bits", "places", "positions", "rounding", "tried"]

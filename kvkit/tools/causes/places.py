@@ -1,0 +1,99 @@
+"""Causes of right bytes in wrong places."""
+
+from collections import Counter
+
+import numpy as np
+
+from kvkit.tools.causes.trial import cause
+
+PAIRS = (("key", "value"), ("value", "key"), ("k_", "v_"), ("v_", "k_"))
+
+
+@cause("keys and values swapped")
+def swapped_sides(trial):
+    """The value is where the key should be."""
+    for one, other in PAIRS:
+        partner = trial.others.get(trial.name.replace(one, other)) if one in trial.name else None
+        if partner is not None and partner.shape == trial.expected.shape and partner.dtype == trial.expected.dtype:
+            yield "", partner
+
+
+@cause("heads and tokens swapped")
+def swapped_axes(trial):
+    """Rows of [heads, tokens] that are read as [tokens, heads], or the other way round."""
+    tokens, heads = trial.axis("n"), trial.axis("h")
+    if tokens is None or heads is None or trial.axis("c") is None or 1 in (trial.expected.shape[tokens], trial.expected.shape[heads]):
+        return
+    back = (tokens, heads, trial.axis("c"))
+    array = np.moveaxis(trial.expected, back, (-3, -2, -1))
+    n, h = array.shape[-3:-1]
+    yield "[heads, tokens] for [tokens, heads]", np.moveaxis(
+        array.swapaxes(-3, -2).reshape(array.shape), (-3, -2, -1), back
+    )
+    turned = array.reshape(*array.shape[:-3], h, n, array.shape[-1]).swapaxes(-3, -2)
+    yield "[tokens, heads] for [heads, tokens]", np.moveaxis(turned, (-3, -2, -1), back)
+
+
+@cause("row off by one")
+def next_row(trial):
+    """Every token is one row too far, or one too near."""
+    rows = trial.rows(trial.expected)
+    if rows is not None and rows.shape[1] > 1:
+        for step in (1, -1):
+            yield f"row {step:+d}", trial.of_rows(np.roll(rows, step, axis=1))
+
+
+@cause("page number for row")
+def page_for_row(trial):
+    """Row o of page p was stored in row p + o, not in p * page_size + o."""
+    rows = trial.rows(trial.expected)
+    if rows is None or trial.axis("b") is None:
+        return
+    size = trial.expected.shape[trial.axis("n")]
+    if size < 2:
+        return
+    pages = rows.shape[1] // size
+    got = trial.rows(trial.got)
+    moved = np.zeros(got.shape[:2], bool)
+    for offset in range(size):
+        targets = np.arange(pages) + offset
+        inside = targets < rows.shape[1]
+        source = rows[:, np.arange(pages)[inside] * size + offset]
+        moved[:, targets[inside]] |= same_rows(got[:, targets[inside]], source)
+    strayed = moved & ~same_rows(got, rows)
+    if strayed.any():  # then what is missing where it belongs is explained, too
+        empty = ~got.reshape(*got.shape[:2], -1).any(axis=-1)
+        mask = np.broadcast_to((strayed | empty)[..., None, None], got.shape)
+        yield "", trial.of_rows(np.ascontiguousarray(mask))
+
+
+def same_rows(one, two):
+    """Which rows [layers, rows] have equal bytes."""
+    word = f"u{one.dtype.itemsize}"
+    one, two = np.ascontiguousarray(one).view(word), np.ascontiguousarray(two).view(word)
+    return (one == two).reshape(*one.shape[:2], -1).all(axis=-1)
+
+
+@cause("another token's or layer's bytes")
+def elsewhere(trial):
+    """The row of this head is that of another token or layer, byte by byte."""
+    expected, got = trial.rows(trial.expected), trial.rows(trial.got)
+    if expected is None:
+        return
+    layers, tokens, heads, _ = expected.shape
+    mask, steps = np.zeros(got.shape, bool), Counter[tuple[int, int]]()
+    for head in range(heads):
+        rows, found = np.ascontiguousarray(expected[:, :, head]), np.ascontiguousarray(got[:, :, head])
+        differing = np.argwhere(~same_rows(rows[:, :, None], found[:, :, None])).tolist()
+        if not differing:
+            continue
+        places = {rows[layer, token].tobytes(): (layer, token) for layer in range(layers) for token in range(tokens)}
+        for layer, token in differing:
+            row = found[layer, token]
+            where = places.get(row.tobytes()) if row.view(np.uint8).any() else None
+            if where is not None:
+                mask[layer, token, head] = True
+                steps[where[0] - layer, where[1] - token] += 1
+    if steps:
+        (layer, token), _ = steps.most_common(1)[0]
+        yield f"layer {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}", trial.of_rows(mask)

@@ -1,0 +1,48 @@
+"""Causes in the rotation of keys by their positions."""
+
+import numpy as np
+
+from kvkit.tools.causes.trial import cause
+
+ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # of the largest element of a row
+
+
+def rotated(x, angles, pairs):
+    """x [..., content] turned by angles [..., content / 2]; `pairs` are "halves" or "interleaved"."""
+    half = x.shape[-1] // 2
+    one, two = (x[..., :half], x[..., half:]) if pairs == "halves" else (x[..., ::2], x[..., 1::2])
+    cos, sin = np.cos(angles), np.sin(angles)
+    turned = one * cos - two * sin, two * cos + one * sin
+    if pairs == "halves":
+        return np.concatenate(turned, axis=-1)
+    return np.stack(turned, axis=-1).reshape(x.shape)
+
+
+@cause("rotation of keys")
+def rotation(trial):
+    """RoPE applied twice, not at all, or to the other pairs of elements."""
+    rows = trial.rows(trial.expected) if trial.is_float else None
+    if rows is None or rows.shape[-1] % 2 or "value" in trial.name:
+        return
+    positions = trial.like.get("positions")
+    if positions is None:
+        axis = trial.axis("n")
+        tokens = trial.expected.shape[axis]
+        positions = np.tile(np.arange(tokens), rows.shape[1] // tokens)
+    positions = np.asarray(positions).reshape(-1)
+    if len(positions) != rows.shape[1]:
+        return
+    base, half = float(np.asarray(trial.like.get("rope_base", 10000.0))), rows.shape[-1] // 2
+    angles = (positions[:, None] * base ** (-np.arange(half) / half))[:, None, :]  # [rows, 1, half]
+    x, got = rows.astype(np.float64), trial.rows(trial.got).astype(np.float64)
+    forms = {}
+    for pairs, other in (("halves", "interleaved"), ("interleaved", "halves")):
+        plain = rotated(x, -angles, pairs)
+        forms[f"applied twice, {pairs}"] = rotated(x, angles, pairs)
+        forms[f"not applied, {pairs}"] = plain
+        forms[f"{other} for {pairs}"] = rotated(plain, angles, other)
+    limit = ULPS[trial.expected.dtype.name] * np.abs(x).max(axis=-1, keepdims=True)
+    for detail, guess in forms.items():
+        near = np.abs(guess - got) <= limit
+        whole = near.all(axis=-1, keepdims=True) & (np.abs(x - got) > limit).any(axis=-1, keepdims=True)
+        yield detail, trial.of_rows(np.ascontiguousarray(np.broadcast_to(whole, near.shape)))

@@ -1,0 +1,127 @@
+"""Causes in the making of codes and scales, recomputed from what was stored: they need the inputs."""
+
+import numpy as np
+
+from kvkit.formats import BY_DTYPE, FLOATS
+from kvkit.tools.causes.trial import cause
+
+FLOAT_DTYPES = {fmt.dtype for fmt in FLOATS}
+
+
+def rounded(x, how):
+    """Numbers to integers."""
+    if how == "truncation":
+        return np.trunc(x)
+    if how == "half away":
+        return np.trunc(x + np.copysign(np.float32(0.5), x))
+    return np.rint(x)
+
+
+def quantized(x, group, bits, rounding="even", reciprocal=False, exact=False, wide=False, smallest=True):
+    """(codes, scales) of x [..., content], by PMX's recipe or with one step of it changed."""
+    dtype, most = x.dtype, np.float32(2 ** (bits - 1) - 1)
+    groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / most
+    if not wide:
+        scale = scale.astype(dtype)
+    if smallest:
+        scale = np.maximum(scale, np.float32(1e-5).astype(scale.dtype))
+    divisor = scale.astype(np.float32)
+    if reciprocal:
+        inverse = np.float32(1) / divisor
+        quotient = groups * (inverse if wide else inverse.astype(dtype).astype(np.float32))
+    else:
+        quotient = groups / divisor
+    if not exact:
+        quotient = quotient.astype(dtype).astype(np.float32)
+    codes = np.clip(np.nan_to_num(rounded(quotient, rounding)), -most, most).astype(np.int8).reshape(x.shape)
+    if bits == 4:
+        codes = ((codes[..., ::2] & 15) | ((codes[..., 1::2] & 15) << 4)).astype(np.int8)
+    return codes, scale[..., 0].astype(dtype)
+
+
+def inputs(trial):
+    """(x, group, bits, whether the array holds scales) of codes or scales whose inputs are given; None of others."""
+    name = trial.name.removesuffix("_scale")
+    x = trial.like.get(name, trial.like.get(name.removesuffix("_cache")))
+    if not isinstance(x, np.ndarray) or x.dtype not in FLOAT_DTYPES:
+        return None
+    scales = name != trial.name
+    codes, cells = (trial.others.get(name), trial.expected) if scales else (
+        trial.expected, trial.others.get(f"{name}_scale")
+    )  # fmt: skip
+    if codes is None or cells is None or codes.dtype.itemsize != 1 or x.shape[:-1] != codes.shape[:-1]:
+        return None
+    group, bits = x.shape[-1] // max(cells.shape[-1], 1), 8 * codes.shape[-1] // x.shape[-1]
+    return (x, group, bits, scales) if bits in (4, 8) and cells.shape[-1] * group == x.shape[-1] else None
+
+
+def guess(trial, **change):
+    """What the array would hold, were one step of the recipe another."""
+    found = inputs(trial)
+    if found is None:
+        return
+    x, group, bits, scales = found
+    codes, cells = quantized(x, group, bits, **change)
+    yield "", cells.astype(trial.expected.dtype) if scales else codes.view(trial.expected.dtype)
+
+
+@cause("truncation")
+def truncation(trial):
+    """Codes cut off, as vLLM's first kernels of scales per token and head did; or floats cut to fewer bits."""
+    yield from guess(trial, rounding="truncation")
+    yield from narrowed(trial, "truncation")
+
+
+@cause("rounding half away from zero")
+def half_away(trial):
+    """Ties go away from zero: C's round; ggml rounds so, others to even."""
+    yield from guess(trial, rounding="half away")
+    yield from narrowed(trial, "half away")
+
+
+def narrowed(trial, how):
+    """Floats of 16 bits that were made of float32 with another rounding."""
+    x = trial.like.get(trial.name)
+    fmt = BY_DTYPE.get(trial.expected.dtype)
+    if not isinstance(x, np.ndarray) or x.dtype != np.float32 or x.shape != trial.expected.shape or fmt is None:
+        return
+    if fmt.bits != 16 or not fmt.significant:
+        return
+    near = x.astype(fmt.dtype)
+    if how == "truncation":
+        over = np.abs(near.astype(np.float32)) > np.abs(x)
+        yield "", (near.view(np.uint16) - over).view(fmt.dtype)
+        return
+    bits = near.view(np.uint16)
+    up = (bits + np.uint16(1)).view(fmt.dtype).astype(np.float32)
+    middle = (near.astype(np.float64) + up) / 2
+    yield "", (bits + (x == middle)).astype(np.uint16).view(fmt.dtype)
+
+
+@cause("reciprocal instead of division")
+def reciprocal(trial):
+    """x * (1 / s) is not x / s within an ulp of a tie."""
+    yield from guess(trial, reciprocal=True)
+    for _, found in guess(trial, reciprocal=True, exact=True, wide=True):
+        yield "in float32", found
+
+
+@cause("quotient not rounded to the data's type")
+def quotient(trial):
+    """x / s was rounded to an integer from float32, not from the type of x."""
+    yield from guess(trial, exact=True)
+
+
+@cause("float32 scale for a 16-bit one")
+def wide_scale(trial):
+    """Codes were made with a scale that nobody can read back."""
+    yield from guess(trial, wide=True)
+    for _, found in guess(trial, wide=True, exact=True):
+        yield "quotient in float32 too", found
+
+
+@cause("missing smallest scale")
+def smallest_scale(trial):
+    """Groups of tiny numbers have a scale below 1e-5, and codes of full size."""
+    yield from guess(trial, smallest=False)

@@ -1,0 +1,125 @@
+"""A cause: what it would have given in the place of what is expected, and how much of the difference that explains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvkit.formats import BY_DTYPE
+
+LEAST = 0.02  # of the differing bytes, for a cause to be said
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A cause that explains some of a difference.
+
+    Attributes
+    ----------
+    array : str
+        Where.
+    name : str
+        What it is called in the documentation.
+    detail : str
+        Which of its forms.
+    explained, differing : int
+        Bytes.
+    """
+
+    array: str
+    name: str
+    detail: str
+    explained: int
+    differing: int
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        share = self.explained / self.differing
+        return f"{self.array}: {self.name}{detail} explains {self.explained} of {self.differing} bytes ({share:.1%})"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is expected, and what is there instead, of one array with named axes.
+
+    `like` are inputs by name, `others` the arrays that are expected beside this one.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    expected: np.ndarray
+    got: np.ndarray
+    like: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def is_float(self):
+        fmt = BY_DTYPE.get(self.expected.dtype)
+        return fmt is not None and bool(fmt.significant)
+
+    def axis(self, name):
+        """The index of an axis; None if there is none."""
+        return self.axes.index(name) if name in self.axes else None
+
+    def rows(self, array):
+        """[layers, rows, heads, content]: pages and positions as one axis; None without such axes."""
+        wanted = [name for name in ("l", "b", "n", "h", "c") if name in self.axes]
+        if "n" not in wanted or "c" not in wanted or len(wanted) != len(self.axes):
+            return None
+        array = array.transpose([self.axes.index(name) for name in wanted])
+        sizes = {name: array.shape[i] for i, name in enumerate(wanted)}
+        return array.reshape(sizes.get("l", 1), sizes.get("b", 1) * sizes["n"], sizes.get("h", 1), sizes["c"])
+
+    def of_rows(self, rows):
+        """Back to the axes of the array."""
+        wanted = [name for name in ("l", "b", "n", "h", "c") if name in self.axes]
+        shape = [self.expected.shape[self.axes.index(name)] for name in wanted]
+        return rows.reshape(shape).transpose([wanted.index(name) for name in self.axes])
+
+    def numbers(self, array):
+        return np.asarray(array, np.float32)
+
+
+CAUSES: dict[str, Callable[[Trial], Iterator[tuple[str, Any]]]] = {}
+
+
+def cause(name):
+    """Enter a function into the table of causes: a decorator.
+
+    It yields (detail, what would be there): an array like the expected one, or a mask of elements that are
+    explained where there is nothing to compare byte by byte.
+    """
+
+    def enter(function):
+        CAUSES[name] = function
+        return function
+
+    return enter
+
+
+def octets(array):
+    """[..., bytes of an element]."""
+    array = np.ascontiguousarray(array)
+    return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
+
+
+def tried(trial: Trial) -> list[Cause]:
+    """The causes that explain something, the best first; of each the form that explains most."""
+    expected, got = octets(trial.expected), octets(trial.got)
+    differing = expected != got
+    total, found = int(differing.sum()), []
+    for name, function in CAUSES.items():
+        best = (0, "")
+        with np.errstate(all="ignore"):
+            for detail, guess in function(trial):
+                if guess.dtype == bool and trial.expected.dtype != bool:
+                    same = np.broadcast_to(guess[..., None], differing.shape)
+                else:
+                    same = octets(guess) == got
+                best = max(best, (int((differing & same).sum()), detail))
+        if best[0] > LEAST * total:
+            found.append(Cause(trial.name, name, best[1], best[0], total))
+    return sorted(found, key=lambda each: -each.explained)

@@ -1,0 +1,91 @@
+"""`check`: whether page tables, slots, layouts, scales and data can be right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.words import describe, wrong
+from kvkit.errors import KvkitError
+from kvkit.files import npz
+from kvkit.tools.case import Case
+from kvkit.tools.findings import Findings, examine
+from kvkit.tools.rules import RULES, layouts
+
+Source = str | os.PathLike | Mapping[str, Any]
+
+
+def check(source: Source, after: Source | None = None, slots: Any = None, *, layout: Any = None) -> Findings:
+    """Look for what cannot be right in the page tables, slots, scales and data of a cache.
+
+    Only entries in use are looked at: -1, 0 and stale ids behind the end of a sequence are legal. What is
+    given decides which rules have something to look at; ``findings.checked`` says which had.
+
+    Parameters
+    ----------
+    source : path or dict of arrays
+        A file (.npz) or arrays by name:
+
+        - ``block_tables`` int [B, M] with ``context_lens`` int [B]; or ``kv_indptr``, ``kv_indices`` and
+          ``kv_last_page_len``; or PMX's ``cachestarts`` [B, M] (first rows) with ``kvstarts``;
+        - ``num_blocks``, ``page_size`` int: taken from the caches where those are given;
+        - ``placeholder`` int: an id of no page, which may repeat in sequences (evicted pages);
+        - ``slot_mapping`` int [tokens], with ``slot_sequences`` and ``slot_positions`` to hold it against the
+          table; ``reserved_block`` int: the page that engines store padding in;
+        - ``key_cache``, ``value_cache`` [blocks, rows, heads, content], or [layers, ...] of that: floats or
+          codes, ``format`` str names those that no dtype does ("e4m3", "mlx"...); ``key_scale``,
+          ``value_scale`` of any shape; ``index_type`` str: what a kernel computes addresses in;
+        - ``lse`` [B, heads] with ``query`` [B, heads, content] and ``softmax_scale``.
+    after : path or dict of arrays, optional
+        The caches after a call: only rows of ``slots`` may have changed.
+    slots : array of int, optional
+        Those of the call; ``slot_mapping`` of `after` or `source` if not given.
+    layout : str or Layout, optional
+        The line that the caches are said to lie in.
+
+    Returns
+    -------
+    Findings
+        Iterable of `Finding` (rule, severity, where, message, hint).
+
+    Raises
+    ------
+    KvkitError
+        If an argument is no table or cache at all.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit.tools
+    >>> tables = {"block_tables": np.array([[4, 2], [4, 1]]), "context_lens": np.array([8, 8])}
+    >>> print(kvkit.tools.check(tables | {"num_blocks": 8, "page_size": 4}))
+    fine: 7 rules looked at what was given
+    >>> tables["block_tables"][1, 1] = 9
+    >>> print(kvkit.tools.check(tables | {"num_blocks": 8, "page_size": 4}))
+    error P1 block_tables[1, 1]: page 9 is none of the pool's, 0 to 7
+        A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.
+    1 findings; 7 rules looked at what was given
+    """
+    case = Case(arrays_of(source), layout)
+    if after is None:
+        return examine(case, RULES)
+    later = Case(arrays_of(after), layout)
+    if slots is None:
+        slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
+    if slots is None:
+        raise KvkitError("slots: expected the slots that were written, got None")
+    if [side.array.shape for side in case.sides] != [side.array.shape for side in later.sides]:
+        raise KvkitError("after: expected caches of the same shapes, got others")
+    slots = np.asarray(slots).reshape(-1).astype(np.int64)
+    return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE})
+
+
+def arrays_of(source: Source) -> dict[str, Any]:
+    """The arrays of a file, or those that are given."""
+    if isinstance(source, (str, os.PathLike)):
+        return npz.read(source).arrays
+    if not isinstance(source, Mapping):
+        raise wrong("source", "a path or a dict of arrays", describe(source))
+    return dict(source)

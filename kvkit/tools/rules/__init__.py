@@ -1,0 +1,7 @@
+"""The rules of `check`, by what they look at."""
+
+from kvkit.tools import findings
+from kvkit.tools.rules import data, layouts, pages, scales, slots
+
+__all__ = ["RULES", "data", "layouts", "pages", "scales", "slots"]
+RULES = dict(sorted(findings.RULES.items(), key=lambda item: ("PSLQD".index(item[0][0]), item[0])))

@@ -1,0 +1,124 @@
+"""Rules of what caches and results hold."""
+
+import numpy as np
+
+from kvkit.formats import BY_DTYPE
+from kvkit.tools.findings import rule
+from kvkit.tools.rules.scales import codes
+
+NAN_CODES = {
+    "e4m3": ((0x7F, 0x7F),),
+    "e5m2": ((0x7C, 0x7F),),
+}  # magnitudes of NaN and infinity, first to last
+BASE_2 = np.log(2.0)
+
+
+def not_finite(case, side):
+    """Which elements are NaN or infinity; None of codes that are neither."""
+    kind = codes(case, side)
+    if kind is not None and kind[0] in NAN_CODES and side.array.dtype.itemsize == 1:
+        ((first, last),) = NAN_CODES[kind[0]]
+        magnitude = side.array.view(np.uint8) & 0x7F
+        return (magnitude >= first) & (magnitude <= last)
+    fmt = BY_DTYPE.get(side.array.dtype)
+    return ~np.isfinite(side.array) if fmt is not None and fmt.significant else None
+
+
+def rows_of(case, which):
+    """The rows that `which` chooses of (rows in use, blocks in use), with an element that is not finite."""
+    found, looked = [], False
+    for side in case.sides:
+        bad = not_finite(case, side)
+        if bad is None:
+            continue
+        looked = True
+        rows = bad.any(axis=(3, 4)) & which
+        for layer, block, row in np.argwhere(rows).tolist():
+            heads = np.flatnonzero(bad[layer, block, row].any(axis=-1)).tolist()
+            shown = case.first_rows(side, (layer, block, row))
+            elements = int(bad[layer, block, row].sum())
+            found.append((shown, f"{elements} elements are NaN or infinity, in heads {heads}"))
+    return (found, lambda hit: hit) if looked else None
+
+
+@rule("D1", "Every query that sees this token becomes NaN. Find what computed it: the row itself is in use.")
+def nan_in_use(case):
+    """vllm#39444: NaN of dummy runs lay in block 0 and came out of attention for all who read that block."""
+    return (
+        rows_of(case, case.used[0] if case.used is not None else np.ones((1, 1), bool))
+        if case.sides
+        else None
+    )
+
+
+@rule(
+    "D2",
+    "No token is there, but a kernel that multiplies a masked row by 0 gets NaN: clear pages that are given out.",
+    "warning",
+)
+def nan_behind_the_end(case):
+    """vllm#43990: blocks of an fp8 cache came back with NaN bytes and had to be cleared; flash-attention#1974 is alike."""
+    if not case.sides or case.used is None:
+        return None
+    rows, blocks = case.used
+    return rows_of(case, blocks[:, None] & ~rows)
+
+
+@rule(
+    "D3",
+    "Parts merged with it get wrong weights. Multiply base 2 by ln 2, and write -inf for an empty context.",
+)
+def other_base(case):
+    """flash-attention#2573: the log-sum-exp of an empty context is +inf there, and -inf elsewhere."""
+    lse = case.given.get("lse")
+    if lse is None or case.table_name is None:
+        return None
+    lse = np.asarray(lse, np.float64)
+    found = []
+    for b in np.flatnonzero((case.lengths[: len(lse)] == 0) & (lse == np.inf).any(axis=-1)).tolist():
+        found.append((f"lse[{b}]", "+inf for a context of 0 tokens"))
+    expected = log_sum_exp(case)
+    if expected is not None and expected.shape == lse.shape:
+        there = np.isfinite(expected) & np.isfinite(lse)
+        got, meant = lse[there], expected[there]
+        tolerance = 0.01 * (1 + np.abs(meant))
+        apart = np.abs(got - meant) > tolerance
+        for what, factor in (
+            ("base 2", BASE_2),
+            ("the sign turned", -1.0),
+            ("base 2, the sign turned", -BASE_2),
+        ):
+            if apart.any() and (np.abs(got * factor - meant) <= tolerance).all():
+                b, h = np.argwhere(there)[apart.argmax()].tolist()
+                found.append((f"lse[{b}, {h}]", f"{lse[b, h]:.6g}: all are those of this cache with {what}"))
+                break
+    return found, lambda hit: hit
+
+
+def log_sum_exp(case):
+    """Natural logarithms of the softmax denominators of one query a sequence, in float64; None if not given."""
+    query = case.given.get("query")
+    keys = next((side for side in case.sides if side.name == "key"), None)
+    if (
+        query is None
+        or keys is None
+        or case.tables is None
+        or not case.aligned
+        or not_finite(case, keys) is None
+    ):
+        return None
+    query = np.asarray(query, np.float64)  # [sequences, query heads, content]
+    starts, ids = case.tables.starts, case.tables.ids
+    if query.ndim != 3 or len(query) != len(starts) - 1 or case.tables.hits(0).size:
+        return None
+    repeat = query.shape[1] // keys.array.shape[3]
+    scale = case.given.get("softmax_scale")
+    scale = query.shape[2] ** -0.5 if scale is None else float(np.asarray(scale))
+    found = np.full(query.shape[:2], -np.inf)
+    for b, length in enumerate(case.lengths.tolist()):
+        if length:
+            rows = keys.array[0, ids[starts[b] : starts[b + 1]]].reshape(-1, *keys.array.shape[3:])[:length]
+            scores = np.einsum("hd,nhd->hn", query[b], rows.astype(np.float64).repeat(repeat, axis=1)) * scale
+            top = scores.max(axis=1, keepdims=True)
+            found[b] = top[:, 0] + np.log(np.exp(scores - top).sum(axis=1))
+    return found

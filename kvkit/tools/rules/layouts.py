@@ -1,0 +1,131 @@
+"""Rules of layouts, and of what must stay as it is."""
+
+import numpy as np
+
+from kvkit.errors import KvkitError
+from kvkit.layouts import NAMED, view
+from kvkit.tools.findings import Rule, rule
+
+LEAST_TOKENS = 16
+OUTSTANDING = 2.5  # |mean| over standard deviation of a channel that keys have, and values have not
+TIMES = 1.8
+
+
+@rule("L1", "Every address is another one than is meant. Name the line that made the cache, or transpose it.")
+def line_and_array_disagree(case):
+    """vllm#46204: a connector forced one order of heads and tokens on a cache that had the other."""
+    if case.layout is None:
+        return None
+    views, why = case.viewed
+    return ([] if views else [("layout", why)]), lambda hit: hit
+
+
+@rule(
+    "L2",
+    "No shape tells them apart. Say which it is: --layout NAME, or layout in the file.",
+    "warning",
+)
+def several_lines_fit(case):
+    """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and strides."""
+    if case.layout is not None or case.whole is None:
+        return None
+    lines: dict[str, str] = {}
+    for name, named in NAMED.items():
+        try:
+            view(case.whole, named.layout, sizes=case.sizes)
+        except KvkitError:
+            continue
+        lines.setdefault(str(named.layout), name)
+    if len(lines) == 1:
+        return [], lambda hit: hit
+    said = ", ".join(f"'{line}' ({name})" for line, name in lines.items()) or "none that kvkit knows"
+    return [("cache", f"{len(lines)} lines fit: {said}")], lambda hit: hit
+
+
+@rule(
+    "L3", "Attention weighs values with values. Keys come first in every engine's pairs: look at the split."
+)
+def keys_and_values_swapped(case):
+    """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back wrong.
+
+    Keys have a few channels whose mean is far from 0, values have not; said only where the difference is large.
+    """
+    if len(case.sides) < 2 or case.used is None:
+        return None
+    outstanding = [outstanding_channels(case, side) for side in case.sides]
+    if None in outstanding:
+        return None
+    found = []
+    for layer, (key, value) in enumerate(zip(*outstanding, strict=True)):
+        if value > OUTSTANDING and value > TIMES * key:
+            layers = f"[{layer}]" if len(outstanding[0]) > 1 else ""
+            found.append((
+                f"key_cache{layers}, value_cache{layers}",
+                f"values have channels with |mean| {value:.1f} times their spread, keys have {key:.1f}: "
+                "it is keys that do",
+            ))  # fmt: skip
+    return found, lambda hit: hit
+
+
+def outstanding_channels(case, side):
+    """For each layer the median over heads of the largest |mean| / spread; None if there are too few tokens."""
+    rows = case.used[0]
+    if (
+        rows.sum() < LEAST_TOKENS
+        or side.array.dtype.kind not in "fiV"
+        and side.array.dtype.name != "bfloat16"
+    ):
+        return None
+    found = []
+    for layer in range(len(side.array)):
+        numbers = side.array[layer][rows].astype(np.float32)  # [tokens, heads, content]
+        scale = side.scale
+        if scale is not None and scale.ndim == 5 and scale.shape[1:3] == rows.shape:
+            group = numbers.shape[2] // scale.shape[4]
+            numbers = numbers * scale[layer][rows].astype(np.float32).repeat(group, axis=2)
+        if not np.isfinite(numbers).all():
+            return None
+        ratio = np.abs(numbers.mean(axis=0)) / (numbers.std(axis=0) + 1e-9)
+        found.append(float(np.median(ratio.max(axis=-1))))
+    return found
+
+
+def written_elsewhere(pair):
+    """vllm#56734: idle ranks stored draft tokens through stale rows of tables, into pages of a prefix cache."""
+    before, after, slots = pair
+    hits = []
+    for old, new in zip(before.sides, after.sides, strict=True):
+        for name, one, two in (
+            (f"{old.name}_cache", old.array, new.array),
+            (f"{old.name}_scale", old.scale, new.scale),
+        ):
+            if one is None or two is None or one.ndim < 3 or one.shape != two.shape:
+                continue
+            changed = bits(one) != bits(two)
+            rows = changed.reshape(*changed.shape[:3], -1).any(axis=-1)  # [layers, blocks, rows]
+            stored = np.zeros(rows.shape[1] * rows.shape[2], bool)
+            stored[slots[(slots >= 0) & (slots < len(stored))]] = True
+            rows &= ~stored.reshape(rows.shape[1:])
+            hits += [(name, len(rows), *place) for place in np.argwhere(rows).tolist()]
+
+    def words(hit):
+        name, layers, layer, block, row = hit
+        at = f"{layer}, {block}, {row}" if layers > 1 else f"{block}, {row}"
+        slot = block * pair[0].sides[0].array.shape[2] + row
+        return f"{name}[{at}]", f"slot {slot} has changed, and none of the {len(slots)} slots is there"
+
+    return hits, words
+
+
+WRITTEN_ELSEWHERE = Rule(
+    "W1",
+    "error",
+    "The call wrote over other tokens. Compare the slots it was given with what its kernel computes from them.",
+    written_elsewhere,
+)
+
+
+def bits(array):
+    """An array as integers, so that NaN is equal to itself."""
+    array = np.ascontiguousarray(array)
+    return array.view(f"u{array.dtype.itemsize}")

@@ -1,0 +1,178 @@
+"""Rules of page tables."""
+
+import numpy as np
+
+from kvkit.checks import table_rules
+from kvkit.tools.findings import rule
+
+TOP_BIT = 2**31 - 1  # what is left of an id without the mark of a second pool
+
+
+def of_kind(case, kind, words):
+    """The hits of the pass over tables that are of a kind."""
+    if case.tables is None:
+        return None
+    return case.tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
+
+
+@rule("P1", "A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.")
+def outside_the_pool(case):
+    """onnxruntime#32391: reads of a paged cache held ids against 0 only, so larger ones went past its end."""
+    last = case.num_blocks - 1 if case.num_blocks else None
+    return of_kind(
+        case, table_rules.OUTSIDE, lambda c, page, *_: f"page {page} is none of the pool's, 0 to {last}"
+    )
+
+
+@rule("P2", "Tokens of one place overwrite those of the other. The allocator gave a page that was not free.")
+def twice_in_a_sequence(case):
+    """vllm-rbln#41: after a preemption blocks were in a sequence's table twice."""
+    return of_kind(
+        case,
+        table_rules.TWICE,
+        lambda c, page, b, there: f"page {page} is in column {there} of the same sequence",
+    )
+
+
+@rule(
+    "P3",
+    "One sequence reads what the other wrote. Only pages of an equal prefix may be shared: look for a page that "
+    "was freed while it was in use, or a row of the table that is another sequence's.",
+)
+def in_two_sequences(case):
+    """sparkinfer#289: block tables were looked up by row of the batch, not by sequence, after slots had been reused."""
+    return of_kind(
+        case,
+        table_rules.FOREIGN,
+        lambda c, page, b, there: (
+            f"page {page} is in column {there} of sequence {b}, which begins with other pages"
+        ),
+    )
+
+
+@rule(
+    "P4",
+    "The other sequences will read these tokens as their own. Copy the page before it is written.",
+)
+def shared_and_written(case):
+    """atlas#1193: a prefix cache shared a partly filled last page with no copy on write."""
+    if case.tables is None or case.slots is None or not case.aligned:
+        return None
+    stored = case.slots[case.slots >= 0]
+    shared = case.tables.shared(stored // case.page_size)
+    hits = np.flatnonzero((case.slots >= 0) & np.isin(case.slots // case.page_size, shared))
+
+    def words(i):
+        page = int(case.slots[i]) // case.page_size
+        owners = ", ".join(map(str, case.tables.owners(page)))
+        return f"slot_mapping[{i}]", f"slot {case.slots[i]} is in page {page}, which sequences {owners} have"
+
+    return hits, words
+
+
+@rule(
+    "P5", "Something reads behind the table or leaves tokens out. Make lengths, sums and tables of one step."
+)
+def lengths_disagree(case):
+    """flash-attention#2711: lengths beyond the columns of block_table were read out of its bounds."""
+    if case.table_name is None:
+        return None
+    return list(disagreements(case)), lambda found: found
+
+
+def disagreements(case):
+    """(where, what) of all lengths that do not fit."""
+    lengths, table = case.lengths, case.raw_table
+    rows = len(table[0]) - 1 if isinstance(table, tuple) else len(table)
+    if len(lengths) != rows:
+        yield "context_lens", f"{len(lengths)} lengths for the {rows} sequences of {case.table_name}"
+    for b in np.flatnonzero(lengths < 0).tolist():
+        yield f"context_lens[{b}]", f"{lengths[b]} tokens"
+    needed = table_rules.pages_of(lengths, case.page_size)
+    if not isinstance(table, tuple):
+        for b in np.flatnonzero(needed > table.shape[1]).tolist():
+            yield (
+                f"context_lens[{b}]",
+                (
+                    f"{lengths[b]} tokens need {needed[b]} pages, {case.table_name} has {table.shape[1]} columns"
+                ),
+            )
+        return
+    starts, pages = table
+    if not len(starts) or starts[0] != 0:
+        yield "kv_indptr[0]", f"{starts[0] if len(starts) else 'nothing'}, not 0"
+        return
+    for b in np.flatnonzero(np.diff(starts) < 0).tolist():
+        yield f"kv_indptr[{b + 1}]", f"{starts[b + 1]}, less than the {starts[b]} before it"
+    if starts[-1] > len(pages):
+        yield f"kv_indptr[{len(starts) - 1}]", f"{starts[-1]} pages, kv_indices has {len(pages)}"
+    last = case.index("kv_last_page_len", 1)
+    if last is not None and len(last) != rows:
+        yield "kv_last_page_len", f"{len(last)} entries for {rows} sequences"
+        return
+    counts = np.diff(starts)
+    if last is not None:
+        for b in np.flatnonzero((counts > 0) & ((last < 1) | (last > case.page_size))).tolist():
+            yield f"kv_last_page_len[{b}]", f"{last[b]} rows, not 1 to {case.page_size}"
+    for b in np.flatnonzero(counts[: len(lengths)] != needed[:rows]).tolist():
+        yield f"kv_indptr[{b + 1}]", f"{counts[b]} pages for {lengths[b]} tokens, which need {needed[b]}"
+    if last is not None and "context_lens" in case.given and len(lengths) == rows:
+        meant = np.where(counts > 0, (counts - 1) * case.page_size + last, 0)
+        for b in np.flatnonzero((meant != lengths) & (counts == needed)).tolist():
+            yield (
+                f"kv_last_page_len[{b}]",
+                f"{last[b]} rows make {meant[b]} tokens, context_lens has {lengths[b]}",
+            )
+
+
+@rule(
+    "P6",
+    "Legal, but a kernel that reads a whole row, or one column too many, finds pages of others: fill the rest "
+    "of a row with -1.",
+    "warning",
+)
+def live_behind_the_end(case):
+    """vllm#42494: a kernel of paged attention may read stale entries behind the end of a sequence."""
+    if case.table_name is None or isinstance(case.raw_table, tuple):
+        return None
+    rows = min(len(case.raw_table), len(case.lengths))
+    table = case.raw_table[:rows]
+    needed = table_rules.pages_of(case.lengths[:rows], case.page_size)
+    behind = np.arange(table.shape[1]) >= needed[:, None]
+    live = behind & (table > 0) & (table < case.num_blocks * case.unit)
+    for padding in (case.placeholder, case.reserved_block):
+        if padding is not None:
+            live &= table != padding * case.unit
+    hits = np.argwhere(live)
+
+    def words(hit):
+        b, c = hit.tolist()
+        return case.entry(b, c), f"page {table[b, c]} behind the {needed[b]} pages of sequence {b}"
+
+    return hits, words
+
+
+@rule("P7", "These ids are of another pool or rank. Translate them before they are used with this cache.")
+def of_another_pool(case):
+    """vllm-ascend#14534: replicated and rank-local mappings of one step were taken for each other."""
+    if case.tables is None:
+        return None
+    ids = case.tables.ids
+    outside = case.tables.hits(table_rules.OUTSIDE)
+    if not len(outside):
+        return [], lambda hit: hit
+    strange = outside[:, table_rules.PAGE]
+    b, c = outside[0, 1:3].tolist()
+
+    def inside(pages):
+        return bool(((pages >= 0) & (pages < case.num_blocks)).all())
+
+    if inside(strange & TOP_BIT):
+        what = (
+            f"page {strange[0]} is page {strange[0] & TOP_BIT} with its top bit set, and so are all outside"
+        )
+    elif len(outside) == len(ids) > 1 and inside(ids - ids.min()) and ids.min() >= case.num_blocks:
+        what = f"all {len(ids)} pages are {ids.min()} or more: numbers of a pool that begins elsewhere"
+    else:
+        return [], lambda hit: hit
+    return [(case.entry(b, c), what)], lambda hit: hit

@@ -1,0 +1,158 @@
+"""Rules of slots: where the tokens of a step are stored."""
+
+import numpy as np
+
+from kvkit.tools.findings import rule
+
+BITS = {"int32": 31, "uint32": 32, "int64": 63}
+
+
+@rule(
+    "S1", "The token is stored where nobody looks for it, over another one. Make slots from the same table."
+)
+def not_where_the_table_says(case):
+    """LMCache#4921: a partial slot mapping was sliced with whole positions, and tokens went to others' slots."""
+    if case.page_of_slots is None:
+        return None
+    _, positions = case.slot_places
+    meant = case.page_of_slots * case.page_size + positions % case.page_size
+    hits = np.flatnonzero((case.slots >= 0) & (case.slots != meant))
+
+    def words(i):
+        sequence, position = case.slot_places[0][i], positions[i]
+        what = f"slot {case.slots[i]} for position {position} of sequence {sequence}"
+        if case.page_of_slots[i] < 0:
+            return f"slot_mapping[{i}]", f"{what}, for which the table has no page"
+        return f"slot_mapping[{i}]", f"{what}, which the table has in {meant[i]}"
+
+    return hits, words
+
+
+@rule(
+    "S2", "One of the tokens is lost, and which one is chance. Look for a window or ring that is too small."
+)
+def twice_in_a_step(case):
+    """pypto-lib#459: with slots modulo a window, positions 0 and its size were stored in one slot."""
+    if case.slots is None:
+        return None
+    order = np.argsort(case.slots, kind="stable")
+    ordered = case.slots[order]
+    hits = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
+    return hits, lambda i: (
+        f"slot_mapping[{order[i + 1]}]",
+        f"slot {ordered[i]}, which is that of entry {order[i]} too",
+    )
+
+
+@rule("S3", "A store there is outside the cache. Check how many blocks were really allocated.")
+def outside_the_cache(case):
+    """kvcached#469: a manager gave out blocks of a pool larger than the one that had been reserved."""
+    if case.slots is None:
+        return None
+    capacity = case.num_blocks * case.page_size
+    hits = np.flatnonzero(case.slots >= capacity)
+    return hits, lambda i: (f"slot_mapping[{i}]", f"slot {case.slots[i]}, the cache has {capacity}")
+
+
+@rule(
+    "S4",
+    "Padding is stored there, and unused entries of tables read it. If this is padding, -1 stores nothing.",
+    "warning",
+)
+def in_the_reserved_page(case):
+    """vllm#39444: dummy runs stored NaN in slot 0, in the block that all unused entries of tables name."""
+    if case.slots is None or case.reserved_block is None:
+        return None
+    hits = np.flatnonzero((case.slots >= 0) & (case.slots // case.page_size == case.reserved_block))
+    return hits, lambda i: (
+        f"slot_mapping[{i}]",
+        f"slot {case.slots[i]} of reserved page {case.reserved_block}",
+    )
+
+
+@rule("S5", "Half of the numbers are halves of others. Convert the tensor, do not reinterpret it.")
+def read_with_another_size(case):
+    """vllm-ascend#16775: a kernel took an int64 buffer of slots for int32."""
+    looked = []
+    if case.slots is not None:
+        columns = np.arange(len(case.slots))
+        looked.append(("slot_mapping", case.index("slot_mapping").dtype, case.slots, columns, True))
+    if case.tables is not None:
+        table = case.raw_table
+        dtype = table[1].dtype if isinstance(table, tuple) else table.dtype
+        starts, ids = case.pages
+        columns = np.arange(len(ids)) - np.repeat(starts[:-1], np.diff(starts))
+        looked.append((case.table_name, dtype, ids, columns, case.tables.placeholder not in (0, -1)))
+    if not looked:
+        return None
+    return [
+        found for each in looked if (found := halves(*each, case.num_blocks * case.page_size))
+    ], lambda hit: hit
+
+
+def halves(name, dtype, numbers, columns, zero_counts, most):
+    """(where, what) if index numbers of a dtype, in columns of theirs, look like those of another size."""
+    if dtype.itemsize == 4 and len(numbers) >= 4 and zero_counts:
+        odd = np.flatnonzero(columns % 2)
+        low, high = numbers[odd - 1], numbers[odd]
+        if (high == np.where(low < 0, -1, 0)).all() and len(np.unique(low)) > 1:
+            what = f"every other of its int32 numbers is 0 or -1 ({numbers[:4].tolist()}...): int64 read as int32"
+            return name, what
+    if dtype.itemsize == 8 and len(numbers) and (numbers > np.iinfo(np.uint32).max).any():
+        both = np.stack([numbers & 0xFFFFFFFF, numbers >> 32])
+        if (both < most).all() and (both >= 0).all():
+            return name, f"{numbers[0]} is {both[0, 0]} and {both[1, 0]} side by side: int32 read as int64"
+    return None
+
+
+@rule("S6", "The product wraps around and the access goes elsewhere. Compute addresses in 64 bits.")
+def beyond_the_index_type(case):
+    """vllm#1486: offsets of slots in a cache of 64,000 blocks did not fit in int32."""
+    given = case.index("slot_mapping")
+    if case.num_blocks is None or case.page_size is None or (given is None and not case.sides):
+        return None
+    capacity, found = case.num_blocks * case.page_size, []
+    if given is not None and capacity - 1 > np.iinfo(given.dtype).max:
+        found.append(("slot_mapping", f"{given.dtype} for the {capacity} slots of the cache"))
+    kind = case.text("index_type")
+    for side in case.sides if kind in BITS else ():
+        steps = [
+            (size - 1) * abs(step) for size, step in zip(side.array.shape, side.array.strides, strict=True)
+        ]
+        last = max(sum(steps) // side.array.itemsize, side.array.size - 1)
+        if last >> BITS[kind]:
+            found.append((f"{side.name}_cache", f"its last element is at {last}, which {kind} cannot say"))
+    return found, lambda hit: hit
+
+
+@rule("S7", "A page's first row is its number times page_size. Multiply or divide once, in one place.")
+def rows_and_pages_mixed(case):
+    """LMCache#4253: a block size of 1 or 64 was taken for one of 1600, and blocks for tokens."""
+    if (case.pages is None or case.page_size == 1) and case.page_of_slots is None:
+        return None
+    found = []
+    if case.pages is not None and case.page_size > 1 and len(case.pages[1]):
+        ids, size = case.pages[1], case.page_size
+        least, most = ids.min(), ids.max()
+        if case.of_rows and not case.aligned and 0 <= least and most < case.num_blocks:
+            if (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
+                found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
+        if (
+            not case.of_rows
+            and least >= 0
+            and most >= case.num_blocks > most // size
+            and not (ids % size).any()
+        ):
+            found.append(
+                (case.entry(0, 0), f"{ids[0]} and all others are first rows of pages, not their numbers")
+            )
+    if case.page_of_slots is not None and case.page_size > 1:
+        stored = (case.slots >= 0) & (case.page_of_slots >= 0)
+        offset = case.slot_places[1] % case.page_size
+        slots, pages = case.slots[stored], case.page_of_slots[stored]
+        wrong = (slots != pages * case.page_size + offset[stored]).any()
+        for what, numbers in (("page numbers", pages), ("page number + offset", pages + offset[stored])):
+            if wrong and (slots == numbers).all():
+                found.append(("slot_mapping", f"all {len(slots)} slots are {what}"))
+                break
+    return found, lambda hit: hit

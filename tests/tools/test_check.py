@@ -1,0 +1,383 @@
+"""`kvkit.tools.check`: legal tables are left alone, and every rule finds what breaks it, every time."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import table_reference
+import table_scenes
+
+import kvkit.layouts
+from kvkit.errors import KvkitError
+from kvkit.files import npz
+from kvkit.tools import check
+from kvkit.tools.rules import RULES
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def fine(arrays):
+    found = check(arrays)
+    assert not found.errors, str(found)
+    assert found.rules <= {"P6"}, str(found)  # which warns of tails
+    return found
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_legal_tables_are_left_alone(rng, count):
+    looked = set()
+    for _ in range(count):
+        looked |= set(fine(table_scenes.legal(rng)).checked)
+    assert looked >= {"P1", "P2", "P3", "P4", "P5", "P6", "P7", "S1", "S2", "S3", "S5", "S6", "S7"}
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_tables_are_judged_as_by_comparing_everything(rng, count):
+    """Small numbers, so that most tables break some rule in more than one way."""
+    seen = set()
+    for _ in range(count):
+        least, most = (-1, 9) if rng.random() < 0.5 else (1, 8)
+        sequences = [
+            rng.integers(least, most, int(rng.integers(0, 5))).tolist()
+            for _ in range(int(rng.integers(0, 4)))
+        ]
+        if rng.random() < 0.5 and len(sequences) > 1:
+            sequences[1] = sequences[0][:2] + sequences[1]
+        blocks, placeholder = int(rng.choice([8, 2**40])), (0 if rng.random() < 0.5 else None)
+        if placeholder == 0:
+            sequences = [[0] * int(rng.integers(0, 3)) + pages for pages in sequences]
+        starts = np.cumsum([0, *map(len, sequences)])
+        pages = np.array([page for pages in sequences for page in pages], np.int64)
+        arrays = {"kv_indptr": starts, "kv_indices": pages, "context_lens": np.diff(starts), "page_size": 1}
+        arrays |= {"num_blocks": blocks, "placeholder": placeholder}
+        expected = table_reference.wrong_entries(sequences, blocks, placeholder)
+        compared = {"P1", "P2"} if "P1" in expected else {"P1", "P2", "P3"}  # what is behind no page is open
+        assert check(arrays).rules & compared == expected & compared, sequences
+        seen.add(frozenset(expected))
+    assert len(seen) > 4
+
+
+# Mutations: each takes a fair case and breaks one rule
+
+
+def tables():
+    """Two sequences that share a prefix of two pages, and one of its own; a step of the last tokens."""
+    return {
+        "block_tables": np.array([[7, 3, 9, -1], [7, 3, 5, 8], [2, 6, -1, -1]], np.int32),
+        "context_lens": np.array([10, 14, 8], np.int32),
+        "num_blocks": 12,
+        "page_size": 4,
+        "slot_mapping": np.array([37, 33, 27], np.int64),
+        "slot_sequences": np.array([0, 1, 2]),
+        "slot_positions": np.array([9, 13, 7]),
+    }
+
+
+def packed():
+    return {
+        "kv_indptr": np.array([0, 2, 3], np.int32),
+        "kv_indices": np.array([4, 2, 1], np.int32),
+        "kv_last_page_len": np.array([1, 4], np.int32),
+        "num_blocks": 8,
+        "page_size": 4,
+    }
+
+
+def rows():
+    return {
+        "cachestarts": np.array([[28, 12], [8, 24]]),
+        "kvstarts": np.array([0, 8, 15]),
+        "num_blocks": 12,
+        "page_size": 4,
+    }
+
+
+def cache(seed=5, dtype=np.float16):
+    rng = np.random.default_rng(seed)
+    key, value = (rng.standard_normal((12, 4, 2, 8)).astype(dtype) for _ in range(2))
+    key[..., 1] += 6  # a channel that keys have
+    return tables() | {"key_cache": key, "value_cache": value}
+
+
+def coded():
+    rng = np.random.default_rng(6)
+    key, value = (rng.integers(-126, 127, (12, 4, 2, 8)).astype(np.int8) for _ in range(2))
+    scale = rng.uniform(0.01, 0.02, (12, 4, 2, 1)).astype(np.float16)
+    return tables() | {
+        "key_cache": key, "value_cache": value, "key_scale": scale, "value_scale": scale.copy(),
+    }  # fmt: skip
+
+
+def eights():
+    rng = np.random.default_rng(7)
+    key, value = (rng.standard_normal((12, 4, 2, 8)).astype(np.float32).astype(E4M3) for _ in range(2))
+    return tables() | {"key_cache": key, "value_cache": value, "key_scale": np.float32([0.02, 0.03]),
+                       "value_scale": np.float32([0.02, 0.03])}  # fmt: skip
+
+
+def log_sums(base=1.0, empty=-np.inf):
+    """Of a query to each of two contexts, one of them empty, as an engine with another base would give them."""
+    rng = np.random.default_rng(8)
+    keys, query = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 1, 8), (2, 2, 8)))
+    scores = [[sum(q * k) / np.sqrt(8) for k in keys[[1, 0]].reshape(8, 8)[:6]] for q in query[0]]
+    lse = np.array([[np.log(sum(np.exp(s) for s in row)) for row in scores], [empty, empty]]) * base
+    return {
+        "block_tables": np.array([[1, 0], [-1, -1]]), "context_lens": np.array([6, 0]),
+        "key_cache": keys, "query": query, "lse": np.where(np.isfinite(lse), lse, empty),
+    }  # fmt: skip
+
+
+def put(make, name, where, value):
+    def mutated():
+        arrays = make()
+        arrays[name] = np.array(arrays[name])
+        arrays[name][where] = value
+        return arrays
+
+    return mutated
+
+
+def but(make, **changes):
+    return lambda: {name: value for name, value in (make() | changes).items() if value is not None}
+
+
+def swapped():
+    arrays = cache()
+    return arrays | {"key_cache": arrays["value_cache"], "value_cache": arrays["key_cache"]}
+
+
+def of_pages(numbers):
+    def mutated():
+        arrays = tables()
+        return arrays | {"slot_mapping": numbers(arrays)}
+
+    return mutated
+
+
+MUTATIONS = {
+    "P1": [
+        put(tables, "block_tables", (1, 3), 12), put(tables, "block_tables", (0, 0), -1),
+        put(packed, "kv_indices", 2, 8), put(rows, "cachestarts", (1, 0), 48),
+    ],
+    "P2": [
+        put(tables, "block_tables", (1, 3), 5), put(tables, "block_tables", (1, 2), 7),
+        put(packed, "kv_indices", 1, 4), put(rows, "cachestarts", (0, 1), 28),
+    ],
+    "P3": [
+        put(tables, "block_tables", (2, 0), 5), put(tables, "block_tables", (2, 1), 3),
+        put(tables, "block_tables", (0, 0), 1), put(packed, "kv_indices", 2, 2),
+        but(tables, block_tables=np.array([[7, 0, 9, -1], [1, 0, 9, 8], [2, 6, -1, -1]]), placeholder=0),
+    ],
+    "P4": [
+        but(tables, block_tables=np.array([[7, 3, 9, -1], [7, 3, 9, 8], [2, 6, -1, -1]], np.int32)),
+        but(tables, slot_mapping=np.array([28]), slot_sequences=None, slot_positions=None),
+    ],
+    "P5": [
+        but(tables, context_lens=np.array([10, 17, 8])), but(tables, context_lens=np.array([10, 14])),
+        but(tables, context_lens=np.array([10, 14, -8])),
+        put(packed, "kv_last_page_len", 0, 5), put(packed, "kv_last_page_len", 0, 0),
+        put(packed, "kv_indptr", 1, 4), put(packed, "kv_indptr", 0, 1), put(packed, "kv_indptr", 2, 9),
+        but(packed, context_lens=np.array([7, 4])), but(packed, context_lens=np.array([13, 4])),
+    ],
+    "P6": [put(tables, "block_tables", (0, 3), 4), put(rows, "kvstarts", 2, 12)],
+    "P7": [
+        but(tables, block_tables=tables()["block_tables"].astype(np.int64) + 4096),
+        put(but(tables, block_tables=tables()["block_tables"].astype(np.int64)), "block_tables", (2, 0), 2**31 + 2),
+    ],
+    "S1": [put(tables, "slot_mapping", 1, 35), but(tables, slot_positions=np.array([9, 12, 7]))],
+    "S2": [put(tables, "slot_mapping", 2, 33), but(tables, slot_mapping=np.array([5, 5]),
+                                                   slot_sequences=None, slot_positions=None)],
+    "S3": [put(tables, "slot_mapping", 0, 48)],
+    "S4": [but(tables, reserved_block=9), but(tables, reserved_block=0, slot_mapping=np.array([0, 33, 27]))],
+    "S5": [
+        but(tables, slot_mapping=np.array([37, 33, 27, -1]).view(np.int32), slot_sequences=None, slot_positions=None),
+        but(tables, slot_mapping=np.array([37, 33], np.int32).view(np.int64), slot_sequences=None,
+            slot_positions=None),
+        but(tables, block_tables=tables()["block_tables"].astype(np.int64).view(np.int32)),
+    ],
+    "S6": [
+        but(tables, slot_mapping=np.array([5], np.int32), slot_sequences=None, slot_positions=None,
+            num_blocks=2**31),
+        but(cache, index_type="int32", num_blocks=2**26,
+            key_cache=np.broadcast_to(np.int32(0), (2**26, 4, 2, 8)), value_cache=None),
+    ],
+    "S7": [
+        of_pages(lambda arrays: np.array([9, 8, 6])), of_pages(lambda arrays: np.array([10, 9, 9])),
+        but(tables, block_tables=np.maximum(tables()["block_tables"], 0) * 4),
+        but(rows, cachestarts=np.array([[7, 3], [2, 6]])),
+    ],
+    "L1": [
+        but(cache, layout="b h n c"), but(cache, layout="b n h c", num_blocks=11),
+        lambda: {"cache.0": np.zeros((12, 2, 4, 2, 8)), "layout": "l | kv b n h c"},
+        lambda: {"cache.0": np.zeros((2, 12, 2, 4, 8)).swapaxes(2, 3), "layout": "l | kv b n h c"},
+    ],
+    "L2": [lambda: {"cache.0": np.zeros((6, 4, 2, 16), np.float16)},
+           lambda: {"cache.0": np.zeros((3, 5, 7), np.float16), "num_blocks": 2}],
+    "L3": [swapped],
+    "Q1": [put(coded, "key_scale", (7, 0, 1, 0), np.inf), put(eights, "value_scale", 0, np.nan)],
+    "Q2": [but(eights, key_scale=np.ones(2, np.float32)), but(eights, value_scale=np.float32(1))],
+    "Q3": [put(coded, "value_cache", (slice(0, 8), slice(None), 1), 127), put(eights, "key_cache", (7, 1, 0, 3), -448.0)],
+    "Q4": [
+        put(coded, "key_scale", (9, 0, 0, 0), 0), put(coded, "value_scale", (9, 0, 0, 0), -0.01),
+        but(eights, key_scale=np.float32([0, 1])),
+    ],
+    "D1": [put(cache, "key_cache", (6, 3, 1, 2), np.nan), put(cache, "value_cache", (9, 1, 0, 0), -np.inf),
+           put(eights, "key_cache", (9, 1, 0, 0), np.nan)],
+    "D2": [put(cache, "key_cache", (9, 2, 1, 2), np.nan), put(eights, "value_cache", (9, 3, 0, 0), np.nan)],
+    "D3": [lambda: log_sums(1 / np.log(2)), lambda: log_sums(-1.0), lambda: log_sums(empty=np.inf)],
+}  # fmt: skip
+LINES = {
+    "l | kv b n h c": lambda key, value: {"cache.0": np.stack([key, value])},
+    "l | b h n (kv c)": lambda key, value: {
+        "cache.0": np.concatenate([key, value], -1).swapaxes(1, 2).copy()
+    },
+    "| l kv h b n c": lambda key, value: {
+        "cache": np.array([key, value]).transpose(0, 3, 1, 2, 4)[None].copy()
+    },
+}
+FAIR = (tables, packed, rows, cache, coded, eights, log_sums)
+
+
+@pytest.mark.parametrize("make", FAIR)
+def test_fair_cases(make):
+    found = check(make())
+    assert not found.found, str(found)
+
+
+@pytest.mark.parametrize("make", [each for cases in MUTATIONS.values() for each in cases])
+def test_what_is_not_in_use_may_be_anything(make):
+    """A mutation is of one rule: without what it looks at nothing is found, however it is broken."""
+    rule = next(rule for rule, cases in MUTATIONS.items() if make in cases)
+    found = check(make())
+    assert rule in found.rules, str(found)
+    finding = next(each for each in found if each.rule == rule)
+    assert finding.where
+    assert finding.message
+    assert finding.hint.endswith(".")
+    assert finding.severity == ("warning" if rule in ("P6", "S4", "Q2", "D2", "L2") else "error")
+
+
+def test_every_rule_has_a_mutation_and_names_an_incident():
+    assert set(MUTATIONS) == set(RULES)
+    for rule in RULES.values():
+        assert "#" in (rule.look.__doc__ or ""), rule.name
+
+
+@pytest.mark.parametrize("rule", ["P1", "P2", "P3", "S1", "S2", "S3"])
+def test_random_mutations_are_found(rng, rule):
+    """One entry of a random legal case, wherever it is."""
+    done = 0
+    while done < 60:
+        arrays = table_scenes.legal(rng, "padded")
+        size, table = arrays["page_size"], arrays["block_tables"]
+        needed = -(-arrays["context_lens"] // size)
+        inside = np.argwhere(np.arange(table.shape[1]) < needed[:, None])
+        slots, stored = arrays["slot_mapping"], np.flatnonzero(arrays["slot_mapping"] >= 0)
+        if len(inside) < 2 or len(stored) < 2:
+            continue
+        b, c = inside[rng.integers(len(inside))].tolist()
+        if rule == "P1":
+            table[b, c] = rng.choice([-2, arrays["num_blocks"], 2**30])
+        elif rule == "P2":
+            if needed[b] < 2 or table[b, (c + 1) % needed[b]] == arrays.get("placeholder"):
+                continue
+            table[b, c] = table[b, (c + 1) % needed[b]]
+        elif rule == "P3":
+            others = [(i, j) for i, j in inside.tolist() if i != b and j != c]
+            others = [place for place in others if table[place] not in (arrays.get("placeholder"), *table[b])]
+            if not others:
+                continue
+            table[b, c] = table[others[rng.integers(len(others))]]
+        else:
+            one, two = rng.choice(stored, 2, replace=False)
+            capacity = arrays["num_blocks"] * size
+            slots[one] = {"S1": (slots[one] + 1) % capacity, "S2": slots[two], "S3": capacity}[rule]
+        assert rule in check(arrays).rules
+        done += 1
+
+
+# Before and after
+
+
+def test_rows_outside_the_slots(rng):
+    before = coded()
+    after = {name: np.array(array) for name, array in before.items()}
+    slots = np.array([37, 33, -1])
+    for name in ("key_cache", "value_cache", "key_scale"):
+        after[name].reshape(48, *after[name].shape[2:])[slots[:2]] = 1
+    assert not check(before, after, slots).found
+    assert not check(before, after).found  # slot_mapping has more
+    after["value_scale"][0, 1, 0, 0] = np.nan
+    found = check(before, after, slots)
+    assert [(each.rule, each.where) for each in found] == [("W1", "value_scale[0, 1]")]
+    with pytest.raises(KvkitError, match="after: expected caches of the same shapes"):
+        check(before, tables(), slots)
+    with pytest.raises(KvkitError, match="slots: expected"):
+        check(but(coded, slot_mapping=None)(), but(coded, slot_mapping=None)())
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_caches_of_engines(line):
+    """Whatever a cache lies in, the row is named by its page."""
+    arrays = cache()
+    arrays |= LINES[line](arrays.pop("key_cache"), arrays.pop("value_cache")) | {"layout": line}
+    assert not check(arrays).found
+    assert {"L1", "L3", "D1", "D2"} <= set(check(arrays).checked)
+    name = next(name for name in arrays if name.startswith("cache"))
+    views = kvkit.layouts.view([arrays[name]] if "." in name else arrays[name], arrays["layout"])
+    views.values[0][6, 3, 1, 2] = np.nan
+    assert [(each.rule, each.where) for each in check(arrays)] == [("D1", "value_cache[6, 3]")]
+
+
+def test_layers_are_named():
+    arrays = cache()
+    arrays |= {name: np.stack([arrays[name]] * 3) for name in ("key_cache", "value_cache")}
+    arrays["key_cache"][2, 6, 3, 1, 0] = np.nan
+    assert [each.where for each in check(arrays)] == ["key_cache[2, 6, 3]"]
+
+
+# Words
+
+
+def test_scales_below_0_are_as_their_format_says():
+    """MLX's affine scales are negative where the largest magnitude is."""
+    rng = np.random.default_rng(0)
+    arrays = tables() | {"key_cache": rng.integers(0, 99, (12, 4, 2, 2), np.uint32), "format": "mlx",
+                         "key_scale": np.full((12, 4, 2, 1), -0.1, np.float16)}  # fmt: skip
+    assert "Q4" in check(arrays).checked
+    assert not check(arrays).found
+
+
+def test_a_report(tmp_path):
+    arrays = tables()
+    arrays["block_tables"][1] = [50, 51, 52, 3]
+    arrays["slot_mapping"] = np.arange(50, 70)
+    arrays |= {"slot_sequences": None, "slot_positions": None}
+    found = check(arrays)
+    said = json.loads(json.dumps(found.to_dict()))
+    assert said["counts"]["S3"] == 20
+    assert len([each for each in said["findings"] if each["rule"] == "S3"]) == 5
+    assert said["errors"] == sum(found.counts.values())
+    assert "S3: 15 more like these" in str(found)
+    path = tmp_path / "step.npz"
+    npz.write(path, {name: array for name, array in tables().items()})
+    assert str(check(path)).startswith("fine: 13 rules")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"colour": np.zeros(3)}, "arrays: expected some of block_tables"),
+        ({"block_tables": np.zeros((2, 2), int), "num_blocks": 3}, "page_size: expected a number"),
+        (but(tables, context_lens=None)(), "context_lens: expected the tokens of each sequence, got None"),
+        (but(tables, block_tables=np.zeros(3))(), "block_tables: expected integers with 2 axes"),
+        (but(tables, slot_positions=np.zeros(2, int))(), "slot_positions: expected 3 entries"),
+        (but(tables, page_size=0)(), "page_size: expected at least 1, got 0"),
+        (but(cache, key_cache=np.zeros(3))(), r"key_cache: expected \[blocks, rows, heads, content\]"),
+        (7, "source: expected a path or a dict of arrays"),
+    ],
+)
+def test_what_is_no_table(arrays, message):
+    with pytest.raises(KvkitError, match=message):
+        check(arrays)

@@ -1,0 +1,293 @@
+"""`kvkit.tools.diff`: what differs is counted and named, and every cause is found where it is the cause."""
+
+import json
+
+import kvkit.layouts
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+
+from kvkit.errors import KvkitError
+from kvkit.tools import diff
+from kvkit.tools.causes import CAUSES
+
+L, B, N, H, C = 2, 3, 4, 2, 16  # layers, pages, positions, heads, content
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def cache(dtype=np.float16, seed=1):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal((L, B, N, H, C)).astype(dtype) for name in ("key", "value")}
+
+
+def coded(dtype, bit, seed=2):
+    """Inputs with ties, tiny groups and zeros, and what the specification makes of them."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((60, H, C)).astype(np.float32)
+    most = {8: 127, 4: 7}[bit]
+    x[:20] = rng.integers(-2 * most, 2 * most, (20, H, C)) / 2
+    x[:20, :, ::8] = most
+    x[20:24] *= 1e-7
+    x[24:26] = 0
+    x = x.astype(dtype)
+    codes, scales = np.zeros((60, H, C if bit == 8 else C // 2), np.int8), np.zeros((60, H, C // 8), dtype)
+    for t in range(60):
+        for h in range(H):
+            q, scales[t, h] = reference.quantize(x[t, h], bit, 8)
+            codes[t, h] = q if bit == 8 else reference.pack_int4(q).view(np.int8)
+    return {"key": codes, "key_scale": scales}, {"key": x}
+
+
+def rotate(x, positions, interleaved=False, base=10000.0):
+    out = np.zeros(x.shape)
+    for n, position in enumerate(positions):
+        for i in range(C // 2):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + C // 2)
+            angle = position * base ** (-2 * i / C)
+            one, two = x[..., n, :, a].astype(float), x[..., n, :, b].astype(float)
+            out[..., n, :, a] = one * np.cos(angle) - two * np.sin(angle)
+            out[..., n, :, b] = two * np.cos(angle) + one * np.sin(angle)
+    return out.astype(x.dtype)
+
+
+def other(arrays, **changes):
+    return {name: changes.get(name, array) for name, array in arrays.items()}
+
+
+def places():
+    """cause: (expected, got, like) of caches of floats."""
+    key, value = cache().values()
+    flat = key.reshape(L, B * N, H, C)
+    turned = np.concatenate([key[..., :8, None], key[..., 8:, None]], -1).reshape(key.shape)
+    strayed = np.zeros_like(flat)
+    for row in range(B * N):
+        strayed[:, row // N + row % N] = flat[:, row]
+    tiny = key.copy()
+    tiny[:, 1] = (np.arange(C) - 8) * np.float16(2**-24)
+    cut = key.copy()
+    cut[0, 1] = 0
+    stale = key.copy()
+    stale[:, 2] = value[:, 2]
+    plain, positions = cache()["key"].astype(np.float32), np.arange(N)
+    once = rotate(plain, positions)
+    shifted = np.zeros_like(flat)
+    shifted[:, 1:] = flat[:, :-1]
+    layers = key.copy()
+    layers[1, 2, :, 1] = key[0, 2, :, 1]
+    swapped = np.ascontiguousarray(key.swapaxes(2, 3)).reshape(key.shape)
+    yield "halves of a head interleaved", key, turned, {}
+    yield "halves of a head interleaved", turned, key, {}
+    yield "endianness", key, key.view(np.uint16).byteswap().view(np.float16), {}
+    yield "flushed subnormals", tiny, np.where(np.abs(tiny) < 2**-14, np.float16(0), tiny), {}
+    yield "old bytes: not written", key, cut, {}
+    yield "old bytes: not written", key, stale, {"before": value}
+    yield "heads and tokens swapped", key, swapped, {}
+    yield "heads and tokens swapped", swapped, key, {}
+    yield "row off by one", key, shifted.reshape(key.shape), {}
+    yield "row off by one", shifted.reshape(key.shape), key, {}
+    yield "page number for row", key, strayed.reshape(key.shape), {}
+    yield "another token's or layer's bytes", key, layers, {}
+    yield "rotation of keys", once, rotate(once, positions), {}
+    yield "rotation of keys", once, plain, {}
+    yield "rotation of keys", once, rotate(plain, positions, True), {}
+    yield "rotation of keys", rotate(plain, positions, True), once, {}
+    yield "rotation of keys", rotate(plain, positions + 5, base=500.0), plain, {
+        "positions": np.tile(positions + 5, B), "rope_base": 500.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*places()], ids=lambda case: case[0])
+def test_causes_of_places(case):
+    cause, expected, got, like = case
+    found = diff({"key": expected}, {"key": got}, like=like or None)
+    names = [each.name for each in found.causes]
+    assert cause in names, str(found)
+    best = found.causes[names.index(cause)]
+    assert best.explained == found.causes[0].explained, str(found)  # nothing explains more
+    assert best.explained >= 0.9 * best.differing
+
+
+def test_keys_and_values_swapped():
+    arrays = cache()
+    found = diff(arrays, {"key": arrays["value"], "value": arrays["key"]})
+    assert [(each.array, each.name, each.explained == each.differing) for each in found.causes] == [
+        ("key", "keys and values swapped", True), ("value", "keys and values swapped", True)
+    ]  # fmt: skip
+
+
+def test_nibbles_swapped():
+    codes, _ = coded(np.float32, 4)
+    byte = codes["key"].view(np.uint8)
+    found = diff(codes, other(codes, key=((byte >> 4) + (byte << 4)).view(np.int8)))
+    assert found.causes[0].name == "nibbles swapped"
+    assert found.causes[0].explained == found.causes[0].differing
+
+
+def recipe(x, most, rounding=np.rint, reciprocal=False, exact=False, wide=False, smallest=True):
+    """Codes and scales group by group, with a step of the specification's recipe left out or changed."""
+    t1, codes, scales = x.dtype, np.zeros(x.shape, np.int8), np.zeros((*x.shape[:-1], C // 8), x.dtype)
+    for t in range(len(x)):
+        for h in range(H):
+            for g in range(C // 8):
+                group = x[t, h, 8 * g : 8 * g + 8].astype(np.float32)
+                s = np.float32(max(abs(group)) / np.float32(most))
+                s = s if wide else np.float32(s.astype(t1))
+                s = max(s, np.float32(1e-5) if wide else np.float32(np.float32(1e-5).astype(t1))) if smallest else s
+                with np.errstate(all="ignore"):
+                    inverse = np.float32(1) / s
+                    inverse = inverse if wide else np.float32(inverse.astype(t1))
+                    u = group * inverse if reciprocal else group / s
+                u = u if exact else u.astype(t1).astype(np.float32)
+                q = np.clip(rounding(np.nan_to_num(u)), -most, most).astype(np.int8)
+                codes[t, h, 8 * g : 8 * g + 8], scales[t, h, g] = q, s.astype(t1)
+    if most == 7:
+        pairs = codes.reshape(len(x), H, C // 2, 2)
+        codes = np.zeros(pairs.shape[:-1], np.int8)
+        for i in np.ndindex(codes.shape):
+            codes[i] = np.int8(reference.pack_int4(pairs[i]).view(np.int8)[0])
+    return {"key": codes, "key_scale": scales}
+
+
+RECIPES = {
+    "truncation": {"rounding": np.trunc},
+    "rounding half away from zero": {"rounding": lambda u: np.sign(u) * np.floor(np.abs(u) + np.float32(0.5))},
+    "reciprocal instead of division": {"reciprocal": True},
+    "quotient not rounded to the data's type": {"exact": True},
+    "float32 scale for a 16-bit one": {"wide": True},
+    "missing smallest scale": {"smallest": False},
+}
+
+
+@pytest.mark.parametrize("bit", [8, 4])
+@pytest.mark.parametrize("cause", RECIPES)
+def test_causes_of_rounding(cause, bit):
+    dtype = np.float16 if bit == 8 else BFLOAT16
+    expected, like = coded(dtype, bit)
+    assert diff(expected, recipe(like["key"], 2 ** (bit - 1) - 1)).equal
+    got = recipe(like["key"], 2 ** (bit - 1) - 1, **RECIPES[cause])
+    found = diff(expected, got, like=like)
+    if found.equal:
+        pytest.fail("the inputs do not tell this recipe from the right one")
+    for name in {each.name for each in found.arrays}:
+        causes = {each.name: each.explained for each in found.causes if each.array == name}
+        assert causes[cause] == max(causes.values()), str(found)
+
+
+@pytest.mark.parametrize(("dtype", "low"), [(np.float16, 13), (BFLOAT16, 16)])
+@pytest.mark.parametrize("cause", ["truncation", "rounding half away from zero"])
+def test_floats_that_were_narrowed_otherwise(dtype, low, cause):
+    x = (np.random.default_rng(3).integers(0, 2**20, (40, 2, C)) * 2.0**-10 + 2).astype(np.float32)
+    x.view(np.uint32)[:20] = x.view(np.uint32)[:20] & (0xFFFFFFFF ^ ((1 << low) - 1)) | (1 << (low - 1))  # ties
+    bits = x.view(np.uint32).astype(np.int64) + ((1 << (low - 1)) if "half" in cause else 0)
+    cut = (bits >> low << low).astype(np.uint32).view(np.float32)
+    found = diff({"key": x.astype(dtype)}, {"key": cut.astype(dtype)}, like={"key": x})
+    assert found.causes[0].name == cause
+    assert found.causes[0].explained == found.causes[0].differing
+
+
+def test_every_cause_is_tested():
+    assert set(CAUSES) == {case[0] for case in places()} | set(RECIPES) | {"keys and values swapped", "nibbles swapped"}
+    for function in CAUSES.values():
+        assert function.__doc__
+
+
+def test_what_no_cause_explains():
+    expected = cache()
+    found = diff(expected, other(expected, key=cache(seed=9)["key"]))
+    assert not found.causes, str(found)
+
+
+# What is counted
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.int8, ml_dtypes.float8_e4m3fn, np.int64])
+def test_counts_are_those_of_loops(rng, dtype):
+    expected = (rng.standard_normal((L, B, N, H, C)) * 4).astype(dtype)
+    got = expected.copy()
+    hit = rng.random(expected.shape) < 0.01
+    got[hit] = (rng.standard_normal(int(hit.sum())) * 4).astype(dtype)
+    differing = np.zeros(expected.shape, bool)
+    for at in np.ndindex(expected.shape):
+        differing[at] = expected[at].tobytes() != got[at].tobytes()
+    [found] = diff(expected, got).arrays
+    assert (found.differing, found.total) == (differing.sum(), differing.size)
+    first = tuple(np.argwhere(differing)[0])
+    assert tuple(found.first[axis] for axis in found.axes) == first
+    assert found.axes == ("layer", "page", "position", "head", "element")
+    for axis, at in (("layer", 0), ("page", 1), ("head", 3)):
+        sums = differing.sum(axis=tuple(i for i in range(5) if i != at))
+        assert found.counts[axis] == {i: n for i, n in enumerate(sums) if n}
+    error = np.abs(expected.astype(np.float64) - got.astype(np.float64))
+    assert np.isclose(found.worst["error"], error.max(), rtol=1e-6)
+    worst = error.max(axis=(1, 2, 4))
+    assert worst[found.worst["layer"], found.worst["head"]] == error.max()
+    if dtype != np.int64:
+        assert sum(found.histogram.values()) == found.differing
+
+
+def test_ulps_and_tolerances():
+    expected = np.array([[1.0, -1.0, 0.0, 65504.0, np.nan]], np.float16)
+    words = expected.view(np.uint16).astype(np.int64)
+    got = (words + [1, 3, 0, 1, 1]).astype(np.uint16).view(np.float16)
+    got[0, 2] = -0.0
+    [found] = diff(expected, got).arrays
+    assert found.differing == 5
+    assert found.histogram == {"0": 1, "1": 3, "2-3": 1}
+    assert diff(expected, got, ulp=3).equal
+    [found] = diff(expected, got, ulp=1).arrays
+    assert found.first == {"position": 0, "element": 1, "expected": -1.0, "got": got[0, 1].item()}
+    [found] = diff(expected, got, atol=0.01).arrays
+    assert found.first["element"] == 3
+    assert found.worst["error"] == np.inf
+
+
+def test_layouts():
+    arrays = cache()
+    engine = {"cache.0": np.stack([arrays["key"][0], arrays["value"][0]], axis=1)}  # b kv n h c
+    other = {"cache": np.stack([arrays["key"][:1], arrays["value"][:1]]).transpose(1, 2, 4, 0, 3, 5).copy()}
+    assert diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").equal
+    kvkit.layouts.view(other["cache"], "| l b h kv n c").values[0, 2, 3, 1, 5] = 9
+    [found] = diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").arrays
+    assert (found.name, found.first["page"], found.first["position"], found.first["head"]) == ("values", 2, 3, 1)
+
+
+def test_large_arrays_are_tried_in_part(monkeypatch):
+    monkeypatch.setattr("kvkit.tools.comparing.MOST_TRIED", 700)
+    expected = cache()
+    got = other(expected, key=np.roll(expected["key"], 1, axis=2))
+    got["key"][:, :2] = expected["key"][:, :2]
+    found = diff(expected, got)
+    assert found.notes
+    assert found.arrays[0].first["page"] == 2
+    assert found.causes[0].name in ("row off by one", "another token's or layer's bytes")
+
+
+def test_a_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    expected, path = cache(), tmp_path / "map.png"
+    found = diff(expected, other(expected, key=np.roll(expected["key"], 1, axis=2)), plot=path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(json.dumps(found.to_dict()))["arrays"][0]["first"]["layer"] == 0
+    assert "first: layer 0, page 0, position 0, head 0, element 0" in str(found)
+    assert str(diff(expected, expected)) == f"equal: {expected['key'].nbytes * 2} bytes"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "keywords", "message"),
+    [
+        ({"x": np.zeros(2)}, {"y": np.zeros(2)}, {}, "b: expected some array of x, got y"),
+        ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"ulp": -1}, "ulp: expected at least 0"),
+        ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"layout_a": "b n h c"}, "layout: expected an array cache"),
+        (3, {"x": np.zeros(2)}, {}, "source: expected a path or a dict of arrays"),
+    ],
+)
+def test_wrong_use(a, b, keywords, message):
+    with pytest.raises(KvkitError, match=message):
+        diff(a, b, **keywords)
+
+
+def test_what_cannot_be_compared_is_said():
+    found = diff({"x": np.zeros(2), "z": np.ones(2)}, {"x": np.zeros(3), "y": np.ones(2), "z": np.ones(2)})
+    assert found.problems == ["x: expected shape (2,), got (3,)", "y: only in b"] or len(found.problems) == 2
+    assert not found.equal
