@@ -111,6 +111,7 @@ def begin(library):
 
 
 def pytest_configure(config):
+    config.option.tbstyle = "native"  # others show arguments, and arrays of the device cannot be shown
     library = built(config.cache.mkdir("stand-in"))
     if library:
         begin(library)
@@ -149,7 +150,7 @@ def idle():
 
 @contextlib.contextmanager
 def captured(stream):
-    """What the stream is given meanwhile becomes a graph, in a list: a function that launches it on a stream."""
+    """What the stream is given meanwhile becomes a graph, in a list: a function that replays it there."""
     found, graph, handle = [], ctypes.c_void_p(), ctypes.c_void_p(int(stream.handle))
     assert driver.cuStreamBeginCapture_v2(handle, 0) == 0
     try:
