@@ -108,10 +108,10 @@ def cache():
 
 def cuda():
     """Whether the GPU package finds a device, and which."""
-    from kvkit_cuda.ground import device
+    from kvkit_cuda.ground import host
 
     try:
-        device.require()
+        host.require()
     except DeviceError as error:
         return f"not available: {error}"
-    return f"works on {device.name()}"
+    return f"works on {host.name()}"

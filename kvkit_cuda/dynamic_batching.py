@@ -16,6 +16,13 @@ __all__ = [
 TABLE = "A page table that is on the device is checked there, and stays there."
 ONCE = """After the first call of its form a call of the plan's methods copies nothing to the device and
 allocates nothing there, if its arrays lie there and results are given as `out`."""
+INTO = """into : Plan
+    A plan of the same `seqstarts`, `page_size`, `cache_mode` and `decoding_batches`, whose page table has as
+    many columns: it becomes the plan of this step, and its tables take the places of the last ones. Then
+    nothing is allocated, and a CUDA graph that captured calls of the plan's methods computes for this step
+    when it is replayed, on caches with rows enough. A call of the same form comes before one that is
+    captured, and graphs that share a stream are replayed on one.
+"""
 CHECK = """check : bool
     False for index tensors that a plan, for the same caches, has checked once. Then of their entries only
     the totals are looked at; wrong ones make kernels read and write any memory.
@@ -34,7 +41,9 @@ class Plan:
     multi_head_cache_attention = twin("dynamic_batching.Plan.multi_head_cache_attention")
 
 
-plan = twin("dynamic_batching.plan", TABLE, ONCE, own={"check": (True, CHECK)}, then=Plan)
+plan = twin(
+    "dynamic_batching.plan", TABLE, ONCE, own={"check": (True, CHECK), "into": (None, INTO)}, then=Plan
+)
 key_value_cache = twin("dynamic_batching.key_value_cache", BITS, TABLE)
 multi_head_attention = twin("dynamic_batching.multi_head_attention", SUMS)
 multi_head_cache_attention = twin("dynamic_batching.multi_head_cache_attention", BITS, CODES, SUMS, TABLE)

@@ -6,16 +6,18 @@ What a call then does is told in `kvkit_cuda.calls`, which is loaded by the firs
 import functools
 import importlib
 import inspect
+import os
 import re
 import textwrap
 
 import kvkit
 from kvkit.operators import OPERATORS
 from kvkit.operators.words import INDEX
+from kvkit_cuda.ground import needs
 
 SHOWN = ("sequences",)  # index tensors of which nothing but the form matters
-WHERE = """`kvkit.{path}` on a CUDA device. Arrays are of the current device (with the CUDA array interface or
-DLPack; used where they are) or of numpy (copied there, and back if they change)."""
+WHERE = """`kvkit.{path}` on a CUDA device: that of its arrays (with the CUDA array interface or DLPack; used
+where they are), or the current one if all are numpy's (copied there, and back if they change)."""
 RESULTS = (
     """If `out` is not given, results are made where `{first}` is: numpy's, torch's, CuPy's or numba's."""
 )
@@ -29,8 +31,9 @@ ANGLES = """Products and sums are those of the CPU, bit for bit; cosines and sin
 lie halfway between neighbours. Where an angle reaches 2^24, all of the call's are computed on the host.
 Halves (`interleaved` False) and tables of `cos` and `sin` are the CPU's alone, and refused here."""
 STREAM = """stream : optional
-    What to work on: a stream of numba, torch, CuPy or cuda.core, or its address. The call does not wait for
-    it, unless arrays are copied.
+    What to work on: a stream of numba, torch, CuPy or cuda.core, or its address. By default it is the current
+    one of the first array's library, torch or CuPy, else the default stream. It comes after the streams that
+    arrays are written by, as far as their libraries tell; the call does not wait, unless arrays are copied.
 """
 NO_DEVICE = """DeviceError
     If there is no device.
@@ -96,6 +99,8 @@ def twin(path, *notes, own=None, then=None):
 @functools.cache
 def kernels():
     """All that needs Numba."""
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+        needs.packages()
     return importlib.import_module("kvkit_cuda.calls.operators")
 
 

@@ -8,7 +8,7 @@ from numba import cuda, types
 from kvkit import numeric
 from kvkit.index import page_of
 from kvkit.jit import shared
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import device, host
 from kvkit_cuda.moves import chunks
 
 THREADS = 256  # of a block
@@ -50,5 +50,5 @@ def prepare(table, step, offset, scale, target, stream):
     source = offset.ctypes.data, *offset.strides
     bits = int(np.float32(scale).view(np.uint32))
     arguments = table, step, blocks, block_size, source, bits, target.ctypes.data
-    grid = min(-(-target.size // THREADS), device.most_blocks()), 1
-    return functools.partial(device.launch, compiled(), grid, (THREADS, 1), stream, arguments)
+    grid = min(-(-target.size // THREADS), host.most_blocks()), 1
+    return host.Launch(compiled(), grid, (THREADS, 1), stream, arguments)

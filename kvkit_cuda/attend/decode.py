@@ -47,6 +47,8 @@ def attend(form):
     together, arrived = ptx.together, ptx.all_but(2 * stages - 1)
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
+        if cuda.blockIdx.x >= items[items.shape[0] - 1]:
+            return  # a captured launch has as many blocks as a step may need
         b = int32(sequence_of(items, cuda.blockIdx.x))
         start, seqlen, kvlen = seqstarts[b], seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
         lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.y)
@@ -57,8 +59,9 @@ def attend(form):
         low, until = visible(task, b, seqlen, kvlen, 0)
         since, high = visible(task, b, seqlen, kvlen, seqlen - 1)
         if parts > 1:
-            low = min(low + (item - head * parts) * task.part_tokens, high)
-            high = min(high, low + task.part_tokens)
+            part_tokens = slots[slots.shape[0] - 1]
+            low = min(low + (item - head * parts) * part_tokens, high)
+            high = min(high, low + part_tokens)
             until = min(until, high)
         low, high, since, until = int32(low), int32(high), int32(since), int32(until)
 
@@ -233,7 +236,7 @@ def put_pair(address, word):
 
 @functools.cache
 def compiled(form):
-    return device.kernel(attend(form), SIGNATURE, device.CROWDED)
+    return device.kernel(attend(form), SIGNATURE, form, device.CROWDED)
 
 
 def prepare(record, context, tables, most_rows, stream):

@@ -8,8 +8,9 @@ from numba import cuda, types
 from kvkit import numeric
 from kvkit.formats import BY_NAME
 from kvkit_cuda.attend import scores
-from kvkit_cuda.attend.task import RECORD
-from kvkit_cuda.ground import device
+from kvkit_cuda.attend.task import OWNERS, RECORD
+from kvkit_cuda.calls.tables import SCRATCH
+from kvkit_cuda.ground import device, host
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of
 
@@ -92,28 +93,37 @@ def merge(packed, rows):
 
 @functools.cache
 def compiled(packed, rows):
-    return device.kernel(merge(packed, rows), SIGNATURE)
+    return device.kernel(merge(packed, rows), SIGNATURE, (packed, rows))
 
 
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0):
     """Launches: of a kernel over tiles of so many rows, and of the merge if contexts are split.
 
-    A call is split into at most so many parts (0: as many as `tables` has it).
+    A call is split into at most so many parts (0: as many as `tables` has it). A lasting step may come to
+    have more of them, or to be split.
     """
-    work = tables.work(record, rows, most)
-    partials = tables.memory(int(work.slots[-1]) * rows * (record.value_dim + STATE) * 4, stream)
-    record = record._replace(part_tokens=work.part_tokens, partials=partials)
-    names = work.names(record)
-    launches = [(kernel, int(work.items[-1]), block, ("seqstarts", "kvstarts", "table", *names))]
-    if work.slots[-1]:
-        outputs = tables.steps.tokens * record.heads * record.group
-        launches.append((compiled(packed, rows), outputs, (THREADS, 1), ("seqstarts", *names[:2])))
-    return [
-        functools.partial(
-            device.launch, each, (blocks, 1), threads, stream, (record, *tables.of(read, stream))
-        )
-        for each, blocks, threads, read in launches
-    ]
+    work, key = tables.work(record, rows, most)
+    slots = work.most_slots if tables.lasting else work.split
+    scratch = slots * rows * (record.value_dim + STATE) * 4
+    record = record._replace(partials=SCRATCH.of(scratch, stream))
+    names = key.names()
+    launch = functools.partial(host.Launch, stream=stream, owners=OWNERS, scratch=scratch)
+
+    def arguments(*read):
+        return record, *tables.of(read, stream)
+
+    def items(captured):
+        return work.most_items if captured else work.count
+
+    def outputs(captured):
+        return tokens * record.heads * record.group if captured or work.split else 0
+
+    tokens, read = tables.steps.tokens, ("seqstarts", "kvstarts", "table", *names)
+    launches = [launch(kernel, (work.count, 1), block, arguments=arguments(*read), grow=items)]
+    if slots:
+        each, read = compiled(packed, rows), ("seqstarts", *names[:2])
+        launches.append(launch(each, (tokens, 1), (THREADS, 1), arguments=arguments(*read), grow=outputs))
+    return launches
 
 
 # Parts that are arrays of their own
@@ -171,7 +181,7 @@ def merge_states(packed):
 
 @functools.cache
 def compiled_states(packed):
-    return device.kernel(merge_states(packed), STATES)
+    return device.kernel(merge_states(packed), STATES, packed)
 
 
 def prepare_states(packed, arrays, stream):
@@ -181,7 +191,5 @@ def prepare_states(packed, arrays, stream):
     for place, array in zip(places, arrays, strict=True):
         place[: 1 + array.ndim] = array.ctypes.data, *array.strides
     blocks = int(np.prod(sizes[:-1]))
-    tables = device.tables((np.array(sizes), places), stream) if blocks else ()
-    return functools.partial(
-        device.launch, compiled_states(packed), (blocks, 1), (THREADS, 1), stream, tables
-    )
+    tables = host.tables((np.array(sizes), places), stream) if blocks else ()
+    return host.Launch(compiled_states(packed), (blocks, 1), (THREADS, 1), stream, tables)

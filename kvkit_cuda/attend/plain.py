@@ -43,6 +43,8 @@ def attend(form):
     soften, shrink_sums = scores.soften(rows, ahead), scores.shrink(rows, span)
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
+        if cuda.blockIdx.x >= items[items.shape[0] - 1]:
+            return  # a captured launch has as many blocks as a step may need
         thread = cuda.threadIdx.y * lanes + cuda.threadIdx.x
         b = sequence_of(items, cuda.blockIdx.x)
         seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
@@ -61,8 +63,9 @@ def attend(form):
         all_from, all_until = facts[live - 1, LOW], facts[0, HIGH]
         low, high = facts[0, LOW], facts[live - 1, HIGH]
         if parts > 1:  # rows that see less may have nothing to do
-            low = min(low + (item - unit * parts) * task.part_tokens, high)
-            high = min(high, low + task.part_tokens)
+            part_tokens = slots[slots.shape[0] - 1]
+            low = min(low + (item - unit * parts) * part_tokens, high)
+            high = min(high, low + part_tokens)
 
         queries = cuda.local.array(held, F32)  # [pieces, rows, span]
         sums = cuda.local.array(held, F32)  # likewise
@@ -331,7 +334,7 @@ def ending(form):
 
 @functools.cache
 def compiled(form):
-    return device.kernel(attend(form), SIGNATURE)
+    return device.kernel(attend(form), SIGNATURE, form)
 
 
 def suits(record, context, steps, most_rows):

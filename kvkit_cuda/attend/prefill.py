@@ -140,6 +140,8 @@ def attend(form):
         return int32(first + (thread >> 5) * strips * STRIP + (thread >> 2 & 7))
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
+        if cuda.blockIdx.x >= items[items.shape[0] - 1]:
+            return  # a captured launch has as many blocks as a step may need
         b = int32(sequence_of(items, cuda.blockIdx.x))
         start, seqlen, kvlen = seqstarts[b], seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
         lane = int32(cuda.threadIdx.x)
@@ -155,8 +157,9 @@ def attend(form):
         low, until = visible(task, b, seqlen, kvlen, quotient(first, task.group))
         since, high = visible(task, b, seqlen, kvlen, quotient(min(first + rows - 1, last), task.group))
         if parts > 1:
-            low = min(low + part * task.part_tokens, high)
-            high = min(high, low + task.part_tokens)
+            part_tokens = slots[slots.shape[0] - 1]
+            low = min(low + part * part_tokens, high)
+            high = min(high, low + part_tokens)
             until = min(until, high)
         low, high, since, until = int32(low), int32(high), int32(since), int32(until)
 
@@ -268,7 +271,7 @@ def attend(form):
 
 @functools.cache
 def compiled(form):
-    return device.kernel(attend(form), SIGNATURE)
+    return device.kernel(attend(form), SIGNATURE, form)
 
 
 def suits(record, context, steps, most_rows):

@@ -18,11 +18,17 @@ FIELDS = (
     "lse lse_sequence lse_token lse_head sinks sink_kind sink_head apart",
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "decoding causal alibi left right scale cap page_size",
-    "heads group dim value_dim cell_group part_tokens partials",
+    "heads group dim value_dim cell_group partials",
 )
 Task = namedtuple("Task", " ".join(FIELDS))  # type: ignore[misc]
 RECORD = types.NamedUniTuple(types.int64, len(Task._fields), Task)
 NOWHERE = 0, 0, 0, 0
+# Whose addresses they are, in a launch whose first argument the record is.
+OWNED = {
+    "keys": "cache", "values": "cache", "key_cells": "scale", "value_cells": "scale", "query": "query",
+    "out": "result 0", "lse": "result 1", "partials": "scratch",
+}  # fmt: skip
+OWNERS = {(0, Task._fields.index(field)): name for field, name in OWNED.items()}
 
 
 def task(query, out, lse, context, page_size, decoding, weights):
@@ -36,7 +42,7 @@ def task(query, out, lse, context, page_size, decoding, weights):
         weights.apart, *weights.mask,
         decoding, weights.causal, weights.alibi, weights.left, weights.right,
         bits(weights.scale), bits(weights.softcap), page_size,
-        context.heads, query.shape[-2] // context.heads, context.dim, context.value_dim, context.group, 0, 0,
+        context.heads, query.shape[-2] // context.heads, context.dim, context.value_dim, context.group, 0,
     )  # fmt: skip
     return Task._make(map(int, numbers))
 

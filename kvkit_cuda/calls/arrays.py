@@ -12,7 +12,8 @@ import numpy as np
 
 from kvkit.checks.words import wrong
 from kvkit.formats import BFLOAT16
-from kvkit_cuda.ground import device
+from kvkit_cuda.calls import homes
+from kvkit_cuda.ground import host
 
 CPU, BY_DLPACK = 1, "__dlpack_device__"
 
@@ -31,11 +32,11 @@ class Operand:
         if self.on_device:
             return self
         if contents:
-            copy = device.upload(self.seen, stream)
-            device.finish(stream)  # pinned memory is read until then
+            copy = host.upload(self.seen, stream)
+            host.finish(stream)  # pinned memory is read until then
         else:
-            copy = device.empty(max(self.seen.nbytes, 1), np.uint8, stream)
-        return Operand(addressed(device.address(copy), self.seen.shape, None, self.seen.dtype), True, copy)
+            copy = host.empty(max(self.seen.nbytes, 1), np.uint8, stream)
+        return Operand(addressed(host.address(copy), self.seen.shape, None, self.seen.dtype), True, copy)
 
     def read(self, stream):
         """The elements, in a numpy array on the host."""
@@ -44,7 +45,7 @@ class Operand:
             return array
         reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
         before, behind = -sum(min(0, far) for far in reach), sum(max(0, far) for far in reach)
-        memory = device.read(array.ctypes.data - before, before + behind + array.itemsize, stream)
+        memory = host.read(array.ctypes.data - before, before + behind + array.itemsize, stream)
         return np.ndarray(array.shape, array.dtype, memory, before, array.strides)
 
     def take(self, other, stream):
@@ -64,12 +65,12 @@ class Operand:
         """A new array where this one is: numpy's, torch's, CuPy's or else numba's."""
         if not self.on_device:
             return np.empty(shape, dtype)
-        library = type(self.given).__module__.partition(".")[0]
+        library = homes.library(self.given)
         if hasattr(self.given, "new_empty"):
             return self.given.new_empty(shape, dtype=getattr(sys.modules[library], dtype.name))
         if library == "cupy":
             return sys.modules[library].empty(shape, dtype)
-        return device.empty(shape, dtype, stream)
+        return host.empty(shape, dtype, stream)
 
 
 NOTHING = Operand(None, False, None)  # type: ignore[arg-type]
@@ -107,12 +108,15 @@ def operand(name, array, stream):
     """An array as it is given; what is no array at all stays as it is, for the checks to refuse."""
     if isinstance(array, np.ndarray):
         return Operand(array, False, array, array)
-    described = device.interface(array)
+    of_torch = homes.library(array) == "torch"  # whose interface says nothing of streams, nor of bfloat16
+    if of_torch and getattr(array, "requires_grad", False):
+        raise wrong(name, "a tensor without a gradient (tensor.detach())", "one that requires a gradient")
+    described = None if of_torch else host.interface(array)
     if described is not None:
         if described.get("mask") is not None:
             raise wrong(name, "an array without a mask", "one with a mask")
         if described.get("stream") is not None:
-            device.wait_for(described["stream"], stream)
+            host.wait_for(described["stream"], stream)
         place, read_only = described["data"]
         found = place, described["shape"], described.get("strides"), np.dtype(described["typestr"]), read_only
         owner = array
@@ -121,7 +125,7 @@ def operand(name, array, stream):
     elif array.__dlpack_device__()[0] == CPU:
         return Operand(by_numpy(name, array), False, array, array)
     else:
-        *found, owner = device.by_dlpack(array, stream)
+        *found, owner = host.by_dlpack(array, stream)
     seen = addressed(*found)
     if any(number % seen.itemsize for number in (seen.ctypes.data, *seen.strides)):
         raise wrong(name, "elements at multiples of their size", f"address {seen.ctypes.data:#x}")
@@ -153,6 +157,6 @@ class Memory:
     __array_interface__: dict
 
 
-def host(name, value, stream):
+def on_host(name, value, stream):
     """An index tensor on the host: kernels do not check, so what they will read is checked there."""
     return operand(name, value, stream).read(stream)

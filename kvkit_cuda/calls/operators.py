@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvkit.operators import OPERATORS
-from kvkit_cuda.calls import arrays, checks, launches, results, steps
-from kvkit_cuda.ground import device
+from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
+from kvkit_cuda.ground import host
 from kvkit_cuda.twins import inputs
 
 
@@ -68,31 +68,43 @@ STEP = (
 TOKENS = {"dynamic_batching.key_value_cache": NEW[0], "dynamic_batching.multi_head_cache_attention": "query"}
 
 
+REPEATED = tuple(f"dynamic_batching.Plan.{name.partition('.')[2]}" for name in TOKENS)
+
+
 def call(path, values):
     """Call an operator, of a plan if its path says so, with the values of all its arguments by name."""
-    device.require()
-    stream = device.stream(values.pop("stream"))
-    if path == "dynamic_batching.plan":
-        return steps.planned(**values, stream=stream)
-    step, name = None, path.replace("Plan.", "")
-    if name != path:
+    host.require()
+    stream, step, repeated = values.pop("stream"), None, None
+    if path in REPEATED:
         step = values.pop("self").step
-    elif name in TOKENS:
-        given = {each: values.pop(each) for each in STEP if each in values}
-        step = steps.planned(**given, tokens=(TOKENS[name], values[TOKENS[name]]), stream=stream)
-    return run(OPERATORS[name], step, values, stream)
+        repeated = repeats.known(path, values) if host.NATIVE else None
+        made = repeated and step.repeats.again(repeated, step, stream)
+        if made:
+            return tuple(made) if len(made) > 1 else made[0]
+    home = homes.of_call(values)
+    with host.using(home.device):
+        host.require_device(host.current())
+        stream = host.stream(home.stream if stream is None else stream)
+        if path == "dynamic_batching.plan":
+            return steps.planned(**values, stream=stream)
+        name = path.replace("Plan.", "")
+        if step is None and name in TOKENS:
+            given = {each: values.pop(each) for each in STEP if each in values}
+            step = steps.planned(**given, tokens=(TOKENS[name], values[TOKENS[name]]), stream=stream)
+        return run(OPERATORS[name], step, values, stream, repeated)
 
 
-def run(op, step, values, stream):
-    """Call an operator, for a step if it takes one."""
+def run(op, step, values, stream, repeated=None):
+    """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
     kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
     out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
-    values |= {name: arrays.host(name, values[name], stream) for name in index if name in values}
+    values |= {name: arrays.on_host(name, values[name], stream) for name in index if name in values}
     checked = functools.partial(checks.CHECKED[op.name], *([step.sequences] if step else ()), **values)
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
-    here |= {name: here[name].one_piece(stream) for name in kind.rows if name in here}
+    whole = here
+    here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
     call = checked(**seen)
     made, returned = [], tuple(given[each.name] for each in op.inputs if each.inout)
@@ -111,8 +123,16 @@ def run(op, step, values, stream):
     if moved:
         call = checked(**{name: operand.seen for name, operand in there.items()})
     ready = launches.There(call, [copy.seen for copy in copies], step, stream)
-    for launch in kind.launches(ready):  # nothing has been written so far, and nothing can fail any more
-        launch()
+    prepared = kind.launches(ready)
+    with repeats.RUNNING:
+        for launch in prepared:  # nothing has been written so far, and nothing can fail any more
+            launch()
+    operands = there | {repeats.result(i): copy for i, copy in enumerate(copies)}
+    stays = all(operand is whole[name] for name, operand in there.items()) and copies == made
+    if repeated and stays and operands.keys() >= repeated.arrays.keys():
+        operands = {name: each for name, each in operands.items() if each.seen is not None}
+        forms = list(call.results.forms.values())
+        step.repeats.keep(repeated, repeats.Repeat(prepared, operands, forms, call.layer.capacity[1]))
     for each in op.inputs:
         if each.inout and each.name in moved:
             here[each.name].take(there[each.name], stream)

@@ -10,7 +10,7 @@ from kvkit.checks.ascend import attention as twin
 from kvkit_cuda.attend import bias
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 from kvkit_cuda.moves import pieces
 
 
@@ -20,8 +20,8 @@ def prepare(call, outputs, owners, stream):
     after: list = []
 
     def new(shape, dtype):
-        owners.append(device.empty(max(int(np.prod(shape)), 1), dtype, stream))
-        return arrays.addressed(device.address(owners[-1]), shape, None, dtype)
+        owners.append(host.empty(max(int(np.prod(shape)), 1), dtype, stream))
+        return arrays.addressed(host.address(owners[-1]), shape, None, dtype)
 
     def move(source, target, launches):
         rows = np.array([[0, 0, source.shape[0] * source.shape[1]]])

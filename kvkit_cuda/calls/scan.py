@@ -15,7 +15,7 @@ from kvkit.checks.index_tensors import INT64_MAX
 from kvkit.index import filled, inside, met, page_of
 from kvkit.jit import shared
 from kvkit_cuda.calls.tables import Tables
-from kvkit_cuda.ground import device, memory
+from kvkit_cuda.ground import device, host, memory
 
 COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
 VERDICT = BROKEN, ROWS, RUNS = range(3)
@@ -113,7 +113,7 @@ def sort(begins, ends, thread, threads):
 
 @functools.cache
 def compiled_copy(size):
-    return device.kernel(copy(size), COPY)
+    return device.kernel(copy(size), COPY, size)
 
 
 @functools.cache
@@ -131,22 +131,21 @@ class Table:
 
     def __array__(self, dtype=None, copy=None):
         size = 8 * self.there.size
-        contents = device.read(device.address(self.there), size, device.stream(None))
+        contents = host.read(host.address(self.there), size, host.stream(None))
         return contents.view(np.int64).reshape(self.shape)
 
 
 def taken(step, wanted, stream, lasting):
     """The tables of a step whose page table is on the device and has entries; checked if so `wanted`."""
     given, runs = step.table, index_tensors.stored_runs(step) if wanted else 0
-    there = device.empty(given.shape, np.int64, stream)
-    blocks = min(-(-given.size // COPY_THREADS), device.most_blocks())
+    there = host.empty(given.shape, np.int64, stream)
+    blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())
     arguments = given.ctypes.data, *given.strides, there
-    device.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
+    host.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
     tables = Tables(step._replace(table=Table(there)), lasting, table=there)
     if wanted:
         tables.steps = tables.steps._replace(rows=rows_in_use(tables, runs, stream))
-    if lasting:
-        device.finish(stream)
+    tables.written, tables.users = stream, {host.number(stream)}
     return tables
 
 
@@ -155,10 +154,10 @@ def rows_in_use(tables, runs, stream):
     step = tables.steps
     kvstarts, start_pos, table = tables.of(("kvstarts", "start_pos", "table"), stream)
     most = 1 << max(runs - 1, 0).bit_length()
-    begins, ends = (device.empty(most, np.int64, stream) for _ in range(2))
-    verdict = device.empty(len(VERDICT), np.int64, stream)
+    begins, ends = (host.empty(most, np.int64, stream) for _ in range(2))
+    verdict = host.empty(len(VERDICT), np.int64, stream)
     threads = min(SCAN_THREADS, -(-table.size // device.WARP) * device.WARP)
     arguments = kvstarts, start_pos, table, step.page_size, begins, ends, verdict
-    device.launch(compiled(), (1,), threads, stream, arguments)
-    found = device.read(device.address(verdict), 8 * len(VERDICT), stream).view(np.int64)
+    host.launch(compiled(), (1,), threads, stream, arguments)
+    found = host.read(host.address(verdict), 8 * len(VERDICT), stream).view(np.int64)
     return index_tensors.scanned(step, INT64_MAX) if found[BROKEN] else int(found[ROWS])

@@ -1,20 +1,56 @@
 """A step of packed sequences on the device, checked and copied there once for all layers of a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvkit.checks import index_tensors, sequences
 from kvkit.checks.tensors import packed_tokens
 from kvkit.checks.values import flag
+from kvkit.checks.words import wrong
 from kvkit_cuda.calls import arrays, scan
+from kvkit_cuda.calls.repeats import Repeats
 from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.ground import host
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """A checked step, whose tables are on the device, or wait to go there."""
+    """A checked step, whose tables are on a device, or wait to go there; others get them when they ask."""
 
-    tables: Tables
     sequences: sequences.Packed
+    on: dict[int, Tables]
+    repeats: Repeats = field(default_factory=Repeats)
+
+    @property
+    def tables(self):
+        """Those of the current device."""
+        device = host.current()
+        if device not in self.on:
+            steps, lasting = self.sequences.steps, next(iter(self.on.values())).lasting
+            self.on[device] = Tables(steps._replace(table=np.asarray(steps.table)), lasting)
+        return self.on[device]
+
+    def follow(self, other, stream):
+        """Become another step of the same form, in the same places."""
+        for name, same in differences(self.sequences, other.sequences):
+            if not same:
+                raise wrong("into", f"a plan of the same {name}", "another")
+        room, wanted = (step.sequences.steps.table.shape for step in (self, other))
+        if room[1] < wanted[1]:
+            raise wrong("into", f"a plan with room for {wanted[1]} pages a sequence", room[1])
+        for tables in self.on.values():
+            tables.fill(other.sequences.steps, stream)
+        self.sequences = other.sequences
+        return self
+
+
+def differences(one, other):
+    """(what it is, whether it is the same) of all that launches may have been captured with."""
+    here, there = one.steps, other.steps
+    yield "seqstarts", np.array_equal(here.seqstarts, there.seqstarts)
+    yield "page_size and cache_mode", here.page_size == there.page_size
+    yield "decoding_batches", one.decoding == other.decoding
 
 
 def planned(
@@ -30,16 +66,23 @@ def planned(
     page_size,
     stream,
     check=True,
+    into=None,
     tokens=None,
 ):
-    """A `Step` that lasts, or one for (name, array) of packed tokens; checked if `check` says so."""
+    """A `Step` that lasts, or one for (name, array) of packed tokens; checked if `check` says so.
+
+    One that goes `into` another, given as its plan, takes the place of that.
+    """
     wanted, lasting = flag("check", check), tokens is None
+    earlier = getattr(into, "step", None)
+    if into is not None and not isinstance(earlier, Step):
+        raise wrong("into", "a plan of kvkit_cuda, or None", type(into).__name__)
     table = arrays.operand("cachestarts", cachestarts, stream)
-    stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0
+    stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0 and into is None
     vectors = {"seqstarts": seqstarts, "kvstarts": kvstarts, "start_pos": start_pos}
     step = index_tensors.unchecked(
         tokens and packed_tokens(*tokens),
-        **{name: arrays.host(name, index, stream) for name, index in vectors.items()},
+        **{name: arrays.on_host(name, index, stream) for name, index in vectors.items()},
         cachestarts=table.seen if stays else table.read(stream),
         max_seqlen=max_seqlen,
         max_kvlen=max_kvlen,
@@ -51,5 +94,7 @@ def planned(
         tables = scan.taken(step, wanted, stream, lasting)
     else:
         tables = Tables(index_tensors.checked(step) if wanted else step, lasting)
-    decoding = arrays.host("decoding_batches", decoding_batches, stream)
-    return Step(tables, sequences.Packed(tables.steps, sequences.decoding(decoding, step)))
+    decoding = arrays.on_host("decoding_batches", decoding_batches, stream)
+    packed = sequences.Packed(tables.steps, sequences.decoding(decoding, step))
+    made = Step(packed, {host.current(): tables})
+    return made if earlier is None else earlier.follow(made, stream)

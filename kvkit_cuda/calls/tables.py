@@ -1,12 +1,12 @@
 """The int64 tables of a step on the device: its index tensors, and what is made of them for attention."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvkit.checks.words import wrong
 from kvkit.index import visible_range
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "zeros", "table")
@@ -14,85 +14,166 @@ PARTS, LEAST_PART = 2048, 256  # a call's work is split into so many parts, of a
 
 
 class Tables:
-    """The tables of a step, by name, and scratch: copied to the device once, together, and kept there.
+    """The tables of a step, by name: copied to a device once, together, and kept there.
 
-    Lasting ones serve calls on any stream, others only the one that they were copied on.
+    Lasting ones serve calls on any stream, others only the one that they were copied on. They take another
+    step of the same form in the same places.
     """
 
     def __init__(self, steps, lasting, **there: object):
         self.steps, self.lasting = steps, lasting
-        names = [name for name in STEP if name not in there]
-        self.waiting: dict[object, np.ndarray] = {name: getattr(steps, name) for name in names}
-        self.there: dict[object, object] = {name: there[name] for name in there}
+        self.given = frozenset(there)  # what came from the device
+        self.waiting: list = [name for name in STEP if name not in there]
+        self.there: dict[object, object] = dict(there)
+        self.copies: list[tuple[object, list]] = []  # memory, and the names of what lies there
         self.works: dict[object, Work] = {}
-        self.scratch: dict[int, Any] = {}
+        self.written, self.users = None, set[int]()  # by which stream; those that come after that
+
+    def contents(self, name):
+        """A table on the host."""
+        if isinstance(name, str):
+            table = getattr(self.steps, name)
+            return self.widened(table) if name == "table" else table
+        kind, key = name
+        return slope_bits(key) if kind == "slopes" else getattr(self.works[key], kind)
+
+    def widened(self, table):
+        """A page table, which may have fewer columns than the one whose place it takes."""
+        there: Any = self.there.get("table")
+        more = there.shape[1] - table.shape[1] if there is not None else 0
+        return np.pad(table, ((0, 0), (0, more))) if more else table
 
     def of(self, names, stream):
         """Tables on the device; all that wait go there in one copy."""
         if not all(name in self.there for name in names):
-            arrays = device.tables(tuple(self.waiting.values()), stream)
-            if self.lasting:
-                device.finish(stream)
-            self.there |= dict(zip(self.waiting, arrays, strict=True))
-            self.waiting = {}
+            self.follow(stream)
+            waiting, self.waiting = self.waiting, []
+            arrays = [self.contents(name) for name in waiting]
+            memory = host.upload(host.together(arrays), stream)
+            self.copies.append((memory, waiting))
+            self.there |= dict(zip(waiting, host.parts(memory, arrays), strict=True))
+            self.written, self.users = stream, {host.number(stream)}
+        self.follow(stream)
         return [self.there[name] for name in names]
+
+    def follow(self, stream):
+        """Let a stream come after the copies."""
+        if host.number(stream) not in self.users and not host.capturing(stream):
+            if self.written is not None:
+                host.wait_for(host.number(self.written), stream)
+            self.users.add(host.number(stream))
+
+    def fill(self, steps, stream):
+        """Take the place of the last step, once the streams that use its tables are done with them."""
+        for user in self.users:
+            host.wait_for(user, stream)
+        self.steps = steps
+        for key, work in self.works.items():
+            work.share_out(steps, key)
+        for memory, names in self.copies:
+            host.fill(memory, [self.contents(name) for name in names], stream)
+        self.written, self.users = stream, {host.number(stream)}
 
     def work(self, task, rows, most=0):
         """How a call of attention is shared out in tiles of so many rows; its tables wait with the others."""
-        most = most or PARTS
-        reach = task.decoding, task.causal, task.alibi, task.left, task.right
-        key = rows, most, task.heads, task.group, *reach
+        reach = task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
+        key = Key(rows, most or PARTS, *reach)
         if key not in self.works:
-            self.works[key] = work = shared_out(task, self.steps, rows, most, key)
-            self.waiting |= {("items", key): work.items, ("slots", key): work.slots}
+            self.works[key] = Work(self.steps, key)
+            self.waiting += [("items", key), ("slots", key)]
         slopes = "slopes", task.heads * task.group
-        if slopes not in self.there:
-            self.waiting[slopes] = slope_bits(slopes[1])
-        return self.works[key]
-
-    def memory(self, size, stream):
-        """The address of so much device memory; the calls on a stream share it, one after the other."""
-        if not size:
-            return 0
-        owner = device.number(stream)
-        if owner not in self.scratch or self.scratch[owner].size < size:
-            self.scratch[owner] = device.empty(size, np.uint8, stream)
-        return device.address(self.scratch[owner])
+        if slopes not in self.there and slopes not in self.waiting:
+            self.waiting.append(slopes)
+        return self.works[key], key
 
 
-@dataclass(frozen=True, slots=True)
+class Key(NamedTuple):
+    """What decides how a step is shared out."""
+
+    rows: int
+    most: int
+    heads: int
+    group: int
+    decoding: int
+    causal: int
+    alibi: int
+    left: int
+    right: int
+
+    def names(self):
+        return ("items", self), ("slots", self), ("slopes", self.heads * self.group)
+
+
 class Work:
     """A unit is a sequence, a key head and a tile of rows (a row is a query head of a token), in parts.
 
-    An item is a part of a unit; a slot holds the result of a part that is not all of its unit.
+    An item is a part of a unit; a slot holds the result of a part that is not all of its unit. Before each
+    sequence there are so many `items` [B + 1] and `slots`; behind those `slots` tells the tokens of a part.
     """
 
-    key: object
-    part_tokens: int
-    items: np.ndarray  # [B + 1]: before each sequence
-    slots: np.ndarray  # likewise
+    def __init__(self, steps, key):
+        self.share_out(steps, key)
+        units = int(units_of(steps, key).sum())
+        longest = steps.table.shape[1] * steps.page_size  # tokens that the table has room for
+        self.most_items = min(units + key.most, units * -(-longest // LEAST_PART))
+        self.most_slots = min(self.most_items, 2 * key.most)
 
-    def names(self, task):
-        return ("items", self.key), ("slots", self.key), ("slopes", task.heads * task.group)
+    def share_out(self, steps, key):
+        """The work of a call: by its shapes only, so that results depend on no device."""
+        seqlens, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
+        units = units_of(steps, key)
+        lengths = enumerate(zip(seqlens.tolist(), kvlens.tolist(), strict=True))
+        seen = np.array([span(key, b, *both) for b, both in lengths], np.int64)
+        part_tokens = max(LEAST_PART, -(-int(np.dot(units, seen)) // key.most))
+        parts = np.maximum(1, -(-seen // part_tokens))
+        items, slots = units * parts, np.where(parts > 1, units * parts, 0)
+        self.items, slots = (np.r_[0, np.cumsum(counts)] for counts in (items, slots))
+        self.slots = np.r_[slots, part_tokens]
+        self.count, self.split = int(self.items[-1]), int(slots[-1])
 
 
-def shared_out(task, steps, rows, most, key):
-    """The work of a call. It depends on the shapes of the call only, so that results depend on no device."""
-    seqlens, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
-    units = -(-seqlens * task.group // rows) * task.heads
-    lengths = enumerate(zip(seqlens.tolist(), kvlens.tolist(), strict=True))
-    seen = np.array([span(task, b, *both) for b, both in lengths], np.int64)
-    part_tokens = max(LEAST_PART, -(-int(np.dot(units, seen)) // most))
-    parts = np.maximum(1, -(-seen // part_tokens))
-    items, slots = units * parts, np.where(parts > 1, units * parts, 0)
-    return Work(key, part_tokens, *(np.r_[0, np.cumsum(counts)] for counts in (items, slots)))
+def units_of(steps, key):
+    """The units of each sequence."""
+    return -(-np.diff(steps.seqstarts) * key.group // key.rows) * key.heads
 
 
-def span(task, b, seqlen, kvlen):
+def span(key, b, seqlen, kvlen):
     """How many tokens the queries of a sequence see between them."""
     if not seqlen:
         return 0
-    reach = task.left, task.right, task.alibi or (task.causal and b >= task.decoding)
+    reach = key.left, key.right, key.alibi or (key.causal and b >= key.decoding)
     low, _ = visible_range.py_func(seqlen, kvlen, 0, *reach)
     _, high = visible_range.py_func(seqlen, kvlen, seqlen - 1, *reach)
     return max(high - low, 0)
+
+
+# Scratch
+
+
+class Scratch(dict):
+    """Memory by device and stream, whose calls share it, one after the other.
+
+    What a captured graph may use is never given back: memory grows in powers of two.
+    """
+
+    last: object = None
+
+    def of(self, size, stream):
+        """The address of so much memory. A captured stream gets what an earlier call on another one had."""
+        if not size:
+            return 0
+        owner = host.current(), host.number(stream)
+        grown = self.setdefault(owner, [])
+        if not grown or grown[-1].size < size:
+            if host.capturing(stream):
+                grown = self.get(self.last, [])
+                if not grown or grown[-1].size < size:
+                    expected = "a call of this form on this device before it is captured"
+                    raise wrong("stream", expected, "one that is captured")
+            else:
+                grown.append(host.empty(max(1 << 16, 1 << (size - 1).bit_length()), np.uint8, stream))
+                self.last = owner
+        return host.address(grown[-1])
+
+
+SCRATCH = Scratch()

@@ -1,11 +1,9 @@
-"""Everything kvkit_cuda takes from numba-cuda: jit options, launches, memory and streams.
+"""Everything that kernels take from numba-cuda: jit options, and what threads tell each other.
 
-No other file knows it. Where `NUMBA_ENABLE_CUDASIM=1` is set the simulator takes the place of a device: its
-memory is the host's, and its threads are Python's.
+No other file knows it but `host`, `compiled` and `needs`, for the host's side. Where `NUMBA_ENABLE_CUDASIM=1`
+is set the simulator takes the place of a device: its memory is the host's, and its threads are Python's.
 """
 
-import ctypes
-import functools
 import threading
 from types import SimpleNamespace
 
@@ -15,8 +13,7 @@ from numba import config, cuda, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import DeviceError
+from kvkit_cuda.ground import compiled
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 # What is launched is the PTX that the tests have seen: no link-time optimization; and no fastmath, which
@@ -24,52 +21,27 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
 CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that as many blocks as can be run at once
 WARP = 32
-OLDEST = 8, 0  # compute capability of a device whose tensor cores take bfloat16
-LEGACY_DEFAULT = 1  # the default stream by its address, as protocols have it; numba's 0 is none of theirs
-BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
-NEED = "an NVIDIA GPU, its driver and `pip install 'kvkit-kernels[cuda]'` (kvkit itself needs none)"
-
-
-def require():
-    """Raise unless kernels can run."""
-    if not cuda.is_available():
-        raise wrong("kvkit_cuda", NEED, "no CUDA device that Numba can use", DeviceError)
-    if not SIMULATED and (found := tuple(cuda.get_current_device().compute_capability)) < OLDEST:
-        oldest, own = (".".join(map(str, numbers)) for numbers in (OLDEST, found))
-        expected = f"compute capability {oldest} or later"
-        raise wrong("kvkit_cuda", expected, f"{name()}, of {own}", DeviceError)
-
-
-def name():
-    """What the device calls itself."""
-    return str(cuda.get_current_device().name)
 
 
 # Functions
 
 
-def kernel(function, signature, options=OPTIONS):
-    """Compile `function` into something to `launch`."""
-    return cuda.jit(function) if SIMULATED else cuda.jit(signature, **options)(function)
+def kernel(function, signature, key=None, options=OPTIONS):
+    """Compile `function` (or load it) into something to launch.
+
+    `key` names what the function closes over: with its name it tells its variants apart.
+    """
+    if SIMULATED:
+        return cuda.jit(function)
+    dispatcher = cuda.jit(**options)(function)
+    dispatcher._cache = compiled.Folder(function, (key, options), capability())
+    dispatcher.compile(signature)
+    return dispatcher
 
 
-def launch(kernel, blocks, threads, stream, arguments):
-    """Run a kernel, if there is anything to do for it."""
-    if all(blocks):
-        configured(kernel, blocks, threads, stream)(*arguments)
-
-
-ADVICE = threading.Lock()
-
-
-def configured(kernel, *form):
-    """A kernel for a grid. numba would warn of small ones, which decoding has; here it does not."""
-    with ADVICE:
-        wanted, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
-        try:
-            return kernel[form]
-        finally:
-            config.CUDA_LOW_OCCUPANCY_WARNINGS = wanted
+def capability():
+    """Of the current device."""
+    return tuple(cuda.get_current_device().compute_capability)
 
 
 # A cast for kernels whose registers are scarce: a simulated one adds addresses to such numbers.
@@ -191,108 +163,3 @@ def _meet():
 meet = inlined(_meet_simulated if SIMULATED else _meet)
 # (value, lane) -> the value of a thread of the warp, all of whose threads call it together.
 from_lane = inlined(_from_lane_simulated if SIMULATED else _from_lane)
-
-
-@functools.cache
-def most_blocks():
-    """More blocks than these are of no use."""
-    return 2 if SIMULATED else BLOCKS * cuda.get_current_device().MULTIPROCESSOR_COUNT
-
-
-# Streams
-
-
-def stream(given):
-    """The stream that a caller names: None, a number, or an object of numba, torch, CuPy or cuda.core."""
-    if given is None:
-        return cuda.legacy_default_stream()
-    if hasattr(given, "synchronize") and hasattr(given, "handle"):
-        return given if int(given.handle) else cuda.legacy_default_stream()
-    if hasattr(given, "__cuda_stream__"):
-        given = given.__cuda_stream__()[1]
-    for name in ("cuda_stream", "ptr"):  # torch, CuPy
-        given = getattr(given, name, given)
-    if isinstance(given, int) and not isinstance(given, bool):
-        return cuda.external_stream(given or LEGACY_DEFAULT)
-    raise wrong("stream", "a CUDA stream or its address", describe(given))
-
-
-def number(stream):
-    """The address of a stream."""
-    return LEGACY_DEFAULT if SIMULATED else int(stream.handle)
-
-
-# Memory
-
-
-def interface(array):
-    """What the CUDA array interface says of an array; None if it has none, or DLPack knows better."""
-    if SIMULATED and isinstance(array, type(cuda.device_array(1, np.uint8))):
-        return array.__array_interface__
-    if str(getattr(array, "dtype", None)) == "torch.bfloat16":
-        return None  # torch 2.5 says that it is float16, older ones fail
-    try:
-        return getattr(array, "__cuda_array_interface__", None)
-    except RuntimeError:  # JAX's word for bfloat16
-        if hasattr(array, "__dlpack__"):
-            return None
-        raise
-
-
-def by_dlpack(array, stream):
-    """(address, shape, byte strides, dtype, whether read-only, owner) of a tensor that DLPack passes on."""
-    from cuda.core.utils import StridedMemoryView
-
-    view = StridedMemoryView.from_dlpack(array, stream_ptr=number(stream))
-    strides = view.strides and tuple(stride * view.dtype.itemsize for stride in view.strides)
-    return view.ptr, tuple(view.shape), strides, view.dtype, view.readonly, view
-
-
-def empty(shape, dtype, stream):
-    """A new array of numba's."""
-    return cuda.device_array(shape, dtype, stream=stream)
-
-
-def address(array):
-    """Where an array of numba's lies."""
-    return interface(array)["data"][0]
-
-
-def upload(array, stream):
-    """A copy of a numpy array on the device, without its shape."""
-    contents = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return cuda.to_device(contents, stream=stream) if contents.size else empty(1, np.uint8, stream)
-
-
-def tables(arrays, stream):
-    """Copies of int64 arrays on the device, by one transfer on a stream."""
-    there = upload(np.concatenate([array.reshape(-1) for array in arrays]), stream).view(np.int64)
-    copies, begin = [], 0
-    for array in arrays:
-        copies.append(there[begin : begin + array.size].reshape(array.shape))
-        begin += array.size
-    return copies
-
-
-def read(place, size, stream):
-    """So many bytes of the device, when the stream has come so far."""
-    host = np.empty(size, np.uint8)
-    if SIMULATED:
-        ctypes.memmove(host.ctypes.data, place, size)
-        return host
-    there = {"data": (place, False), "shape": (size,), "strides": None, "typestr": "|u1", "version": 3}
-    cuda.from_cuda_array_interface(there, sync=False).copy_to_host(host, stream=stream)
-    stream.synchronize()
-    return host
-
-
-def finish(stream):
-    """Wait until a stream has done what it was given."""
-    if not SIMULATED:
-        stream.synchronize()
-
-
-def wait_for(producer, stream):
-    """Wait until a stream that is known by its address has done what it was given, if it is another one."""
-    if not SIMULATED and (producer or LEGACY_DEFAULT) != number(stream):
-        cuda.external_stream(producer).synchronize()

@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit.jit import shared
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import device, host
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.pieces import (
     COUNT,
@@ -71,7 +71,7 @@ def walk(element):
 
 @functools.cache
 def compiled(element):
-    return device.kernel(walk(element), SIGNATURE)
+    return device.kernel(walk(element), SIGNATURE, element)
 
 
 def prepare(pairs, pieces, element, stream):
@@ -80,8 +80,8 @@ def prepare(pairs, pieces, element, stream):
         return nothing
     dim, size = pairs[0][0].shape[3], pairs[0][0].itemsize
     alike = [side(array, form(array), size) for pair in pairs for array in pair]
-    (table,) = device.tables((pieces,), stream)
-    blocks = min(-(-len(pieces) * dim // THREADS), device.most_blocks())
+    (table,) = host.tables((pieces,), stream)
+    blocks = min(-(-len(pieces) * dim // THREADS), host.most_blocks())
     arguments = (table, dim, *alike, *alike)[:6]
     grid = blocks, len(pairs)
-    return functools.partial(device.launch, compiled(element), grid, (THREADS, 1), stream, arguments)
+    return host.Launch(compiled(element), grid, (THREADS, 1), stream, arguments)

@@ -13,7 +13,7 @@ from numba import cuda, types
 
 from kvkit.index import page_of, rest_of_page, row_of, share
 from kvkit.jit import shared
-from kvkit_cuda.ground import device, memory
+from kvkit_cuda.ground import device, host, memory
 from kvkit_cuda.moves.transfer import sequence_of
 
 THREADS = 256  # of a block
@@ -98,7 +98,7 @@ def walk(size):
 
 @functools.cache
 def compiled(size):
-    return device.kernel(walk(size), SIGNATURE)
+    return device.kernel(walk(size), SIGNATURE, size)
 
 
 def prepare(pairs, pieces, stream):
@@ -109,18 +109,16 @@ def prepare(pairs, pieces, stream):
         return nothing
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
-    tables = device.tables((starts, pieces), stream)
+    tables = host.tables((starts, pieces), stream)
     launches = []
     for size in {size for size, *_ in moves}:
         alike = [array for other, *arrays in moves if other == size for array in arrays]
         chunks = max(target[CHUNKS] for target in alike[1::2])
         team = min(THREADS, 1 << (chunks - 1).bit_length())
         teams = THREADS // team
-        blocks = min(-(-int(starts[-1]) // teams), device.most_blocks())
+        blocks = min(-(-int(starts[-1]) // teams), host.most_blocks())
         grid, arguments = (blocks, len(alike) // 2), (*tables, *alike, *alike)[:6]
-        launches.append(
-            functools.partial(device.launch, compiled(size), grid, (team, teams), stream, arguments)
-        )
+        launches.append(host.Launch(compiled(size), grid, (team, teams), stream, arguments))
 
     def start():
         for launch in launches:

@@ -12,7 +12,7 @@ from numba import cuda, types
 from kvkit.formats import BY_NAME
 from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
 from kvkit.layouts.places import packed_strides
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import device, host
 from kvkit_cuda.moves import chunks
 
 THREADS = 256  # of a block
@@ -121,9 +121,17 @@ ON_CHUNK = {
 }
 
 
+# Whose addresses those of keys and of values are.
+CACHE = {4: "cache", 8: "scale"}
+OWNERS = {
+    "store": ({0: "current_key"} | CACHE, {0: "current_value"} | CACHE),
+    "load": ({0: "result 0"} | CACHE, {0: "result 1"} | CACHE),
+}
+
+
 @functools.cache
 def compiled(*variant):
-    return device.kernel(walk(*variant), SIGNATURE)
+    return device.kernel(walk(*variant), SIGNATURE, variant)
 
 
 def store(current_key, current_value, cache, tables, stream):
@@ -150,10 +158,12 @@ def prepare(direction, key, value, cache, tables, names, repeat, stream):
     tokens, heads = int(getattr(steps, names[0])[-1]), cache.heads
     team = min(THREADS, 1 << (heads * repeat * in_head - 1).bit_length())
     teams = THREADS // team
-    blocks = min(-(-tokens // teams), device.most_blocks())
+    blocks = min(-(-tokens // teams), host.most_blocks())
     copies = tables.of((*names, "table"), stream) if tokens else ()
     arguments = *copies, steps.page_size, *sides, heads, repeat, in_head, group, lanes
-    return functools.partial(device.launch, kernel, (blocks, 2), (team, teams), stream, arguments)
+    first = len(copies) + 1
+    owners = {(first + i, at): name for i, side in enumerate(OWNERS[direction]) for at, name in side.items()}
+    return host.Launch(kernel, (blocks, 2), (team, teams), stream, arguments, owners)
 
 
 def span_of(cache, sides):

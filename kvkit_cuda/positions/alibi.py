@@ -12,7 +12,7 @@ from kvkit import numeric
 from kvkit.formats import BY_NAME, mask_bytes
 from kvkit.index import share
 from kvkit.jit import shared
-from kvkit_cuda.ground import device, memory
+from kvkit_cuda.ground import device, host, memory
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import sequence_of
 
@@ -112,7 +112,7 @@ def walk(element, mask, span):
 
 @functools.cache
 def compiled(element, mask, span):
-    return device.kernel(walk(element, mask, span), SIGNATURE)
+    return device.kernel(walk(element, mask, span), SIGNATURE, (element, mask, span))
 
 
 def prepare(call, target, stream):
@@ -122,9 +122,9 @@ def prepare(call, target, stream):
     aligned = all(number % WIDEST == 0 for number in place)
     span = WIDEST * 8 // call.fmt.bits if aligned else 1  # columns are a multiple of 16
     team = min(THREADS, 1 << (columns // span - 1).bit_length())
-    blocks = min(-(-batches * heads * rows // (THREADS // team)), device.most_blocks())
-    tables = device.tables((call.starts, call.kvstarts, slope_bits(heads)), stream)
+    blocks = min(-(-batches * heads * rows // (THREADS // team)), host.most_blocks())
+    tables = host.tables((call.starts, call.kvstarts, slope_bits(heads)), stream)
     padding = int(np.float32(call.padding).view(np.uint32))
     arguments = *tables, place, call.place, batches, heads, columns, padding
     kernel = compiled(element, call.element, span)
-    return functools.partial(device.launch, kernel, (blocks, 1), (team, THREADS // team), stream, arguments)
+    return host.Launch(kernel, (blocks, 1), (team, THREADS // team), stream, arguments)

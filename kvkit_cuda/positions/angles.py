@@ -11,7 +11,7 @@ from numba import cuda, types
 
 from kvkit import cpu, numeric
 from kvkit.jit import shared
-from kvkit_cuda.ground import device, memory
+from kvkit_cuda.ground import device, host, memory
 from kvkit_cuda.moves.transfer import sequence_of
 
 THREADS = 128  # of a block
@@ -57,12 +57,12 @@ def table(call, stream):
     found = cpu.rotary.frequencies(theta, call.turned, stops, longest, factor)
     tokens = int(starts[-1])
     if not near(starts, first, found[rows], divisor):
-        return device.upload(far(call, tokens), stream), *device.tables((starts,), stream), nothing
-    numbers = device.empty(tokens * pairs * PAIR, np.uint8, stream)
-    tables = device.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
-    blocks = min(-(-tokens * pairs // THREADS), device.most_blocks())
-    arguments = *tables, divisor, device.address(numbers)
-    launch = functools.partial(device.launch, compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
+        return host.upload(far(call, tokens), stream), *host.tables((starts,), stream), nothing
+    numbers = host.empty(tokens * pairs * PAIR, np.uint8, stream)
+    tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
+    blocks = min(-(-tokens * pairs // THREADS), host.most_blocks())
+    arguments = *tables, divisor, host.address(numbers)
+    launch = host.Launch(compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
     return numbers, tables[0], launch
 
 

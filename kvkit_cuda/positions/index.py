@@ -6,7 +6,7 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit.jit import shared
-from kvkit_cuda.ground import device, memory
+from kvkit_cuda.ground import device, host, memory
 from kvkit_cuda.moves.transfer import sequence_of
 
 THREADS = 256  # of a block
@@ -36,7 +36,7 @@ def compiled():
 
 def prepare(starts, first, target, stream):
     """A launch that writes the position of every packed token to an array of the device."""
-    tables, tokens = device.tables((starts, first), stream), int(starts[-1])
-    blocks = min(-(-tokens // THREADS), device.most_blocks())
+    tables, tokens = host.tables((starts, first), stream), int(starts[-1])
+    blocks = min(-(-tokens // THREADS), host.most_blocks())
     arguments = *tables, target.ctypes.data
-    return functools.partial(device.launch, compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
+    return host.Launch(compiled(), (blocks, 1), (THREADS, 1), stream, arguments)

@@ -14,7 +14,7 @@ from kvkit.formats import BY_NAME
 from kvkit.index import share
 from kvkit.jit import shared
 from kvkit.layouts.places import packed_strides
-from kvkit_cuda.ground import device, memory
+from kvkit_cuda.ground import device, host, memory
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import sequence_of
 from kvkit_cuda.positions import angles
@@ -116,7 +116,7 @@ def walk(element, span):
 
 @functools.cache
 def compiled(element, span):
-    return device.kernel(walk(element, span), SIGNATURE)
+    return device.kernel(walk(element, span), SIGNATURE, (element, span))
 
 
 def prepare(call, targets, table, starts, stream):
@@ -131,10 +131,10 @@ def prepare(call, targets, table, starts, stream):
     tokens = int(call.starts[-1])
     columns = max(max(side[8] for side in sides) * -(-dim // span), 1)
     team = min(THREADS, 1 << (columns - 1).bit_length())
-    blocks = min(-(-tokens // (THREADS // team)), device.most_blocks())
-    arguments = starts, device.address(table), turned // 2, dim, *sides
+    blocks = min(-(-tokens // (THREADS // team)), host.most_blocks())
+    arguments = starts, host.address(table), turned // 2, dim, *sides
     grid, threads = (blocks, len(sides)), (team, THREADS // team)
-    return functools.partial(device.launch, compiled(element, span), grid, threads, stream, arguments)
+    return host.Launch(compiled(element, span), grid, threads, stream, arguments)
 
 
 def span_of(element, dim, turned, sides):

@@ -10,7 +10,7 @@ from numba.cuda.core.errors import NumbaPerformanceWarning
 from numba.cuda.cudadrv import driver
 
 from kvkit.errors import DeviceError
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import device, host
 
 DEVICES = {(7, 5): "expected compute capability 8.0 or later, got Tesla T4, of 7.5", (8, 0): None}
 DEFAULT, LEGACY, PER_THREAD, OTHER = 0, 1, 2, 4096
@@ -23,9 +23,9 @@ def test_old_devices_are_refused(capability, monkeypatch):
     monkeypatch.setattr(cuda, "get_current_device", lambda: found)
     if DEVICES[capability]:
         with pytest.raises(DeviceError, match=DEVICES[capability]):
-            device.require()
+            host.require()
     else:
-        device.require()
+        host.require()
 
 
 def stream(address):
@@ -50,16 +50,16 @@ def waited(monkeypatch):
 def test_streams_have_addresses():
     """numba would have the default stream at 0, which protocols do not allow; arrays tell the address."""
     for given in (None, 0, stream(DEFAULT), LEGACY, stream(LEGACY)):
-        assert int(device.stream(given)) == device.number(device.stream(given)) == LEGACY
+        assert int(host.stream(given)) == host.number(host.stream(given)) == LEGACY
     for address in (PER_THREAD, OTHER):
         for given in (address, stream(address)):
-            assert int(device.stream(given)) == device.number(device.stream(given)) == address
+            assert int(host.stream(given)) == host.number(host.stream(given)) == address
 
 
 def test_a_call_waits_for_other_streams_only(waited):
     for producer in (DEFAULT, LEGACY, PER_THREAD, OTHER):
         for own in (None, PER_THREAD, OTHER):
-            device.wait_for(producer, device.stream(own))
+            host.wait_for(producer, host.stream(own))
             assert waited == ([] if (producer or LEGACY) == (own or LEGACY) else [producer])
             waited.clear()
 
@@ -67,7 +67,7 @@ def test_a_call_waits_for_other_streams_only(waited):
 def test_small_grids_are_launched_without_a_warning():
     kernel, grid, asked = cuda.jit(lambda: None), ((1, 1), (32, 1), stream(LEGACY)), device.config
     before = asked.CUDA_LOW_OCCUPANCY_WARNINGS
-    assert device.configured(kernel, *grid).griddim == (1, 1, 1)
+    assert host.configured(kernel, *grid).griddim == (1, 1, 1)
     assert before == asked.CUDA_LOW_OCCUPANCY_WARNINGS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asked, "CUDA_LOW_OCCUPANCY_WARNINGS", 1)

@@ -11,7 +11,7 @@ from test_ascend import DTYPES, FLOATS, any_bits, compressed_call, finite, plain
 
 import kvkit
 from kvkit_cuda import ascend
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 from kvkit_cuda.moves import means, pieces
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -189,7 +189,7 @@ def test_load_of_the_device(kind, cache_format, rng):
     expected = [oracle.paged_cache_load(c, table, lengths, None, cache_format == "NZ") for c in caches]
     given = [KINDS[kind](cache) for cache in caches]
     results = ascend.paged_cache_load(*given, Array(table), Array(lengths), cache_format=cache_format)
-    assert type(results[0]) is (Tensor if kind == "torch" else type(device.empty(1, np.int8, 0)))
+    assert type(results[0]) is (Tensor if kind == "torch" else type(host.empty(1, np.int8, 0)))
     same(results, expected)
     key, value = ascend.paged_cache_load(given[0], None, table, lengths, cache_format=cache_format)
     same([key, value], [expected[0], None])
@@ -227,7 +227,7 @@ def test_matrices_of_the_device(kind, shape, rng):
     x = any_bits(rng, shape, np.float32)
     expected = oracle.nd_to_nz(x)
     y = ascend.nd_to_nz(KINDS[kind](x))
-    assert type(y) is (Tensor if kind == "torch" else type(device.empty(1, np.int8, 0)))
+    assert type(y) is (Tensor if kind == "torch" else type(host.empty(1, np.int8, 0)))
     same([y], [expected])
     same([ascend.nz_to_nd(KINDS[kind](expected), *shape[1:])], [x])
     out = Array(np.ones_like(expected))

@@ -12,7 +12,7 @@ from test_ascend_attention import call_of, run
 import kvkit
 from kvkit_cuda import ascend
 from kvkit_cuda.calls import attention, tables
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 
 TENSORS = ("query", "key_cache", "value_cache", "razor_offset", "sinks")
 LENGTHS = (9, 0, 1, 40)
@@ -40,7 +40,7 @@ def test_arrays_of_the_device(kind, rng):
     given = {name: KINDS[kind](call[name]) for name in TENSORS}
     given |= {name: Array(call[name]) for name in ("block_tables", "context_lens")}
     results = check(call, given)
-    wanted = Tensor if kind == "torch" else type(device.empty(1, np.int8, 0))
+    wanted = Tensor if kind == "torch" else type(host.empty(1, np.int8, 0))
     assert [type(array) for array in results] == [wanted] * 2
 
 

@@ -15,7 +15,7 @@ import kvkit_cuda
 from kvkit.checks.records import Context
 from kvkit_cuda.attend import forms, plain
 from kvkit_cuda.calls import tables
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 
 LENGTHS = ((9, 2), (0, 0), (17, 1), (-1, 2), (0, 2))  # (past, seqlen): one form of kernel, of 4 rows
 PAST = ((9, 2), (0, 0), (17, 1), (4, 0), (0, 2))
@@ -175,8 +175,8 @@ def test_a_planned_call_copies_and_allocates_nothing(rng, monkeypatch):
     out = Array(np.empty(output.shape, np.float32)), Array(np.empty(lse.shape, np.float32))
     for again in range(2):
         if again:
-            monkeypatch.setattr(device, "upload", None)
-            monkeypatch.setattr(device, "empty", None)
+            monkeypatch.setattr(host, "upload", None)
+            monkeypatch.setattr(host, "empty", None)
             out[0].array.fill(0)
         step.multi_head_cache_attention(
             *(Array(call[name]) for name in names), return_lse=True, out=out, **call.attrs

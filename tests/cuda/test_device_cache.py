@@ -14,7 +14,7 @@ from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
 import kvkit
 import kvkit_cuda
 from kvkit.checks import tensors
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 from kvkit_cuda.moves import transfer
 
 # Both chunk sizes of a move, a conversion, and codes whose groups are part of a chunk, one, several, or odd.
@@ -142,7 +142,7 @@ def test_dlpack_knows_better_what_bfloat16_is(kind, rng):
 def test_an_array_that_nothing_passes_on():
     array = type("Failing", (), {"error": RuntimeError("no"), "__cuda_array_interface__": property(fail)})
     with pytest.raises(RuntimeError, match=r"^no$"):
-        device.interface(array())
+        host.interface(array())
 
 
 def test_results_are_cupys(rng, monkeypatch):
@@ -328,18 +328,18 @@ def test_streams(monkeypatch):
     monkeypatch.setattr(cuda, "legacy_default_stream", lambda: "default")
     of_core = Named(__cuda_stream__=lambda: (0, 9))
     for given, expected in ((7, 7), (Named(cuda_stream=5), 5), (Named(ptr=6), 6), (of_core, 9), (0, 1)):
-        assert device.stream(given) == ("stream", expected)
+        assert host.stream(given) == ("stream", expected)
     of_numba = Named(handle=3, synchronize=print)
-    assert device.stream(of_numba) is of_numba
-    assert device.stream(Named(handle=0, synchronize=print)) == device.stream(None) == "default"
+    assert host.stream(of_numba) is of_numba
+    assert host.stream(Named(handle=0, synchronize=print)) == host.stream(None) == "default"
     for given in ("0", True, 1.0, [1]):
         with pytest.raises(kvkit.KvkitError, match=r"^stream: expected"):
-            device.stream(given)
+            host.stream(given)
 
 
 def test_the_stream_of_a_producer_is_waited_for(rng, monkeypatch):
     waited = []
-    monkeypatch.setattr(device, "wait_for", lambda producer, stream: waited.append(producer))
+    monkeypatch.setattr(host, "wait_for", lambda producer, stream: waited.append(producer))
     scene = scenes.static(rng, HALF)
     expected = scene.oracle()
     key = Array(scene["current_key"], stream=77)
@@ -351,7 +351,7 @@ def test_the_stream_of_a_producer_is_waited_for(rng, monkeypatch):
 def test_the_callers_memory_is_read_before_a_call_returns(rng, monkeypatch):
     """Copies from pinned memory go on behind the host."""
     finished = []
-    monkeypatch.setattr(device, "finish", finished.append)
+    monkeypatch.setattr(host, "finish", finished.append)
     scene, names = scenes.static(rng, HALF), ("current_key", "current_value", "cache")
     for i in range(len(names)):
         scene.but(**{name: Array(scene[name]) for name in names if name != names[i]}).run()
@@ -361,7 +361,7 @@ def test_the_callers_memory_is_read_before_a_call_returns(rng, monkeypatch):
 def test_only_a_plan_waits_for_its_tables(rng, monkeypatch):
     """Its calls may be on other streams; those of a single call are on its own."""
     finished = []
-    monkeypatch.setattr(device, "finish", finished.append)
+    monkeypatch.setattr(host, "finish", finished.append)
     for scene in (scenes.static(rng, HALF), scenes.dynamic(rng, HALF, 0, 1)):
         names = ("current_key", "current_value", "cache")
         scene.but(**{name: Array(scene[name]) for name in names}).run()

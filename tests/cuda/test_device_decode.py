@@ -18,7 +18,7 @@ from kvkit.jit import shared
 from kvkit_cuda.attend import decode, decode_forms, stored_tiles
 from kvkit_cuda.attend.task import Task
 from kvkit_cuda.calls import tables
-from kvkit_cuda.ground import device, memory, ptx
+from kvkit_cuda.ground import device, host, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -95,7 +95,7 @@ def test_groups_of_copies():
             words[i, j] = look(at + 4 * j)
 
     there = cuda.to_device(given)
-    place = np.array([[device.address(there)]], np.int64)
+    place = np.array([[host.address(there)]], np.int64)
     _, got = run(kernel, ADDRESSES, U32, arrays=(place, np.zeros((32, 16), np.uint32)))
     if device.SIMULATED:
         assert (got[:, 6] == 2**32 - 1).all()
@@ -142,7 +142,7 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, p
                         words[token + (i & 7), 4 * (j * panel + chunk) + k] = held[k]
 
     there = cuda.to_device(image)
-    place = np.array([[device.address(there)]], np.int64)
+    place = np.array([[host.address(there)]], np.int64)
     _, got = run(kernel, ADDRESSES, U32, arrays=(place, np.zeros((16, 4 * panel * panels), np.uint32)))
     exact = codes.astype(np.float32) * np.repeat(scales, group, axis=1).astype(np.float32)
     expected = exact.astype(dtype).astype(DTYPES[element]).reshape(16, -1, 8)

@@ -10,7 +10,7 @@ from scenes import DTYPES, FLOATS
 
 import kvkit
 import kvkit_cuda
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 from kvkit_cuda.positions import alibi, angles, rotary
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -44,7 +44,7 @@ def same(got, expected):
 
 
 def kind_of(kind):
-    return Tensor if kind == "torch" else type(device.empty(1, np.int8, 0))
+    return Tensor if kind == "torch" else type(host.empty(1, np.int8, 0))
 
 
 # Rotary position embedding

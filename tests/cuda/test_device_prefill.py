@@ -18,7 +18,7 @@ from tensor_cores import DTYPES, F32, U32, check, elements, forms_taken, run, sl
 from kvkit_cuda.attend import prefill, tiles
 from kvkit_cuda.attend.task import Task
 from kvkit_cuda.calls import tables
-from kvkit_cuda.ground import device, memory, ptx
+from kvkit_cuda.ground import device, host, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -86,7 +86,7 @@ def test_tiles_and_matrices(dim, transposed):
         )
 
     there = cuda.to_device(given)
-    place = np.array([[device.address(there)]], np.int64)
+    place = np.array([[host.address(there)]], np.int64)
     _, got = run(kernel, types.Array(types.int64, 2, "C"), U32, arrays=(place, np.zeros((32, 4), np.uint32)))
     given[5] = 0
     for lane in range(32):

@@ -11,7 +11,7 @@ from test_key_value_cache_index_errors import LEGAL_ROWS, ROWS, STARTS, changed
 import kvkit
 import kvkit_cuda
 from kvkit_cuda.calls import scan
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host
 
 INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
 VERDICT_BYTES = 24
@@ -21,13 +21,13 @@ plan = kvkit_cuda.dynamic_batching.plan
 @pytest.fixture
 def reads(monkeypatch):
     """The sizes of all that is read from the device."""
-    sizes, read = [], device.read
+    sizes, read = [], host.read
 
     def watched(place, size, stream):
         sizes.append(size)
         return read(place, size, stream)
 
-    monkeypatch.setattr(device, "read", watched)
+    monkeypatch.setattr(host, "read", watched)
     return sizes
 
 
@@ -156,14 +156,14 @@ def test_only_kernels_see_the_table(monkeypatch):
     scene = legal("dynamic")
     expected = scene.oracle()
     right, table = scene["cachestarts"], np.full_like(scene["cachestarts"], -5)
-    launch = device.launch
+    launch = host.launch
 
     def shown(*arguments):
         table[...] = right
         launch(*arguments)
         table[...] = -5
 
-    monkeypatch.setattr(device, "launch", shown)
+    monkeypatch.setattr(host, "launch", shown)
     got = scene.but(cachestarts=Array(table)).run()
     assert_all_same((*got, scene["cache"], scene["scale"]), expected)
 

@@ -13,7 +13,7 @@ from ptx_machine import Machine, Program
 from ptx_memory import Memory
 
 from kvkit_cuda.calls import arrays
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import device, host
 
 CAPABILITY = 9, 0
 assert not device.SIMULATED
@@ -60,7 +60,7 @@ class Stream:
 class Kernel:
     """A kernel that is compiled when it is launched first."""
 
-    def __init__(self, function, signature, options=None):
+    def __init__(self, function, signature, key=None, options=None):
         self.function, self.signature = function, signature
 
     @functools.cached_property
@@ -70,25 +70,18 @@ class Kernel:
 
 
 def launch(kernel, blocks, threads, stream, arguments):
-    if all(blocks):
-        threads = threads if isinstance(threads, tuple) else (threads,)
-        machine.launch(kernel.program, blocks, threads, [x for given in arguments for x in words(given)])
-
-
-def words(argument):
-    """An argument as the entry of a kernel takes it; arrays as numba's are."""
-    if isinstance(argument, tuple):
-        return [x for part in argument for x in words(part)]
-    if not isinstance(argument, Array):
-        return [argument]
-    array = argument.array
-    return [0, 0, array.size, array.itemsize, array.ctypes.data, *array.shape, *array.strides]
+    threads = threads if isinstance(threads, tuple) else (threads,)
+    machine.launch(kernel.program, blocks, threads, host.words(arguments))
 
 
 def upload(array, stream):
     return Array(
         np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy() if array.size else np.zeros(1, np.uint8)
     )
+
+
+def fill(there, arrays, stream):
+    there.array[...] = host.together(arrays).view(np.uint8)
 
 
 def empty(shape, dtype=np.float64, stream=0):
@@ -117,18 +110,23 @@ def fresh_memory():
 
 def pytest_configure():
     device.kernel = Kernel
-    device.launch = launch
-    device.require = lambda: None
+    host.launch = launch
+    host.require = lambda: None
     cuda.stream = cuda.default_stream = cuda.legacy_default_stream = Stream
     cuda.external_stream = lambda address: Stream()
     cuda.synchronize = lambda: None
-    device.most_blocks = lambda: 2
-    device.empty, device.upload = empty, upload
-    device.read = lambda place, size, stream: np.ctypeslib.as_array(
+    host.most_blocks = lambda: 2
+    host.empty, host.upload = empty, upload
+    host.read = lambda place, size, stream: np.ctypeslib.as_array(
         (np.ctypeslib.ctypes.c_uint8 * size).from_address(place)
     ).copy()
-    device.finish = lambda stream: None
-    device.wait_for = lambda producer, stream: None
+    host.NATIVE = False
+    host.current = lambda: 0
+    host.device_of = lambda place: 0
+    host.require_device = lambda which: None
+    host.fill = fill
+    host.finish = lambda stream: None
+    host.wait_for = lambda producer, stream: None
     arrays.operand = operand
     cuda.to_device = lambda array, **_: Array(np.ascontiguousarray(array).copy())
     cuda.device_array = empty

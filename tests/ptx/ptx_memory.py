@@ -20,6 +20,10 @@ class Memory:
         self.allowed[begin] = max(self.allowed.get(begin, 0), begin + size)
         self.bounds = None
 
+    def forbid(self, begin):
+        self.allowed.pop(begin, None)
+        self.bounds = None
+
     def check(self, places, size, text):
         if self.bounds is None:
             begins = sorted(self.allowed)

@@ -34,14 +34,16 @@ MACHINE = {
     "test_device_scan": [r"test_rows_that_look_wrong_but_are_legal"],
     "test_device_twin": [],
 }
+STAND_IN = {"test_device_driver": [""], "test_device_twin": [r"test_page_tables_on_the_device"]}
 QUICK = {  # by backend and file, what is not slow there
     "simulator": {f"test_device_{name}": [""] for name in DEVICE}
     | {f"test_{name}": [r"^(?!.*v15_attention)"] for name in SHARED}
     | {f"test_{name}": [] for name in SLOW},
     "machine": MACHINE,
+    "stand_in": {f"test_device_{name}": [] for name in ("decode", "prefill")} | STAND_IN,
     "gpu": {f"test_device_{name}": [""] for name in ("decode", "prefill", "twin")},
 }
-PLUGINS = {"simulator": "simulator", "machine": "cuda_machine"}
+PLUGINS = {"simulator": "simulator", "machine": "cuda_machine", "stand_in": "stand_in"}
 NAMES = ("cpu", *QUICK)
 
 name, operators = "cpu", kvkit

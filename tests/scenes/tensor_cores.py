@@ -8,7 +8,7 @@ from attention_scenes import FP16
 from numba import cuda, types
 
 import kvkit
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import device, host
 
 slow = pytest.mark.slow
 elements = pytest.mark.parametrize("element", ["float16", "bfloat16"])
@@ -20,7 +20,7 @@ ONE = {"batch": 1, "heads": 2, "kv_heads": 1, "dim": 16}
 def run(kernel, *signature, arrays):
     """What a warp leaves in its arrays; a simulated device takes them where they are."""
     there = [cuda.to_device(array) for array in arrays]
-    device.launch(device.kernel(kernel, types.void(*signature)), (1, 1), (32, 1), device.stream(None), there)
+    host.launch(device.kernel(kernel, types.void(*signature)), (1, 1), (32, 1), host.stream(None), there)
     return [array.copy_to_host() for array in there]
 
 

@@ -1,0 +1,80 @@
+"""Where the arrays of a call are at home: on which device, and what stream their library works on.
+
+It decides where a call runs, so that nothing has to be said of devices.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit.checks.words import wrong
+from kvkit_cuda.ground import host
+
+DLPACK_DEVICES = 2, 13  # of CUDA: its memory, managed memory
+NUMBERS = (int, float, str, bool, np.generic)
+
+
+class Home(NamedTuple):
+    """The number of a device, and the address of a library's current stream there; None: of no matter."""
+
+    device: int | None = None
+    stream: int | None = None
+
+
+NOWHERE = Home()
+
+
+def library(array):
+    """The package that an array's type is of."""
+    return type(array).__module__.partition(".")[0]
+
+
+def stream_of(array):
+    """The address of the current stream of a library, torch or CuPy, on the device of its array."""
+    package: Any = sys.modules[library(array)]
+    if package.__name__ == "torch":
+        return package.cuda.current_stream(array.device).cuda_stream or host.LEGACY_DEFAULT
+    with array.device:
+        return package.cuda.get_current_stream().ptr or host.LEGACY_DEFAULT
+
+
+def of(name, array):
+    """The home of an array; that of one on the host, and of what is no array, is nowhere."""
+    if host.SIMULATED or isinstance(array, np.ndarray):
+        return NOWHERE
+    if library(array) == "torch" and getattr(array, "is_cuda", False):
+        return Home(array.device.index, stream_of(array))
+    if library(array) == "cupy" and hasattr(array, "device"):
+        return Home(array.device.id, stream_of(array))
+    described = host.interface(array)
+    if described is not None:
+        place = described["data"][0]
+        found = host.device_of(place) if place else None
+        if place and found is None and 0 not in described["shape"]:
+            raise wrong(name, "an array in the memory of a CUDA device", f"address {place:#x} of none")
+        return Home(found)
+    if hasattr(array, "__dlpack_device__"):
+        kind, number = array.__dlpack_device__()
+        return Home(int(number)) if kind in DLPACK_DEVICES else NOWHERE
+    return NOWHERE
+
+
+def of_call(values):
+    """The home of all arrays among the arguments of a call, by name; the first one's stream is the call's."""
+    found, first = NOWHERE, None
+    for name, value in values.items():
+        several = isinstance(value, (list, tuple)) and not (value and isinstance(value[0], NUMBERS))
+        for i, array in enumerate(value if several else (value,)):
+            if array is None or isinstance(array, NUMBERS):
+                continue
+            label = f"{name}[{i}]" if several else name
+            home = of(label, array)
+            if home.device is None:
+                continue
+            if first is None:
+                found, first = home, label
+            elif home.device != found.device:
+                there = f"an array of device {found.device}, where {first} lies"
+                raise wrong(label, there, f"one of device {home.device}")
+    return found

@@ -1,0 +1,185 @@
+"""Calls of a plan that repeat: the first of a form is checked and prepared, the others exchange addresses.
+
+Calls of one form differ in nothing but where their arrays lie. Such are those for the layers of a model in
+one step, and, in a plan whose step is followed by others, those of a layer in one step after the other.
+"""
+
+from typing import Any, NamedTuple
+
+from kvkit import turns
+from kvkit_cuda.calls import homes
+from kvkit_cuda.calls.tables import SCRATCH
+from kvkit_cuda.ground import host
+
+MOST = 4096  # forms of calls that are remembered
+INPUTS = "query", "current_key", "current_value", "cache", "scale"
+OTHERS = "attn_mask", "sinks"  # arrays of calls that do not repeat
+WRITTEN = "cache", "scale"
+RUNNING = turns.OneTurn()  # launches of a call come one after the other: they share scratch
+
+
+class Known(NamedTuple):
+    """A call that may repeat."""
+
+    form: tuple
+    arrays: dict[str, Any]
+    places: dict[str, int]
+    stream: int | None  # the current one of their library
+    producers: set[int]  # streams that numba's arrays wait for
+
+
+# What decides a call but for the address of an array, and that, for each library, quickly.
+
+
+def of_torch(tensor):
+    form = type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return form, tensor.data_ptr()
+
+
+def of_cupy(array):
+    return (type(array), array.shape, array.strides, array.dtype, array.device.id), array.data.ptr
+
+
+def of_numba(array):
+    memory = array.gpu_data
+    form = type(array), array.shape, array.strides, array.dtype, id(memory.context)
+    return form, memory.device_ctypes_pointer.value
+
+
+def face(array):
+    """How arrays of its type are known; None if they are not."""
+    kind = type(array)
+    if kind not in FACES:
+        found = {"torch": of_torch, "cupy": of_cupy}.get(homes.library(array))
+        FACES[kind] = of_numba if hasattr(array, "gpu_data") else found
+    return FACES[kind]
+
+
+FACES: dict[type, Any] = {}
+
+
+def known(path, values):
+    """A call with the values of its arguments, as it may be known; None if it cannot repeat."""
+    given, attributes = {}, [path]
+    for name, value in values.items():
+        if name in INPUTS:
+            given[name] = value
+        elif name == "out":
+            several = value if isinstance(value, (tuple, list)) else (value,)
+            given |= {result(i): each for i, each in enumerate(several)}
+        elif name not in OTHERS:
+            attributes += [value, type(value)]
+        elif value is not None:
+            return None
+    given = {name: array for name, array in given.items() if array is not None}
+    places, producers, library = {}, set(), None
+    for name, array in given.items():
+        known_by = FACES.get(type(array)) or face(array)
+        if known_by is None:
+            return None
+        form, places[name] = known_by(array)
+        attributes += [name, form]
+        if known_by is not of_numba:
+            library = library or array
+        elif array.stream:
+            producers.add(int(array.stream.handle))
+    call = tuple(attributes)
+    try:
+        hash(call)
+    except TypeError:
+        return None
+    return Known(call, given, places, None if library is None else homes.stream_of(library), producers)
+
+
+def result(i):
+    """How launches call the result of that number."""
+    return f"result {i}"
+
+
+class Repeats(dict):
+    """Prepared calls, by their form."""
+
+    def again(self, call, step, stream):
+        """The results of a call in a tuple, if it is known; None if it needs the full checks."""
+        prepared = self.get(call.form)
+        return prepared and prepared.run(call, step, stream)
+
+    def keep(self, call, prepared):
+        if len(self) >= MOST:
+            self.clear()
+        self[call.form] = prepared
+
+
+class Repeat:
+    """A call that is prepared. It is made again once it is seen that what it writes overlaps nothing."""
+
+    def __init__(self, launches, operands, forms, capacity):
+        """For operands by name, results among them, of such `forms` (shape, dtype), and rows of the cache."""
+        self.launches = [launch.prepared() for launch in launches if all(launch.blocks[1:])]
+        self.forms, self.capacity, self.device, self.context = forms, capacity, *host.device_and_context()
+        self.like = next(iter(operands.values())).like
+        self.spans = {name: span(operand.seen) for name, operand in operands.items()}
+        self.written = [name for name in operands if name in WRITTEN or name not in INPUTS]
+        self.size = max([launch.scratch for launch in launches], default=0)
+        self.moved, self.shared = [], []  # numbers of launches: addresses of operands, of scratch
+        for launch in self.launches:
+            for at, name in launch.owners.items():
+                if name == host.SCRATCH:
+                    self.shared.append((launch.numbers, at))
+                elif name in operands:
+                    offset = int(launch.numbers[at]) - operands[name].seen.ctypes.data
+                    self.moved.append((launch.numbers, at, name, offset))
+
+    def run(self, call, step, stream):
+        """The results in a tuple; None if the call needs the full checks."""
+        if host.context() != self.context or step.sequences.steps.rows > self.capacity:
+            return None
+        number = (call.stream or host.LEGACY_DEFAULT) if stream is None else host.number(host.stream(stream))
+        places, arrays = call.places, call.arrays
+        if result(0) not in arrays:
+            new = {result(i): self.like(*form, host.stream(number)) for i, form in enumerate(self.forms)}
+            arrays, places = arrays | new, places | {name: face(new[name])(new[name])[1] for name in new}
+        if self.overlaps(places):
+            return None
+        handle = host.handle(number)
+        with RUNNING:
+            captured = host.is_captured(handle)
+            if not captured:
+                self.order(call, step, number)
+            for numbers, at, name, offset in self.moved:
+                numbers[at] = places[name] + offset
+            if self.shared:
+                scratch = SCRATCH.of(self.size, host.stream(number))
+                for numbers, at in self.shared:
+                    numbers[at] = scratch
+            for launch in self.launches:
+                launch.start(handle, captured)
+        return [arrays[result(i)] for i in range(len(self.forms))]
+
+    def overlaps(self, places):
+        """Whether something that is written may overlap anything."""
+        ends = [(name, places[name] + low, places[name] + high) for name, (low, high) in self.spans.items()]
+        for name in self.written:
+            low, high = self.spans[name]
+            begin, end = places[name] + low, places[name] + high
+            for other, first, last in ends:
+                if first < end and begin < last and other != name:
+                    return True
+        return False
+
+    def order(self, call, step, number):
+        """Let the stream come after those that wrote what it reads."""
+        tables = step.on[self.device]
+        if number not in tables.users:
+            tables.follow(host.stream(number))
+        for producer in (*call.producers, call.stream or number):
+            if producer != number:
+                host.wait_for(producer, host.stream(number))
+
+
+def span(array):
+    """The bytes from an array's address that its elements lie in."""
+    if not array.size:
+        return 0, 0
+    reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+    return sum(min(0, far) for far in reach), sum(max(0, far) for far in reach) + array.itemsize
