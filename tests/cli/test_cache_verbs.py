@@ -6,6 +6,7 @@ import llama_state
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from kvkit import files
 from kvkit.layouts import NAMED, tables
@@ -279,3 +280,25 @@ def test_tables_in_a_file_of_their_own(run, tmp_path, rng):
     [[keys, _]] = files.nested(files.read(tmp_path / "out.npz").arrays)
     expected = np.concatenate([pool[0][5], pool[0][2]])[:7, :, :8].transpose(1, 0, 2)
     assert np.array_equal(keys[0], expected)
+
+
+def test_codes_of_mlx_move_with_their_scales(run, tmp_path, rng):
+    state, texts = {}, {"0.0.0": "5", "0.0.1": "32", "0.0.2": "4", "2.0": "QuantizedKVCache"}
+    for kv in range(2):
+        state[f"0.{kv}.0"] = rng.integers(0, 2**32, (1, HEADS, 5, 8), np.uint32)
+        state[f"0.{kv}.1"], state[f"0.{kv}.2"] = (
+            rng.random((1, HEADS, 5, 2)).astype(np.float16) for _ in range(2)
+        )
+    save_file(state, tmp_path / "mlx", texts)
+    code, out, _ = run("inspect", tmp_path / "mlx", "--stats")
+    assert code == 0
+    assert "format: mlx_q4" in out
+    assert (
+        run("convert", tmp_path / "mlx", tmp_path / "x.npz", "--to", "vllm-lbnhc", "--page-size", 2)[0] == 0
+    )
+    found = files.read(tmp_path / "x.npz")
+    assert found.description.format == "mlx_q4"
+    for part, name in enumerate(("cache", "scales", "minima")):
+        pool = found.arrays[f"{name}.0"].reshape(6, HEADS, 2, -1)[:5]
+        for kv in range(2):
+            assert np.array_equal(pool[:, :, kv], state[f"0.{kv}.{part}"][0].transpose(1, 0, 2))

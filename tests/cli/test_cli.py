@@ -873,7 +873,10 @@ def assert_fails(result, code, *texts):
     ("args", "text"),
     [
         (["rnu"], "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
-        (["frobnicate"], "no verb 'frobnicate'; there are run, ops, describe, info, layouts, inspect, convert, draw, cache, bench (see kvkit"),
+        (
+            ["frobnicate"],
+            f"no verb 'frobnicate'; there are {', '.join(VERBS)} (see kvkit",
+        ),
         (["alibi_mask", "IN"], "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),
         (
             ["run", "key_value_cache", "IN", "-o", "x.npy"],
