@@ -12,19 +12,14 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkit.cpu import memory
 from kvkit.cpu.launches import Launch, threads
 from kvkit.cpu.transfer import SMALL_BYTES
 from kvkit.index import share
 from kvkit.jit import helper, kernel
 
+PIECE, LONG = 256, 4096  # bytes
 INT, INDEX2 = types.int64, types.Array(types.int64, 2, "C")
 SIGNATURE = types.void(INT, INDEX2, INDEX2, INT, INT, INT, types.boolean)
-
-load1, store1 = memory.load(types.uint8), memory.store(types.uint8)
-load2, store2 = memory.load(types.uint16), memory.store(types.uint16)
-load4, store4 = memory.load(types.uint32), memory.store(types.uint32)
-load8, store8 = memory.load(types.uint64), memory.store(types.uint64)
 
 
 @intrinsic
@@ -41,64 +36,89 @@ def copy(typingctx, source, target, size):
 
 
 @helper
-def along(source, source_step, target, target_step, count, width):
-    """Pieces of `width` bytes, at steps of their own."""
-    if source_step == width and target_step == width:
-        copy(source, target, count * width)
-    elif width == 2:
+def moved(source, target, size):
+    """Bytes from one address to another: the libraries' own copy is at half its speed for 1 to 4 KB."""
+    if size < LONG:
+        while size >= PIECE:
+            copy(source, target, PIECE)
+            source, target, size = source + PIECE, target + PIECE, size - PIECE
+    copy(source, target, size)
+
+
+def evenly(size):
+    """(source, step, target, step, count): pieces of `size` bytes, known when this is compiled."""
+
+    def evenly(source, source_step, target, target_step, count):
         for i in range(count):
-            store2(target + i * target_step, load2(source + i * source_step))
-    elif width == 4:
-        for i in range(count):
-            store4(target + i * target_step, load4(source + i * source_step))
-    elif width == 1:
-        for i in range(count):
-            store1(target + i * target_step, load1(source + i * source_step))
-    else:
-        for i in range(count):
-            copy(source + i * source_step, target + i * target_step, width)
+            copy(source + i * source_step, target + i * target_step, size)
+
+    return helper(evenly)
+
+
+def scattered(size):
+    """(source, target, chunks): the chunks of one token, of `size` bytes."""
+
+    def scattered(source, target, chunks):
+        for k in range(chunks.shape[0]):
+            copy(source + chunks[k, 0], target + chunks[k, 1], size)
+
+    return helper(scattered)
+
+
+even2, even4, even16, even32 = map(evenly, (2, 4, 16, 32))
+chunks2, chunks4, chunks16, chunks32 = map(scattered, (2, 4, 16, 32))
 
 
 @helper
-def scattered(source, target, chunks, width):
+def along(source, source_step, target, target_step, count, width):
+    """Pieces of `width` bytes, at steps of their own."""
+    if source_step == width and target_step == width:
+        moved(source, target, count * width)
+    elif width == 2:
+        even2(source, source_step, target, target_step, count)
+    elif width == 4:
+        even4(source, source_step, target, target_step, count)
+    elif width == 16:
+        even16(source, source_step, target, target_step, count)
+    elif width == 32:
+        even32(source, source_step, target, target_step, count)
+    else:
+        for i in range(count):
+            moved(source + i * source_step, target + i * target_step, width)
+
+
+@helper
+def across(source, target, chunks, width):
     """The chunks of one token."""
     if width == 2:
-        for k in range(chunks.shape[0]):
-            store2(target + chunks[k, 1], load2(source + chunks[k, 0]))
+        chunks2(source, target, chunks)
     elif width == 4:
-        for k in range(chunks.shape[0]):
-            store4(target + chunks[k, 1], load4(source + chunks[k, 0]))
-    elif width == 8:
-        for k in range(chunks.shape[0]):
-            store8(target + chunks[k, 1], load8(source + chunks[k, 0]))
-    elif width == 1:
-        for k in range(chunks.shape[0]):
-            store1(target + chunks[k, 1], load1(source + chunks[k, 0]))
+        chunks4(source, target, chunks)
+    elif width == 16:
+        chunks16(source, target, chunks)
+    elif width == 32:
+        chunks32(source, target, chunks)
     else:
         for k in range(chunks.shape[0]):
-            copy(source + chunks[k, 0], target + chunks[k, 1], width)
+            moved(source + chunks[k, 0], target + chunks[k, 1], width)
 
 
 def move(shares, runs, chunks, source_step, target_step, width, by_chunk):
-    """Move runs [source address, target address, tokens], whose tokens have chunks at [source, target] offsets.
+    """Move runs [source address, target address, tokens], whose tokens have chunks at [source, target].
 
     Chunk by chunk, or token by token: as the target lies in memory.
     """
     for item in prange(shares):
-        first, end = (
-            share(runs.shape[0], np.int64(item), shares),
-            share(runs.shape[0], np.int64(item) + 1, shares),
-        )
-        for i in range(first, end):
+        turn = np.int64(item)  # prange counts in uint64
+        for i in range(share(runs.shape[0], turn, shares), share(runs.shape[0], turn + 1, shares)):
             source, target, count = runs[i, 0], runs[i, 1], runs[i, 2]
             if by_chunk:
                 for k in range(chunks.shape[0]):
-                    along(
-                        source + chunks[k, 0], source_step, target + chunks[k, 1], target_step, count, width
-                    )
+                    from_, to = source + chunks[k, 0], target + chunks[k, 1]
+                    along(from_, source_step, to, target_step, count, width)
             else:
                 for t in range(count):
-                    scattered(source + t * source_step, target + t * target_step, chunks, width)
+                    across(source + t * source_step, target + t * target_step, chunks, width)
 
 
 @functools.cache

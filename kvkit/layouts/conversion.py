@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from kvkit.layouts.views import Leaf, leaves
 
 TILE = 64  # tokens of a run whose content is turned: their lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
-SCRATCH_BYTES = 2**18  # to compare in, if a block is smaller
+SCRATCH_BYTES = 2**18  # to compare in, of each cache
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def convert(
     Returns
     -------
     array, or nested lists of arrays
-        New, or `out`. It takes no memory beside but a block, or 512 KiB.
+        New, or `out`. It takes no memory of a cache's size beside them.
 
     Raises
     ------
@@ -116,9 +116,8 @@ def convert(
     """
     before, after = parse(from_layout), parse(to_layout)
     if ("kv" in before.names) != ("kv" in after.names):
-        raise wrong(
-            "to_layout", f"{'an' if 'kv' in before.names else 'no'} axis kv, as in '{before}'", f"'{after}'"
-        )
+        one = "an" if "kv" in before.names else "no"
+        raise wrong("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
     read = side(source, before, given_sizes("sizes", sizes), "source")
     rows = rows_of(tables, read)
     wanted = target_sizes(read, rows, after, given_sizes("to_sizes", to_sizes), tables, out is None)
@@ -180,24 +179,15 @@ def in_one(several: list[Part]) -> Part:
     for each in several[1:]:
         if not (np.array_equal(each.tokens, first.tokens) and np.array_equal(each.content, first.content)):
             raise wrong("arrays", "blocks of one form", "others")
-    return Part(
-        np.concatenate([each.blocks for each in several]),
-        first.tokens,
-        first.content,
-        first.even,
-        first.dtype,
-    )
+    return replace(first, blocks=np.concatenate([each.blocks for each in several]))
 
 
 def rows_of(tables: tuple[Pages, Pages] | None, read: Side) -> tuple[Index, Index] | None:
     """The row of every token, and the one that it goes to; None if all stay."""
     if tables is None:
         return None
-    if (
-        not isinstance(tables, (tuple, list))
-        or len(tables) != 2
-        or not all(isinstance(each, Pages) for each in tables)
-    ):
+    pair = [each for each in tables if isinstance(each, Pages)] if isinstance(tables, (tuple, list)) else []
+    if len(pair) != 2 or len(tables) != 2:
         raise wrong("tables", "two Pages of kvkit.layouts.tables, of source and target", describe(tables))
     if not np.array_equal(tables[0].lengths, tables[1].lengths):
         raise wrong("tables[1]", "the lengths of tables[0]", "others")
@@ -206,10 +196,9 @@ def rows_of(tables: tuple[Pages, Pages] | None, read: Side) -> tuple[Index, Inde
     order = np.argsort(to, kind="stable")
     old, to = old[order], to[order]
     same = np.diff(to) == 0
-    if (same & (np.diff(old) != 0)).any():
-        raise wrong(
-            "tables[1]", "a row for each token", f"row {to[:-1][same & (np.diff(old) != 0)][0]} for two"
-        )
+    twice = same & (np.diff(old) != 0)
+    if twice.any():
+        raise wrong("tables[1]", "a row for each token", f"row {to[twice.argmax()]} for two")
     first = np.append(True, ~same)[: len(to)]
     return old[first], to[first]
 
@@ -239,7 +228,7 @@ def target_sizes(
     for axis in ("l", "h", "c", "v", "s"):
         if given.get(axis, sizes.get(axis)) != sizes.get(axis):
             raise wrong(f"to_sizes[{axis!r}]", f"{sizes.get(axis)}, as in the source", given[axis])
-    sizes |= given
+    sizes.update(given)
     if new:
         count = int(rows[1].max(initial=0)) + 1 if rows else read.blocks * read.page_size
         if "b" not in line.names:
@@ -258,14 +247,13 @@ def new(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype]) -> Any:
             count = 2 if level == "kv" else sizes[level]
             return [made(rest, i if level == "kv" else which) for i in range(count)]
         groups, dtype = (line.value_groups if which else line.groups), dtypes[-1 if which else 0]
-        lengths = sizes | {"c": sizes["v"]} if which and "v" in sizes else sizes
+        lengths = {**sizes, "c": sizes["v"]} if which and "v" in sizes else sizes
         inner = inner_sizes(groups, dtype.itemsize)
         for axis, size in inner.items():
             if not size or lengths[axis] % size:
                 raise wrong("to_layout", f"a size of {axis} that {size} divides, for '{line}'", lengths[axis])
-        return np.zeros(
-            [math.prod(length(axis, lengths, inner) for axis in group) for group in groups], dtype
-        )
+        shape = [math.prod(length(axis, lengths, inner) for axis in group) for group in groups]
+        return np.zeros(shape, dtype)
 
     return made(line.lists, 0)
 
@@ -274,24 +262,21 @@ def compatible(read: Side, written: Side) -> None:
     """Check that one cache can be moved to another, and be written."""
     if len(read.layers) != len(written.layers):
         raise wrong("out", f"{len(read.layers)} layers", len(written.layers))
-    for layer, (old, to) in enumerate(zip(read.layers, written.layers, strict=True)):
-        for one, other in zip(old, to, strict=True):
-            if one.content.shape != other.content.shape or one.dtype != other.dtype:
-                said = [
-                    "{} heads of {} elements of {}".format(*each.content.shape, each.dtype)
-                    for each in (one, other)
-                ]
+    for layer, parts in enumerate(zip(read.layers, written.layers, strict=True)):
+        for pair in zip(*parts, strict=True):
+            said = [
+                f"{' heads of '.join(map(str, part.content.shape))} elements of {part.dtype}" for part in pair
+            ]
+            if said[0] != said[1]:
                 raise wrong("out", f"{said[0]} in layer {layer}", said[1])
-    for array in written.arrays:
-        if not array.flags.writeable:
-            raise wrong("out", "arrays that can be written", "one that is read-only")
-    spans = sorted((*byte_bounds(array), side.name) for side in (read, written) for array in side.arrays)
-    reached: dict[str, int] = {}
-    for first, end, name in spans:
-        other = "source" if name == "out" else "out"
-        if reached.get(other, 0) > first:
-            raise wrong("out", "memory apart from the source's", "arrays that share bytes")
-        reached[name] = max(reached.get(name, 0), end)
+    if not all(array.flags.writeable for array in written.arrays):
+        raise wrong("out", "arrays that can be written", "one that is read-only")
+    sides = enumerate((read, written))
+    reached = [0, 0]
+    for first, end, which in sorted((*byte_bounds(array), i) for i, side in sides for array in side.arrays):
+        if reached[1 - which] > first:
+            raise wrong("out", "memory apart from the source's", "arrays that share bytes with it")
+        reached[which] = max(reached[which], end)
 
 
 def runs_between(rows, read: Side, written: Side) -> Index:
@@ -309,9 +294,8 @@ def runs_between(rows, read: Side, written: Side) -> Index:
         return np.stack([first, first, np.full(len(first), even)], axis=1)
     old, to = rows
     in_cache("tables[1]", to, written)
-    apart = (
-        (np.diff(old) != 1) | (np.diff(to) != 1) | (old[1:] % read.even == 0) | (to[1:] % written.even == 0)
-    )
+    apart = (np.diff(old) != 1) | (np.diff(to) != 1)
+    apart |= (old[1:] % read.even == 0) | (to[1:] % written.even == 0)
     first = np.append(0, np.flatnonzero(apart) + 1)[: len(old)]
     return np.stack([old[first], to[first], np.diff(np.append(first, len(old)))], axis=1)
 
@@ -362,25 +346,22 @@ class Move:
 
     def compare(self, runs: Index, alive: tuple) -> None:
         """Check that both caches hold the same."""
-        tokens = max(len(self.read.tokens), SCRATCH_BYTES // self.row)
+        tokens = max(1, SCRATCH_BYTES // self.row)
         packed = np.arange(len(self.chunks)) * self.width
         order = np.argsort(self.chunks[:, 0])
         lines = np.empty((2, tokens * self.row), np.uint8)
         for some in portions(cut(runs, tokens), tokens):
             counts = some[:, 2]
             at = (np.cumsum(counts) - counts) * self.row
-            for side, part in enumerate((self.read, self.written)):
-                places = addresses(part, some[:, side]), lines[side].ctypes.data + at, counts
-                chunks = np.stack([self.chunks[order, side], packed], axis=1)
-                launch = cpu.runs.prepare(
-                    np.stack(places, axis=1),
-                    chunks,
-                    (part.step, self.row),
-                    self.width,
-                    False,
-                    (*alive, lines),
+            for which, part in enumerate((self.read, self.written)):
+                places = addresses(part, some[:, which]), lines[which].ctypes.data + at, counts
+                chunks = np.stack([self.chunks[order, which], packed], axis=1)
+                steps = part.step, self.row
+                cpu.launches.start(
+                    cpu.runs.prepare(
+                        np.stack(places, axis=1), chunks, steps, self.width, False, (*alive, lines)
+                    )
                 )
-                cpu.launches.start(launch)
             size = int(counts.sum()) * self.row
             if not np.array_equal(lines[0, :size], lines[1, :size]):
                 raise wrong("out", "the bytes of source", "others: something else has changed one of them")
@@ -391,17 +372,18 @@ def addresses(part: Part, rows: Index) -> Index:
 
 
 def moves_of(read: tuple[Part, ...], written: tuple[Part, ...]) -> list[Move]:
-    """How a layer moves: keys and values together, where both caches have them a step apart."""
-    between = [distance(side) for side in (read, written)]
-    if len(read) == 2 and None not in between and read[0].dtype == read[1].dtype:
-        whole = [
-            np.concatenate([side[0].content.ravel(), side[1].content.ravel() + step])
-            for side, step in zip((read, written), between, strict=True)
-        ]
-        return [Move(read[0], written[0], *chunks_of(*whole, read[0].dtype.itemsize))]
+    """How a layer moves: keys and values together, where a token has them side by side in either cache."""
+    if len(read) == 2 and read[0].dtype == read[1].dtype:
+        old, to = distance(read), distance(written)
+        if old is not None and to is not None and (abs(old) < read[0].step or abs(to) < written[0].step):
+            source, target = (
+                np.concatenate([keys.content.ravel(), values.content.ravel() + step])
+                for (keys, values), step in ((read, old), (written, to))
+            )
+            return [Move(read[0], written[0], *chunks_of(source, target, read[0].dtype.itemsize))]
     return [
-        Move(old, to, *chunks_of(old.content.ravel(), to.content.ravel(), old.dtype.itemsize))
-        for old, to in zip(read, written, strict=True)
+        Move(one, other, *chunks_of(one.content.ravel(), other.content.ravel(), one.dtype.itemsize))
+        for one, other in zip(read, written, strict=True)
     ]
 
 
