@@ -44,8 +44,8 @@ from kvkit.version import __version__
 
 if TYPE_CHECKING:
     from kvkit import cache as cache
-    from kvkit import integrations as integrations
     from kvkit import files as files
+    from kvkit import integrations as integrations
     from kvkit import layouts as layouts
     from kvkit import tools as tools
 

@@ -52,8 +52,8 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     width = max(wide, default=0) * CHARACTER + 2 * MARGIN
     height = len(rows) * ROW + 2 * MARGIN
     made = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
-        f'height="{height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" role="img">',
         f"<title>{escape(title)}</title>",
         f"<style>{STYLE}{hues(sequences)}</style>",
         '<rect class="none" width="100%" height="100%"/>',
