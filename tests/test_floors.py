@@ -14,14 +14,13 @@ HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
     "errors version",  # 0
-    "checks.words",
+    "checks.words dumps",
     "typed sources kept turns waiting formats compression",  # 1
     "foreign",
     "layouts jit",
     "operators",
     "index numeric",  # 2
     "checks",  # 3
-    "dumps",
     "cpu",  # 4
     "launch repeats layouts.conversion",  # 5
     "ascend static dynamic_batching paged merge",

@@ -20,6 +20,7 @@ from kvkit.layouts.shapes import (
     offsets,
     regrouped,
     solved,
+    usual,
 )
 from kvkit.layouts.views import view
 
@@ -153,13 +154,6 @@ def readings(arrays: Any, line: Layout) -> list[dict[str, int]]:
 def outer(sizes: dict[str, int]) -> dict[str, int]:
     """The sizes that values share with keys, if both are arrays of their own."""
     return {axis: size for axis, size in sizes.items() if axis in "lbnh"}
-
-
-def usual(groups: Groups, ndim: int) -> list[Groups]:
-    """How an array of so many axes has those of a layout: as the line says, or the last two as one."""
-    flat = tuple((axis,) for group in groups for axis in group)
-    joined = (*flat[:-2], flat[-2] + flat[-1])
-    return [each for each in dict.fromkeys((groups, flat, joined)) if len(each) == ndim]
 
 
 def sizes_that_fit(array: np.ndarray, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:

@@ -81,15 +81,29 @@ def solved(shape, groups: Groups, known: Mapping[str, int], itemsize: int) -> di
     return sizes
 
 
-def groupings(groups: Groups, ndim: int) -> Iterator[Groups]:
-    """The ways in which an array of so many axes may have those of a layout."""
+def usual(groups: Groups, ndim: int) -> list[Groups]:
+    """How an array of so many axes has those of a line: as it says, each apart, or the last two as one."""
+    apart = tuple((axis,) for group in groups for axis in group)
+    joined = (*apart[:-2], sum(apart[-2:], ()))
+    return [each for each in dict.fromkeys((groups, apart, joined)) if len(each) == ndim]
+
+
+def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[Groups]:
+    """The usual ways, and those where known sizes tell what an axis of the array is made of."""
+    yield from (ways := usual(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
     if ndim == len(groups):
-        yield groups
-    elif 0 < ndim <= len(flat):
-        for cuts in combinations(range(1, len(flat)), ndim - 1):
-            ends = (0, *cuts, len(flat))
-            yield tuple(flat[start:end] for start, end in pairwise(ends))
+        return
+    for cuts in combinations(range(1, len(flat)), ndim - 1):
+        way = tuple(flat[start:end] for start, end in pairwise((0, *cuts, len(flat))))
+        if way not in ways and all(told(group, known) for group in way if len(group) > 1):
+            yield way
+
+
+def told(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
+    """Whether known sizes leave no choice of the others."""
+    names = {axis.name for axis in group} - FIXED.keys()
+    return bool(names) and len(names - known.keys()) <= min(1, len(names) - 1)
 
 
 def sizes_of(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]) -> dict[str, int]:
@@ -98,7 +112,7 @@ def sizes_of(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[
     found: list[dict[str, int]] = []
     missing: list[str] = []
     reasons: list[str] = []
-    for grouping in groupings(groups, array.ndim):
+    for grouping in groupings(groups, array.ndim, known):
         sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
         if isinstance(sizes, dict):
             if sizes not in found:
