@@ -20,7 +20,7 @@ from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import given_sizes, inner_size, inner_sizes, length, offsets
 from kvkit.layouts.tables import Index, Pages
-from kvkit.layouts.views import Leaf, leaves
+from kvkit.layouts.views import Leaf, leaves, of_one_kind
 
 TILE = 64  # tokens of a run whose content is turned: their lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
@@ -115,6 +115,8 @@ def convert(
     array([1., 1., 1., 1., 0., 0., 0., 0.])
     """
     before, after = parse(from_layout), parse(to_layout)
+    of_one_kind(before)
+    of_one_kind(after)
     if ("kv" in before.names) != ("kv" in after.names):
         one = "an" if "kv" in before.names else "no"
         raise wrong("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
