@@ -16,6 +16,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from kvkit import cpu
 from kvkit.checks.words import describe, wrong
+from kvkit.foreign import like
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import given_sizes, inner_size, inner_sizes, length, offsets
@@ -93,7 +94,7 @@ def convert(
     Returns
     -------
     array, or nested lists of arrays
-        New, or `out`. It takes no memory of a cache's size beside them.
+        New (tensors, if the source has tensors), or `out`. It takes no memory of a cache's size beside them.
 
     Raises
     ------
@@ -138,7 +139,7 @@ def convert(
             done += move.row * int(some[:, 2].sum())
             if progress:
                 progress(done, total)
-    return target
+    return target if out is not None else like(source, target)
 
 
 def side(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> Side:

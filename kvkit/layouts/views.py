@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.words import describe, wrong
-from kvkit.foreign import taken
+from kvkit.foreign import like, taken
 from kvkit.layouts.grammar import Axis, Layout
 from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import Groups, given_sizes, strided
@@ -61,7 +61,7 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     Returns
     -------
     KV
-        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`.
+        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`. Tensors of tensors.
 
     Raises
     ------
@@ -89,7 +89,8 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     """
     line = parse(layout)
     viewable(line)
-    return nested(leaves(arrays, line, given_sizes("sizes", sizes)), line, ordered)
+    found = nested(leaves(arrays, line, given_sizes("sizes", sizes)), line, ordered)
+    return KV(like(arrays, found.keys), like(arrays, found.values))
 
 
 def viewable(line: Layout) -> None:
@@ -145,6 +146,9 @@ def leaves(
     arrays: Any, line: Layout, known: Mapping[str, int], name: str = "arrays"
 ) -> Iterator[tuple[dict[str, int], tuple[Leaf, Leaf]]]:
     """(index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
+    for axis, size in known.items():
+        if axis in "lbnh" and axis not in line.names and size > 1:
+            raise wrong(name, f"an axis {axis} in '{line}', for a size of {size}", "none")
     found: dict[Any, Any] = dict(listed(name, arrays, line.lists, {}))
     for axis in line.lists:
         if axis != "kv" and known.get(axis, count(found, line, axis)) != count(found, line, axis):

@@ -118,6 +118,9 @@ REFUSED = {
     r"sizes\['v'\]: expected at most the 576": lambda: view(
         [np.zeros((4, 8, 576))], "vllm-mla", sizes={"v": 600}
     ),
+    "arrays: expected an axis h in .*, for a size of 8, got none": lambda: view(
+        [np.zeros((4, 8, 576))], "vllm-mla", sizes={"h": 8}
+    ),
     "layout: expected elements of one kind": lambda: view([POOL], "vllm-dsa-indexer"),
     "no axis of length 0": lambda: view([POOL[:0]], "vllm-lbnhc"),
 }
@@ -142,7 +145,11 @@ def test_tensors_and_strided_arrays():
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16)
     kv = view([tensor], "vllm-lbnhc")
+    assert isinstance(kv.values[0], torch.Tensor)
     kv.values[0][1, 2, 1] = 3
     assert tensor[1, 2, 1].tolist() == [0.0] * 8 + [3.0] * 8
+    [pair] = layouts.convert([tensor], "vllm-lbnhc", "hf")
+    assert pair[1].dtype is torch.bfloat16
+    assert pair[1][1, 1, 2].tolist() == [3.0] * 8
     padded = np.zeros((3, 4, 2, 20))[..., :16]  # rows longer than their content
     assert view([padded], "vllm-lbnhc").keys[0].strides == (1280, 320, 160, 8)
