@@ -193,10 +193,8 @@ def refused(message, source=CACHE, before="flashinfer-nhd", after="flashinfer-hn
 def test_what_is_refused():
     refused("source: expected the shape of", CACHE[0])
     refused("source: expected two arrays, keys and values", CACHE, "flash-attn")
-    refused(r"source: expected the shape of .*: 2 for kv, not 4", CACHE, "pmx-static-1")
-    refused(
-        "out: expected tokens of 2 heads of 8 elements of uint16", out=np.zeros((4, 2, 2, 3, 8), np.int16)
-    )
+    refused(r"source: expected the shape of .*: 2 for kv, not 3", CACHE, "pmx-static-1")
+    refused("out: expected 2 heads of 8 elements of uint16", out=np.zeros((4, 2, 2, 3, 8), np.int16))
     refused("out: expected the shape of", out=np.zeros((4, 2, 3, 3, 8), np.uint16))
     refused("out: expected 12 rows", out=np.zeros((3, 2, 2, 3, 8), np.uint16))
     refused("sizes: expected sizes of l, b, n, h, c", sizes={"x": 1})
