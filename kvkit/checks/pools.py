@@ -9,7 +9,7 @@ from kvkit import checks
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.records import Context, Steps
-from kvkit.checks.tensors import tensor
+from kvkit.checks.tensors import step, tensor
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE
 
@@ -96,12 +96,6 @@ def place_of(pool):
     return Place(unit, page // unit, row // unit)
 
 
-def apart(pool):
-    """How many bytes lie from element to element of a head in a pool; 0 if they lie side by side."""
-    size, stride = pool.shape[CONTENT], pool.strides[CONTENT]
-    return 0 if size == 1 or stride == pool.itemsize else stride
-
-
 def context_of(fmt, key, value):
     """Pools as attention sees them, for queries of a format."""
     formats = [BY_DTYPE[pool.dtype].name for pool in (key, value)]
@@ -115,7 +109,7 @@ def context_of(fmt, key, value):
     return Context(
         fmt.name, formats[0], None, 0, *sizes, tuple(sides), *spans, as_loaded=False,
         value_stored=formats[1], steps=tuple(place.step for place in places),
-        elements=(apart(key), apart(value)),
+        elements=(step(key), step(value)),
     )  # fmt: skip
 
 
