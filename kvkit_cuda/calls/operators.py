@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvkit.checks.words import wrong
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, launches, results, steps
 from kvkit_cuda.ground import device
@@ -85,6 +86,10 @@ def call(path, values):
 
 def run(op, step, values, stream):
     """Call an operator, for a step if it takes one."""
+    if values.get("quant_format") is not None:
+        raise wrong(
+            "quant_format", "None: no kernel of the device reads others yet", repr(values["quant_format"])
+        )
     kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
     out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
