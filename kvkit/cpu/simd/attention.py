@@ -209,7 +209,8 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
     others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
     """
     chunk = chunk_reader(stored, cell, group, rounds, like)
-    most, fewest = chunk_vectors(rows, *(like or (stored, cell, group))), fewest_vectors(stored)
+    rows_like = like or (stored, cell, group)
+    most, fewest = chunk_vectors(rows, *rows_like), fewest_vectors(rows_like[0])
     tokens, (own, constant) = tile_tokens(rows), row_scale(stored, cell, group)
 
     @micro_kernel(11)
