@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvkit.checks.words import wrong
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
 from kvkit_cuda.ground import host
@@ -96,6 +97,10 @@ def call(path, values):
 
 def run(op, step, values, stream, repeated=None):
     """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
+    if values.get("quant_format") is not None:
+        raise wrong(
+            "quant_format", "None: no kernel of the device reads others yet", repr(values["quant_format"])
+        )
     kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
     out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
