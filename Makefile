@@ -61,7 +61,7 @@ docs: $(VENV)/kvkit.docs
 
 # In Chromium, which has to be installed.
 test-docs: docs $(VENV)/kvkit.test
-	$(BIN)/python -m pytest -m site
+	$(BIN)/python -m pytest tests/docs
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(PYTEST) --backend machine
