@@ -65,7 +65,7 @@ docs: $(VENV)/kvkit.docs
 
 # In Chromium, which has to be installed.
 test-docs: docs $(VENV)/kvkit.test
-	$(BIN)/python -m pytest -m site
+	$(BIN)/python -m pytest tests/docs
 
 # Formats against the packages that define them: gguf, MLX, onnxruntime, torch.
 test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers
