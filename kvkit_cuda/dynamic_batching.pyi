@@ -167,6 +167,7 @@ def plan(
     cache_mode: Literal[0, 1] = 0,
     page_size: int = 128,
     check: bool = True,
+    into: object = None,
     stream: object = None,
 ) -> Plan: ...
 def position_index(

@@ -42,7 +42,10 @@ OF_THE_HOST = {
 # Imports in functions, by file, and why they are not at its top.
 LATE = {
     "kvkit.cache.stores.codes": {"kvkit.cpu"},  # the first call loads Numba, `import kvkit.cache` does not
-    "kvkit_cuda.ground.device": {"numba.cuda", "cuda.core.utils"},  # the simulator has neither
+    "kvkit_cuda.ground.device": {"numba.cuda"},  # the simulator has none of these
+    "kvkit_cuda.ground.host": {"numba.cuda.cudadrv", "cuda.core.utils"},
+    "kvkit_cuda.ground.compiled": {"cuda.bindings", "cuda.pathfinder", "numba_cuda"},
+    "kvkit_cuda.ground.needs": {"numba", "numba.cuda.cudadrv", "cuda.core"},  # known to be there by then
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
     "cli.bench_caches": {"torch", "transformers"},  # optional
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional

@@ -133,7 +133,8 @@ def run(op, step, values, stream, repeated=None):
         for launch in prepared:  # nothing has been written so far, and nothing can fail any more
             launch()
     operands = there | {repeats.result(i): copy for i, copy in enumerate(copies)}
-    stays = all(operand is whole[name] for name, operand in there.items()) and copies == made
+    pairs = *((there[name], whole[name]) for name in there), *zip(copies, made, strict=True)
+    stays = all(operand is given for operand, given in pairs)
     if repeated and stays and operands.keys() >= repeated.arrays.keys():
         operands = {name: each for name, each in operands.items() if each.seen is not None}
         forms = list(call.results.forms.values())
