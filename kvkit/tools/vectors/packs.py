@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkit.dumps import FORMAT_VERSION, MANIFEST
 from kvkit.errors import KvkitError, brief
-from kvkit.files.npz import FileError
+from kvkit.files.words import FileError
 
 
 def manifests(folder):
@@ -31,6 +31,8 @@ def manifest(folder):
     path = Path(folder) / MANIFEST
     try:
         found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file: give the folder of a pack") from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: no JSON ({brief(error)}): make the pack again") from None
     if not isinstance(found, dict) or not isinstance(found.get("cases"), list):

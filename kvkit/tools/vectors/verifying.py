@@ -60,11 +60,9 @@ def verify(folder: str | os.PathLike) -> Verified:
     if not folder.is_dir():
         return Verified(0, 0, [f"{folder}: no such folder"])
     try:
-        cases = packs.manifest(folder)["cases"] if (folder / MANIFEST).exists() else None
+        cases = packs.manifest(folder)["cases"]
     except KvkitError as error:
         return Verified(0, 0, [str(error)])
-    if cases is None:
-        return Verified(0, 0, [f"{folder / MANIFEST}: no such file"])
     problems, listed = [], {(folder / MANIFEST).resolve()}
     if not cases:
         problems.append(f"{folder / MANIFEST}: no cases: an empty pack proves nothing")
