@@ -1,7 +1,7 @@
 """`kvkit`: finds the verb, loads its module only then, and turns errors into one line and an exit code.
 
-Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device), or a tool found something; 2 a wrong
-command, file or input; 130 interrupted. Anything else is a bug and keeps its traceback.
+Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device), or a tool found something; 2 a
+wrong command, file or input; 130 interrupted. Anything else is a bug and keeps its traceback.
 """
 
 import importlib.util

@@ -1,11 +1,12 @@
 """Ten faults, planted one by one into a language model's cache, and what kvkit's tools say of each.
 
-The keys and values of SmolLM2-135M-Instruct in data/smollm2_kv.npz, two sequences, lie in a paged cache of int8
-codes. Each fault is one that engines have had. `kvkit.tools.check` and `kvkit.tools.diff` name all ten.
+The keys and values of SmolLM2-135M-Instruct in data/smollm2_kv.npz, two sequences, lie in a paged cache of
+int8 codes. Each fault is one that engines have had. `kvkit.tools.check` and `kvkit.tools.diff` name all ten.
 
     python examples/ten_faults.py
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def stored():
         num_blocks=16, page_size=PAGE, num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype=np.float16,
         quant_bit=8, quant_group=32,
     )  # fmt: skip
-    sequences = [cache.blocks.add(data["tokens"][a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    sequences = [cache.blocks.add(data["tokens"][a:b]) for a, b in pairwise(starts)]
     counts = np.diff(starts)
     with cache.begin_step(list(zip(sequences, counts.tolist(), strict=True))) as step:
         for layer in range(layers):
@@ -36,7 +37,10 @@ def stored():
         row[: len(sequence.blocks)] = sequence.blocks
     # [layers, heads, rows, ..] -> [layers, pages, rows, heads, ..]
     pages = {
-        f"{name}_{what}": array[:, side].reshape(layers, heads, -1, PAGE, array.shape[-1]).transpose(0, 2, 3, 1, 4).copy()
+        f"{name}_{what}": array[:, side]
+        .reshape(layers, heads, -1, PAGE, array.shape[-1])
+        .transpose(0, 2, 3, 1, 4)
+        .copy()
         for side, name in enumerate(("key", "value"))
         for what, array in (("cache", cache.cache), ("scale", cache.scale))
     }
@@ -143,7 +147,9 @@ def main():
     for fault, cause in COMPARED.items():
         wrong = copied(codes)
         fault(wrong, inputs) if fault is truncated else fault(wrong)
-        best = diff(codes, wrong, like={"key_cache": inputs["key_cache"], "value_cache": inputs["value_cache"]}).causes
+        best = diff(
+            codes, wrong, like={"key_cache": inputs["key_cache"], "value_cache": inputs["value_cache"]}
+        ).causes
         named += bool(best) and best[0].name == cause
         print(f"{fault.__doc__}\n{best[0] if best else 'not named'}\n")
     print(f"{named} of {len(CHECKED) + len(COMPARED)} faults are named")

@@ -43,6 +43,8 @@ OF_THE_HOST = {
 LATE = {
     "kvkit.cache.stores.codes": {"kvkit.cpu"},  # the first call loads Numba, `import kvkit.cache` does not
     "kvkit_cuda.ground.device": {"numba.cuda", "cuda.core.utils"},  # the simulator has neither
+    "kvkit.tools.comparing": {"matplotlib.figure"},  # optional
+    "kvkit.tools.vectors.exporting": {"onnx"},  # optional
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
     "cli.bench_caches": {"torch", "transformers"},  # optional
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional

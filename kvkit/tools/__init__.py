@@ -4,8 +4,8 @@
     diff        where two caches or outputs differ, and why
     vectors     packs of golden vectors: made, verified, replayed, compared, exported
 
-A result is what a terminal shows (``str``) and what a program reads (``to_dict()``). Each tool is a verb of the
-command line, too, and is loaded when it is first used.
+A result is what a terminal shows (``str``) and what a program reads (``to_dict()``). Each tool is a verb of
+the command line, too, and is loaded when it is first used.
 """
 
 import importlib

@@ -98,5 +98,7 @@ def test_help_has_examples(run, verb):
 def test_importing_the_room_loads_no_tool():
     import subprocess
 
-    script = "import sys, kvkit.tools; print([m for m in sys.modules if m.startswith(('kvkit.tools.', 'numba'))])"
+    script = (
+        "import sys, kvkit.tools; print([m for m in sys.modules if m.startswith(('kvkit.tools.', 'numba'))])"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"

@@ -1,7 +1,8 @@
 """Packs of golden vectors, for people without kvkit on their machine.
 
-A pack is a folder: ``manifest.json`` and .npy files, fp8 and bfloat16 as their bits. Each case is a call of an
-operator: its arguments, what it must give and must leave alone, and how exact that has to be, with the reason.
+A pack is a folder: ``manifest.json`` and .npy files, fp8 and bfloat16 as their bits. Each case is a call of
+an operator: its arguments, what it must give and must leave alone, and how exact that has to be, with the
+reason.
 
     make      write a pack: a suite, or some operators
     verify    hashes, versions, no file that is missing or unlisted, and at least one case

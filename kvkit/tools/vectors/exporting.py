@@ -14,7 +14,16 @@ from kvkit.errors import KvkitError
 from kvkit.tools.vectors import packs
 
 OPSET = 23
-PLAIN = {"num_heads", "head_dim", "num_kv_heads", "is_causal", "softmax_scale", "softcap", "return_lse", "window"}
+PLAIN = {
+    "num_heads",
+    "head_dim",
+    "num_kv_heads",
+    "is_causal",
+    "softmax_scale",
+    "softcap",
+    "return_lse",
+    "window",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class Exported:
         return {"folder": str(self.folder), "written": self.written, "left_out": self.left_out}
 
     def __str__(self) -> str:
-        return f"{self.folder}: {len(self.written)} cases, {len(self.left_out)} that onnx's Attention does not have"
+        left_out = f"{len(self.left_out)} that onnx's Attention does not have"
+        return f"{self.folder}: {len(self.written)} cases, {left_out}"
 
 
 def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "onnx") -> Exported:
@@ -96,7 +106,9 @@ def graph(onnx, folder, case):
         return None
     if query.dtype.name == "bfloat16":
         return None  # which onnxruntime does not have on the CPU
-    inputs = {name: arrays[given].swapaxes(1, 2) for name, given in (("Q", "query"), ("K", "key"), ("V", "value"))}
+    inputs = {
+        name: arrays[given].swapaxes(1, 2) for name, given in (("Q", "query"), ("K", "key"), ("V", "value"))
+    }
     mask = whole_mask(query, key, arrays.get("attn_mask"), attributes)
     if np.isneginf(mask).all(axis=-1).any():
         return None  # of a query that sees nothing, versions of ONNX say different things
@@ -112,7 +124,10 @@ def graph(onnx, folder, case):
         return onnx.helper.make_tensor_value_info(name, kind, array.shape)
 
     made = onnx.helper.make_graph(
-        [node], case["name"], [info(*item) for item in inputs.items()], [info(*item) for item in outputs.items()]
+        [node],
+        case["name"],
+        [info(*item) for item in inputs.items()],
+        [info(*item) for item in outputs.items()],
     )
     model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=10)
     return model, inputs, outputs

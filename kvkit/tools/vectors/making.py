@@ -119,22 +119,29 @@ def case_of(folder, name, call, raw):
         reference.key_value_cache(given, {key: v for key, v in attributes.items() if key != "num_repeat"})
     refused = name.endswith("-refused")
     arguments = {
-        key: dumps.argument(folder, f"{name}/{key}", value, raw) for key, value in (inputs | attributes).items()
+        key: dumps.argument(folder, f"{name}/{key}", value, raw)
+        for key, value in (inputs | attributes).items()
     }
-    inout = [array.name for array in OPERATORS[operator].inputs if array.inout and inputs.get(array.name) is not None]
+    inout = [
+        array.name
+        for array in OPERATORS[operator].inputs
+        if array.inout and inputs.get(array.name) is not None
+    ]
     after = deepcopy(inputs)
     results = () if refused else reference.OPERATORS[operator](after, attributes)
     outputs = {}
     names = OPERATORS[operator].outputs if not refused else ()
     for output, result in zip(names, results, strict=False):
         dtype = np.dtype(np.float32) if output.name == "lse" else type_of(inputs)
-        outputs[output.name] = dumps.entry(folder, f"{name}/expected-{output.name}", result.astype(dtype), raw)
+        outputs[output.name] = dumps.entry(
+            folder, f"{name}/expected-{output.name}", result.astype(dtype), raw
+        )
         outputs[output.name]["tolerance"] = tolerance(operator, output.name, type_of(inputs), attributes)
     kept = {key: dumps.entry(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
     return {
         "name": name, "operator": operator, "arguments": arguments, "outputs": outputs,
         "after": {key: {**entry, "tolerance": EXACT} for key, entry in kept.items()},
-        "unchanged": [key for key, value in inputs.items() if isinstance(value, np.ndarray) and key not in inout],
+        "unchanged": [key for key, array in inputs.items() if hasattr(array, "shape") and key not in inout],
         "refused": refused,
         "reference": "matched precision" if exact(operator) else "float64",
     }  # fmt: skip

@@ -40,10 +40,16 @@ def manifest(folder):
     version = found.get("format_version")
     if version != FORMAT_VERSION:
         said = "no format_version" if version is None else f"format_version {brief(repr(version))}"
-        raise FileError(f"{path}: {said}, not {FORMAT_VERSION}: make it with this version of kvkit, or update kvkit")
+        raise FileError(
+            f"{path}: {said}, not {FORMAT_VERSION}: make it with this version of kvkit, or update kvkit"
+        )
     for case in found["cases"]:
-        parts = [case.get(key) for key in ("arguments", "outputs", "after")] if isinstance(case, dict) else [None]
-        if not all(isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts):
+        parts = (
+            [case.get(key) for key in ("arguments", "outputs", "after")] if isinstance(case, dict) else [None]
+        )
+        if not all(
+            isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts
+        ):
             raise FileError(f"{path}: a case without arguments, outputs or after: make the pack again")
         if not isinstance(case.get("name"), str) or not isinstance(case.get("operator"), str):
             raise FileError(f"{path}: a case without a name or an operator: make the pack again")
@@ -82,7 +88,9 @@ def array(folder, entry, path=None):
             raise ValueError(f"{found.size} elements, not {math.prod(shape)}")
         return found.reshape(shape).copy()
     except (KeyError, TypeError, ValueError, EOFError) as error:
-        raise FileError(f"{path}: no array of {entry.get('dtype')} {entry.get('shape')} ({brief(error)}): make it again") from None
+        raise FileError(
+            f"{path}: no array of {entry.get('dtype')} {entry.get('shape')} ({brief(error)}): make it again"
+        ) from None
     except FileNotFoundError:
         raise FileError(f"{path}: no such file: make the pack again") from None
 

@@ -3,6 +3,8 @@
 Nothing here comes from a kernel or a check of kvkit. Inputs are legal.
 """
 
+from typing import Any
+
 import ml_dtypes  # noqa: F401  (registers bfloat16)
 import numpy as np
 
@@ -63,7 +65,7 @@ def load(cache, scale, rows, bits, group, dtype):
 
 
 def places(inputs, attributes):
-    """For each sequence (its cells' index, its tokens' slice or index, rows of all its context, past tokens)."""
+    """For each sequence (index of its cells, slice or index of its tokens, rows of its context, past)."""
     if "seqstarts" not in inputs:
         batch, new = inputs["current_key"].shape[:2]
         past = inputs["start_pos"]
@@ -86,7 +88,8 @@ def key_value_cache(inputs, attributes):
     bits, group = attributes.get("quant_bit", 0), attributes.get("quant_group", 8)
     layouts = STATIC if inputs["cache"].ndim == 6 else DYNAMIC
     layout, layer = layouts[attributes.get("cache_layout", 0)], attributes.get("layer_idx", 0)
-    every, results = places(inputs, attributes), []
+    every = places(inputs, attributes)
+    results: list[Any] = []
     for side, name in enumerate(("current_key", "current_value")):
         new = inputs[name]
         cache = cells(inputs["cache"], layout, layer, side)
@@ -94,8 +97,8 @@ def key_value_cache(inputs, attributes):
         for b, tokens, rows, past in every:
             store(new[tokens], cache[b], scale[b], rows[past:], bits, group)
         read = [load(cache[b], scale[b], rows, bits, group, new.dtype) for b, _, rows, _ in every]
-        read = np.stack(read) if layouts is STATIC else np.concatenate(read)
-        results.append(read.repeat(attributes.get("num_repeat", 1), axis=-2))
+        whole = np.stack(read) if layouts is STATIC else np.concatenate(read)
+        results.append(whole.repeat(attributes.get("num_repeat", 1), axis=-2))
     return tuple(results)
 
 
@@ -107,7 +110,9 @@ def slopes(heads):
 
 
 def attend(query, key, value, attributes, mask=None, sinks=None, causal=True):
-    """(output, lse) in float64 of one sequence [tokens, heads, content]; `mask` is [heads or 1, queries, keys]."""
+    """(output, lse) in float64 of one sequence [tokens, heads, content]; `mask` is [heads or 1, queries,
+    keys].
+    """
     q, k, v = (array.astype(np.float64) for array in (query, key, value))
     n, heads, dim = q.shape
     m, repeat = len(k), heads // max(k.shape[1], 1)
@@ -229,7 +234,8 @@ def paged_attention(inputs, attributes):
         size = inputs["key_cache"].shape[1]
         pages = inputs["block_tables"][b, : -(-length // size)]
         key, value = (
-            inputs[name][pages].reshape(-1, *inputs[name].shape[2:])[:length] for name in ("key_cache", "value_cache")
+            inputs[name][pages].reshape(-1, *inputs[name].shape[2:])[:length]
+            for name in ("key_cache", "value_cache")
         )
         one = attend(inputs["query"][b : b + 1], key, value, attributes, None, inputs.get("sinks"), False)
         outputs.append(one[0][0])

@@ -50,13 +50,24 @@ class Outcomes:
         return {"ok": self.ok, "cases": [asdict(case) for case in self.cases]}
 
     def __str__(self) -> str:
-        lines = [f"{case.case} ({case.operator}): {case.why}" for case in self.cases if case.status == "failed"]
-        counts = [f"{sum(case.status == word for case in self.cases)} {word}" for word in ("passed", "failed", "ran")]
-        return "\n".join([*lines, ", ".join(each for each in counts if not each.startswith("0 ")) or "no cases"])
+        lines = [
+            f"{case.case} ({case.operator}): {case.why}" for case in self.cases if case.status == "failed"
+        ]
+        counts = [
+            f"{sum(case.status == word for case in self.cases)} {word}"
+            for word in ("passed", "failed", "ran")
+        ]
+        return "\n".join(
+            [*lines, ", ".join(each for each in counts if not each.startswith("0 ")) or "no cases"]
+        )
 
 
 def replay(
-    folder: str | os.PathLike, *, backend: Literal["cpu", "cuda"] = "cpu", operator: str | None = None, advance: Any = None
+    folder: str | os.PathLike,
+    *,
+    backend: Literal["cpu", "cuda"] = "cpu",
+    operator: str | None = None,
+    advance: Any = None,
 ) -> Outcomes:
     """Run the cases of a pack, or of dumps of KVKIT_LOG=10, and hold the results against it.
 
@@ -96,7 +107,9 @@ def replay(
             results = op.function(PACKAGES[backend])(*args, **given)
         except KvkitError as error:
             refused = str(error)
-        attributes = {attribute.name: arrays.get(attribute.name, attribute.default) for attribute in op.attributes}
+        attributes = {
+            attribute.name: arrays.get(attribute.name, attribute.default) for attribute in op.attributes
+        }
         returned = op.returned(attributes) if results is not None else []
         results = results if isinstance(results, tuple) else (results,)
         found = dict(zip(returned, results, strict=False)) | {name: arrays[name] for name in case["after"]}
@@ -130,7 +143,7 @@ def diff(
     results = Path(results)
 
     def read(folder, case):
-        found = {}
+        found: dict[str, Any] = {}
         for group, name, entry in packs.entries(case):
             if group != "arguments":
                 path = results / case["name"] / f"{name}{Path(entry['file']).suffix}"
@@ -169,7 +182,11 @@ def judged(folder, case, found, why, refused):
         elif found[name].shape != expected.shape or found[name].dtype != expected.dtype:
             why = f"{name} is {found[name].dtype} {found[name].shape}, not {expected.dtype} {expected.shape}"
         elif not close(expected, found[name], tolerance):
-            inputs = {key: array for key, array in packs.arguments(folder, case).items() if isinstance(array, np.ndarray)}
+            inputs = {
+                key: array
+                for key, array in packs.arguments(folder, case).items()
+                if isinstance(array, np.ndarray)
+            }
             limits = {key: tolerance.get(key, 0.0) for key in ("atol", "rtol")}
             seen = compare({name: expected}, {name: found[name]}, like=before(name, inputs), **limits)
             why = "; ".join(line.strip() for line in str(seen).splitlines())
@@ -188,7 +205,13 @@ def close(expected, got, tolerance):
         return False
     with np.errstate(all="ignore"):
         one, two = expected.astype(np.float64), got.astype(np.float64)
-        return bool(((one == two) | (np.isnan(one) & np.isnan(two)) | (np.abs(one - two) <= atol + rtol * np.abs(one))).all())
+        return bool(
+            (
+                (one == two)
+                | (np.isnan(one) & np.isnan(two))
+                | (np.abs(one - two) <= atol + rtol * np.abs(one))
+            ).all()
+        )
 
 
 def before(name, inputs):

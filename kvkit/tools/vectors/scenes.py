@@ -3,6 +3,8 @@
 Whatever must not be read is NaN in floats and arbitrary in codes; other layers are guard bands.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -11,6 +13,28 @@ from kvkit.tools.vectors.reference import DYNAMIC, STATIC
 FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NAN = np.nan
 SIZES = {"heads": 2, "dim": 16, "page": 4, "batch": 3}
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "every-head-its-own": {"kv_heads": 4},
+    "one-head-for-all": {"kv_heads": 1},
+    "not-causal": {"is_causal": False},
+    "softcap": {"softcap": 1.5},
+    "window": {"window": (2, -1)},
+    "window-of-both-sides": {"window": (1, 1), "is_causal": False},
+    "scale": {"softmax_scale": 0.3},
+    "sinks": {"sinks": True},
+    "mask": {"mask": "float"},
+    "mask-of-bits": {"mask": "bool"},
+    "more-queries-than-keys": {"new": 5, "context": 3},
+}
+OVER_PAGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "window": {"window": (3, -1)},
+    "one-query-head": {"heads": 2},
+}
 
 
 def numbers(rng, shape, dtype, most=127, group=8):
@@ -57,7 +81,8 @@ def static_cache(rng, dtype="fp16", bits=0, layout=0, past=5, new=2, batch=2, re
 
     def tokens(count):
         return {
-            name: numbers(rng, (batch, count, heads, dim), kind, most) for name in ("current_key", "current_value")
+            name: numbers(rng, (batch, count, heads, dim), kind, most)
+            for name in ("current_key", "current_value")
         }
 
     before = tokens(past) | {"start_pos": 0, "cache": cache, "scale": scale}
@@ -91,29 +116,45 @@ def dynamic_cache(rng, dtype="fp16", bits=0, layout=3, mode=1, lengths=(1, 3, 0)
     index, rows = steps(rng, lengths, pasts, mode, page)
     sizes = {"l": 2, "kv": 2, "n": rows, "h": heads, "c": dim}
     cache, scale = cache_of(rng, DYNAMIC[layout], sizes, kind, bits, 8)
-    attributes = {"num_layer": 2, "layer_idx": 0, "quant_bit": bits, "cache_layout": layout, "cache_mode": mode}
+    attributes = {
+        "num_layer": 2,
+        "layer_idx": 0,
+        "quant_bit": bits,
+        "cache_layout": layout,
+        "cache_mode": mode,
+    }
     attributes |= {"page_size": page} if mode else {}
     most = 7 if bits == 4 else 127
 
     def call(count, at):
         total = int(np.sum(count))
-        new = {name: numbers(rng, (total, heads, dim), kind, most) for name in ("current_key", "current_value")}
+        new = {
+            name: numbers(rng, (total, heads, dim), kind, most) for name in ("current_key", "current_value")
+        }
         at = np.array(at)
         starts = {"seqstarts": np.concatenate([[0], np.cumsum(count)])}
         ends = {"kvstarts": np.concatenate([[0], np.cumsum(np.array(count) + at)]), "start_pos": at}
-        return new | index | starts | ends | {"max_seqlen": None, "max_kvlen": None, "cache": cache, "scale": scale}
+        return (
+            new
+            | index
+            | starts
+            | ends
+            | {"max_seqlen": None, "max_kvlen": None, "cache": cache, "scale": scale}
+        )
 
     before = call(pasts, [0] * len(pasts)) if any(pasts) else None
     order = (
-        "current_key", "current_value", "seqstarts", "kvstarts", "cachestarts", "start_pos", "max_seqlen", "max_kvlen",
-        "cache", "scale",
+        "current_key", "current_value", "seqstarts", "kvstarts", "cachestarts", "start_pos", "max_seqlen",
+        "max_kvlen", "cache", "scale",
     )  # fmt: skip
     inputs = call(lengths, pasts)
     inputs = {name: inputs[name] for name in order}
     return "dynamic_batching.key_value_cache", inputs, attributes | {"num_repeat": repeat}, before
 
 
-def static_attention(rng, dtype="fp32", new=3, context=9, heads=4, kv_heads=2, dim=16, batch=2, mask=None, sinks=False, **more):
+def static_attention(
+    rng, dtype="fp32", new=3, context=9, heads=4, kv_heads=2, dim=16, batch=2, mask=None, sinks=False, **more
+):
     """A call of `multi_head_attention`."""
     kind = FLOATS[dtype]
     inputs = {
@@ -133,7 +174,17 @@ def static_attention(rng, dtype="fp32", new=3, context=9, heads=4, kv_heads=2, d
     return "multi_head_attention", inputs, attributes, None
 
 
-def dynamic_attention(rng, dtype="fp32", lengths=(1, 3, 0, 2), contexts=(7, 3, 4, 5), heads=4, kv_heads=2, dim=16, decoding=1, **more):
+def dynamic_attention(
+    rng,
+    dtype="fp32",
+    lengths=(1, 3, 0, 2),
+    contexts=(7, 3, 4, 5),
+    heads=4,
+    kv_heads=2,
+    dim=16,
+    decoding=1,
+    **more,
+):
     """A call of the dynamic `multi_head_attention`."""
     kind = FLOATS[dtype]
     inputs = {
@@ -163,13 +214,27 @@ def cache_attention(rng, made, heads=4, **more):
     if name.startswith("dynamic"):
         inputs = {**{key: value for key, value in inputs.items() if key not in ("max_seqlen", "max_kvlen")}}
         cache, scale = inputs.pop("cache"), inputs.pop("scale")
-        inputs |= {"decoding_batches": 1, "max_seqlen": None, "max_kvlen": None, "cache": cache, "scale": scale}
-    return name.replace("key_value_cache", "multi_head_cache_attention"), query | inputs, attributes | more, before
+        inputs |= {
+            "decoding_batches": 1,
+            "max_seqlen": None,
+            "max_kvlen": None,
+            "cache": cache,
+            "scale": scale,
+        }
+    return (
+        name.replace("key_value_cache", "multi_head_cache_attention"),
+        query | inputs,
+        attributes | more,
+        before,
+    )
 
 
 def merge(rng, dtype="fp32"):
     """Parts of a context, one of them empty for some rows, and rows with no part at all."""
-    inputs = {"outputs": plain(rng, (3, 4, 2, 8), FLOATS[dtype]), "lses": plain(rng, (3, 4, 2), np.dtype(np.float32))}
+    inputs = {
+        "outputs": plain(rng, (3, 4, 2, 8), FLOATS[dtype]),
+        "lses": plain(rng, (3, 4, 2), np.dtype(np.float32)),
+    }
     inputs["lses"][1, :2] = -np.inf
     inputs["lses"][:, 3, 1] = -np.inf
     inputs["outputs"][1, :2] = 0
@@ -198,7 +263,13 @@ def reshape_and_cache(rng, dtype="fp16"):
     slots[[1, 4]] = -1
     key, value = (plain(rng, (7, 2, 16), FLOATS[dtype]) for _ in range(2))
     key[4] = NAN
-    inputs = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slots}
+    inputs = {
+        "key": key,
+        "value": value,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "slot_mapping": slots,
+    }
     return "ascend.reshape_and_cache", inputs, {}, None
 
 
@@ -220,14 +291,19 @@ def paged_attention(rng, dtype="fp16", heads=4, sinks=False, **more):
 
 
 def pmx(rng):
-    """(name, call) of the suite `pmx`; a name that ends in "refused" is of a call that an operator must refuse."""
+    """(name, call) of the suite `pmx`; a name that ends in "refused" is of a call that an operator must
+    refuse.
+    """
     for dtype in FLOATS:
         for bits in (0, 8, 4):
             kind = f"int{bits}" if bits else "as-is"
             for layout in (0, 1):
                 yield f"append-static{layout}-{dtype}-{kind}", static_cache(rng, dtype, bits, layout)
             for layout in range(4):
-                yield f"append-dynamic{layout}-{dtype}-{kind}", dynamic_cache(rng, dtype, bits, layout, layout % 2)
+                yield (
+                    f"append-dynamic{layout}-{dtype}-{kind}",
+                    dynamic_cache(rng, dtype, bits, layout, layout % 2),
+                )
         yield f"attention-{dtype}", static_attention(rng, dtype)
         yield f"attention-one-token-{dtype}", static_attention(rng, dtype, new=1, context=33)
         yield f"attention-dynamic-{dtype}", dynamic_attention(rng, dtype)
@@ -242,16 +318,13 @@ def pmx(rng):
     for past in (3, 4, 5):
         yield f"append-at-the-border-of-a-page-{past}", dynamic_cache(rng, lengths=(1, 1), pasts=(past, past))
     yield "append-nothing", dynamic_cache(rng, lengths=(0, 0), pasts=(4, 0))
-    for name, more in {
-        "every-head-its-own": {"kv_heads": 4}, "one-head-for-all": {"kv_heads": 1}, "not-causal": {"is_causal": False},
-        "softcap": {"softcap": 1.5}, "window": {"window": (2, -1)}, "window-of-both-sides": {"window": (1, 1), "is_causal": False},
-        "scale": {"softmax_scale": 0.3}, "sinks": {"sinks": True}, "mask": {"mask": "float"}, "mask-of-bits": {"mask": "bool"},
-        "more-queries-than-keys": {"new": 5, "context": 3},
-    }.items():  # fmt: skip
+    for name, more in FEATURES.items():
         yield f"attention-{name}", static_attention(rng, **more)
     for name, change in refusals().items():
         made = dynamic_cache(rng, bits=8)
-        made[1].update({name: made[1][name].copy() for name in ("cachestarts", "kvstarts")})  # the past has its own
+        made[1].update(
+            {name: made[1][name].copy() for name in ("cachestarts", "kvstarts")}
+        )  # the past has its own
         change(made)
         yield f"{name}-refused", made
 
@@ -274,7 +347,10 @@ def refusals():
     def no_scale(made):
         made[1]["scale"] = None
 
-    return {each.__name__.replace("_", "-"): each for each in (row_outside, negative_row, length, row_twice, no_scale)}
+    return {
+        each.__name__.replace("_", "-"): each
+        for each in (row_outside, negative_row, length, row_twice, no_scale)
+    }
 
 
 def ascend(rng):
@@ -290,9 +366,6 @@ def ascend(rng):
 
 def paged(rng):
     """(name, call) of the suite `paged`: attention over pages."""
-    for name, more in {
-        "plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True}, "window": {"window": (3, -1)},
-        "one-query-head": {"heads": 2},
-    }.items():  # fmt: skip
+    for name, more in OVER_PAGES.items():
         for dtype in FLOATS:
             yield f"{name}-{dtype}", paged_attention(rng, dtype, **more)
