@@ -22,7 +22,7 @@ FLOORS = (
     "index numeric",  # 2
     "checks",  # 3
     "cpu",  # 4
-    "launch repeats",  # 5
+    "launch repeats layouts.conversion",  # 5
     "ascend static dynamic_batching merge",
     "__init__",
     "files",  # 6

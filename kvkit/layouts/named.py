@@ -263,19 +263,19 @@ NAMED = MappingProxyType({
 ALIASES = {alias: name for name, named in NAMED.items() for alias in named.aliases}
 
 
-def parse(text: str) -> Layout:
+def parse(text: str | Layout) -> Layout:
     """The layout of a line, or of the name of one.
 
     Parameters
     ----------
-    text : str
+    text : str or Layout
         ``LIST | AXES``: left of the bar the levels that are separate arrays, right of it the axes of one
         array, outermost first. The axes are ``l`` layer, ``kv`` (keys 0, values 1), ``b`` block (or sequence,
         where caches are contiguous), ``n`` token in the block, ``h`` key head, ``c`` content of a head, ``s``
         scale groups; ``c1`` and ``c0[8]`` are its outer part and its inner part of 8 elements (``c0[32B]``:
         of 32 bytes), ``1`` an axis of length 1, ``(h c)`` one axis of the array for two. After ``;`` come the
         axes of values, where they are not those of keys. Or a name of `NAMED`, or what vLLM or LMCache call
-        it. A line without a bar is one array.
+        it. A line without a bar is one array. A `Layout` is returned as it is.
 
     Returns
     -------

@@ -12,7 +12,7 @@ from kvkit.checks.words import describe, wrong
 from kvkit.foreign import taken
 from kvkit.layouts.grammar import Axis, Layout
 from kvkit.layouts.named import parse
-from kvkit.layouts.shapes import Groups, given_sizes, sizes_of, strided
+from kvkit.layouts.shapes import Groups, given_sizes, strided
 
 ORDER = ("l", "b", "n", "h", "c")
 
@@ -94,14 +94,19 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
 
 def viewable(line: Layout) -> None:
     """Check that strides can say where each element lies."""
-    if line.joined:
-        raise wrong("layout", "elements of one kind, for a view", f"'{line}', where two kinds share a block")
+    of_one_kind(line)
     if line.split:
         name = line.split
         raise wrong(
             "layout", "whole axes, for a view",
             f"'{line}', whose axis {name} is split into {name}1 and {name}0; kvkit.layouts.convert moves it",
         )  # fmt: skip
+
+
+def of_one_kind(line: Layout) -> None:
+    """Check that a layout has no codes and scales in one block."""
+    if line.joined:
+        raise wrong("layout", "elements of one kind", f"'{line}', where two kinds share a block")
 
 
 def ordered(leaf: Leaf, inner: int) -> np.ndarray:
@@ -140,9 +145,7 @@ def leaves(
     arrays: Any, line: Layout, known: Mapping[str, int], name: str = "arrays"
 ) -> Iterator[tuple[dict[str, int], tuple[Leaf, Leaf]]]:
     """(index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
-    if line.joined:
-        raise wrong("layout", "elements of one kind", f"'{line}', where two kinds share a block")
-    found = dict(listed(name, arrays, line.lists, {}, known))
+    found: dict[Any, Any] = dict(listed(name, arrays, line.lists, {}))
     for axis in line.lists:
         if axis != "kv" and known.get(axis, count(found, line, axis)) != count(found, line, axis):
             raise wrong(name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, line, axis))
@@ -151,10 +154,10 @@ def leaves(
     for where in wheres:
         index = dict(zip(outer, where, strict=True))
         if "kv" in line.lists:
-            sides = [found[key({**index, "kv": side}, line)] for side in (0, 1)]
-            pair = (*(one(*each, line, side, known) for side, each in enumerate(sides)),)
+            keys, values = (found[key({**index, "kv": side}, line)] for side in (0, 1))
+            pair = one(keys, line, 0, known), one(values, line, 1, known)
         else:
-            pair = both(*found[key(index, line)], line, known)
+            pair = both(found[key(index, line)], line, known)
         for axis in "bnh":
             sizes = [leaf.sizes.get(axis, 1) for leaf in pair]
             if sizes[0] != sizes[1]:
@@ -170,7 +173,7 @@ def count(found, line: Layout, axis: str) -> int:
     return 1 + max(dict(where)[axis] for where in found)
 
 
-def listed(name, arrays, levels, where, known):
+def listed(name, arrays, levels, where):
     """(index in lists, (name, array)) of nested lists."""
     if not levels:
         array = taken(arrays, name)
@@ -195,27 +198,29 @@ def listed(name, arrays, levels, where, known):
         raise wrong(name, expected, describe(arrays))
     lengths = set()
     for i, each in enumerate(several):
-        found = list(listed(f"{name}[{i}]", each, rest, {**where, level: i}, known))
+        found = list(listed(f"{name}[{i}]", each, rest, {**where, level: i}))
         lengths.add(len(found))
         if len(lengths) > 1:
             raise wrong(f"{name}[{i}]", "as many arrays as before it", len(found))
         yield from found
 
 
-def one(name, array, line: Layout, side: int, known) -> Leaf:
-    """Keys (side 0) or values in an array of their own."""
+def one(named, line: Layout, side: int, known) -> Leaf:
+    """Keys (side 0) or values in an array of their own, which has a name."""
+    name, array = named
     groups: Groups = (line.groups, line.value_groups)[side]
     if side and "v" in known:
         known = {**known, "c": known["v"]}
     known = {axis: size for axis, size in known.items() if axis in line.names and axis not in line.lists}
-    sizes = sizes_of(name, array, line, groups, known)
-    return Leaf(name, strided(name, array, line, groups, sizes), flat(groups), sizes)
+    view, sizes = strided(name, array, line, groups, known)
+    return Leaf(name, view, flat(groups), sizes)
 
 
-def both(name, array, line: Layout, known) -> tuple[Leaf, Leaf]:
-    """Keys and values in one array."""
+def both(named, line: Layout, known) -> tuple[Leaf, Leaf]:
+    """Keys and values in one array, which has a name."""
+    name, _ = named
     if "kv" not in line.names:
-        keys = one(name, array, line, 0, known)
+        keys = one(named, line, 0, known)
         size = known.get("v", keys.array.shape[-1])
         if size == keys.array.shape[-1] or keys.axes[-1].name not in "cs" or keys.axes[-1].part:
             if size != keys.array.shape[-1]:
@@ -223,7 +228,7 @@ def both(name, array, line: Layout, known) -> tuple[Leaf, Leaf]:
             return keys, keys
         if size > keys.array.shape[-1]:
             raise wrong("sizes['v']", f"at most the {keys.array.shape[-1]} elements of a row", size)
-        return keys, Leaf(name, keys.array[..., :size], keys.axes, keys.sizes)
+        return keys, Leaf(name, keys.array[..., :size], keys.axes, {**keys.sizes, keys.axes[-1].name: size})
     if known.get("v", known.get("c")) != known.get("c") and "c" in known:
         raise wrong("sizes['v']", f"the size {known['c']} of keys, beside values in one array", known["v"])
     if "v" in known:
@@ -231,7 +236,7 @@ def both(name, array, line: Layout, known) -> tuple[Leaf, Leaf]:
     sides = []
     for side in (0, 1):
         known = {axis: size for axis, size in known.items() if axis != "v"}
-        leaf = one(name, array, line, side, known)
+        leaf = one(named, line, side, known)
         at = [axis.name for axis in leaf.axes].index("kv")
         chosen = leaf.array[(slice(None),) * at + (side,)]
         sides.append(Leaf(name, chosen, (*leaf.axes[:at], *leaf.axes[at + 1 :]), leaf.sizes))

@@ -1,0 +1,203 @@
+"""Whether two lines say the same bytes, and which lines fit arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.words import describe, wrong
+from kvkit.errors import KvkitError
+from kvkit.foreign import taken
+from kvkit.layouts.grammar import Layout
+from kvkit.layouts.named import NAMED, parse
+from kvkit.layouts.shapes import (
+    FIXED,
+    Groups,
+    given_sizes,
+    inner_sizes,
+    length,
+    offsets,
+    solved,
+    usual,
+)
+from kvkit.layouts.views import view
+
+USUAL = {"l": 3, "b": 5, "n": 7, "h": 11, "c": 13, "s": 13}  # lengths that no reordering of axes hides
+SOME = 64  # blocks of contents that are looked at
+
+
+def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, **sizes: int) -> bool:
+    """Whether each element lies at the same place of the same array in two layouts.
+
+    Parameters
+    ----------
+    one, other : str or Layout
+        Lines, or names of `NAMED`.
+    itemsize : int
+        Bytes of an element, for inner parts that are told in bytes.
+    **sizes : int
+        Lengths of ``l b n h c``. Those that are left out are arbitrary; an axis that only one of the
+        layouts has is then of length 1.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> from kvkit.layouts import same_bytes
+    >>> same_bytes("vllm-lbnhc", "jax")
+    True
+    >>> same_bytes("flashinfer-nhd", "flashinfer-hnd"), same_bytes("flashinfer-nhd", "flashinfer-hnd", h=1)
+    (False, True)
+    """
+    lines = parse(one), parse(other)
+    known = given_sizes("sizes", sizes)
+    if any(line.joined for line in lines):
+        return lines[0] == lines[1]
+    inner = [inner_sizes((*line.groups, *line.value_groups), itemsize) for line in lines]
+    names = lines[0].names | lines[1].names
+    for name in names - {"kv", "1"}:
+        if name not in known:
+            both = name in lines[0].names and name in lines[1].names
+            split = np.lcm.reduce([max(each.get(name, 1), 1) for each in inner])
+            known[name] = int(USUAL[name] * split) if both else 1
+    return places(lines[0], inner[0], known) == places(lines[1], inner[1], known)
+
+
+def places(line: Layout, inner, known):
+    """Which arrays there are, and where in its array each index of each axis lies, of keys and of values."""
+    names = {name: FIXED.get(name, known.get(name, 1)) for name in USUAL | {"kv": 2}}
+    arrays = frozenset(axis for axis in line.lists if names[axis] > 1)
+    found: list[Any] = [arrays, "kv" in line.names]
+    for groups in (line.groups, line.value_groups):
+        axes = tuple(axis for group in groups for axis in group)
+        lengths = [length(axis, names, inner) for axis in axes]
+        strides = [int(np.prod(lengths[i + 1 :])) for i in range(len(axes))]
+        found.append([offsets(axes, strides, name, size, inner).tolist() for name, size in names.items()])
+    return found
+
+
+def fits(arrays: Any, contents: bool = False) -> list[str]:
+    """The names of layouts that arrays may have: proposals, on which nobody should act unasked.
+
+    Parameters
+    ----------
+    arrays : array, or nested lists of arrays
+        A cache. The axes of each array are taken in the order in which they lie in memory.
+    contents : bool
+        Look at the elements too, and propose what they speak for, the likeliest first: keys of neighbouring
+        tokens are alike, and some of their channels have a mean far from 0, values have neither, and unused
+        tokens are 0 in all heads.
+
+    Returns
+    -------
+    list of str
+        Names of `NAMED`. Several have equal shapes, and some equal bytes (see `same_bytes`).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import layouts
+    >>> layers = [np.zeros((10, 16, 2, 128), np.float16) for _ in range(4)]
+    >>> found = layouts.fits(layers)
+    >>> "vllm-lbnhc" in found, "vllm-flash-attention" in found
+    (True, False)
+    """
+    arrays = in_memory_order(arrays)
+    found = {name: read for name, named in NAMED.items() if (read := readings(arrays, named.layout))}
+    if not contents:
+        return list(found)
+    scores = {name: max(likelihood(arrays, name, sizes) for sizes in read) for name, read in found.items()}
+    best = max(scores.values(), default=0.0)
+    likely = [name for name, score in scores.items() if score > best / 2 > 0]
+    return sorted(likely, key=lambda name: -scores[name])
+
+
+def in_memory_order(arrays: Any) -> Any:
+    """The same lists of arrays, with the axes of each from the outermost in memory to the innermost."""
+    if isinstance(arrays, (list, tuple)):
+        return [in_memory_order(each) for each in arrays]
+    array = taken(arrays)
+    if not isinstance(array, np.ndarray) or not array.size:
+        raise wrong("arrays", "arrays that are not empty, or lists of them", describe(arrays))
+    return array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
+
+
+def readings(arrays: Any, line: Layout) -> list[dict[str, int]]:
+    """The sizes that all arrays may have in a layout; {} where they do not tell all sizes."""
+    if line.joined:
+        return []
+    level = [(arrays, 0)]
+    for axis in line.lists:
+        if not all(isinstance(each, list) and each and (axis != "kv" or len(each) == 2) for each, _ in level):
+            return []
+        level = [(one, i if axis == "kv" else side) for each, side in level for i, one in enumerate(each)]
+    if not all(isinstance(array, np.ndarray) for array, _ in level):
+        return []
+    found: list[dict[str, int]] | None = None
+    for array, side in level:
+        groups = (line.groups, line.value_groups)[side]
+        if not found:
+            found = sizes_that_fit(array, groups, {}) if found is None else []
+        elif found == [{}]:
+            found = sizes_that_fit(array, groups, {}) and found
+        else:
+            found = [
+                sizes for sizes in found if sizes_that_fit(array, groups, outer(sizes) if side else sizes)
+            ]
+    return found or []
+
+
+def outer(sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes that values share with keys, if both are arrays of their own."""
+    return {axis: size for axis, size in sizes.items() if axis in "lbnh"}
+
+
+def sizes_that_fit(array: np.ndarray, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
+    found, missing = [], False
+    for grouping in usual(groups, array.ndim):
+        sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
+        if isinstance(sizes, str):
+            missing |= sizes.startswith("?")
+        elif sizes not in found:
+            found.append(sizes)
+    return found or [{}] * missing
+
+
+def likelihood(arrays: Any, name: str, sizes: dict[str, int]) -> float:
+    """How much contents speak for a layout: 0 where they cannot."""
+    try:
+        kv = view(arrays, name, sizes=sizes or {"h": 1})  # heads as one, where they cannot be told apart
+    except KvkitError:  # some part is split, or sizes are missing
+        return 0.0
+    layers = [
+        (np.asarray(keys), np.asarray(values))
+        for keys, values in zip(kv.keys, kv.values, strict=True)
+        if not isinstance(keys, tuple)
+    ]
+    if not layers or layers[0][0].dtype.kind in "iub" or "kv" not in NAMED[name].layout.names:
+        return 0.0
+    scores = []
+    for keys, values in (layers[0], layers[len(layers) // 2]):
+        like_keys, used = traits(keys)
+        like_values, others = traits(values)
+        agree = ((used == others).all(-1) & (used.all(-1) == used.any(-1))).mean()
+        scores.append((like_keys - like_values) * agree)
+    return float(np.mean(scores))
+
+
+def traits(array: np.ndarray) -> tuple[float, np.ndarray]:
+    """How much elements [b, n, h, c] are like keys, and which are of tokens: [b, n, h]."""
+    x = array[:SOME].astype(np.float32)
+    used = (x != 0).any(-1)
+    rows = x[used.all(-1)]  # [tokens, h, c]
+    if len(rows) < 2:
+        return 0.0, used
+    with np.errstate(all="ignore"):
+        means = np.minimum(np.abs(rows.mean(0)) / rows.std(0), 8)
+        norms = np.sqrt((x * x).sum(-1))
+        near = (x[:, 1:] * x[:, :-1]).sum(-1) / (norms[:, 1:] * norms[:, :-1])
+        traits = np.nanmean(means), np.nanmean(near) if np.isfinite(near).any() else 0
+    return float(np.nan_to_num(sum(traits))), used

@@ -1,0 +1,517 @@
+"""Page tables: every engine's convention to and from one form, the first row of each page, and lengths.
+
+Rows are counted through all blocks: token n of block b is row ``b * page_size + n``. Only active entries are
+looked at: what a table holds behind a sequence's last page may be anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvkit.checks.words import describe, wrong
+
+Index = NDArray[np.int64]
+MOST = 2**62  # rows: no sum of two leaves int64
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """Where the tokens of sequences lie: the one form of all conventions.
+
+    Token t of sequence b is in row ``table[b, t // page_size] + t % page_size``, as operators in
+    ``cache_mode`` 1 have it.
+
+    Attributes
+    ----------
+    table : ndarray of int64, shape [sequences, pages]
+        The first row of each page; -1 behind a sequence's last one.
+    lengths : ndarray of int64, shape [sequences]
+        Tokens of each sequence.
+    page_size : int
+        Tokens of a page.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> pages = tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4)
+    >>> pages.table.tolist()
+    [[28, 8], [16, -1]]
+    >>> pages.rows().tolist()
+    [28, 29, 30, 31, 8, 16, 17, 18]
+    """
+
+    table: Index
+    lengths: Index
+    page_size: int
+
+    def starts(self) -> Index:
+        """Where each sequence begins among the tokens of all, and their number: [sequences + 1]."""
+        return starts_of(self.lengths)
+
+    def rows(self) -> Index:
+        """The row of every token, sequence after sequence."""
+        sequence, position = tokens_of(self.lengths)
+        return self.table[sequence, position // self.page_size] + position % self.page_size
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same tokens lie in the same rows of pages of one size."""
+        if not isinstance(other, Pages):
+            return NotImplemented
+        return (
+            self.page_size == other.page_size
+            and np.array_equal(self.lengths, other.lengths)
+            and np.array_equal(self.rows(), other.rows())
+        )
+
+
+def starts_of(lengths: Index) -> Index:
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def tokens_of(lengths: Index) -> tuple[Index, Index]:
+    """(sequence, position) of every token."""
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    return sequence, np.arange(len(sequence)) - starts_of(lengths)[sequence]
+
+
+def index(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index:
+    """An index tensor as int64; a list without elements is one too."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise wrong(name, f"integers of {ndim} axes", "rows of different lengths") from None
+    if array.size == 0 and not isinstance(value, np.ndarray):
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != ndim:
+        raise wrong(name, f"integers of {ndim} {'axis' if ndim == 1 else 'axes'}", describe(array))
+    array = array.astype(np.int64)
+    if low is not None and array.size and array.min() < low:
+        at = int(array.argmin())
+        raise wrong(f"{name}[{at}]", f"at least {low}", int(array.flat[at]))
+    return array
+
+
+def size(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise wrong(name, "a positive integer", describe(value))
+    return int(value)
+
+
+def of_sequences(name: str, array: NDArray[Any], batch: int) -> None:
+    if len(array) != batch:
+        raise wrong(name, f"{batch} entries, one a sequence", len(array))
+
+
+def paged(name: str, entries: Index, lengths: Index, page_size: int, unit: int) -> Pages:
+    """Pages of a table [sequences, any] whose active entries are multiples of `unit` rows."""
+    used = -(-lengths // page_size)
+    if used.size and used.max() > entries.shape[1]:
+        b = int(used.argmax())
+        raise wrong(name, f"{used[b]} entries for the {lengths[b]} tokens of sequence {b}", entries.shape[1])
+    active = np.arange(entries.shape[1]) < used[:, None]
+    if (bad := active & ((entries < 0) | (entries > MOST // unit))).any():
+        b, page = (int(at[0]) for at in bad.nonzero())
+        expected = f"at least 0, as sequence {b} has {lengths[b]} tokens"
+        raise wrong(f"{name}[{b}, {page}]", expected, int(entries[b, page]))
+    return Pages(np.where(active, entries * unit, -1)[:, : max(used.max(initial=0), 1)], lengths, page_size)
+
+
+def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> Pages:
+    """Of a block table and lengths, as vLLM, flash-attn, Ascend's operators and TPUs have them.
+
+    Parameters
+    ----------
+    block_table : ndarray of int, shape [sequences, any]
+        Numbers of blocks; behind a sequence's last block anything (-1, 0, stale numbers).
+    lengths : ndarray of int, shape [sequences]
+        Tokens of each sequence.
+    page_size : int
+        Tokens of a block.
+
+    Returns
+    -------
+    Pages
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.from_blocks([[3, 1, 99]], [17], 16).rows()[-2:].tolist()
+    [63, 16]
+    """
+    page_size = size("page_size", page_size)
+    numbers, lengths = index("block_table", block_table, 2), index("lengths", lengths, low=0)
+    of_sequences("block_table", numbers, len(lengths))
+    return paged("block_table", numbers, lengths, page_size, page_size)
+
+
+def to_blocks(pages: Pages, padding: int = -1) -> tuple[Index, Index]:
+    """(block table, lengths); `padding` stands behind the last block of a sequence.
+
+    Pages have to begin where blocks do.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> table, lengths = tables.to_blocks(tables.packed([5, 3], page_size=4), padding=0)
+    >>> table.tolist(), lengths.tolist()
+    ([[0, 1], [2, 0]], [5, 3])
+    """
+    active = pages.table >= 0
+    off = active & (pages.table % pages.page_size != 0)
+    if off.any():
+        b, page = (int(at[0]) for at in off.nonzero())
+        raise wrong(
+            "pages", f"pages that begin at multiples of {pages.page_size} rows, as blocks do",
+            f"row {pages.table[b, page]} for page {page} of sequence {b}",
+        )  # fmt: skip
+    return np.where(active, pages.table // pages.page_size, padding), pages.lengths.copy()
+
+
+def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, page_size: int) -> Pages:
+    """Of compressed rows, as FlashInfer has them.
+
+    Parameters
+    ----------
+    indptr : ndarray of int, shape [sequences + 1]
+        Where the pages of each sequence begin in `indices`.
+    indices : ndarray of int, shape [indptr[-1] or more]
+        Numbers of pages.
+    last_page_len : ndarray of int, shape [sequences]
+        Tokens of each sequence's last page, from 1 to `page_size`; not looked at if it has no page.
+    page_size : int
+        Tokens of a page.
+
+    Returns
+    -------
+    Pages
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> pages = tables.from_csr([0, 2, 3], [7, 2, 4], [1, 3], page_size=4)
+    >>> pages == tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4)
+    True
+    """
+    page_size = size("page_size", page_size)
+    indptr, indices = index("indptr", indptr, low=0), index("indices", indices)
+    last = index("last_page_len", last_page_len)
+    if not len(indptr) or indptr[0] != 0:
+        raise wrong("indptr", "to begin with 0", describe(indptr) if not len(indptr) else int(indptr[0]))
+    used = np.diff(indptr)
+    if (used < 0).any():
+        raise wrong("indptr", "never to decrease", int(indptr[used.argmin() + 1]))
+    if indptr[-1] > len(indices):
+        raise wrong("indices", f"{indptr[-1]} entries, where indptr ends", len(indices))
+    of_sequences("last_page_len", last, len(used))
+    odd = (used > 0) & ((last < 1) | (last > page_size))
+    if odd.any():
+        b = int(odd.argmax())
+        raise wrong(f"last_page_len[{b}]", f"from 1 to {page_size}", int(last[b]))
+    lengths = np.where(used > 0, (used - 1) * page_size + last, 0)
+    sequence, page = tokens_of(used)
+    table = np.full((len(used), max(used.max(initial=0), 1)), -1, np.int64)
+    table[sequence, page] = indices[: indptr[-1]]
+    return paged("indices", table, lengths, page_size, page_size)
+
+
+def to_csr(pages: Pages) -> tuple[Index, Index, Index]:
+    """(indptr, indices, last_page_len); a sequence without tokens has no page and a last length of 0.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> pages = tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4)
+    >>> [array.tolist() for array in tables.to_csr(pages)]
+    [[0, 2, 3], [7, 2, 4], [1, 3]]
+    """
+    table, lengths = to_blocks(pages)
+    used = -(-lengths // pages.page_size)
+    sequence, page = tokens_of(used)
+    return (
+        starts_of(used),
+        table[sequence, page],
+        np.where(used > 0, lengths - (used - 1) * pages.page_size, 0),
+    )
+
+
+def from_slots(slots: ArrayLike, lengths: ArrayLike) -> Pages:
+    """Of a slot for every token, as SGLang's ``req_to_token`` has it: pages of one token.
+
+    Parameters
+    ----------
+    slots : ndarray of int, shape [sequences, any]
+        The row of each token; behind a sequence's last token anything.
+    lengths : ndarray of int, shape [sequences]
+        Tokens of each sequence.
+
+    Returns
+    -------
+    Pages
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.from_slots([[28, 29, 8], [16, 0, 0]], [3, 1]).rows().tolist()
+    [28, 29, 8, 16]
+    """
+    numbers, lengths = index("slots", slots, 2), index("lengths", lengths, low=0)
+    of_sequences("slots", numbers, len(lengths))
+    return paged("slots", numbers, lengths, 1, 1)
+
+
+def to_slots(pages: Pages, padding: int = 0) -> Index:
+    """A slot for every token, [sequences, longest]; `padding` behind a sequence's last.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.to_slots(tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4)).tolist()
+    [[28, 29, 30, 31, 8], [16, 17, 18, 0, 0]]
+    """
+    slots = np.full((len(pages.lengths), int(pages.lengths.max(initial=0))), padding, np.int64)
+    slots[tokens_of(pages.lengths)] = pages.rows()
+    return slots
+
+
+def slot_mapping(pages: Pages, new: ArrayLike) -> Index:
+    """The slots of a step's tokens, packed: the last ``new[b]`` tokens of each sequence.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.slot_mapping(tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4), [2, 1]).tolist()
+    [31, 8, 18]
+    """
+    count = index("new", new, low=0)
+    of_sequences("new", count, len(pages.lengths))
+    if (over := count > pages.lengths).any():
+        b = int(over.argmax())
+        raise wrong(f"new[{b}]", f"at most the {pages.lengths[b]} tokens of the sequence", int(count[b]))
+    sequence, position = tokens_of(count)
+    position += (pages.lengths - count)[sequence]
+    return pages.table[sequence, position // pages.page_size] + position % pages.page_size
+
+
+def from_tokens(
+    slots: ArrayLike, sequences: ArrayLike, positions: ArrayLike, batch: int | None = None
+) -> Pages:
+    """Of the slot, sequence and position of each token, in any order: slot mappings of all steps so far.
+
+    Parameters
+    ----------
+    slots : ndarray of int, shape [tokens]
+        The row of each token; below 0 for padding, which is skipped.
+    sequences, positions : ndarray of int, shape [tokens]
+        Its sequence and its position there. The positions of a sequence follow each other without a gap; a
+        window may begin later than 0, and then its first token is the table's first.
+    batch : int, optional
+        How many sequences there are, if the last ones may have no tokens.
+
+    Returns
+    -------
+    Pages
+        Of one token each.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.from_tokens([9, 4, -1, 5], [0, 1, 1, 0], [0, 0, 1, 1]).rows().tolist()
+    [9, 5, 4]
+    """
+    rows, owners, at = (
+        index(name, value)
+        for name, value in (("slots", slots), ("sequences", sequences), ("positions", positions))
+    )
+    for name, array in (("sequences", owners), ("positions", at)):
+        if len(array) != len(rows):
+            raise wrong(name, f"{len(rows)} entries, one a slot", len(array))
+    there = rows >= 0
+    rows, owners, at = rows[there], owners[there], at[there]
+    least = owners.max(initial=-1) + 1
+    count = int(least) if batch is None else size("batch", batch)
+    if owners.size and (owners.min() < 0 or least > count):
+        raise wrong(
+            "sequences",
+            f"numbers from 0 to {count - 1}",
+            int(owners.min() if owners.min() < 0 else least - 1),
+        )
+    order = np.lexsort((at, owners))
+    rows, owners, at = rows[order], owners[order], at[order]
+    follows = (np.diff(at) == 1) | (np.diff(owners) != 0)
+    if not follows.all():
+        t = int(follows.argmin())
+        raise wrong("positions", f"{at[t] + 1} after {at[t]} in sequence {owners[t]}", int(at[t + 1]))
+    lengths = np.bincount(owners, minlength=count).astype(np.int64)
+    table = np.full((count, max(lengths.max(initial=0), 1)), -1, np.int64)
+    table[tokens_of(lengths)] = rows
+    return Pages(table, lengths, 1)
+
+
+def to_tokens(pages: Pages) -> tuple[Index, Index, Index]:
+    """(slots, sequences, positions) of every token, sequence after sequence.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> [each.tolist() for each in tables.to_tokens(tables.packed([2, 1], page_size=4))]
+    [[0, 1, 4], [0, 0, 1], [0, 1, 0]]
+    """
+    return (pages.rows(), *tokens_of(pages.lengths))
+
+
+def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -> Pages:
+    """Of cells with positions and sequence ids, as llama.cpp has them.
+
+    Parameters
+    ----------
+    positions : ndarray of int, shape [cells]
+        The position of each cell's token; below 0 where a cell is empty.
+    sequences : sequence of collections of int, or ndarray of int, shape [cells]
+        The sequences that each cell's token belongs to: several may share it.
+    batch : int, optional
+        How many sequences there are, if the last ones may have no cells.
+
+    Returns
+    -------
+    Pages
+        Of one token each; the row of a token is its cell.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.from_cells([0, 1, -1, 2, 2], [{0, 1}, {0, 1}, (), {1}, {0}]).table.tolist()
+    [[0, 1, 4], [0, 1, 3]]
+    """
+    at = index("positions", positions)
+    if len(sequences) != len(at):
+        raise wrong("sequences", f"{len(at)} entries, one a cell", len(sequences))
+    if isinstance(sequences, np.ndarray):
+        whose, counts = index("sequences", sequences), np.ones(len(at), np.int64)
+    else:
+        counts = np.array([len(each) for each in sequences], np.int64)
+        whose = index("sequences", [number for each in sequences for number in each])
+    cells = np.repeat(np.arange(len(at)), counts)
+    there = at[cells] >= 0
+    cells, whose = cells[there], whose[there]
+    return from_tokens(cells, whose, at[cells], batch)
+
+
+def to_cells(pages: Pages, cells: int | None = None) -> tuple[Index, list[set[int]]]:
+    """(positions, sequences) of `cells` cells: position -1 and no sequence where a cell is empty.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.to_cells(tables.from_slots([[0, 1, 4], [0, 1, 3]], [3, 3]))
+    (array([ 0,  1, -1,  2,  2]), [{0, 1}, {0, 1}, set(), {1}, {0}])
+    """
+    rows, sequence, position = to_tokens(pages)
+    least = int(rows.max(initial=-1)) + 1
+    count = least if cells is None else size("cells", cells)
+    if least > count:
+        raise wrong("cells", f"at least {least}, as a token is in row {least - 1}", count)
+    at, owners = np.full(count, -1, np.int64), [set[int]() for _ in range(count)]
+    at[rows] = position
+    if (at[rows] != position).any():
+        t = int((at[rows] != position).argmax())
+        raise wrong("pages", "one position for each cell", f"two for row {rows[t]}")
+    for row, b in zip(rows.tolist(), sequence.tolist(), strict=True):
+        owners[row].add(b)
+    return at, owners
+
+
+def from_batch(
+    lengths: ArrayLike,
+    capacity: int,
+    *,
+    batch_index: ArrayLike | None = None,
+    left_padding: ArrayLike | None = None,
+) -> Pages:
+    """Of caches with a part for each sequence, as Transformers, MLX and flash-attn without a table have them.
+
+    Parameters
+    ----------
+    lengths : ndarray of int, shape [sequences]
+        Tokens of each sequence, without padding.
+    capacity : int
+        Rows of a part.
+    batch_index : ndarray of int, shape [sequences], optional
+        The part of each sequence (flash-attn's ``cache_batch_idx``); in order if left out.
+    left_padding : ndarray of int, shape [sequences], optional
+        Rows of a part before its first token (``cache_leftpad``).
+
+    Returns
+    -------
+    Pages
+        One for each sequence.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.from_batch([3, 2], 10, batch_index=[1, 0], left_padding=[7, 8]).rows().tolist()
+    [17, 18, 19, 8, 9]
+    """
+    capacity, lengths = size("capacity", capacity), index("lengths", lengths, low=0)
+    part = np.arange(len(lengths)) if batch_index is None else index("batch_index", batch_index)
+    pad = np.zeros(len(lengths), np.int64) if left_padding is None else index("left_padding", left_padding)
+    of_sequences("batch_index", part, len(lengths))
+    of_sequences("left_padding", pad, len(lengths))
+    active = lengths > 0
+    for name, array in (("batch_index", part), ("left_padding", pad)):
+        if (bad := active & ((array < 0) | (array > MOST // capacity))).any():
+            b = int(bad.argmax())
+            raise wrong(f"{name}[{b}]", "at least 0, and no more than there can be", int(array[b]))
+    over = active & (lengths > capacity - pad)
+    if over.any():
+        b = int(over.argmax())
+        raise wrong(
+            f"lengths[{b}]",
+            f"at most {capacity - pad[b]}, in {capacity} rows after {pad[b]}",
+            int(lengths[b]),
+        )
+    return Pages(np.where(active, part * capacity + pad, -1)[:, None], lengths, capacity)
+
+
+def to_batch(pages: Pages, capacity: int) -> tuple[Index, Index, Index]:
+    """(lengths, batch index, left padding) in parts of `capacity` rows; each sequence has to lie in one.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> [each.tolist() for each in tables.to_batch(tables.from_slots([[17, 18], [3, 0]], [2, 1]), 10)]
+    [[2, 1], [1, 0], [7, 3]]
+    """
+    capacity, rows, starts = size("capacity", capacity), pages.rows(), pages.starts()
+    sequence, position = tokens_of(pages.lengths)
+    first = np.zeros(len(pages.lengths), np.int64)
+    active = pages.lengths > 0
+    first[active] = rows[starts[:-1][active]]
+    off = (rows != first[sequence] + position) | (rows // capacity != first[sequence] // capacity)
+    if off.any():
+        b = int(sequence[off.argmax()])
+        raise wrong(
+            "pages", f"sequences in neighbouring rows of one part of {capacity}", f"others for sequence {b}"
+        )
+    return pages.lengths.copy(), first // capacity, first % capacity
+
+
+def packed(lengths: ArrayLike, page_size: int) -> Pages:
+    """New pages for sequences of such lengths, one after the other.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> tables.packed([5, 3], page_size=4).table.tolist()
+    [[0, 4], [8, -1]]
+    """
+    page_size, lengths = size("page_size", page_size), index("lengths", lengths, low=0)
+    used = -(-lengths // page_size)
+    columns = np.arange(max(used.max(initial=0), 1))
+    numbers = starts_of(used)[:-1, None] + columns
+    return Pages(np.where(columns < used[:, None], numbers * page_size, -1), lengths, page_size)
