@@ -16,6 +16,7 @@ Rooms:
     layouts             where the bytes of any engine's cache lie: lines, views, conversion
     cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
     integrations        onnx and transformers
+    tools               what is wrong: check, diff, and packs of golden vectors
     kvkit_cuda          a package of the same names, on a GPU
 
 In a shell `kvkit ops` lists the operators, `kvkit describe OPERATOR` explains one, `kvkit run` calls it on a
@@ -41,6 +42,7 @@ from kvkit.version import __version__
 if TYPE_CHECKING:
     from kvkit import cache as cache
     from kvkit import integrations as integrations
+    from kvkit import tools as tools
     from kvkit import layouts as layouts
 
 __all__ = [
@@ -57,7 +59,7 @@ __all__ = [
     "multi_head_cache_attention",
     "rotary_position_embedding",
 ]
-ROOMS = ("cache", "integrations", "layouts")  # loaded when they are first used
+ROOMS = ("cache", "integrations", "layouts", "tools")  # loaded when they are first used
 
 
 def __getattr__(name):

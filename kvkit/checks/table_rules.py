@@ -41,7 +41,7 @@ def scan(starts, ids, num_blocks, placeholder, owners, hits):
             if page == placeholder:
                 previous = UNKNOWN
                 continue
-            rule, other, where = -1, np.int64(-1), np.int64(-1)
+            rule, other, where = -1, -1, -1
             if page < 0 or page >= num_blocks:
                 rule, previous = OUTSIDE, UNKNOWN
             else:

@@ -11,7 +11,7 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
     "S1", "The token is stored where nobody looks for it, over another one. Make slots from the same table."
 )
 def not_where_the_table_says(case):
-    """LMCache#4921: a partial slot mapping was sliced with whole positions, and tokens went to others' slots."""
+    """LMCache#4921: a partial slot mapping was cut by whole positions, and tokens went to others' slots."""
     if case.page_of_slots is None:
         return None
     _, positions = case.slot_places
