@@ -13,8 +13,8 @@ import kvkit
 HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
-    "errors version",  # 0
-    "checks.words dumps",
+    "errors version dumps",  # 0
+    "checks.words",
     "typed sources kept turns waiting formats compression",  # 1
     "foreign",
     "layouts jit",
@@ -46,6 +46,8 @@ LATE = {
     "kvkit_cuda.ground.host": {"numba.cuda.cudadrv", "cuda.core.utils"},
     "kvkit_cuda.ground.compiled": {"cuda.bindings", "cuda.pathfinder", "numba_cuda"},
     "kvkit_cuda.ground.needs": {"numba", "numba.cuda.cudadrv", "cuda.core"},  # known to be there by then
+    "kvkit.tools.comparing": {"matplotlib.figure"},  # optional
+    "kvkit.tools.vectors.exporting": {"onnx"},  # optional
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
     "cli.bench_caches": {"torch", "transformers"},  # optional
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional

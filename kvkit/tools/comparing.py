@@ -16,8 +16,8 @@ from kvkit.errors import KvkitError
 from kvkit.files.arrays import nested
 from kvkit.foreign import taken
 from kvkit.tools import counting
-from kvkit.tools.causes import Cause, Trial, tried
 from kvkit.tools.case import stacked
+from kvkit.tools.causes import Cause, Trial, tried
 from kvkit.tools.checking import arrays_of
 
 NAMES = {"l": "layer", "kv": "side", "b": "page", "n": "position", "h": "head", "c": "element"}
@@ -63,7 +63,8 @@ class ArrayDifference:
 
     def lines(self):
         """For a terminal."""
-        yield f"{self.name}: {self.differing} of {self.total} elements differ ({self.differing / self.total:.2%})"
+        share = self.differing / self.total
+        yield f"{self.name}: {self.differing} of {self.total} elements differ ({share:.2%})"
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
         yield f"  first: {place}: expected {self.first['expected']}, got {self.first['got']}"
         for axis, counts in self.counts.items():
@@ -72,7 +73,9 @@ class ArrayDifference:
             said = ", ".join(f"{i}: {count}" for i, count in sorted(most))
             yield f"  by {axis}: {said}{f', and {rest} more' if rest else ''}"
         if self.histogram:
-            yield "  ulps apart: " + ", ".join(f"{bucket}: {count}" for bucket, count in self.histogram.items())
+            yield "  ulps apart: " + ", ".join(
+                f"{bucket}: {count}" for bucket, count in self.histogram.items()
+            )
         if self.worst:
             place = ", ".join(f"{axis} {i}" for axis, i in self.worst.items() if axis != "error")
             yield f"  worst: {place or 'all'}: off by {self.worst['error']:.6g}"
@@ -184,9 +187,11 @@ def diff(
     result = Difference()
     common = [name for name in one if name in two]
     if not common:
-        raise KvkitError(f"b: expected some array of {', '.join(one) or 'none'}, got {', '.join(two) or 'none'}")
-    result.problems.extend(f"{name}: only in {side}" for mine, other, side in ((one, two, "a"), (two, one, "b"))
-                           for name in mine if name not in other)  # fmt: skip
+        raise KvkitError(
+            f"b: expected some array of {', '.join(one) or 'none'}, got {', '.join(two) or 'none'}"
+        )
+    for mine, other, side in ((one, two, "a"), (two, one, "b")):
+        result.problems.extend(f"{name}: only in {side}" for name in mine if name not in other)
     maps = {}
     for name in common:
         expected, got = one[name], two[name]
@@ -227,7 +232,9 @@ def named_arrays(source, layout, sizes):
         if name in arrays:
             found[part] = stacked(getattr(layouts.view(arrays[name], layout, sizes=sizes), part))
     if not found:
-        raise wrong("layout", "an array cache, key_cache or value_cache to lie in it", ", ".join(arrays) or "none")
+        raise wrong(
+            "layout", "an array cache, key_cache or value_cache to lie in it", ", ".join(arrays) or "none"
+        )
     return found
 
 
@@ -265,7 +272,9 @@ def compared(name, letters, expected, got, tolerances, advance):
             advance(x.nbytes)
     if not counts.any():
         return None, counts
-    return described(name, letters, expected, got, counts, errors, histogram, tolerances), counts.reshape(outer)
+    return described(name, letters, expected, got, counts, errors, histogram, tolerances), counts.reshape(
+        outer
+    )
 
 
 def same_bytes(one, two):
@@ -287,7 +296,10 @@ def described(name, letters, expected, got, counts, errors, histogram, tolerance
     each = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances)[0][0] for i in range(x.shape[1])]
     element = int(np.argmax(np.array(each) > 0))
     place = (*(int(i) for i in row), element)[: expected.ndim]
-    first = dict(zip(names, place, strict=True)) | {"expected": plain(x[0, element]), "got": plain(y[0, element])}
+    first = dict(zip(names, place, strict=True)) | {
+        "expected": plain(x[0, element]),
+        "got": plain(y[0, element]),
+    }
     table, far = counts.reshape(outer), errors.reshape(outer)
     by = {}
     for letter, axis in zip(letters[:-1], names[:-1], strict=True):
@@ -300,7 +312,9 @@ def described(name, letters, expected, got, counts, errors, histogram, tolerance
     at = np.unravel_index(int(np.argmax(largest)), np.shape(largest)) if heads else ()
     worst = {names[i]: int(j) for i, j in zip(heads, at, strict=True)} | {"error": float(np.max(largest))}
     ulps = {bucket(i): int(n) for i, n in enumerate(histogram) if n}
-    return ArrayDifference(name, expected.shape, names, int(counts.sum()), expected.size, first, by, ulps, worst)
+    return ArrayDifference(
+        name, expected.shape, names, int(counts.sum()), expected.size, first, by, ulps, worst
+    )
 
 
 def bucket(i):
@@ -314,7 +328,7 @@ def plain(value):
 
 
 def causes_of(name, letters, one, two, inputs, found, notes):
-    """The causes that explain a difference, tried on the layers that differ, as many as are looked at soon."""
+    """The causes that explain a difference, tried where it begins, on no more than can be looked at soon."""
     expected, got = one[name], two[name]
     others = {other: array for other, array in one.items() if other != name}
     like = {key: np.asarray(value) for key, value in inputs.items()}
@@ -326,8 +340,8 @@ def causes_of(name, letters, one, two, inputs, found, notes):
         begin = max(0, min(begin, expected.shape[i] - take))
         part = (*[slice(None)] * i, slice(begin, begin + take))
         notes.append(f"{name}: causes were tried on {axis} {begin} to {begin + take - 1} alone")
-        others, like = ({key: array[part] if array.shape[:-1] == outer else array for key, array in arrays.items()}
-                        for arrays in (others, like))  # fmt: skip
+        for arrays in (others, like):
+            arrays.update({key: array[part] for key, array in arrays.items() if array.shape[:-1] == outer})
         expected, got = expected[part], got[part]
         outer = expected.shape[:-1]
     return tried(Trial(name, letters, expected, got, like, others))
@@ -340,9 +354,15 @@ def draw(path, maps):
     except ImportError:
         raise KvkitError("plot: needs matplotlib: pip install 'kvkit-kernels[plot]'") from None
     figure = Figure(figsize=(9, 2.2 * len(maps) + 0.6), layout="constrained")
-    for axes, (name, (counts, letters)) in zip(figure.subplots(len(maps), squeeze=False)[:, 0], maps.items(), strict=True):
+    for axes, (name, (counts, letters)) in zip(
+        figure.subplots(len(maps), squeeze=False)[:, 0], maps.items(), strict=True
+    ):
         head = letters[:-1].index("h") if "h" in letters[:-1] else None
-        table = counts.reshape(1, -1) if head is None else np.moveaxis(counts, head, 0).reshape(counts.shape[head], -1)
+        table = (
+            counts.reshape(1, -1)
+            if head is None
+            else np.moveaxis(counts, head, 0).reshape(counts.shape[head], -1)
+        )
         image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
         axes.set(title=name, xlabel="token", ylabel="head")
         figure.colorbar(image, ax=axes, label="differing elements")

@@ -90,7 +90,9 @@ BY_DTYPE_BITS = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
 
 
 def count(one, two, atol, rtol, ulp):
-    """(differing elements of each row, largest errors of each, histogram) of arrays [rows, elements], any types."""
+    """(differing elements of each row, largest errors of each, histogram) of arrays [rows, elements], any
+    types.
+    """
     rows = len(one)
     counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     histogram = np.zeros(BUCKETS, np.int64)
@@ -104,7 +106,11 @@ def count(one, two, atol, rtol, ulp):
     with np.errstate(all="ignore"):
         wide = [array.astype(np.float64) for array in (one, two)]
         error = np.abs(wide[0] - wide[1])
-        close = (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])) | (error <= atol + rtol * np.abs(wide[0]))
+        close = (
+            (wide[0] == wide[1])
+            | (np.isnan(wide[0]) & np.isnan(wide[1]))
+            | (error <= atol + rtol * np.abs(wide[0]))
+        )
     counts[:] = (~close).sum(axis=1)
     if one.size:
         errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)
