@@ -221,6 +221,20 @@ def test_what_is_refused():
     refused("out: expected arrays that can be written", out=read_only)
 
 
+def test_out_in_one_place():
+    pool = np.zeros((4, 3, 2, 16), np.uint16)
+    with pytest.raises(KvkitError, match="out: expected arrays apart from each other"):
+        layouts.convert([CACHE, CACHE], "vllm-flashinfer-nhd", "vllm-lbnhc", out=[pool, pool])
+    assert not pool.any()
+
+
+def test_no_tokens():
+    none = tables.from_blocks(np.zeros((2, 0), np.int64), [0, 0], 3)
+    there = layouts.convert(CACHE, "flashinfer-nhd", "flashinfer-hnd", tables=(none, none), verify=True)
+    assert there.shape[1:] == (2, 2, 3, 8)
+    assert not there.any()
+
+
 def test_out_apart_from_source():
     memory = np.zeros(8 * CACHE.size // 4, np.uint16)
     source = memory[: CACHE.size].reshape(CACHE.shape)
