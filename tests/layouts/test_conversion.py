@@ -153,6 +153,17 @@ def test_values_of_their_own_size(rng):
         layouts.convert((keys, values), "flash-attn", "flashinfer-nhd")
 
 
+def test_keys_and_values_of_their_own_types(rng):
+    """As Ascend's NZ may have: codes of 8 bits in groups of 32, values of 16 bits in groups of 16."""
+    keys = rng.integers(-128, 128, (3, 4, 2, 32)).astype(np.int8)
+    values = rng.standard_normal((3, 4, 2, 16)).astype(np.float16)
+    there = layouts.convert((keys, values), "ascend-nd", "ascend-nz", verify=True)
+    assert np.array_equal(there[0], keys.reshape(3, 4, 2, 32).transpose(0, 2, 1, 3))
+    assert np.array_equal(there[1], values.reshape(3, 4, 2, 16).transpose(0, 2, 1, 3))
+    back = layouts.convert(there, "ascend-nz", "ascend-nd", sizes={"h": 2, "c": 32, "v": 16})
+    assert engine_caches.same(back, [keys, values])
+
+
 def test_progress_tells_all_bytes():
     source = [np.ones((2, 6, 4, 2, 8), np.float16) for _ in range(3)]
     told = []
