@@ -5,25 +5,36 @@ NAMED          the layouts of engines: name -> line, versions, source
 view           keys and values of a cache as arrays with axes l b n h c; no byte moves
 fits           the layouts that arrays may have: proposals
 same_bytes     whether two layouts are one
+convert        a cache from layout to layout, bit for bit, through page tables
 tables         page tables of every convention, to and from one form
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from kvkit.layouts import tables
-from kvkit.layouts.compare import fits, same_bytes
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import NAMED, Named, parse
-from kvkit.layouts.views import KV, view
 
 if TYPE_CHECKING:
+    from kvkit.layouts import tables as tables
+    from kvkit.layouts.compare import fits as fits
+    from kvkit.layouts.compare import same_bytes as same_bytes
     from kvkit.layouts.conversion import convert as convert
+    from kvkit.layouts.views import KV as KV
+    from kvkit.layouts.views import view as view
 
 __all__ = ["KV", "NAMED", "Layout", "Named", "convert", "fits", "parse", "same_bytes", "tables", "view"]
+# What checks of operators do not need is loaded when it is first used.
+ROOMS = {"KV": "views", "view": "views", "fits": "compare", "same_bytes": "compare", "convert": "conversion"}
 
 
 def __getattr__(name):
-    if name == "convert":  # on a floor of its own, as it calls kernels
-        return importlib.import_module("kvkit.layouts.conversion").convert
+    if name == "tables":
+        return importlib.import_module("kvkit.layouts.tables")
+    if name in ROOMS:
+        return getattr(importlib.import_module(f"kvkit.layouts.{ROOMS[name]}"), name)
     raise AttributeError(f"module 'kvkit.layouts' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(__all__)

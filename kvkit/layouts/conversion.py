@@ -274,6 +274,9 @@ def compatible(read: Side, written: Side) -> None:
                 raise wrong("out", f"{said[0]} in layer {layer}", said[1])
     if not all(array.flags.writeable for array in written.arrays):
         raise wrong("out", "arrays that can be written", "one that is read-only")
+    places = np.concatenate([part.blocks + part.content[0, 0] for layer in written.layers for part in layer])
+    if len(np.unique(places)) < len(places):
+        raise wrong("out", "arrays apart from each other", "two in one place")
     sides = enumerate((read, written))
     reached = [0, 0]
     for first, end, which in sorted((*byte_bounds(array), i) for i, side in sides for array in side.arrays):

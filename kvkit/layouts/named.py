@@ -74,12 +74,8 @@ NAMED = MappingProxyType({
     "pmx-dynamic-1": Named("| l n kv h c", "PMX", "cache_layout 1, dynamic", *PMX, HALVES),
     "pmx-dynamic-2": Named("| l kv n h c", "PMX", "cache_layout 2, dynamic", *PMX, HALVES),
     "pmx-dynamic-3": Named("| l kv h n c", "PMX", "cache_layout 3, dynamic", *PMX, HALVES),
-    "ascend-nd": Named(
-        "kv | b n h c", "Ascend operators", *RESHAPE, LISTS, ("ND",)
-    ),
-    "ascend-nhsd": Named(
-        "kv | b h n c", "Ascend operators", *RESHAPE, LISTS, ("NHSD",)
-    ),
+    "ascend-nd": Named("kv | b n h c", "Ascend operators", *RESHAPE, LISTS, ("ND",)),
+    "ascend-nhsd": Named("kv | b h n c", "Ascend operators", *RESHAPE, LISTS, ("NHSD",)),
     "ascend-nz": Named(
         "kv | b (h c1) n c0[32B]", "Ascend operators", *RESHAPE,
         "groups of 32 bytes; where one straddles heads, take all heads as one", ("NZ",),

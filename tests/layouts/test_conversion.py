@@ -153,6 +153,17 @@ def test_values_of_their_own_size(rng):
         layouts.convert((keys, values), "flash-attn", "flashinfer-nhd")
 
 
+def test_keys_and_values_of_their_own_types(rng):
+    """As Ascend's NZ may have: codes of 8 bits in groups of 32, values of 16 bits in groups of 16."""
+    keys = rng.integers(-128, 128, (3, 4, 2, 32)).astype(np.int8)
+    values = rng.standard_normal((3, 4, 2, 16)).astype(np.float16)
+    there = layouts.convert((keys, values), "ascend-nd", "ascend-nz", verify=True)
+    assert np.array_equal(there[0], keys.reshape(3, 4, 2, 32).transpose(0, 2, 1, 3))
+    assert np.array_equal(there[1], values.reshape(3, 4, 2, 16).transpose(0, 2, 1, 3))
+    back = layouts.convert(there, "ascend-nz", "ascend-nd", sizes={"h": 2, "c": 32, "v": 16})
+    assert engine_caches.same(back, [keys, values])
+
+
 def test_progress_tells_all_bytes():
     source = [np.ones((2, 6, 4, 2, 8), np.float16) for _ in range(3)]
     told = []
@@ -219,6 +230,20 @@ def test_what_is_refused():
     read_only = np.zeros((4, 2, 2, 3, 8), np.uint16)
     read_only.flags.writeable = False
     refused("out: expected arrays that can be written", out=read_only)
+
+
+def test_out_in_one_place():
+    pool = np.zeros((4, 3, 2, 16), np.uint16)
+    with pytest.raises(KvkitError, match="out: expected arrays apart from each other"):
+        layouts.convert([CACHE, CACHE], "vllm-flashinfer-nhd", "vllm-lbnhc", out=[pool, pool])
+    assert not pool.any()
+
+
+def test_no_tokens():
+    none = tables.from_blocks(np.zeros((2, 0), np.int64), [0, 0], 3)
+    there = layouts.convert(CACHE, "flashinfer-nhd", "flashinfer-hnd", tables=(none, none), verify=True)
+    assert there.shape[1:] == (2, 2, 3, 8)
+    assert not there.any()
 
 
 def test_out_apart_from_source():
