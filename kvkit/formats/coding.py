@@ -114,8 +114,8 @@ def decode(arrays, format, **options):
 
     Notes
     -----
-    Attention reads e4m3, e5m2, q8_0 and q4_0 where they lie (``quant_format`` of the operators); over any other
-    format it takes what this returns, a whole layer in float32, as `multi_head_attention` takes keys.
+    Attention reads e4m3, e5m2, q8_0 and q4_0 where they lie (``quant_format`` of the operators). Over any
+    other format it takes what this returns, a whole layer in float32, as `multi_head_attention` does keys.
 
     Examples
     --------

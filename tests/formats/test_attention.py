@@ -22,4 +22,4 @@ def test_attention_over(rng, name):
         scores = keys[:, h].astype(np.float64) @ query[0, 0, h] / np.sqrt(dim)
         weights = np.exp(scores - scores.max())
         np.testing.assert_allclose(got[h], weights @ values[:, h] / weights.sum(), atol=2e-5)
-        assert np.abs(keys[:, h] - sides[0][:, h]).max() < 1.5  # it is what was encoded
+        assert np.abs(keys[:, h] - sides[0][:, h]).max() < 2  # it is what was encoded
