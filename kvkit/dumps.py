@@ -36,7 +36,12 @@ def entry(folder, name, array, raw=False):
     else:
         np.save(path, bits)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"file": path.relative_to(folder).as_posix(), "dtype": dtype.name, "shape": list(array.shape), "sha256": digest}
+    return {
+        "file": path.relative_to(folder).as_posix(),
+        "dtype": dtype.name,
+        "shape": list(array.shape),
+        "sha256": digest,
+    }
 
 
 def argument(folder, name, value, raw=False):
@@ -54,7 +59,9 @@ def argument(folder, name, value, raw=False):
 
 def write_manifest(folder, cases, **more):
     """The manifest of some cases, in one step."""
-    text = json.dumps({"format_version": FORMAT_VERSION, **more, "cases": cases}, indent=1, default=str) + "\n"
+    text = (
+        json.dumps({"format_version": FORMAT_VERSION, **more, "cases": cases}, indent=1, default=str) + "\n"
+    )
     temporary = Path(folder, f".{MANIFEST}")
     temporary.write_text(text)
     os.replace(temporary, Path(folder, MANIFEST))

@@ -72,7 +72,9 @@ class ArrayDifference:
             said = ", ".join(f"{i}: {count}" for i, count in sorted(most))
             yield f"  by {axis}: {said}{f', and {rest} more' if rest else ''}"
         if self.histogram:
-            yield "  ulps apart: " + ", ".join(f"{bucket}: {count}" for bucket, count in self.histogram.items())
+            yield "  ulps apart: " + ", ".join(
+                f"{bucket}: {count}" for bucket, count in self.histogram.items()
+            )
         if self.worst:
             place = ", ".join(f"{axis} {i}" for axis, i in self.worst.items() if axis != "error")
             yield f"  worst: {place or 'all'}: off by {self.worst['error']:.6g}"
@@ -184,7 +186,9 @@ def diff(
     result = Difference()
     common = [name for name in one if name in two]
     if not common:
-        raise KvkitError(f"b: expected some array of {', '.join(one) or 'none'}, got {', '.join(two) or 'none'}")
+        raise KvkitError(
+            f"b: expected some array of {', '.join(one) or 'none'}, got {', '.join(two) or 'none'}"
+        )
     result.problems.extend(f"{name}: only in {side}" for mine, other, side in ((one, two, "a"), (two, one, "b"))
                            for name in mine if name not in other)  # fmt: skip
     maps = {}
@@ -227,7 +231,9 @@ def named_arrays(source, layout, sizes):
         if name in arrays:
             found[part] = stacked(getattr(layouts.view(arrays[name], layout, sizes=sizes), part))
     if not found:
-        raise wrong("layout", "an array cache, key_cache or value_cache to lie in it", ", ".join(arrays) or "none")
+        raise wrong(
+            "layout", "an array cache, key_cache or value_cache to lie in it", ", ".join(arrays) or "none"
+        )
     return found
 
 
@@ -265,7 +271,9 @@ def compared(name, letters, expected, got, tolerances, advance):
             advance(x.nbytes)
     if not counts.any():
         return None, counts
-    return described(name, letters, expected, got, counts, errors, histogram, tolerances), counts.reshape(outer)
+    return described(name, letters, expected, got, counts, errors, histogram, tolerances), counts.reshape(
+        outer
+    )
 
 
 def same_bytes(one, two):
@@ -287,7 +295,10 @@ def described(name, letters, expected, got, counts, errors, histogram, tolerance
     each = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances)[0][0] for i in range(x.shape[1])]
     element = int(np.argmax(np.array(each) > 0))
     place = (*(int(i) for i in row), element)[: expected.ndim]
-    first = dict(zip(names, place, strict=True)) | {"expected": plain(x[0, element]), "got": plain(y[0, element])}
+    first = dict(zip(names, place, strict=True)) | {
+        "expected": plain(x[0, element]),
+        "got": plain(y[0, element]),
+    }
     table, far = counts.reshape(outer), errors.reshape(outer)
     by = {}
     for letter, axis in zip(letters[:-1], names[:-1], strict=True):
@@ -300,7 +311,9 @@ def described(name, letters, expected, got, counts, errors, histogram, tolerance
     at = np.unravel_index(int(np.argmax(largest)), np.shape(largest)) if heads else ()
     worst = {names[i]: int(j) for i, j in zip(heads, at, strict=True)} | {"error": float(np.max(largest))}
     ulps = {bucket(i): int(n) for i, n in enumerate(histogram) if n}
-    return ArrayDifference(name, expected.shape, names, int(counts.sum()), expected.size, first, by, ulps, worst)
+    return ArrayDifference(
+        name, expected.shape, names, int(counts.sum()), expected.size, first, by, ulps, worst
+    )
 
 
 def bucket(i):
@@ -340,9 +353,15 @@ def draw(path, maps):
     except ImportError:
         raise KvkitError("plot: needs matplotlib: pip install 'kvkit-kernels[plot]'") from None
     figure = Figure(figsize=(9, 2.2 * len(maps) + 0.6), layout="constrained")
-    for axes, (name, (counts, letters)) in zip(figure.subplots(len(maps), squeeze=False)[:, 0], maps.items(), strict=True):
+    for axes, (name, (counts, letters)) in zip(
+        figure.subplots(len(maps), squeeze=False)[:, 0], maps.items(), strict=True
+    ):
         head = letters[:-1].index("h") if "h" in letters[:-1] else None
-        table = counts.reshape(1, -1) if head is None else np.moveaxis(counts, head, 0).reshape(counts.shape[head], -1)
+        table = (
+            counts.reshape(1, -1)
+            if head is None
+            else np.moveaxis(counts, head, 0).reshape(counts.shape[head], -1)
+        )
         image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
         axes.set(title=name, xlabel="token", ylabel="head")
         figure.colorbar(image, ax=axes, label="differing elements")

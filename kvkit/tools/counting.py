@@ -104,7 +104,11 @@ def count(one, two, atol, rtol, ulp):
     with np.errstate(all="ignore"):
         wide = [array.astype(np.float64) for array in (one, two)]
         error = np.abs(wide[0] - wide[1])
-        close = (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])) | (error <= atol + rtol * np.abs(wide[0]))
+        close = (
+            (wide[0] == wide[1])
+            | (np.isnan(wide[0]) & np.isnan(wide[1]))
+            | (error <= atol + rtol * np.abs(wide[0]))
+        )
     counts[:] = (~close).sum(axis=1)
     if one.size:
         errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)

@@ -38,7 +38,9 @@ def endianness(trial):
 def flushed(trial):
     """Numbers below the smallest normal one became 0."""
     if trial.is_float:
-        from_here = np.finfo(np.float32).tiny if trial.expected.dtype != np.float16 else np.finfo(np.float16).tiny
+        from_here = (
+            np.finfo(np.float32).tiny if trial.expected.dtype != np.float16 else np.finfo(np.float16).tiny
+        )
         small = np.abs(trial.numbers(trial.expected)) < from_here
         zero = np.zeros((), trial.expected.dtype)
         yield "", np.where(small, np.copysign(zero, trial.expected), trial.expected)

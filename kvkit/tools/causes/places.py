@@ -14,7 +14,11 @@ def swapped_sides(trial):
     """The value is where the key should be."""
     for one, other in PAIRS:
         partner = trial.others.get(trial.name.replace(one, other)) if one in trial.name else None
-        if partner is not None and partner.shape == trial.expected.shape and partner.dtype == trial.expected.dtype:
+        if (
+            partner is not None
+            and partner.shape == trial.expected.shape
+            and partner.dtype == trial.expected.dtype
+        ):
             yield "", partner
 
 
@@ -22,13 +26,19 @@ def swapped_sides(trial):
 def swapped_axes(trial):
     """Rows of [heads, tokens] that are read as [tokens, heads], or the other way round."""
     tokens, heads = trial.axis("n"), trial.axis("h")
-    if tokens is None or heads is None or trial.axis("c") is None or 1 in (trial.expected.shape[tokens], trial.expected.shape[heads]):
+    if (
+        tokens is None
+        or heads is None
+        or trial.axis("c") is None
+        or 1 in (trial.expected.shape[tokens], trial.expected.shape[heads])
+    ):
         return
     back = (tokens, heads, trial.axis("c"))
     array = np.moveaxis(trial.expected, back, (-3, -2, -1))
     n, h = array.shape[-3:-1]
-    yield "[heads, tokens] for [tokens, heads]", np.moveaxis(
-        array.swapaxes(-3, -2).reshape(array.shape), (-3, -2, -1), back
+    yield (
+        "[heads, tokens] for [tokens, heads]",
+        np.moveaxis(array.swapaxes(-3, -2).reshape(array.shape), (-3, -2, -1), back),
     )
     turned = array.reshape(*array.shape[:-3], h, n, array.shape[-1]).swapaxes(-3, -2)
     yield "[tokens, heads] for [heads, tokens]", np.moveaxis(turned, (-3, -2, -1), back)
@@ -87,7 +97,9 @@ def elsewhere(trial):
         differing = np.argwhere(~same_rows(rows[:, :, None], found[:, :, None])).tolist()
         if not differing:
             continue
-        places = {rows[layer, token].tobytes(): (layer, token) for layer in range(layers) for token in range(tokens)}
+        places = {
+            rows[layer, token].tobytes(): (layer, token) for layer in range(layers) for token in range(tokens)
+        }
         for layer, token in differing:
             row = found[layer, token]
             where = places.get(row.tobytes()) if row.view(np.uint8).any() else None
@@ -96,4 +108,7 @@ def elsewhere(trial):
                 steps[where[0] - layer, where[1] - token] += 1
     if steps:
         (layer, token), _ = steps.most_common(1)[0]
-        yield f"layer {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}", trial.of_rows(mask)
+        yield (
+            f"layer {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}",
+            trial.of_rows(mask),
+        )

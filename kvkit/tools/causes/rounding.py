@@ -84,7 +84,12 @@ def narrowed(trial, how):
     """Floats of 16 bits that were made of float32 with another rounding."""
     x = trial.like.get(trial.name)
     fmt = BY_DTYPE.get(trial.expected.dtype)
-    if not isinstance(x, np.ndarray) or x.dtype != np.float32 or x.shape != trial.expected.shape or fmt is None:
+    if (
+        not isinstance(x, np.ndarray)
+        or x.dtype != np.float32
+        or x.shape != trial.expected.shape
+        or fmt is None
+    ):
         return
     if fmt.bits != 16 or not fmt.significant:
         return
