@@ -38,10 +38,12 @@ demo: $(VENV)/kvkit
 # A process for each core; threads of a process that wait leave theirs to the others.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
-# kvkit_cuda on a machine that runs PTX and in the CUDA simulator, each in processes of its own; then the rest.
+# kvkit_cuda on a machine that runs PTX, over a stand-in for the driver and in the CUDA simulator, each in
+# processes of its own; then the rest.
 test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
 	$(PYTEST) --backend machine -m "not slow"
+	$(PYTEST) --backend stand_in -m "not slow"
 	$(PYTEST) --backend simulator -m "not slow"
 	$(PYTEST) -m "not slow and not model and not transformers and not peers and not site"
 
@@ -65,7 +67,7 @@ docs: $(VENV)/kvkit.docs
 
 # In Chromium, which has to be installed.
 test-docs: docs $(VENV)/kvkit.test
-	$(BIN)/python -m pytest -m site
+	$(BIN)/python -m pytest tests/docs
 
 # Formats against the packages that define them: gguf, MLX, onnxruntime, torch.
 test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers
@@ -73,12 +75,13 @@ test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/kvkit.peers $(VENV)/smollm2
 	$(PYTEST) --backend machine
+	$(PYTEST) --backend stand_in
 	$(PYTEST) --backend simulator
 	$(PYTEST) --cov --cov-report=term -m "not site"
 
 # On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
 test-gpu: $(VENV)/kvkit.test
-	@$(BIN)/python -c "from kvkit_cuda.ground import device; device.require()"
+	@$(BIN)/python -c "from kvkit_cuda.ground import host; host.require()"
 	$(SANITIZER) $(BIN)/python -m pytest --backend gpu
 
 lint: $(VENV)/kvkit.lint

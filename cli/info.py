@@ -107,11 +107,17 @@ def cache():
 
 
 def cuda():
-    """Whether the GPU package finds a device, and which."""
+    """Whether the GPU package can run, and on which device; else all that it misses."""
+    from kvkit_cuda.ground import needs
+
+    missing = needs.told()
+    if missing:
+        return f"not available: {'; '.join(missing)}"
+
     from kvkit_cuda.ground import host
 
     try:
-        host.require()
+        host.require_device(host.current())
     except DeviceError as error:
         return f"not available: {error}"
     return f"works on {host.name()}"

@@ -1,7 +1,7 @@
 """`kvkit`: finds the verb, loads its module only then, and turns errors into one line and an exit code.
 
-Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device), or a tool found what it looks for; 2 a wrong command, file or
-input; 130 interrupted. Anything else is a bug and keeps its traceback.
+Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device), or a tool found something; 2 a
+wrong command, file or input; 130 interrupted. Anything else is a bug and keeps its traceback.
 """
 
 import importlib.util
@@ -22,6 +22,8 @@ VERBS = {  # verb: (module, the first line of its help)
     "study": ("kvkit_cli.study", "Say what schemes of quantization cost a cache, head by head."),
     "draw": ("kvkit_cli.draw", "Draw a layout, or whose the rows of a cache in a file are."),
     "check": ("kvkit_cli.check", "Say what cannot be right in page tables, slots, layouts, scales and data."),
+    "diff": ("kvkit_cli.diff", "Say where two caches or outputs differ, and why."),
+    "vectors": ("kvkit_cli.vectors", "Make, verify, replay, compare and export packs of golden vectors."),
     "cache": ("kvkit_cli.cache", "Remove the compiled code that is kept."),
     "bench": (
         "kvkit_cli.bench",

@@ -31,6 +31,8 @@ html_title = "kvkit"
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
 html_show_search_summary = False  # which a browser may not read from a disk
+ALONE = "concepts", "good_to_know", "benchmarks", "comparison", "design", "changelog"
+html_sidebars = {page: [] for page in ALONE}  # which have no pages below them
 html_theme_options = {
     "show_prev_next": False,
     "navbar_align": "left",

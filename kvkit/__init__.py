@@ -16,9 +16,9 @@ Rooms:
     ascend              caches in blocks, as Ascend's operators have them
     layouts             where the bytes of any engine's cache lie: lines, views, conversion
     files               caches in files of many kinds, with what they mean
-    tools               what is in a file, how it lies, and whether it can be right
     cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
-    integrations        onnx and transformers
+    integrations        dask, onnx and transformers
+    tools               what is in a file, whether it can be right, where two differ, what schemes cost
     kvkit_cuda          a package of the same names, on a GPU
 
 In a shell `kvkit ops` lists the operators, `kvkit describe OPERATOR` explains one, `kvkit run` calls it on a

@@ -83,13 +83,13 @@ def limit(name, default):
 
 def name_of(operator):
     """The path of an operator inside the package."""
-    _, room, *_ = (*operator.__module__.split("."), "")
+    room = operator.__module__.split(".")[1]
     path = operator.__qualname__
     return path if room in ("static", operator.__name__, "merge", "paged") else f"{room}.{path}"
 
 
 def log(operator, args, keywords):
-    """Say that an operator is called, as much as KVKIT_LOG asks for; what is wrong with that stops no call."""
+    """Say that an operator is called, as much as KVKIT_LOG asks for; no call fails for that."""
     asked = level()
     if not asked:
         return

@@ -91,6 +91,20 @@ def tensor_of(array):
     return torch.from_numpy(array)
 
 
+def like(first, result):
+    """A result in the kind of the first array in nested lists: tensors for torch's."""
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    return in_tensors(result) if is_tensor(first) else result
+
+
+def in_tensors(result):
+    """Nested lists of arrays as ones of torch's tensors, in their memory."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(map(in_tensors, result))
+    return tensor_of(result)
+
+
 def in_kind(operator: Operator) -> Operator:
     """An operator on arrays of numpy's as one on any: a decorator.
 

@@ -44,8 +44,9 @@ def paged_attention(
         float32, float16 or bfloat16; the tokens of all sequences, one after the other.
     key_cache, value_cache : ndarray
         Pools of pages, of the axes that `layout` names and of any strides: [num_blocks, page_size,
-        num_kv_heads, Dk] and [.., Dv] if it is ``"b n h c"``. Floats, of any of the types of `query`. They
-        may share memory: a latent row of 576 elements is a key, and its first 512 are the value.
+        num_kv_heads, Dk] and [.., Dv] if it is ``"b n h c"``. Floats, of any of the types of `query`; or
+        both int8 codes, with scales. They may share memory: a latent row of 576 elements is a key, and its
+        first 512 are the value.
     block_tables : ndarray of int32 or int64, shape [B, M], or a tuple (indptr [B + 1], indices)
         The pages of each sequence: a row of a table, or ``indices[indptr[b]:indptr[b + 1]]``. Entries behind
         the last page of a context may be anything.
@@ -62,8 +63,10 @@ def paged_attention(
         has a page's heads apart. ``"b n c"`` has one head, ``"b h c"`` pages of one token. With an axis kv,
         as in ``"b kv n h c"``, one pool holds keys (0) and values (1): give it as both, or once beside None;
         or give views of it, without that axis.
-    key_scale, value_scale : float or ndarray of shape [num_kv_heads] or [B, num_kv_heads], optional
-        What keys and values are multiplied by, of all heads, of each, or of each in each sequence.
+    key_scale, value_scale : float or ndarray, optional
+        What keys and values are multiplied by. Of floats: a number, or one for each head, [num_kv_heads], in
+        each sequence, [B, num_kv_heads]. Of codes: a float for each token and head, of the axes and the order
+        of the pool without c, or with one for groups of its elements; of equal strides for both.
     is_causal : bool
         A query sees no key behind its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional

@@ -9,7 +9,7 @@ import numpy as np
 from kvkit.checks import caches
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, Cache, Context, Steps
-from kvkit.checks.tensors import current, named, one_piece, tensor
+from kvkit.checks.tensors import current, named, one_piece, step, tensor
 from kvkit.checks.values import flag, integer, number, pair
 from kvkit.checks.words import wrong
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
@@ -107,7 +107,7 @@ def keys_and_values(fmt, key, value, outer, kv_heads, head_dim):
         raise wrong("key", f"shape {wanted}", f"{key.shape}{grouped(key.shape, wanted)}")
     if value.shape[:-1] != wanted[:-1] or value.shape[-1] < 1:
         raise wrong("value", f"the shape of key, {wanted}, or another last axis", value.shape)
-    return one_piece(key), one_piece(value)
+    return key, value
 
 
 def grouped(shape, wanted):
@@ -136,7 +136,8 @@ def context_of(fmt, key, value, sides):
     ]
     sizes = key.shape[-2], key.shape[-1], value.shape[-1]
     spans = sizes[1] * key.itemsize, sizes[2] * key.itemsize
-    return Context(fmt.name, fmt.name, None, 0, *sizes, tuple(places), *spans)
+    elements = step(key), step(value)
+    return Context(fmt.name, fmt.name, None, 0, *sizes, tuple(places), *spans, elements=elements)
 
 
 def cache_context(layer):

@@ -11,7 +11,7 @@ from kvkit.checks.pools import CONTENT
 from kvkit.checks.tensors import DATA, apart, filled, named, one_piece, tensor, written
 from kvkit.checks.values import number
 from kvkit.checks.words import describe, wrong
-from kvkit.formats import FLOATS
+from kvkit.formats import FLOATS, INT8
 
 
 def checked(
@@ -35,7 +35,7 @@ def checked(
     fmt = tensor("query", query, FLOATS, 3)
     filled("query", query)
     tokens, heads, dim = query.shape
-    key, value = pools.pools(key_cache, value_cache, layout, FLOATS)
+    key, value = pools.pools(key_cache, value_cache, layout, DATA)
     for name, pool in zip(pools.NAMES, (key, value), strict=True):
         if pool is None:
             raise wrong(name, "a numpy array", "None")
@@ -51,7 +51,16 @@ def checked(
     mask = masks.own_mask(fmt, attn_mask, heads, tokens, int(lengths.max(initial=0)))
     how = attention.weights(query, mask, sinks=sinks, **attributes)
     slopes = of_sequences("alibi_slopes", alibi_slopes, len(lengths), heads, "query heads")
-    scales = scales_of(key_scale, value_scale, len(lengths), kv_heads, how.scale)
+    if INT8.dtype in (key.dtype, value.dtype):
+        if value.dtype != key.dtype:
+            raise wrong(
+                "value_cache", f"the dtype of key_cache, {key.dtype}, as one holds codes", value.dtype
+            )
+        given = key_cache if value_cache is None else value_cache
+        whole = given.ndim == len(layout.split())
+        scales, cells = None, pools.scales(key_scale, value_scale, (key, value), whole, layout)
+    else:
+        scales, cells = scales_of(key_scale, value_scale, len(lengths), kv_heads, how.scale), None
     how = how._replace(slopes=slopes, scales=scales)
     inputs = named(
         query=query,
@@ -65,7 +74,10 @@ def checked(
     )
     shape = (tokens, heads, value.shape[CONTENT])
     results = attention.results(shape, fmt, return_lse, inputs)
-    context, steps = pools.context_of(fmt, key, value), pools.steps_of(key, value, table, lengths, starts)
+    context, steps = (
+        pools.context_of(fmt, key, value, cells),
+        pools.steps_of(key, value, table, lengths, starts),
+    )
     return attention.Call(fmt, shape, query, context, steps, 0, how, inputs, results)
 
 

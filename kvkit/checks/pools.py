@@ -10,9 +10,9 @@ from kvkit.checks import validation
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.records import Context, Steps
-from kvkit.checks.tensors import tensor
+from kvkit.checks.tensors import step, tensor
 from kvkit.checks.words import describe, wrong
-from kvkit.formats import BY_DTYPE
+from kvkit.formats import BY_DTYPE, FLOATS
 
 PAGE, ROW, HEAD, CONTENT = range(4)  # the axes of a view of a pool
 AXES = ("b", "n", "h", "c")
@@ -37,7 +37,7 @@ def axes_of(layout):
     return axes
 
 
-def pools(key_cache, value_cache, layout, legal):
+def pools(key_cache, value_cache, layout, legal, names=NAMES):
     """Views [pages, rows, heads, content] of keys and values in pools of any strides; None stays None.
 
     A pool of both, whose layout has an axis `kv`, is given twice, or once beside None.
@@ -47,29 +47,29 @@ def pools(key_cache, value_cache, layout, legal):
     if "kv" in axes:
         both = [array for array in given if isinstance(array, np.ndarray) and array.ndim == len(axes)]
         if both:
-            given = halves(given, both[0], axes.index("kv"), layout)
+            given = halves(given, both[0], axes.index("kv"), layout, names)
         axes = [axis for axis in axes if axis != "kv"]
     views = [
         None if array is None else view(name, array, axes, legal)
-        for name, array in zip(NAMES, given, strict=True)
+        for name, array in zip(names, given, strict=True)
     ]
     there = [view for view in views if view is not None]
-    for name, other in zip(NAMES, views, strict=True):
+    for name, other in zip(names, views, strict=True):
         if other is not None and other.shape[:CONTENT] != there[0].shape[:CONTENT]:
             blocks, rows, heads, _ = there[0].shape
-            sizes = f"{blocks} blocks of {rows} rows and {heads} heads, as key_cache"
+            sizes = f"{blocks} blocks of {rows} rows and {heads} heads, as {names[0]}"
             raise wrong(name, sizes, "{} of {} and {}".format(*other.shape[:CONTENT]))
     return views
 
 
-def halves(given, pool, at, layout):
+def halves(given, pool, at, layout, names):
     """Keys and values of one pool."""
-    for name, array in zip(NAMES, given, strict=True):
+    for name, array in zip(names, given, strict=True):
         if array is not None and not (isinstance(array, np.ndarray) and one_place(array, pool)):
-            wanted = f"the same pool as key_cache, or views without the axis kv of {layout!r}"
+            wanted = f"the same pool as {names[0]}, or views without the axis kv of {layout!r}"
             raise wrong(name, wanted, describe(array))
     if pool.shape[at] != 2:
-        raise wrong("key_cache", f"keys and values along axis {at} (kv)", f"shape {pool.shape}")
+        raise wrong(names[0], f"keys and values along axis {at} (kv)", f"shape {pool.shape}")
     return [pool[(slice(None),) * at + (side,)] for side in (0, 1)]
 
 
@@ -97,26 +97,56 @@ def place_of(pool):
     return Place(unit, page // unit, row // unit)
 
 
-def apart(pool):
-    """How many bytes lie from element to element of a head in a pool; 0 if they lie side by side."""
-    size, stride = pool.shape[CONTENT], pool.strides[CONTENT]
-    return 0 if size == 1 or stride == pool.itemsize else stride
+def scales(key_scale, value_scale, views, whole, layout):
+    """Views [pages, rows, heads, groups] of the scales of codes, whose axes are those of their pools.
+
+    The last may be left out; `whole` says whether one pool holds both sides.
+    """
+    names, given = ("key_scale", "value_scale"), [key_scale, value_scale]
+    axes = [axis for axis in axes_of(layout) if whole or axis != "kv"]
+    for i, array in enumerate(given):
+        if isinstance(array, np.ndarray) and array.ndim == len(axes) - 1:
+            given[i] = np.expand_dims(array, axes.index("c"))
+    cells = pools(given[0], given[1], " ".join(axes), FLOATS, names)
+    for name, pool_name, cell, pool in zip(names, NAMES, cells, views, strict=True):
+        if cell is None:
+            raise wrong(name, f"an array, for codes in {pool_name}", "None")
+        groups, dim = cell.shape[CONTENT], pool.shape[CONTENT]
+        if cell.shape[:CONTENT] != pool.shape[:CONTENT] or dim % groups:
+            wanted = f"scales for {pool.shape[:CONTENT]} (pages, tokens, heads), of groups of the {dim} codes"
+            raise wrong(name, wanted, cell.shape)
+        if place_of(cell)[1:] != place_of(pool)[1:]:
+            raise wrong(name, f"pages and tokens in the order of {pool_name}", f"strides {cell.strides[:2]}")
+        for each, array in ((pool_name, pool), (name, cell)):
+            if step(array):
+                raise wrong(each, "a contiguous last axis", f"strides {array.strides}")
+    keys, values = (
+        (cell.dtype, pool.shape[CONTENT] // cell.shape[CONTENT], place_of(cell).unit, cell.strides[HEAD])
+        for cell, pool in zip(cells, views, strict=True)
+    )
+    if keys != values:
+        raise wrong("value_scale", "the dtype, groups and strides of key_scale", describe(cells[1]))
+    return cells
 
 
-def context_of(fmt, key, value):
-    """Pools as attention sees them, for queries of a format."""
+def context_of(fmt, key, value, cells=None):
+    """Pools as attention sees them, with the scales of codes, for queries of a format."""
     formats = [BY_DTYPE[pool.dtype].name for pool in (key, value)]
-    places = [place_of(pool) for pool in (key, value)]
+    places, ends = [place_of(pool) for pool in (key, value)], [(0, 0, 0, 0)] * 2
+    cell = cells and BY_DTYPE[cells[0].dtype].name
+    group = key.shape[CONTENT] // cells[0].shape[CONTENT] if cells else 0
+    if cells:
+        ends = [(each.ctypes.data, 0, place_of(each).unit, each.strides[HEAD]) for each in cells]
     sides = [
-        (pool.ctypes.data, 0, place.unit, pool.strides[HEAD], 0, 0, 0, 0)
-        for pool, place in zip((key, value), places, strict=True)
+        (pool.ctypes.data, 0, place.unit, pool.strides[HEAD], *end)
+        for pool, place, end in zip((key, value), places, ends, strict=True)
     ]
     sizes = key.shape[HEAD], key.shape[CONTENT], value.shape[CONTENT]
     spans = sizes[1] * key.itemsize, sizes[2] * value.itemsize
     return Context(
-        fmt.name, formats[0], None, 0, *sizes, tuple(sides), *spans, as_loaded=False,
+        fmt.name, formats[0], cell, group, *sizes, tuple(sides), *spans, as_loaded=False,
         value_stored=formats[1], steps=tuple(place.step for place in places),
-        elements=(apart(key), apart(value)),
+        elements=(step(key), step(value)),
     )  # fmt: skip
 
 

@@ -35,13 +35,13 @@ def scan(starts, ids, num_blocks, placeholder, owners, hits):
     there = np.zeros(num_blocks, np.int64)
     found = 0
     for b in range(starts.shape[0] - 1):
-        previous = np.int64(FIRST)
+        previous = FIRST
         for c in range(starts[b + 1] - starts[b]):
             page = ids[starts[b] + c]
             if page == placeholder:
                 previous = UNKNOWN
                 continue
-            rule, other, where = -1, np.int64(-1), np.int64(-1)
+            rule, other, where = -1, -1, -1
             if page < 0 or page >= num_blocks:
                 rule, previous = OUTSIDE, UNKNOWN
             else:
@@ -93,7 +93,8 @@ def compiled():
 
 @dataclass(frozen=True)
 class Tables:
-    """The entries of page tables that are in use, one sequence after the other, and what they are held against.
+    """The entries of page tables that are in use, one sequence after the other, and what they are held
+    against.
 
     `placeholder` is an id that stands for no page: it may repeat, and be where it likes.
     """

@@ -60,6 +60,12 @@ def named(**arrays):
     return [(name, array) for name, array in arrays.items() if isinstance(array, np.ndarray)]
 
 
+def step(array):
+    """How many bytes lie from element to element of the last axis; 0 if they lie side by side."""
+    stride = array.strides[-1]
+    return 0 if array.shape[-1] == 1 or stride == array.itemsize else stride
+
+
 def one_piece(array):
     """The array, or a copy whose last axis is contiguous."""
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)

@@ -1,4 +1,6 @@
-"""What is looked for only when KVKIT_VALIDATE=1 is in the environment: tables that are wrong, yet can be read."""
+"""What is looked for only when KVKIT_VALIDATE=1 is in the environment: tables that are wrong, yet can be
+read.
+"""
 
 import os
 

@@ -132,7 +132,8 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
     coded = context.cell is not None
     rounds = context.as_loaded and not coded and coarser(context.packed, context.stored)
-    exact = coded and not BY_NAME[context.stored].minifloat and coarser(context.cell, context.packed)
+    minifloat = BY_NAME[context.stored].minifloat
+    exact = context.as_loaded and coded and not minifloat and coarser(context.cell, context.packed)
     stored = context.stored, context.value_stored or context.stored
     formats, reader = (stored, context.cell, context.group), context.reader
     (key_step, value_step), (key_element, value_element) = context.steps, context.elements

@@ -16,7 +16,7 @@ from numba import prange, types
 from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.launches import Launch, threads
-from kvkit.cpu.rows import SIGNATURE, row_by_row
+from kvkit.cpu.rows import READ, SIGNATURE, STORE, row_by_row, rows
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME, CODES, coarser
@@ -37,6 +37,7 @@ class Codes:
     cell: str  # of scales and minima
     group: int
     tokens: int  # of a block; one of both is 1
+    stored: str = ""  # what operators store as well, by its name: then bits and symmetric say nothing
 
 
 @shared
@@ -55,6 +56,11 @@ def asymmetric_number(element, code, scale, minimum):
     return numeric.round_to(element, np.float32(code) * scale + minimum)
 
 
+def cells_of(codes):
+    """(cell, group) of what operators store as well: none where scales lie in the codes."""
+    return (None, 0) if BY_NAME[codes.stored].block else (codes.cell, codes.group)
+
+
 @functools.cache
 def widen(codes, plain=False, rounds=True):
     """Machine code that makes float32 of rows: numbers of the format that was encoded, as arrays have them.
@@ -64,6 +70,8 @@ def widen(codes, plain=False, rounds=True):
     (target, target_row, target_head, codes, code_row, code_head, cells, cell_row, cell_head,
     tokens, heads, 1, dim); tokens of one block have a `cell_row` of 0.
     """
+    if codes.stored:
+        return rows(READ, "float32", codes.stored, *cells_of(codes))
     element, product = codes.element, codes.cell
     if not rounds:
         element, product = "float32", product if coarser(product, element) else "float32"
@@ -108,6 +116,8 @@ def encode(codes, plain=False):
     (source, source_block, source_head, codes, code_block, code_head, cells, cell_block, cell_head,
     blocks, heads, 1, dim)
     """
+    if codes.stored:
+        return rows(STORE, codes.element, codes.stored, *cells_of(codes))
     element, bits, cell, group, tokens = codes.element, codes.bits, codes.cell, codes.group, codes.tokens
     size, width = BY_NAME[element].bytes(1), min(group, LANES)
     vector = panels.whole_panels(group) and not plain

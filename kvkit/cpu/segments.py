@@ -12,6 +12,7 @@ from numba import types
 
 from kvkit.checks.records import Context
 from kvkit.cpu import attention, memory, products
+from kvkit.cpu.codes import cells_of
 from kvkit.cpu.launches import address
 from kvkit.cpu.products import SCORES, SUMS
 from kvkit.cpu.rows import LOAD, SIGNATURE, rows
@@ -105,6 +106,8 @@ def stored_as(codes):
     Numbers of 16 bits are not rounded to them, as a read array's are: of a decode step that would take half
     of its time again for float16, and all of it for bfloat16. And a call of many rows does as one of few.
     """
+    if codes.stored:
+        return codes.stored, *cells_of(codes), ()
     exact = codes.symmetric and coarser(codes.cell, codes.element)
     stored = CODES[codes.bits, codes.symmetric].name
     return stored, codes.cell, codes.group, (codes.cell,) if exact else ()
@@ -179,7 +182,7 @@ def sums(count, codes):
 def reader(key, value, dims):
     """How attention reads keys and values of such codes: in place where vectors fit their rows."""
     key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))  # as many or one
-    vectors = whole_panels(key.group) and whole_panels(value.group)
+    vectors = all(side.stored or whole_panels(side.group) for side in (key, value))
     if not vectors or any(dim % simd.LANES for dim in dims):
         return attention.Reader(widen_code().address, None, None)
 

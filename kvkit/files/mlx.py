@@ -46,7 +46,7 @@ def plain(path, found, layers):
         for layer in range(layers)
         for kv in range(2)
     }
-    return replace(found, arrays=arrays, description=described(path, arrays, layers, 1))
+    return replace(found, arrays=arrays, description=described(arrays, layers))
 
 
 def coded(path, found, layers, texts):
@@ -63,14 +63,15 @@ def coded(path, found, layers, texts):
         for layer in range(layers)
         for kv in range(2)
     }
-    said = described(path, arrays, layers, 32 / bits)
-    format = f"mlx_q{bits}"
+    said = described(arrays, layers)
+    sizes = {axis: count for axis, count in said.sizes.items() if axis != "c"}  # which are words of codes
     notes = (f"values are code x scale + minimum, in groups of {group}: words of 32 bits, low codes first",)
     return replace(
         found,
         arrays=arrays,
-        metadata=found.metadata | {"bits": bits, "group": group},
-        description=replace(said, format=format),
+        metadata=found.metadata
+        | {"bits": bits, "group": group, "head_dim": said.sizes.get("c", 0) * 32 // bits},
+        description=replace(said, sizes=sizes, format=f"mlx_q{bits}"),
         notes=notes,
     )
 
@@ -83,13 +84,13 @@ def taken(path, arrays, name, axes):
     return arrays[name]
 
 
-def described(path, arrays, layers, elements):
-    """The line and sizes of such arrays; an element of theirs holds several of a head's."""
+def described(arrays, layers):
+    """The line and sizes of such arrays, as far as all layers have the same."""
     shapes = {(kv, arrays[f"cache.{layer}.{kv}"].shape) for layer in range(layers) for kv in range(2)}
-    if len(shapes) != 2:
-        return Description(LINE, {"l": layers}, rope_applied=True)
-    (_, keys), (_, values) = sorted(shapes)
-    sizes = {"l": layers, "b": keys[0], "h": keys[1], "n": keys[2], "c": int(keys[3] * elements)}
-    if values[3] != keys[3]:
-        sizes["v"] = int(values[3] * elements)
+    sizes = {"l": layers}
+    if len(shapes) == 2:
+        (_, keys), (_, values) = sorted(shapes)
+        sizes |= dict(zip("bhnc", keys, strict=True))
+        if values[3] != keys[3]:
+            sizes["v"] = values[3]
     return Description(LINE, sizes, arrays["cache.0.0"].dtype.name, rope_applied=True)

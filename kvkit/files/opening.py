@@ -1,7 +1,9 @@
 """A file of any kind, told by how it begins and not by its name."""
 
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from kvkit.errors import brief
 from kvkit.files import arrays as names
@@ -79,7 +81,12 @@ def is_torch(file):
 
 
 def write(
-    path: FilePath, arrays, description: Description | None = None, *, metadata=None, advance=None
+    path: FilePath,
+    arrays: Any,
+    description: Description | None = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    advance: Callable[[int], object] | None = None,
 ) -> None:
     """Write arrays to a .npz, .npy or .safetensors file, by its name; an old file is whole until then.
 

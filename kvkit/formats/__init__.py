@@ -5,6 +5,7 @@ named       every format that kvkit or an engine writes, as data
 scales      how engines find a group's scale
 packing     codes of a few bits in bytes, and the parts of blocks
 coding      encode and decode, with numpy
+rotations   of rows on their way into a cache, of queries and outputs
 """
 
 from kvkit.formats.coding import decode, encode
@@ -25,6 +26,7 @@ from kvkit.formats.elements import (
     mask_bytes,
 )
 from kvkit.formats.named import NAMED, Format, named
+from kvkit.formats.rotations import ROTATIONS, Rotation, rotate, rotation_named
 
 __all__ = [
     "BFLOAT16",
@@ -39,11 +41,15 @@ __all__ = [
     "MASKS",
     "NAMED",
     "QUANTIZED",
+    "ROTATIONS",
     "Element",
     "Format",
+    "Rotation",
     "coarser",
     "decode",
     "encode",
     "mask_bytes",
     "named",
+    "rotate",
+    "rotation_named",
 ]

@@ -18,8 +18,8 @@ from kvkit.layouts.shapes import (
     inner_sizes,
     length,
     offsets,
-    regrouped,
     solved,
+    usual,
 )
 from kvkit.layouts.views import view
 
@@ -27,12 +27,12 @@ USUAL = {"l": 3, "b": 5, "n": 7, "h": 11, "c": 13, "s": 13}  # lengths that no r
 SOME = 64  # blocks of contents that are looked at
 
 
-def same_bytes(a: str | Layout, b: str | Layout, *, itemsize: int = 2, **sizes: int) -> bool:
+def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, **sizes: int) -> bool:
     """Whether each element lies at the same place of the same array in two layouts.
 
     Parameters
     ----------
-    a, b : str or Layout
+    one, other : str or Layout
         Lines, or names of `NAMED`.
     itemsize : int
         Bytes of an element, for inner parts that are told in bytes.
@@ -52,7 +52,7 @@ def same_bytes(a: str | Layout, b: str | Layout, *, itemsize: int = 2, **sizes: 
     >>> same_bytes("flashinfer-nhd", "flashinfer-hnd"), same_bytes("flashinfer-nhd", "flashinfer-hnd", h=1)
     (False, True)
     """
-    lines = parse(a), parse(b)
+    lines = parse(one), parse(other)
     known = given_sizes("sizes", sizes)
     if any(line.joined for line in lines):
         return lines[0] == lines[1]
@@ -155,13 +155,6 @@ def outer(sizes: dict[str, int]) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if axis in "lbnh"}
 
 
-def usual(groups: Groups, ndim: int) -> list[Groups]:
-    """How an array of so many axes has those of a layout: as the line says, or the last two as one."""
-    flat = tuple((axis,) for group in groups for axis in group)
-    joined = (*flat[:-2], flat[-2] + flat[-1])
-    return [each for each in dict.fromkeys((groups, flat, joined)) if len(each) == ndim]
-
-
 def sizes_that_fit(array: np.ndarray, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
     found, missing = [], False
     for grouping in usual(groups, array.ndim):
@@ -169,10 +162,7 @@ def sizes_that_fit(array: np.ndarray, groups: Groups, known: dict[str, int]) -> 
         if isinstance(sizes, str):
             missing |= sizes.startswith("?")
         elif sizes not in found:
-            inner = inner_sizes(groups, array.dtype.itemsize)
-            shape = [length(axis, sizes, inner) for group in groups for axis in group]
-            if regrouped(array, shape) is not None:
-                found.append(sizes)
+            found.append(sizes)
     return found or [{}] * missing
 
 

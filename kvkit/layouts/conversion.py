@@ -16,11 +16,12 @@ from numpy.lib.array_utils import byte_bounds
 
 from kvkit import cpu
 from kvkit.checks.words import describe, wrong
+from kvkit.foreign import like
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import given_sizes, inner_size, inner_sizes, length, offsets
 from kvkit.layouts.tables import Index, Pages
-from kvkit.layouts.views import Leaf, leaves
+from kvkit.layouts.views import Leaf, leaves, of_one_kind
 
 TILE = 64  # tokens of a run whose content is turned: their lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
@@ -93,7 +94,7 @@ def convert(
     Returns
     -------
     array, or nested lists of arrays
-        New, or `out`. It takes no memory of a cache's size beside them.
+        New (tensors, if the source has tensors), or `out`. It takes no memory of a cache's size beside them.
 
     Raises
     ------
@@ -115,6 +116,8 @@ def convert(
     array([1., 1., 1., 1., 0., 0., 0., 0.])
     """
     before, after = parse(from_layout), parse(to_layout)
+    of_one_kind(before)
+    of_one_kind(after)
     if ("kv" in before.names) != ("kv" in after.names):
         one = "an" if "kv" in before.names else "no"
         raise wrong("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
@@ -136,7 +139,7 @@ def convert(
             done += move.row * int(some[:, 2].sum())
             if progress:
                 progress(done, total)
-    return target
+    return target if out is not None else like(source, target)
 
 
 def side(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> Side:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import combinations, pairwise
 from typing import Any
@@ -81,28 +82,44 @@ def solved(shape, groups: Groups, known: Mapping[str, int], itemsize: int) -> di
     return sizes
 
 
-def groupings(groups: Groups, ndim: int) -> Iterator[Groups]:
-    """The ways in which an array of so many axes may have those of a layout."""
+def usual(groups: Groups, ndim: int) -> list[Groups]:
+    """How an array of so many axes has those of a line: as it says, each apart, or the last two as one."""
+    apart = tuple((axis,) for group in groups for axis in group)
+    joined = (*apart[:-2], sum(apart[-2:], ()))
+    return [each for each in dict.fromkeys((groups, apart, joined)) if len(each) == ndim]
+
+
+def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[Groups]:
+    """The usual ways, and those where known sizes tell what an axis of the array is made of."""
+    yield from (ways := usual(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
     if ndim == len(groups):
-        yield groups
-    elif 0 < ndim <= len(flat):
-        for cuts in combinations(range(1, len(flat)), ndim - 1):
-            ends = (0, *cuts, len(flat))
-            yield tuple(flat[start:end] for start, end in pairwise(ends))
+        return
+    for cuts in combinations(range(1, len(flat)), ndim - 1):
+        way = tuple(flat[start:end] for start, end in pairwise((0, *cuts, len(flat))))
+        if way not in ways and all(told(group, known) for group in way if len(group) > 1):
+            yield way
 
 
-def sizes_of(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of all axes of an array, or the error that says why there are none, or several."""
+def told(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
+    """Whether known sizes leave no choice of the others."""
+    names = {axis.name for axis in group} - FIXED.keys()
+    return bool(names) and len(names - known.keys()) <= min(1, len(names) - 1)
+
+
+def sizes_of(
+    name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]
+) -> tuple[dict[str, int], Groups]:
+    """(the sizes of all axes, the axes in each of an array's); or why there is none, or more than one way."""
     said = describe(array)
-    found: list[dict[str, int]] = []
+    found: list[tuple[dict[str, int], Groups]] = []
     missing: list[str] = []
     reasons: list[str] = []
-    for grouping in groupings(groups, array.ndim):
+    for grouping in groupings(groups, array.ndim, known):
         sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
         if isinstance(sizes, dict):
-            if sizes not in found:
-                found.append(sizes)
+            if sizes not in [each for each, _ in found]:
+                found.append((sizes, grouping))
         else:
             (missing if sizes.startswith("?") else reasons).append(sizes)
     if len(found) == 1 and (not missing or len(groups) == array.ndim):
@@ -111,20 +128,22 @@ def sizes_of(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[
         why = reasons[0] if len(reasons) == 1 else f"{len(groups)} axes, or some of them as one"
         raise wrong(name, f"the shape of '{line}': {why}", said)
     if len(found) > 1:
-        differing = [axis for axis in found[0] if len({sizes.get(axis) for sizes in found}) > 1]
+        differing = [axis for axis in found[0][0] if len({sizes.get(axis) for sizes, _ in found}) > 1]
         need = " or ".join(differing)
     else:
         need = missing[0][2:]
     raise wrong(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", said)
 
 
-def strided(name: str, array: np.ndarray, line, groups: Groups, sizes: Mapping[str, int]) -> np.ndarray:
-    """A view of an array with an axis for each of a layout's, in its order."""
+def strided(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]):
+    """(view of an array with an axis for each of a layout's, in its order; the sizes of all axes)."""
+    sizes, grouping = sizes_of(name, array, line, groups, known)
     inner = inner_sizes(groups, array.dtype.itemsize)
-    shape = [length(axis, sizes, inner) for group in groups for axis in group]
-    strides = regrouped(array, shape)
-    if strides is None:
-        raise wrong(name, f"axes of '{line}' one after the other in memory", f"strides {array.strides}")
+    shape, strides = [], []
+    for group, stride in zip(grouping, array.strides, strict=True):
+        lengths = [length(axis, sizes, inner) for axis in group]
+        shape += lengths
+        strides += [stride * math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
     steps = [stride for stride, size in zip(strides, shape, strict=True) if size > 1]
     if any(step <= 0 for step in steps) or steps != sorted(steps, reverse=True):
         order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
@@ -132,28 +151,7 @@ def strided(name: str, array: np.ndarray, line, groups: Groups, sizes: Mapping[s
             name, f"axes of '{line}', outermost first",
             f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}",
         )  # fmt: skip
-    return as_strided(array, shape, strides, writeable=array.flags.writeable)
-
-
-def regrouped(array: np.ndarray, shape) -> list[int] | None:
-    """Strides of an array in another shape of as many elements, or None if no strides say it."""
-    old = [(size, stride) for size, stride in zip(array.shape, array.strides, strict=True) if size > 1]
-    strides, left = [0] * len(shape), len(shape) - 1
-    while old:
-        size, stride = old.pop()
-        total, step = 1, stride
-        while left >= 0:
-            strides[left] = step
-            total, step, left = total * shape[left], step * shape[left], left - 1
-            while size < total and old and old[-1][1] == size * stride:
-                size *= old.pop()[0]
-            if total == size:
-                break
-            if total > size:
-                return None
-    for axis in range(left, -1, -1):  # of size 1, all of them
-        strides[axis] = strides[axis + 1] * shape[axis + 1] if axis + 1 < len(shape) else array.itemsize
-    return strides
+    return as_strided(array, shape, strides, writeable=array.flags.writeable), sizes
 
 
 def offsets(axes: tuple[Axis, ...], strides, name: str, size: int, inner: Mapping[str, int]) -> np.ndarray:

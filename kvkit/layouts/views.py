@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.words import describe, wrong
-from kvkit.foreign import taken
+from kvkit.foreign import like, taken
 from kvkit.layouts.grammar import Axis, Layout
 from kvkit.layouts.named import parse
-from kvkit.layouts.shapes import Groups, given_sizes, sizes_of, strided
+from kvkit.layouts.shapes import Groups, given_sizes, strided
 
 ORDER = ("l", "b", "n", "h", "c")
 
@@ -61,7 +61,7 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     Returns
     -------
     KV
-        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`.
+        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`. Tensors of tensors.
 
     Raises
     ------
@@ -89,19 +89,25 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     """
     line = parse(layout)
     viewable(line)
-    return nested(leaves(arrays, line, given_sizes("sizes", sizes)), line, ordered)
+    found = nested(leaves(arrays, line, given_sizes("sizes", sizes)), line, ordered)
+    return KV(like(arrays, found.keys), like(arrays, found.values))
 
 
 def viewable(line: Layout) -> None:
     """Check that strides can say where each element lies."""
-    if line.joined:
-        raise wrong("layout", "elements of one kind, for a view", f"'{line}', where two kinds share a block")
+    of_one_kind(line)
     if line.split:
         name = line.split
         raise wrong(
             "layout", "whole axes, for a view",
             f"'{line}', whose axis {name} is split into {name}1 and {name}0; kvkit.layouts.convert moves it",
         )  # fmt: skip
+
+
+def of_one_kind(line: Layout) -> None:
+    """Check that a layout has no codes and scales in one block."""
+    if line.joined:
+        raise wrong("layout", "elements of one kind", f"'{line}', where two kinds share a block")
 
 
 def ordered(leaf: Leaf, inner: int) -> np.ndarray:
@@ -140,8 +146,9 @@ def leaves(
     arrays: Any, line: Layout, known: Mapping[str, int], name: str = "arrays"
 ) -> Iterator[tuple[dict[str, int], tuple[Leaf, Leaf]]]:
     """(index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
-    if line.joined:
-        raise wrong("layout", "elements of one kind", f"'{line}', where two kinds share a block")
+    for axis, size in known.items():
+        if axis in "lbnh" and axis not in line.names and size > 1:
+            raise wrong(name, f"an axis {axis} in '{line}', for a size of {size}", "none")
     found: dict[Any, Any] = dict(listed(name, arrays, line.lists, {}))
     for axis in line.lists:
         if axis != "kv" and known.get(axis, count(found, line, axis)) != count(found, line, axis):
@@ -209,8 +216,8 @@ def one(named, line: Layout, side: int, known) -> Leaf:
     if side and "v" in known:
         known = {**known, "c": known["v"]}
     known = {axis: size for axis, size in known.items() if axis in line.names and axis not in line.lists}
-    sizes = sizes_of(name, array, line, groups, known)
-    return Leaf(name, strided(name, array, line, groups, sizes), flat(groups), sizes)
+    view, sizes = strided(name, array, line, groups, known)
+    return Leaf(name, view, flat(groups), sizes)
 
 
 def both(named, line: Layout, known) -> tuple[Leaf, Leaf]:

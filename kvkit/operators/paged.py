@@ -21,13 +21,18 @@ def _of_heads(name, heads, about):
     return Input(name, FLOATS, shapes, about, optional=True, keyword=True)
 
 
+def _scale(name, about):
+    shapes = "(H)", "(B, H)", "of codes: those of the pool without c", "or with groups of it: (...)"
+    return Input(name, FLOATS, shapes, about, optional=True, keyword=True)
+
+
 PAGED_ATTENTION = Operator(
     "paged_attention",
     "Attend with packed queries to keys and values in pages, read where an engine has them.",
     "FlashAttention, FlashInfer and vLLM",
     (
         Input("query", FLOATS, ("(tokens, num_heads, Dk)",), "queries of all sequences"),
-        *_pools(FLOATS),
+        *_pools(T1),
         Input("block_tables", INDEX, ("(B, M)",), "pages of each context; in Python also (indptr, indices)"),
         Input("context_lens", INDEX, ("(B)",), "keys of each sequence"),
         Input(
@@ -44,8 +49,8 @@ PAGED_ATTENTION = Operator(
             "added to the scores, of the dtype of query or float32, or boolean: True may attend",
             optional=True,
         ),
-        _of_heads("key_scale", "H", "what keys are multiplied by; in Python also a number"),
-        _of_heads("value_scale", "H", "what values are multiplied by, likewise"),
+        _scale("key_scale", "what keys are multiplied by; in Python also a number"),
+        _scale("value_scale", "what values are multiplied by, likewise"),
         _of_heads("alibi_slopes", "num_heads", "what a score loses for each step from query to key"),
         SINKS,
     ),

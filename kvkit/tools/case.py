@@ -1,4 +1,5 @@
-"""What `check` is given, normalised: tables as pages in use, caches as [layers, blocks, rows, heads, content].
+"""What `check` is given, normalised: tables as pages in use, caches as [layers, blocks, rows, heads,
+content].
 
 Nothing is computed before a rule asks for it.
 """
@@ -66,8 +67,8 @@ class Case:
         if self.page_size is None and self.sides:
             self.page_size = self.sides[0].array.shape[2]
 
-    num_blocks: int | None
-    page_size: int | None
+    num_blocks: Any  # int, or None where nobody says it
+    page_size: Any
     placeholder: int | None
     reserved_block: int | None
 

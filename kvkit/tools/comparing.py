@@ -16,8 +16,8 @@ from kvkit.errors import KvkitError
 from kvkit.files.arrays import nested
 from kvkit.foreign import taken
 from kvkit.tools import counting
-from kvkit.tools.causes import Cause, Trial, tried
 from kvkit.tools.case import stacked
+from kvkit.tools.causes import Cause, Trial, tried
 from kvkit.tools.checking import arrays_of
 
 NAMES = {"l": "layer", "kv": "side", "b": "page", "n": "position", "h": "head", "c": "element"}
@@ -63,7 +63,8 @@ class ArrayDifference:
 
     def lines(self):
         """For a terminal."""
-        yield f"{self.name}: {self.differing} of {self.total} elements differ ({self.differing / self.total:.2%})"
+        share = self.differing / self.total
+        yield f"{self.name}: {self.differing} of {self.total} elements differ ({share:.2%})"
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
         yield f"  first: {place}: expected {self.first['expected']}, got {self.first['got']}"
         for axis, counts in self.counts.items():
@@ -189,8 +190,8 @@ def diff(
         raise KvkitError(
             f"b: expected some array of {', '.join(one) or 'none'}, got {', '.join(two) or 'none'}"
         )
-    result.problems.extend(f"{name}: only in {side}" for mine, other, side in ((one, two, "a"), (two, one, "b"))
-                           for name in mine if name not in other)  # fmt: skip
+    for mine, other, side in ((one, two, "a"), (two, one, "b")):
+        result.problems.extend(f"{name}: only in {side}" for name in mine if name not in other)
     maps = {}
     for name in common:
         expected, got = one[name], two[name]
@@ -327,7 +328,7 @@ def plain(value):
 
 
 def causes_of(name, letters, one, two, inputs, found, notes):
-    """The causes that explain a difference, tried on the layers that differ, as many as are looked at soon."""
+    """The causes that explain a difference, tried where it begins, on no more than can be looked at soon."""
     expected, got = one[name], two[name]
     others = {other: array for other, array in one.items() if other != name}
     like = {key: np.asarray(value) for key, value in inputs.items()}
@@ -339,8 +340,8 @@ def causes_of(name, letters, one, two, inputs, found, notes):
         begin = max(0, min(begin, expected.shape[i] - take))
         part = (*[slice(None)] * i, slice(begin, begin + take))
         notes.append(f"{name}: causes were tried on {axis} {begin} to {begin + take - 1} alone")
-        others, like = ({key: array[part] if array.shape[:-1] == outer else array for key, array in arrays.items()}
-                        for arrays in (others, like))  # fmt: skip
+        for arrays in (others, like):
+            arrays.update({key: array[part] for key, array in arrays.items() if array.shape[:-1] == outer})
         expected, got = expected[part], got[part]
         outer = expected.shape[:-1]
     return tried(Trial(name, letters, expected, got, like, others))

@@ -18,6 +18,9 @@ from kvkit.tools.text import size
 
 PARTS = "cache", "scales", "minima"  # nested arrays of one layout
 TABLES = (
+    "sequences.",
+    "published.",
+    "blocks",
     "block_tables",
     "context_lens",
     "page_size",
@@ -124,7 +127,9 @@ def convert(
     before = layout_of(contents, from_layout)
     known = dict(contents.description.sizes) | dict(sizes or {})
     named = {name: found for name in PARTS if (found := files.nested(contents.arrays, name)) is not None}
-    if "cache" not in named:
+    if (cache := contents.cache) is not None:
+        named["cache"] = cache
+    else:
         raise wrong("source", "arrays called cache, cache.0 and so on", ", ".join(contents.arrays) or "none")
     pages, moved = moves(contents, named["cache"], before, known, page_size, tables_from)
     total, done = sum(array.nbytes for name in named for array in leaves(named[name])), 0
@@ -137,7 +142,8 @@ def convert(
             progress=None if progress is None else told(progress, done, total),
         )  # fmt: skip
         done += sum(array.nbytes for array in leaves(cache))
-    old = {array for name in named for array in files.flat({name: named[name]})}
+    parts = {id(array) for cache in named.values() for array in leaves(cache)}
+    old = {name for name, array in contents.arrays.items() if id(array) in parts}
     old |= {name for name in contents.arrays if moved and name.startswith(TABLES)}
     kept = {name: array for name, array in contents.arrays.items() if name not in old}
     _, found = viewed_or_none(made["cache"], to_layout, known)

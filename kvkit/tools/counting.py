@@ -90,7 +90,9 @@ BY_DTYPE_BITS = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
 
 
 def count(one, two, atol, rtol, ulp):
-    """(differing elements of each row, largest errors of each, histogram) of arrays [rows, elements], any types."""
+    """(differing elements of each row, largest errors of each, histogram) of arrays [rows, elements], any
+    types.
+    """
     rows = len(one)
     counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     histogram = np.zeros(BUCKETS, np.int64)

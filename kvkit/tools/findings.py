@@ -95,7 +95,8 @@ class Findings:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: `look` gives nothing where there is nothing to look at, else all hits and words for one of them.
+    """A rule: `look` gives nothing where there is nothing to look at, else all hits and words for one of
+    them.
 
     Its docstring says which incident it would have caught.
     """

@@ -185,12 +185,12 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     said = contents.description
     line = layout or said.layout
     known = dict(said.sizes) | dict(sizes or {})
-    cache = files.nested(contents.arrays)
+    cache = contents.cache
     found: dict[str, int] = {}
     views = None
     if line and cache is not None:
         views, found = viewed_as_one(cache, line, known)
-    fitting = [] if line or cache is None else proposals(cache)
+    fitting = [] if line or cache is None else proposals(cache, stats)
     numbers = statistics(contents.arrays, views) if stats else []
     kind = f"{contents.kind}, {saved}" if (saved := of_kvkit(contents.metadata)) else contents.kind
     return Inspection(
@@ -255,9 +255,10 @@ def viewed_as_one(cache, line: str, known: Mapping[str, int]):
         return views, {axis: count for axis, count in found.items() if axis not in "hc"}
 
 
-def proposals(cache) -> list[str]:
+def proposals(cache, contents: bool) -> list[str]:
+    """Layouts that fit; those that contents speak for, if they are looked at and speak for any."""
     try:
-        return layouts.fits(cache)
+        return (layouts.fits(cache, contents=True) if contents else []) or layouts.fits(cache)
     except KvkitError:
         return []
 
@@ -309,6 +310,15 @@ def use_of(contents: Contents, page_size: int | None) -> Use | None:
 
 def pages_of(contents: Contents, page_size: int | None = None) -> tuple[str, tables.Pages] | None:
     """(their convention, the tables of a file in one form), if it has any."""
+    try:
+        return pages_said(contents, page_size)
+    except KvkitError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise wrong("source", "tables as kvkit or llama.cpp has them", brief(error)) from None
+
+
+def pages_said(contents: Contents, page_size: int | None) -> tuple[str, tables.Pages] | None:
     arrays = contents.arrays
     size = page_size or contents.description.sizes.get("n") or integer(arrays, "page_size")
     if {"block_tables", "context_lens"} <= arrays.keys() and size:
@@ -318,6 +328,8 @@ def pages_of(contents: Contents, page_size: int | None = None) -> tuple[str, tab
         return "compressed rows", tables.from_csr(*parts, size)
     if {"slots", "context_lens"} <= arrays.keys():
         return "a slot a token", tables.from_slots(arrays["slots"], arrays["context_lens"])
+    if isinstance(about := contents.metadata.get("cache"), dict) and "paged" in about:
+        return "a paged cache of kvkit's", of_paged(arrays, about["paged"])
     if {"cache_cells.positions", "cache_cells.sequences"} <= arrays.keys():
         return "cells", cells_of(arrays)
     return None
@@ -325,7 +337,7 @@ def pages_of(contents: Contents, page_size: int | None = None) -> tuple[str, tab
 
 def rows_of(contents: Contents, pages: tables.Pages) -> tuple[int | None, np.ndarray | None]:
     """(rows of a file's cache, which of them hold something), as far as its layout tells them."""
-    cache, line = files.nested(contents.arrays), contents.description.layout
+    cache, line = contents.cache, contents.description.layout
     if cache is None or line is None:
         return None, None
     views, _ = viewed_as_one(cache, line, contents.description.sizes)
@@ -335,6 +347,16 @@ def rows_of(contents: Contents, pages: tables.Pages) -> tuple[int | None, np.nda
     if keys.shape[1] % pages.page_size:
         return None, None
     return keys.shape[0] * keys.shape[1], (keys != 0).any((-2, -1)).ravel()
+
+
+def of_paged(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> tables.Pages:
+    """Of what `PagedCache.save` wrote: blocks by their places in the file."""
+    rows = [arrays[f"sequences.{i}.block_table"] for i in range(len(about["sequences"]))]
+    numbers = np.full((len(rows), max(map(len, rows), default=0)), -1)
+    for sequence, row in enumerate(rows):
+        numbers[sequence, : len(row)] = np.searchsorted(arrays["blocks"], row)
+    lengths = np.array([said["length"] for said in about["sequences"]], np.int64)
+    return tables.from_blocks(numbers, lengths, about["arguments"]["page_size"])
 
 
 def cells_of(arrays: Mapping[str, np.ndarray]) -> tables.Pages:

@@ -8,15 +8,17 @@ from html import escape
 
 ROW, CHARACTER, MARGIN = 24, 7.2, 12  # pixels
 STYLE = """
-text{font:12px ui-monospace,monospace;fill:#1b1f24}
-.note{fill:#57606a}
-rect{stroke:#8b949e;stroke-width:.75}
-.none{fill:#ffffff}.free{fill:#f6f8fa}.stale{fill:#d0d7de}.shared{fill:#f2cc60}.scale{fill:#eac54f}
-.key{fill:#b6d7ff}.value{fill:#bfe8c5}.both{fill:#d9c8ff}
+.kvkit text{font:12px ui-monospace,monospace;white-space:pre;fill:#1b1f24}
+.kvkit .note{fill:#57606a}
+.kvkit rect{stroke:#8b949e;stroke-width:.75}
+.kvkit .none{fill:#ffffff;stroke:none}.kvkit .free{fill:#f6f8fa}.kvkit .stale{fill:#d0d7de}
+.kvkit .shared{fill:#f2cc60}.kvkit .scale{fill:#eac54f}
+.kvkit .key{fill:#b6d7ff}.kvkit .value{fill:#bfe8c5}.kvkit .both{fill:#d9c8ff}
 @media (prefers-color-scheme:dark){
-text{fill:#e6edf3}.note{fill:#9198a1}rect{stroke:#545d68}
-.none{fill:#0d1117}.free{fill:#161b22}.stale{fill:#3d444d}.shared{fill:#7d5a00}.scale{fill:#845306}
-.key{fill:#0f3d73}.value{fill:#13532a}.both{fill:#4b2e83}
+.kvkit text{fill:#e6edf3}.kvkit .note{fill:#9198a1}.kvkit rect{stroke:#545d68}
+.kvkit .none{fill:#0d1117;stroke:none}.kvkit .free{fill:#161b22}.kvkit .stale{fill:#3d444d}
+.kvkit .shared{fill:#7d5a00}.kvkit .scale{fill:#845306}
+.kvkit .key{fill:#0f3d73}.kvkit .value{fill:#13532a}.kvkit .both{fill:#4b2e83}
 }
 """
 LIGHT, DARK = (60, 84), (45, 28)  # saturation, lightness of a sequence's colour, in percent
@@ -36,7 +38,7 @@ def hues(count: int) -> str:
     """Colours of so many sequences, as far apart as they can be."""
     turns = [round(i * 137.508 + 210) % 360 for i in range(count)]
     light, dark = (
-        "".join(f".s{i}{{fill:hsl({turn} {mode[0]}% {mode[1]}%)}}" for i, turn in enumerate(turns))
+        "".join(f".kvkit .s{i}{{fill:hsl({turn} {mode[0]}% {mode[1]}%)}}" for i, turn in enumerate(turns))
         for mode in (LIGHT, DARK)
     )
     return f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}\n"
@@ -50,11 +52,11 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     width = max(wide, default=0) * CHARACTER + 2 * MARGIN
     height = len(rows) * ROW + 2 * MARGIN
     made = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
-        f'height="{height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" role="img">',
         f"<title>{escape(title)}</title>",
         f"<style>{STYLE}{hues(sequences)}</style>",
-        '<rect class="none" width="100%" height="100%" stroke="none"/>',
+        '<rect class="none" width="100%" height="100%"/>',
     ]
     for i, (label, cells) in enumerate(rows):
         y = MARGIN + i * ROW

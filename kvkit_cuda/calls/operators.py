@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvkit.checks.words import wrong
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
 from kvkit_cuda.ground import host
@@ -96,6 +97,10 @@ def call(path, values):
 
 def run(op, step, values, stream, repeated=None):
     """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
+    if values.get("quant_format") is not None:
+        raise wrong(
+            "quant_format", "None: no kernel of the device reads others yet", repr(values["quant_format"])
+        )
     kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
     out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
@@ -128,7 +133,8 @@ def run(op, step, values, stream, repeated=None):
         for launch in prepared:  # nothing has been written so far, and nothing can fail any more
             launch()
     operands = there | {repeats.result(i): copy for i, copy in enumerate(copies)}
-    stays = all(operand is whole[name] for name, operand in there.items()) and copies == made
+    pairs = *((there[name], whole[name]) for name in there), *zip(copies, made, strict=True)
+    stays = all(operand is given for operand, given in pairs)
     if repeated and stays and operands.keys() >= repeated.arrays.keys():
         operands = {name: each for name, each in operands.items() if each.seen is not None}
         forms = list(call.results.forms.values())

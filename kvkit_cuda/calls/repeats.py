@@ -116,7 +116,9 @@ class Repeat:
     def __init__(self, launches, operands, forms, capacity):
         """For operands by name, results among them, of such `forms` (shape, dtype), and rows of the cache."""
         self.launches = [launch.prepared() for launch in launches if all(launch.blocks[1:])]
-        self.forms, self.capacity, self.device, self.context = forms, capacity, *host.device_and_context()
+        self.forms, self.capacity = forms, capacity
+        self.device, self.context = host.current(), host.context()
+        self.results = [result(i) for i in range(len(forms))]
         self.like = next(iter(operands.values())).like
         self.spans = {name: span(operand.seen) for name, operand in operands.items()}
         self.written = [name for name in operands if name in WRITTEN or name not in INPUTS]
@@ -134,10 +136,13 @@ class Repeat:
         """The results in a tuple; None if the call needs the full checks."""
         if host.context() != self.context or step.sequences.steps.rows > self.capacity:
             return None
-        number = (call.stream or host.LEGACY_DEFAULT) if stream is None else host.number(host.stream(stream))
+        number = call.stream or host.LEGACY_DEFAULT
+        if stream is not None:
+            number = stream if type(stream) is int and stream else host.number(host.stream(stream))
         places, arrays = call.places, call.arrays
-        if result(0) not in arrays:
-            new = {result(i): self.like(*form, host.stream(number)) for i, form in enumerate(self.forms)}
+        if self.results[0] not in arrays:
+            forms = zip(self.results, self.forms, strict=True)
+            new = {name: self.like(*form, host.stream(number)) for name, form in forms}
             arrays, places = arrays | new, places | {name: face(new[name])(new[name])[1] for name in new}
         if self.overlaps(places):
             return None
@@ -149,12 +154,12 @@ class Repeat:
             for numbers, at, name, offset in self.moved:
                 numbers[at] = places[name] + offset
             if self.shared:
-                scratch = SCRATCH.of(self.size, host.stream(number))
+                scratch = SCRATCH.of(self.size, self.device, number)
                 for numbers, at in self.shared:
                     numbers[at] = scratch
             for launch in self.launches:
                 launch.start(handle, captured)
-        return [arrays[result(i)] for i in range(len(self.forms))]
+        return [arrays[name] for name in self.results]
 
     def overlaps(self, places):
         """Whether something that is written may overlap anything."""

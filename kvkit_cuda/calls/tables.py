@@ -24,10 +24,11 @@ class Tables:
         self.steps, self.lasting = steps, lasting
         self.given = frozenset(there)  # what came from the device
         self.waiting: list = [name for name in STEP if name not in there]
-        self.there: dict[object, object] = dict(there)
+        self.there: dict[object, object] = {name: there[name] for name in there}
         self.copies: list[tuple[object, list]] = []  # memory, and the names of what lies there
         self.works: dict[object, Work] = {}
-        self.written, self.users = None, set[int]()  # by which stream; those that come after that
+        self.written: object = None  # by this stream
+        self.users: set[int] = set()  # streams that come after that
 
     def contents(self, name):
         """A table on the host."""
@@ -156,24 +157,29 @@ class Scratch(dict):
     What a captured graph may use is never given back: memory grows in powers of two.
     """
 
-    last: object = None
+    def __init__(self):
+        self.owners: list = []  # of all memory
 
-    def of(self, size, stream):
-        """The address of so much memory. A captured stream gets what an earlier call on another one had."""
+    def of(self, size, device, number):
+        """The address of so much memory, for a device and the address of a stream.
+
+        A captured stream may get what an earlier call on another one had.
+        """
         if not size:
             return 0
-        owner = host.current(), host.number(stream)
-        grown = self.setdefault(owner, [])
-        if not grown or grown[-1].size < size:
-            if host.capturing(stream):
-                grown = self.get(self.last, [])
-                if not grown or grown[-1].size < size:
-                    expected = "a call of this form on this device before it is captured"
-                    raise wrong("stream", expected, "one that is captured")
-            else:
-                grown.append(host.empty(max(1 << 16, 1 << (size - 1).bit_length()), np.uint8, stream))
-                self.last = owner
-        return host.address(grown[-1])
+        room, place = self.get((device, number), (0, 0))
+        if room >= size:
+            return place
+        if host.is_captured(host.handle(number)):
+            rooms = [there for (where, _), there in self.items() if where == device and there[0] >= size]
+            if not rooms:
+                expected = "a call of this form on this device before it is captured"
+                raise wrong("stream", expected, "one that is captured")
+            return rooms[-1][1]
+        room = max(1 << 16, 1 << (size - 1).bit_length())
+        self.owners.append(host.empty(room, np.uint8, 0))
+        self[device, number] = room, host.address(self.owners[-1])
+        return self[device, number][1]
 
 
 SCRATCH = Scratch()

@@ -3,7 +3,8 @@
 import contextlib
 import ctypes
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numba import cuda
@@ -50,10 +51,6 @@ def current():
 def context():
     """The address of the driver's current context."""
     return int(driver().binding.cuCtxGetCurrent()[1])
-
-
-def device_and_context():
-    return current(), context()
 
 
 @contextlib.contextmanager
@@ -132,11 +129,13 @@ def wait_for(producer, stream):
 
 def capturing(stream):
     """Whether a stream is captured, into a graph."""
-    return NATIVE and is_captured(stream.handle)
+    return is_captured(stream.handle) if NATIVE else False
 
 
 def is_captured(handle):
     """The same for a stream of the driver's."""
+    if not NATIVE:
+        return False
     error, status = driver().binding.cuStreamIsCapturing(handle)
     return not error and status != 0
 
@@ -144,6 +143,8 @@ def is_captured(handle):
 @functools.cache
 def handle(number):
     """The driver's stream of that address."""
+    if not NATIVE:
+        return None
     return driver().binding.CUstream(number)
 
 
@@ -229,9 +230,9 @@ def loaded(kernel, which):
 
 def words(arguments):
     """Arguments as the entry of a kernel takes them, in 64 bits each; arrays as numba's are."""
-    found = []
+    found: list = []
     for each in arguments:
-        if isinstance(each, tuple) and not isinstance(each, Table):
+        if isinstance(each, tuple):
             found += each
         elif isinstance(each, (int, np.integer)):
             found.append(int(each))
@@ -245,14 +246,14 @@ def words(arguments):
 # Memory
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Table:
     """An int64 array of the device, in C order, in memory of an owner."""
 
     place: int
     shape: tuple
     owner: object
-
-    dtype = np.dtype(np.int64)
+    dtype: ClassVar = np.dtype(np.int64)
 
 
 def interface(array):

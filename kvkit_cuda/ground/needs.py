@@ -17,6 +17,19 @@ DRIVERS = {12: "525 (Linux) or 528 (Windows)", 13: "580"}  # the oldest ones, by
 INSTALL = "pip install 'kvkit-kernels[{extra}]'"
 
 
+def told():
+    """What is missing of all that kernels need, in a list of messages."""
+    found = []
+    for need in (packages, driver, libraries):
+        try:
+            need()
+        except DeviceError as error:
+            found.append(str(error))
+            if need is packages:
+                break
+    return found
+
+
 def missing(expected, got, remedy):
     return wrong("kvkit_cuda", expected, f"{got}: {remedy}", DeviceError)
 

@@ -6,8 +6,10 @@ import llama_state
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from kvkit import files
+from kvkit.cache import DynamicCache, PagedCache
 from kvkit.layouts import NAMED, tables
 from kvkit_cli.main import main
 
@@ -279,3 +281,69 @@ def test_tables_in_a_file_of_their_own(run, tmp_path, rng):
     [[keys, _]] = files.nested(files.read(tmp_path / "out.npz").arrays)
     expected = np.concatenate([pool[0][5], pool[0][2]])[:7, :, :8].transpose(1, 0, 2)
     assert np.array_equal(keys[0], expected)
+
+
+def test_codes_of_mlx_move_with_their_scales(run, tmp_path, rng):
+    state, texts = {}, {"0.0.0": "5", "0.0.1": "32", "0.0.2": "4", "2.0": "QuantizedKVCache"}
+    for kv in range(2):
+        state[f"0.{kv}.0"] = rng.integers(0, 2**32, (1, HEADS, 5, 8), np.uint32)
+        state[f"0.{kv}.1"], state[f"0.{kv}.2"] = (
+            rng.random((1, HEADS, 5, 2)).astype(np.float16) for _ in range(2)
+        )
+    save_file(state, tmp_path / "mlx", texts)
+    code, out, _ = run("inspect", tmp_path / "mlx", "--stats")
+    assert code == 0
+    assert "format: mlx_q4" in out
+    assert (
+        run("convert", tmp_path / "mlx", tmp_path / "x.npz", "--to", "vllm-lbnhc", "--page-size", 2)[0] == 0
+    )
+    found = files.read(tmp_path / "x.npz")
+    assert found.description.format == "mlx_q4"
+    for part, name in enumerate(("cache", "scales", "minima")):
+        pool = found.arrays[f"{name}.0"].reshape(6, HEADS, 2, -1)[:5]
+        for kv in range(2):
+            assert np.array_equal(pool[:, :, kv], state[f"0.{kv}.{part}"][0].transpose(1, 0, 2))
+
+
+def test_caches_that_kvkit_saved(run, tmp_path, cache, rng):
+    saved = DynamicCache()
+    for layer, (keys, values) in enumerate(cache):
+        saved.update(keys, values, layer)
+    saved.save(tmp_path / "dynamic.npz")
+    found = json.loads(run("inspect", tmp_path / "dynamic.npz", "--json", "--stats")[1])
+    assert (found["kind"], found["sizes"]["n"]) == (".npz, a cache of 2 layers", TOKENS)
+    assert len(found["numbers"]) == 2 * LAYERS
+    assert run("convert", tmp_path / "dynamic.npz", tmp_path / "x.npz", "--to", "hf")[0] == 0
+    for one, other in zip(files.read(tmp_path / "x.npz").cache, cache, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+    paged = PagedCache(9, 4, LAYERS, HEADS, DIM, np.float16)
+    for layer, (keys, values) in enumerate(cache):
+        paged.update(keys, values, layer)
+    paged.save(tmp_path / "paged.npz")
+    assert run("draw", tmp_path / "paged.npz")[1].splitlines()[-2:] == ["5  a...", "a 21 rows; . free 3"]
+    assert (
+        run("convert", tmp_path / "paged.npz", tmp_path / "y.npz", "--to", "hf", "--page-size", "longest")[0]
+        == 0
+    )
+    for one, other in zip(files.read(tmp_path / "y.npz").cache, cache, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_tables_that_are_none_are_refused(run, tmp_path):
+    path, cells = tmp_path / "x.npz", {"cache_cells.positions": np.zeros((2, 2))}
+    for arrays, metadata in (
+        ({}, {"cache": {"paged": {}}}),
+        ({}, {"cache": {"paged": 5}}),
+        ({}, {"cache": {"paged": {"sequences": [{}], "arguments": {}}}}),
+        (cells | {"cache_cells.sequences": np.zeros(3)}, {}),
+        (
+            cells
+            | {"cache_cells.sequences": np.zeros(3, int), "cache_cells.sequence_starts": np.zeros(9, int)},
+            {},
+        ),
+        ({"block_tables": np.zeros(3), "context_lens": np.zeros((2, 2)), "page_size": np.array(4)}, {}),
+    ):
+        files.write(path, {"a": np.zeros(3), **arrays}, metadata=metadata)
+        assert_refused(run("inspect", path), "expected")
+        assert_refused(run("draw", path), "expected")

@@ -1085,7 +1085,7 @@ def test_wrong_commands(run, files, args, text):
     ("setting", "text"),
     [
         ("num_layers=1", "no such name (did you mean num_layer?); there are start_pos, num_layer"),
-        ("cache=1", "no such name; there are start_pos"),
+        ("cache=1", "no such name (did you mean cache_layout?); there are start_pos"),
         ("num_layer", "expected num_layer=NUMBER"),
         ("num_layer=", "expected num_layer=NUMBER"),
         ("num_layer=a", "expected num_layer=NUMBER"),

@@ -1,31 +1,28 @@
 """What kvkit_cuda asks of numba-cuda itself, as far as that goes without a driver; warnings are errors."""
 
-from types import SimpleNamespace
+import importlib.util
+import re
 
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed; `make test` installs it")
 from numba import cuda
-from numba.cuda.core.errors import NumbaPerformanceWarning
 from numba.cuda.cudadrv import driver
 
 from kvkit.errors import DeviceError
-from kvkit_cuda.ground import device, host
+from kvkit_cuda.ground import host, needs
 
 DEVICES = {(7, 5): "expected compute capability 8.0 or later, got Tesla T4, of 7.5", (8, 0): None}
 DEFAULT, LEGACY, PER_THREAD, OTHER = 0, 1, 2, 4096
 
 
 @pytest.mark.parametrize("capability", DEVICES)
-def test_old_devices_are_refused(capability, monkeypatch):
-    found = SimpleNamespace(compute_capability=capability, name="Tesla T4")
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "get_current_device", lambda: found)
+def test_old_devices_are_refused(capability):
     if DEVICES[capability]:
         with pytest.raises(DeviceError, match=DEVICES[capability]):
-            host.require()
+            needs.capability("Tesla T4", capability)
     else:
-        host.require()
+        needs.capability("Tesla T4", capability)
 
 
 def stream(address):
@@ -33,20 +30,24 @@ def stream(address):
 
 
 @pytest.fixture
-def waited(monkeypatch):
-    """The streams that are waited for, by their addresses."""
+def events(monkeypatch):
+    """(stream that is recorded, stream that waits for it), by their addresses."""
     found = []
 
-    class Waiting(driver.Stream):
-        def synchronize(self):
-            found.append(int(self.handle))
+    class Event:
+        def record(self, stream):
+            self.recorded = int(stream.handle)
 
-    monkeypatch.setattr(cuda, "external_stream", lambda address: Waiting(driver.binding.CUstream(address)))
+        def wait(self, stream):
+            found.append((self.recorded, int(stream.handle)))
+
+    monkeypatch.setattr(cuda, "event", lambda timing: Event())
+    monkeypatch.setattr(cuda, "external_stream", stream)
     monkeypatch.setattr(cuda, "legacy_default_stream", lambda: stream(LEGACY))
     return found
 
 
-@pytest.mark.usefixtures("waited")
+@pytest.mark.usefixtures("events")
 def test_streams_have_addresses():
     """numba would have the default stream at 0, which protocols do not allow; arrays tell the address."""
     for given in (None, 0, stream(DEFAULT), LEGACY, stream(LEGACY)):
@@ -56,20 +57,39 @@ def test_streams_have_addresses():
             assert int(host.stream(given)) == host.number(host.stream(given)) == address
 
 
-def test_a_call_waits_for_other_streams_only(waited):
+def test_a_stream_waits_for_other_streams_only(events):
     for producer in (DEFAULT, LEGACY, PER_THREAD, OTHER):
         for own in (None, PER_THREAD, OTHER):
             host.wait_for(producer, host.stream(own))
-            assert waited == ([] if (producer or LEGACY) == (own or LEGACY) else [producer])
-            waited.clear()
+            pair = producer or LEGACY, own or LEGACY
+            assert events == ([] if pair[0] == pair[1] else [pair])
+            events.clear()
 
 
-def test_small_grids_are_launched_without_a_warning():
-    kernel, grid, asked = cuda.jit(lambda: None), ((1, 1), (32, 1), stream(LEGACY)), device.config
-    before = asked.CUDA_LOW_OCCUPANCY_WARNINGS
-    assert host.configured(kernel, *grid).griddim == (1, 1, 1)
-    assert before == asked.CUDA_LOW_OCCUPANCY_WARNINGS
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asked, "CUDA_LOW_OCCUPANCY_WARNINGS", 1)
-        with pytest.warns(NumbaPerformanceWarning):
-            kernel[2, 32, stream(LEGACY)]
+def test_a_linker_older_than_its_compiler_is_refused(monkeypatch):
+    """The real one is given the PTX of a compiler to come; what it says is told, with a remedy."""
+    ptx, _ = cuda.compile_ptx(lambda: None, (), cc=(8, 0))
+    newer = re.sub(r"(?m)^\.version .*", ".version 99.9", ptx)
+    monkeypatch.setattr(cuda, "compile_ptx", lambda *_, **__: (newer, None))
+    words = r"linker \(nvJitLink\) for the PTX of NVVM, version 99.9, got one that fails \(.*\): pip install"
+    with pytest.raises(DeviceError, match=words):
+        needs.libraries.__wrapped__()
+
+
+def test_a_compiler_that_is_missing(monkeypatch):
+    monkeypatch.setattr(cuda, "compile_ptx", lambda *_, **__: 1 / 0)
+    with pytest.raises(DeviceError, match=r"expected NVIDIA's compiler \(NVVM\), got none that works"):
+        needs.libraries.__wrapped__()
+
+
+def test_numba_cuda_that_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DeviceError, match=r"numba-cuda, got none: pip install 'kvkit-kernels\[cuda\]'"):
+        needs.packages()
+    assert len(needs.told()) == 1
+
+
+def test_all_that_is_missing_is_told():
+    """Here a driver is, and nothing else."""
+    (message,) = needs.told()
+    assert message.startswith("kvkit_cuda: expected an NVIDIA GPU and its driver, got no driver")

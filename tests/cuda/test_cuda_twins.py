@@ -109,6 +109,7 @@ def test_arguments_have_their_names_and_defaults(pair, bound):
         _, values = bound.pop()
         assert values.pop("stream") is stream
         assert values.pop("check", True) is True
+        assert values.pop("into", None) is None
         assert values == defaults | required
 
 

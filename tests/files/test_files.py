@@ -195,8 +195,9 @@ def test_coded_prompt_caches_of_mlx(tmp_path, rng):
         state[f"{name}.1"], state[f"{name}.2"] = (filled(rng, (1, 3, 7, 1), np.dtype("f2")) for _ in range(2))
     mlx_file(path, state, [("7", "64", "4")] * 2, ["QuantizedKVCache"] * 2)
     found = files.read(path)
-    assert found.description.sizes == {"l": 2, "b": 1, "h": 3, "n": 7, "c": 64}
-    assert (found.description.format, found.metadata["bits"], found.metadata["group"]) == ("mlx_q4", 4, 64)
+    assert found.description.sizes == {"l": 2, "b": 1, "h": 3, "n": 7}
+    assert found.description.format == "mlx_q4"
+    assert [found.metadata[name] for name in ("bits", "group", "head_dim")] == [4, 64, 64]
     for name, array in state.items():
         where, part = name[:-2], ("cache", "scales", "minima")[int(name[-1])]
         assert_same(found.arrays[f"{part}.{where}"], array)

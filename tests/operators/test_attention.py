@@ -473,6 +473,10 @@ def backwards(array):
     return np.flip(np.flip(array, (0, -2)).copy(), (0, -2))
 
 
+def elements_apart(array):
+    return np.repeat(array[..., ::-1], 2, -1)[..., ::-2]
+
+
 def guarded(array):
     return carve(array)[0]
 
@@ -492,7 +496,9 @@ ARRAYS = ("query", "key", "value", "current_key", "current_value")
 
 @kinds
 @pytest.mark.parametrize(
-    "form", [fused, heads_first, backwards, guarded, at_an_odd_address, read_only], ids=lambda f: f.__name__
+    "form",
+    [fused, heads_first, backwards, elements_apart, guarded, at_an_odd_address, read_only],
+    ids=lambda f: f.__name__,
 )
 def test_forms_of_inputs(kind, form, rng):
     for seqlen in (1, 6):

@@ -167,6 +167,55 @@ def test_queries_of_another_type(pair, queries, rng):
     scene.check()
 
 
+def inline_scales(rng, blocks, rows, heads, dim):
+    """As vLLM's int8_per_token_head has them: codes of keys, their scale, codes of values, theirs."""
+    row = rng.integers(0, 256, (blocks, heads, rows, 2 * (dim + 4)), np.uint8)
+    keys, values = row[..., : dim + 4], row[..., dim + 4 :]
+    codes = [side[..., :dim].view(np.int8) for side in (keys, values)]
+    return "b h n c", codes, [side[..., dim:].view(np.float32)[..., 0] for side in (keys, values)]
+
+
+def scales_beside(rng, blocks, rows, heads, dim):
+    """One pool of codes, one of scales for groups of 16."""
+    codes = rng.integers(-128, 128, (blocks, 2, rows, heads, dim), np.int8)
+    scales = np.full((blocks, 2, rows, heads, dim // 16), np.nan, np.float16)
+    return "b kv n h c", [codes, codes], [scales, scales]
+
+
+@pytest.mark.parametrize("queries", [(1, 1), (3, 40)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("form", [inline_scales, scales_beside], ids=lambda form: form.__name__)
+def test_codes_with_their_scales(form, queries, rng):
+    """Products of codes and scales are not rounded; scales of rows that hold nothing are NaN."""
+    scene = Scene(rng, "flash-attn", "fp32", (50, 70), queries, dim=32)
+    blocks, rows, heads, dim = scene.pools.keys.shape
+    layout, codes, scales = form(rng, blocks, rows, heads, dim)
+    kinds = [0, 1] if "kv" in layout else [slice(None)] * 2
+    views = []
+    for side, (code, scale) in enumerate(zip(codes, scales, strict=True)):
+        axes = [axis for axis in layout.split() if axis != "kv"]
+        code, scale = (x[:, kinds[side]] if "kv" in layout else x for x in (code, scale))
+        scale = scale if scale.ndim == 4 else scale[..., None]
+        code, scale = (x.transpose([axes.index(axis) for axis in "bnhc"]) for x in (code, scale))
+        scale[...] = np.nan
+        for own, length in zip(scene.pages, scene.lengths, strict=True):
+            for j in range(length):
+                scale[own[j // rows], j % rows] = rng.uniform(0.001, 0.02, scale.shape[2:])
+        views.append(code * np.repeat(scale.astype(np.float64), dim // scale.shape[3], 3))
+    scene.pools.keys, scene.pools.values = views
+    output, lse = scene.expected()
+    more = {"key_cache": codes[0], "value_cache": codes[1], "layout": layout, "return_lse": True}
+    got = scene.run(**more, key_scale=scales[0], value_scale=scales[1])
+    assert_near(got[0], output, 2e-5)
+    assert_near(got[1], lse, 2e-5)
+    for name, wrong in (
+        ("key_scale", {"key_scale": None, "value_scale": None}),
+        ("key_scale", {"key_scale": 0.5, "value_scale": 0.5}),
+        ("key_scale", {"key_scale": np.ones(heads, np.float32)}),
+    ):
+        with pytest.raises(KvkitError, match=f"^{name}: expected "):
+            scene.run(**more | {"key_scale": scales[0], "value_scale": scales[1]} | wrong)
+
+
 EXTRAS = {
     "not causal": {"is_causal": False},
     "scale": {"softmax_scale": -0.3},
@@ -290,7 +339,7 @@ def bad(scene):
     yield "value_cache", {"value_cache": None}
     yield "value_cache", {"value_cache": scene.pools.given[1][:-1]}
     yield "value_cache", {"layout": "b h n c"} | {"value_cache": scene.pools.given[1].swapaxes(1, 2)}
-    yield "key_cache", {"key_cache": np.ones(pool.shape, np.int8)}
+    yield "value_cache", {"key_cache": np.ones(pool.shape, np.int8)}
     for name in ("key_scale", "value_scale"):
         for value in ("1", np.nan, [1.0, 1.0], np.ones(3, np.float32), np.ones((4, 2), np.float32)):
             yield name, {name: value}

@@ -17,7 +17,7 @@ OF_KIND = {
     int: NOT_INTEGERS,
     float: [np.nan, np.inf, -np.inf, "1", True, [1.0], 1j, np.ones(2)],
     bool: [None, "yes", 2, -1, 1.0, [True], np.array([True, False])],
-    str: [None, 0, True, b"ND", "nd", "none", "fp16", ["ND"], np.float32],
+    str: [0, True, b"ND", "nd", "none", "fp16", ["ND"], np.float32],
     tuple: [None, 3, "ab", (3,), (1, 2, 3), (1.0, 2), (None, 1), ("1", "2"), (-2, 0), (0, -5), np.ones(2)],
 }
 OUT_OF_RANGE = {
@@ -40,6 +40,7 @@ OUT_OF_RANGE = {
     "scaling_type": ["yarn", b"linear"],
     "data_type": ["float64", "int8", "int4", "", 16],
     "cache_format": ["NHSD", ""],
+    "quant_format": ["fp8", "", 8, True],
     "empty_window": ["COPY", ""],
     "layout": ["NHD", "b n h", "b n h c c", "b kv"],
     "compress_type": [-1, 4, "KVHEAD"],
@@ -99,7 +100,8 @@ def test_calls_are_of_every_operator_and_legal():
 @pytest.mark.parametrize(("make", "attribute"), [*attributes()])
 def test_attributes(make, attribute):
     call, name = make(), attribute.name
-    for value in [*OF_KIND[attribute.kind], *OUT_OF_RANGE.get(name, ())]:
+    none = [] if attribute.default is None else [None]
+    for value in [*OF_KIND[attribute.kind], *none, *OUT_OF_RANGE.get(name, ())]:
         refused(call.but(**{name: value}), name)
     for value, names in ELSEWHERE.get(name, ()):
         if call.inputs.get(name) != value:

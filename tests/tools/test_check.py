@@ -117,7 +117,7 @@ def eights():
 
 
 def log_sums(base=1.0, empty=-np.inf):
-    """Of a query to each of two contexts, one of them empty, as an engine with another base would give them."""
+    """Of a query to each of two contexts, one of them empty, as an engine with another base gives them."""
     rng = np.random.default_rng(8)
     keys, query = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 1, 8), (2, 2, 8)))
     scores = [[sum(q * k) / np.sqrt(8) for k in keys[[1, 0]].reshape(8, 8)[:6]] for q in query[0]]
@@ -183,7 +183,7 @@ MUTATIONS = {
     "P6": [put(tables, "block_tables", (0, 3), 4), put(rows, "kvstarts", 2, 12)],
     "P7": [
         but(tables, block_tables=tables()["block_tables"].astype(np.int64) + 4096),
-        put(but(tables, block_tables=tables()["block_tables"].astype(np.int64)), "block_tables", (2, 0), 2**31 + 2),
+        but(tables, block_tables=np.array([[7, 3, 9, -1], [7, 3, 5, 8], [2**31 + 2, 6, -1, -1]])),
     ],
     "S1": [put(tables, "slot_mapping", 1, 35), but(tables, slot_positions=np.array([9, 12, 7]))],
     "S2": [put(tables, "slot_mapping", 2, 33), but(tables, slot_mapping=np.array([5, 5]),
@@ -191,7 +191,8 @@ MUTATIONS = {
     "S3": [put(tables, "slot_mapping", 0, 48)],
     "S4": [but(tables, reserved_block=9), but(tables, reserved_block=0, slot_mapping=np.array([0, 33, 27]))],
     "S5": [
-        but(tables, slot_mapping=np.array([37, 33, 27, -1]).view(np.int32), slot_sequences=None, slot_positions=None),
+        but(tables, slot_mapping=np.array([37, 33, 27, -1]).view(np.int32), slot_sequences=None,
+            slot_positions=None),
         but(tables, slot_mapping=np.array([37, 33], np.int32).view(np.int64), slot_sequences=None,
             slot_positions=None),
         but(tables, block_tables=tables()["block_tables"].astype(np.int64).view(np.int32)),
@@ -217,7 +218,8 @@ MUTATIONS = {
     "L3": [swapped],
     "Q1": [put(coded, "key_scale", (7, 0, 1, 0), np.inf), put(eights, "value_scale", 0, np.nan)],
     "Q2": [but(eights, key_scale=np.ones(2, np.float32)), but(eights, value_scale=np.float32(1))],
-    "Q3": [put(coded, "value_cache", (slice(0, 8), slice(None), 1), 127), put(eights, "key_cache", (7, 1, 0, 3), -448.0)],
+    "Q3": [put(coded, "value_cache", (slice(0, 8), slice(None), 1), 127),
+           put(eights, "key_cache", (7, 1, 0, 3), -448.0)],
     "Q4": [
         put(coded, "key_scale", (9, 0, 0, 0), 0), put(coded, "value_scale", (9, 0, 0, 0), -0.01),
         but(eights, key_scale=np.float32([0, 1])),
@@ -361,7 +363,7 @@ def test_a_report(tmp_path):
     assert said["errors"] == sum(found.counts.values())
     assert "S3: 15 more like these" in str(found)
     path = tmp_path / "step.npz"
-    npz.write(path, {name: array for name, array in tables().items()})
+    npz.write(path, tables())
     assert str(check(path)).startswith("fine: 13 rules")
 
 

@@ -2,12 +2,12 @@
 
 import json
 
-import kvkit.layouts
 import ml_dtypes
 import numpy as np
 import pytest
 import reference
 
+import kvkit.layouts
 from kvkit.errors import KvkitError
 from kvkit.tools import diff
 from kvkit.tools.causes import CAUSES
@@ -133,7 +133,11 @@ def recipe(x, most, rounding=np.rint, reciprocal=False, exact=False, wide=False,
                 group = x[t, h, 8 * g : 8 * g + 8].astype(np.float32)
                 s = np.float32(max(abs(group)) / np.float32(most))
                 s = s if wide else np.float32(s.astype(t1))
-                s = max(s, np.float32(1e-5) if wide else np.float32(np.float32(1e-5).astype(t1))) if smallest else s
+                s = (
+                    max(s, np.float32(1e-5) if wide else np.float32(np.float32(1e-5).astype(t1)))
+                    if smallest
+                    else s
+                )
                 with np.errstate(all="ignore"):
                     inverse = np.float32(1) / s
                     inverse = inverse if wide else np.float32(inverse.astype(t1))
@@ -151,7 +155,9 @@ def recipe(x, most, rounding=np.rint, reciprocal=False, exact=False, wide=False,
 
 RECIPES = {
     "truncation": {"rounding": np.trunc},
-    "rounding half away from zero": {"rounding": lambda u: np.sign(u) * np.floor(np.abs(u) + np.float32(0.5))},
+    "rounding half away from zero": {
+        "rounding": lambda u: np.sign(u) * np.floor(np.abs(u) + np.float32(0.5))
+    },
     "reciprocal instead of division": {"reciprocal": True},
     "quotient not rounded to the data's type": {"exact": True},
     "float32 scale for a 16-bit one": {"wide": True},
@@ -178,7 +184,9 @@ def test_causes_of_rounding(cause, bit):
 @pytest.mark.parametrize("cause", ["truncation", "rounding half away from zero"])
 def test_floats_that_were_narrowed_otherwise(dtype, low, cause):
     x = (np.random.default_rng(3).integers(0, 2**20, (40, 2, C)) * 2.0**-10 + 2).astype(np.float32)
-    x.view(np.uint32)[:20] = x.view(np.uint32)[:20] & (0xFFFFFFFF ^ ((1 << low) - 1)) | (1 << (low - 1))  # ties
+    x.view(np.uint32)[:20] = x.view(np.uint32)[:20] & (0xFFFFFFFF ^ ((1 << low) - 1)) | (
+        1 << (low - 1)
+    )  # ties
     bits = x.view(np.uint32).astype(np.int64) + ((1 << (low - 1)) if "half" in cause else 0)
     cut = (bits >> low << low).astype(np.uint32).view(np.float32)
     found = diff({"key": x.astype(dtype)}, {"key": cut.astype(dtype)}, like={"key": x})
@@ -187,7 +195,10 @@ def test_floats_that_were_narrowed_otherwise(dtype, low, cause):
 
 
 def test_every_cause_is_tested():
-    assert set(CAUSES) == {case[0] for case in places()} | set(RECIPES) | {"keys and values swapped", "nibbles swapped"}
+    assert set(CAUSES) == {case[0] for case in places()} | set(RECIPES) | {
+        "keys and values swapped",
+        "nibbles swapped",
+    }
     for function in CAUSES.values():
         assert function.__doc__
 
@@ -201,7 +212,9 @@ def test_what_no_cause_explains():
 # What is counted
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.int8, ml_dtypes.float8_e4m3fn, np.int64])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, BFLOAT16, np.int8, ml_dtypes.float8_e4m3fn, np.int64]
+)
 def test_counts_are_those_of_loops(rng, dtype):
     expected = (rng.standard_normal((L, B, N, H, C)) * 4).astype(dtype)
     got = expected.copy()
@@ -229,7 +242,7 @@ def test_counts_are_those_of_loops(rng, dtype):
 def test_ulps_and_tolerances():
     expected = np.array([[1.0, -1.0, 0.0, 65504.0, np.nan]], np.float16)
     words = expected.view(np.uint16).astype(np.int64)
-    got = (words + [1, 3, 0, 1, 1]).astype(np.uint16).view(np.float16)
+    got = (words + np.array([1, 3, 0, 1, 1])).astype(np.uint16).view(np.float16)
     got[0, 2] = -0.0
     [found] = diff(expected, got).arrays
     assert found.differing == 5
@@ -249,7 +262,12 @@ def test_layouts():
     assert diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").equal
     kvkit.layouts.view(other["cache"], "| l b h kv n c").values[0, 2, 3, 1, 5] = 9
     [found] = diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").arrays
-    assert (found.name, found.first["page"], found.first["position"], found.first["head"]) == ("values", 2, 3, 1)
+    assert (found.name, found.first["page"], found.first["position"], found.first["head"]) == (
+        "values",
+        2,
+        3,
+        1,
+    )
 
 
 def test_large_arrays_are_tried_in_part(monkeypatch):

@@ -28,8 +28,8 @@ def append(table, kvlens, start_pos):
     new = np.array(kvlens) - np.array(start_pos)
     key = np.ones((new.sum(), 1, 8), np.float32)
     return kvkit.dynamic_batching.key_value_cache(
-        key, key, np.cumsum([0, *new]), np.cumsum([0, *kvlens]), np.array(table), np.array(start_pos), None, None,
-        np.zeros((16, 1, 2, 1, 8), np.float32), cache_mode=1, page_size=4,
+        key, key, np.cumsum([0, *new]), np.cumsum([0, *kvlens]), np.array(table), np.array(start_pos),
+        None, None, np.zeros((16, 1, 2, 1, 8), np.float32), cache_mode=1, page_size=4,
     )  # fmt: skip
 
 

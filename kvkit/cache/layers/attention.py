@@ -27,6 +27,7 @@ class Attention:
     def __call__(self, layer, query, attention_mask, softmax_scale, softcap, sinks, return_lse):
         """See `Layer.attend`."""
         fmt, query = asked(layer, query)
+        query = layer.store.query(query)
         batch, new, query_heads, _ = query.shape
         out = np.empty((batch, new, query_heads, layer.store.geometry.value_dim), query.dtype)
         wants_lse = flag("return_lse", return_lse)
@@ -43,7 +44,7 @@ class Attention:
             )
             made = Call(call, layer, fmt, arrays, weights)
             self.call = made if call else None
-        attn_output = out.swapaxes(1, 2)
+        attn_output = layer.store.output(out).swapaxes(1, 2)
         return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
-from kvkit.formats import BY_NAME
+from kvkit.formats import rotation_named
+from kvkit.formats.elements import BY_NAME, STORED
 
 AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
 
@@ -30,6 +31,14 @@ class QuantSpec:
         Elements that share a scale.
     param_dtype : str
         ``"float16"`` or ``"float32"``: the dtype of scales and minima.
+    format : str, optional
+        In the place of codes of `bits` and their `scheme`: ``"e4m3"`` or ``"e5m2"``, floats of 8 bits times
+        a scale, the largest magnitude of `group` neighbouring elements over the largest code; or ggml's
+        blocks of 32 elements, ``"q8_0"`` or ``"q4_0"``.
+    rotation : str, optional
+        What turns rows before they are stored, and queries and outputs, so that no channel stands out:
+        ``"hadamard"``, in blocks ``"hadamard:64"``, ``"llama.cpp"`` or ``"vllm"`` as those do (see
+        `kvkit.formats.rotate`). Tokens that are not coded are turned too, and rounded to the data again.
 
     Examples
     --------
@@ -43,6 +52,8 @@ class QuantSpec:
     axis: Literal["token", "channel"] | None = None
     group: int = 32
     param_dtype: Literal["float16", "float32"] = "float16"
+    format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None
+    rotation: str | None = None
 
     def __post_init__(self) -> None:
         choice("bits", self.bits, (8, 4, 2))
@@ -51,8 +62,17 @@ class QuantSpec:
         for name, words in legal:
             if getattr(self, name) not in words:
                 raise wrong(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
+        if self.format is not None and self.format not in STORED:
+            raise wrong("format", f"one of {', '.join(STORED)}, or None", repr(self.format))
+        if self.format and self.axis == "channel":
+            raise wrong("axis", f"'token', for format '{self.format}'", "'channel'")
+        rotation_named(self.rotation)
 
     def bytes_per_token(self, head_dim: int) -> float:
         """Bytes of a coded token and head: its codes, and its part of scales and minima."""
-        cells = (1 if self.scheme == "sym" else 2) * BY_NAME[self.param_dtype].bytes(1)
+        cell = BY_NAME[self.param_dtype].bytes(1)
+        if self.format:
+            element = STORED[self.format]
+            return float(element.bytes(head_dim) + (0 if element.block else head_dim * cell / self.group))
+        cells = (1 if self.scheme == "sym" else 2) * cell
         return head_dim * self.bits / 8 + head_dim * cells / self.group

@@ -20,7 +20,7 @@ SPEC = QuantSpec()
 
 def fitting(spec, dim, by_default):
     """A spec for a head size: groups of who has said nothing of them divide it."""
-    fits = not by_default or spec.axis == "channel"
+    fits = not by_default or spec.axis == "channel" or spec.format
     return spec if fits else replace(spec, group=math.gcd(spec.group, dim))
 
 
@@ -75,6 +75,7 @@ class QuantizedLayer(Layer):
         for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
             if not isinstance(spec, QuantSpec):
                 raise wrong(name, "a QuantSpec", describe(spec))
+            axis = "token" if spec.format else axis
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
         self.specs, self._by_default = tuple(specs), (key is SPEC, value is SPEC)
         self.residual_length = integer("residual_length", residual_length, 0)
@@ -84,7 +85,7 @@ class QuantizedLayer(Layer):
 
     def describe(self) -> dict[str, Any]:
         """What the constructor takes."""
-        key, value = map(asdict, self.specs)
+        key, value = ({name: x for name, x in asdict(spec).items() if x is not None} for spec in self.specs)
         counts = {"residual_length": self.residual_length, "sink": self.sink, "read_back": self.read_back}
         return {"key": key, "value": value, **counts}
 

@@ -10,6 +10,7 @@ from kvkit.cache.stores.mapped import File
 from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.view import KVView
 from kvkit.formats import BY_NAME
+from kvkit.formats.rotations import OUTPUT, QUERY
 
 SIDES = "keys", "values"
 GROWING = "tail", "codes", "cells"
@@ -91,6 +92,14 @@ class CodeStore:
         self.tables = [side.described() for side in self.sides]
         forms = [side.format for side in self.sides]
         return segments().context(packed, batch, heads, tuple(dims), forms, self.tables)
+
+    def query(self, query):
+        """Queries as the stored keys want them."""
+        return self.sides[0].turned(query, QUERY)
+
+    def output(self, out):
+        """Outputs of attention to the stored values, as a caller wants them."""
+        return self.sides[1].turned(out, OUTPUT)
 
     def begin_at(self, numbers, row):
         """Let prepared attention see what the latest view sees."""

@@ -6,7 +6,10 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.checks.words import wrong
-from kvkit.formats import BY_DTYPE, BY_NAME
+from kvkit.formats import rotation_named
+from kvkit.formats.elements import BY_DTYPE, BY_NAME, STORED
+from kvkit.formats.rotations import OUTPUT
+from kvkit.formats.rotations import STORED as STORED_ROWS
 
 PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file
 SEGMENT_FIELDS = 33  # that describe three segments
@@ -27,6 +30,13 @@ def segments():
     return segments
 
 
+def rotating():
+    """Likewise those of rotations."""
+    from kvkit.cpu import rotations
+
+    return rotations
+
+
 class Side:
     """Keys or values of a layer, [B, H, tokens, dim], from `shape` and dtype of its first update.
 
@@ -37,15 +47,21 @@ class Side:
     def __init__(self, name, spec, shape, dtype, sink, residual):
         batch, heads, _, dim = shape
         element, by_token = BY_DTYPE[dtype].name, spec.axis == "token"
-        if dim * spec.bits % 8:
+        block = STORED[spec.format].block if spec.format else None
+        if not spec.format and dim * spec.bits % 8:
             raise wrong(name, f"a head size whose {spec.bits}-bit codes fill bytes", dim)
-        if by_token and dim % spec.group:
-            raise wrong(name, f"a head size that groups of {spec.group} divide", dim)
-        group = spec.group if by_token else 1
+        group = block.elements if block else spec.group
+        if by_token and dim % group:
+            raise wrong(name, f"a head size that groups of {group} divide", dim)
+        group, self.rotation = group if by_token else 1, rotation_named(spec.rotation)
+        if self.rotation:
+            self.rotation.size(dim, name == "value")
         self.block = 1 if by_token else spec.group  # tokens with the same scales
         self.spec, self.dtype, self.sink, self.residual = spec, dtype, sink, residual
+        self.is_value = name == "value"
+        symmetric = spec.format is not None or spec.scheme == "sym"
         self.format = kernels().Codes(
-            element, spec.bits, spec.scheme == "sym", spec.param_dtype, group, self.block
+            element, spec.bits, symmetric, spec.param_dtype, group, self.block, spec.format or ""
         )
         kernels().encode(self.format), self.widening(rounds=False)  # compiled before anything changes
         self.length = self.coded = self.seen = self.blocks = 0
@@ -53,8 +69,9 @@ class Side:
         self.counter = [0]  # of changes; shared by all sides that follow from one another
         self.sinks = np.empty((batch, heads, sink, dim), dtype)
         self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # the position of its first token
-        self.codes = np.empty((batch, heads, 0, dim * spec.bits // 8), np.uint8)
-        cells = dim // group * (1 if self.format.symmetric else 2)
+        width = STORED[spec.format].bytes(dim) if spec.format else dim * spec.bits // 8
+        self.codes = np.empty((batch, heads, 0, width), np.uint8)
+        cells = 0 if block else dim // group * (1 if symmetric else 2)
         self.cells = np.empty((batch, heads, 0, cells), BY_NAME[spec.param_dtype].dtype)
         self.block_of = np.empty(0, np.int64)  # of each code
 
@@ -139,6 +156,7 @@ class Side:
 
     def append(self, states, room):
         """New tokens, in the room that was made for them."""
+        states = self.turned(states, STORED_ROWS)
         (tail, first), old, new = room, self.length, states.shape[2]
         live, sinks = old - self.end, max(0, min(new, self.sink - old))
         begin = self.end - self.start
@@ -149,6 +167,12 @@ class Side:
         self.tail, self.length = tail, old + new
         self.start, self.seen, self.before = self.end - first, self.coded, self.coded
         self.counter[0] += 1
+
+    def turned(self, rows, what):
+        """Rows [.., .., .., D] as the rotation turns them, if there is one."""
+        if self.rotation is None:
+            return rows
+        return rotating().turned(rows, self.rotation, what, self.is_value)
 
     def evict(self):
         """Encode what has left the window; the latest view does not see it."""
@@ -288,7 +312,7 @@ class Side:
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
         code = segments().widen_code().address
         cpu.launches.start(kernels().prepare(code, planes, tokens, at, 1, dim, wide.size))
-        return wide.astype(self.dtype, copy=False)
+        return self.turned(wide, OUTPUT).astype(self.dtype, copy=False)
 
     def stored(self):
         """What is stored, as an array."""

@@ -73,6 +73,12 @@ class Store:
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
         return rows._replace(packed=packed, as_loaded=False)
 
+    def query(self, query):
+        """Queries as the stored keys want them; a store of codes may have turned those."""
+        return query
+
+    output = query  # likewise outputs, as a caller wants them
+
     def begin_at(self, numbers, row):
         """Let prepared attention begin at another row."""
         for name, array in (("keys", self.keys), ("values", self.values)):

@@ -209,7 +209,8 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
     others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
     """
     chunk = chunk_reader(stored, cell, group, rounds, like)
-    most, fewest = chunk_vectors(rows, *(like or (stored, cell, group))), fewest_vectors(stored)
+    rows_like = like or (stored, cell, group)
+    most, fewest = chunk_vectors(rows, *rows_like), fewest_vectors(rows_like[0])
     tokens, (own, constant) = tile_tokens(rows), row_scale(stored, cell, group)
 
     @micro_kernel(11)
@@ -240,8 +241,7 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
             if own:
                 scales = lanes.joined([read(b, at, RAW[own], 1) for at in cell_at])
                 total = total * widen(scales, own).pick(i // rows for i in range(tokens * rows))
-            if constant != 1.0:
-                total = total * constant
+            total = total * constant
             write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
 
     return narrow_scores
@@ -273,7 +273,7 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
             ]
             kept = []
             for i, address in enumerate(place):
-                factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES)
+                factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES) * (1 / constant)
                 row = read(b, address, F32, LANES * size)
                 kept += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
             totals = Slots(b, kept)
@@ -296,12 +296,11 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
                 for r in range(rows):
                     weight = broadcast(b, b.add(weight_at, I64(4 * r)), LANES)
                     weight = weight * scale if own else weight
-                    weight = weight * constant if constant != 1.0 else weight
                     for c in range(vectors):
                         i = r * vectors + c
                         totals[i] = value[c].fma(weight, totals[i])
             for i, address in enumerate(place):
-                whole = joined([totals[i * size + m] for m in range(size)])
+                whole = joined([totals[i * size + m] * constant for m in range(size)])
                 write(b, address, whole.pick(elements))
 
         along(b, dim, widest, columns, fewest)

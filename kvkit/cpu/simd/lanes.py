@@ -232,11 +232,10 @@ def narrow(lanes, element):
 
 def as_halves(codes, element):
     """Raw lanes of a float of 8 bits to halves; those of e4m3 are 256 times too small."""
-    word = codes.cast("zext", I16)
     if element == "e5m2":
-        return (word << 8).cast("bitcast", F16)
-    size = (word << 7) & 0x3F80
-    return (size | (size.plus(0x80) & 0x4000) | ((word << 8) & 0x8000)).cast("bitcast", F16)
+        return (codes.cast("zext", I16) << 8).cast("bitcast", F16)
+    half = (codes.cast("sext", I16) << 7) & 0xBFFF
+    return (half | (half.plus(0x80) & 0x4000)).cast("bitcast", F16)
 
 
 def bfloat16_lanes(lanes):

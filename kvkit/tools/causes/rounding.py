@@ -41,15 +41,21 @@ def quantized(x, group, bits, rounding="even", reciprocal=False, exact=False, wi
 
 
 def inputs(trial):
-    """(x, group, bits, whether the array holds scales) of codes or scales whose inputs are given; None of others."""
-    name = trial.name.removesuffix("_scale")
-    x = trial.like.get(name, trial.like.get(name.removesuffix("_cache")))
+    """(x, group, bits, whether the array holds scales) of codes or scales whose inputs are given; None of
+    others.
+    """
+    scales = trial.name.endswith("_scale")
+    base = trial.name.removesuffix("_scale").removesuffix("_cache")
+    names = base, f"{base}_cache"
+    x = next((trial.like[name] for name in names if name in trial.like), None)
     if not isinstance(x, np.ndarray) or x.dtype not in FLOAT_DTYPES:
         return None
-    scales = name != trial.name
-    codes, cells = (trial.others.get(name), trial.expected) if scales else (
-        trial.expected, trial.others.get(f"{name}_scale")
-    )  # fmt: skip
+    codes, cells = trial.expected, trial.others.get(f"{base}_scale")
+    if scales:
+        codes, cells = (
+            next((trial.others[name] for name in names if name in trial.others), None),
+            trial.expected,
+        )
     if codes is None or cells is None or codes.dtype.itemsize != 1 or x.shape[:-1] != codes.shape[:-1]:
         return None
     group, bits = x.shape[-1] // max(cells.shape[-1], 1), 8 * codes.shape[-1] // x.shape[-1]
@@ -68,7 +74,7 @@ def guess(trial, **change):
 
 @cause("truncation")
 def truncation(trial):
-    """Codes cut off, as vLLM's first kernels of scales per token and head did; or floats cut to fewer bits."""
+    """Codes cut off, as vLLM's first kernels of scales per token and head did; or floats cut short."""
     yield from guess(trial, rounding="truncation")
     yield from narrowed(trial, "truncation")
 

@@ -1,4 +1,6 @@
-"""A cause: what it would have given in the place of what is expected, and how much of the difference that explains."""
+"""A cause: what it would have given in the place of what is expected, and how much of the difference that
+explains.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Cause:
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail else ""
         share = self.explained / self.differing
-        return f"{self.array}: {self.name}{detail} explains {self.explained} of {self.differing} bytes ({share:.1%})"
+        of = f"{self.explained} of {self.differing} bytes ({share:.1%})"
+        return f"{self.array}: {self.name}{detail} explains {of}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Trial:
 
     def of_rows(self, rows):
         """Back to the axes of the array."""
-        wanted = [name for name in ("l", "b", "n", "h", "c") if name in self.axes]
+        wanted: list[str] = [name for name in ("l", "b", "n", "h", "c") if name in self.axes]
         shape = [self.expected.shape[self.axes.index(name)] for name in wanted]
         return rows.reshape(shape).transpose([wanted.index(name) for name in self.axes])
 

@@ -53,11 +53,14 @@ def nan_in_use(case):
 
 @rule(
     "D2",
-    "No token is there, but a kernel that multiplies a masked row by 0 gets NaN: clear pages that are given out.",
+    "No token is there, but a kernel that multiplies a masked row by 0 gets NaN: clear pages before they are "
+    "given out.",
     "warning",
 )
 def nan_behind_the_end(case):
-    """vllm#43990: blocks of an fp8 cache came back with NaN bytes and had to be cleared; flash-attention#1974 is alike."""
+    """vllm#43990: blocks of an fp8 cache came back with NaN bytes and had to be cleared; flash-attention#1974
+    is alike.
+    """
     if not case.sides or case.used is None:
         return None
     rows, blocks = case.used
@@ -96,7 +99,7 @@ def other_base(case):
 
 
 def log_sum_exp(case):
-    """Natural logarithms of the softmax denominators of one query a sequence, in float64; None if not given."""
+    """Logarithms of the softmax denominators of one query a sequence, in float64; None without queries."""
     query = case.given.get("query")
     keys = next((side for side in case.sides if side.name == "key"), None)
     if (

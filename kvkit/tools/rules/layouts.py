@@ -26,7 +26,9 @@ def line_and_array_disagree(case):
     "warning",
 )
 def several_lines_fit(case):
-    """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and strides."""
+    """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and
+    strides.
+    """
     if case.layout is not None or case.whole is None:
         return None
     lines: dict[str, str] = {}
@@ -46,9 +48,11 @@ def several_lines_fit(case):
     "L3", "Attention weighs values with values. Keys come first in every engine's pairs: look at the split."
 )
 def keys_and_values_swapped(case):
-    """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back wrong.
+    """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back
+    wrong.
 
-    Keys have a few channels whose mean is far from 0, values have not; said only where the difference is large.
+    Keys have a few channels whose mean is far from 0, values have not; said only where the difference is
+    large.
     """
     if len(case.sides) < 2 or case.used is None:
         return None
@@ -68,12 +72,10 @@ def keys_and_values_swapped(case):
 
 
 def outstanding_channels(case, side):
-    """For each layer the median over heads of the largest |mean| / spread; None if there are too few tokens."""
+    """For each layer the median over heads of the largest |mean| / spread; None of too few tokens."""
     rows = case.used[0]
-    if (
-        rows.sum() < LEAST_TOKENS
-        or side.array.dtype.kind not in "fiV"
-        and side.array.dtype.name != "bfloat16"
+    if rows.sum() < LEAST_TOKENS or (
+        side.array.dtype.kind not in "fiV" and side.array.dtype.name != "bfloat16"
     ):
         return None
     found = []
@@ -91,7 +93,7 @@ def outstanding_channels(case, side):
 
 
 def written_elsewhere(pair):
-    """vllm#56734: idle ranks stored draft tokens through stale rows of tables, into pages of a prefix cache."""
+    """vllm#56734: idle ranks stored draft tokens through stale rows of tables, in pages of a prefix cache."""
     before, after, slots = pair
     hits = []
     for old, new in zip(before.sides, after.sides, strict=True):
@@ -120,7 +122,7 @@ def written_elsewhere(pair):
 WRITTEN_ELSEWHERE = Rule(
     "W1",
     "error",
-    "The call wrote over other tokens. Compare the slots it was given with what its kernel computes from them.",
+    "The call wrote over other tokens. Compare the slots it was given with what its kernel makes of them.",
     written_elsewhere,
 )
 

@@ -36,11 +36,13 @@ def twice_in_a_sequence(case):
 
 @rule(
     "P3",
-    "One sequence reads what the other wrote. Only pages of an equal prefix may be shared: look for a page that "
-    "was freed while it was in use, or a row of the table that is another sequence's.",
+    "One sequence reads what the other wrote. Only pages of an equal prefix may be shared: look for a page "
+    "that was freed while it was in use, or a row of the table that is another sequence's.",
 )
 def in_two_sequences(case):
-    """sparkinfer#289: block tables were looked up by row of the batch, not by sequence, after slots had been reused."""
+    """sparkinfer#289: block tables were looked up by row of the batch, not by sequence, after slots had been
+    reused.
+    """
     return of_kind(
         case,
         table_rules.FOREIGN,
@@ -94,7 +96,8 @@ def disagreements(case):
             yield (
                 f"context_lens[{b}]",
                 (
-                    f"{lengths[b]} tokens need {needed[b]} pages, {case.table_name} has {table.shape[1]} columns"
+                    f"{lengths[b]} tokens need {needed[b]} pages, {case.table_name} has "
+                    f"{table.shape[1]} columns"
                 ),
             )
         return
@@ -127,8 +130,8 @@ def disagreements(case):
 
 @rule(
     "P6",
-    "Legal, but a kernel that reads a whole row, or one column too many, finds pages of others: fill the rest "
-    "of a row with -1.",
+    "Legal, but a kernel that reads a whole row, or one column too many, finds pages of others: fill the "
+    "rest of a row with -1.",
     "warning",
 )
 def live_behind_the_end(case):

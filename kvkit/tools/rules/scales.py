@@ -12,7 +12,7 @@ MOST_SATURATED = 0.001
 
 @dataclass(frozen=True)
 class Codes:
-    """What rules know of a format: its dtype, its largest codes as bits, and whether scales may be negative."""
+    """What rules know of a format: its dtype, its largest codes as bits, whether scales may be negative."""
 
     dtype: type
     saturated: tuple[int, ...]
@@ -43,7 +43,7 @@ def codes(case, side):
 
 def used_of(case, side, array):
     """A mask of what belongs to rows in use, as wide as an array of scales or codes; all without tables."""
-    if case.used is None or array.ndim != 5 and array.ndim != 4:
+    if case.used is None or (array.ndim != 5 and array.ndim != 4):
         return np.ones(array.shape, bool)
     rows = case.used[0]
     if array.shape[1:3] != rows.shape:
@@ -77,7 +77,9 @@ def each(case, name, find):
     "Q1", "All elements of the group become NaN or infinity. Look for a division by 0, or a float16 overflow."
 )
 def not_finite(case):
-    """sglang#40243: infinite scales of a checkpoint were copied into layers, and NaN gave an error without words."""
+    """sglang#40243: infinite scales of a checkpoint were copied into layers, and NaN gave an error without
+    words.
+    """
     return each(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
 
 
@@ -99,7 +101,9 @@ def all_ones(case):
 
 @rule("Q3", "Larger values were cut off. The scale was fixed before they came: measure it over more tokens.")
 def saturated(case):
-    """transformers#48677: an fp8 cache keeps the scale of its first update, and later outliers saturate in silence."""
+    """transformers#48677: an fp8 cache keeps the scale of its first update, and later outliers saturate in
+    silence.
+    """
     found, looked = [], False
     for side in case.sides:
         kind = codes(case, side)
@@ -117,14 +121,17 @@ def saturated(case):
             layers = f"layer {layer}, " if len(side.array) > 1 else ""
             found.append((
                 f"{side.name}_cache ({layers}head {head})",
-                f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest there is (at most {most:.2%})",
+                f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest there is "
+                f"(at most {most:.2%})",
             ))  # fmt: skip
     return (found, lambda hit: hit) if looked else None
 
 
 @rule("Q4", "Everything there reads as 0, or with the wrong sign. Keep scales above the format's smallest.")
 def zero(case):
-    """onnxruntime#32515: what scales of 0, below 0 and subnormal ones mean was open, and passes treated them apart."""
+    """onnxruntime#32515: what scales of 0, below 0 and subnormal ones mean was open, and passes treated them
+    apart.
+    """
 
     def find(side, scale, used):
         kind = codes(case, side)

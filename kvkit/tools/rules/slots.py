@@ -11,7 +11,7 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
     "S1", "The token is stored where nobody looks for it, over another one. Make slots from the same table."
 )
 def not_where_the_table_says(case):
-    """LMCache#4921: a partial slot mapping was sliced with whole positions, and tokens went to others' slots."""
+    """LMCache#4921: a partial slot mapping was cut by whole positions, and tokens went to others' slots."""
     if case.page_of_slots is None:
         return None
     _, positions = case.slot_places
@@ -96,7 +96,8 @@ def halves(name, dtype, numbers, columns, zero_counts, most):
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
         if (high == np.where(low < 0, -1, 0)).all() and len(np.unique(low)) > 1:
-            what = f"every other of its int32 numbers is 0 or -1 ({numbers[:4].tolist()}...): int64 read as int32"
+            seen = numbers[:4].tolist()
+            what = f"every other of its int32 numbers is 0 or -1 ({seen}...): int64 read as int32"
             return name, what
     if dtype.itemsize == 8 and len(numbers) and (numbers > np.iinfo(np.uint32).max).any():
         both = np.stack([numbers & 0xFFFFFFFF, numbers >> 32])
@@ -134,9 +135,9 @@ def rows_and_pages_mixed(case):
     if case.pages is not None and case.page_size > 1 and len(case.pages[1]):
         ids, size = case.pages[1], case.page_size
         least, most = ids.min(), ids.max()
-        if case.of_rows and not case.aligned and 0 <= least and most < case.num_blocks:
-            if (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
-                found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
+        numbers = case.of_rows and not case.aligned and least >= 0 and most < case.num_blocks
+        if numbers and (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
+            found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
         if (
             not case.of_rows
             and least >= 0

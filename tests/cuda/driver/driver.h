@@ -26,6 +26,7 @@ int current_device(void);                          /* -1: there is no context */
 /* memory.c: the host can read none of it but between `open_memory` and `close_memory` */
 void open_memory(void);
 void close_memory(void);
+void release_memory(void);                         /* what was given back, once all is done that may use it */
 int device_of(Place place);                        /* -1: of none */
 
 /* streams.c: what is done in what order */

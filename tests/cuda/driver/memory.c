@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 enum { MOST = 65536, ALIGNMENT = 256, POISON = 0xFF };
-typedef struct { Place place; size_t size, mapped; char *base; int device; } Block;
+typedef struct { Place place; size_t size, mapped; char *base; int device, given_back; } Block;
 
 static Block blocks[MOST];
 static int used, opened;
@@ -60,12 +60,19 @@ int cuMemFree_v2(Place place) {
     if (capturing()) return REFUSED;
     if (!place) return OK;
     if (!block || block->place != place) return INVALID;
-    int error = run_all(); /* what was launched may use it */
-    if (on_memory) on_memory(block->device, place, 0);
-    munmap(block->base, block->mapped);
-    *block = blocks[--used];
+    if (block->given_back) return INVALID;
+    block->given_back = 1;
     counts[FREES]++;
-    return error;
+    return OK;
+}
+
+void release_memory(void) {
+    for (int i = used - 1; i >= 0; i--) {
+        if (!blocks[i].given_back) continue;
+        if (on_memory) on_memory(blocks[i].device, blocks[i].place, 0);
+        munmap(blocks[i].base, blocks[i].mapped);
+        blocks[i] = blocks[--used];
+    }
 }
 
 int cuMemGetInfo_v2(size_t *unused, size_t *total) {

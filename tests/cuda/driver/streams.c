@@ -15,7 +15,7 @@ enum { LAUNCH, COPY, FILL, WAIT };
 typedef struct Stream Stream;
 typedef struct { int kind, number; void *target, *source; int staged; size_t size; Stream *other; long until; } Work;
 typedef struct { Work *work; long count, room; } List;
-struct Stream { List list; long done; int device, flags, running, captured; };
+struct Stream { List list; long first, done; /* of all that it was ever given */ int device, flags, running, captured; };
 typedef struct { Stream *stream; long until; int captured; } Event;
 
 static Stream streams[MOST_STREAMS], defaults[DEVICES], per_thread[DEVICES];
@@ -24,8 +24,10 @@ static int made, captures, lost;
 static Stream *stream_of(void *handle) {
     uintptr_t number = (uintptr_t)handle;
     int device = current_device() < 0 ? 0 : current_device();
-    if (number < PER_THREAD) return &defaults[device];
-    return number == PER_THREAD ? &per_thread[device] : &streams[number - FIRST];
+    if (number > PER_THREAD) return &streams[number - FIRST];
+    Stream *stream = number == PER_THREAD ? &per_thread[device] : &defaults[device];
+    stream->device = device;
+    return stream;
 }
 
 static void append(List *list, Work work) {
@@ -36,12 +38,14 @@ static void append(List *list, Work work) {
     list->work[list->count++] = work;
 }
 
+static long end(Stream *stream) { return stream->first + stream->list.count; }
+
 static int run(Stream *stream, long until) {
     int error = OK;
     if (stream->running) return OK;
     stream->running = 1;
     while (stream->done < until) {
-        Work work = stream->list.work[stream->done++]; /* a copy: the list may move */
+        Work work = stream->list.work[stream->done++ - stream->first]; /* a copy: the list may move */
         int found = OK;
         if (work.kind == WAIT) {
             found = run(work.other, work.until);
@@ -59,7 +63,7 @@ static int run(Stream *stream, long until) {
         error = error ? error : found;
     }
     stream->running = 0;
-    if (stream->done == stream->list.count && !stream->captured) stream->done = stream->list.count = 0;
+    if (stream->done == end(stream) && !stream->captured) stream->first = stream->done, stream->list.count = 0;
     return error;
 }
 
@@ -77,10 +81,10 @@ static int enqueue(void *handle, Work work) {
     if (stream == usual) {
         for (int i = 0; i < made; i++)
             if (streams[i].device == stream->device && !(streams[i].flags & NON_BLOCKING))
-                wait_for(stream, &streams[i], streams[i].list.count);
-        wait_for(stream, &per_thread[stream->device], per_thread[stream->device].list.count);
+                wait_for(stream, &streams[i], end(&streams[i]));
+        wait_for(stream, &per_thread[stream->device], end(&per_thread[stream->device]));
     } else if (!(stream->flags & NON_BLOCKING) && !stream->captured) {
-        wait_for(stream, usual, usual->list.count);
+        wait_for(stream, usual, end(usual));
     }
     append(&stream->list, work);
     return OK;
@@ -102,15 +106,16 @@ int enqueue_launch(void *stream, const char *name, const Number *form, void **pa
     return number < 0 ? INVALID : enqueue(stream, (Work){LAUNCH, number});
 }
 
-int run_stream(void *handle) { return run(stream_of(handle), stream_of(handle)->list.count); }
+int run_stream(void *handle) { return run(stream_of(handle), end(stream_of(handle))); }
 
 int run_all(void) {
     int error = OK;
-    for (int i = 0; i < made; i++) if (!error) error = run(&streams[i], streams[i].list.count);
+    for (int i = 0; i < made; i++) if (!error) error = run(&streams[i], end(&streams[i]));
     for (int i = 0; i < DEVICES && !error; i++) {
-        error = run(&defaults[i], defaults[i].list.count);
-        error = error ? error : run(&per_thread[i], per_thread[i].list.count);
+        error = run(&defaults[i], end(&defaults[i]));
+        error = error ? error : run(&per_thread[i], end(&per_thread[i]));
     }
+    if (!error) release_memory();
     return error;
 }
 
@@ -122,6 +127,7 @@ int capturing(void) {
 /* Streams by name */
 
 int cuStreamCreate(void **handle, Number flags) {
+    if (current_device() < 0) return NO_CONTEXT;
     if (made == MOST_STREAMS) return NO_MEMORY;
     streams[made] = (Stream){.device = current_device(), .flags = flags};
     *handle = (void *)(uintptr_t)(FIRST + made++);
@@ -160,7 +166,7 @@ int cuEventDestroy_v2(void *event) { free(event); return OK; }
 
 int cuEventRecord(Event *event, void *handle) {
     Stream *stream = stream_of(handle);
-    *event = (Event){stream, stream->list.count, stream->captured};
+    *event = (Event){stream, end(stream), stream->captured};
     return OK;
 }
 
@@ -203,7 +209,7 @@ int cuStreamEndCapture(void *handle, void **graph) {
     Stream *stream = stream_of(handle);
     List *list = calloc(1, sizeof(List));
     *list = stream->list;
-    stream->list = (List){0}, stream->done = 0, stream->captured = 0, captures--;
+    stream->list = (List){0}, stream->done = stream->first, stream->captured = 0, captures--;
     *graph = lost ? NULL : list;
     return lost ? FORGOTTEN : OK;
 }

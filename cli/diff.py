@@ -1,0 +1,51 @@
+"""`kvkit diff`: where two caches or outputs differ, and why."""
+
+import json
+from pathlib import Path
+
+import click
+
+from kvkit.tools import diff as compare
+from kvkit_cli import show
+
+PATH = click.Path(path_type=Path, readable=False)
+
+
+@click.command()
+@click.argument("a", metavar="A", type=PATH)
+@click.argument("b", metavar="B", type=PATH)
+@click.option("--layout-a", metavar="LINE", help="The layout of the cache in A.")
+@click.option("--layout-b", metavar="LINE", help="The layout of the cache in B.")
+@click.option("--like", metavar="IN", type=PATH, help="Inputs of what made A and B, for causes in codes.")
+@click.option("--axes", help="Axes of arrays without a layout, of: l b n h c.")
+@click.option("--atol", type=float, default=0.0, help="Elements may be so far apart.")
+@click.option("--rtol", type=float, default=0.0, help="And so far, as a share of what is expected.")
+@click.option("--ulp", type=int, default=0, help="Or so many numbers of their type.")
+@click.option("--plot", metavar="FILE", type=PATH, help="Draw a map of differences, tokens by heads.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def diff(ctx, a, b, as_json, **options):
+    """Say where B differs from A, and which usual cause explains how much of it.
+
+    A holds what is expected, B what came: arrays of equal names, or caches in layouts of their own. Without
+    tolerances bits are compared.
+
+    The exit code is 0 if nothing differs, 1 if something does, 2 for a wrong command or file.
+
+    \b
+    Examples:
+      kvkit diff expected.npz device.npz
+      kvkit diff vllm.npz flashinfer.npz --layout-a vllm-lbnhc --layout-b flashinfer-nhd
+      kvkit diff expected.npz device.npz --like inputs.npz --plot map.png
+    """
+    total = a.stat().st_size if a.is_file() else 0
+    with show.progress(f"comparing {a.name}", total, quiet=as_json) as advance:
+        found = compare(a, b, advance=advance, **options)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        screen = show.console()
+        causes = set(map(str, found.causes))
+        for line in str(found).splitlines():
+            screen.print(line, style="bold" if line in causes else None, soft_wrap=True)
+    ctx.exit(0 if found.equal else 1)

@@ -1,0 +1,107 @@
+"""`kvkit vectors`: packs of golden vectors."""
+
+import json
+from pathlib import Path
+
+import click
+from rich.progress import Progress
+
+from kvkit.tools import vectors as tools
+from kvkit_cli import show
+
+PATH = click.Path(path_type=Path, readable=False)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+OPERATOR = click.option("--operator", metavar="OP", help="Only the cases of this operator.")
+
+
+@click.group()
+def vectors():
+    """Make, verify, replay, compare and export packs of golden vectors.
+
+    A pack is a folder: manifest.json and a .npy file for every array; bfloat16 and fp8 are there as their
+    bits, with the type in the manifest. docs/tools/vectors.md describes it for those who read it elsewhere.
+
+    \b
+    Examples:
+      kvkit vectors make pack --suite pmx
+      kvkit vectors verify pack
+      kvkit vectors replay pack --backend cuda
+      kvkit vectors diff pack results
+      kvkit vectors export pack onnx-pack --to onnx
+    """
+
+
+def said(ctx, result, as_json):
+    """Print a result; the exit code is 1 if something is wrong with it."""
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        screen = show.console()
+        for line in str(result).splitlines():
+            screen.print(line, soft_wrap=True)
+    ctx.exit(0 if getattr(result, "ok", True) else 1)
+
+
+def watched(what, quiet, function, **arguments):
+    """Call a function that tells of its cases, with a bar on a terminal."""
+    screen = show.console(stderr=True)
+    if quiet or not screen.is_terminal:
+        return function(**arguments)
+    with Progress(console=screen, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        return function(**arguments, advance=lambda count: bars.advance(task, count))
+
+
+@vectors.command()
+@click.argument("folder", metavar="FOLDER", type=PATH)
+@click.option("--suite", type=click.Choice(list(tools.SUITES)), default="pmx", show_default=True)
+@OPERATOR
+@click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal bytes.")
+@click.option("--raw", is_flag=True, help="Write .bin files of the bytes alone.")
+@AS_JSON
+@click.pass_context
+def make(ctx, folder, as_json, **options):
+    """Write a pack into a new folder."""
+    said(ctx, watched("making", as_json, tools.make, folder=folder, **options), as_json)
+
+
+@vectors.command()
+@click.argument("folder", metavar="FOLDER", type=PATH)
+@AS_JSON
+@click.pass_context
+def verify(ctx, folder, as_json):
+    """Check hashes, versions, missing and unlisted files; a pack without cases is wrong."""
+    said(ctx, tools.verify(folder), as_json)
+
+
+@vectors.command()
+@click.argument("folder", metavar="FOLDER", type=PATH)
+@click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@OPERATOR
+@AS_JSON
+@click.pass_context
+def replay(ctx, folder, as_json, **options):
+    """Run kvkit on a pack, or on dumps of KVKIT_LOG=10."""
+    said(ctx, watched("replaying", as_json, tools.replay, folder=folder, **options), as_json)
+
+
+@vectors.command()
+@click.argument("folder", metavar="FOLDER", type=PATH)
+@click.argument("results", metavar="RESULTS", type=PATH)
+@OPERATOR
+@AS_JSON
+@click.pass_context
+def diff(ctx, folder, results, as_json, **options):
+    """Hold a device's results, CASE/NAME.npy each, against a pack."""
+    said(ctx, watched("comparing", as_json, tools.diff, folder=folder, results=results, **options), as_json)
+
+
+@vectors.command()
+@click.argument("folder", metavar="FOLDER", type=PATH)
+@click.argument("target", metavar="TARGET", type=PATH)
+@click.option("--to", type=click.Choice(["onnx"]), default="onnx", show_default=True)
+@AS_JSON
+@click.pass_context
+def export(ctx, folder, target, as_json, to):
+    """Write cases as ONNX's test data sets, where ONNX has the operator."""
+    said(ctx, tools.export(folder, target, to=to), as_json)

@@ -1,0 +1,140 @@
+"""Rotations of a cache: its rows are stored turned, queries turn before attention and outputs after it.
+
+A Hadamard matrix in blocks of 2^k turns each row, after fixed signs where there are such, so that no channel
+stands out. Codes and kernels of attention know nothing of it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvkit.errors import brief, wrong
+
+# vLLM's: bit i, the lowest of a byte first, is the sign of element i; 1 is plus.
+SIGNS = (
+    "0d597365b13580806c3d44a638547f6b818ba44a41c4afab48980b32a04320fa"
+    "331c6e4dcbc7a9a8da1d951b59b303986e7938300e2026cd7624a0c9b9ac9d8a"
+)
+STORED, QUERY, OUTPUT = "stored", "query", "output"
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Hadamard matrices along the head.
+
+    Attributes
+    ----------
+    name : str
+    block : tuple of int
+        Elements that are mixed, a power of two, of keys and of values; 0 for the largest one that divides the
+        head size.
+    signs : bool
+        Whether elements take vLLM's signs before.
+    norm : bool
+        Whether the matrix keeps lengths; if not its numbers are 1 and -1, and attention divides.
+    """
+
+    name: str
+    block: tuple[int, int] = (0, 0)
+    signs: bool = False
+    norm: bool = True
+
+    def __str__(self):
+        return self.name
+
+    @cached_property
+    def plus(self):
+        """float32 [512]: 1 and -1."""
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(SIGNS), np.uint8), bitorder="little")
+        return np.where(bits, np.float32(1), np.float32(-1))
+
+    def size(self, dim, value=False):
+        """The block for a head size; a KvkitError if there is none."""
+        block = self.block[value] or dim & -dim
+        if dim % block or (self.signs and dim > len(self.plus)):
+            legal = f"at most {len(self.plus)}" if self.signs else f"a multiple of {block}"
+            raise wrong("rotation", f"a head size of {legal}, for {self}", dim)
+        return block
+
+    def factors(self, dim, what=STORED, value=False):
+        """float32 [2, dim]: what elements are multiplied with before and after a matrix of 1 and -1.
+
+        `what` is stored rows, queries for stored keys, or outputs of stored values.
+        """
+        block, factors = self.size(dim, value), np.ones((2, dim), np.float32)
+        if self.signs:
+            factors[1 if what == OUTPUT else 0] = self.plus[:dim]
+        if self.norm:
+            factors[1] /= np.sqrt(np.float32(block))
+        elif what != STORED:
+            factors[1] /= np.float32(block)
+        return factors
+
+
+ROTATIONS = {
+    rotation.name: rotation
+    for rotation in (
+        Rotation("hadamard"),
+        Rotation("llama.cpp", (0, 64)),
+        Rotation("vllm", signs=True, norm=False),
+    )
+}
+
+
+def rotation_named(name):
+    """A rotation: "hadamard", in blocks "hadamard:64", "llama.cpp" or "vllm"; None is none.
+
+    Raises
+    ------
+    KvkitError
+        There is none of the name.
+    """
+    if name is None or isinstance(name, Rotation):
+        return name
+    known, _, block = str(name).partition(":")
+    if known == "hadamard" and block.isdecimal() and int(block) > 0 and int(block) & int(block) - 1 == 0:
+        return Rotation(str(name), (int(block), int(block)))
+    if name not in ROTATIONS:
+        raise wrong(
+            "rotation", f"{', '.join(ROTATIONS)}, or hadamard:N with a power of two", brief(repr(name))
+        )
+    return ROTATIONS[name]
+
+
+def rotate(x, rotation, *, what=STORED, value=False):
+    """Turn rows by a rotation, in float32, O(D log D).
+
+    Parameters
+    ----------
+    x : ndarray, shape [..., D]
+    rotation : str or Rotation
+        As `rotation_named` takes it.
+    what : str
+        "stored": keys and values on their way into a cache. "query": queries for keys that are stored so.
+        "output": outputs of attention to values that are stored so, or such values, turned back.
+    value : bool
+        Whether values are meant, whose blocks may be others than those of keys.
+
+    Returns
+    -------
+    ndarray of float32, of the shape of `x`
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.formats import rotate
+    >>> rotate(np.float32([[1, 0, 0, 0]]), "hadamard")
+    array([[0.5, 0.5, 0.5, 0.5]], dtype=float32)
+    """
+    x, rotation = np.asarray(x, np.float32), rotation_named(rotation)
+    if rotation is None:
+        return x
+    dim = x.shape[-1]
+    block, (before, after) = rotation.size(dim, value), rotation.factors(dim, what, value)
+    y, step = (x * before).reshape(-1, block), 1
+    while step < block:
+        pairs = y.reshape(-1, block // (2 * step), 2, step)
+        y = np.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).reshape(-1, block)
+        step *= 2
+    return y.reshape(x.shape) * after

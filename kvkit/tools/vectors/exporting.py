@@ -1,0 +1,147 @@
+"""`export`: cases as test data sets of ONNX, where it has the operator."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.values import text
+from kvkit.errors import KvkitError
+from kvkit.tools.vectors import packs
+
+OPSET = 23
+PLAIN = {
+    "num_heads",
+    "head_dim",
+    "num_kv_heads",
+    "is_causal",
+    "softmax_scale",
+    "softcap",
+    "return_lse",
+    "window",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what ONNX has no word for.
+
+    Attributes
+    ----------
+    folder : Path
+    written, left_out : list of str
+        Names of cases.
+    """
+
+    folder: Path
+    written: list[str]
+    left_out: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"folder": str(self.folder), "written": self.written, "left_out": self.left_out}
+
+    def __str__(self) -> str:
+        left_out = f"{len(self.left_out)} that onnx's Attention does not have"
+        return f"{self.folder}: {len(self.written)} cases, {left_out}"
+
+
+def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "onnx") -> Exported:
+    """Write cases of a pack as ONNX's runners take them: ``CASE/model.onnx``, ``CASE/test_data_set_0/*.pb``.
+
+    Parameters
+    ----------
+    folder, target : path
+        Of the pack, and of what is made.
+    to : str
+        "onnx": operator Attention of opset 23.
+
+    Returns
+    -------
+    Exported
+
+    Raises
+    ------
+    KvkitError
+        If the package onnx is missing, or no case can be said in ONNX.
+    """
+    text("to", to, ("onnx",))
+    try:
+        import onnx
+    except ImportError:
+        raise KvkitError("export: needs onnx: pip install onnx") from None
+    target, written, left_out = Path(target), [], []
+    for case in packs.manifest(folder)["cases"]:
+        model = graph(onnx, folder, case)
+        if model is None:
+            left_out.append(case["name"])
+            continue
+        proto, inputs, outputs = model
+        place = target / case["name"] / "test_data_set_0"
+        place.mkdir(parents=True, exist_ok=True)
+        onnx.save(proto, place.parent / "model.onnx")
+        for kind, arrays in (("input", inputs), ("output", outputs)):
+            for i, (name, array) in enumerate(arrays.items()):
+                tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array), name)
+                (place / f"{kind}_{i}.pb").write_bytes(tensor.SerializeToString())
+        written.append(case["name"])
+    if not written:
+        raise KvkitError(f"{folder}: no case can be said in ONNX: export a pack with multi_head_attention")
+    return Exported(target, written, left_out)
+
+
+def graph(onnx, folder, case):
+    """(model, inputs, outputs) of a case; None where ONNX's Attention is another one."""
+    if case["operator"] != "multi_head_attention" or case.get("refused"):
+        return None
+    given = packs.arguments(folder, case)
+    arrays = {name: array for name, array in given.items() if isinstance(array, np.ndarray)}
+    attributes = {name: value for name, value in given.items() if name not in arrays and value is not None}
+    query, key = arrays["query"], arrays["key"]
+    if set(arrays) - {"query", "key", "value", "attn_mask"} or set(attributes) - PLAIN:
+        return None
+    if query.dtype.name == "bfloat16":
+        return None  # which onnxruntime does not have on the CPU
+    inputs = {
+        name: arrays[given].swapaxes(1, 2) for name, given in (("Q", "query"), ("K", "key"), ("V", "value"))
+    }
+    mask = whole_mask(query, key, arrays.get("attn_mask"), attributes)
+    if np.isneginf(mask).all(axis=-1).any():
+        return None  # of a query that sees nothing, versions of ONNX say different things
+    inputs["attn_mask"] = mask.astype(query.dtype)
+    outputs = {"Y": packs.array(folder, case["outputs"]["attn_output"]).swapaxes(1, 2)}
+    words = {"softcap": float(attributes.get("softcap", 0.0))}
+    if "softmax_scale" in attributes:
+        words["scale"] = float(attributes["softmax_scale"])
+    node = onnx.helper.make_node("Attention", list(inputs), list(outputs), **words)
+
+    def info(name, array):
+        kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        return onnx.helper.make_tensor_value_info(name, kind, array.shape)
+
+    made = onnx.helper.make_graph(
+        [node],
+        case["name"],
+        [info(*item) for item in inputs.items()],
+        [info(*item) for item in outputs.items()],
+    )
+    model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=10)
+    return model, inputs, outputs
+
+
+def whole_mask(query, key, mask, attributes):
+    """Everything that hides or weighs a key as one mask [batch, heads or 1, queries, keys] to add."""
+    n, m = query.shape[1], key.shape[1]
+    at, keys = (m - n + np.arange(n))[:, None], np.arange(m)
+    left, right = attributes.get("window", (-1, -1))
+    hidden = keys > at if attributes.get("is_causal", True) else np.zeros((n, m), bool)
+    hidden = hidden | ((left >= 0) & (keys < at - left)) | ((right >= 0) & (keys > at + right))
+    whole = np.zeros((1, 1, n, m), np.float32)
+    if mask is not None:
+        mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)[..., :m]
+        whole = np.where(mask, 0, -np.inf) if mask.dtype == bool else mask.astype(np.float32)
+    return np.where(hidden, -np.inf, np.broadcast_to(whole, (*whole.shape[:2], n, m)))

@@ -1,0 +1,169 @@
+"""Make a pack: scenes, what a reference gives for them, and how exact an answer has to be."""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvkit import dumps
+from kvkit.checks.values import text
+from kvkit.errors import KvkitError
+from kvkit.operators import OPERATORS
+from kvkit.tools.vectors import reference, scenes
+from kvkit.version import __version__
+
+SUITES = {"pmx": scenes.pmx, "ascend": scenes.ascend, "paged": scenes.paged}
+EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
+OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
+CODES = "; over codes a kernel may leave out a rounding of keys, which moves a score by its share of them"
+LSE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference; sums in float32"}
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack that was written.
+
+    Attributes
+    ----------
+    folder : Path
+    cases, files, nbytes : int
+        What is in it.
+    """
+
+    folder: Path
+    cases: int
+    files: int
+    nbytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"folder": str(self.folder), "cases": self.cases, "files": self.files, "nbytes": self.nbytes}
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.cases} cases, {self.files} files, {self.nbytes} bytes"
+
+
+def make(
+    folder: str | os.PathLike,
+    suite: str = "pmx",
+    *,
+    operator: str | None = None,
+    seed: int = 0,
+    raw: bool = False,
+    advance: Any = None,
+) -> Pack:
+    """Write a pack of golden vectors into a new folder.
+
+    Parameters
+    ----------
+    folder : path
+        Made; must be new or empty.
+    suite : str
+        "pmx", "ascend" or "paged".
+    operator : str, optional
+        Only the cases of this operator.
+    seed : int
+        Of all random numbers: equal seeds give equal bytes.
+    raw : bool
+        Write .bin files of the bytes alone, for devices that know no .npy.
+    advance : callable, optional
+        Told 1 for every case that is done.
+
+    Returns
+    -------
+    Pack
+
+    Raises
+    ------
+    KvkitError
+        If there is no such suite or operator, or the folder is not empty.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from kvkit.tools import vectors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pack = vectors.make(folder, "paged")
+    ...     vectors.verify(folder).ok, vectors.replay(folder).ok
+    (True, True)
+    """
+    text("suite", suite, tuple(SUITES))
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise KvkitError(f"{folder}: there is something already: give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, cases = np.random.default_rng(seed), []
+    for name, call in SUITES[suite](rng):
+        if operator is None or call[0] == operator:
+            cases.append(case_of(folder, name, call, raw))
+            if advance is not None:
+                advance(1)
+    if not cases:
+        raise KvkitError(f"operator: suite {suite} has no case of {operator!r}")
+    dumps.write_manifest(folder, cases, producer=f"kvkit {__version__}", suite=suite, seed=seed, raw=raw)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return Pack(folder, len(cases), len(files), sum(path.stat().st_size for path in files))
+
+
+def case_of(folder, name, call, raw):
+    """Write a case; what the manifest says of it."""
+    operator, inputs, attributes, before = call
+    if before is not None:  # the past, stored by the reference
+        given = {key: value for key, value in before.items() if key not in ("max_seqlen", "max_kvlen")}
+        reference.key_value_cache(given, {key: v for key, v in attributes.items() if key != "num_repeat"})
+    refused = name.endswith("-refused")
+    arguments = {
+        key: dumps.argument(folder, f"{name}/{key}", value, raw)
+        for key, value in (inputs | attributes).items()
+    }
+    inout = [
+        array.name
+        for array in OPERATORS[operator].inputs
+        if array.inout and inputs.get(array.name) is not None
+    ]
+    after = deepcopy(inputs)
+    results = () if refused else reference.OPERATORS[operator](after, attributes)
+    outputs = {}
+    names = OPERATORS[operator].outputs if not refused else ()
+    for output, result in zip(names, results, strict=False):
+        dtype = np.dtype(np.float32) if output.name == "lse" else type_of(inputs)
+        outputs[output.name] = dumps.entry(
+            folder, f"{name}/expected-{output.name}", result.astype(dtype), raw
+        )
+        outputs[output.name]["tolerance"] = tolerance(operator, output.name, type_of(inputs), attributes)
+    kept = {key: dumps.entry(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
+    return {
+        "name": name, "operator": operator, "arguments": arguments, "outputs": outputs,
+        "after": {key: {**entry, "tolerance": EXACT} for key, entry in kept.items()},
+        "unchanged": [key for key, array in inputs.items() if hasattr(array, "shape") and key not in inout],
+        "refused": refused,
+        "reference": "matched precision" if exact(operator) else "float64",
+    }  # fmt: skip
+
+
+def type_of(inputs):
+    """The type of an operator's outputs: that of its first array."""
+    return next(iter(inputs.values())).dtype
+
+
+def exact(operator):
+    """Whether an operator gives bytes that no rounding is free in."""
+    return "attention" not in operator
+
+
+def tolerance(operator, output, dtype, attributes):
+    if exact(operator):
+        return EXACT
+    if output == "lse" and not attributes.get("quant_bit"):
+        return LSE
+    size = OF_DTYPE[dtype.name]
+    reason = REASON.format(dtype.name, size)
+    if attributes.get("quant_bit"):
+        return {"atol": 2 * size + 2e-3, "rtol": 2 * size, "reason": reason + CODES}
+    return {"atol": size, "rtol": size, "reason": reason}

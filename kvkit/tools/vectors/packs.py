@@ -1,0 +1,115 @@
+"""Packs as they are read: manifests checked, arrays of the dtypes that a manifest says."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from kvkit.dumps import FORMAT_VERSION, MANIFEST
+from kvkit.errors import KvkitError, brief
+from kvkit.files.words import FileError
+
+
+def manifests(folder):
+    """The folders of packs: this one, or those in it, as KVKIT_LOG=10 makes them."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder: give one with a {MANIFEST}")
+    if (folder / MANIFEST).exists():
+        return [folder]
+    inner = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    if not inner:
+        raise FileError(f"{folder}: there is no {MANIFEST}: give the folder of a pack")
+    return inner
+
+
+def manifest(folder):
+    """The manifest of a pack, its form checked."""
+    path = Path(folder) / MANIFEST
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file: give the folder of a pack") from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: no JSON ({brief(error)}): make the pack again") from None
+    if not isinstance(found, dict) or not isinstance(found.get("cases"), list):
+        raise FileError(f"{path}: it lists no cases: make the pack again")
+    version = found.get("format_version")
+    if version != FORMAT_VERSION:
+        said = "no format_version" if version is None else f"format_version {brief(repr(version))}"
+        raise FileError(
+            f"{path}: {said}, not {FORMAT_VERSION}: make it with this version of kvkit, or update kvkit"
+        )
+    for case in found["cases"]:
+        parts = (
+            [case.get(key) for key in ("arguments", "outputs", "after")] if isinstance(case, dict) else [None]
+        )
+        if not all(
+            isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts
+        ):
+            raise FileError(f"{path}: a case without arguments, outputs or after: make the pack again")
+        if not isinstance(case.get("name"), str) or not isinstance(case.get("operator"), str):
+            raise FileError(f"{path}: a case without a name or an operator: make the pack again")
+    return found
+
+
+def entries(case):
+    """(group, name, entry) of every array of a case."""
+    for group in ("arguments", "outputs", "after"):
+        for name, entry in case.get(group, {}).items():
+            if "file" in entry:
+                yield group, name, entry
+
+
+def inside(folder, name):
+    """The path of a file that a manifest names, which must be below its folder."""
+    folder = Path(folder).resolve()
+    path = (folder / str(name)).resolve()
+    if not path.is_relative_to(folder):
+        raise FileError(f"{folder / MANIFEST}: file {brief(repr(name))} is outside the pack: make it again")
+    return path
+
+
+def array(folder, entry, path=None):
+    """An array of a pack, of the dtype and shape that its manifest says."""
+    path = inside(folder, entry["file"]) if path is None else path
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
+        shape = tuple(int(size) for size in entry["shape"])
+        if path.suffix == ".bin":
+            bits = np.frombuffer(path.read_bytes(), np.uint8)
+        else:
+            bits = np.load(path, allow_pickle=False)
+        found = bits if bits.dtype == dtype else np.ascontiguousarray(bits).reshape(-1).view(dtype)
+        if found.size != math.prod(shape):
+            raise ValueError(f"{found.size} elements, not {math.prod(shape)}")
+        return found.reshape(shape).copy()
+    except (KeyError, TypeError, ValueError, EOFError) as error:
+        raise FileError(
+            f"{path}: no array of {entry.get('dtype')} {entry.get('shape')} ({brief(error)}): make it again"
+        ) from None
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file: make the pack again") from None
+
+
+def arguments(folder, case):
+    """The arguments of a case, by name."""
+    return {
+        name: array(folder, entry) if "file" in entry else plain(entry.get("value"))
+        for name, entry in case["arguments"].items()
+    }
+
+
+def plain(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def digest(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def unknown(operator, known):
+    return KvkitError(f"operator: expected one of {', '.join(known)}, got {brief(repr(operator))}")

@@ -1,0 +1,88 @@
+"""`verify`: whether a pack is what it was."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvkit.dumps import MANIFEST
+from kvkit.errors import KvkitError
+from kvkit.tools.vectors import packs
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` found.
+
+    Attributes
+    ----------
+    cases, files : int
+        That were looked at.
+    problems : list of str
+        A line each: path, what is wrong.
+    """
+
+    cases: int
+    files: int
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"ok": self.ok, "cases": self.cases, "files": self.files, "problems": self.problems}
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"fine: {self.cases} cases, {self.files} files"
+        return "\n".join([*self.problems, f"{len(self.problems)} problems"])
+
+
+def verify(folder: str | os.PathLike) -> Verified:
+    """Check a pack: version, hashes, no missing and no unlisted file, and at least one case.
+
+    Parameters
+    ----------
+    folder : path
+        Of the pack.
+
+    Returns
+    -------
+    Verified
+        ``ok``, and the problems, a line each.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return Verified(0, 0, [f"{folder}: no such folder"])
+    try:
+        cases = packs.manifest(folder)["cases"]
+    except KvkitError as error:
+        return Verified(0, 0, [str(error)])
+    problems, listed = [], {(folder / MANIFEST).resolve()}
+    if not cases:
+        problems.append(f"{folder / MANIFEST}: no cases: an empty pack proves nothing")
+    for name in {case["name"] for case in cases if sum(case["name"] == other["name"] for other in cases) > 1}:
+        problems.append(f"{folder / MANIFEST}: case {name} is there twice")
+    for case in cases:
+        if not case["outputs"] and not case["after"]:
+            problems.append(f"{folder / MANIFEST}: case {case['name']} expects nothing")
+        for *_, entry in packs.entries(case):
+            try:
+                path = packs.inside(folder, entry["file"])
+                listed.add(path)
+                if not path.is_file():
+                    problems.append(f"{path}: missing")
+                elif packs.digest(path) != entry.get("sha256"):
+                    problems.append(f"{path}: its SHA-256 is not that of the manifest")
+                else:
+                    packs.array(folder, entry)
+            except KvkitError as error:
+                problems.append(str(error))
+    there = {path.resolve() for path in folder.rglob("*") if path.is_file()}
+    problems += [f"{path}: in no case of the manifest" for path in sorted(there - listed)]
+    return Verified(len(cases), len(listed), problems)

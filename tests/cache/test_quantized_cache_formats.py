@@ -1,0 +1,129 @@
+"""Quantized layers of floats of 8 bits and ggml's blocks, and rotated ones."""
+
+import numpy as np
+import pytest
+
+from kvkit import KvkitError, formats
+from kvkit.cache import QuantizedCache, QuantizedLayer, QuantSpec, load
+
+D, SINK, RESIDUAL = 64, 2, 8
+E4M3 = QuantSpec(format="e4m3", group=64, param_dtype="float32")
+SPECS = {
+    "e4m3": E4M3,
+    "q8_0": QuantSpec(format="q8_0"),
+    "rotated": QuantSpec(format="e4m3", group=64, param_dtype="float32", rotation="hadamard"),
+    "vllm": QuantSpec(format="q8_0", rotation="vllm"),
+}
+
+
+def tokens(rng, count=40):
+    keys = rng.standard_normal((1, 2, count, D))
+    keys[..., 5] *= 10
+    return keys.astype(np.float32), rng.standard_normal((1, 2, count, D)).astype(np.float32)
+
+
+def filled(spec, states, sink=SINK, residual=RESIDUAL):
+    layer = QuantizedLayer(spec, spec, residual_length=residual, sink=sink)
+    layer.update(*(side[:, :, :33] for side in states))
+    return layer, layer.update(*(side[:, :, 33:] for side in states))
+
+
+def read(x, spec, value):
+    """What comes back of coded tokens."""
+    turned = formats.rotate(x, spec.rotation, value=value)
+    arrays = formats.encode(
+        turned, spec.format, **({"scale": "group", "group": 64} if spec.format == "e4m3" else {})
+    )
+    return formats.rotate(formats.decode(arrays, spec.format), spec.rotation, what="output", value=value)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_comes_back(rng, name):
+    states, spec = tokens(rng), SPECS[name]
+    layer, views = filled(spec, states)
+    for value, (view, stored, given) in enumerate(zip(views, layer.stored(), states, strict=True)):
+        seen, held = np.asarray(view), np.asarray(stored)
+        exact = {"atol": 0 if spec.rotation is None else 2e-5}
+        np.testing.assert_allclose(seen[:, :, 25:], given[:, :, 25:], **exact)  # the window before the update
+        np.testing.assert_allclose(held[:, :, :SINK], given[:, :, :SINK], **exact)
+        coded = read(given[:, :, SINK:-RESIDUAL], spec, bool(value))
+        np.testing.assert_allclose(held[:, :, SINK:-RESIDUAL], coded, **exact)
+
+
+@pytest.mark.parametrize("queries", [1, 12])
+@pytest.mark.parametrize("name", SPECS)
+def test_attention(rng, name, queries):
+    """Against float64 over the arrays that the update returns."""
+    states = tokens(rng)
+    layer, views = filled(SPECS[name], states)
+    query = rng.standard_normal((1, 4, queries, D)).astype(np.float32) if queries == 1 else None
+    if query is None:
+        layer = QuantizedLayer(SPECS[name], SPECS[name], residual_length=RESIDUAL, sink=SINK)
+        layer.update(*(side[:, :, :28] for side in states))
+        views = layer.update(*(side[:, :, 28:] for side in states))
+        query = rng.standard_normal((1, 4, queries, D)).astype(np.float32)
+    got = layer.attend(query)
+    keys, values = (np.asarray(view)[0].astype(np.float64) for view in views)
+    for h in range(4):
+        for i in range(queries):
+            end = 40 - queries + i + 1
+            scores = keys[h // 2, :end] @ query[0, h, i].astype(np.float64) / np.sqrt(D)
+            weights = np.exp(scores - scores.max())
+            expected = weights @ values[h // 2, :end] / weights.sum()
+            np.testing.assert_allclose(got[0, h, i], expected, atol=3e-5)
+
+
+@pytest.mark.parametrize("rotation", ["hadamard", "hadamard:16", "llama.cpp", "vllm"])
+def test_attention_does_not_see_a_rotation(rng, rotation):
+    """Before anything is coded a layer attends as one without it, within rounding."""
+    states, query = tokens(rng), rng.standard_normal((1, 4, 1, D)).astype(np.float32)
+    outs = []
+    for turned in (None, rotation):
+        layer, _ = filled(QuantSpec(format="q8_0", rotation=turned), states, residual=100)
+        outs.append(layer.attend(query))
+    np.testing.assert_allclose(outs[1], outs[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "rotated"])
+def test_files_and_folders(rng, name, tmp_path):
+    states, query = tokens(rng), rng.standard_normal((1, 4, 1, D)).astype(np.float32)
+    how = {
+        "key": SPECS[name],
+        "value": SPECS[name],
+        "residual_length": RESIDUAL,
+        "sink": SINK,
+        "read_back": True,
+    }
+    cache, folder = QuantizedCache(**how), QuantizedCache(**how)
+    folder.offload(tmp_path / "folder")
+    for each in (cache, folder):
+        each.update(*states, 0)
+    expected = cache.layers[0].attend(query)
+    np.testing.assert_array_equal(folder.layers[0].attend(query), expected)
+    cache.save(tmp_path / "cache.npz")
+    loaded = load(tmp_path / "cache.npz")
+    np.testing.assert_array_equal(loaded.layers[0].attend(query), expected)
+
+
+def test_bytes_per_token():
+    assert E4M3.bytes_per_token(D) == D + 4
+    assert SPECS["q8_0"].bytes_per_token(D) == 68
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"format": "fp8"}, "format: expected one of e4m3, e5m2, q8_0, q4_0, or None, got 'fp8'"),
+        ({"format": "e4m3", "axis": "channel"}, "axis: expected 'token', for format 'e4m3', got 'channel'"),
+        ({"rotation": "qr"}, "rotation: expected hadamard, llama.cpp, vllm, or hadamard:N"),
+    ],
+)
+def test_refused(how, message):
+    with pytest.raises(KvkitError, match=message):
+        QuantSpec(**how)
+
+
+def test_heads_that_do_not_fit(rng):
+    x = rng.standard_normal((1, 1, 2, 48)).astype(np.float32)
+    with pytest.raises(KvkitError, match=r"key: expected a head size that groups of 32 divide, got 48"):
+        QuantizedLayer(SPECS["q8_0"], SPECS["q8_0"]).update(x, x)

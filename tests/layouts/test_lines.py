@@ -1,0 +1,79 @@
+"""Every line against its engine's own index formula: bijective, as a view, and through conversion."""
+
+import engine_caches
+import numpy as np
+import pytest
+from engine_caches import NAMES, SPLIT
+
+from kvkit import KvkitError, layouts
+from kvkit.layouts import NAMED
+
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def test_every_line_has_a_formula():
+    assert set(NAMED) - set(NAMES) == {"vllm-dsa-indexer"}  # where codes and scales share a block
+
+
+@every
+def test_the_formula_is_bijective(name):
+    sizes = engine_caches.sizes_for(name)
+    places = {}
+    for *_, path, offsets in engine_caches.elements(name, sizes):
+        places.setdefault(path, []).append(offsets.ravel())
+    arrays = engine_caches.filled(name, sizes, engine_caches.values(sizes, engine_caches.kinds_of(name)))
+    for path, offsets in places.items():
+        size = engine_caches.array_at(arrays, path).size
+        assert np.array_equal(np.sort(np.concatenate(offsets)), np.arange(size))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SPLIT])
+@pytest.mark.parametrize("changes", [{}, {"H": 1}, {"N": 1}, {"H": 32}, {"B": 1, "L": 1}], ids=str)
+def test_a_view_has_the_engines_elements(name, changes):
+    sizes = engine_caches.sizes_for(name, **changes)
+    data = engine_caches.values(sizes, engine_caches.kinds_of(name))
+    arrays = engine_caches.filled(name, sizes, data)
+    kv = layouts.view(arrays, name, sizes=engine_caches.said(name, sizes))
+    for layer in range(sizes["L"]):
+        for kind in range(data.shape[1]):
+            found = (kv.keys, kv.values)[kind][layer]
+            rows = np.stack(found) if isinstance(found, tuple) else found
+            assert np.array_equal(rows.reshape(data[layer, kind].shape), data[layer, kind])
+
+
+@every
+def test_a_view_writes_and_moves_nothing(name):
+    sizes = engine_caches.sizes_for(name)
+    data = engine_caches.values(sizes, engine_caches.kinds_of(name))
+    arrays = engine_caches.filled(name, sizes, data)
+    known = engine_caches.said(name, sizes)
+    if name in SPLIT:
+        with pytest.raises(KvkitError, match="is split into"):
+            layouts.view(arrays, name, sizes=known)
+        return
+    row = layouts.view(arrays, name, sizes=known).keys[-1][-1]
+    row[...] = 7
+    data[-1, 0].reshape(-1, *row.shape)[-1] = 7
+    assert engine_caches.same(arrays, engine_caches.filled(name, sizes, data))
+
+
+@every
+def test_conversion_writes_the_engines_bytes(name):
+    sizes = engine_caches.sizes_for(name)
+    kinds = engine_caches.kinds_of(name)
+    data = engine_caches.values(sizes, kinds)
+    plain = [
+        [data[layer, kind] for kind in range(2)] if kinds == 2 else data[layer, 0]
+        for layer in range(sizes["L"])
+    ]
+    line = "l kv | b n h c" if kinds == 2 else "l | b n h c"
+    there = layouts.convert(plain, line, name, verify=True)
+    expected = engine_caches.filled(name, sizes, data)
+    known = {"b": sizes["B"], "n": sizes["N"]}
+    out = engine_caches.empty(engine_caches.engine_layouts.make(**sizes)[name])
+    to_sizes = known if "b" in engine_caches.axes_of(name) else None
+    assert layouts.convert(plain, line, name, out=out, to_sizes=to_sizes) is out
+    assert engine_caches.same(out, expected)
+    back = layouts.convert(out, name, line, sizes=engine_caches.said(name, sizes), to_sizes=known)
+    assert engine_caches.same(back, plain)
+    assert b"".join(engine_caches.flat(there)) == b"".join(engine_caches.flat(expected))

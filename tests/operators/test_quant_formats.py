@@ -1,0 +1,131 @@
+"""Caches of floats of 8 bits and of ggml's blocks: what they hold and return, and attention over them."""
+
+import math
+
+import numpy as np
+import pytest
+
+import kvkit
+from kvkit import KvkitError, formats
+from kvkit.dynamic_batching import plan
+from kvkit.formats.elements import BY_NAME
+
+pytestmark = pytest.mark.cpu
+B, H, HEADS, D, ROOM = 2, 2, 4, 64, 40
+
+# (quant_format, what shares a scale: None, "tensor" or "head" if given, elements of a group if found)
+CASES = [("e4m3", "head"), ("e4m3", 64), ("q8_0", None), ("q4_0", None)]
+MORE = [("e4m3", None), ("e4m3", "tensor"), ("e4m3", 32), ("e5m2", None), ("e5m2", "head")]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+cases = pytest.mark.parametrize(("name", "shared"), [*CASES, *SLOW])
+
+
+def empty(name, shared, rng):
+    """(cache, scale, attributes) of a static cache of one layer."""
+    cache = np.zeros((B, 1, 2, ROOM, H, BY_NAME[name].bytes(D)), np.uint8)
+    how = {"quant_format": name}
+    if isinstance(shared, int):
+        return cache, np.zeros((*cache.shape[:-1], D // shared), np.float32), how | {"quant_group": shared}
+    if shared is None:
+        return cache, None, how
+    return cache, rng.uniform(0.2, 2, (2, H) if shared == "head" else 2).astype(np.float32), how
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float16)
+
+
+def encoded(x, side, name, shared, scale):
+    """(codes, numbers) of tokens [.., H, D] of one side."""
+    given = {None: None}.get(shared, "group") if not isinstance(shared, str) else scale[side]
+    arrays = formats.encode(x, name, scale=given, **({"group": shared} if isinstance(shared, int) else {}))
+    return arrays["codes"], formats.decode(arrays, name)
+
+
+@cases
+def test_what_is_stored_and_returned(rng, name, shared):
+    cache, scale, how = empty(name, shared, rng)
+    new = normal(rng, B, 7, H, D), normal(rng, B, 7, H, D)
+    returned = kvkit.key_value_cache(*new, 3, cache, scale, **how)
+    for side in (0, 1):
+        codes, numbers = encoded(new[side], side, name, shared, scale)
+        np.testing.assert_array_equal(cache[:, 0, side, 3:10], codes)
+        np.testing.assert_array_equal(returned[side][:, 3:], numbers.astype(np.float16))
+    assert not cache[:, :, :, 10:].any()
+
+
+def softmax_over(query, keys, values):
+    """Attention of queries [S, HEADS, D] in float64, causal."""
+    out = np.zeros(query.shape)
+    for i in range(len(query)):
+        for h in range(HEADS):
+            seen = len(keys) - len(query) + i + 1
+            scores = keys[:seen, h // (HEADS // H)] @ query[i, h].astype(np.float64) / math.sqrt(D)
+            weights = np.exp(scores - scores.max())
+            out[i, h] = weights @ values[:seen, h // (HEADS // H)] / weights.sum()
+    return out
+
+
+@cases
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_attention(rng, name, shared, tokens):
+    """Over codes x scale in float32: of one query token in place, of many over what is widened."""
+    cache, scale, how = empty(name, shared, rng)
+    past = normal(rng, B, 17, H, D), normal(rng, B, 17, H, D)
+    new = normal(rng, B, tokens, H, D), normal(rng, B, tokens, H, D)
+    kvkit.key_value_cache(*past, 0, cache, scale, **how)
+    query = normal(rng, B, tokens, HEADS, D)
+    sizes = {"num_heads": HEADS, "num_kv_heads": H, "head_dim": D}
+    got = kvkit.multi_head_cache_attention(query, *new, 17, cache, scale, **sizes, **how)
+    for b in range(B):
+        keys, values = (
+            encoded(np.concatenate((past[side][b], new[side][b])), side, name, shared, scale)[1].astype(
+                np.float64
+            )
+            for side in (0, 1)
+        )
+        expected = softmax_over(query[b], keys, values)
+        size = np.maximum(1, np.abs(expected))
+        assert (np.abs(got[b] - expected) <= 2e-3 * size).all()
+
+
+def test_a_plan_of_pages_repeats(rng):
+    """The same numbers through a page table, made again for the next layer."""
+    scale = rng.uniform(0.5, 2, (2, H)).astype(np.float32)
+    caches = np.zeros((2, 16, 1, 2, H, D), np.uint8)
+    table, starts = np.array([[4, 12, 0, 8]]), np.array([0, 9])
+    step = plan(starts, starts, table, np.array([0]), cache_mode=1, page_size=4)
+    new = normal(rng, 9, H, D), normal(rng, 9, H, D)
+    for cache in caches:
+        for _ in range(2):
+            key, value = step.key_value_cache(*new, cache, scale, quant_format="e4m3")
+        for side, returned in enumerate((key, value)):
+            codes, numbers = encoded(new[side], side, "e4m3", "head", scale)
+            np.testing.assert_array_equal(returned, numbers.astype(np.float16))
+            np.testing.assert_array_equal(cache[[4, 5, 6, 7, 12, 13, 14, 15, 0], 0, side], codes)
+    np.testing.assert_array_equal(*caches)
+
+
+BAD = {
+    "unknown": ({"quant_format": "fp8"}, "quant_format: expected one of e4m3, e5m2, q8_0, q4_0, or None"),
+    "both": ({"quant_bit": 8}, "quant_bit: expected 0, for quant_format 'e4m3', got 8"),
+    "dtype": ({"cache": np.zeros((B, 1, 2, ROOM, H, D), np.int8)}, "cache: expected dtype uint8 or float8"),
+    "NaN": ({"scale": np.array([1, np.nan], np.float32)}, "scale: expected finite numbers above 0, got NaN"),
+    "zero": ({"scale": np.zeros((2, H), np.float32)}, "scale: expected finite numbers above 0, got 0.0"),
+    "inside": ({"quant_format": "q8_0", "scale": np.ones(2, np.float32)}, "scale: expected None"),
+    "int8 keys": ({"current_key": np.zeros((B, 1, H, D), np.int8)}, "current_key: expected dtype float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_refused(what, rng):
+    cache, scale, _ = empty("e4m3", "head", rng)
+    changes, message = BAD[what]
+    given = {name: np.zeros((B, 1, H, D), np.float32) for name in ("current_key", "current_value")}
+    given |= {"start_pos": 0, "cache": cache, "scale": scale, "quant_format": "e4m3"} | changes
+    if given["quant_format"] == "q8_0":
+        given["cache"] = np.zeros((B, 1, 2, ROOM, H, 68), np.uint8)
+    if what == "int8 keys":
+        given["current_value"] = given["current_key"]
+    with pytest.raises(KvkitError, match=message):
+        kvkit.key_value_cache(**given)

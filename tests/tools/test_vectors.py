@@ -1,0 +1,277 @@
+"""`kvkit.tools.vectors`: the pack of the repository is replayed; broken packs and answers are named."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvkit
+from kvkit import dumps
+from kvkit.errors import KvkitError
+from kvkit.operators import OPERATORS
+from kvkit.tools import vectors
+from kvkit.tools.vectors import packs
+
+PACK = Path(kvkit.__file__).parents[1] / "examples/packs/pmx"
+POISONED = "append", "cache-attention"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs") / "paged"
+    vectors.make(folder, "paged", seed=3)
+    return folder
+
+
+@pytest.fixture
+def copy(small, tmp_path):
+    return shutil.copytree(small, tmp_path / "copy")
+
+
+def change(folder, edit):
+    path = folder / dumps.MANIFEST
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_the_pack_of_the_repository():
+    files = [path for path in PACK.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 5e6
+    assert vectors.verify(PACK).ok, str(vectors.verify(PACK))
+    result = vectors.replay(PACK)
+    assert result.ok, str(result)
+    assert len(result.cases) > 100
+
+
+def test_what_the_pack_has_in_it():
+    """Operators, types, poison, ties, and calls that must be refused."""
+    cases = packs.manifest(PACK)["cases"]
+    pmx = {name for name in OPERATORS if name.endswith(("cache", "attention", "attention_states"))}
+    pmx = {name for name in pmx if "ascend" not in name}
+    assert {case["operator"] for case in cases} == pmx
+    assert sum(case["refused"] for case in cases) == 5
+    for case in cases:
+        for entry in (case["outputs"] | case["after"]).values():
+            assert entry["tolerance"]["reason"]
+        if case["name"].startswith(POISONED) and not case["refused"]:
+            after = [packs.array(PACK, entry) for name, entry in case["after"].items() if name == "cache"]
+            kept = [array for array in after if array.dtype.kind == "V" or array.dtype.kind == "f"]
+            assert all(np.isnan(array.astype(np.float32)).any() for array in kept), case["name"]
+    codes = {case["arguments"].get("quant_bit", {}).get("value") for case in cases}
+    assert {0, 4, 8} <= codes
+
+
+def test_equal_seeds_give_equal_bytes(small, tmp_path):
+    again, other = tmp_path / "again", tmp_path / "other"
+    vectors.make(again, "paged", seed=3)
+    vectors.make(other, "paged", seed=4)
+    one, two, three = (
+        json.loads((folder / dumps.MANIFEST).read_text())["cases"] for folder in (small, again, other)
+    )
+    assert one == two != three
+
+
+def test_raw_files(tmp_path):
+    vectors.make(tmp_path / "raw", "ascend", raw=True)
+    assert not list((tmp_path / "raw").rglob("*.npy"))
+    assert vectors.verify(tmp_path / "raw").ok
+    assert vectors.replay(tmp_path / "raw").ok
+
+
+def test_one_operator(tmp_path):
+    vectors.make(tmp_path / "one", "ascend", operator="ascend.paged_cache_load")
+    assert {case.operator for case in vectors.replay(tmp_path / "one").cases} == {"ascend.paged_cache_load"}
+    with pytest.raises(KvkitError, match="operator: suite ascend has no case of 'dance'"):
+        vectors.make(tmp_path / "none", "ascend", operator="dance")
+    with pytest.raises(KvkitError, match="there is something already"):
+        vectors.make(tmp_path / "one")
+
+
+# Broken packs
+
+
+def first(manifest):
+    return manifest["cases"][0]["outputs"]["attn_output"]
+
+
+BREAKS = {
+    "no format_version": lambda folder: change(folder, lambda m: m.pop("format_version")),
+    "format_version 2, not 1": lambda folder: change(folder, lambda m: m.update(format_version=2)),
+    "no cases: an empty pack": lambda folder: change(folder, lambda m: m.update(cases=[])),
+    "in no case of the manifest": lambda folder: (folder / "more.npy").write_bytes(b""),
+    "missing": lambda folder: next(folder.rglob("expected-lse.npy")).unlink(),
+    "its SHA-256 is not": lambda folder: np.save(next(folder.rglob("expected-lse.npy")), np.zeros(3)),
+    "is there twice": lambda folder: change(folder, lambda m: m["cases"].append(m["cases"][0])),
+    "is outside the pack": lambda folder: change(folder, lambda m: first(m).update(file="../../etc/passwd")),
+    "expects nothing": lambda folder: change(folder, lambda m: m["cases"][0].update(outputs={})),
+    "no array of float32 .2.": lambda folder: change(
+        folder, lambda m: first(m).update(shape=[2], dtype="float32")
+    ),
+    "it lists no cases": lambda folder: change(folder, lambda m: m.pop("cases")),
+    "a case without": lambda folder: change(folder, lambda m: m["cases"].append({"name": 3})),
+    "no JSON": lambda folder: (folder / dumps.MANIFEST).write_text("{"),
+    "no such file": lambda folder: (folder / dumps.MANIFEST).unlink(),
+    "no such folder": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("said", BREAKS)
+def test_broken_packs(copy, said):
+    BREAKS[said](copy)
+    found = vectors.verify(copy)
+    assert not found.ok
+    assert any(re.search(said, problem) for problem in found.problems), found.problems
+    assert all("\n" not in problem for problem in found.problems)
+
+
+def test_no_cases_are_no_success(copy):
+    change(copy, lambda m: m.update(cases=[]))
+    assert not vectors.replay(copy).ok
+
+
+# Answers
+
+
+def answer(pack, folder, edit=None):
+    """What a device gives that is right, but for an edit of (case, name, array)."""
+    for case in packs.manifest(pack)["cases"]:
+        for group, name, entry in packs.entries(case):
+            if group != "arguments":
+                array = np.array(np.load(pack / entry["file"]))
+                array = edit(case["name"], name, array) if edit else array
+                (folder / case["name"]).mkdir(parents=True, exist_ok=True)
+                np.save(folder / case["name"] / f"{name}.npy", array)
+
+
+def test_right_answers(tmp_path):
+    answer(PACK, tmp_path)
+    assert vectors.diff(PACK, tmp_path).ok
+
+
+def test_wrong_answers_have_causes(tmp_path):
+    """A device whose dynamic append is a row off in one case, and which lost a file of another."""
+
+    def edit(case, name, array):
+        wrong = case == "append-dynamic2-fp16-as-is" and name == "cache"
+        return np.roll(array, 1, axis=2) if wrong else array
+
+    answer(PACK, tmp_path, edit)
+    (tmp_path / "merge-fp32" / "lse.npy").unlink()
+    found = [case for case in vectors.diff(PACK, tmp_path).cases if case.status == "failed"]
+    assert [case.case for case in found] == ["merge-fp32", "append-dynamic2-fp16-as-is"] or {
+        case.case for case in found
+    } == {"merge-fp32", "append-dynamic2-fp16-as-is"}
+    why = {case.case: case.why for case in found}
+    assert "no such file" in why["merge-fp32"]
+    assert "elements differ" in why["append-dynamic2-fp16-as-is"]
+
+
+def test_a_wrong_kvkit_fails(copy):
+    """Expectations that are wrong, an input that changes, a refusal that is missing."""
+    change(copy, lambda m: m["cases"][0].update(refused=True))
+    path = copy / packs.manifest(copy)["cases"][1]["outputs"]["attn_output"]["file"]
+    np.save(path, np.load(path) + 1)
+    found = [case.why for case in vectors.replay(copy).cases if case.status == "failed"]
+    assert len(found) == 2
+    assert found[0] == "was done, and must be refused"
+    assert "elements differ" in found[1]
+    change(copy, lambda m: m["cases"][0].update(operator="dance"))
+    with pytest.raises(KvkitError, match="operator: expected one of"):
+        vectors.replay(copy)
+
+
+def test_export(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    from onnx.reference import ReferenceEvaluator
+
+    made = vectors.export(PACK, tmp_path)
+    assert len(made.written) > 10
+    for name in made.written:
+        folder = tmp_path / name
+        model = onnx.load(folder / "model.onnx")
+        onnx.checker.check_model(model)
+        data = folder / "test_data_set_0"
+
+        def tensors(kind, data=data):
+            paths = sorted(data.glob(f"{kind}_*.pb"))
+            return [onnx.numpy_helper.to_array(onnx.load_tensor(path)) for path in paths]
+
+        feeds = {value.name: array for value, array in zip(model.graph.input, tensors("input"), strict=True)}
+        [got] = ReferenceEvaluator(model).run(None, feeds)
+        [expected] = tensors("output")
+        limit = 2e-5 if expected.dtype == np.float32 else 4e-3
+        assert np.allclose(got.astype(np.float64), expected.astype(np.float64), atol=limit, rtol=limit), name
+
+
+# Dumps of KVKIT_LOG
+
+
+@pytest.fixture
+def log(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVKIT_LOG_FOLDER", str(tmp_path / "log"))
+    monkeypatch.setattr(dumps, "WRITTEN", {"calls": 0, "bytes": 0, "silent": False})
+
+    def at(level):
+        monkeypatch.setenv("KVKIT_LOG", str(level))
+        return tmp_path / "log"
+
+    return at
+
+
+def call(bad=False):
+    key = np.linspace(-1, 1, 48, dtype=np.float32).reshape(1, 3, 2, 8)
+    key[0, 0, 0, 0] = np.nan
+    return kvkit.key_value_cache(key, key, 20 if bad else 0, np.zeros((1, 1, 2, 8, 2, 8), np.float16))
+
+
+LEVELS = [(1, 1, "kvkit: key_value_cache"), (3, 5, "float32 (1, 3, 2, 8)"), (5, 5, "1 not finite")]
+
+
+@pytest.mark.parametrize(("level", "lines", "words"), [*LEVELS, ("x", 0, ""), (0, 0, "")])
+def test_levels(log, capfd, level, lines, words):
+    folder = log(level)
+    call()
+    said = capfd.readouterr().err
+    assert len(said.splitlines()) == lines
+    assert words in said
+    assert not folder.exists()
+
+
+def test_dumps_are_replayed(log, capfd):
+    folder = log(10)
+    call()
+    with pytest.raises(KvkitError):
+        call(bad=True)  # which was written before it was refused
+    cache = np.zeros((2, 4, 2, 8), np.float32)
+    kvkit.ascend.reshape_and_cache(cache[0], None, cache.copy(), None, np.array([5, -1, 0, 1]))
+    assert len(list(folder.iterdir())) == 3
+    log(0)
+    found = vectors.replay(folder)
+    assert [case.status for case in found.cases] == ["ran", "failed", "ran"]
+    assert found.cases[1].why.startswith("was refused: start_pos")
+    capfd.readouterr()
+
+
+def test_limits(log, capfd, monkeypatch):
+    folder = log(10)
+    monkeypatch.setenv("KVKIT_LOG_CALLS", "2")
+    for _ in range(4):
+        call()
+    assert len(list(folder.iterdir())) == 2
+    assert capfd.readouterr().err.count("at their limit") == 1
+    monkeypatch.setenv("KVKIT_LOG_CALLS", "100")
+    monkeypatch.setenv("KVKIT_LOG_BYTES", "2000")
+    call()
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_stops_no_call(log, capfd, monkeypatch, tmp_path):
+    log(10)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVKIT_LOG_FOLDER", str(tmp_path / "file"))
+    call()
+    assert "no dump of key_value_cache" in capfd.readouterr().err
