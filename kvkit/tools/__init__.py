@@ -20,7 +20,8 @@ TOOLS = {  # name: the module that has it, or that it is
     "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
     "diff": "kvkit.tools.comparing",
-    "study": "kvkit.tools.study",
+    "scheme": "kvkit.tools.studies.schemes",
+    "study": "kvkit.tools.studies.studying",
     "vectors": "kvkit.tools.vectors",
 }
 

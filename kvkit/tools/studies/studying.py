@@ -13,8 +13,8 @@ import numpy as np
 
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
-from kvkit.tools.study import measures, sources
-from kvkit.tools.study.schemes import listed
+from kvkit.tools.studies import measures, sources
+from kvkit.tools.studies.schemes import listed
 from kvkit.tools.text import columns
 
 MOST = 60  # schemes in a text
@@ -101,8 +101,8 @@ class Study:
             return "no scheme keeps every head within an error of 10 %"
         best = min(fine, key=lambda one: one.bits)
         return (
-            f"the smallest that keeps every head within an error of 10 %: {best.scheme}, {best.bits:.2f} bits a number, "
-            f"{best.bytes_per_token:,.0f} bytes a token"
+            f"the smallest that keeps every head within an error of 10 %: {best.scheme}, "
+            f"{best.bits:.2f} bits a number, {best.bytes_per_token:,.0f} bytes a token"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Study:
 
         Plots want matplotlib, the extra ``plot``.
         """
-        from kvkit.tools.study import report
+        from kvkit.tools.studies import report
 
         return report.written(self, Path(folder))
 
@@ -178,8 +178,8 @@ def study(
     ----------
     source : path, mapping of arrays, or cache
         A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
-        perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a cache
-        of `kvkit.cache`. Floats of 16 or 32 bits.
+        perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a
+        cache of `kvkit.cache`. Floats of 16 or 32 bits.
     schemes : str or sequence
         Separated by commas, or each for itself: a name of `kvkit.formats` with its options, as in
         "int4:g32"; that and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkit.files.replace import replacing
-from kvkit.tools.study import plots
+from kvkit.tools.studies import plots
 
 if TYPE_CHECKING:
-    from kvkit.tools.study.studying import Study
+    from kvkit.tools.studies.studying import Study
 
 CAPTIONS = {
     "errors": "Relative error by layer and head",
@@ -21,25 +21,31 @@ CAPTIONS = {
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
 @media (prefers-color-scheme: dark) { :root { --ink: #d7dee6; --paper: #14181d; --line: #36404a; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 th button { all: unset; cursor: pointer; }
 th button:focus-visible { outline: 2px solid var(--mark); }
-figure { margin: 2rem 0; } figure svg { max-width: 100%; height: auto; }
+figure { margin: 2rem 0; }
+figure svg { max-width: 100%; height: auto; }
 .dark { display: none; }
 @media (prefers-color-scheme: dark) { .dark { display: block; } .light { display: none; } }
 """
 SCRIPT = """
 for (const table of document.querySelectorAll("table")) {
-  [...table.tHead.rows[0].cells].forEach((cell, i) => cell.firstChild.addEventListener("click", () => {
-    const down = cell.getAttribute("aria-sort") === "ascending";
-    for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
-    cell.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const value = row => { const text = row.cells[i].textContent, number = parseFloat(text.replace(/,/g, "")); return isNaN(number) ? text : number; };
-    const rows = [...table.tBodies[0].rows].sort((a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (down ? -1 : 1));
-    table.tBodies[0].append(...rows);
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, i) => head.firstChild.addEventListener("click", () => {
+    const down = head.getAttribute("aria-sort") === "ascending";
+    heads.forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const value = row => {
+      const text = row.cells[i].textContent, number = parseFloat(text.replace(/,/g, ""));
+      return i && !isNaN(number) ? number : text;
+    };
+    const order = (a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (down ? -1 : 1);
+    table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
   }));
 }
 """
@@ -62,14 +68,14 @@ def written(study: Study, folder: Path) -> list[Path]:
 
 
 def table(study: Study) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    from kvkit.tools.study.studying import cells, headings
+    from kvkit.tools.studies.studying import cells, headings
 
     asked = any(one.kl is not None for one in study.summary)
     return headings(asked), [cells(one, asked) for one in study.summary]
 
 
 def markdown(study: Study) -> str:
-    from kvkit.tools.study.studying import worded
+    from kvkit.tools.studies.studying import worded
 
     heads, rows = table(study)
     lines = [
@@ -89,7 +95,7 @@ def markdown(study: Study) -> str:
 
 def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
     """HTML that needs no other file and no network."""
-    from kvkit.tools.study.studying import worded
+    from kvkit.tools.studies.studying import worded
 
     heads, rows = table(study)
     said = html.escape
@@ -105,11 +111,23 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
         for name, caption in CAPTIONS.items()
     )
     notes = "".join(f"<p>Note: {said(note)}</p>" for note in study.notes)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{said(study.source)}: kvkit study</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
-        f"<h1>{said(study.source)}</h1>"
-        f"<p>{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens. {said(study.budget())}.</p>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"<h2>The three worst heads</h2><ul>{worst}</ul>{figures}{notes}<script>{SCRIPT}</script></body></html>\n"
-    )
+    title = f"{said(study.source)}: kvkit study"
+    about = f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens."
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{said(study.source)}</h1>
+<p>{about} {said(study.budget()[0].upper() + study.budget()[1:])}.</p>
+<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+<h2>The three worst heads</h2>
+<ul>{worst}</ul>
+{figures}
+{notes}
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""

@@ -10,10 +10,11 @@ import numpy as np
 from kvkit.errors import KvkitError
 
 if TYPE_CHECKING:
-    from kvkit.tools.study.studying import Study
+    from kvkit.tools.studies.studying import Study
 
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
 MOST_MAPS = 8
+COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 
 
 def pictures(study: Study, page: str = "light") -> dict[str, str]:
@@ -30,7 +31,7 @@ def pictures(study: Study, page: str = "light") -> dict[str, str]:
     style = {
         "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
         "axes.spines.right": False,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
+        **dict.fromkeys(COLOURED, ink),
     }  # fmt: skip
     with matplotlib.rc_context(style):
         drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}

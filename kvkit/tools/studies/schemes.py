@@ -31,7 +31,7 @@ def scheme(name: str) -> Callable[[type], type]:
     Examples
     --------
     >>> import numpy as np
-    >>> from kvkit.tools.study import scheme, study
+    >>> from kvkit.tools import scheme, study
     >>> @scheme("half")
     ... class Half:
     ...     def encode(self, x):
@@ -59,7 +59,7 @@ def checked(made: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Coded:
-    """A format as a scheme, rotated or not; tokens behind the last whole group of a channel stay as they are."""
+    """A format as a scheme, rotated or not; tokens that fill no group of a channel stay as they are."""
 
     name: str
     format: Format
@@ -89,7 +89,7 @@ class Coded:
         rest = arrays.pop("rest")
         x = np.concatenate((formats.decode(arrays, self.format), rest)) if arrays else rest
         if self.rotation:
-            x = formats.rotate(x, self.rotation, what="output" if self.value else "output", value=self.value)
+            x = formats.rotate(x, self.rotation, what="output", value=self.value)
         return x
 
     def stored(self, arrays, bits):
@@ -143,8 +143,15 @@ def parsed(text: Any) -> tuple[Any, Any]:
         sides = [told, told]
     if rotation:
         formats.rotation_named(rotation)
-    key, value = (formats.named(side) for side in sides)
+    key, value = (of_format(side) for side in sides)
     return Coded(text, key, rotation or None), Coded(text, value, rotation or None, value=True)
+
+
+def of_format(text: str) -> Format:
+    """A format by its name; kvkit's own codes have scales of 16 bits, as its caches have them."""
+    made = formats.named(text)
+    own = made.source == "kvkit" and made.find in ("pmx", "span")
+    return formats.named(made, cell=formats.FLOAT16) if own and "float" not in text else made
 
 
 def loaded(path: str, name: str) -> Any:

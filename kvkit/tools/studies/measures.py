@@ -9,7 +9,7 @@ QUERIES = 64  # of a sequence, the last ones
 
 
 class Errors:
-    """Sums over the tokens of a side, by head: of numbers, of those that come back, and what they differ by."""
+    """Sums over the tokens of a side, by head: of numbers, of those that come back, of errors."""
 
     def __init__(self, heads, limits=None):
         self.squares, self.errors, self.products, self.back = np.zeros((4, heads))
@@ -84,7 +84,7 @@ def through(scheme, side):
 
 
 def outliers(side):
-    """Of each head, the largest mean magnitude of a channel over the median one; and those of the channels."""
+    """Of each head, the largest mean magnitude of a channel over the median one; and all of them."""
     total = np.zeros((side.heads, side.dim))
     for part in pieces(side):
         total += np.abs(side.read(part).astype(np.float32)).sum(0)

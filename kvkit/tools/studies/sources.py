@@ -36,7 +36,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. Of each sequence, queries of its last tokens, [tokens, query heads, dim], if they are known."""
+    """One layer; of each sequence queries of its last tokens, [tokens, query heads, dim], if known."""
 
     name: str
     key: Side
@@ -156,7 +156,7 @@ def of_layout(name: str, contents: Contents, layout: str | None, sizes: Mapping[
     def side(which, i):
         array = (views.keys if which == "keys" else views.values)[i]
         if rows is None or isinstance(array, tuple):
-            return side_of_sequences(which, [one for one in array])
+            return side_of_sequences(which, list(array))
         size = array.shape[1]
         return Side(
             lambda part: array[rows[part] // size, rows[part] % size],
