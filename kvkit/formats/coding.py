@@ -112,6 +112,11 @@ def decode(arrays, format, **options):
     KvkitError
         An unknown format, an array that is missing or of another shape, a scale that is NaN.
 
+    Notes
+    -----
+    Attention reads e4m3, e5m2, q8_0 and q4_0 where they lie (``quant_format`` of the operators). Over any
+    other format it takes what this returns, a whole layer in float32, as `multi_head_attention` does keys.
+
     Examples
     --------
     >>> import numpy as np

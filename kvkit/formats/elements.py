@@ -5,6 +5,7 @@ Kernels never see a dtype: they are compiled for names, and whatever decides the
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +38,7 @@ class Element:
     widen: str = ""
     narrow: str = ""
     numbers: tuple[float, ...] = ()  # of the codes in order, where no rule says them
-    block: Block | None = None
+    block: Any = None  # a Block, where codes have their scale beside them
 
     def bytes(self, count):
         """Size of `count` neighbouring elements, which are whole blocks where there are such."""

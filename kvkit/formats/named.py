@@ -157,7 +157,7 @@ ALL = (
     Format("mxfp4", E2M1, "power", E8M0, exponent="floor", source="OCP MX"),
     Format("mxfp8", E4M3, "power", E8M0, exponent="floor", source="OCP MX"),
     *(
-        Format(f"ort_{code}", code, "given", per="", asks=True, source="onnxruntime, GroupQueryAttention")
+        Format(f"ort_{code}", code, "given", per="", group=0, asks=True, source="onnxruntime")
         for code in (FULL_INT8, FULL_INT4)
     ),
     Format("ds_mla", E4M3, "normal", group=128, order=("codes", "scale", "tail"), tail=64,

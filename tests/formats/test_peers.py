@@ -84,3 +84,43 @@ def test_torch_reads_every_code(name):
     torch, codes = pytest.importorskip("torch"), np.arange(256, dtype=np.uint8)
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
     np.testing.assert_array_equal(decode(codes, name), torch.tensor(codes).view(dtype).float().numpy())
+
+
+def group_query_attention(helper, kinds, key, value, scales, bits, how):
+    """The present keys and values of onnxruntime's operator, codes [1, heads, tokens, bytes]."""
+    ort = pytest.importorskip("onnxruntime")
+    (tokens, heads, dim), kind = key.shape, {8: kinds.INT8, 4: kinds.UINT8}[bits]
+    past = np.zeros((1, heads, 0, dim * bits // 8), {8: np.int8, 4: np.uint8}[bits])
+    given = {name: x.reshape(1, tokens, -1) for name, x in (("query", key), ("key", key), ("value", value))}
+    given |= {"past_key": past, "past_value": past}
+    given |= {"seqlens_k": np.array([tokens - 1], np.int32), "total": np.array(tokens, np.int32)}
+    given |= {"k_scale": scales[0], "v_scale": scales[1]}
+    outputs = {"out": kinds.FLOAT, "present_key": kind, "present_value": kind}
+    names = [*given][:7] + [""] * 5 + ["k_scale", "v_scale"]
+    node = helper.make_node(
+        "GroupQueryAttention", names, [*outputs], domain="com.microsoft", num_heads=heads, kv_num_heads=heads,
+        k_quant_type=how, v_quant_type=how, kv_cache_bit_width=bits,
+    )  # fmt: skip
+    types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in given.items()}
+    ends = [
+        [helper.make_tensor_value_info(name, t, None) for name, t in side.items()]
+        for side in (types, outputs)
+    ]
+    versions = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "attention", *ends)
+    model = helper.make_model(graph, opset_imports=versions, ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run([*outputs][1:], given)
+
+
+@pytest.mark.parametrize("how", ["PER_TENSOR", "PER_CHANNEL"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_onnxruntime(rng, bits, how):
+    onnx = pytest.importorskip("onnx")
+    sides = rng.standard_normal((2, 5, 2, 32)).astype(np.float32)
+    shape = (1,) if how == "PER_TENSOR" else (2, 32)
+    scales = rng.uniform(0.01, 0.03, (2, *shape)).astype(np.float32) * np.float32(1 if bits == 8 else 10)
+    found = group_query_attention(onnx.helper, onnx.TensorProto, *sides, scales, bits, how)
+    for x, scale, codes in zip(sides, scales, found, strict=True):
+        ours = encode(x, f"ort_int{bits}", scale=scale)["codes"]
+        np.testing.assert_array_equal(ours, codes[0].swapaxes(0, 1))

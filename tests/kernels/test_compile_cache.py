@@ -92,7 +92,7 @@ def test_an_edit_of_what_code_comes_from_leads_to_new_code(copy):
         "cpu.rows",
         "cpu.memory",
         "cpu.simd.lanes",
-        "formats",
+        "formats.elements",
         "index",
         "jit",
         "numeric",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-PIECE = 2**19  # elements that are coded at a time
+PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
 
 
