@@ -146,10 +146,10 @@ def of_layout(name: str, contents: Contents, layout: str | None, sizes: Mapping[
             "/".join(pair) for pair in NAMES
         )
         raise wrong("source", wanted, ", ".join(list(contents.arrays)[:8]))
-    views, _ = inspecting.viewed(cache, layout, dict(contents.description.sizes) | dict(sizes or {}))
+    views, lengths = inspecting.viewed(cache, layout, dict(contents.description.sizes) | dict(sizes or {}))
     if views is None:
         raise wrong("layout", "one whose content is not split (kvkit convert makes one)", layout)
-    found = inspecting.pages_of(contents)
+    found = inspecting.pages_of(contents, lengths.get("n"))
     rows = None if found is None else found[1].rows()
     notes = ("all blocks are taken for sequences: the file has no tables",) if found is None else ()
 
