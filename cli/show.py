@@ -122,6 +122,19 @@ def steps(what, total, quiet=False):
         bars.update(task, description=what)
 
 
+@contextlib.contextmanager
+def counted(what):
+    """A function to call with how many steps of how many are done: a bar, on a terminal."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=screen, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
 def times(name, ratio):
     """How fast something is beside `name`: a share of what bounds it, or how many times a peer's speed."""
     if ratio is None:

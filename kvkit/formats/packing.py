@@ -16,8 +16,10 @@ def packed(codes, bits, halves):
         low, high = np.split(codes, 2, -1)
         return low | high << 4
     in_byte = 8 // bits
-    parts = codes.reshape(*codes.shape[:-1], -1, in_byte) << np.arange(0, 8, bits, dtype=np.uint8)
-    return np.bitwise_or.reduce(parts, -1)
+    data = codes[..., ::in_byte].copy()
+    for i in range(1, in_byte):
+        data |= codes[..., i::in_byte] << np.uint8(i * bits)
+    return data
 
 
 def unpacked(data, bits, halves):
@@ -28,8 +30,11 @@ def unpacked(data, bits, halves):
         return unpacked(data, 4, halves)
     if halves:
         return np.concatenate((data & 15, data >> 4), -1)
-    parts = data[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & (1 << bits) - 1
-    return parts.reshape(*data.shape[:-1], -1)
+    in_byte = 8 // bits
+    codes = np.empty((*data.shape[:-1], data.shape[-1] * in_byte), np.uint8)
+    for i in range(in_byte):
+        codes[..., i::in_byte] = data >> np.uint8(i * bits) & np.uint8((1 << bits) - 1)
+    return codes
 
 
 def high_bits(codes):

@@ -5,6 +5,7 @@
     draw        layouts and the rows of caches, for a terminal or a page
     check       whether page tables, slots, layouts, scales and data can be right
     diff        where two caches or outputs differ, and why
+    study       what schemes of quantization cost a cache, head by head
     vectors     packs of golden vectors: made, verified, replayed, compared, exported
 
 A result is what a terminal shows (``str``) and what a program reads (``to_dict()``). Each tool is a verb of
@@ -19,6 +20,8 @@ TOOLS = {  # name: the module that has it, or that it is
     "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
     "diff": "kvkit.tools.comparing",
+    "scheme": "kvkit.tools.studies.schemes",
+    "study": "kvkit.tools.studies.studying",
     "vectors": "kvkit.tools.vectors",
 }
 

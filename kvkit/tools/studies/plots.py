@@ -1,0 +1,112 @@
+"""Pictures of a study, with matplotlib: SVG as text, for a light or a dark page."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkit.errors import KvkitError
+
+if TYPE_CHECKING:
+    from kvkit.tools.studies.studying import Study
+
+INK = {"light": "#1d2733", "dark": "#d7dee6"}
+MOST_MAPS = 8
+COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+
+
+def pictures(study: Study, page: str = "light") -> dict[str, str]:
+    """Name -> SVG: errors by layer and head, error against bytes, channels of keys."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise KvkitError(
+            "matplotlib: expected for plots, got none: pip install 'kvkit-kernels[plot]'"
+        ) from error
+
+    ink = INK[page]
+    style = {
+        "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
+        "axes.spines.right": False,
+        **dict.fromkeys(COLOURED, ink),
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}
+        drawn["channels"] = channels(study, Figure)
+        return {name: svg(figure) for name, figure in drawn.items()}
+
+
+def svg(figure: Any) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None}, bbox_inches="tight")
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def error_maps(study: Study, Figure: Any) -> Any:
+    """A map for each scheme: keys and values by layer and head."""
+    shown = study.summary[:MOST_MAPS]
+    figure = Figure(figsize=(2.2 * len(shown) + 1, 1.2 + 0.16 * len(study.layers)), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(1, len(shown), sharey=True))
+    number = {layer: i for i, layer in enumerate(study.layers)}
+    found = []
+    for one in shown:
+        table = np.zeros((len(study.layers), 2 * study.heads))
+        for row in study.rows:
+            if row["scheme"] == one.scheme and row["side"] != "attention":
+                table[number[row["layer"]], row["head"] + study.heads * (row["side"] == "values")] = row[
+                    "relative_rms"
+                ]
+        found.append(table)
+    most = max(table.max() for table in found) or 1.0
+    for ax, one, table in zip(axes, shown, found, strict=True):
+        image = ax.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
+        ax.axvline(study.heads - 0.5, color="white", linewidth=1)
+        ax.set_title(one.scheme, fontsize=9)
+        ax.set_xticks([study.heads / 2 - 0.5, study.heads * 1.5 - 0.5], ["key heads", "value heads"])
+    axes[0].set_yticks(range(len(study.layers)), study.layers, fontsize=7)
+    figure.colorbar(image, ax=axes, label="relative error")
+    return figure
+
+
+def pareto(study: Study, Figure: Any, ink: str) -> Any:
+    """Error against bytes; the schemes that no other one beats in both are joined."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    ax = figure.subplots()
+    points = sorted((one.bits, one.worst_error, one.scheme) for one in study.summary)
+    front, best = [], np.inf
+    for bits, error, _ in points:
+        if error < best:
+            front.append((bits, error))
+            best = error
+    if len(front) > 1:
+        ax.plot(*zip(*front, strict=True), color="#2a9d8f", linewidth=1)
+    for bits, error, name in points:
+        ax.plot(bits, error, "o", color="#2a9d8f" if (bits, error) in front else "#e76f51")
+        ax.annotate(name, (bits, error), xytext=(5, 4), textcoords="offset points", fontsize=8, color=ink)
+    if all(error > 0 for _, error, _ in points):
+        ax.set_yscale("log")
+    ax.set_xlabel("bits a number, scales and all")
+    ax.set_ylabel("relative error of the worst head")
+    return figure
+
+
+def channels(study: Study, Figure: Any) -> Any:
+    """Histograms of keys by channel: mean magnitudes over the median one, a line a layer."""
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    ax = figure.subplots()
+    for row in study.channels:
+        middle = np.median(row["means"], 1, keepdims=True)
+        ratio = (row["means"] / np.where(middle > 0, middle, 1)).ravel()
+        counts, edges = np.histogram(ratio, bins=np.geomspace(0.05, max(20.0, ratio.max() * 1.01), 40))
+        ax.stairs(counts, edges, linewidth=1, label=row["layer"] if len(study.channels) <= 6 else None)
+    ax.set_xscale("log")
+    ax.set_yscale("symlog", linthresh=1)
+    ax.set_xlabel("mean magnitude of a key channel / median of its head")
+    ax.set_ylabel("channels")
+    if len(study.channels) <= 6:
+        ax.legend(frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,133 @@
+"""A study in a folder: JSON, Markdown, plots, and a page that stands alone."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvkit.files.replace import replacing
+from kvkit.tools.studies import plots
+
+if TYPE_CHECKING:
+    from kvkit.tools.studies.studying import Study
+
+CAPTIONS = {
+    "errors": "Relative error by layer and head",
+    "pareto": "Error of the worst head against size; no scheme is better in both than those that are joined",
+    "channels": "Channels of keys: outliers are far to the right",
+}
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
+@media (prefers-color-scheme: dark) { :root { --ink: #d7dee6; --paper: #14181d; --line: #36404a; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+th button { all: unset; cursor: pointer; }
+th button:focus-visible { outline: 2px solid var(--mark); }
+figure { margin: 2rem 0; }
+figure svg { max-width: 100%; height: auto; }
+.dark { display: none; }
+@media (prefers-color-scheme: dark) { .dark { display: block; } .light { display: none; } }
+"""
+SCRIPT = """
+for (const table of document.querySelectorAll("table")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, i) => head.firstChild.addEventListener("click", () => {
+    const down = head.getAttribute("aria-sort") === "ascending";
+    heads.forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const value = row => {
+      const text = row.cells[i].textContent, number = parseFloat(text.replace(/,/g, ""));
+      return i && !isNaN(number) ? number : text;
+    };
+    const order = (a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (down ? -1 : 1);
+    table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
+  }));
+}
+"""
+
+
+def written(study: Study, folder: Path) -> list[Path]:
+    """Write all files of a report; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {page: plots.pictures(study, page) for page in ("light", "dark")}
+    texts = {f"{name}.svg": text for name, text in drawn["light"].items()}
+    texts |= {
+        "study.json": json.dumps(study.to_dict(), indent=1) + "\n",
+        "report.md": markdown(study),
+        "report.html": page(study, drawn),
+    }
+    for name, text in texts.items():
+        with replacing(folder / name) as file:
+            file.write(text.encode())
+    return [folder / name for name in texts]
+
+
+def table(study: Study) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    from kvkit.tools.studies.studying import cells, headings
+
+    asked = any(one.kl is not None for one in study.summary)
+    return headings(asked), [cells(one, asked) for one in study.summary]
+
+
+def markdown(study: Study) -> str:
+    from kvkit.tools.studies.studying import worded
+
+    heads, rows = table(study)
+    lines = [
+        f"# {study.source}",
+        "",
+        f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens.",
+        "",
+    ]
+    lines += [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines += ["", f"{study.budget()[0].upper()}{study.budget()[1:]}.", "", "## The three worst heads", ""]
+    lines += [f"- {one.scheme}: {', '.join(map(worded, study.worst(one.scheme)))}" for one in study.summary]
+    lines += ["", *(f"![{caption}]({name}.svg)\n" for name, caption in CAPTIONS.items())]
+    lines += [f"Note: {note}.\n" for note in study.notes]
+    return "\n".join(lines)
+
+
+def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
+    """HTML that needs no other file and no network."""
+    from kvkit.tools.studies.studying import worded
+
+    heads, rows = table(study)
+    said = html.escape
+    head = "".join(f"<th><button>{said(name)}</button></th>" for name in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{said(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    worst = "".join(
+        f"<li>{said(one.scheme)}: {said(', '.join(map(worded, study.worst(one.scheme))))}</li>"
+        for one in study.summary
+    )
+    figures = "".join(
+        f"<figure>{''.join(f'<div class={page}>{drawn[page][name]}</div>' for page in drawn)}"
+        f"<figcaption>{said(caption)}</figcaption></figure>"
+        for name, caption in CAPTIONS.items()
+    )
+    notes = "".join(f"<p>Note: {said(note)}</p>" for note in study.notes)
+    title = f"{said(study.source)}: kvkit study"
+    about = f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens."
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{said(study.source)}</h1>
+<p>{about} {said(study.budget()[0].upper() + study.budget()[1:])}.</p>
+<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+<h2>The three worst heads</h2>
+<ul>{worst}</ul>
+{figures}
+{notes}
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""

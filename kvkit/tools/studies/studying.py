@@ -1,0 +1,297 @@
+"""`study`: schemes over all layers, and what came of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.words import wrong
+from kvkit.errors import KvkitError
+from kvkit.tools.studies import measures, sources
+from kvkit.tools.studies.schemes import listed
+from kvkit.tools.text import columns
+
+MOST = 60  # schemes in a text
+WORST = 3
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A scheme over all layers and heads.
+
+    Attributes
+    ----------
+    scheme : str
+    bits : float
+        Stored for each number, scales and all.
+    bytes_per_token : float
+        In all layers and heads, of keys and values.
+    key_error, value_error : float
+        Relative root mean square: of what comes back, over all heads.
+    worst_error : float
+        That of the worst head.
+    saturated : float or None
+        Share of codes at an end of their range; None where codes are not seen.
+    kl, top_changed, output_error, logit_error : float or None
+        Means over queries: divergence of the weights, in nats; how often another key has the largest weight;
+        relative error of outputs; mean error of a logit. None without queries.
+    """
+
+    scheme: str
+    bits: float
+    bytes_per_token: float
+    key_error: float
+    value_error: float
+    worst_error: float
+    saturated: float | None = None
+    kl: float | None = None
+    top_changed: float | None = None
+    output_error: float | None = None
+    logit_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """What `study` found; its text is a table of schemes and the worst heads of each.
+
+    Attributes
+    ----------
+    source : str
+    layers : list of str
+    heads, tokens : int
+    summary : list of Summary
+        A scheme each, as they were given.
+    rows : list of dict
+        By scheme, layer, head and side: relative_rms, largest_error, cosine, saturated, zero; by scheme,
+        layer and head, with the side "attention": logit_error, kl, output_error, top_changed.
+    outliers : list of dict
+        Of the data, by layer, head and side: the largest mean magnitude of a channel over the median one.
+    channels : list of dict
+        Of keys, by layer: mean magnitudes [heads, dim].
+    notes : tuple of str
+    """
+
+    source: str
+    layers: list[str]
+    heads: int
+    tokens: int
+    summary: list[Summary]
+    rows: list[Row] = field(repr=False)
+    outliers: list[Row] = field(repr=False)
+    channels: list[Row] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    def worst(self, scheme: str, count: int = WORST) -> list[Row]:
+        """The heads that a scheme serves worst: by divergence if there were queries, else by error."""
+        own = [row for row in self.rows if row["scheme"] == scheme]
+        by = "kl" if any("kl" in row for row in own) else "relative_rms"
+        return sorted((row for row in own if by in row), key=lambda row: -row[by])[:count]
+
+    def budget(self) -> str:
+        """Which scheme is the smallest of the good ones, in a line."""
+        fine = [one for one in self.summary if one.worst_error <= 0.1]
+        if not fine:
+            return "no scheme keeps every head within an error of 10 %"
+        best = min(fine, key=lambda one: one.bits)
+        return (
+            f"the smallest that keeps every head within an error of 10 %: {best.scheme}, "
+            f"{best.bits:.2f} bits a number, {best.bytes_per_token:,.0f} bytes a token"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        channels = [row | {"means": row["means"].tolist()} for row in self.channels]
+        return asdict(self) | {"channels": channels, "budget": self.budget()}
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write study.json, report.md, plots, and report.html, which needs none of the others.
+
+        Plots want matplotlib, the extra ``plot``.
+        """
+        from kvkit.tools.studies import report
+
+        return report.written(self, Path(folder))
+
+    def __str__(self) -> str:
+        parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
+        asked = any(one.kl is not None for one in self.summary)
+        parts.append(columns(headings(asked), [cells(one, asked) for one in self.summary], MOST))
+        lines = []
+        for one in self.summary:
+            heads = ", ".join(worded(row) for row in self.worst(one.scheme))
+            lines.append((one.scheme, heads))
+        parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), lines, MOST))
+        parts.append(self.budget())
+        parts.append("\n".join(f"note: {note}" for note in self.notes))
+        return "\n\n".join(filter(None, parts))
+
+
+def headings(asked: bool) -> tuple[str, ...]:
+    heads = "scheme", "bits", "bytes a token", "keys", "values", "worst head", "at an end"
+    return heads + (("KL", "top changed", "output") if asked else ())
+
+
+def cells(one: Summary, asked: bool) -> tuple[str, ...]:
+    found = (
+        one.scheme,
+        f"{one.bits:.2f}",
+        f"{one.bytes_per_token:,.0f}",
+        f"{one.key_error:.4f}",
+        f"{one.value_error:.4f}",
+        f"{one.worst_error:.4f}",
+        share(one.saturated),
+    )
+    if not asked:
+        return found
+    return (*found, f"{one.kl:.2e}", share(one.top_changed), f"{one.output_error:.4f}")
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.2f} %"
+
+
+def worded(row: Row) -> str:
+    """A head, and by what it is bad."""
+    if "kl" in row:
+        return f"{row['layer']} head {row['head']} (KL {row['kl']:.2e}, output {row['output_error']:.3f})"
+    return f"{row['layer']} head {row['head']} {row['side']} ({row['relative_rms']:.3f})"
+
+
+def study(
+    source: Any,
+    schemes: str | Sequence[Any],
+    *,
+    layout: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Study:
+    """Compare schemes of quantization on the keys and values of a cache, layer by layer and head by head.
+
+    Parameters
+    ----------
+    source : path, mapping of arrays, or cache
+        A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
+        perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a
+        cache of `kvkit.cache`. Floats of 16 or 32 bits.
+    schemes : str or sequence
+        Separated by commas, or each for itself: a name of `kvkit.formats` with its options, as in
+        "int4:g32"; that and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
+        file, "mine.py:Scheme"; what `scheme` has registered; or an object with ``encode`` and ``decode``.
+    layout : str, optional
+        How the cache of a file lies, if it does not say so.
+    sizes : mapping, optional
+        Of the axes l, b, n, h, c that shapes do not tell.
+    progress : callable, optional
+        Is told how many of how many steps are done.
+
+    Returns
+    -------
+    Study
+
+    Raises
+    ------
+    KvkitError
+        If a scheme is unknown or does not fit, if numbers are not finite, or if the source is no cache.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.tools import study
+    >>> keys = np.random.default_rng(0).standard_normal((2, 128, 3, 64)).astype(np.float16)
+    >>> found = study({"key": keys, "value": keys}, "fp8,int8:g8,int4:g32")
+    >>> [(one.scheme, one.bits) for one in found.summary]
+    [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 5.0)]
+    """
+    wanted, given = listed(schemes), sources.opened(source, layout, sizes)
+    rows: list[Row] = []
+    outliers: list[Row] = []
+    channels: list[Row] = []
+    names, heads, tokens, done = [], 0, 0, 0
+    bits = {name: 0 for name, *_ in wanted}
+    totals = {(name, side): np.zeros(2) for name, *_ in wanted for side in ("keys", "values")}
+    elements, steps = 0, given.count * (len(wanted) + 1)
+    with ThreadPoolExecutor(min(len(wanted) + 1, os.cpu_count() or 1)) as threads:
+        for i in range(given.count):
+            layer = given.layer(i)
+            names.append(layer.name)
+            heads, tokens = layer.key.heads, layer.key.tokens
+            elements += tokens * heads * (layer.key.dim + layer.value.dim)
+            about = threads.submit(
+                lambda layer=layer: [measures.outliers(side) for side in (layer.key, layer.value)]
+            )
+            jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in wanted}
+            for side, (ratios, means) in zip(("keys", "values"), about.result(), strict=True):
+                outliers += [
+                    {"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)}
+                    for h, ratio in enumerate(ratios)
+                ]
+                if side == "keys":
+                    channels.append({"layer": layer.name, "means": means})
+            done += 1
+            for name, job in jobs.items():
+                found, stored, sums = job.result()
+                rows += [{"scheme": name, "layer": layer.name, **row} for row in found]
+                bits[name] += stored
+                for side, pair in sums.items():
+                    totals[name, side] += pair
+                done += 1
+                if progress:
+                    progress(done, steps)
+    summary = [
+        summed(name, rows, bits[name] / elements, bits[name] / 8 / tokens, totals) for name, *_ in wanted
+    ]
+    return Study(given.name, names, heads, tokens, summary, rows, outliers, channels, given.notes)
+
+
+def one_scheme(
+    layer: sources.Layer, name: str, key_scheme: Any, value_scheme: Any
+) -> tuple[list[Row], int, dict]:
+    """Rows of a layer under a scheme; bits that it stores; squares of errors and numbers by side."""
+    found: list[Row] = []
+    stored, sums = 0, {}
+    try:
+        for side, scheme, data in (("keys", key_scheme, layer.key), ("values", value_scheme, layer.value)):
+            errors = measures.through(scheme, data)
+            found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
+            stored += errors.bits
+            sums[side] = np.array([errors.errors.sum(), errors.squares.sum()])
+        if layer.queries is not None:
+            by_head = measures.through_attention(layer, key_scheme, value_scheme)
+            found += [{"head": h, "side": "attention", **row} for h, row in enumerate(by_head)]
+    except KvkitError as error:
+        raise KvkitError(f"{name}, {layer.name}: {error}") from error
+    except Exception as error:
+        raise wrong(f"scheme {name}", f"to code {layer.name}", f"{type(error).__name__} ({error})") from error
+    return found, stored, sums
+
+
+def summed(name: str, rows: list[Row], bits: float, bytes_per_token: float, totals: Mapping) -> Summary:
+    own = [row for row in rows if row["scheme"] == name]
+    sides = [row for row in own if row["side"] != "attention"]
+    ends = [row["saturated"] for row in sides if row["saturated"] is not None]
+    errors = {
+        side: float(np.sqrt(totals[name, side][0] / totals[name, side][1])) if totals[name, side][1] else 0.0
+        for side in ("keys", "values")
+    }
+    through = [row for row in own if row["side"] == "attention"]
+    means = {
+        field: float(np.mean([row[field] for row in through])) if through else None
+        for field in ("kl", "top_changed", "output_error", "logit_error")
+    }
+    return Summary(
+        name,
+        bits,
+        bytes_per_token,
+        errors["keys"],
+        errors["values"],
+        max(row["relative_rms"] for row in sides),
+        float(np.mean(ends)) if ends else None,
+        **means,
+    )

@@ -1,0 +1,263 @@
+"""Schemes on keys and values: numbers against plain numpy, bytes counted, reports that stand alone."""
+
+import html.parser
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvkit import files, formats, tools
+from kvkit.cache import DynamicCache
+from kvkit.errors import KvkitError
+from kvkit_cli.main import main
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, TOKENS, HEADS, DIM, QUERIES = 2, 96, 3, 64, 4
+
+
+@pytest.fixture
+def arrays(rng):
+    """Two sequences in two layers; one head of the second layer has a channel that stands out."""
+    key, value = (rng.standard_normal((LAYERS, TOKENS, HEADS, DIM)).astype(np.float16) for _ in range(2))
+    key[1, :, 2, 5] *= 30
+    query = rng.standard_normal((LAYERS, 2, QUERIES, 2 * HEADS, DIM)).astype(np.float16)
+    return {"key": key, "value": value, "query": query, "seqstarts": np.array([0, 40, TOKENS])}
+
+
+def back(x, name):
+    return formats.decode(formats.encode(x.astype(np.float32), name), name)
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def test_errors_are_those_of_plain_numpy(arrays):
+    found = tools.study(arrays, "e4m3,int4:g32:float16")
+    for row in found.rows:
+        if row["side"] == "attention":
+            continue
+        side = arrays["key" if row["side"] == "keys" else "value"]
+        x = side[found.layers.index(row["layer"])].astype(np.float32)
+        coded = back(x, row["scheme"])[:, row["head"]]
+        x = x[:, row["head"]]
+        assert row["relative_rms"] == pytest.approx(np.linalg.norm(coded - x) / np.linalg.norm(x), rel=1e-4)
+        assert row["largest_error"] == pytest.approx(np.abs(coded - x).max(), rel=1e-6)
+        cosine = (coded * x).sum(1) / np.linalg.norm(coded, axis=1) / np.linalg.norm(x, axis=1)
+        assert row["cosine"] == pytest.approx(cosine.mean(), rel=1e-5)
+
+
+def test_attention_is_that_of_plain_loops(arrays):
+    found = tools.study(arrays, "int4:g32:float16")
+    starts, scale = arrays["seqstarts"], 1 / np.sqrt(DIM)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            kl, changed, errors, norms = [], [], 0.0, 0.0
+            for s in range(2):
+                x, v = (
+                    arrays[n][layer, starts[s] : starts[s + 1]].astype(np.float32) for n in ("key", "value")
+                )
+                coded = [back(one, "int4:g32:float16")[:, head] for one in (x, v)]
+                exact = [one[:, head] for one in (x, v)]
+                for i in range(QUERIES):
+                    count = len(x) - QUERIES + i + 1
+                    for h in (2 * head, 2 * head + 1):
+                        q = arrays["query"][layer, s, i, h].astype(np.float32)
+                        one, other = (softmax(k[:count] @ q * scale) for k in (exact[0], coded[0]))
+                        kl.append((one * np.log(one / other)).sum())
+                        changed.append(one.argmax() != other.argmax())
+                        want, got = one @ exact[1][:count], other @ coded[1][:count]
+                        errors, norms = errors + ((got - want) ** 2).sum(), norms + (want**2).sum()
+            (row,) = (
+                row
+                for row in found.rows
+                if (row["layer"], row["head"], row["side"]) == (f"layer {layer}", head, "attention")
+            )
+            assert row["kl"] == pytest.approx(np.mean(kl), rel=1e-3)
+            assert row["top_changed"] == pytest.approx(np.mean(changed))
+            assert row["output_error"] == pytest.approx(np.sqrt(errors / norms), rel=1e-3)
+
+
+def test_bits_have_the_scales_in_them(arrays):
+    found = {
+        one.scheme: one
+        for one in tools.study(arrays, "fp8,fp16,int8:g8,int4:g32,q8_0,q4_0,kivi2,mxfp4").summary
+    }
+    bits = {name: one.bits for name, one in found.items()}
+    assert bits == {
+        "fp8": 8, "fp16": 16, "int8:g8": 10, "int4:g32": 4.5, "q8_0": 8.5, "q4_0": 4.5, "kivi2": 3, "mxfp4": 4.25,
+    }  # fmt: skip
+    assert found["fp16"].bytes_per_token == LAYERS * HEADS * DIM * 2 * 2
+    assert found["fp16"].worst_error == 0
+
+
+def test_tokens_that_fill_no_group_stay_as_they_are(arrays):
+    short = {name: arrays[name][:, :40] for name in ("key", "value")}
+    (one,) = tools.study(short, "int2:g32:channel").summary
+    coded = 32 * (2 + 16 / 32)
+    assert one.bits == pytest.approx((coded + 8 * 16) / 40)
+
+
+def test_a_head_that_stands_out_is_named_and_a_rotation_mends_it(arrays):
+    found = tools.study(arrays, "int4:g32,int4:g32+hadamard")
+    plain, turned = found.summary
+    assert [(row["layer"], row["head"]) for row in found.worst("int4:g32", 1)] == [("layer 1", 2)]
+    assert turned.key_error < plain.key_error
+    largest = max((row for row in found.outliers if row["side"] == "keys"), key=lambda row: row["ratio"])
+    assert (largest["layer"], largest["head"]) == ("layer 1", 2)
+    assert largest["ratio"] > 10
+    assert "layer 1 head 2" in str(found)
+
+
+def test_floats_of_8_bits_that_saturate_are_counted(arrays):
+    arrays["value"][0, :24, 1] = 500
+    (one,) = tools.study(arrays, "e4m3").summary
+    rows = [row for row in tools.study(arrays, "e4m3").rows if row["side"] == "values"]
+    assert [row["saturated"] for row in rows[:3]] == [0, 24 / TOKENS, 0]
+    assert one.saturated == pytest.approx(24 / TOKENS / (2 * LAYERS * HEADS))
+
+
+def test_sources_are_alike(rng, arrays, tmp_path):
+    """Arrays, a file of kvkit, pages of an engine with their tables, and a cache."""
+    key, value = arrays["key"], arrays["value"]
+    expected = tools.study({"key": key, "value": value}, "int4:g32").summary
+    cache = DynamicCache()
+    for i in range(LAYERS):
+        cache.update(*(side[i][None].swapaxes(1, 2) for side in (key, value)), i)
+    assert tools.study(cache, "int4:g32").summary == expected
+    pool = np.full((LAYERS, 14, 2, 8, HEADS, DIM), np.nan, np.float16)
+    table = rng.permutation(14)[:12]
+    for side, states in enumerate((key, value)):
+        pool[:, table, side] = states.reshape(LAYERS, 12, 8, HEADS, DIM)
+    tables = {"block_tables": table[None], "context_lens": np.array([TOKENS])}
+    files.write(tmp_path / "pool.npz", {"cache": pool, **tables}, files.Description("| l b kv n h c"))
+    found = tools.study(tmp_path / "pool.npz", "int4:g32")
+    assert found.summary == expected
+
+
+def test_a_scheme_of_ones_own(arrays, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\n"
+        "class Half:\n"
+        "    def encode(self, x):\n"
+        "        return {'codes': x.astype(np.float16)}\n"
+        "    def decode(self, arrays):\n"
+        "        return arrays['codes'].astype(np.float32)\n"
+    )
+    (one,) = tools.study(arrays, f"{path}:Half").summary
+    assert (one.bits, one.worst_error, one.saturated) == (16, 0, None)
+
+    @tools.scheme("signs")
+    class Signs:
+        def encode(self, x):
+            return {"codes": np.packbits(x > 0, -1), "scale": np.abs(x).mean(-1).astype(np.float16)}
+
+        def decode(self, arrays):
+            signs = np.unpackbits(arrays["codes"], -1).astype(np.float32) * 2 - 1
+            return signs * arrays["scale"][..., None].astype(np.float32)
+
+    (one,) = tools.study(arrays, ["signs"]).summary
+    assert one.bits == 1 + 16 / DIM
+    assert 0.5 < one.key_error < 1
+
+
+@pytest.mark.parametrize(
+    ("schemes", "text"),
+    [
+        ("", "schemes: expected one or more"),
+        ("int5", "format: expected one of"),
+        ("int4,int4", "schemes: expected each once"),
+        ("int4+spin", "rotation: expected"),
+        ("int4:g48", "a multiple of 48"),
+        ("nowhere.py:Mine", "scheme: expected a Python file"),
+        ([object()], "scheme: expected methods encode and decode"),
+    ],
+)
+def test_a_scheme_that_is_none(arrays, schemes, text):
+    with pytest.raises(KvkitError, match=text):
+        tools.study(arrays, schemes)
+
+
+def test_data_that_is_none(arrays):
+    with pytest.raises(KvkitError, match="source: expected an array 'cache' and its layout"):
+        tools.study({"a": np.zeros(3)}, "fp8")
+    arrays["key"][1, 3, 0, 0] = np.nan
+    with pytest.raises(KvkitError, match=r"int4:g32, layer 1: .*finite"):
+        tools.study(arrays, "int4:g32")
+    with pytest.raises(KvkitError, match="expected float32, float16 or bfloat16"):
+        tools.study({"key": arrays["key"].view(np.uint16), "value": arrays["value"]}, "fp8")
+
+
+class Links(html.parser.HTMLParser):
+    found: list[str]
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [
+            value for name, value in attrs if name in ("src", "href", "xlink:href") and value[:1] != "#"
+        ]
+
+
+def test_reports(arrays, tmp_path):
+    found = tools.study(arrays, "fp8,int4:g32")
+    names = {path.name for path in found.save(tmp_path)}
+    assert names == {"study.json", "report.md", "report.html", "errors.svg", "pareto.svg", "channels.svg"}
+    assert json.loads((tmp_path / "study.json").read_text())["summary"][0]["scheme"] == "fp8"
+    page, links = (tmp_path / "report.html").read_text(), Links()
+    links.found = []
+    links.feed(page)
+    assert links.found == []
+    assert page.count("<svg") == 6  # three, for a light and a dark page
+    assert "layer 1 head 2" in (tmp_path / "report.md").read_text()
+
+
+def test_the_verb(arrays, tmp_path):
+    from click.testing import CliRunner
+
+    path = tmp_path / "kv.npz"
+    np.savez(path, **arrays)
+    shown = CliRunner().invoke(main, ["study", str(path), "--schemes", "fp8,q4_0"])
+    assert shown.exit_code == 0, shown.output
+    assert "q4_0" in shown.stdout
+    assert "the 3 worst heads" in shown.stdout
+    told = CliRunner().invoke(main, ["study", str(path), "--schemes", "fp8", "--json"])
+    assert json.loads(told.stdout)["summary"][0]["bits"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_the_page_sorts_in_a_browser(arrays, tmp_path):
+    tools.study(arrays, "fp8,int4:g32,q8_0").save(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    click = "<script>document.querySelectorAll('th button')[1].click()</script></body>"
+    (tmp_path / "clicked.html").write_text(page.replace("</body>", click))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    url = (tmp_path / "clicked.html").as_uri()
+    shown = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True).stdout
+    order = [shown.index(f"<td>{name}</td>") for name in ("int4:g32", "fp8", "q8_0")]
+    assert order == sorted(order)
+
+
+@pytest.mark.slow
+def test_a_large_file_is_studied_in_little_memory(tmp_path):
+    """Of a mapped file, less than two layers at a time."""
+    keys = np.random.default_rng(0).standard_normal((4, 8192, 8, 128), np.float32).astype(np.float16)
+    files.write(tmp_path / "kv.npz", {"key": keys, "value": keys})
+    script = (
+        "import resource, sys\nfrom kvkit import tools\n"
+        "import kvkit.tools.studies.studying, numpy as np\n"
+        "small = np.ones((1, 64, 1, 64), np.float16)\n"
+        "tools.study({'key': small, 'value': small}, 'fp8,int4:g32')\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "tools.study(sys.argv[1], 'fp8,int4:g32')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "kv.npz")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
+    mapped = 2 * keys.nbytes  # pages of the file that were read count too
+    assert grown - mapped < 2 * 2 * keys[0].nbytes
