@@ -198,9 +198,8 @@ class Links(html.parser.HTMLParser):
     found: list[str]
 
     def handle_starttag(self, tag, attrs):
-        self.found += [
-            value for name, value in attrs if name in ("src", "href", "xlink:href") and value[:1] != "#"
-        ]
+        sources = [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.found += [value for value in sources if not value.startswith(("#", "data:"))]
 
 
 def test_reports(arrays, tmp_path):
