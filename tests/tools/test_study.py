@@ -90,7 +90,8 @@ def test_bits_have_the_scales_in_them(arrays):
     }
     bits = {name: one.bits for name, one in found.items()}
     assert bits == {
-        "fp8": 8, "fp16": 16, "int8:g8": 10, "int4:g32": 4.5, "q8_0": 8.5, "q4_0": 4.5, "kivi2": 3, "mxfp4": 4.25,
+        "fp8": 8, "fp16": 16, "int8:g8": 10, "int4:g32": 4.5, "q8_0": 8.5, "q4_0": 4.5, "kivi2": 3,
+        "mxfp4": 4.25,
     }  # fmt: skip
     assert found["fp16"].bytes_per_token == LAYERS * HEADS * DIM * 2 * 2
     assert found["fp16"].worst_error == 0
