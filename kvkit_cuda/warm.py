@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of the calls that would wait for them: a prompt, then a token, over a kind of cache."""
+"""Kernels compiled ahead of calls that would wait for them: a prompt, then a token, over a kind of cache."""
 
 import numpy as np
 

@@ -54,6 +54,13 @@ def test_arrays_of_the_device_stay_there(rng):
     assert_all_same((key.copy_to_host(), value.copy_to_host(), given["cache"].copy_to_host(), None), expected)
 
 
+def test_angles_are_numbers_of_floats(rng):
+    query, key = (rng.standard_normal((1, 3, 1, 8)).astype(np.float32) for _ in range(2))
+    expected = kvkit.rotary_position_embedding(query, key, 5, theta=123.0)
+    found = kvkit_cuda.rotary_position_embedding(query, key, 5, theta=123.0)
+    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+
+
 # A plan of a step: decoding for sequences whose contexts differ, one of them in two parts
 
 HEADS, KV_HEADS, DIM, PAGE = 2, 1, 32, 16
