@@ -188,7 +188,7 @@ class Prepared:
         self.function, self.owners = loaded(kernel, current()), owners
         threads = threads if isinstance(threads, tuple) else (threads,)
         self.grid = (*blocks, 1, 1)[:3], (*threads, 1, 1)[:3]
-        self.numbers = np.array(words(arguments), np.int64)
+        self.numbers = np.array([bits(word) for word in words(arguments)], np.int64)
         self.places = self.numbers.ctypes.data + 8 * np.arange(self.numbers.size)
         self.parameters, self.grow = self.places.ctypes.data, grow
 
@@ -228,12 +228,19 @@ def loaded(kernel, which):
     return driver().binding.CUfunction(int(overload.library.get_cufunc().handle))
 
 
+def bits(word):
+    """A number as 64 bits."""
+    return np.float64(word).view(np.int64) if isinstance(word, float) else word
+
+
 def words(arguments):
-    """Arguments as the entry of a kernel takes them, in 64 bits each; arrays as numba's are."""
+    """Arguments as the entry of a kernel takes them, numbers of 64 bits; arrays as numba's are."""
     found: list = []
     for each in arguments:
         if isinstance(each, tuple):
             found += each
+        elif isinstance(each, float):
+            found.append(each)
         elif isinstance(each, (int, np.integer)):
             found.append(int(each))
         else:

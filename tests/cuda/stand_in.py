@@ -23,7 +23,7 @@ NO_COMPILER = "no C compiler (cc) is installed, which builds the stand-in for th
 REFUSED = 900
 
 machines = [Machine() for _ in range(DEVICES)]
-libraries: dict = {}  # of compiled code, by the names of their kernels
+libraries: dict = {}  # of compiled code, by the driver's addresses of their kernels
 programs: dict = {}
 launches: list = []  # (program, grid, block, device, arguments)
 errors: list = []
@@ -43,13 +43,12 @@ def built(folder):
     return library if compiler else None
 
 
-def launched(name, form, device, parameters):
+def launched(kernel, form, device, parameters):
     """A launch is asked for: its parameters are read at once, as drivers do."""
     try:
-        name = name.decode()
-        if name not in programs:
-            programs[name] = Program(libraries[name].get_asm_str())
-        program, arguments = programs[name], []
+        if kernel not in programs:
+            programs[kernel] = Program(libraries[kernel].get_asm_str())
+        program, arguments = programs[kernel], []
         for i, (kind, _) in enumerate(program.parameters):
             arguments.append(number(Type(kind), ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[i]))
         launches.append((program, tuple(form[:3]), tuple(form[3:6]), device, arguments))
@@ -84,7 +83,7 @@ def moved(device, place, size):
 
 UINTS = ctypes.POINTER(ctypes.c_uint)
 CALLBACKS = (
-    ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, UINTS, ctypes.c_int, ctypes.c_void_p)(launched),
+    ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, UINTS, ctypes.c_int, ctypes.c_void_p)(launched),
     ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(run),
     ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t)(moved),
 )
@@ -98,16 +97,17 @@ def begin(library):
     driver.stand_in_count.restype = ctypes.c_long
     driver.stand_in_begin(*CALLBACKS)
 
-    from kvkit_cuda.ground import device
+    from kvkit_cuda.ground import host
 
-    compiled = device.kernel
+    seen = host.loaded
 
-    def kernel(*given):
-        found = compiled(*given)
-        libraries.update((each.entry_name, each.library) for each in found.overloads.values())
+    def loaded(kernel, which):
+        found = seen(kernel, which)
+        (overload,) = kernel.overloads.values()
+        libraries[int(found)] = overload.library
         return found
 
-    device.kernel = kernel
+    host.loaded = loaded
 
 
 def pytest_configure(config):

@@ -19,8 +19,10 @@ from scenes import Formats, assert_all_same
 
 import kvkit
 import kvkit_cuda
+from kvkit_cuda import warm
 from kvkit_cuda.calls import arrays
-from kvkit_cuda.ground import host
+from kvkit_cuda.ground import compiled, device, host
+from kvkit_cuda.positions import index
 
 HALF = Formats("fp16", "fp16")
 
@@ -50,6 +52,13 @@ def test_arrays_of_the_device_stay_there(rng):
     key, value = scene.but(**given).run()
     assert stand_in.counts().get("waits", 0) == 0
     assert_all_same((key.copy_to_host(), value.copy_to_host(), given["cache"].copy_to_host(), None), expected)
+
+
+def test_angles_are_numbers_of_floats(rng):
+    query, key = (rng.standard_normal((1, 3, 1, 8)).astype(np.float32) for _ in range(2))
+    expected = kvkit.rotary_position_embedding(query, key, 5, theta=123.0)
+    found = kvkit_cuda.rotary_position_embedding(query, key, 5, theta=123.0)
+    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
 
 
 # A plan of a step: decoding for sequences whose contexts differ, one of them in two parts
@@ -377,3 +386,40 @@ except kvkit_cuda.DeviceError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout.startswith(f"kvkit_cuda: expected {words}"), done.stderr
+
+
+# Kernels on disk
+
+
+def test_kernels_are_kept(tmp_path, monkeypatch):
+    """Under all that they come from; what does not fit is compiled again."""
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
+
+    def made(key=None):
+        before = dict(compiled.counts)
+        kernel = device.kernel(index.walk, index.SIGNATURE, key)
+        (text,) = (each.library.get_asm_str() for each in kernel.overloads.values())
+        (what,) = (name for name in before if compiled.counts[name] > before[name])
+        return what, text
+
+    what, text = made()
+    assert what == "compiled"
+    assert made() == ("loaded", text)
+    assert made("another")[0] == "compiled"
+    (one, other) = sorted(tmp_path.glob("*/*.bin"), key=lambda path: path.stat().st_mtime_ns)
+    one.write_bytes(other.read_bytes())  # under another's name
+    assert made()[0] == "compiled"
+    monkeypatch.setattr(device, "capability", lambda: (8, 0))
+    assert made()[0] == "compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["float16", "int4"])
+def test_kernels_are_compiled_ahead(cache):
+    """Whatever a model's calls need afterwards is there."""
+    with stand_in.idle():
+        warm.warm(cache, dim=32, queries=2)
+        assert warm.warm(cache, dim=32, queries=2) == compiled.counts
+        before = compiled.counts["compiled"]
+        warm.warm(cache, dim=32, queries=1)
+    assert compiled.counts["compiled"] == before

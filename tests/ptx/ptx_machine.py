@@ -23,6 +23,10 @@ SPECIAL = {
 NEVER = 2**62
 
 
+# The most that a launch may have: threads of a block, along each axis; blocks; bytes of shared memory.
+THREADS, AXES, BLOCKS, SHARED = 1024, (1024, 1024, 64), (2**31 - 1, 2**16 - 1, 2**16 - 1), 48 << 10
+
+
 # Programs
 
 
@@ -75,10 +79,14 @@ def instruction(line):
 
 
 class Machine:
-    """A device whose memory is the host's."""
+    """A device whose memory is the host's.
 
-    def __init__(self):
-        self.memory = Memory()
+    The warps of a block go on together, or, in an `order` (1, -1), each goes on alone as far as it may, from
+    the first one or the last.
+    """
+
+    def __init__(self, order=0):
+        self.memory, self.order = Memory(), order
         self.elements = {}
 
     def launch(self, program, blocks, threads, arguments):
@@ -86,6 +94,11 @@ class Machine:
         if len(arguments) != len(program.parameters):
             raise Fault(f"{len(program.parameters)} parameters, {len(arguments)} arguments")
         blocks, threads = ((*size, 1, 1)[:3] for size in (blocks, threads))
+        limits = zip((*blocks, *threads), (*BLOCKS, *AXES), strict=True)
+        if not all(0 < size <= most for size, most in limits) or np.prod(threads) > THREADS:
+            raise Fault(f"a launch of {blocks} blocks of {threads} threads")
+        if program.size > SHARED:
+            raise Fault(f"{program.size} bytes of shared memory")
         parameters = {
             name: str(Type(kind).bits(argument))
             for (kind, name), argument in zip(program.parameters, arguments, strict=True)
@@ -119,27 +132,36 @@ class Block:
             for text, (name, axis) in SPECIAL.items()
         }
         self.special["%laneid"] = (thread % WARP).astype(np.uint32)
-        self.registers = {}
+        self.registers, self.known = {}, {}  # by name: bits, and which threads have written them
+        self.active = thread < 0
         self.shared = Shared(program.size)
         self.copies, self.groups = [], np.zeros(self.lanes, np.int64)
         self.live = thread < self.count
-        self.ready, self.waiting = {0: self.live.copy()}, {}
+        warps = thread // WARP == np.arange(self.lanes // WARP)[:, None]
+        parts = self.live & warps if machine.order else [self.live]
+        self.parts = [(part.copy(), {}) for part in parts][:: machine.order or 1]
+        self.waiting = {}
+        self.resume(0, self.live)
 
     # Threads
 
     def run(self):
-        while self.ready:
-            pc = min(self.ready)
-            active = self.ready.pop(pc)
-            self.follow(pc, active)
-            if not self.ready and self.waiting:
-                raise Fault(f"threads wait at different barriers: {sorted(self.waiting)}")
+        while any(ready for _, ready in self.parts):
+            for _, ready in self.parts:
+                self.ready = ready
+                while ready:
+                    pc = min(ready)
+                    self.follow(pc, ready.pop(pc))
+        if self.waiting:
+            raise Fault(f"threads wait at different barriers: {sorted(self.waiting)}")
         if self.copies:
             raise Fault("copies that nobody waited for")
 
     def resume(self, pc, threads):
-        if threads.any():
-            self.ready[pc] = self.ready[pc] | threads if pc in self.ready else threads
+        for part, ready in self.parts:
+            here = threads & part
+            if here.any():
+                ready[pc] = ready[pc] | here if pc in ready else here
 
     def follow(self, pc, active):
         """Let threads go on until they part, wait or end."""
@@ -152,7 +174,8 @@ class Block:
             at = code[pc]
             chosen = active
             if at.guard:
-                chosen = active & (self.registers[at.guard] ^ at.negated)
+                self.active = active
+                chosen = active & (self.value(at.guard, Type("pred")) ^ at.negated)
             name = at.opcode[0]
             if name == "bra":
                 target, rest = labels[at.operands[0]], active & ~chosen
@@ -167,6 +190,9 @@ class Block:
             if name in ("bar", "barrier") and "warp" not in at.opcode:
                 if (chosen != active).any():
                     raise Fault(f"a barrier for some: {at.text}")
+                there = active.reshape(-1, WARP)
+                if (there.any(axis=1)[:, None] & (there != self.live.reshape(-1, WARP))).any():
+                    raise Fault(f"a barrier for part of a warp: {at.text}")
                 waiting = self.waiting.get(pc)
                 self.waiting[pc] = active if waiting is None else waiting | active
                 self.open_barriers()
@@ -181,6 +207,7 @@ class Block:
                 del self.waiting[pc]
                 at = self.program.code[pc]
                 if "red" in at.opcode:
+                    self.active = threads
                     votes = self.value(at.operands[2], Type("pred"))[threads]
                     reduce = {"or": np.any, "and": np.all}[at.opcode[2]]
                     self.assign(at.operands[0], np.full(self.lanes, reduce(votes)), threads)
@@ -195,7 +222,7 @@ class Block:
         if name in self.special:
             raw = self.special[name]
         elif name.startswith("%"):
-            if name not in self.registers:
+            if name not in self.registers or (self.active & ~self.known[name]).any():
                 raise Fault(f"{name} is read before it is written")
             raw = self.registers[name]
         elif name in self.program.shared:
@@ -207,19 +234,21 @@ class Block:
     def assign(self, name, values, threads):
         if name == "_":
             return
-        bits = raw(values, name)
+        bits, known = raw(values, name), threads
         if not threads.all():
             old = self.registers.get(name)
             bits = np.where(threads, bits, np.zeros_like(bits) if old is None else old)
-        self.registers[name] = bits
+            known = threads | self.known[name] if name in self.known else threads.copy()
+        self.registers[name], self.known[name] = bits, known
 
     def place(self, operand):
         """Addresses [thread]."""
         name, _, offset = operand.partition("+")
         offset = int(offset or 0)
         if name.startswith("%"):
-            raw = self.registers[name]
-            return raw.astype(np.int64) + offset
+            return (
+                self.value(name, Type("b64" if name.startswith("%rd") else "b32")).astype(np.int64) + offset
+            )
         if name in self.program.shared:
             return np.full(self.lanes, self.program.shared[name] + offset, np.int64)
         return np.full(self.lanes, int(name, 0) + offset, np.int64)
@@ -227,7 +256,7 @@ class Block:
     # Instructions
 
     def execute(self, at, threads):
-        name = at.opcode[0]
+        name, self.active = at.opcode[0], threads
         if name in self.INSTRUCTIONS:
             self.INSTRUCTIONS[name](self, at, threads)
             return
@@ -301,10 +330,13 @@ class Block:
 
     def atom(self, at, threads):
         kind, operation = Type(at.opcode[-1]), at.opcode[2]
+        if at.opcode[1] != "global" or len(at.opcode) != 4:
+            raise NotImplementedError(at.text)
         target, place, operand = at.operands
         places, values = self.place(place), self.value(operand, kind)
         self.machine.memory.check(places[threads], kind.size, at.text)
         elements, first = self.machine.array(kind)
+        self.log.atomic.append(self.logged(places[threads], kind.size, threads))
         found = np.zeros(self.lanes, kind.dtype)
         for i in np.flatnonzero(threads):
             here = (places[i] - first) // kind.size

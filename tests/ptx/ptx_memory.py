@@ -57,9 +57,11 @@ class Log:
     """
 
     def __init__(self):
-        self.invariant, self.read, self.written = [], [], []
+        self.invariant, self.read, self.written, self.atomic = [], [], [], []
 
     def check(self):
+        if self.atomic:
+            self.check_atomic(np.concatenate(self.atomic, axis=1))
         if not self.written:
             return
         stores = np.concatenate(self.written, axis=1)
@@ -77,6 +79,17 @@ class Log:
         for keys, user in ((used[:1], used[1]), (used[:3], used[3])):  # blocks; threads of a phase
             if shared_by(keys, user, stored):
                 raise Fault("threads load what others store")
+
+    def check_atomic(self, changed):
+        """What threads change at once others neither load nor store without waiting."""
+        if self.invariant and np.intersect1d(changed[0], np.concatenate(self.invariant)).size:
+            raise Fault("memory that is read as invariant is written")
+        others = [used[:4] for used in (*self.read, *self.written)]
+        used = np.concatenate([changed[:4], *others], axis=1)
+        at_once = np.arange(used.shape[1]) < changed.shape[1]
+        for keys, user in ((used[:1], used[1]), (used[:3], used[3])):
+            if shared_by(keys, user, at_once):
+                raise Fault("threads use what others change at once")
 
 
 def shared_by(keys, user, stored):

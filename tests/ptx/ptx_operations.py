@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import re
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -60,8 +61,44 @@ def raw(values, register):
     return values.view(f"u{size}")
 
 
+TYPE, FLOATS = re.compile(r"(pred|[busf](8|16|32|64)|bf16|(bf|f)16x2)$"), re.compile(r"b?f\d+(x2)?$")
+# The forms of instructions that are known: modifiers, in their order, by name and the kind of the last type.
+ALONE = frozenset({()})
+QUICK = frozenset({("approx",), ("approx", "ftz")})
+INTEGERS = dict.fromkeys(
+    ("add", "sub", "div", "rem", "neg", "abs", "max", "min", "and", "or", "xor", "not", "selp", "mov", "shl",
+     "shr", "bfi", "prmt", "lop3"), ALONE,
+) | {
+    "mul": {("lo",), ("hi",), ("wide",)}, "mad": {("lo",), ("wide",)},
+    "cvta": {("to", "global"), ("global",), ("to", "shared"), ("shared",)},
+}  # fmt: skip
+REALS = dict.fromkeys(("neg", "abs", "max", "min", "selp", "mov", "copysign"), ALONE) | {
+    **dict.fromkeys(("add", "sub", "mul"), ALONE | {("rn",)}), "fma": {("rn",), ("rm",), ("rz",)},
+    "div": {("rn",)}, "ex2": QUICK, "lg2": QUICK, "rcp": QUICK | {("rn",)}, "sqrt": QUICK | {("rn",)},
+}  # fmt: skip
+ROUNDINGS = {(), ("rn",), ("rz",), ("rni",), ("rzi",), ("rmi",), ("rpi",), ("sat",)}
+
+
+def is_known(opcode):
+    """Whether an instruction has none but modifiers whose meaning is computed."""
+    words = opcode[1:]
+    types = 0
+    while types < len(words) and TYPE.match(words[-1 - types]):
+        types += 1
+    modifiers, last = words[: len(words) - types], words[-1]
+    if opcode[0] == "setp":
+        return len(modifiers) == 1 and types == 1
+    if opcode[0] == "cvt":
+        return modifiers in ROUNDINGS and types == 2
+    forms = REALS if FLOATS.match(last) else INTEGERS
+    usual = {()} if last == "pred" else set()
+    return types == 1 and modifiers in forms.get(opcode[0], usual)
+
+
 def compute(opcode, sources, value):
     """The result of an instruction; `value` gives an operand as a type."""
+    if not is_known(opcode):
+        raise NotImplementedError(".".join(opcode))
     with np.errstate(all="ignore"):
         return OPERATIONS[opcode[0]](opcode, sources, value)
 
@@ -70,8 +107,6 @@ def plain(function):
     """An operation whose operands and result are all of the type that the opcode ends with."""
 
     def operation(opcode, sources, value):
-        if "ftz" in opcode:
-            raise NotImplementedError(opcode)
         kind = Type(opcode[-1].removesuffix("x2"))
         if kind.name == opcode[-1]:
             return function(*(value(source, kind) for source in sources)).astype(kind.dtype, copy=False)
@@ -166,8 +201,6 @@ COMPARE = {
 
 def compared(opcode, sources, value):
     kind, test = Type(opcode[-1]), opcode[1]
-    if len(opcode) > 3 and opcode[2] != "ftz":
-        raise NotImplementedError(opcode)
     a, b = (value(source, kind) for source in sources)
     if not kind.floating:
         return COMPARE[test](a, b)
@@ -187,17 +220,27 @@ def selected(opcode, sources, value):
 ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
+def towards_zero(x, dtype):
+    """Numbers rounded by leaving digits out."""
+    if dtype.itemsize < 4:
+        raise NotImplementedError(f"cvt.rz to {dtype}")
+    near = x.astype(dtype)
+    larger = [
+        abs(Fraction(float(y))) > abs(Fraction(z)) if np.isfinite(y) else np.isfinite(np.float64(z))
+        for y, z in zip(near.tolist(), x.tolist(), strict=True)
+    ]
+    return np.where(larger, np.nextafter(near, dtype.type(0)), near)
+
+
 def converted(opcode, sources, value):
     target, source = Type(opcode[-2].removesuffix("x2")), Type(opcode[-1])
-    if "ftz" in opcode:
-        raise NotImplementedError(opcode)
     values = [value(name, source) for name in sources]
     if opcode[-2].endswith("x2"):  # the first operand becomes the upper half
         high, low = (x.astype(target.dtype).view(np.uint16).astype(np.uint32) for x in values)
         return low | high << 16
     (x,) = values
     if target.floating:
-        x = x.astype(target.dtype)
+        x = towards_zero(x, target.dtype) if "rz" in opcode else x.astype(target.dtype)
         if "sat" in opcode:
             x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)).astype(target.dtype)
         rounding = [word for word in opcode if word in ROUND]

@@ -19,14 +19,15 @@ THREAD = """
 """  # %rd4 and %rd6: the thread's word in memory and in shared memory
 
 
-def run(body, words, threads=32, allowed=None):
+def run(body, words, threads=32, allowed=None, order=0):
     """Run a kernel whose threads have a word of memory each, and 1 KB of shared memory."""
+    threads = threads if isinstance(threads, tuple) else (threads,)
     text = (
         f".visible .entry f(\n.param .u64 a\n)\n{{\n.shared .align 16 .b8 s[1024];\n{THREAD}{body}\nret;\n}}"
     )
-    machine = Machine()
+    machine = Machine(order)
     machine.memory.allow(words.ctypes.data, words.nbytes if allowed is None else allowed)
-    machine.launch(Program(text), (1,), (threads,), [words.ctypes.data])
+    machine.launch(Program(text), (1,), threads, [words.ctypes.data])
     return words
 
 
@@ -135,8 +136,30 @@ FAULTS = {
     ),
     "half a barrier": ("setp.lt.u32 %p1, %r1, 16; @%p1 bar.sync 0;", 32, "barrier for some"),
     "two barriers": (
+        "setp.lt.u32 %p1, %r1, 32; @%p1 bra $low; bar.sync 0; ret;\n$low:\nbar.sync 0;",
+        64, "different barriers",
+    ),
+    "two barriers of a warp": (
         "setp.lt.u32 %p1, %r1, 16; @%p1 bra $low; bar.sync 0; ret;\n$low:\nbar.sync 0;",
-        32, "different barriers",
+        32, "a barrier for part of a warp",
+    ),
+    "lanes that wrote nothing": (
+        "setp.eq.u32 %p1, %r1, 31; @%p1 mov.u32 %r9, 1; st.global.u32 [%rd4], %r9;",
+        32, "before it is written",
+    ),
+    "a guard that lanes have not": (
+        "setp.eq.u32 %p1, %r1, 31; @%p1 setp.eq.u32 %p2, %r1, 31; @%p2 st.global.u32 [%rd4], %r1;",
+        32, "before it is written",
+    ),
+    "too many threads": ("", (1024, 2), "a launch of"),
+    "changed at once, and stored": (
+        "mov.u32 %r3, 1; atom.global.add.u32 %r4, [%rd2], %r3; setp.eq.u32 %p1, %r1, 0;"
+        "@%p1 st.global.u32 [%rd2], %r3;",
+        32, "change at once",
+    ),
+    "changed at once, and loaded": (
+        "mov.u32 %r3, 1; atom.global.add.u32 %r4, [%rd2], %r3; ld.global.u32 %r5, [%rd2];",
+        64, "change at once",
     ),
     "no such thread": (
         "setp.lt.u32 %p1, %r1, 16; @%p1 shfl.sync.bfly.b32 %r2, %r1, 16, 31, 65535;", 32, "takes no part",
@@ -161,12 +184,30 @@ def test_memory_that_threads_take_in_turn():
 def test_faults(name):
     body, threads, text = FAULTS[name]
     with pytest.raises(Fault, match=text):
-        run(body, words(threads), threads)
+        run(body, words(64 if threads == 64 else 32), threads)
 
 
-def test_what_is_unknown_is_said():
-    with pytest.raises(NotImplementedError, match="sin"):
-        run("sin.approx.f32 %f1, %f1;", words(32))
+UNKNOWN = (
+    "sin.approx.f32", "add.rz.f32", "add.sat.f32", "max.NaN.f32", "fma.rn.ftz.f32", "mul.ftz.f32",
+    "div.full.f32", "setp.lt.ftz.f32", "shl.wrap.b32", "cvt.rn.ftz.f32.f32", "add.cc.u32",
+    "sqrt.rz.f32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_unknown_is_said(name):
+    with pytest.raises(NotImplementedError, match=name.partition(".")[0]):
+        run(f"mov.f32 %f1, 0f00000000; {name} %f1, %f1, %f1, %f1;", words(32))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_order_of_warps(order):
+    """Each goes on alone as far as it may."""
+    body = "mov.u32 %r2, %tid.x; shr.u32 %r2, %r2, 5; bar.sync 0; st.global.u32 [%rd4], %r2;"
+    assert (run(body, words(), 64, order=order) == np.arange(64) // 32).all()
+    turn = "mov.u32 %r2, 1; atom.global.add.u32 %r3, [%rd2], %r2; st.global.u32 [%rd4+128], %r3;"
+    turns = run(turn, words(96), 64, order=order)[32:].astype(int)
+    assert (turns[:32].max() < turns[32:].min()) == (order == 1)
 
 
 def computed(text, *operands):
@@ -222,6 +263,15 @@ def test_integers():
     sources = {"a": 0b1100, "b": 0b1010, "c": 0b0001}
     found = OPERATIONS["lop3"](opcode, [*sources, str(table)], lambda n, _: np.array([sources[n]], np.uint32))
     assert found.tolist() == [0b1001]
+
+
+def test_roundings():
+    whole = np.array([16777219, -16777219, 16777216, 5], np.int32)
+    assert computed("cvt.rz.f32.s32", whole).view(np.uint32).tolist()[:2] == [0x4B800001, 0xCB800001]
+    assert computed("cvt.rn.f32.s32", whole).tolist() == [16777220, -16777220, 16777216, 5]
+    wide = np.array([1 + 2.0**-24, 1 - 2.0**-30, -1 - 2.0**-23.5, 1e300, 0.5])
+    largest = float(np.finfo(np.float32).max)
+    assert computed("cvt.rz.f32.f64", wide).tolist() == [1, 1 - 2.0**-24, -1, largest, 0.5]
 
 
 def test_floats():

@@ -126,7 +126,7 @@ int cuLaunchKernel(Kernel *kernel, Number gx, Number gy, Number gz, Number bx, N
     if (!gx || !gy || !gz || !bx || !by || !bz || gy > 65535 || gz > 65535 || gx > 2147483647u) return INVALID;
     if (bx > 1024 || by > 1024 || bz > 64 || (uint64_t)bx * by * bz > 1024 || shared > 232448) return INVALID;
     counts[LAUNCHES]++;
-    return enqueue_launch(stream, kernel->name, form, parameters);
+    return enqueue_launch(stream, kernel, form, parameters);
 }
 
 typedef struct { Number form[7]; void *stream, *attributes; Number count; } Configuration;

@@ -11,8 +11,8 @@ enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 100, NO_SUCH_DEVICE = 101
 enum { ALLOCATIONS, FREES, COPIES, WAITS, LAUNCHES, MODULES, EVENTS, REFUSALS, COUNTERS };
 enum { DEVICES = 8 };
 
-/* Of a launch: name, grid, block, dynamic shared memory, device, parameters; its number, by which it is run. */
-typedef int (*Launched)(const char *, const Number *, int, void **);
+/* Of a launch: kernel, grid, block, dynamic shared memory, device, parameters; its number, by which it is run. */
+typedef int (*Launched)(void *, const Number *, int, void **);
 typedef int (*Run)(int);                           /* a number of a launch; 0, or an error */
 typedef void (*Moved)(int, Place, size_t);         /* device, place, size; 0: it is free */
 
@@ -33,6 +33,6 @@ int device_of(Place place);                        /* -1: of none */
 int capturing(void);                               /* whether some stream is; then the capture is lost */
 int enqueue_copy(void *stream, void *target, const void *source, size_t size, int staged);
 int enqueue_fill(void *stream, Place place, unsigned char value, size_t size);
-int enqueue_launch(void *stream, const char *name, const Number *form, void **parameters);
+int enqueue_launch(void *stream, void *kernel, const Number *form, void **parameters);
 int run_stream(void *stream);
 int run_all(void);

@@ -100,9 +100,9 @@ int enqueue_fill(void *stream, Place place, unsigned char value, size_t size) {
     return enqueue(stream, (Work){FILL, value, .target = (void *)(uintptr_t)place, .size = size});
 }
 
-int enqueue_launch(void *stream, const char *name, const Number *form, void **parameters) {
+int enqueue_launch(void *stream, void *kernel, const Number *form, void **parameters) {
     if (!on_launch) return OK;
-    int number = on_launch(name, form, stream_of(stream)->device, parameters);
+    int number = on_launch(kernel, form, stream_of(stream)->device, parameters);
     return number < 0 ? INVALID : enqueue(stream, (Work){LAUNCH, number});
 }
 

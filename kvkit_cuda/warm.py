@@ -1,0 +1,47 @@
+"""Kernels compiled ahead of calls that would wait for them: a prompt, then a token, over a kind of cache."""
+
+import numpy as np
+
+from kvkit.formats import BY_NAME, QUANTIZED
+from kvkit_cuda import dynamic_batching
+from kvkit_cuda.ground import compiled
+
+PROMPT, PAST, PAGE = 40, 600, 128  # tokens: more than decode takes, more than one part, of a page
+CODES = {fmt.name: bits for bits, fmt in QUANTIZED.items()}
+
+
+def warm(cache="float16", group=8, data="float16", dim=128, queries=4, scale=None):
+    """Compile for a cache of a format (codes share scales in groups) and data of floats; kernels are kept.
+
+    Parameters
+    ----------
+    cache, data, scale : str
+        Formats of the cache, of new tokens and, for codes, of scales: that of the data if None.
+    group, dim, queries : int
+        Codes that share a scale, elements of a head, query heads for each key head.
+
+    Returns
+    -------
+    dict
+        How many kernels this process has ``loaded`` and ``compiled``.
+
+    Raises
+    ------
+    DeviceError
+        If there is no device: kernels are compiled for the current one.
+    """
+    bits, dtype = CODES.get(cache, 0), BY_NAME[data].dtype
+    columns, last = -(-(PAST + PROMPT) // PAGE), dim * bits // 8 if bits else dim
+    shape = columns * PAGE, 1, 2, 1
+    there = np.zeros((*shape, last), BY_NAME[cache].dtype)
+    scales = np.zeros((*shape, dim // group), BY_NAME[scale or data].dtype) if bits else None
+    how = {"quant_bit": bits, "quant_group": group}
+    sizes = {"num_heads": queries, "num_kv_heads": 1, "head_dim": dim}
+    for tokens in (PROMPT, 1):
+        table = np.arange(columns)[None] * PAGE
+        index = [0, tokens], [0, PAST + tokens], table, [PAST]
+        plan = dynamic_batching.plan(*index, cache_mode=1, page_size=PAGE)
+        query, new = (np.zeros((tokens, heads, dim), dtype) for heads in (queries, 1))
+        plan.multi_head_cache_attention(query, new, new, there, scales, **sizes, **how)
+        plan.key_value_cache(new, new, there, scales, **how)
+    return dict(compiled.counts)
