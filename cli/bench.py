@@ -14,11 +14,11 @@ import numpy as np
 from llvmlite import binding
 
 from kvkit.version import __version__
-from kvkit_cli import bench_ascend, bench_attention, bench_caches, bench_cases, show
+from kvkit_cli import bench_ascend, bench_attention, bench_caches, bench_cases, bench_pools, show
 
 SUITES = {  # by the file of their figures
     "cpu": [*bench_cases.CASES, *bench_ascend.CASES],
-    "attention": bench_attention.CASES,
+    "attention": [*bench_attention.CASES, *bench_pools.CASES],
     "caches": bench_caches.CASES,
 }
 PEERS = "onnxruntime", "torch"

@@ -18,6 +18,10 @@ VERBS = {  # verb: (module, the first line of its help)
     "check": ("kvkit_cli.check", "Say what cannot be right in page tables, slots, layouts, scales and data."),
     "diff": ("kvkit_cli.diff", "Say where two caches or outputs differ, and why."),
     "vectors": ("kvkit_cli.vectors", "Make, verify, replay, compare and export packs of golden vectors."),
+    "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
+    "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
+    "convert": ("kvkit_cli.convert", "Move a cache from layout to layout, bit for bit."),
+    "draw": ("kvkit_cli.draw", "Draw a layout, or whose the rows of a cache in a file are."),
     "cache": ("kvkit_cli.cache", "Remove the compiled code that is kept."),
     "bench": (
         "kvkit_cli.bench",

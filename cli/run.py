@@ -34,6 +34,8 @@ def run(operator, source, output, in_place, settings, backend, threads, quiet):
     """
     op = find(operator)
     check_targets(op, source, output, in_place)
+    if backend != "cpu" and not op.twin:
+        raise KvkitError(f"--backend {backend}: {op.name} runs on the CPU alone: leave it out")
     with contextlib.ExitStack() as block:
         contents = npz.Contents({}, {})
         if in_place:

@@ -15,6 +15,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvkit.tools.text import size
+
+__all__ = ["console", "progress", "shape", "size", "suggestion", "table", "times"]
+
 BOUNDS = "copy", "read", "contiguous", "matmul"  # what speeds are shares of
 BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be read
 
@@ -30,16 +34,6 @@ def table(title, *columns):
     for i, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=i == 0)
     return made
-
-
-def size(count):
-    """A number of bytes for people."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def shape(array):

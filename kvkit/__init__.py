@@ -7,6 +7,7 @@ Over sequences of one length, each with its own part of a cache, and beside cach
     multi_head_cache_attention    append, and attend to the context where it lies
     rotary_position_embedding, alibi_slope, alibi_mask    positions
     merge_attention_states        attention over parts of a context, put together
+    paged_attention, paged_append, swap_blocks    over any engine's pools of pages, as they lie
     KvkitError, DeviceError       what is raised
 
 Rooms:
@@ -14,9 +15,10 @@ Rooms:
     dynamic_batching    the operators over packed sequences that share a cache; a step planned once
     ascend              caches in blocks, as Ascend's operators have them
     layouts             where the bytes of any engine's cache lie: lines, views, conversion
+    files               caches in files of many kinds, with what they mean
+    tools               what is in a file, how it lies, and whether it can be right
     cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
     integrations        onnx and transformers
-    tools               what is wrong: check, diff, and packs of golden vectors
     kvkit_cuda          a package of the same names, on a GPU
 
 In a shell `kvkit ops` lists the operators, `kvkit describe OPERATOR` explains one, `kvkit run` calls it on a
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING
 from kvkit import ascend, dynamic_batching, sources  # noqa: F401  (sources: at import, see there)
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
+from kvkit.paged import paged_append, paged_attention, swap_blocks
 from kvkit.static import (
     alibi_mask,
     alibi_slope,
@@ -41,9 +44,10 @@ from kvkit.version import __version__
 
 if TYPE_CHECKING:
     from kvkit import cache as cache
+    from kvkit import files as files
     from kvkit import integrations as integrations
-    from kvkit import tools as tools
     from kvkit import layouts as layouts
+    from kvkit import tools as tools
 
 __all__ = [
     "DeviceError",
@@ -57,9 +61,12 @@ __all__ = [
     "merge_attention_states",
     "multi_head_attention",
     "multi_head_cache_attention",
+    "paged_append",
+    "paged_attention",
     "rotary_position_embedding",
+    "swap_blocks",
 ]
-ROOMS = ("cache", "integrations", "layouts", "tools")  # loaded when they are first used
+ROOMS = ("cache", "files", "integrations", "layouts", "tools")  # loaded when they are first used
 
 
 def __getattr__(name):

@@ -3,6 +3,8 @@
 from kvkit import cpu
 from kvkit.checks.tensors import one_piece
 
+COPIED_BYTES = 2**20
+
 
 def arguments(given):
     """The arguments of an operator but for its outputs: its `locals()`, before anything else has a name."""
@@ -53,7 +55,7 @@ def rotate(call, out):
     made = call.results.taken(out)
     if call.starts[-1]:
         moves = tuple(zip(map(one_piece, (call.query, call.key)), made, strict=True))
-        how = call.turned, call.bypass_key, call.scaling
+        how = call.turned, call.bypass_key, call.halves, call.tables, call.scaling
         cpu.launches.start(
             cpu.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how, out is None)
         )
@@ -70,3 +72,10 @@ def alibi(call, out):
             cpu.alibi.prepare(target, call.fmt.name, *tokens, call.place, call.element, call.padding)
         )
     return out
+
+
+def copy_blocks(source, target, src, dst):
+    """Copy checked blocks, some at a time: what numpy holds between stays near the core."""
+    some = max(1, COPIED_BYTES * len(source) // max(source.nbytes, 1))
+    for i in range(0, len(src), some):
+        target[dst[i : i + some]] = source[src[i : i + some]]

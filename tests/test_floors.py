@@ -23,7 +23,7 @@ FLOORS = (
     "checks",  # 3
     "cpu",  # 4
     "launch repeats layouts.conversion",  # 5
-    "ascend static dynamic_batching merge",
+    "ascend static dynamic_batching paged merge",
     "__init__",
     "files",  # 6
     "cache",

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
+from kvkit.checks import pools
 from kvkit.checks.ascend import attention
 from kvkit.checks.tensors import one_piece
 from kvkit.foreign import in_kind
@@ -95,13 +96,9 @@ def attend(call, out, lse=None):
     """Each entry is a sequence of one query token over rows in pages of a block."""
     folded = attention.folded_shape(call)
     query = one_piece(call.query).reshape(*folded, call.query.shape[2])
-    caches, places = call.caches, [attention.rows_of(array) for array in call.caches]
-    if attention.uneven(places):
-        caches = [np.ascontiguousarray(array) for array in caches]
-        places = [attention.rows_of(array) for array in caches]
     made = out.reshape(*folded, out.shape[2])
     made_lse = None if lse is None else lse.reshape(folded)
-    context, steps = attention.context_of(call, caches, places), attention.steps_of(call, places)
+    context, steps = pools.context_of(call.fmt, *call.caches), attention.steps_of(call, call.caches)
     bias, entries = bias_of(call), len(call.lengths)
     weights = call.weights if bias is None else attention.biased(call.weights, bias)
     cpu.launches.start(cpu.attention.prepare(query, made, made_lse, context, steps, entries, weights))

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvkit import checks, cpu
 from kvkit.checks.ascend import blocks
 from kvkit.foreign import in_kind
-from kvkit.launch import arguments
+from kvkit.launch import arguments, copy_blocks
 from kvkit.typed import Array, Values
 
 
@@ -127,5 +127,5 @@ def block_copy(
     given = blocks.named(key_cache, value_cache)
     src, dst = blocks.checked_copy(given, src, dst, cum_sum)
     for _, array in given:
-        array[dst] = array[src]
+        copy_blocks(array, array, src, dst)
     return key_cache, value_cache

@@ -1,7 +1,7 @@
 """A cache in one .npz file, which says all about itself; see `kvkit.files.npz` for its form.
 
 The metadata's ``cache`` has the version, the dtype and shape of every array, the sha256 of all that is said
-and of all bytes of the arrays, and:
+and of all bytes of the arrays (beside it, the ``description`` of its layout, where it has one), and:
 
     layers      of each layer what it is, and how many tokens it has seen. Arrays are ``layers.I.keys`` and
                 ``layers.I.values``, the stored tokens of layer I; of a quantized one ``layers.I.keys.codes``
@@ -21,10 +21,11 @@ import numpy as np
 from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.layers import kinds
 from kvkit.checks.words import wrong
-from kvkit.files import members, npz
+from kvkit.files import Description, members, npz
 
 VERSION = 1
 PAGED_ARRAYS = "cache", "scale"
+PLAIN, PAGED = "l kv | b h n c", "| l kv b n h c"  # layouts
 
 
 def save(cache, path):
@@ -35,7 +36,8 @@ def save(cache, path):
         state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
         layers.append(kinds.described(layer) | state)
         arrays |= {f"layers.{i}.{name}": array for name, array in layer.arrays().items()}
-    write(path, {"layers": layers}, arrays)
+    plain = all(name.endswith((".keys", ".values")) for name in arrays)
+    write(path, {"layers": layers}, arrays, PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None)
 
 
 def save_paged(cache, path, sequences):
@@ -62,12 +64,14 @@ def save_paged(cache, path, sequences):
     arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
     said = [{"length": seq.length, "root": seq.chain[0].hex()} for seq in kept]
     about = {"arguments": cache.describe(), "rows": len(rows), "sequences": said}
-    write(path, {"paged": about}, arrays)
+    write(path, {"paged": about}, arrays, PAGED)
 
 
-def write(path, about, arrays):
+def write(path, about, arrays, line):
+    """A file, with what it says of itself; its cache lies as `line` says, where there is one."""
     about = {"version": VERSION, **about, "arrays": {name: form(array) for name, array in arrays.items()}}
-    npz.write(path, arrays, {"cache": about | {"fingerprint": fingerprint(about, arrays)}})
+    said = {} if line is None else {"description": Description(line).to_dict()}
+    npz.write(path, arrays, said | {"cache": about | {"fingerprint": fingerprint(about, arrays)}})
 
 
 def form(array):

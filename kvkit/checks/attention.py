@@ -156,8 +156,14 @@ class Weights(NamedTuple):
     right: int
     softcap: float
     sinks: np.ndarray | None
-    mask: tuple[int, ...] = NO_MASK  # address, kind, strides (sequence, head, row, column), packed
+    mask: tuple[int, ...] = (
+        NO_MASK  # address, kind, strides (sequence, head, row, column), packed (2: rows are)
+    )
     apart: int = 1  # sequences in a row that have sinks of their own
+    slopes: np.ndarray | None = None  # of ALiBi, float32 [sequences or 1, query heads]
+    scales: np.ndarray | None = (
+        None  # of keys (times `scale`) and values, float32 [2, sequences or 1, heads or 1]
+    )
 
 
 def weights(

@@ -35,6 +35,17 @@ def dynamic_mask(fmt, mask, num_heads, tokens, keys):
     return described(mask, (0, head, *mask.strides[-2:]), True)
 
 
+def own_mask(fmt, mask, num_heads, tokens, longest):
+    """A mask [tokens, at least the longest context], or with heads in front, as kernels see it.
+
+    Column j is position j of a token's own context.
+    """
+    if no_mask(fmt, mask):
+        return NO_MASK
+    *place, _ = dynamic_mask(fmt, mask, num_heads, tokens, longest)
+    return (*place, 2)
+
+
 def no_mask(fmt, mask):
     """Whether there is none; its type is right if there is one."""
     if mask is None:

@@ -29,6 +29,8 @@ class Turn(NamedTuple):
     bypass_key: bool
     scaling: tuple  # see `scaling`
     results: Results
+    halves: bool  # whether both halves of what turns are pairs, not neighbours
+    tables: np.ndarray | None  # float32 [cosines | sines, positions, pairs], if they are given
 
 
 def static_turn(query, key, start_pos, pad_len, **attributes):
@@ -54,13 +56,34 @@ def dynamic_turn(query, key, seqstarts, start_pos, max_seqlen, **attributes):
     return turn(fmt, query, key, starts, first, **attributes)
 
 
-def turn(fmt, query, key, starts, first, *, rotary_dim, bypass_key, **scales):
+def turn(fmt, query, key, starts, first, *, rotary_dim, bypass_key, interleaved, cos, sin, **scales):
     """A `Turn` of tokens that are checked, with attributes that are not."""
     turned = turned_elements(rotary_dim, query.shape[-1])
-    slower = scaling(**scales)
-    inputs = named(query=query, key=key)
-    results = Results({name: (array.shape, fmt.dtype) for name, array in inputs}, inputs, in_place=True)
-    return Turn(fmt, query, key, starts, first, turned, flag("bypass_key", bypass_key), slower, results)
+    slower, bypass_key = scaling(**scales), flag("bypass_key", bypass_key)
+    tables, halves = given_tables(cos, sin, turned, starts, first), not flag("interleaved", interleaved)
+    pair = named(query=query, key=key)
+    forms = {name: (array.shape, fmt.dtype) for name, array in pair}
+    results = Results(forms, [*pair, *named(cos=cos, sin=sin)], in_place=True)
+    return Turn(fmt, query, key, starts, first, turned, bypass_key, slower, results, halves, tables)
+
+
+def given_tables(cos, sin, turned, starts, first):
+    """Cosines and sines of all positions of some tokens; None if they are to be computed."""
+    if cos is None and sin is None:
+        return None
+    for name, table in (("cos", cos), ("sin", sin)):
+        tensor(name, table, FLOATS, 2)
+        if table.shape[1] != turned // 2:
+            raise wrong(name, f"{turned // 2} columns, one for each pair", f"shape {table.shape}")
+    if sin.shape != cos.shape:
+        raise wrong("sin", f"the shape of cos, {cos.shape}", sin.shape)
+    lengths = np.diff(starts)
+    ends, there = first + lengths, lengths > 0
+    if there.any() and first[there].min() < 0:
+        raise wrong("cos", "a row for each position", f"position {first[there].min()}")
+    if there.any() and ends[there].max() > len(cos):
+        raise wrong("cos", f"{ends[there].max()} rows, one for each position", len(cos))
+    return np.array([cos, sin], np.float32)
 
 
 def packed(name, tokens, seqstarts, start_pos, max_seqlen):

@@ -20,6 +20,7 @@ class Steps(NamedTuple):
     context: int
     rows: int  # that the cache must have
     limits: tuple[int, int] = (0, 0)
+    value_table: np.ndarray | None = None  # where values have other rows than keys
 
 
 class Cache(NamedTuple):
@@ -40,7 +41,9 @@ class Cache(NamedTuple):
 class Context(NamedTuple):
     """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
 
-    Operators see what a load gives, which rounds to the data where these are coarser; `as_loaded` says so.
+    A row's number times its side's row stride is where it lies; neighbours are `steps` numbers apart, so that
+    pages may begin anywhere. Elements lie side by side, or `elements` bytes apart. Operators see what a load
+    gives, which rounds to the data where these are coarser; `as_loaded` says so.
     """
 
     packed: str
@@ -55,3 +58,6 @@ class Context(NamedTuple):
     value_bytes: int
     as_loaded: bool = True
     reader: object = None  # machine code of rows that formats and strides alone do not describe
+    value_stored: str | None = None  # the format of values, if it is another
+    steps: tuple[int, int] = (1, 1)
+    elements: tuple[int, int] = (0, 0)

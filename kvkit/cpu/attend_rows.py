@@ -85,6 +85,9 @@ def write_row(task, line, number, b, row, kv, top, total, grow):
         sink = get_float(task.sinks + 4 * (b % task.apart * heads + query))
         top, total, shrink = numeric.with_sink(top, total, sink)
     put_float(number, numeric.share_of(shrink, total, grow))
+    if task.value_scales:
+        scale = get_float(task.value_scales + b * task.scale_sequence + kv * task.scale_head)
+        put_float(number, get_float(number) * scale)
     attention.times(line, line, task.padded_value_dim, number)
     target = task.out + b * task.out_sequence + place * task.out_token + query * task.out_head
     call_rows(task.float_to_out, target, 0, 0, line, 0, 0, 0, 0, 0, 1, 1, 1, task.value_dim)

@@ -29,6 +29,7 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
         target = scratch + task.queries + t * tile * dim * 4
         place = lines_at if tile == WIDE or task.orders else target
         first, kv = (0, head + t) if by_head else (row + t * tile, head)
+        scale_at = task.key_scales + b * task.scale_sequence + kv * task.scale_head
         attention.clear(place, tile * dim)
         for r in range(min(tile, query_rows - first)):
             token, query = (first + r) // task.group, kv * task.group + (first + r) % task.group
@@ -36,7 +37,7 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
             source += (start + token) * task.query_token + query * task.query_head
             line = place + 4 * r * dim
             call_rows(task.query_to_float, line, 0, 0, source, 0, 0, 0, 0, 0, 1, 1, 1, task.dim)
-            attention.times(line, line, dim, task.scale_at)
+            attention.times(line, line, dim, scale_at)
         if tile == WIDE:
             turn(lines_at, 4 * dim, WIDE, dim, target, 4 * WIDE)
         elif task.orders:
@@ -59,17 +60,20 @@ def turn(source, source_row, rows, columns, target, target_row):
 
 
 @helper
-def find_rows(task, b, begin, end, numbers):
-    """The rows of the cache that hold positions begin..end of a sequence, then the last one 16 times more."""
+def find_rows(task, table, step, b, begin, end, numbers):
+    """The rows of the cache that hold positions begin..end of a sequence, then the last one 16 times more.
+
+    Neighbours are `step` numbers apart, and pages begin at those that the table has.
+    """
     position, number = begin, np.int64(0)
     while position < end:
         page = page_of(position, task.page_size)
-        number = row_of(get(task.table + b * task.table_row + 8 * page), position, task.page_size)
+        number = get(table + b * task.table_row + 8 * page) + row_of(0, position, task.page_size) * step
         run = min(rest_of_page(position, task.page_size), end - position)
         for i in range(run):
-            put(numbers + 8 * (position - begin + i), number + i)
+            put(numbers + 8 * (position - begin + i), number + i * step)
         position += run
-        number += run - 1
+        number += (run - 1) * step
     for i in range(end - begin, end - begin + 16):
         put(numbers + 8 * i, number)
 
@@ -96,23 +100,26 @@ def ask_for_cells(task, keys, values, pieces, numbers, begin, end):
 
 
 @helper
-def widen_rows(task, source, source_row, cells, cell_row, numbers, count, target, target_row, dim):
+def widen_rows(
+    task, code, source, source_row, element, cells, cell_row, numbers, step, count, target, target_row, dim
+):  # fmt: skip
     """Rows of the cache as float32, run by run of neighbours.
 
-    If the data are coarser than the cache, rows are rounded as a load does: as 16-bit floats they wait in the
-    second halves of their places.
+    Elements that lie apart are moved as if each were a head. If the data are coarser than the cache, rows are
+    rounded as a load does: as 16-bit floats they wait in the second halves of their places.
     """
+    heads, size = (dim, 1) if element else (1, dim)
     begin = 0
     while begin < count:
         number, end = get(numbers + 8 * begin), begin + 1
-        while end < count and get(numbers + 8 * end) == number + end - begin:
+        while end < count and get(numbers + 8 * end) == number + (end - begin) * step:
             end += 1
         place = target + begin * target_row
         half = place + 2 * dim if task.rounds else place
         call_rows(
-            task.to_float, half, target_row, 0,
-            source + number * source_row, source_row, 0, cells + number * cell_row, cell_row, 0,
-            end - begin, 1, 1, dim,
+            code, half, target_row, 4,
+            source + number * source_row, step * source_row, element,
+            cells + number * cell_row, step * cell_row, 0, end - begin, heads, 1, size,
         )  # fmt: skip
         if task.rounds:
             call_rows(
@@ -149,21 +156,38 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     scores, factor = scratch + task.scores, scratch + task.factor
     here = scratch + task.numbers
     there = here + 8 * (most + 16)
+    value_here, value_there = here, there
     wide_keys, wide_values = scratch + task.wide_keys, scratch + task.wide_values
     key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
     pieces = tiles if by_head else 1
     soon = there + 8 * (most + 16)
+    first_key, first_value = keys + head * task.key_head, values + head * task.value_head
+    value_soon, beside = soon, task.values - task.keys
+    if task.own_places:
+        value_here = soon + 8 * pieces * most
+        value_there = value_here + 8 * (most + 16)
+        value_soon, beside = value_there + 8 * (most + 16), 0
+        for i in range(0, 8 * pieces * most, 8):
+            put(value_soon + i, values)
     for i in range(0, 8 * pieces * most, 8):
         put(soon + i, keys)
-    first_key, beside = keys + head * task.key_head, task.values - task.keys
-    find_rows(task, b, low, min(low + most, high), here)
+    find_rows(task, task.table, task.key_step, b, low, min(low + most, high), here)
+    if task.own_places:
+        find_rows(task, task.value_table, task.value_step, b, low, min(low + most, high), value_here)
     for begin in range(low, high, most):
         count = min(most, high - begin)
         ahead = min(most, high - begin - count)
         if ahead > 0:
-            find_rows(task, b, begin + count, begin + count + ahead, there)
+            after = begin + count
+            find_rows(task, task.table, task.key_step, b, after, after + ahead, there)
             if not widens:
                 find_addresses(first_key, task.key_row, there, ahead, pieces, task.key_head, soon)
+            if task.own_places:
+                find_rows(task, task.value_table, task.value_step, b, after, after + ahead, value_there)
+                if not widens:
+                    find_addresses(
+                        first_value, task.value_row, value_there, ahead, pieces, task.value_head, value_soon
+                    )
         for t in range(tiles):
             at, first = (head + t, 0) if by_head else (head, row + t * tile)
             live = min(tile, query_rows - first)
@@ -172,15 +196,17 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
             state = 4 * t * lanes
             top, total = scratch + task.top + state, scratch + task.total + state
             key, key_row, numbers = keys + at * task.key_head, task.key_row, here
-            value, value_row = values + at * task.value_head, task.value_row
+            value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
             cell, value_cell = key_cells + at * task.cell_head, value_cells + at * task.cell_head
             if widens and (by_head or t == 0):
                 widen_rows(
-                    task, key, key_row, cell, task.cell_row, here, count, wide_keys, key_bytes, task.dim
+                    task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
+                    here, task.key_step, count, wide_keys, key_bytes, task.dim,
                 )  # fmt: skip
             if (widens or careful) and (by_head or t == 0):
                 widen_rows(
-                    task, value, value_row, value_cell, task.cell_row, here, count,
+                    task, task.value_to_float, value, value_row, task.value_element, value_cell,
+                    task.cell_row, value_here, task.value_step, count,
                     wide_values, value_bytes, task.value_dim,
                 )  # fmt: skip
             if task.cell_bytes and task.together and not widens:
@@ -191,7 +217,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
             if seen > 0:
                 if widens:
                     key, key_row, numbers = wide_keys, key_bytes, task.counting
-                    value, value_row = wide_values, value_bytes
+                    value, value_row, value_numbers = wide_values, value_bytes, task.counting
                 whole = -(-seen // 8) * 8
                 queries = scratch + task.queries + t * tile * key_bytes
                 call_scores(
@@ -209,10 +235,11 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     )
                 else:
                     call_sums(
-                        sum_code, scores, value, value_row, value_cell, task.cell_row, numbers,
-                        soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor,
+                        sum_code, scores, value, value_row, value_cell, task.cell_row, value_numbers,
+                        value_soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor,
                     )  # fmt: skip
         here, there = there, here
+        value_here, value_there = value_there, value_here
 
 
 @helper

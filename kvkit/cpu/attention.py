@@ -61,8 +61,8 @@ def padded(dim):
 def scratch_offsets(dim, value_dim, narrow_rows, block):
     """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
     rows, longest = max(narrow_rows, attend.TILES * WIDE), max(dim, value_dim)
-    sizes = {
-        "numbers": 2 * 8 * (WIDE_BLOCK + 16) + 8 * max(WIDE_BLOCK, block * narrow_rows // attend.NARROW),
+    sizes = {  # numbers and addresses: of keys, then of values
+        "numbers": 4 * 8 * (WIDE_BLOCK + 16) + 16 * max(WIDE_BLOCK, block * narrow_rows // attend.NARROW),
         "scores": 4 * WIDE * (WIDE_BLOCK + LANES),
         "factor": 4 * WIDE,
         "top": 8 * rows,  # narrow tiles have at least 16 lanes
@@ -90,6 +90,10 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
     block = BLOCK // 2 if together else BLOCK
     narrow_rows = attend.NARROW * (heads if together else 1)
     direction = LOAD if exact or cell in (None, "float32") else READ
+    widened = [
+        widen or rows(direction, packed if rounds else "float32", side, cell, group).address
+        for side in stored
+    ]
     offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block)
     return dict.fromkeys(LATER, 0) | offsets | {
         "heads": heads, "dim": dim, "value_dim": value_dim,
@@ -97,7 +101,7 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
         "cell_bytes": dim // group * BY_NAME[cell].bytes(1) if cell else 0,
         "together": together, "block": block, "wide_block": WIDE_BLOCK,
         "least_part": LEAST_PART, "most_parts": PARTS, "rounds": rounds,
-        "to_float": widen or rows(direction, packed if rounds else "float32", stored, cell, group).address,
+        "key_to_float": widened[0], "value_to_float": widened[1],
         "query_to_float": rows(LOAD, "float32", packed).address,
         "float_to_out": rows(LOAD, packed, "float32").address,
         "part_bytes": max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3),
@@ -106,10 +110,12 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
 
 
 @functools.cache
-def product(rows, wide_formats, *formats):
-    """The addresses of both products of a tile."""
-    formats = () if rows == WIDE or wide_formats else formats
-    return products.scores(rows, *formats).address, products.sums(rows, *formats).address
+def product(rows, wide_formats, stored, *scales):
+    """The addresses of both products of a tile, over keys and values `stored` as two formats."""
+    if rows == WIDE or wide_formats:
+        return products.scores(rows).address, products.sums(rows).address
+    key, value = stored
+    return products.scores(rows, key, *scales).address, products.sums(rows, value, *scales).address
 
 
 OWNERS = {
@@ -127,22 +133,38 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     coded = context.cell is not None
     rounds = context.as_loaded and not coded and coarser(context.packed, context.stored)
     exact = coded and coarser(context.cell, context.packed)
-    formats, reader = (context.stored, context.cell, context.group), context.reader
+    stored = context.stored, context.value_stored or context.stored
+    formats, reader = (stored, context.cell, context.group), context.reader
+    (key_step, value_step), (key_element, value_element) = context.steps, context.elements
     if reader:
         widens = not reader.product
     else:
-        widens = rounds or not products.in_place(context.cell, context.group, (dim, value_dim))
+        in_place = products.in_place(context.cell, context.group, (dim, value_dim))
+        widens = rounds or not in_place or bool(key_element or value_element)
     keys, key_sequence, key_row, key_head, key_cells, cell_sequence, cell_row, cell_head = context.sides[0]
     values, value_sequence, value_row, value_head, value_cells, *_ = context.sides[1]
     together = (
         heads > 1
-        and key_head == context.key_bytes < abs(key_row)
-        and value_head == context.value_bytes < abs(value_row)
+        and context.key_bytes <= key_head <= abs(key_row * key_step) // heads
+        and context.value_bytes <= value_head <= abs(value_row * value_step) // heads
     )
+    alike = key_row == value_row and (heads == 1 or key_head == value_head)
+    own_places = steps.value_table is not None or not alike
+    value_table = steps.table if steps.value_table is None else steps.value_table
     sizes, widen = (heads, dim, value_dim), reader.widen if reader else 0
     fixed = fixed_fields(context.packed, rounds, exact, *formats, *sizes, together, widen)
-    orders = None if widens else reader.orders if reader else products.orders(*formats, dim)
+    orders = None if widens else reader.orders if reader else products.orders(stored[0], *formats[1:], dim)
     constants = np.array([weights.scale, weights.softcap], np.float32)
+    key_scales, value_scales, scale_sequence, scale_head = address(constants), 0, 0, 0
+    if weights.scales is not None:  # [keys | values, sequences or 1, heads or 1]
+        key_scales, value_scales = (
+            address(weights.scales) + side * weights.scales.strides[0] for side in (0, 1)
+        )
+        scale_sequence, scale_head = (
+            0 if size == 1 else stride
+            for size, stride in zip(weights.scales.shape[1:], weights.scales.strides[1:], strict=True)
+        )
+    slopes = weights.slopes
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
     query_sequence, query_token, query_head = packed_strides(query)
     out_sequence, out_token, out_head = packed_strides(out)
@@ -150,10 +172,12 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     mask, mask_kind, mask_sequence, mask_head, mask_row, mask_column, mask_packed = weights.mask
     numbers = TASK.filled({
         **fixed,
-        "keys": keys, "key_sequence": key_sequence, "key_row": key_row, "key_head": key_head,
+        "keys": keys, "key_sequence": key_sequence, "key_row": key_row, "key_step": key_step,
+        "key_head": key_head, "key_element": key_element,
         "key_cells": key_cells, "cell_sequence": cell_sequence, "cell_row": cell_row, "cell_head": cell_head,
         "values": values, "value_sequence": value_sequence, "value_row": value_row,
-        "value_head": value_head, "value_cells": value_cells,
+        "value_step": value_step, "value_head": value_head, "value_element": value_element,
+        "value_cells": value_cells, "own_places": own_places,
         "query": address(query), "query_sequence": query_sequence, "query_token": query_token,
         "query_head": query_head,
         "out": address(out), "out_sequence": out_sequence, "out_token": out_token, "out_head": out_head,
@@ -163,10 +187,14 @@ def prepare(query, out, lse, context, steps, decoding, weights):
         "mask_row": mask_row, "mask_column": mask_column, "mask_packed": mask_packed,
         "batch": len(steps.start_pos), "group": query.shape[-2] // heads,
         "seqstarts": address(steps.seqstarts), "kvstarts": address(steps.kvstarts),
-        "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
+        "table": address(steps.table), "value_table": address(value_table),
+        "table_row": steps.table.strides[0], "page_size": steps.page_size,
         "decoding": decoding, "causal": weights.causal, "alibi": weights.alibi,
         "left": weights.left, "right": weights.right,
-        "scale_at": address(constants), "cap": weights.softcap != 0, "cap_at": address(constants) + 4,
+        "key_scales": key_scales, "value_scales": value_scales, "scale_sequence": scale_sequence,
+        "scale_head": scale_head, "slopes": 0 if slopes is None else address(slopes),
+        "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
+        "cap": weights.softcap != 0, "cap_at": address(constants) + 4,
         "sinks": 0 if sinks is None else address(sinks), "apart": weights.apart,
         "key_bytes": context.key_bytes, "value_bytes": context.value_bytes,
         "orders": 0 if orders is None else address(orders), "widens": widens,

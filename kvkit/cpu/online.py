@@ -54,7 +54,7 @@ def fold(top, total, row, tile):
 @helper
 def adjust(task, b, scores, tile, live, first, kv, begin, count, seqlen, kvlen):
     """Cap the scores, then add what hides or weighs keys: a score of -inf is an absent key."""
-    plain = not (task.cap or task.alibi or task.mask)
+    plain = not (task.cap or task.alibi or task.slopes or task.mask)
     if (
         plain
         and begin >= visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[0]
@@ -75,15 +75,21 @@ def adjust(task, b, scores, tile, live, first, kv, begin, count, seqlen, kvlen):
             put_float(at + 4 * t * tile, MINUS_INF)
         for t in range(high, count):
             put_float(at + 4 * t * tile, MINUS_INF)
-        if task.alibi:
-            slope = numeric.alibi_slope(head, task.heads * task.group)
+        if task.alibi or task.slopes:
+            if task.slopes:
+                slope = get_float(task.slopes + b * task.slopes_sequence + 4 * head)
+            else:
+                slope = numeric.alibi_slope(head, task.heads * task.group)
             for t in range(low, high):
-                place = at + 4 * t * tile
-                put_float(place, get_float(place) + numeric.alibi_bias(slope, begin + t - position))
+                place, distance = at + 4 * t * tile, begin + t - position
+                bias = numeric.alibi_bias(slope, min(distance, -distance))
+                put_float(place, get_float(place) + bias)
         if task.mask:
             row, column = token, begin
             if task.mask_packed:
-                row, column = row + get(task.seqstarts + 8 * b), column + get(task.kvstarts + 8 * b)
+                row += get(task.seqstarts + 8 * b)
+            if task.mask_packed == 1:  # 2: columns are a sequence's own
+                column += get(task.kvstarts + 8 * b)
             mask = task.mask + b * task.mask_sequence + head * task.mask_head
             mask += row * task.mask_row + column * task.mask_column
             add_mask(task, at, 4 * tile, mask, low, high)

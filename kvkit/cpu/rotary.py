@@ -1,7 +1,8 @@
 """Rotary position embedding: the angles of a token once, then every head of its query and key.
 
-Elements turn in pairs of neighbours. The table of a token has each cosine twice and each sine with both
-signs, so that a panel is x * cosines + (x with the elements of each pair swapped) * sines.
+Elements turn in pairs, of neighbours or of both halves. The table of a token has each cosine twice and each
+sine with both signs, where the elements of a pair are, so that a panel of neighbours is x * cosines + (x with
+the elements of each pair swapped) * sines.
 """
 
 import functools
@@ -26,7 +27,9 @@ INT, FLOAT = types.int64, types.float64
 HEADS_SIGNATURE = types.void(*[INT] * 9)
 INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
 FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX1, INT, FLOAT, types.Array(types.float32, 2, "C"))
-SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INT, FLOAT, FLOAT, INT, FLOAT)
+TABLES = types.Array(types.float32, 3, "C")
+SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INT, INT, TABLES, FLOAT, FLOAT, INT, FLOAT)
+NO_TABLES = np.empty((2, 0, 0), np.float32)
 
 call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
 
@@ -77,6 +80,49 @@ def heads_of(element, stream=False, plain=False):
     return callback(heads_of, HEADS_SIGNATURE, (element, stream, plain))
 
 
+@functools.cache
+def panels_of_halves(element, stream):
+    """(source, target, half, cosines, sines): 16 elements and those `half` bytes behind them, turned."""
+
+    @micro_kernel(5)
+    def panels(b, source, target, half, cosines, sines):
+        x, y = (widen(read(b, at, RAW[element], LANES), element) for at in (source, b.add(source, half)))
+        cosine, sine = (read(b, table, RAW["float32"], LANES) for table in (cosines, sines))
+        write(b, target, narrow(x * cosine - y * sine, element), stream)
+        write(b, b.add(target, half), narrow(y * cosine + x * sine, element), stream)
+
+    return panels
+
+
+@functools.cache
+def halves_of(element, stream=False, plain=False):
+    """`heads_of` where an element's pair is half of what turns behind it."""
+    size = BY_NAME[element].bytes(1)
+    get, put = memory.read(element), memory.write(element)
+    raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
+    turn, table = panels_of_halves(element, stream), memory.read("float32")
+
+    def halves_of(source, source_head, target, target_head, heads, dim, turned, cosines, sines):
+        half = turned // 2
+        whole = 0 if plain else half // LANES * LANES
+        behind, positive = half * size, sines + half * 4
+        for head in range(heads):
+            x, y = source + head * source_head, target + head * target_head
+            for i in range(0, whole, LANES):
+                turn(x + i * size, y + i * size, behind, cosines + i * 4, positive + i * 4)
+            for i in range(whole, half):
+                at, to = x + i * size, y + i * size
+                one, other = rotated(
+                    get(at), get(at + behind), table(cosines + i * 4), table(positive + i * 4)
+                )
+                put(to, one)
+                put(to + behind, other)
+            for i in range(turned, dim):
+                raw_put(y + i * size, raw_get(x + i * size))
+
+    return callback(halves_of, HEADS_SIGNATURE, (element, stream, plain))
+
+
 @helper
 def fill(frequencies, base):
     """The frequencies of a base."""
@@ -103,28 +149,35 @@ def frequencies(theta, turned, stops, longest, factor):
 
 
 @helper
-def turns(position, divisor, frequencies, cosines, sines):
+def turns(position, divisor, frequencies, halves, cosines, sines):
     """The table of a token."""
     pairs = frequencies.shape[0]
     fastest = max(frequencies[0], frequencies[pairs - 1])
     if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.TURNS:
         for i in range(pairs):
             cosine, sine = numeric.cos_sin(numeric.rotary_angle(position, divisor, frequencies[i]))
-            cosines[2 * i], cosines[2 * i + 1] = cosine, cosine
-            sines[2 * i], sines[2 * i + 1] = -sine, sine
+            put_pair(i, pairs, halves, cosine, sine, cosines, sines)
     else:
         for i in range(pairs):
             angle = np.float64(numeric.rotary_angle(position, divisor, frequencies[i]))
             cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
-            cosines[2 * i], cosines[2 * i + 1] = cosine, cosine
-            sines[2 * i], sines[2 * i + 1] = -sine, sine
+            put_pair(i, pairs, halves, cosine, sine, cosines, sines)
 
 
-def walk(code, chunks, starts, first, sides, dim, turned, theta, divisor, longest, factor):
+@helper
+def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
+    """Those of pair i, where its elements are."""
+    one, other = (i, i + pairs) if halves else (2 * i, 2 * i + 1)
+    cosines[one], cosines[other] = cosine, cosine
+    sines[one], sines[other] = -sine, sine
+
+
+def walk(code, chunks, starts, first, sides, dim, turned, halves, tables, theta, divisor, longest, factor):
     """Turn the packed tokens of every sequence, which take positions from `first` on.
 
     `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and the
-    target, the number of heads and how many elements of each turn: `turned`, or none.
+    target, the number of heads and how many elements of each turn: `turned`, or none. If `tables`, [cosines |
+    sines, positions, pairs], are not empty they are given, and not computed.
     """
     total = starts[-1]
     for item in prange(chunks):
@@ -137,12 +190,17 @@ def walk(code, chunks, starts, first, sides, dim, turned, theta, divisor, longes
             while starts[sequence + 1] <= token:
                 sequence += 1
             position = first[sequence] + token - starts[sequence]
-            stop = first[sequence] + starts[sequence + 1] - starts[sequence]
-            stretched = numeric.rotary_theta(theta, turned, stop, longest, factor)
-            if stretched != base:
-                base = stretched
-                fill(frequencies, base)
-            turns(position, divisor, frequencies, cosines, sines)
+            if tables.shape[1]:
+                for i in range(turned // 2):
+                    cosine, sine = tables[0, position, i], tables[1, position, i]
+                    put_pair(i, turned // 2, halves, cosine, sine, cosines, sines)
+            else:
+                stop = first[sequence] + starts[sequence + 1] - starts[sequence]
+                stretched = numeric.rotary_theta(theta, turned, stop, longest, factor)
+                if stretched != base:
+                    base = stretched
+                    fill(frequencies, base)
+                turns(position, divisor, frequencies, halves, cosines, sines)
             for side in range(2):
                 at = sides[side]
                 call_heads(
@@ -158,9 +216,10 @@ def compiled(parallel):
     return kernel(walk, SIGNATURE, parallel, parallel=parallel)
 
 
-def prepare(element, moves, starts, first, turned, bypass_key, scaling, new):
+def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling, new):
     """A launch that turns `moves`: (query, its output) and (key, its output). Nothing can fail any more.
 
+    `halves` says which elements are pairs; `tables` are float32 [cosines | sines, positions, pairs], or None.
     `scaling` is (theta, divisor of positions, longest, factor of the base beyond); `new` memory is in the
     caches already: the system has just filled it with zeros.
     """
@@ -172,8 +231,11 @@ def prepare(element, moves, starts, first, turned, bypass_key, scaling, new):
         sides.append((*where, heads, turning))
         moved += target.nbytes
     stream = not new and moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
+    stream = stream and not (halves and turned // 2 * moves[0][0].itemsize % 16)
     parallel = moved >= SMALL_BYTES
     chunks = threads() if parallel else 1
     numbers, dim = np.array(sides, np.int64), moves[0][0].shape[-1]
-    arguments = heads_of(element, stream).address, chunks, starts, first, numbers, dim, turned, *scaling
+    code = (halves_of if halves else heads_of)(element, stream).address
+    tables = NO_TABLES if tables is None else tables
+    arguments = code, chunks, starts, first, numbers, dim, turned, halves, tables, *scaling
     return Launch(numbers.reshape(-1), {}, functools.partial(compiled(parallel), *arguments), alive=moves)

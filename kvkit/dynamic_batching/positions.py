@@ -127,6 +127,9 @@ def rotary_position_embedding(
     max_seqlen: SupportsIndex | None,
     *,
     rotary_dim: int = 0,
+    interleaved: bool = True,
+    cos: Array | None = None,
+    sin: Array | None = None,
     theta: float = 10000.0,
     bypass_key: bool = False,
     max_position_embeddings: int = 2048,
@@ -151,6 +154,12 @@ def rotary_position_embedding(
         At least the longest sequence. It changes no result.
     rotary_dim : int
         Elements at the front of each head that turn, an even number; the others are copied. 0 for all.
+    interleaved : bool
+        Whether the pairs are neighbours. If not they are elements i and i + R/2, as in NeoX and Llama models
+        of most engines.
+    cos, sin : ndarray, shape [positions, R/2], optional
+        The cosine and sine of each pair at each position from 0 on, to be taken as they are, of any float
+        type. If not given they are those of `theta`; if given that and the scaling mean nothing.
     theta : float
         Base of the frequencies.
     bypass_key : bool

@@ -1,1 +1,16 @@
-"""What kvkit writes to disk: .npz files, and files that are replaced in one step."""
+"""Caches in files: read by what they are, written with what they mean, replaced in one step.
+
+read, write     .npz, .npy, .safetensors; read also torch's, MLX's and llama.cpp's
+Contents, Description    what a file holds, and says of it
+nested, flat    the arrays of a cache as its layout has them, lists and all; and by name
+WRITTEN         the suffixes of files that can be written
+FileError       what is raised
+"""
+
+from kvkit.files.arrays import flat, nested
+from kvkit.files.contents import Contents
+from kvkit.files.description import Description
+from kvkit.files.opening import WRITTEN, read, write
+from kvkit.files.words import FileError
+
+__all__ = ["WRITTEN", "Contents", "Description", "FileError", "flat", "nested", "read", "write"]

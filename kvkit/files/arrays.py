@@ -22,6 +22,15 @@ def nested(arrays, name=CACHE):
     return [nested(arrays, f"{begin}{i}") for i in range(len(heads))]
 
 
+def cache_of(arrays):
+    """The cache in a file: arrays called so, or ``layers.I.keys`` and ``.values``, from `Cache.save`."""
+    found, names = nested(arrays), [name for name in arrays if name.startswith("layers.")]
+    pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
+    if found is None and names and {name for pair in pairs for name in pair} == set(names):
+        return [[arrays[name] for name in pair] for pair in pairs]
+    return found
+
+
 def flat(arrays):
     """Arrays by name, where some are nested lists of arrays."""
     return {key: each for name, source in arrays.items() for key, each in named(source, name).items()}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvkit.files.arrays import cache_of
 from kvkit.files.description import Description
 
 
@@ -21,3 +22,8 @@ class Contents:
     kind: str = ".npz"
     description: Description = field(default_factory=Description)
     notes: tuple[str, ...] = ()  # what whoever uses it should know
+
+    @property
+    def cache(self):
+        """The arrays of the cache as its layout has them, lists and all; None if there is none."""
+        return cache_of(self.arrays)

@@ -8,18 +8,16 @@ knows is left out.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 
 from kvkit.errors import brief
 from kvkit.files.words import wrong
 
-AXES = "l", "b", "n", "h", "c", "cv"
+AXES = "l", "b", "n", "h", "c", "v", "s"
 CHOICES = {
     "rope_pairs": ("halves", "interleaved"),
     "rotation": ("none", "hadamard"),
     "lse_base": ("e", "2"),
 }
-NOTHING: Mapping[str, int] = MappingProxyType({})
 LONGEST = 2000  # characters of a line or a name
 
 
@@ -32,7 +30,7 @@ class Description:
     layout : str, optional
         A line such as ``"l | kv b n h c"``, or a name that `kvkit.layouts` knows.
     sizes : mapping
-        Of the axes l, b, n, h and c of that line, and of cv where values have another size.
+        Of the axes l, b, n, h and c of that line, and of v where the content of values has another size.
     format : str, optional
         What the elements are, by a name of `kvkit.formats`.
     tables : str, optional
@@ -58,7 +56,7 @@ class Description:
     """
 
     layout: str | None = None
-    sizes: Mapping[str, int] = field(default_factory=lambda: NOTHING)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     format: str | None = None
     tables: str | None = None
     rope_applied: bool | None = None
@@ -92,9 +90,7 @@ def said(path, found):
         if not fits(name, value):
             raise wrong(path, f"its description says that {name} is {brief(repr(value))}")
     blocks = found.get("rotation_blocks")
-    return Description(
-        **found | {"rotation_blocks": blocks and tuple(blocks)} | {"sizes": found.get("sizes", {})}
-    )
+    return Description(**found | {"rotation_blocks": tuple(blocks) if blocks else None})
 
 
 def fits(name, value):

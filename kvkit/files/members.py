@@ -115,9 +115,12 @@ def meant(dtype, said=None):
 
 def has_name(dtype):
     """Whether a file can say what this dtype is: numpy's plain ones, in a header, bfloat16 and float8."""
-    return (
-        dtype == BFLOAT16 or dtype in FLOAT8.values() or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
-    )
+    return is_own(dtype) or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
+
+
+def is_own(dtype):
+    """Whether it is bfloat16 or float8, of which numpy itself knows nothing."""
+    return dtype == BFLOAT16 or dtype in FLOAT8.values()
 
 
 def data_offset(member, file):
@@ -148,8 +151,10 @@ def info(name):
 
 def header(array):
     """The header of an array in version 1.0; of dtypes that are not numpy's it says void."""
-    made = BytesIO()
-    npy.write_array_header_1_0(made, npy.header_data_from_array_1_0(array))
+    made, said = BytesIO(), npy.header_data_from_array_1_0(array)
+    if array.dtype in FLOAT8.values():  # some of which call themselves floats of numpy's
+        said["descr"] = "|V1"
+    npy.write_array_header_1_0(made, said)
     return made.getvalue()
 
 
@@ -173,8 +178,7 @@ def chunks(array):
         whole = memoryview(flat(array))
         yield from (whole[i : i + CHUNK] for i in range(0, len(whole), CHUNK))
         return
-    own = array.dtype == BFLOAT16 or array.dtype in FLOAT8.values()  # of which nditer knows nothing
-    bits = array.view(f"u{array.itemsize}") if own else array
+    bits = array.view(f"u{array.itemsize}") if is_own(array.dtype) else array
     count = max(CHUNK // array.itemsize, 1)
     for piece in np.nditer(bits, ["external_loop", "buffered", "zerosize_ok"], order="C", buffersize=count):
         yield np.asarray(piece).tobytes()

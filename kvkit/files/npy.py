@@ -11,7 +11,9 @@ from kvkit.files.paths import check_target, named
 from kvkit.files.replace import replacing
 from kvkit.files.words import explained, wrong
 
+MAGIC = b"\x93NUMPY"
 LONGEST = 2**17  # bytes of a header
+OTHERS = "write a .npz or .safetensors file"
 
 
 def read(path):
@@ -27,13 +29,10 @@ def write(path, arrays, advance=lambda count: None):
     """Write the one array."""
     check_target(path)
     if len(arrays) != 1:
-        raise wrong(
-            path, f"a .npy file has one array, not {len(arrays)}", "write a .npz or .safetensors file"
-        )
+        raise wrong(path, f"a .npy file has one array, not {len(arrays)}", OTHERS)
     (array,) = map(np.asarray, arrays.values())
-    if (array.dtype.kind == "V" and array.dtype != members.BFLOAT16) or not members.has_name(array.dtype):
-        cure = "write a .npz or .safetensors file"
-        raise wrong(path, f"dtype {array.dtype}, which no .npy file can say", cure)
+    if array.dtype in members.FLOAT8.values() or not members.has_name(array.dtype):
+        raise wrong(path, f"dtype {array.dtype}, which no .npy file can say", OTHERS)
     with named(path), replacing(path) as file:
         file.write(members.header(array))
         for chunk in members.chunks(array):

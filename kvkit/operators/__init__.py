@@ -4,7 +4,7 @@ The command line runs and describes them from this table, and a test holds the f
 Importing it compiles nothing and loads no Numba.
 """
 
-from kvkit.operators import ascend, attention, positions
+from kvkit.operators import ascend, attention, paged, positions
 from kvkit.operators.attributes import REQUIRED, Attribute
 from kvkit.operators.words import Input, Operator, Output
 
@@ -17,6 +17,9 @@ OPERATORS = {
         attention.STATIC_ATTENTION,
         attention.STATIC_CACHE_ATTENTION,
         attention.MERGE,
+        paged.PAGED_ATTENTION,
+        paged.PAGED_APPEND,
+        paged.SWAP_BLOCKS,
         positions.STATIC_ROTARY,
         positions.ALIBI_SLOPE,
         positions.STATIC_ALIBI_MASK,

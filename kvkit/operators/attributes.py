@@ -57,6 +57,7 @@ ATTRIBUTES = {
         Attribute("return_lse", "return the logarithms of the softmax denominators too"),
         Attribute("data_type", "dtype of the mask: float32, float16 or bfloat16"),
         Attribute("rotary_dim", "elements at the front of each head that turn, even; 0 for all"),
+        Attribute("interleaved", "pairs are elements 2i and 2i+1; if not, i and i + rotary_dim/2"),
         Attribute("theta", "base of the frequencies"),
         Attribute("bypass_key", "copy keys as they are"),
         Attribute("max_position_embeddings", "end of a sequence beyond which 'dynamic' scales"),
@@ -68,6 +69,9 @@ ATTRIBUTES = {
             modes=tuple((mode.name, MEANING[mode] + NEEDS[mode]) for mode in CompressType),
         ),
         Attribute("cache_format", "'ND', or 'NZ': in groups of n0 elements, which are 32 bytes"),
+        Attribute(
+            "layout", "axes of a pool, outermost first: b pages, n tokens, h heads, c elements, kv both"
+        ),
         Attribute("empty_window", "what KVHEAD keeps where wins is 0: 'copy' all, 'skip' none"),
     )
 }

@@ -18,6 +18,12 @@ def _to_turn(shape):
     )
 
 
+TABLES = tuple(
+    Input(name, FLOATS, ("(positions, rotary_dim/2)",), f"{what}, if not those of theta", True, keyword=True)
+    for name, what in (("cos", "cosines"), ("sin", "sines"))
+)
+
+
 def _turned(shape):
     return (
         Output("query", "that of query", shape, "queries, turned"),
@@ -33,6 +39,7 @@ STATIC_ROTARY = Operator(
         *_to_turn("(B, S, heads, Dh)"),
         START_POS,
         Input("pad_len", INDEX, ("(B)",), "padding tokens in front of each sequence", optional=True),
+        *TABLES,
     ),
     _turned("(B, S, heads, Dh)"),
 )
@@ -40,7 +47,7 @@ DYNAMIC_ROTARY = Operator(
     "dynamic_batching.rotary_position_embedding",
     "Turn the queries and keys of packed sequences by angles that grow with their positions.",
     "PMX dynamic_batching.RotaryPositionEmbedding",
-    (*_to_turn("(seqstarts[B], heads, Dh)"), SEQSTARTS, START_POSITIONS, LIMITS[0]),
+    (*_to_turn("(seqstarts[B], heads, Dh)"), SEQSTARTS, START_POSITIONS, LIMITS[0], *TABLES),
     _turned("(seqstarts[B], heads, Dh)"),
 )
 POSITION_INDEX = Operator(

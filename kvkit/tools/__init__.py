@@ -1,5 +1,8 @@
 """Tools for whoever brings up a device or debugs an engine: functions whose results print themselves.
 
+    inspect     what is in a file, or in arrays
+    convert     a cache from layout to layout, into another file
+    draw        layouts and the rows of caches, for a terminal or a page
     check       whether page tables, slots, layouts, scales and data can be right
     diff        where two caches or outputs differ, and why
     vectors     packs of golden vectors: made, verified, replayed, compared, exported
@@ -11,6 +14,9 @@ the command line, too, and is loaded when it is first used.
 import importlib
 
 TOOLS = {  # name: the module that has it, or that it is
+    "inspect": "kvkit.tools.inspecting",
+    "convert": "kvkit.tools.converting",
+    "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
     "diff": "kvkit.tools.comparing",
     "vectors": "kvkit.tools.vectors",

@@ -5,6 +5,7 @@ What does not fold into entries where it lies, or into rows, is moved before or 
 
 import numpy as np
 
+from kvkit.checks import pools
 from kvkit.checks.ascend import attention as twin
 from kvkit_cuda.attend import bias
 from kvkit_cuda.calls import arrays, attention
@@ -30,12 +31,10 @@ def prepare(call, outputs, owners, stream):
     if not folds(query, call):
         source, query = query, new(query.shape, query.dtype)
         move(source[None], query[None], before)
-    places = [twin.rows_of(array) for array in caches]
-    if twin.uneven(places):
+    if uneven(caches):
         sources, caches = caches, [new(array.shape, array.dtype) for array in caches]
         for source, target in zip(sources, caches, strict=True):
             move(source, target, before)
-        places = [twin.rows_of(array) for array in caches]
     made = []
     for array in outputs:
         rows = array if array.ndim == 3 else array[..., None]
@@ -45,19 +44,27 @@ def prepare(call, outputs, owners, stream):
             move(made[-1].reshape(1, *rows.shape), rows[None], after)
     made = [array.reshape(*entries, *array.shape[2:]) for array in made]
     out, lse = made[0], made[1] if len(made) > 1 else None
-    tables, weights = Tables(twin.steps_of(call, places), lasting=False), call.weights
+    tables, weights = Tables(twin.steps_of(call, caches), lasting=False), call.weights
     owners.append(tables)
     offset = call.razor_offset
     if offset is not None:
         scores = new((len(call.lengths), twin.rows_of_a_context(call)), np.dtype(np.float32))
         weights = twin.biased(weights, scores)
     query = query.reshape(*entries, query.shape[2])
-    context = twin.context_of(call, caches, places)
+    context = pools.context_of(call.fmt, *caches)
     attend = attention.prepare(query, out, lse, context, tables, len(call.lengths), weights, stream)
     if offset is not None and scores.size:
         (table,) = tables.of(("table",), stream)
-        before.append(bias.prepare(table, places[0][1], offset, weights.scale, scores, stream))
+        before.append(
+            bias.prepare(table, pools.place_of(caches[0]).page, offset, weights.scale, scores, stream)
+        )
     return [*before, *attend, *after]
+
+
+def uneven(caches):
+    """Whether caches must be copied to be read: as rows at a table's numbers, the same for both."""
+    key, value = map(pools.place_of, caches)
+    return any(map(pools.apart, caches)) or key.step != 1 or key[1:] != value[1:]
 
 
 def folds(array, call):

@@ -575,6 +575,7 @@ def direct(name, arrays, attrs):
     results = op.function()(*given, **by_keyword, **attrs)
     changed = {array.name: arrays[array.name] for array in op.inputs if array.inout and array.name in arrays}
     if not op.outputs:
+        results = results if isinstance(results, tuple) else (results,)
         assert [id(array) for array in results if array is not None] == [
             id(array) for array in changed.values()
         ]
@@ -629,6 +630,7 @@ TABLE = {"block_tables": np.array([[2, 0], [3, -1]], np.int32)}
 COPIED = {"src": np.array([4, 0]), "dst": np.array([1, 3, 2]), "cum_sum": np.array([2, 3])}
 QUERIES = np.random.default_rng(1).standard_normal((2, 4, 32)).astype(np.float16)
 NZ = {"y": np.arange(256, dtype=np.float32).reshape(1, 2, 16, 8)}
+BOTH = np.random.default_rng(2).standard_normal((5, 2, 4, 2, 32)).astype(np.float16)
 CALLS = [
     *(moved(kind) for kind in ("static", "dynamic")),
     *(attention(kind, dtype) for kind in attention_scenes.KINDS for dtype in (np.float32, bool)),
@@ -665,6 +667,28 @@ CALLS = [
             **TABLE,
         )[:2],
         {"softmax_scale": 0.1, "return_lse": True},
+    ),
+    (
+        "paged_attention",
+        {
+            "query": np.concatenate([QUERIES, QUERIES]),
+            "key_cache": BOTH,
+            "context_lens": np.array([5, 4]),
+            "query_starts": np.array([0, 3, 4]),
+            "key_scale": np.array([1, 2], np.float32),
+            **TABLE,
+        },
+        {"layout": "b kv n h c", "window": (3, -1), "return_lse": True},
+    ),
+    (
+        "paged_append",
+        {"key": QUERIES[:, :2], "key_cache": BOTH[:, 0].copy(), "slot_mapping": np.array([-1, 7])},
+        {},
+    ),
+    (
+        "swap_blocks",
+        {"source": NZ["y"][0], "target": np.zeros((1, 16, 8), np.float32), "pairs": np.array([[1, 0]])},
+        {},
     ),
     ("ascend.nd_to_nz", {"x": np.arange(20, dtype=np.int8).reshape(2, 10)}, {}),
     ("ascend.nz_to_nd", NZ | {"m": np.array(3), "n": np.array(10)}, {}),
@@ -849,7 +873,10 @@ def assert_fails(result, code, *texts):
     ("args", "text"),
     [
         (["rnu"], "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
-        (["frobnicate"], "no verb 'frobnicate'; there are run, ops, describe, info, cache, bench (see kvkit"),
+        (
+            ["frobnicate"],
+            f"no verb 'frobnicate'; there are {', '.join(VERBS)} (see kvkit",
+        ),
         (["alibi_mask", "IN"], "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),
         (
             ["run", "key_value_cache", "IN", "-o", "x.npy"],

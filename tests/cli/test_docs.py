@@ -139,6 +139,17 @@ def test_razor_attention(plots, tmp_path, capsys, monkeypatch):
     assert ("pip install 'kvkit-kernels[plot]'" in out) == (not plots)
 
 
+def test_engine_layouts(tmp_path, capsys, monkeypatch):
+    """A cache moves through engines' layouts and comes back equal, bit for bit; codes are a little off."""
+    monkeypatch.setattr(sys, "argv", ["engine_layouts.py", str(tmp_path)])
+    script(ROOT / "examples" / "engine_layouts.py").main()
+    out = capsys.readouterr().out
+    assert "vLLM and PMX agree bit for bit: True\n" in out
+    assert "the cache is what it was: True\n" in out
+    errors = [float(word.rstrip("%")) for word in out.split() if word.endswith("%")]
+    assert errors == pytest.approx([0.022, 0.022, 0.9], abs=0.1)
+
+
 def test_benchmark_figures_are_not_typed():
     """Every table is what `benchmarks/table.py` makes of the committed results."""
     pages = script(ROOT / "benchmarks" / "table.py").updated()

@@ -23,6 +23,9 @@ from scenes import DTYPES, FLOATS, INT64_MAX, INT64_MIN, LAYER, Formats
 from test_ascend import compressed_call, plain_call
 from test_ascend_attention import EXTRAS, call_of
 from test_ascend_blocks import NO_BLOCK, caches_of
+from test_paged_append import any_bits, scene
+from test_paged_attention import EXTRAS as OPTIONS
+from test_paged_attention import Scene, mask_of
 from test_plan import append, planned
 from test_plan import attend as attend_by
 from test_positions import random_mask
@@ -41,7 +44,7 @@ NEAR = (-2, -1, 1, 1, 2)
 PLACES = {
     *("start_pos", "seqstarts", "kvstarts", "cachestarts", "decoding_batches", "cache", "scale", "m", "n"),
     *("slot_mapping", "wins", "offset_index", "seq_lens", "block_tables", "context_lens", "seq_starts"),
-    *("src", "dst", "cum_sum", "key_cache", "value_cache", "pad_len"),
+    *("src", "dst", "cum_sum", "key_cache", "value_cache", "pad_len", "query_starts", "pairs", "cos", "sin"),
 }
 THRESHOLDS = [
     *((module, "SMALL_BYTES") for module in (transfer, alibi, pieces, rotary)),
@@ -172,6 +175,11 @@ def positions(rng):
     if operator < 2:
         dim = int(one(rng, (2, 6, 8, 16, 40, 64, 128)))
         attrs = {"rotary_dim": int(one(rng, (0, 0, 2, dim))), "bypass_key": bool(rng.random() < 0.2)}
+        attrs["interleaved"] = bool(rng.random() < 0.5)
+        if rng.random() < 0.3:
+            pairs = (attrs["rotary_dim"] or dim) // 2
+            end = int(max(*(past + new), 12)) if operator and len(past) else 12
+            attrs |= {name: rng.standard_normal((end, pairs), np.float32) for name in ("cos", "sin")}
         if rng.random() < 0.3:
             attrs |= {"scaling_type": one(rng, ("linear", "dynamic")), "scaling_factor": 2.5}
             attrs["max_position_embeddings"] = 10
@@ -250,6 +258,47 @@ def paged(rng):
     return kvkit.ascend.paged_attention, call | {"return_lse": bool(rng.random() < 0.5)}
 
 
+WHOLE = ("flash-attn", "separate HND", "FlashInfer", "FlashInfer HND", "vLLM LBNHC")
+
+
+def pools(rng):
+    """Attention over pools, which are whole arrays, appends to them and copies of their blocks."""
+    engine, rows, heads = one(rng, WHOLE), int(one(rng, (1, 3, 16))), int(rng.integers(1, 4))
+    dim, value_dim = (int(one(rng, DIMS)) for _ in range(2))
+    if engine not in WHOLE[:2]:
+        value_dim = dim
+    kind = rng.random()
+    if kind < 0.15:
+        shape = (int(rng.integers(1, 5)), int(one(rng, DIMS)))
+        pairs = np.array([[rng.integers(6), rng.integers(shape[0])]])
+        source, target = any_bits(rng, (6, shape[1]), np.int8), any_bits(rng, shape, np.int8)
+        return kvkit.swap_blocks, {"source": source, "target": target, "pairs": pairs}
+    if kind < 0.4:
+        dtype = one(rng, ("fp32", "fp16", "int8"))
+        made, new, slots = scene(rng, engine, dtype, 6, 6, rows, heads, dim, value_dim)
+        new = {"key": new[0], "value": new[1], "slot_mapping": slots}
+        return kvkit.paged_append, new | whole(made)
+    lengths, queries = rng.choice([0, 1, 5, 70, 600], (2, int(rng.integers(1, 4)))) // [[1], [20]]
+    extras = [OPTIONS[name] for name in ("left", "both sides", "softcap", "not causal") if rng.random() < 0.2]
+    made = Scene(
+        rng, engine, one(rng, FLOATS), lengths, queries, heads, int(one(rng, (1, 2, 9))), dim, value_dim, rows
+    )  # fmt: skip
+    call = made.arguments | whole(made.pools) | {"return_lse": bool(rng.random() < 0.5)}
+    for extra in extras:
+        call |= extra
+    if rng.random() < 0.3:
+        call["attn_mask"] = mask_of(rng, made, one(rng, (bool, np.float32)))
+    if rng.random() < 0.3:
+        call["alibi_slopes"] = np.ones(made.query.shape[1], np.float32)
+    return kvkit.paged_attention, call
+
+
+def whole(made):
+    """The pools of a call: where one holds both, it alone."""
+    key, value = made.given
+    return {"key_cache": key, "value_cache": None if value is key else value, "layout": made.layout}
+
+
 def tables_of(function, seq_lens, **more):
     made = function(seq_lens, **more)
     if function is kvkit.ascend.razor_windows:
@@ -277,9 +326,12 @@ def tables(rng):
 
 KINDS = (
     *(key_value_cache, key_value_cache, attend, attend, attend, plan, merge, positions, positions),
-    *(reshape, reshape, blocks, matrices, paged, paged, tables),
+    *(reshape, reshape, blocks, matrices, paged, paged, tables, pools, pools, pools),
 )
-WITHOUT_OUT = (by_plan, kvkit.ascend.reshape_and_cache, kvkit.ascend.block_copy)
+WITHOUT_OUT = (
+    *(by_plan, kvkit.ascend.reshape_and_cache, kvkit.ascend.block_copy),
+    *(kvkit.paged_append, kvkit.swap_blocks),
+)
 
 
 # Their arguments elsewhere, and changed

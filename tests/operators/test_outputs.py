@@ -20,6 +20,7 @@ PACKED = {"query": X3, "key": X3 + 1, "value": X3 + 2, "seqstarts": STARTS, "kvs
 PACKED |= {"decoding_batches": 0, "max_seqlen": None, "max_kvlen": None}
 PARTS = {"outputs": [X3, 2 * X3], "lses": [X3[..., 0], 2 * X3[..., 0]]}
 PAGED = {"key_cache": BLOCKS, "value_cache": 2 * BLOCKS, "block_tables": np.array([[0, 1], [2, -1]])}
+IN_PAGES = PAGED | {"query": X3, "context_lens": np.array([5, 2]), "query_starts": STARTS}
 STATIC_CALL = {"query": X4, **NEW4, "start_pos": 0, "cache": STATIC}
 MASK = np.ones((2, 2, 3, 5), np.float32)
 CALLS = {
@@ -52,6 +53,8 @@ CALLS = {
     "ascend.paged_attention": PAGED | {"query": X3[:2], "context_lens": np.array([5, 2])},
     "ascend.paged_attention and lse": PAGED
     | {"query": X3[:2], "context_lens": np.array([5, 2]), "return_lse": True},
+    "paged_attention": IN_PAGES,
+    "paged_attention and lse": IN_PAGES | {"return_lse": True},
     "ascend.nd_to_nz": {"x": X3},
     "ascend.nz_to_nd": {"y": np.ones((2, 1, 16, 8), np.float32), "m": 3, "n": 8},
 }

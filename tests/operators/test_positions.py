@@ -1,5 +1,6 @@
 """The position operators: the specification's vectors, the oracle, and independent formulations."""
 
+import functools
 import math
 import subprocess
 import sys
@@ -26,8 +27,10 @@ INF = np.inf
 def form(request, monkeypatch):
     """Both forms of the kernels' inner loops."""
     if request.param:
-        heads, row = cpu.rotary.heads_of, cpu.alibi.row_of_mask
-        monkeypatch.setattr(cpu.rotary, "heads_of", lambda element, stream: heads(element, stream, True))
+        row = cpu.alibi.row_of_mask
+        for name in ("heads_of", "halves_of"):
+            compile_heads = functools.partial(getattr(cpu.rotary, name), plain=True)
+            monkeypatch.setattr(cpu.rotary, name, compile_heads)
         monkeypatch.setattr(cpu.alibi, "row_of_mask", lambda element, mask: row(element, mask, True))
 
 
@@ -258,6 +261,58 @@ def test_rotary(kind, t1, attrs, rng):
                     assert_same(got[1], arrays[1])
                 for old, array in zip(before, (*arrays, *map(np.asarray, steps)), strict=True):
                     assert old.tobytes() == array.tobytes()
+
+
+@pytest.mark.cpu
+@pytest.mark.usefixtures("form")
+@kinds
+@formats
+@pytest.mark.parametrize("rotary_dim", [0, 38])
+def test_halves(kind, t1, rotary_dim, rng):
+    """NeoX's pairs, also in place; the first elements of halves are those of neighbours."""
+    run, oracle, arrays, steps = call(kind, rng, t1, LENGTHS[3:], dim=72)
+    attrs = {"interleaved": False, "rotary_dim": rotary_dim}
+    got = run(*arrays, *steps, **attrs)
+    for result, expected, x in zip(got, oracle(*arrays, *steps, **attrs), arrays, strict=True):
+        assert_turned(result, expected, x, t1)
+    turned = rotary_dim or 72
+    order = np.arange(72)
+    order[:turned] = order[:turned].reshape(-1, 2).T.ravel()
+    neighbours = run(*(x[..., np.argsort(order)] for x in arrays), *steps, rotary_dim=rotary_dim)
+    for result, other in zip(got, neighbours, strict=True):
+        assert_same(result, other[..., order])
+    run(*arrays, *steps, **attrs, out=tuple(arrays))
+    for result, x in zip(got, arrays, strict=True):
+        assert_same(x, result)
+
+
+@pytest.mark.cpu
+@kinds
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_given_cosines_and_sines(kind, interleaved, rng):
+    """Any tables; those of theta, computed elsewhere, are as good."""
+    run, oracle, arrays, steps = call(kind, rng, "fp16", LENGTHS[1:4])
+    tables = {"cos": rng.standard_normal((110, 12), np.float32), "sin": rng.standard_normal((110, 12))}
+    tables["sin"] = tables["sin"].astype(np.float16)
+    attrs = tables | {"interleaved": interleaved}
+    for result, expected, x in zip(
+        run(*arrays, *steps, **attrs), oracle(*arrays, *steps, **attrs), arrays, strict=True
+    ):
+        assert_turned(result, expected, 4 * x, "fp16")
+    angles = np.arange(110)[:, None] * 1e4 ** (-np.arange(12) / 12)
+    tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+    for result, other in zip(run(*arrays, *steps, **tables), run(*arrays, *steps), strict=True):
+        np.testing.assert_allclose(result.astype(float), other.astype(float), atol=4e-3)
+    for name, wrong in (
+        ("cos", {"cos": None}),
+        ("sin", {"sin": None}),
+        ("cos", {"cos": tables["cos"][:, 1:]}),
+        ("sin", {"sin": tables["sin"][1:]}),
+        ("cos", {"cos": tables["cos"].astype(float)}),
+        ("cos", {name: table[:5] for name, table in tables.items()}),
+    ):
+        with pytest.raises(kvkit.KvkitError, match=f"^{name}: expected "):
+            run(*arrays, *steps, **tables | wrong)
 
 
 def one_token(x, t, **attrs):

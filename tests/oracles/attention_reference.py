@@ -58,9 +58,13 @@ def attend(
     window=(-1, -1),
     softcap=0.0,
     sinks=None,
+    slopes=None,
     kind=np.float64,
 ):
-    """One sequence: query [n, H, Dh], key [m, KVH, Dh], value [m, KVH, Dv], mask [H, n, >= m] or None."""
+    """One sequence: query [n, H, Dh], key [m, KVH, Dh], value [m, KVH, Dv], mask [H, n, >= m] or None.
+
+    ALiBi's `slopes` [H], if given, are of distances to either side.
+    """
     work = np.float64 if kind == np.float64 else np.float32
 
     def rounded(x):
@@ -68,7 +72,7 @@ def attend(
 
     (n, heads), m = query.shape[:2], key.shape[0]
     factor = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    slopes = alibi_slopes(heads)
+    alibi = alibi_slopes(heads) if is_alibi else slopes
     output, lse = np.zeros((n, heads, value.shape[2]), work), np.zeros((n, heads), np.float64)
     for i in range(n):
         unmasked = visible(n, m, i, causal or is_alibi, window)
@@ -81,8 +85,8 @@ def attend(
                 else:
                     row = row.astype(work)
                     seen, bias = seen & (row != -math.inf), row
-            if is_alibi:
-                bias = bias + work(slopes[h]) * (np.arange(m) - (m - n + i)).astype(work)
+            if alibi is not None:
+                bias = bias - work(alibi[h]) * abs(np.arange(m) - (m - n + i)).astype(work)
             g = h // (heads // key.shape[1])
             k, v, q = key[seen, g].astype(work), value[seen, g].astype(work), query[i, h].astype(work)
             scores = rounded(k @ q * work(factor))

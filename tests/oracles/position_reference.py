@@ -60,7 +60,7 @@ def dynamic_alibi_mask(seqstarts, kvstarts, mask, num_heads, dtype):
     return result.astype(dtype)
 
 
-def rotated(x, t, end, rotary_dim, theta, longest, kind, factor):
+def rotated(x, t, end, rotary_dim, theta, longest, kind, factor, interleaved, cos, sin):
     """One token's heads [heads, Dh], turned, in float64."""
     dims = rotary_dim or x.shape[-1]
     if kind == "dynamic" and end > longest and dims > 2:
@@ -69,10 +69,14 @@ def rotated(x, t, end, rotary_dim, theta, longest, kind, factor):
     out = x.astype(np.float64)
     for h in range(x.shape[0]):
         for i in range(dims // 2):
-            angle = float(place * f32(theta ** (-2 * i / dims)))
-            even, odd = float(x[h, 2 * i]), float(x[h, 2 * i + 1])
-            out[h, 2 * i] = even * math.cos(angle) - odd * math.sin(angle)
-            out[h, 2 * i + 1] = odd * math.cos(angle) + even * math.sin(angle)
+            if cos is None:
+                angle = float(place * f32(theta ** (-2 * i / dims)))
+                cosine, sine = math.cos(angle), math.sin(angle)
+            else:
+                cosine, sine = float(cos[t, i]), float(sin[t, i])
+            one, other = (2 * i, 2 * i + 1) if interleaved else (i, dims // 2 + i)
+            out[h, one] = float(x[h, one]) * cosine - float(x[h, other]) * sine
+            out[h, other] = float(x[h, other]) * cosine + float(x[h, one]) * sine
     return out
 
 
@@ -83,6 +87,9 @@ DEFAULTS = {
     "max_position_embeddings": 2048,
     "scaling_type": "",
     "scaling_factor": 1.0,
+    "interleaved": True,
+    "cos": None,
+    "sin": None,
 }
 
 
@@ -95,6 +102,9 @@ def turn_all(arrays, places, attrs):
         a["max_position_embeddings"],
         a["scaling_type"],
         a["scaling_factor"],
+        a["interleaved"],
+        a["cos"],
+        a["sin"],
     )
     results = []
     for array, still in zip(arrays, (False, a["bypass_key"]), strict=True):

@@ -93,6 +93,17 @@ def paged_attention(per_head):
     return Call("ascend.paged_attention", inputs | {"sinks": np.zeros(4, np.float32)})
 
 
+def pools():
+    """4 tokens of 2 sequences, of 4 query and 2 key heads, over contexts in 5 pages of 4 rows."""
+    rng = np.random.default_rng(1)
+    caches = rng.random((2, 5, 4, 2, 16), np.float32)
+    inputs = {"query": rng.random((4, 4, 16), np.float32), "key_cache": caches[0], "value_cache": caches[1]}
+    inputs |= {"block_tables": np.array([[0, 1, 2], [3, 4, -1]]), "context_lens": np.array([9, 6])}
+    inputs |= {"query_starts": np.array([0, 3, 4]), "attn_mask": np.zeros((4, 4, 9), np.float32)}
+    more = {"alibi_slopes": np.ones(4, np.float32), "sinks": np.zeros(4, np.float32)}
+    return Call("paged_attention", inputs | more)
+
+
 def of(name, **inputs):
     return lambda: Call(name, copy.deepcopy(inputs))
 
@@ -144,6 +155,18 @@ CALLS = {
     ),
     "paged attention": lambda: paged_attention(False),
     "paged attention per head": lambda: paged_attention(True),
+    "pools": pools,
+    "slots": of(
+        "paged_append",
+        key=np.ones((3, 2, 32), np.float16),
+        value=np.ones((3, 2, 32), np.float16),
+        key_cache=BLOCKS,
+        value_cache=-BLOCKS,
+        slot_mapping=np.array([3, -1, 19]),
+    ),
+    "swaps": of("swap_blocks", source=BLOCKS, target=-BLOCKS[:3], pairs=np.array([[3, 0], [1, 2]])),
     "matrices": of("ascend.nd_to_nz", x=np.ones((2, 20, 10), np.float32)),
     "matrices back": of("ascend.nz_to_nd", y=np.ones((2, 2, 32, 8), np.float32), m=20, n=10),
 }
+if backends.name != "cpu":
+    CALLS = {label: make for label, make in CALLS.items() if make().operator.twin}

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkit.checks import attention, index_tensors, validation
+from kvkit.checks import attention, index_tensors, pools
 from kvkit.checks.ascend import tensors
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import NO_MASK, Steps
+from kvkit.checks.records import NO_MASK
 from kvkit.checks.tensors import filled, named, tensor
 from kvkit.checks.words import wrong
 from kvkit.formats import FLOATS, MASKS, Format
@@ -59,7 +59,7 @@ def checked(
     lengths = index_tensors.index("context_lens", context_lens)
     apart = entries_of_a_sequence(len(lengths), batch, heads, kv_heads)
     table = index_tensors.index("block_tables", block_tables, 2, len(lengths))
-    check_table(table, lengths, blocks, block_size)
+    pools.check_table(table, lengths, blocks, block_size)
 
     weights = attention.weights(query, NO_MASK, is_causal=False, sinks=sinks, **attributes)._replace(
         apart=apart
@@ -103,61 +103,14 @@ def entries_of_a_sequence(entries, batch, heads, kv_heads):
     return apart
 
 
-def check_table(table, lengths, blocks, block_size):
-    """Check the blocks that contexts lie in."""
-    if len(lengths) and lengths.min() < 0:
-        raise wrong("context_lens", "no length below 0", lengths.min())
-    need = -(-lengths // block_size)
-    if len(need) and need.max() > table.shape[1]:
-        i = int(need.argmax())
-        raise wrong(
-            "block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", table.shape[1]
-        )
-    wrong_ids = ((table < 0) | (table >= blocks)) & (np.arange(table.shape[1]) < need[:, None])
-    if wrong_ids.any():
-        i, j = np.argwhere(wrong_ids)[0]
-        raise wrong(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
-    validation.block_tables(table, lengths, blocks, block_size)
-
-
-def uneven(places):
-    """Whether caches must be copied to be read as rows; see `rows_of`."""
-    return None in places or places[0][1] != places[1][1]
-
-
 def folded_shape(call):
     """(entries, query heads of an entry)."""
     batch, heads, _ = call.shape
     return batch * call.apart, heads // call.apart
 
 
-def context_of(call, caches, places):
-    """The caches as attention sees them."""
+def steps_of(call, caches):
+    """The entries as sequences of one new token."""
     key, value = caches
-    return attention.context_of(call.fmt, key, value, [(0, row) for row, _ in places])
-
-
-def steps_of(call, places):
-    """The entries as sequences of one new token; see `rows_of`."""
-    lengths, step = call.lengths, places[0][1]
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return Steps(
-        np.arange(len(lengths) + 1), starts, lengths - 1, np.zeros_like(lengths), call.table.clip(0) * step,
-        call.caches[0].shape[1], len(lengths), int(starts[-1]), 0,
-    )  # fmt: skip
-
-
-def rows_of(cache):
-    """(stride of the cache's rows, how many of these one block is from the next); None if that is no number.
-
-    The strides of most caches divide so.
-    """
-    block, row, _, last = cache.strides
-    if len(cache) == 1:
-        block = 0
-    if cache.shape[1] == 1:
-        row = block or cache.itemsize
-    if (cache.shape[3] > 1 and last != cache.itemsize) or row == 0 or block % row:
-        return None
-    return row, block // row
+    table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
+    return pools.steps_of(key, value, table, call.lengths, starts)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit import checks
+from kvkit.checks import pools
 from kvkit.checks.ascend import tensors
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
@@ -114,13 +115,7 @@ def checked_copy(given, src, dst, cum_sum):
         raise wrong(
             "cum_sum", f"to end with {len(dst)}, the destinations", ends[-1] if len(ends) else "nothing"
         )
-    for name, ids in (("src", src), ("dst", dst)):
-        outside = np.flatnonzero((ids < 0) | (ids >= blocks))
-        if len(outside):
-            raise wrong(f"{name}[{outside[0]}]", f"a block from 0 to {blocks - 1}", ids[outside[0]])
-    if len(np.unique(dst)) < len(dst):
-        raise wrong("dst", "blocks that are written once", dst.tolist())
-    both = np.intersect1d(src, dst)
-    if len(both):
-        raise wrong("dst", "no block of src", f"block {both[0]}")
+    pools.blocks_within("src", src, blocks)
+    pools.blocks_within("dst", dst, blocks)
+    pools.copied_once("dst", src, dst, within=True)
     return np.repeat(src, counts), dst

@@ -7,6 +7,7 @@ import numpy as np
 from kvkit import checks
 from kvkit.checks.ascend import tensors
 from kvkit.checks.index_tensors import index
+from kvkit.checks.pools import broken_rule, plain_pieces
 from kvkit.checks.tensors import DATA, filled, tensor
 from kvkit.checks.values import choice, text
 from kvkit.checks.words import describe, wrong
@@ -112,16 +113,6 @@ def groups(name, array, fmt):
     return heads * dim // size, size
 
 
-def plain_pieces(tokens, capacity, slot_mapping):
-    """The pieces of a slot for each token."""
-    slots = index("slot_mapping", slot_mapping, length=tokens)
-    pieces = np.empty((tokens, len(checks.slots.FIELDS)), np.int64)
-    rule, one, two, three = checks.slots.compiled(checks.slots.plain)(slots, capacity, pieces)
-    if rule:
-        raise broken_rule(rule, one, two, three, capacity)
-    return pieces[:one]
-
-
 def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
     """The pieces of a run for each sequence and head."""
     tokens, heads, _ = key.shape
@@ -146,18 +137,3 @@ def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
     if rule:
         raise broken_rule(rule, one, two, three, capacity)
     return pieces[:one]
-
-
-def broken_rule(rule, one, two, three, capacity):
-    """The error for what `checks.slots` found."""
-    slots = checks.slots
-    if rule == slots.CAPACITY:
-        rows = f"{three} rows from there on" if three > 1 else "that slot"
-        return wrong(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)
-    if rule == slots.TWICE:
-        return wrong("slot_mapping", "a slot for one row only", f"slot {three} for entries {one} and {two}")
-    if rule == slots.WINDOW:
-        return wrong(f"wins[{one}]", f"0 to {three}, the length of its sequence", two)
-    if rule == slots.OFFSET:
-        return wrong(f"offset_index[{one}]", "-1 or a token", two)
-    return wrong(f"offset_index[{one}]", f"{three} tokens from there on within the sequence", two)

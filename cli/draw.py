@@ -1,0 +1,68 @@
+"""`kvkit draw`: a layout, or whose the rows of a cache in a file are."""
+
+from pathlib import Path
+
+import click
+
+from kvkit.errors import KvkitError
+from kvkit.files.paths import check_target, named
+from kvkit.files.replace import replacing
+from kvkit.layouts import NAMED
+from kvkit.layouts.named import ALIASES
+from kvkit.tools import draw as drawing
+from kvkit.tools import inspecting
+from kvkit_cli import show
+from kvkit_cli.pairs import sizes_of
+
+SVG = ".svg"
+
+
+@click.command()
+@click.argument("what", metavar="FILE|LAYOUT")
+@click.option("-o", "--output", metavar="OUT.svg", type=click.Path(path_type=Path), help="Write a picture.")
+@click.option(
+    "--sizes", metavar="AXIS=N,...", help="Lengths of a layout's axes; of a file, n: rows of a page."
+)
+def draw(what, output, sizes):
+    """Draw a layout, or whose the rows of a cache in a file are.
+
+    Of a file with tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp) each row is
+    a sequence's, shared, free or stale. Of another file, and of a name or line, the layout is drawn.
+
+    \b
+    kvkit draw vllm-lbnhc -o layout.svg
+    kvkit draw pool.npz
+    """
+    if output is not None:
+        if output.suffix != SVG:
+            raise KvkitError(f"-o {output}: pictures are written as {SVG}: give -o {output.with_suffix(SVG)}")
+        check_target(output)
+    kind = "svg" if output else "text"
+    sizes = sizes_of(sizes)
+    if Path(what).exists():
+        picture = of_file(what, sizes, kind)
+    elif what in NAMED or what in ALIASES or set(what) & set("| "):
+        picture = drawing.layout(ALIASES.get(what, what), sizes=sizes, kind=kind)
+    else:
+        raise KvkitError(
+            f"{what}: no such file, and no layout{show.suggestion(what, NAMED)}: see kvkit layouts"
+        )
+    if output is None:
+        click.echo(picture)
+        return
+    with named(output), replacing(output) as file:
+        file.write(picture.encode())
+
+
+def of_file(path, sizes, kind):
+    """The rows of its cache, by its tables; or its layout."""
+    contents = inspecting.taken(path)
+    found = inspecting.pages_of(contents, sizes.get("n"))
+    if found is not None:
+        rows, filled = inspecting.rows_of(contents, found[1])
+        return drawing.cells(found[1], rows, filled=filled, kind=kind)
+    if contents.description.layout is None:
+        raise KvkitError(
+            f"{path}: it has no tables and says no layout: name one, as in kvkit draw vllm-lbnhc"
+        )
+    return drawing.layout(contents.description.layout, sizes=sizes, kind=kind)

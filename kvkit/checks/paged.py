@@ -1,0 +1,181 @@
+"""The checked calls of attention over pools of pages, and of what fills and moves such pages."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvkit.checks import attention, masks, pools
+from kvkit.checks.index_tensors import index
+from kvkit.checks.outputs import one_place
+from kvkit.checks.pools import CONTENT
+from kvkit.checks.tensors import DATA, apart, filled, named, one_piece, tensor, written
+from kvkit.checks.values import number
+from kvkit.checks.words import describe, wrong
+from kvkit.formats import FLOATS
+
+
+def checked(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    context_lens,
+    query_starts,
+    attn_mask,
+    *,
+    layout,
+    key_scale,
+    value_scale,
+    alibi_slopes,
+    sinks,
+    return_lse,
+    **attributes,
+):
+    """The checked call of `kvkit.paged_attention`."""
+    fmt = tensor("query", query, FLOATS, 3)
+    filled("query", query)
+    tokens, heads, dim = query.shape
+    key, value = pools.pools(key_cache, value_cache, layout, FLOATS)
+    for name, pool in zip(pools.NAMES, (key, value), strict=True):
+        if pool is None:
+            raise wrong(name, "a numpy array", "None")
+    blocks, page_size, kv_heads, _ = key.shape
+    if key.shape[CONTENT] != dim:
+        raise wrong("key_cache", f"the head size of query, {dim}", key.shape[CONTENT])
+    if heads % kv_heads:
+        raise wrong("query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads")
+    lengths = index("context_lens", context_lens)
+    table = pools.table_of(block_tables, lengths, blocks, page_size)
+    starts = starts_of(query_starts, len(lengths), tokens)
+    query = one_piece(query)
+    mask = masks.own_mask(fmt, attn_mask, heads, tokens, int(lengths.max(initial=0)))
+    how = attention.weights(query, mask, sinks=sinks, **attributes)
+    slopes = of_sequences("alibi_slopes", alibi_slopes, len(lengths), heads, "query heads")
+    scales = scales_of(key_scale, value_scale, len(lengths), kv_heads, how.scale)
+    how = how._replace(slopes=slopes, scales=scales)
+    inputs = named(
+        query=query,
+        key_cache=key,
+        value_cache=value,
+        attn_mask=attn_mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    shape = (tokens, heads, value.shape[CONTENT])
+    results = attention.results(shape, fmt, return_lse, inputs)
+    context, steps = pools.context_of(fmt, key, value), pools.steps_of(key, value, table, lengths, starts)
+    return attention.Call(fmt, shape, query, context, steps, 0, how, inputs, results)
+
+
+def starts_of(query_starts, batch, tokens):
+    """Where the queries of each sequence begin; without them a sequence has one."""
+    if query_starts is None:
+        if tokens != batch:
+            raise wrong("query", f"{batch} tokens, one for each of context_lens (or query_starts)", tokens)
+        return np.arange(batch + 1)
+    starts = index("query_starts", query_starts, length=batch + 1)
+    if starts[0] != 0:
+        raise wrong("query_starts", "to begin with 0", starts[0])
+    falls = np.flatnonzero(starts[1:] < starts[:-1])
+    if len(falls):
+        raise wrong("query_starts", f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1])
+    if starts[-1] != tokens:
+        raise wrong("query_starts", f"to end with the {tokens} tokens of query", starts[-1])
+    return starts
+
+
+def of_sequences(name, values, batch, heads, what):
+    """Numbers of heads, [heads] or [B, heads], as float32 [B or 1, heads]; None stays None."""
+    if values is None:
+        return None
+    tensor(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
+    if values.shape not in ((heads,), (batch, heads)):
+        raise wrong(
+            name, f"shape ({heads},) or ({batch}, {heads}), a number for each of the {what}", values.shape
+        )
+    return np.ascontiguousarray(np.atleast_2d(values), np.float32)
+
+
+def scales_of(key_scale, value_scale, batch, heads, factor):
+    """What keys (times the factor of the scores) and values are multiplied by; None without scales."""
+    if key_scale is None and value_scale is None:
+        return None
+    both = [
+        np.ones((1, 1), np.float32) if scale is None else scale_of(name, scale, batch, heads)
+        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale))
+    ]
+    scales = np.stack(np.broadcast_arrays(*both))
+    scales[0] *= np.float32(factor)
+    return scales
+
+
+def scale_of(name, scale, batch, heads):
+    if isinstance(scale, np.ndarray):
+        return of_sequences(name, scale, batch, heads, "heads of a cache")
+    return np.full((1, 1), number(name, scale), np.float32)
+
+
+class Append(NamedTuple):
+    """A checked call of `paged_append`."""
+
+    tokens: list[np.ndarray]
+    pools: list[np.ndarray]  # views [pages, rows, heads, content]
+    pieces: np.ndarray  # see `checks.slots`
+
+
+def checked_append(key, value, key_cache, value_cache, slot_mapping, *, layout, key_scale, value_scale):
+    """The checked call."""
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is not None:
+            raise wrong(name, "None: floats are stored as they are", describe(scale))
+    views = pools.pools(key_cache, value_cache, layout, DATA)
+    given, first = [], None
+    for name, array, cache_name, pool in zip(("key", "value"), (key, value), pools.NAMES, views, strict=True):
+        if array is None:
+            continue
+        fmt = tensor(name, array, DATA, 3)
+        filled(name, array)
+        first = array if first is None else first
+        if array.shape[:2] != first.shape[:2]:
+            raise wrong(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
+        if pool is None:
+            raise wrong(cache_name, f"a pool for {name}", "None")
+        if tensor(cache_name, pool, DATA, 4) is not fmt:
+            raise wrong(cache_name, f"the dtype of {name}, {fmt}", pool.dtype)
+        if pool.shape[2:] != array.shape[1:]:
+            sizes = "{} heads of {} elements".format(*array.shape[1:])
+            raise wrong(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
+        written(cache_name, pool)
+        given.append((name, array, cache_name, pool))
+    if first is None:
+        raise wrong("key", "an array of tokens, or one as value", "None")
+    blocks, rows = given[0][3].shape[:2]
+    pieces = pools.plain_pieces(len(first), blocks * rows, slot_mapping)
+    for i, (*_, cache_name, pool) in enumerate(given):
+        others = [(name, other) for *_, name, other in given[i + 1 :]]
+        apart(cache_name, pool, [*others, *((name, array) for name, array, *_ in given)])
+    return Append([array for _, array, *_ in given], [pool for *_, pool in given], pieces)
+
+
+def checked_swap(source, target, pairs):
+    """(blocks of the source, those of the target) of a copy of blocks."""
+    for name, array in (("source", source), ("target", target)):
+        tensor(name, array, DATA, max(getattr(array, "ndim", 1), 1))
+    if target.dtype != source.dtype:
+        raise wrong("target", f"the dtype of source, {source.dtype}", target.dtype)
+    if target.shape[1:] != source.shape[1:]:
+        raise wrong("target", f"shape [num_blocks, {str(source.shape[1:])[1:]}", target.shape)
+    written("target", target)
+    pairs = index("pairs", pairs, 2)
+    if pairs.shape[1] != 2:
+        raise wrong("pairs", "shape [N, 2]", pairs.shape)
+    src, dst = np.ascontiguousarray(pairs.T)
+    pools.blocks_within("pairs", src, len(source))
+    pools.blocks_within("pairs", dst, len(target))
+    within = one_place(source, target) and len(source) == len(target)
+    pools.copied_once("pairs", src, dst, within)
+    if not within:
+        apart("target", target, [("source", source)])
+    return src, dst

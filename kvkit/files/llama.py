@@ -1,0 +1,282 @@
+"""Sessions and states of sequences that llama.cpp saves.
+
+A file has a magic number, a version, the token ids; a session also the model's architecture and the outputs
+of the last batch; then the memory, which is one cache, or two where some layers slide. A cache has streams,
+of each the cells in use (a position, the sequences a cell belongs to, for some models the place in an image
+and the token), then a row for each cell, all layers of keys before those of values, which may lie transposed.
+All numbers are little-endian, and nothing is aligned. Layouts are those of llama.cpp@3514e9f,
+src/llama-kv-cache.cpp; a version says nothing but that it is another, so that unknown ones are refused.
+
+Whether cells have a place in an image, and whether there are values (MLA has none), depends on the model, of
+which a file says nothing, nor does it say whether there are outputs: a reading counts if it takes every byte.
+"""
+
+import itertools
+import struct
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from kvkit.errors import brief
+from kvkit.files import mapping
+from kvkit.files.arrays import named as arrays_named
+from kvkit.files.contents import Contents
+from kvkit.files.description import Description
+from kvkit.files.words import wrong
+
+SESSION, SEQUENCE = 0x6767736E, 0x67677371
+MAGICS = {struct.pack("<I", SESSION): SESSION, struct.pack("<I", SEQUENCE): SEQUENCE}
+NAMES = {SESSION: "session of llama.cpp", SEQUENCE: "state of a sequence of llama.cpp"}
+EXTRAS = {  # (magic, version): fields of 32 bits that cells may have beside position and sequences
+    (SESSION, 9): ("y", "x"),
+    (SEQUENCE, 2): ("y", "x"),
+    (SESSION, 10): ("y", "x", "token"),
+    (SEQUENCE, 3): ("y", "x", "token"),
+}
+FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}  # by ggml's number
+BLOCKS = {  # number: (name, bytes for 32 elements)
+    2: ("q4_0", 18),
+    3: ("q4_1", 20),
+    6: ("q5_0", 22),
+    7: ("q5_1", 24),
+    8: ("q8_0", 34),
+    20: ("iq4_nl", 18),
+    39: ("mxfp4", 17),
+}
+BLOCK = 32
+CACHES = "cache", "sliding"  # names of the caches in a file
+LINES = {  # (whether streams are several, whether values lie transposed)
+    (False, False): "l kv | b n (h c)",
+    (False, True): "l kv | b n (h c) ; b (h c) n",
+    (True, False): "b l kv | n (h c)",
+    (True, True): "b l kv | n (h c) ; (h c) n",
+}
+ROTATED = (
+    "since April 2026 llama.cpp stores coded keys and values of heads of a multiple of 64 elements "
+    "Hadamard-rotated, unless LLAMA_ATTN_ROT_DISABLE is set, and no file says whether it did"
+)
+HEADS = "how many heads a row has is not in the file: say so in sizes, as h"
+
+
+class Unfit(Exception):
+    """Bytes that cannot be what this reading takes them for."""
+
+
+class Bytes:
+    """The bytes of a file, taken one after the other; no more than there are."""
+
+    def __init__(self, data, at=0):
+        self.data, self.at = data, at
+
+    def take(self, count):
+        if not 0 <= count <= len(self.data) - self.at:
+            raise Unfit(f"{count} bytes at {self.at} reach beyond its end at {len(self.data)}")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def array(self, dtype, *shape):
+        """An array in the file's own memory."""
+        dtype = np.dtype(dtype)
+        count = dtype.itemsize
+        for size in shape:  # Python's integers, which do not wrap
+            count *= size
+        return self.take(count).view(dtype).reshape(shape)
+
+    def number(self, dtype="<u4"):
+        return int(self.array(dtype, 1)[0])
+
+    @property
+    def ended(self):
+        return self.at == len(self.data)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One cache of the memory: of every stream its cells and its rows [layer][kv], or None."""
+
+    cells: list
+    rows: list
+    types: set
+    transposed: bool
+
+
+def read(path):
+    """The arrays of a session or state, and what it says of them.
+
+    They are ``cache.LAYER.KV`` (``cache.STREAM.LAYER.KV`` of several streams), ``cache_cells.positions`` and
+    so on, and ``token_ids``; of a second cache ``sliding``. Elements of block formats are bytes.
+    """
+    with open(path, "rb") as file:
+        data, mapped = mapping.contents(file)
+    source = Bytes(data)
+    try:
+        magic, version = source.number(), source.number()
+        if (magic, version) not in EXTRAS:
+            known = " and ".join(str(number) for kind, number in EXTRAS if kind == magic)
+            what = f"a {NAMES[magic]} of version {version}, of which kvkit knows {known}"
+            raise wrong(path, what, "save it with a llama.cpp of those")
+        arrays = {"token_ids": source.array("<i4", source.number())}
+        metadata: dict = {"version": version}
+        if magic == SESSION:
+            metadata["architecture"] = brief(source.take(source.number()).tobytes().decode(errors="replace"))
+        caches, outputs = memory(source, EXTRAS[magic, version], magic == SESSION)
+        arrays |= outputs
+    except Unfit as error:
+        raise wrong(
+            path, f"a {NAMES[magic]}, but damaged or of a memory that is no plain cache ({error})"
+        ) from None
+    for name, cache in zip(CACHES, caches, strict=False):
+        arrays |= named(name, cache)
+    notes = [HEADS] if any(cache.rows for cache in caches) else []
+    types = set().union(*(cache.types for cache in caches))
+    if any(number not in FLOATS for number in types):
+        notes.append(ROTATED)
+    said = describe(caches[0]) if caches else Description()
+    metadata["types"] = sorted(map(type_name, types))
+    return Contents(arrays, metadata, mapped, NAMES[magic], said, tuple(notes))
+
+
+def memory(source, extra, session):
+    """The caches at the end of a file, and outputs before them, in the first reading that takes all bytes."""
+    begin, errors = source.at, []
+    with_outputs = (True, False) if session else (False,)
+    for before, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
+        source.at = begin
+        found: list[Cache] = []
+        try:
+            outputs = outputs_of(source) if before else {}
+            while not source.ended:
+                if len(found) == len(CACHES):
+                    raise Unfit(f"{len(source.data) - source.at} bytes are left over")
+                found.append(cache(source, fields, with_values))
+            return found, outputs
+        except Unfit as error:
+            errors.append((source.at, error))
+    raise max(errors, key=lambda pair: pair[0])[1]
+
+
+def outputs_of(source):
+    """The outputs of the last batch, which sessions had until some time in 2026."""
+    return {
+        "outputs": source.array("<i4", source.number()),
+        "logits": source.array("<f4", source.number("<u8")),
+        "embeddings": source.array("<f4", source.number("<u8")),
+    }
+
+
+def cache(source, fields, with_values):
+    """One cache of the memory."""
+    streams, transposed = source.number(), False
+    cells: list = []
+    rows: list = []
+    types: set[int] = set()
+    if not 1 <= streams <= (len(source.data) - source.at) // 4:
+        raise Unfit(f"{streams} streams")
+    for _ in range(streams):
+        count = source.number()
+        cells.append(cells_of(source, count, fields) if count else None)
+        if not count:
+            rows.append(None)
+            continue
+        flag, layers = source.number(), source.number()
+        if flag > 1 or layers > (len(source.data) - source.at) // 12:
+            raise Unfit(f"{layers} layers, and values transposed: {flag}")
+        transposed = bool(flag)
+        keys = [rows_of(source, count, types) for _ in range(layers)]
+        take = columns_of if transposed else rows_of
+        values = [take(source, count, types) for _ in range(layers)] if with_values else []
+        rows.append([list(pair) for pair in zip(keys, values, strict=True)] if with_values else keys)
+    return Cache(cells, rows, types, transposed)
+
+
+def cells_of(source, count, fields):
+    """Positions of cells, the sequences of all, where those of each cell begin, and the further fields."""
+    names = ["position", "sequences", *fields]
+    head, begin = 4 * len(names), source.at
+    try:  # nearly always a cell is of one sequence
+        table = source.array("<i4", count, len(names) + 1)
+        if not (table[:, 1] == 1).all():
+            raise Unfit("cells of several sequences")
+        ids, starts = table[:, -1].copy(), np.arange(count + 1, dtype=np.int64)
+    except Unfit:
+        source.at = begin
+        if count * head > len(source.data) - begin:
+            raise Unfit(f"{count} cells") from None
+        table = np.empty((count, len(names)), "<i4")
+        found = []
+        for cell in range(count):
+            table[cell] = source.take(head).view("<i4")
+            found.append(source.array("<i4", int(table[cell, 1].view("<u4"))))
+        ids = np.concatenate(found)
+        starts = np.concatenate([[0], np.cumsum([len(each) for each in found])])
+    if (table[:, 0] < 0).any() or (ids < 0).any():
+        raise Unfit("positions or sequences below 0")
+    cells = {"positions": table[:, 0].copy(), "sequences": ids, "sequence_starts": starts}
+    return cells | {name: table[:, 2 + i].copy() for i, name in enumerate(fields)}
+
+
+def rows_of(source, count, types):
+    """A layer's rows [1, cells, elements]; of formats in blocks their bytes."""
+    number, size = source.number("<i4"), source.number("<u8")
+    types.add(number)
+    check_type(number)
+    if number in FLOATS:
+        if size % FLOATS[number].itemsize:
+            raise Unfit(f"rows of {size} bytes of {type_name(number)}")
+        return source.array(FLOATS[number], 1, count, size // FLOATS[number].itemsize)
+    each = BLOCKS[number][1]
+    if size % each:
+        raise Unfit(f"rows of {size} bytes of {type_name(number)}")
+    return source.array(np.uint8, 1, count, size)
+
+
+def columns_of(source, count, types):
+    """A layer's values [1, elements, cells]."""
+    number, size, elements = source.number("<i4"), source.number(), source.number()
+    types.add(number)
+    check_type(number)
+    if number not in FLOATS or size != FLOATS[number].itemsize:
+        raise Unfit(f"columns of {type_name(number)}, {size} bytes each")
+    return source.array(FLOATS[number], 1, elements, count)
+
+
+def check_type(number):
+    if number not in FLOATS and number not in BLOCKS:
+        raise Unfit(f"type {number}, which is none of a cache that kvkit knows")
+
+
+def type_name(number):
+    return FLOATS[number].name if number in FLOATS else BLOCKS[number][0]
+
+
+def named(name, cache):
+    """Arrays of a cache by name; of streams that are several, theirs."""
+    arrays = {}
+    used = [i for i, rows in enumerate(cache.rows) if rows is not None]
+    several = len(cache.rows) > 1
+    for stream in used:
+        begin = f"{name}.{stream}" if several else name
+        for layer, kinds in enumerate(cache.rows[stream]):
+            for place, array in arrays_named(kinds, f"{begin}.{layer}").items():
+                arrays[place] = array[0] if several else array
+        beside = f"{name}_cells.{stream}" if several else f"{name}_cells"
+        arrays |= {f"{beside}.{what}": array for what, array in cache.cells[stream].items()}
+    return arrays
+
+
+def describe(cache):
+    """What is known of a cache, which its elements' heads are not."""
+    used = [rows for rows in cache.rows if rows is not None]
+    several = len(cache.rows) > 1
+    if not used:
+        return Description()
+    sizes = {"l": len(used[0]), "b": len(cache.rows)}
+    if not several:
+        sizes["n"] = len(cache.cells[0]["positions"])
+    line = LINES[several, cache.transposed]
+    if not used[0] or not isinstance(used[0][0], list):
+        line = LINES[several, False].replace(" kv", "")
+    format = type_name(min(cache.types)) if len(cache.types) == 1 else None
+    rotation = "none" if all(number in FLOATS for number in cache.types) else None
+    return Description(line, sizes, format, "cells", rope_applied=True, rotation=rotation)

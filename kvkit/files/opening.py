@@ -1,0 +1,141 @@
+"""A file of any kind, told by how it begins and not by its name."""
+
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvkit.errors import brief
+from kvkit.files import arrays as names
+from kvkit.files import foreign, llama, mlx, npy, npz, pt, tensors
+from kvkit.files.contents import Contents
+from kvkit.files.description import Description
+from kvkit.files.paths import check_source
+from kvkit.files.words import wrong
+from kvkit.typed import FilePath
+
+WRITTEN = ".npz", ".npy", ".safetensors"
+READ = (
+    f"give {', '.join(WRITTEN)}, a file of torch.save, a prompt cache of MLX, a session or state of llama.cpp"
+)
+
+
+def read(path: FilePath) -> Contents:
+    """The arrays of a file, and what it says of them.
+
+    Parameters
+    ----------
+    path : path
+        A .npz, .npy or .safetensors file, one of torch.save (plain tensors), a prompt cache of MLX, a session
+        or the state of a sequence of llama.cpp; whatever its name.
+
+    Returns
+    -------
+    Contents
+        ``arrays`` by name, ``description`` (layout, sizes, format, positions), ``metadata``, ``kind``, and
+        ``notes`` on what a file does not say. Large files are mapped copy-on-write.
+
+    Raises
+    ------
+    KvkitError
+        If the file is of another kind or damaged, or if a package is missing that its kind needs.
+
+    Examples
+    --------
+    >>> import os, tempfile, numpy as np
+    >>> from kvkit import files
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "cache.npz")
+    ...     said = files.Description(layout="| b kv n h c")
+    ...     files.write(path, np.zeros((4, 2, 16, 3, 8), np.float16), said)
+    ...     found = files.read(path)
+    >>> found.kind, found.description.layout, found.arrays["cache"].shape
+    ('.npz', '| b kv n h c', (4, 2, 16, 3, 8))
+    """
+    check_source(path)
+    with open(path, "rb") as file:
+        begin = file.read(9)
+        file.seek(0)
+        if begin.startswith(b"PK"):
+            return pt.read(path) if is_torch(file) else npz.read(path)
+        other = foreign.kind(file)
+    if begin[:4] in llama.MAGICS:
+        return llama.read(path)
+    if begin.startswith(npy.MAGIC):
+        return npy.read(path)
+    if other == foreign.SAFETENSORS:
+        found = tensors.read(path)
+        return mlx.read(path, found) if mlx.is_cache(found) else found
+    if other:
+        raise wrong(path, *other)
+    raise wrong(path, f"it begins with {brief(begin)}, as no kind of file does that kvkit reads", READ)
+
+
+def is_torch(file):
+    """Whether a zip archive is one of torch.save."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return foreign.kind_of_archive(archive.namelist()) is not None
+    except Exception:  # what is wrong, the reader of archives says
+        return False
+
+
+def write(
+    path: FilePath,
+    arrays: Any,
+    description: Description | None = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    advance: Callable[[int], object] | None = None,
+) -> None:
+    """Write arrays to a .npz, .npy or .safetensors file, by its name; an old file is whole until then.
+
+    Parameters
+    ----------
+    path : path
+        The file, whose name ends in .npz, .npy or .safetensors.
+    arrays : array, nested lists of arrays, or mapping
+        A cache, as its layout has it; or arrays, and lists of them, by name, the cache as ``"cache"``.
+    description : Description, optional
+        What the file says of the cache. A .npy file can say nothing.
+    metadata : mapping, optional
+        What else it says, as JSON.
+    advance : callable, optional
+        Hears of every number of bytes that is written.
+
+    Raises
+    ------
+    KvkitError
+        If the name ends otherwise, or if such a file cannot hold the arrays. Nothing has been written.
+
+    Examples
+    --------
+    >>> import os, tempfile, numpy as np
+    >>> from kvkit import files
+    >>> layer = [np.zeros((1, 3, 5, 8)), np.ones((1, 3, 5, 8))]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "cache.npz")
+    ...     files.write(path, {"cache": [layer, layer]}, files.Description("hf"))
+    ...     sorted(files.read(path).arrays)
+    ['cache.0.0', 'cache.0.1', 'cache.1.0', 'cache.1.1']
+    """
+    if not hasattr(arrays, "items"):
+        arrays = {names.CACHE: arrays}
+    whole = names.flat(arrays)
+    about = dict(metadata or {})
+    if description is not None and description.to_dict():
+        about["description"] = description.to_dict()
+    advance = advance or (lambda count: None)
+    suffix = Path(path).suffix
+    if suffix == ".npz":
+        npz.write(path, whole, about, advance)
+    elif suffix == ".npy":
+        npy.write(path, whole, advance)
+    elif suffix == ".safetensors":
+        tensors.write(path, whole, about)
+    else:
+        raise wrong(
+            path,
+            f"kvkit writes no {suffix or 'files without a suffix'}",
+            f"give a name in {', '.join(WRITTEN)}",
+        )

@@ -1,0 +1,62 @@
+"""Files of torch.save, read by torch, which runs no code of theirs (weights_only) and maps their tensors.
+
+Lists, tuples and dicts of tensors become names with dots between: a list of pairs of keys and values is
+``cache.LAYER.KV``. Strides are as they were saved.
+"""
+
+import os
+
+import numpy as np
+
+from kvkit.errors import brief
+from kvkit.files import members
+from kvkit.files.arrays import CACHE
+from kvkit.files.contents import Contents
+from kvkit.files.packages import needed
+from kvkit.files.words import explained, wrong
+from kvkit.foreign import taken
+
+DEEPEST = 8
+MOST = 100_000  # arrays
+
+
+def read(path):
+    """The tensors of a file, and numbers and texts beside them."""
+    torch = needed(path, "torch", "torch")
+    with explained(path, "torch cannot load it without running code of its own"):
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    arrays: dict = {}
+    metadata: dict = {}
+    gather(path, torch, found, "", 0, arrays, metadata)
+    return Contents(arrays, metadata, os.stat(path), "file of torch.save")
+
+
+def gather(path, torch, found, name, depth, arrays, metadata):
+    """Put all that is in there under its name."""
+    if depth > DEEPEST or len(arrays) > MOST:
+        raise wrong(path, "more in it than a cache has", "save its keys and values")
+    if isinstance(found, torch.Tensor):
+        arrays[name or CACHE] = array_of(path, torch, found, name or CACHE)
+    elif isinstance(found, (list, tuple, dict)):
+        if not isinstance(found, dict):
+            name, found = name or CACHE, dict(enumerate(found))
+        for key, each in found.items():
+            inner = f"{name}.{key}" if name else str(key)
+            gather(path, torch, each, inner, depth + 1, arrays, metadata)
+    elif isinstance(found, (int, float, str, bool, type(None))):
+        metadata[brief(name)] = found
+    else:
+        raise wrong(
+            path, f"{brief(name) or 'it'} is a {type(found).__name__}", "save tensors, in lists or dicts"
+        )
+
+
+def array_of(path, torch, tensor, name):
+    """A tensor's memory as numpy has it."""
+    with explained(path, f"tensor {brief(name)} is none that numpy could have"):
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"it is {tensor.layout}")
+        own = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))
+        if own is not None:  # torch gives numpy its bytes only
+            return taken(tensor.detach().view(torch.uint8)).view(own)
+        return np.asarray(taken(tensor.detach(), brief(name)))

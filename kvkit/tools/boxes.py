@@ -1,0 +1,160 @@
+"""What lies in the memory of a layout, one after the other: runs of elements that are one thing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from kvkit.checks.words import wrong
+from kvkit.layouts import Layout
+
+SMALL = {"l": 2, "b": 2, "n": 3, "h": 2, "c": 4, "s": 1}  # sizes to draw
+MOST = 2**15  # elements that are drawn
+SIDES = "KV"
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Neighbouring elements: those at one place, but for the axis `along` which they lie in order on.
+
+    `at` has the index on every other axis, `first` to `last` are those on `along`; `whole` says that it is
+    all of that axis. `kind` is K, V, or s for scales.
+    """
+
+    kind: str
+    at: Mapping[str, int]
+    along: str
+    first: int
+    last: int
+    whole: bool
+
+    def label(self, outer: tuple[str, ...]) -> str:
+        """What is in there: ``K n0 h1``, and which part of it; without the axes that are said elsewhere."""
+        words = [
+            self.kind,
+            *(f"{axis}{self.at[axis]}" for axis in "lbnhc" if axis in self.at and axis not in outer),
+        ]
+        span = f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
+        return " ".join(words if self.whole and self.along == "c" else [*words, f"{self.along}{span}"])
+
+
+def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, int]:
+    """Small sizes of all axes, or those given; whole multiples of what is inside."""
+    split: dict[str, int] = {}
+    for group in (*layout.groups, *layout.value_groups):
+        for axis in group:
+            if axis.inner:
+                split[axis.name] = math.lcm(split.get(axis.name, 1), 2 * inner(axis))
+    found = SMALL | split
+    for name, size in (sizes or {}).items():
+        if name not in found or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise wrong("sizes", f"positive integers for {', '.join(found)}", f"{name}={size!r}")
+        found[name] = size
+    for group in (*layout.groups, *layout.value_groups):
+        for axis in group:
+            if axis.inner and found[axis.name] % inner(axis):
+                raise wrong(
+                    "sizes", f"a size of {axis.name} that {inner(axis)} divides", str(found[axis.name])
+                )
+    return found
+
+
+def inner(axis) -> int:
+    """Elements of an inner part; bytes are taken for 16-bit elements."""
+    return axis.inner // 2 if axis.in_bytes else axis.inner
+
+
+def entries(axes: tuple, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The indices along one axis of an array that has these of the layout, outermost first."""
+    lengths = [length(axis, sizes, parts) for axis in axes]
+    for index in product(*map(range, lengths)):
+        found: dict[str, int] = {}
+        for axis, i in zip(axes, index, strict=True):
+            if axis.name != "1":
+                found[axis.name] = found.get(axis.name, 0) + i * (parts[axis.name] if axis.part == "1" else 1)
+        yield found
+
+
+def length(axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> int:
+    """The length of one axis."""
+    if axis.name in ("1", "kv"):
+        return 2 if axis.name == "kv" else 1
+    if axis.part:
+        return parts[axis.name] if axis.part == "0" else sizes[axis.name] // parts[axis.name]
+    return sizes[axis.name]
+
+
+def axes_of(layout: Layout, side: int) -> list[tuple[str, tuple]]:
+    """(its text, the axes of the layout in it) of each axis of an array of keys (0) or values (1)."""
+    groups, names = (layout.value_groups, layout.value_axes) if side else (layout.groups, layout.axes)
+    return list(zip(names, groups, strict=True))
+
+
+def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
+    """The axes l and b that all of a page's rows have in common."""
+    found: list[str] = []
+    for _, group in axes_of(layout, side):
+        if any(axis.name not in ("l", "b", "kv", "1") for axis in group):
+            break
+        found += [axis.name for axis in group if axis.name in "lb"]
+    return tuple(found)
+
+
+def strides(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """(axis, its length, its stride in elements), those that share an axis of the array each of its own."""
+    found, parts = [], parts_of(layout, side)
+    for name, group in axes_of(layout, side):
+        if "+" in name:
+            sums = (math.prod(length(a, sizes, parts) for a in each) for each in segments(name, group))
+            found.append((name, sum(sums)))
+        else:
+            found += [(str(axis), length(axis, sizes, parts)) for axis in group]
+    lengths = [size for _, size in found]
+    return [(name, size, math.prod(lengths[i + 1 :])) for i, (name, size) in enumerate(found)]
+
+
+def parts_of(layout: Layout, side: int) -> dict[str, int]:
+    """Axis -> elements of its inner part."""
+    return {axis.name: inner(axis) for _, group in axes_of(layout, side) for axis in group if axis.inner}
+
+
+def segments(name: str, group: tuple) -> list[tuple]:
+    """What lies one after the other along one axis of an array: ``(n c + n s)`` are two."""
+    found, rest = [], list(group)
+    for words in name.strip("()").split("+"):
+        count = len(words.split())
+        found.append(tuple(rest[:count]))
+        rest = rest[count:]
+    return found
+
+
+def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
+    """The memory of one array of keys (0) or values (1), or of both if they share it."""
+    axes, parts = axes_of(layout, side), parts_of(layout, side)
+    total = math.prod(size for _, size, _ in strides(layout, side, sizes))
+    if total > MOST:
+        raise wrong("sizes", f"arrays of at most {MOST} elements, to draw them", str(total))
+    along = [
+        [entry for segment in segments(name, group) for entry in entries(segment, sizes, parts)]
+        for name, group in axes
+    ]
+    sides = {layout.axes, layout.value_axes}
+    last = [axis for axis in axes[-1][1] if axis.name != "1"][-1].name
+    found: list[Box] = []
+    for indices in product(*along):
+        at: dict[str, int] = {}
+        for entry in indices:
+            at.update({axis: at.get(axis, 0) + i for axis, i in entry.items()})
+        if len(sides) > 1 and at.get("kv", side) != side:
+            continue  # the other half of the array has other axes
+        kind = "s" if "s" in at else SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
+        axis = last if last in at else "c"
+        value = at.pop(axis)
+        before = found[-1] if found else None
+        if before and (before.kind, before.at, before.along, before.last) == (kind, at, axis, value - 1):
+            found[-1] = Box(kind, at, axis, before.first, value, value - before.first + 1 == sizes[axis])
+        else:
+            found.append(Box(kind, at, axis, value, value, sizes[axis] == 1))
+    return found

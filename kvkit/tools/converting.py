@@ -1,0 +1,220 @@
+"""`convert`: a cache in a file, from layout to layout, into another file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvkit import files, layouts
+from kvkit.checks.words import wrong
+from kvkit.files import Contents, Description
+from kvkit.layouts import tables
+from kvkit.tools.inspecting import Source, pages_of, taken, viewed
+from kvkit.tools.text import size
+
+PARTS = "cache", "scales", "minima"  # nested arrays of one layout
+TABLES = (
+    "sequences.",
+    "published.",
+    "blocks",
+    "block_tables",
+    "context_lens",
+    "page_size",
+    "kv_",
+    "slots",
+    "cache_cells.",
+)  # how names of tables begin
+LONGEST = "longest"  # a page for each sequence
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` did.
+
+    Attributes
+    ----------
+    arrays : dict
+        The cache in its new layout, ``"cache"`` as the layout has it; its tables; all else as it was.
+    description : Description
+        What is said of it.
+    before : str
+        The layout that it had.
+    bytes : int
+        Of its elements.
+    verified : bool
+        Whether it was read back and compared.
+    """
+
+    arrays: dict[str, Any]
+    description: Description
+    before: str
+    bytes: int
+    verified: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, without the arrays."""
+        said = self.description.to_dict()
+        return {"from": self.before, "to": said, "bytes": self.bytes, "verified": self.verified}
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{axis} {count}" for axis, count in self.description.sizes.items())
+        compared = ", read back and equal bit for bit" if self.verified else ""
+        return f"{self.before} -> {self.description.layout} ({said}): {size(self.bytes)}{compared}"
+
+
+def convert(
+    source: Source | Contents,
+    target: str | os.PathLike[str] | None,
+    *,
+    from_layout: str | None = None,
+    to_layout: str,
+    sizes: Mapping[str, int] | None = None,
+    page_size: int | str | None = None,
+    tables_from: Source | None = None,
+    verify: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> Conversion:
+    """Move a cache from one layout to another, bit for bit, with its tables.
+
+    Parameters
+    ----------
+    source : path, mapping of arrays, or Contents
+        A file that `kvkit.files.read` takes, or what is in one.
+    target : path, optional
+        A .npz, .npy or .safetensors file to write; it is whole or untouched.
+    from_layout : str, optional
+        How the cache lies, if its file does not say so.
+    to_layout : str
+        A line, or a name that `kvkit.layouts.parse` knows.
+    sizes : mapping, optional
+        Of the axes l, b, n, h, c that shapes do not tell.
+    page_size : int or "longest", optional
+        New pages of so many rows, one after the other, for all sequences of the tables (without tables: for
+        each b as long as n); "longest" makes one page of each sequence. If not given rows stay where they
+        are.
+    tables_from : path or mapping of arrays, optional
+        The tables, if they are not in `source`.
+    verify : bool
+        Read the result back and compare.
+    progress : callable, optional
+        Hears of bytes done, and bytes in all.
+
+    Returns
+    -------
+    Conversion
+
+    Raises
+    ------
+    KvkitError
+        If files, layouts, sizes or tables contradict each other; nothing has been written.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.tools import convert
+    >>> layers = [[np.zeros((1, 3, 5, 8), np.float16) for _ in range(2)] for _ in range(2)]
+    >>> done = convert({"cache": layers}, None, from_layout="hf", to_layout="vllm-lbnhc", page_size=4)
+    >>> done.arrays["cache"][0].shape, done.arrays["block_tables"].tolist()
+    ((2, 4, 3, 16), [[0, 1]])
+    >>> print(done)
+    hf -> vllm-lbnhc (l 2, b 2, n 4, h 3, c 8): 960 B
+    """
+    contents = source if isinstance(source, Contents) else taken(source)
+    before = layout_of(contents, from_layout)
+    known = dict(contents.description.sizes) | dict(sizes or {})
+    named = {name: found for name in PARTS if (found := files.nested(contents.arrays, name)) is not None}
+    if (cache := contents.cache) is not None:
+        named["cache"] = cache
+    else:
+        raise wrong("source", "arrays called cache, cache.0 and so on", ", ".join(contents.arrays) or "none")
+    pages, moved = moves(contents, named["cache"], before, known, page_size, tables_from)
+    total, done = sum(array.nbytes for name in named for array in leaves(named[name])), 0
+    made: dict[str, Any] = {}
+    for name, cache in named.items():
+        own = {axis: count for axis, count in known.items() if name == "cache" or axis != "c"}
+        made[name] = layouts.convert(
+            cache, before, to_layout, sizes=own or None, tables=pages, verify=verify,
+            to_sizes=target_sizes(pages) if page_size else None,
+            progress=None if progress is None else told(progress, done, total),
+        )  # fmt: skip
+        done += sum(array.nbytes for array in leaves(cache))
+    parts = {id(array) for cache in named.values() for array in leaves(cache)}
+    old = {name for name, array in contents.arrays.items() if id(array) in parts}
+    old |= {name for name in contents.arrays if moved and name.startswith(TABLES)}
+    kept = {name: array for name, array in contents.arrays.items() if name not in old}
+    _, found = viewed_or_none(made["cache"], to_layout, known)
+    said = replace(
+        contents.description,
+        layout=to_layout,
+        sizes=found,
+        tables="blocks" if moved else contents.description.tables,
+    )
+    result = Conversion(kept | made | moved, said, before, done, verify)
+    if target is not None:
+        files.write(target, result.arrays, said)
+    return result
+
+
+def layout_of(contents: Contents, given: str | None) -> str:
+    """How a cache lies: the caller says, or its file; both only if they agree."""
+    said = contents.description.layout
+    if given is None and said is None:
+        raise wrong("from_layout", "a layout, as the file does not say its own", "None")
+    if given is not None and said is not None and layouts.parse(given) != layouts.parse(said):
+        raise wrong("from_layout", f"{said}, as the file says", given)
+    return given or said or ""
+
+
+def moves(contents, cache, before, known, page_size, tables_from):
+    """(tables of source and target, or None; the new tables by name)."""
+    found = pages_of(taken(tables_from) if tables_from is not None else contents)
+    if page_size is None:
+        if tables_from is None:
+            return None, {}
+        return None, block_tables(found[1]) if found else {}
+    old = found[1] if found else whole(cache, before, known)
+    count = max(int(old.lengths.max(initial=1)), 1) if page_size == LONGEST else page_size
+    new = tables.packed(old.lengths, count)
+    return (old, new), block_tables(new)
+
+
+def whole(cache, before: str, known: Mapping[str, int]) -> tables.Pages:
+    """A sequence for each b, as long as n."""
+    _, found = viewed_or_none(cache, before, known)
+    if not {"b", "n"} <= found.keys():
+        raise wrong("tables_from", f"tables, as '{before}' is no cache of a sequence for each b", "None")
+    return tables.from_batch([found["n"]] * found["b"], found["n"])
+
+
+def block_tables(pages: tables.Pages) -> dict[str, np.ndarray]:
+    numbers, lengths = tables.to_blocks(pages)
+    return {
+        "block_tables": numbers.astype(np.int32),
+        "context_lens": lengths.astype(np.int32),
+        "page_size": np.array(pages.page_size),
+    }
+
+
+def target_sizes(pages: tuple[tables.Pages, tables.Pages]) -> dict[str, int]:
+    """Blocks and rows of a new cache."""
+    _, new = pages
+    return {"b": max(int((new.table >= 0).sum()), 1), "n": new.page_size}
+
+
+def viewed_or_none(cache, line: str, known: Mapping[str, int]):
+    """Views and sizes of a cache, as far as there are views; blocks and pages as its own arrays have them."""
+    return viewed(cache, line, {axis: count for axis, count in known.items() if axis in "hcvs"})
+
+
+def told(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:
+    """The same for one of several parts."""
+    return lambda done, _: progress(before + done, total)
+
+
+def leaves(found):
+    """The arrays of nested lists."""
+    return list(files.flat({"": found}).values())

@@ -1,0 +1,217 @@
+"""Drawings for a terminal or a page: what lies where in a layout's memory, and whose a cache's rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit.checks.words import describe, wrong
+from kvkit.layouts import NAMED, Layout, parse
+from kvkit.layouts.tables import Pages, to_tokens
+from kvkit.tools import svg
+from kvkit.tools.boxes import boxes, drawn_sizes, outer_axes, strides
+
+Kind = Literal["text", "svg"]
+ACROSS = 6  # boxes in a line
+ALONE = 32  # rows in a line, where pages are single rows
+NAMES = 12  # sequences that are named
+MOST_LINES = 24
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+FREE, STALE, SHARED = ".", "~", "#"
+CLASSES = {"K": "key", "V": "value", "KV": "both", "s": "scale"}
+WHOSE = {FREE: "free", STALE: "stale", SHARED: "shared by several"}
+MOST_ROWS = 1_000_000
+
+
+def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: Kind = "text") -> str:
+    """The memory of a layout, box by box, with the stride of every axis.
+
+    Parameters
+    ----------
+    name : str or Layout
+        A line, or a name that `kvkit.layouts.parse` knows.
+    sizes : mapping, optional
+        Of the axes l, b, n, h, c to draw; small ones if not given.
+    kind : {"text", "svg"}
+        For a terminal, or a page, light or dark as its reader's.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    KvkitError
+        If there is no such layout, or if sizes contradict it.
+
+    Examples
+    --------
+    >>> from kvkit.tools import draw
+    >>> print(draw.layout("| b n h (kv c)", sizes={"b": 1, "n": 2, "h": 1}))
+    | b n h (kv c)
+    one array
+    <BLANKLINE>
+    axis  length  stride
+    b          1      16
+    n          2       8
+    h          1       8
+    kv         2       4
+    c          4       1
+    <BLANKLINE>
+    b0 | K n0 h0 | V n0 h0 | K n1 h0 | V n1 h0 |
+    """
+    check_kind(kind)
+    line = parse(name)
+    found = drawn_sizes(line, sizes)
+    title = f"{name}: {line}" if str(name) in NAMED else str(line)
+    sides = [0, 1] if line.value_axes != line.axes else [0]
+    lines: list[tuple[str, list[svg.Cell]]] = [(title, []), (several(line, found), [])]
+    for side in sides:
+        heading = ("keys", "values")[side] if len(sides) > 1 else ""
+        lines += [("", []), *((text, []) for text in table(line, side, found, heading)), ("", [])]
+        lines += memory(line, side, found)
+    return drawn(title, lines, kind)
+
+
+def several(line: Layout, sizes: Mapping[str, int]) -> str:
+    """How many arrays there are, in words."""
+    if not line.lists:
+        return "one array"
+    counts = " of ".join(f"{2 if axis == 'kv' else sizes[axis]} ({axis})" for axis in line.lists)
+    return f"lists of {counts} arrays; one of them:"
+
+
+def table(line: Layout, side: int, sizes: Mapping[str, int], heading: str) -> list[str]:
+    """Length and stride, in elements, of each axis."""
+    rows = strides(line, side, sizes)
+    wide = max(4, *(len(axis) for axis, _, _ in rows))
+    text = [f"{'axis':{wide}}  length  stride{'  of ' * bool(heading)}{heading}"]
+    return text + [f"{axis:{wide}}  {size:6}  {stride:6}" for axis, size, stride in rows]
+
+
+def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, list[svg.Cell]]]:
+    """Lines of boxes, cut where an axis begins again."""
+    found, common = boxes(line, side, sizes), outer_axes(line, side)
+    each = sum(box.last - box.first + 1 for box in found) / len(found)
+    rows = strides(line, side, sizes)
+    page = min((stride // each for axis, _, stride in rows if axis in common), default=len(found))
+    counts = [count for _, size, stride in rows if (count := stride * size // each) <= page]
+    whole = max((int(count) for count in counts if count <= ACROSS), default=1)
+    over = min((count for count in counts if count > ACROSS), default=whole)
+    across = max(count for count in range(whole, ACROSS + 1, whole) if over % count == 0)
+    lines: list[tuple[str, list[svg.Cell]]] = []
+    for begin in range(0, len(found), across):
+        part = found[begin : begin + across]
+        if len(lines) == MOST_LINES:
+            lines.append((f"... {len(found) - begin} more", []))
+            break
+        labels = [box.label(common) for box in part]
+        cells = [
+            svg.Cell(label, CLASSES[box.kind], len(label) + 3)
+            for label, box in zip(labels, part, strict=True)
+        ]
+        lines.append((" ".join(f"{axis}{part[0].at[axis]}" for axis in common), cells))
+    return lines
+
+
+def cells(
+    pages: Pages,
+    num_rows: int | None = None,
+    *,
+    page_size: int | None = None,
+    filled: ArrayLike | None = None,
+    kind: Kind = "text",
+) -> str:
+    """Whose the rows of a cache are: a letter and a colour for each sequence.
+
+    Parameters
+    ----------
+    pages : Pages
+        Where the tokens of sequences lie: what `kvkit.layouts.tables` makes of any engine's tables.
+    num_rows : int, optional
+        Rows of the cache; up to the last one in use if not given.
+    page_size : int, optional
+        Rows in a line; those of a page if not given, or 32 where pages are single rows.
+    filled : ndarray of bool, shape [num_rows], optional
+        Rows that hold something; those of no sequence are drawn as stale, not as free.
+    kind : {"text", "svg"}
+        For a terminal, or a page, light or dark as its reader's.
+
+    Returns
+    -------
+    str
+        ``.`` is free, ``~`` stale, ``#`` shared by several sequences; sequences are a, b, c and so on, the
+        27th is a again.
+
+    Raises
+    ------
+    KvkitError
+        If there are fewer rows than tokens lie in, or more than anybody would look at.
+
+    Examples
+    --------
+    >>> from kvkit.layouts import tables
+    >>> from kvkit.tools import draw
+    >>> print(draw.cells(tables.from_blocks([[1, 0], [1, -1]], [3, 2], page_size=2), 6))
+    0  a.
+    1  ##
+    2  ..
+    a 3 rows, b 2 rows; . free 3, # shared by several 2
+    """
+    check_kind(kind)
+    slots, sequences, _ = to_tokens(pages)
+    least = int(slots.max(initial=-1)) + 1
+    count = least if num_rows is None else num_rows
+    if not least <= count <= MOST_ROWS:
+        raise wrong("num_rows", f"{least} to {MOST_ROWS}", str(count))
+    held = np.zeros(count, bool) if filled is None else np.asarray(filled, bool)
+    if held.shape != (count,):
+        raise wrong("filled", f"a boolean for each of {count} rows", describe(held))
+    whose: list[list[int]] = [[] for _ in range(count)]
+    for slot, sequence in zip(slots.tolist(), sequences.tolist(), strict=True):
+        whose[slot].append(sequence)
+    drawn_cells = [cell_of(owners, used) for owners, used in zip(whose, held.tolist(), strict=True)]
+    across = page_size or (pages.page_size if pages.page_size > 1 else ALONE)
+    lines = [(str(at // across), drawn_cells[at : at + across]) for at in range(0, count, across)]
+    words = legend(pages.lengths.tolist(), [cell.text for cell in drawn_cells])
+    if kind == "svg":
+        return svg.picture("rows of a cache, by sequence", [*lines, (words, [])], len(pages.lengths))
+    wide = len(str(len(lines) - 1))
+    return "\n".join(
+        [*(f"{label:>{wide}}  {''.join(cell.text for cell in row)}" for label, row in lines), words]
+    )
+
+
+def cell_of(owners: list[int], used: bool) -> svg.Cell:
+    """The sign of a row."""
+    if len(owners) == 1:
+        return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
+    mark = SHARED if owners else STALE if used else FREE
+    return svg.Cell(mark, WHOSE[mark].split()[0], 2, f"{WHOSE[mark]} {', '.join(map(str, owners))}".strip())
+
+
+def legend(lengths: list[int], marks: list[str]) -> str:
+    """What letters and signs stand for, and how many rows each has."""
+    shown = [f"{LETTERS[who % len(LETTERS)]} {count} rows" for who, count in enumerate(lengths[:NAMES])]
+    more = [f"{len(lengths) - NAMES} more sequences"] if len(lengths) > NAMES else []
+    others = [f"{mark} {WHOSE[mark]} {marks.count(mark)}" for mark in WHOSE if mark in marks]
+    return "; ".join(filter(None, [", ".join(shown + more), ", ".join(others)]))
+
+
+def check_kind(kind: str) -> None:
+    if kind not in ("text", "svg"):
+        raise wrong("kind", "'text' or 'svg'", repr(kind))
+
+
+def drawn(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> str:
+    """Lines of boxes as text, or as a picture."""
+    if kind == "svg":
+        return svg.picture(title, lines)
+    indent = max(len(label) for label, cells in lines if cells)
+    return "\n".join(
+        f"{label:{indent}} | {' | '.join(cell.text for cell in row)} |".strip() if row else label
+        for label, row in lines
+    )

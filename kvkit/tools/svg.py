@@ -1,0 +1,80 @@
+"""Small pictures as SVG: boxes with words, in colours that follow the reader's light or dark mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+ROW, CHARACTER, MARGIN = 24, 7.2, 12  # pixels
+STYLE = """
+.kvkit text{font:12px ui-monospace,monospace;white-space:pre;fill:#1b1f24}
+.kvkit .note{fill:#57606a}
+.kvkit rect{stroke:#8b949e;stroke-width:.75}
+.kvkit .none{fill:#ffffff;stroke:none}.kvkit .free{fill:#f6f8fa}.kvkit .stale{fill:#d0d7de}
+.kvkit .shared{fill:#f2cc60}.kvkit .scale{fill:#eac54f}
+.kvkit .key{fill:#b6d7ff}.kvkit .value{fill:#bfe8c5}.kvkit .both{fill:#d9c8ff}
+@media (prefers-color-scheme:dark){
+.kvkit text{fill:#e6edf3}.kvkit .note{fill:#9198a1}.kvkit rect{stroke:#545d68}
+.kvkit .none{fill:#0d1117;stroke:none}.kvkit .free{fill:#161b22}.kvkit .stale{fill:#3d444d}
+.kvkit .shared{fill:#7d5a00}.kvkit .scale{fill:#845306}
+.kvkit .key{fill:#0f3d73}.kvkit .value{fill:#13532a}.kvkit .both{fill:#4b2e83}
+}
+"""
+LIGHT, DARK = (60, 84), (45, 28)  # saturation, lightness of a sequence's colour, in percent
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A box: its words, its class, its width in characters."""
+
+    text: str
+    kind: str
+    width: float
+    title: str = ""
+
+
+def hues(count: int) -> str:
+    """Colours of so many sequences, as far apart as they can be."""
+    turns = [round(i * 137.508 + 210) % 360 for i in range(count)]
+    light, dark = (
+        "".join(f".kvkit .s{i}{{fill:hsl({turn} {mode[0]}% {mode[1]}%)}}" for i, turn in enumerate(turns))
+        for mode in (LIGHT, DARK)
+    )
+    return f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}\n"
+
+
+def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int = 0) -> str:
+    """Rows of cells with a word in front of each; a row without cells is a line of text."""
+    rows = list(rows)
+    indent = max((len(label) for label, cells in rows if cells), default=0) + 1
+    wide = [indent + sum(cell.width for cell in cells) if cells else len(label) for label, cells in rows]
+    width = max(wide, default=0) * CHARACTER + 2 * MARGIN
+    height = len(rows) * ROW + 2 * MARGIN
+    made = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}{hues(sequences)}</style>",
+        '<rect class="none" width="100%" height="100%"/>',
+    ]
+    for i, (label, cells) in enumerate(rows):
+        y = MARGIN + i * ROW
+        note = "" if cells else ' class="note"'
+        made.append(f'<text{note} x="{MARGIN}" y="{y + 16}">{escape(label)}</text>')
+        x = MARGIN + indent * CHARACTER
+        for cell in cells:
+            made.append(box(cell, x, y))
+            x += cell.width * CHARACTER
+    return "\n".join([*made, "</svg>", ""])
+
+
+def box(cell: Cell, x: float, y: float) -> str:
+    """One cell."""
+    size = cell.width * CHARACTER
+    text = f'<text x="{x + size / 2:.1f}" y="{y + 16}" text-anchor="middle">{escape(cell.text)}</text>'
+    title = f"<title>{escape(cell.title)}</title>" if cell.title else ""
+    return (
+        f'<g>{title}<rect class="{cell.kind}" x="{x:.1f}" y="{y}" width="{size:.1f}" height="{ROW - 2}"/>'
+        f"{text if cell.text else ''}</g>"
+    )

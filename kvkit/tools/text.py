@@ -1,0 +1,25 @@
+"""Tables and sizes as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> str:
+    """Rows under heads, in columns; of many the first and last ones."""
+    shown = list(rows) if len(rows) <= most else [*rows[: most - 2], ("...",), rows[-1]]
+    wide = [max(len(row[i]) for row in (heads, *shown) if i < len(row)) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, wide, strict=False)).rstrip()
+        for row in (heads, *shown)
+    )
+
+
+def size(count: int) -> str:
+    """A number of bytes for people."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,319 @@
+"""One door for files of any kind: arrays come back bit for bit, with what was said of them."""
+
+import json
+import struct
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from kvkit import files
+from kvkit.files import Description, FileError, mapping, npz, tensors
+
+DTYPES = [np.dtype(kind) for kind in ("f4", "f2", "i1", "u1", "i8", ml_dtypes.bfloat16)]
+DTYPES += [
+    np.dtype(kind) for kind in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)
+]
+SAID = Description(
+    "l kv | b h n c",
+    {"l": 2, "h": 3, "c": 8},
+    "float16",
+    "csr",
+    True,
+    1e5,
+    "halves",
+    "hadamard",
+    (64, 32),
+    "2",
+)
+
+
+def filled(rng, shape, dtype):
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(rng.bytes(size), dtype).reshape(shape)
+
+
+def assert_same(got, expected):
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    assert got.tobytes() == expected.tobytes()
+
+
+@pytest.fixture(params=[-1, 2**24], ids=["mapped", "copied"])
+def small(request, monkeypatch):
+    for module in (npz, mapping):
+        monkeypatch.setattr(module, "SMALL", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_comes_back_with_what_is_said_of_it(tmp_path, rng, small, suffix, dtype):
+    cache = [[filled(rng, (2, 3, n, 8), dtype) for _ in range(2)] for n in (5, 7)]
+    table, strided = np.arange(6, dtype=np.int32).reshape(2, 3), filled(rng, (4, 6), dtype).T[::2]
+    path = tmp_path / f"cache{suffix}"
+    arrays = {"cache": cache, "block_tables": table, "strided": strided, "none": strided[:0]}
+    files.write(path, arrays, SAID, metadata={"model": "m"})
+    found = files.read(path.rename(tmp_path / "no suffix"))
+    assert (found.kind, found.description, found.metadata["model"]) == (suffix, SAID, "m")
+    for got, expected in zip(files.nested(found.arrays), cache, strict=True):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    for name in ("block_tables", "strided", "none"):
+        assert_same(found.arrays[name], arrays[name])
+    assert (found.mapped is not None) == (small < 0)
+    before = path.with_name("no suffix").read_bytes()
+    found.arrays["block_tables"][...] = 0
+    assert path.with_name("no suffix").read_bytes() == before
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES[:6], np.dtype("<U3")], ids=str)
+def test_npy(tmp_path, rng, small, dtype):
+    array = np.full((3, 4), "abc") if dtype.kind == "U" else filled(rng, (3, 4, 5), dtype)
+    for one in (array, np.asfortranarray(array), array[::2], array[:0]):
+        files.write(tmp_path / "x.npy", one)
+        assert_same(files.read(tmp_path / "x.npy").arrays["cache"], one)
+    if dtype.kind != "V":
+        assert_same(np.load(tmp_path / "x.npy"), array[:0])
+
+
+def test_what_a_file_cannot_hold_is_refused(tmp_path):
+    float8 = np.zeros(3, ml_dtypes.float8_e4m3fn)
+    for name, arrays, what in (
+        ("x.npy", float8, "no .npy file can say: write a .npz or .safetensors"),
+        ("x.npy", float8.astype(ml_dtypes.float8_e5m2), "no .npy file can say"),
+        ("x.npy", [float8, float8], "one array, not 2"),
+        ("x.safetensors", np.zeros(3, "U4"), "no safetensors file can say: convert it"),
+        ("x.npz", np.array([None]), "no .npz file can say"),
+        ("x.pt", float8, "kvkit writes no .pt: give a name in .npz, .npy, .safetensors"),
+        ("x", float8, "no files without a suffix"),
+    ):
+        with pytest.raises(FileError, match=what):
+            files.write(tmp_path / name, arrays)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_read_our_safetensors_and_we_theirs(tmp_path, rng):
+    array = filled(rng, (3, 5), np.dtype("f2"))
+    files.write(tmp_path / "x.safetensors", {"a": array.T})
+    assert_same(safetensors.numpy.load_file(tmp_path / "x.safetensors")["a"], array.T)
+    brain = torch.arange(6).to(torch.bfloat16).reshape(2, 3)
+    safetensors.torch.save_file({"b": brain}, tmp_path / "y.safetensors", {"format": "pt"})
+    found = files.read(tmp_path / "y.safetensors")
+    assert_same(found.arrays["b"], np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3))
+    assert (found.metadata, found.description) == ({"format": "pt"}, Description())
+
+
+def test_files_of_torch(tmp_path):
+    torch.manual_seed(0)
+    keys = torch.randn(2, 3, 5, 8).to(torch.bfloat16)
+    odd = torch.randn(4, 6).T.to(torch.float8_e5m2)
+    path = tmp_path / "cache.pt"
+    torch.save({"cache": [(keys, keys * 2), (keys * 3, keys * 4)], "more": {"odd": odd, "theta": 1e4}}, path)
+    found = files.read(path)
+    assert found.metadata == {"more.theta": 1e4}
+    for layer, pair in enumerate(files.nested(found.arrays)):
+        for kv, array in enumerate(pair):
+            expected = (keys * (1 + 2 * layer + kv)).view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            assert_same(array, expected)
+    assert_same(found.arrays["more.odd"], odd.view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2))
+    torch.save(((keys, keys), (keys, keys)), path)
+    assert sorted(files.read(path).arrays) == ["cache.0.0", "cache.0.1", "cache.1.0", "cache.1.1"]
+    torch.save(keys, path)
+    assert list(files.read(path).arrays) == ["cache"]
+
+
+def test_files_of_torch_that_would_run_code_are_refused(tmp_path):
+    path = tmp_path / "cache.pt"
+    torch.save({"a": Mine()}, path)
+    with pytest.raises(FileError, match="without running code of its own"):
+        files.read(path)
+    torch.save({"a": torch.zeros(3).to_sparse()}, path)
+    with pytest.raises(FileError, match="none that numpy could have"):
+        files.read(path)
+    torch.save(torch.zeros(1000), path)
+    path.write_bytes(path.read_bytes()[:-900])
+    with pytest.raises(FileError, match=str(path)):
+        files.read(path)
+
+
+class Mine:
+    pass
+
+
+@pytest.mark.parametrize(("package", "extra"), [("safetensors", "files"), ("torch", "torch")])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, extra):
+    path = tmp_path / "x"
+    torch.save(torch.zeros(2), path) if extra == "torch" else files.write(
+        tmp_path / "x.safetensors", np.zeros(2)
+    )
+    path = path if extra == "torch" else tmp_path / "x.safetensors"
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        FileError, match=rf"needs the package {package}: pip install 'kvkit-kernels\[{extra}\]'"
+    ):
+        files.read(path)
+
+
+# Prompt caches of MLX
+
+
+def mlx_file(path, state, numbers, classes, owner=None):
+    """As `save_prompt_cache` writes it: trees flattened to names with dots between."""
+    texts = {}
+    for i, entry in enumerate(numbers):
+        texts |= (
+            {f"0.{i}": entry} if isinstance(entry, str) else {f"0.{i}.{j}": x for j, x in enumerate(entry)}
+        )
+    texts |= {f"1.{name}": text for name, text in (owner or {}).items()}
+    texts |= {f"2.{i}": name for i, name in enumerate(classes)}
+    safetensors.numpy.save_file(state, path, texts)
+
+
+def test_prompt_caches_of_mlx(tmp_path, rng):
+    path = tmp_path / "prompt.safetensors"
+    state = {f"{i}.{j}": filled(rng, (1, 3, 7, 8), np.dtype("f2")) for i in range(2) for j in range(2)}
+    mlx_file(path, state, ["", ""], ["KVCache"] * 2, {"model": "m"})
+    found = files.read(path)
+    assert found.kind == "prompt cache of MLX"
+    assert found.description == Description(
+        "l kv | b h n c", {"l": 2, "b": 1, "h": 3, "n": 7, "c": 8}, "float16",
+        rope_applied=True,
+    )  # fmt: skip
+    assert found.metadata == {"classes": ["KVCache"] * 2, "metadata": {"model": "m"}}
+    for name, array in state.items():
+        assert_same(found.arrays[f"cache.{name}"], array)
+
+
+def test_coded_prompt_caches_of_mlx(tmp_path, rng):
+    path, state = tmp_path / "prompt.safetensors", {}
+    for name in ("0.0", "0.1", "1.0", "1.1"):
+        state[f"{name}.0"] = filled(rng, (1, 3, 7, 8), np.dtype("u4"))
+        state[f"{name}.1"], state[f"{name}.2"] = (filled(rng, (1, 3, 7, 1), np.dtype("f2")) for _ in range(2))
+    mlx_file(path, state, [("7", "64", "4")] * 2, ["QuantizedKVCache"] * 2)
+    found = files.read(path)
+    assert found.description.sizes == {"l": 2, "b": 1, "h": 3, "n": 7}
+    assert found.description.format == "mlx_q4"
+    assert [found.metadata[name] for name in ("bits", "group", "head_dim")] == [4, 64, 64]
+    for name, array in state.items():
+        where, part = name[:-2], ("cache", "scales", "minima")[int(name[-1])]
+        assert_same(found.arrays[f"{part}.{where}"], array)
+    del state["1.1.2"]
+    mlx_file(path, state, [("7", "64", "4")] * 2, ["QuantizedKVCache"] * 2)
+    with pytest.raises(FileError, match=r"tensor 1\.1\.2 is missing"):
+        files.read(path)
+    mlx_file(path, state, [("7", "64", "x")] * 2, ["QuantizedKVCache"] * 2)
+    with pytest.raises(FileError, match="codes of several kinds, or none is said"):
+        files.read(path)
+
+
+def test_classes_of_mlx_that_are_not_known_keep_their_names(tmp_path):
+    state = {"0.0": np.zeros((1, 2, 3, 4), np.float32), "0.1": np.zeros((1, 2, 3, 4), np.float32)}
+    mlx_file(tmp_path / "x.safetensors", state, [("4", "8", "3", "3")], ["RotatingKVCache"])
+    found = files.read(tmp_path / "x.safetensors")
+    assert (set(found.arrays), found.description) == (set(state), Description())
+    assert found.notes == ("layers are of class RotatingKVCache: what their arrays mean is not known here",)
+
+
+# Wrong files
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "as no kind of file does that kvkit reads: give .npz"),
+        (b"hello world", "as no kind of file does"),
+        (b"GGUF\3\0\0\0" + bytes(99), "a GGUF file, a model's weights: what kvkit takes"),
+        (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j", "a pickle, as torch.save once wrote it: load it with torch"),
+        (b"PK\x03\x04" + bytes(100), "not a zip archive, or cut short"),
+        (b"\x93NUMPY\x01\x00\x05\x00hello", "not an array of numpy's"),
+        (
+            struct.pack("<Q", 96) + b'{"key":{"dtype":"F32"' + bytes(99),
+            "not a safetensors file, or cut short",
+        ),
+        (struct.pack("<Q", 2**31) + b"{", "not a safetensors file, or cut short"),
+    ],
+)
+def test_other_files_are_refused_in_a_line(tmp_path, data, what):
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(FileError, match=what) as caught:
+        files.read(tmp_path / "x")
+    assert str(caught.value).startswith(f"{tmp_path / 'x'}: ")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ([], "its description is no object"),
+        ({"colour": 1}, "its description has colour, which kvkit does not know: update kvkit"),
+        ({"layout": "x" * 9999}, "says that layout is 'xxx"),
+        ({"layout": "\x1b[31m"}, "says that layout is"),
+        ({"sizes": {"l": -1}}, "says that sizes is"),
+        ({"sizes": {"q": 1}}, "says that sizes is"),
+        ({"sizes": [1]}, "says that sizes is"),
+        ({"rope_base": float("nan")}, "says that rope_base is"),
+        ({"rope_applied": 1}, "says that rope_applied is 1"),
+        ({"rotation_blocks": [1]}, "says that rotation_blocks is"),
+        ({"lse_base": 2}, "says that lse_base is 2"),
+    ],
+    ids=str,
+)
+def test_descriptions_that_make_no_sense_are_refused(tmp_path, suffix, said, what):
+    path = tmp_path / f"x{suffix}"
+    files.write(path, np.zeros(3), metadata={"description": said})
+    with pytest.raises(FileError, match=what) as caught:
+        files.read(path)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2}'])
+def test_damaged_metadata_of_safetensors_is_refused(tmp_path, text):
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({"a": np.zeros(3)}, path, {tensors.METADATA: text})
+    with pytest.raises(FileError, match="its metadata kvkit"):
+        files.read(path)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_mutated_files_are_read_or_refused(tmp_path, rng, suffix, count):
+    path = tmp_path / f"x{suffix}"
+    files.write(
+        path, filled(rng, (4, 5, 6), np.dtype("f4")), Description("| b n c") if suffix != ".npy" else None
+    )
+    whole, read, errors = path.read_bytes(), 0, []
+    for _ in range(count):
+        data = bytearray(whole)
+        for _ in range(rng.integers(1, 4)):
+            at = int(rng.integers(min(len(data), 300)))
+            kind = rng.integers(4)
+            if kind == 0:
+                data[at] = rng.integers(256)
+            elif kind == 1:
+                del data[at : at + int(rng.integers(1, 20))]
+            elif kind == 2:
+                data[at:at] = rng.bytes(int(rng.integers(1, 20)))
+            else:
+                data[at : at + 1] = str(rng.choice([0, 9, 2**31, 2**63])).encode()
+        path.write_bytes(data)
+        try:
+            files.read(path)
+            read += 1
+        except FileError as error:
+            errors.append(str(error))
+    assert read
+    assert errors
+    assert all(map(str.isprintable, errors))
+
+
+def test_metadata_is_json(tmp_path):
+    files.write(tmp_path / "x.safetensors", np.zeros(3), SAID)
+    with open(tmp_path / "x.safetensors", "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        texts = json.loads(file.read(length))["__metadata__"]
+    assert json.loads(texts["kvkit"])["description"] == json.loads(json.dumps(SAID.to_dict()))

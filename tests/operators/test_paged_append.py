@@ -1,0 +1,144 @@
+"""`kvkit.paged_append` and `swap_blocks` over every engine's pools: every byte of their memory."""
+
+import numpy as np
+import paged_reference as oracle
+import pool_scenes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenes import DTYPES
+
+import kvkit
+from kvkit import KvkitError
+
+pytestmark = pytest.mark.cpu
+seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
+def any_bits(rng, shape, dtype):
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
+
+
+def scene(rng, engine, dtype="fp16", tokens=9, blocks=5, rows=4, heads=2, dim=16, value_dim=None):
+    """(pools full of any bits, packed keys and values, a slot each, some of none)."""
+    dtype, value_dim = DTYPES[dtype], value_dim or dim
+    pools = pool_scenes.made(engine, blocks, rows, heads, dim, value_dim, dtype)
+    for memory in pools.memory:
+        memory.view(np.uint8)[...] = rng.integers(0, 256, memory.view(np.uint8).shape)
+    new = [any_bits(rng, (tokens, heads, size), dtype) for size in (dim, value_dim)]
+    slots = rng.permutation(blocks * rows)[:tokens]
+    return pools, new, np.where(rng.random(tokens) < 0.2, -rng.integers(1, 9, tokens), slots)
+
+
+def bytes_of(pools):
+    return [memory.tobytes() for memory in pools.memory]
+
+
+def check(pools, new, slots, sides=(0, 1)):
+    """What the oracle writes by the views, and no byte else; then as it was."""
+    before = [memory.copy() for memory in pools.memory]
+    for side in sides:
+        oracle.paged_append(new[side], (pools.keys, pools.values)[side], slots)
+    expected = bytes_of(pools)
+    for memory, old in zip(pools.memory, before, strict=True):
+        memory[...] = old
+    given = [tokens if side in sides else None for side, tokens in enumerate(new)]
+    assert kvkit.paged_append(*given, *pools.given, slots, layout=pools.layout) == pools.given
+    assert bytes_of(pools) == expected
+
+
+@pytest.mark.parametrize("engine", pool_scenes.ENGINES)
+def test_engines(engine, rng):
+    pools, new, slots = scene(rng, engine)
+    check(pools, new, slots)
+    for side in (0, 1):
+        check(pools, new, slots, (side,))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.sampled_from(list(pool_scenes.ENGINES)), st.sampled_from(["fp32", "bf16", "int8"]))
+def test_random(rng, engine, dtype):
+    sizes = {"rows": int(rng.choice([1, 3, 16])), "heads": int(rng.integers(1, 4)), "blocks": 7}
+    dims = {"dim": int(rng.choice([1, 5, 16, 32])), "value_dim": int(rng.choice([1, 5, 16, 32]))}
+    check(*scene(rng, engine, dtype, int(rng.integers(0, 7)), **sizes, **dims))
+
+
+def test_attention_reads_what_was_appended(rng):
+    """Slots and pages are two names of one place."""
+    pools, new, _ = scene(rng, "FlashInfer HND", tokens=6)
+    key, value = (np.ones_like(x) * np.arange(6, dtype=x.dtype)[:, None, None] for x in new)
+    kvkit.paged_append(key, value, *pools.given, np.array([8, 9, 10, 11, 4, 5]), layout=pools.layout)
+    query = np.zeros((1, 2, 16), np.float16)
+    got = kvkit.paged_attention(query, *pools.given, [[2, 1]], [6], layout=pools.layout)
+    assert (got == 2.5).all()
+
+
+def test_refusals(rng):
+    """Nothing is written where a call is refused."""
+    pools, (key, value), slots = scene(rng, "flash-attn")
+    keys, values = pools.given
+    arguments = {"key": key, "value": value, "key_cache": keys, "value_cache": values, "slot_mapping": slots}
+    twice, behind = slots.copy(), slots.copy()
+    twice[:2], behind[-1] = 3, 20
+    before = bytes_of(pools)
+    for name, change in (
+        ("slot_mapping", {"slot_mapping": twice}),
+        ("slot_mapping[8]", {"slot_mapping": behind}),
+        ("slot_mapping", {"slot_mapping": slots[1:]}),
+        ("key", {"key": None, "value": None}),
+        ("key_cache", {"key_cache": None}),
+        ("value_cache", {"value_cache": None}),
+        ("value", {"value": value[:, :1]}),
+        ("value", {"value": value[1:]}),
+        ("key_cache", {"key": key[..., :8].copy()}),
+        ("key_cache", {"key": np.zeros(key.shape, np.float32)}),
+        ("key_cache", {"value_cache": keys}),
+        ("key_cache", {"key": keys.reshape(-1, 2, 16)[: len(slots)]}),
+        ("value_cache", {"value_cache": values[:-1]}),
+        ("layout", {"layout": "n h c"}),
+        ("key_scale", {"key_scale": 1.0}),
+    ):
+        with pytest.raises(KvkitError) as error:
+            kvkit.paged_append(**arguments | change)
+        assert str(error.value).startswith(f"{name}: expected "), (name, error.value)
+        assert bytes_of(pools) == before, name
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 5, 70_001), (6,)])
+def test_blocks_from_cache_to_cache(shape, rng):
+    """Of any strides, and larger than what is copied at once."""
+    source, target = any_bits(rng, shape, np.float32), any_bits(rng, (4, *shape[1:]), np.float32)
+    memory = np.repeat(target, 2, 0)
+    around, between = memory[::2], memory[1::2].tobytes()
+    pairs = np.array([[5, 0], [2, 3], [5, 1]])
+    target[pairs[:, 1]] = source[pairs[:, 0]]
+    assert kvkit.swap_blocks(source, around, pairs) is around
+    assert around.tobytes() == target.tobytes()
+    assert memory[1::2].tobytes() == between
+
+
+def test_blocks_within_a_cache(rng):
+    cache = any_bits(rng, (6, 3), np.int8)
+    expected = cache.copy()
+    expected[[0, 1]] = expected[[4, 4]]
+    assert kvkit.swap_blocks(cache, cache, [[4, 0], [4, 1]]).tobytes() == expected.tobytes()
+
+
+def test_refused_copies(rng):
+    source, target = any_bits(rng, (4, 3), np.int8), any_bits(rng, (4, 3), np.int8)
+    before = target.tobytes()
+    for name, change in (
+        ("pairs[1]", {"pairs": [[0, 0], [4, 1]]}),
+        ("pairs[0]", {"pairs": [[0, -1]]}),
+        ("pairs", {"pairs": [[0, 1], [2, 1]]}),
+        ("pairs", {"pairs": [[0, 1, 2]]}),
+        ("pairs", {"source": target, "pairs": [[0, 1], [1, 2]]}),
+        ("target", {"source": target[:3], "pairs": [[0, 3]]}),
+        ("target", {"source": source[:, :2]}),
+        ("target", {"source": source.astype(np.float32)}),
+    ):
+        with pytest.raises(KvkitError) as error:
+            kvkit.swap_blocks(**{"source": source, "target": target, "pairs": [[0, 0]]} | change)
+        assert str(error.value).startswith(f"{name}: expected "), (name, error.value)
+    assert target.tobytes() == before

@@ -1,0 +1,309 @@
+"""`kvkit.paged_attention` over every engine's pools, against plain loops in float64; unused rows are NaN."""
+
+import numpy as np
+import paged_reference as oracle
+import pool_scenes
+import pytest
+from attention_scenes import TOLERANCE, assert_near, normal
+from borders import BEGIN, END, at_border, needs_borders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenes import DTYPES
+
+import kvkit
+from kvkit import KvkitError
+
+pytestmark = pytest.mark.cpu
+seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+FLOATS = ("fp32", "fp16", "bf16")
+every_engine = pytest.mark.parametrize("engine", pool_scenes.ENGINES)
+LENGTHS, QUERIES = (9, 0, 1, 70, 5), (3, 1, 1, 6, 9)
+
+
+class Scene:
+    """A legal call, and what an oracle takes."""
+
+    def __init__(
+        self,
+        rng,
+        engine="flash-attn",
+        dtype="fp32",
+        lengths=LENGTHS,
+        queries=QUERIES,
+        kv_heads=2,
+        group=2,
+        dim=16,
+        value_dim=None,
+        rows=4,
+        query_dtype=None,
+        **more,
+    ):
+        dtype, query_dtype = DTYPES[dtype], DTYPES[query_dtype or dtype]
+        self.pages, blocks = pool_scenes.table_of(rng, lengths, rows)
+        self.pools = pool_scenes.made(engine, blocks, rows, kv_heads, dim, value_dim or dim, dtype)
+        for own, length in zip(self.pages, lengths, strict=True):
+            for view in (self.pools.keys, self.pools.values):
+                for j in range(length):
+                    view[own[j // rows], j % rows] = normal(rng, view.shape[2:], dtype)
+        self.lengths, self.starts = np.array(lengths), np.cumsum([0, *queries])
+        self.query = normal(rng, (self.starts[-1], kv_heads * group, dim), query_dtype)
+        self.table, self.heads, self.more = pool_scenes.as_table(rng, self.pages, blocks), kv_heads, more
+
+    @property
+    def arguments(self):
+        return {
+            "query": self.query,
+            "key_cache": self.pools.given[0],
+            "value_cache": self.pools.given[1],
+            "block_tables": self.table,
+            "context_lens": self.lengths,
+            "query_starts": self.starts,
+            "layout": self.pools.layout,
+            **self.more,
+        }
+
+    def run(self, **more):
+        return kvkit.paged_attention(**self.arguments | more)
+
+    def expected(self):
+        batch, more = len(self.lengths), dict(self.more)
+
+        def of_all(values, heads):
+            return np.broadcast_to(np.asarray(1.0 if values is None else values, float), (batch, heads))
+
+        slopes = more.pop("alibi_slopes", None)
+        return oracle.paged_attention(
+            self.query, self.pools.keys, self.pools.values, self.pages, self.lengths, self.starts,
+            more.pop("attn_mask", None), causal=more.pop("is_causal", True),
+            key_scale=of_all(more.pop("key_scale", None), self.heads),
+            value_scale=of_all(more.pop("value_scale", None), self.heads),
+            alibi_slopes=None if slopes is None else of_all(slopes, self.query.shape[1]), **more,
+        )  # fmt: skip
+
+    def check(self):
+        """Within the tolerance; nothing that is given changes."""
+        before = [memory.tobytes() for memory in self.pools.memory]
+        got, lse = self.run(return_lse=True)
+        output, sums = self.expected()
+        assert got.dtype == self.query.dtype
+        assert_near(got, output, TOLERANCE[str(got.dtype)])
+        assert_near(lse, sums, 2e-5 * max(1, abs(self.more.get("softmax_scale", 1))), "lse")
+        assert self.run().tobytes() == got.tobytes()
+        assert [memory.tobytes() for memory in self.pools.memory] == before
+        return got
+
+
+def mask_of(rng, scene, dtype, heads=None):
+    tokens, longest = len(scene.query), int(scene.lengths.max(initial=0)) + 3
+    shape = (tokens, longest) if heads is None else (heads, tokens, longest)
+    if dtype is bool:
+        return rng.random(shape) < 0.7
+    mask = rng.standard_normal(shape).astype(dtype)
+    mask[rng.random(shape) < 0.2] = -np.inf
+    return mask
+
+
+@every_engine
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_engines(engine, dtype, rng):
+    Scene(rng, engine, dtype).check()
+
+
+@every_engine
+def test_a_query_a_sequence(engine, rng):
+    """A step of decoding over long contexts, in parts; the same bits whatever lies between the rows."""
+    lengths = (3, 700, 0, 1030)
+    scene = Scene(rng, engine, "fp16", lengths, (1,) * 4, dim=64, rows=16)
+    assert scene.check().tobytes() == scene.run(query_starts=None).tobytes()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dim": 48, "value_dim": 32}, {"dim": 8, "value_dim": 24}, {"dim": 7, "value_dim": 3}], ids=str
+)
+@pytest.mark.parametrize(
+    "engine", ["flash-attn", "FlashInfer HND", "vLLM LBNHC halves", "shared pages", "content apart"]
+)
+def test_values_of_another_size(engine, sizes, rng):
+    Scene(rng, engine, "fp16", **sizes).check()
+
+
+def test_a_latent_row(rng):
+    """MLA: 128 query heads on one key head, whose first elements are the value."""
+    lengths, rows = (40, 3), 8
+    scene = Scene(rng, "flash-attn", "bf16", lengths, (1, 2), 1, 128, 72, rows=rows)
+    pool = scene.pools.keys
+    scene.pools.values = pool[..., :64]
+    scene.pools.given, scene.pools.layout = (pool[:, :, 0], pool[:, :, 0, :64]), "b n c"
+    scene.check()
+
+
+def test_pages_of_one_token(rng):
+    scene = Scene(rng, rows=1)
+    scene.pools.given, scene.pools.layout = [pool[:, 0] for pool in scene.pools.given], "b h c"
+    scene.check()
+
+
+def test_lists_of_pages(rng):
+    """A table, or indptr and indices, of either type of integer; more pages than a context needs."""
+    scene = Scene(rng)
+    expected = scene.run()
+    starts, ids = pool_scenes.as_lists([[*own, 10**6] for own in scene.pages])
+    for integer in (np.int64, np.int32):
+        assert (
+            scene.run(block_tables=(starts.astype(integer), ids.astype(integer))).tobytes()
+            == expected.tobytes()
+        )
+    assert scene.run(block_tables=(starts.tolist(), ids.tolist())).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("pair", [("fp16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16")], ids="-".join)
+@pytest.mark.parametrize("queries", [(1, 1), (20, 7)], ids=["decode", "prefill"])
+def test_queries_of_another_type(pair, queries, rng):
+    """The result has theirs; keys and values are read as they are, of a type each."""
+    scene = Scene(rng, "flash-attn", pair[1], (50, 30), queries, query_dtype=pair[0])
+    scene.check()
+    values = scene.pools.given[1].astype(DTYPES[pair[0]])
+    scene.pools.given, scene.pools.values = (scene.pools.given[0], values), values
+    scene.check()
+
+
+EXTRAS = {
+    "not causal": {"is_causal": False},
+    "scale": {"softmax_scale": -0.3},
+    "left": {"window": (3, -1)},
+    "both sides": {"window": (5, 2), "is_causal": False},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": np.linspace(-2, 4, 4, dtype=np.float32)},
+    "slopes": {"alibi_slopes": np.array([0.5, 0.1, 0, -0.2], np.float32)},
+    "slopes to both sides": {"alibi_slopes": np.ones((5, 4), np.float16) / 3, "is_causal": False},
+    "scales": {"key_scale": 1.5, "value_scale": np.array([0.25, 3], np.float32)},
+    "scales of sequences": {"key_scale": np.linspace(0.5, 2, 10, dtype=np.float32).reshape(5, 2)},
+    "all": {
+        "window": (20, -1), "softcap": 2.0, "sinks": np.ones(4, np.float32), "softmax_scale": 0.5,
+        "alibi_slopes": np.array([0.5, 0.1, 0, -0.2], np.float32), "key_scale": 0.7, "value_scale": 2.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("engine", ["flash-attn", "vLLM LBNHC"])
+def test_extras(engine, extra, rng):
+    Scene(rng, engine, **EXTRAS[extra]).check()
+
+
+@pytest.mark.parametrize("dtype", [bool, np.float32, np.float16], ids=["bool", "float32", "float16"])
+@pytest.mark.parametrize("heads", [None, 1, 4])
+def test_masks(dtype, heads, rng):
+    """Columns are positions of a token's own sequence; float32 with any type of queries."""
+    scene = Scene(rng, "FlashInfer", "fp16")
+    scene.more["attn_mask"] = mask_of(rng, scene, dtype, heads)
+    scene.check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.sampled_from(list(pool_scenes.ENGINES)), st.sampled_from(FLOATS))
+def test_random(rng, engine, dtype):
+    batch = int(rng.integers(0, 5))
+    lengths, queries = rng.choice([0, 1, 3, 17, 90], batch), rng.choice([0, 1, 1, 2, 7, 40], batch)
+    extras = [name for name in EXTRAS if rng.random() < 0.15 and name not in ("all", "sinks")]
+    more = {key: value for name in extras for key, value in EXTRAS[name].items()}
+    group = int(rng.choice([1, 2, 5, 16]))
+    for name in ("alibi_slopes", "key_scale", "value_scale"):
+        if name in more:
+            heads = 2 * group if name == "alibi_slopes" else 2
+            more[name] = rng.uniform(0, 2, (batch, heads) if rng.random() < 0.5 else heads).astype(np.float32)
+    dim, value_dim = (int(rng.choice([1, 3, 16, 40, 64])) for _ in range(2))
+    scene = Scene(
+        rng, engine, dtype, lengths, queries, 2, group, dim, value_dim, int(rng.choice([1, 2, 7, 16])), **more
+    )  # fmt: skip
+    if rng.random() < 0.3:
+        scene.more["attn_mask"] = mask_of(rng, scene, rng.choice([bool, np.float32]))
+    scene.check()
+
+
+@needs_borders
+@pytest.mark.parametrize("where", [BEGIN, END])
+@pytest.mark.parametrize("engine", ["FlashInfer HND", "vLLM LBNHC"])
+def test_nothing_outside_is_touched(engine, where, rng):
+    scene = Scene(rng, engine, "fp16", dim=32)
+    expected = scene.run(return_lse=True)
+    pool = at_border(scene.pools.memory[0], where)
+    more = {
+        name: at_border(scene.arguments[name], where) for name in ("query", "block_tables", "context_lens")
+    }
+    out = tuple(at_border(np.full_like(array, 7), where) for array in expected)
+    results = scene.run(key_cache=pool, value_cache=None, return_lse=True, out=out, **more)
+    for got, right in zip(results, expected, strict=True):
+        assert got.tobytes() == right.tobytes()
+
+
+def test_torch_says_the_same(rng):
+    torch = pytest.importorskip("torch")
+    scene = Scene(rng, "vLLM LBNHC", "fp16", (40, 75), (1, 12), 2, 4, 64)
+    got = scene.run(**{
+        name: torch.from_numpy(scene.arguments[name]) for name in ("query", "key_cache", "value_cache")
+    })  # fmt: skip
+    assert isinstance(got, torch.Tensor)
+    for b, length in enumerate(scene.lengths):
+        key, value = (
+            torch.from_numpy(pool[scene.pages[b]].reshape(-1, *pool.shape[2:])[:length].astype(np.float64))
+            for pool in (scene.pools.keys, scene.pools.values)
+        )
+        tokens = slice(scene.starts[b], scene.starts[b + 1])
+        query = torch.from_numpy(scene.query[tokens].astype(np.float64))
+        rows, columns = torch.arange(len(query))[:, None], torch.arange(length)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)),
+            attn_mask=columns <= length - len(query) + rows, enable_gqa=True,
+        )  # fmt: skip
+        assert_near(got[tokens].numpy(), expected[0].transpose(0, 1).numpy(), 2e-3)
+
+
+def bad(scene):
+    """What else than the table of operators says no call may have: (argument named, its value)."""
+    table, pool = scene.table, scene.pools.given[0]
+    blocks = len(pool)
+    for value in (-1, blocks, 2**62):
+        wrong = table.copy()
+        wrong[3, 1] = value
+        yield "block_tables[3, 1]", {"block_tables": wrong}
+    starts, ids = pool_scenes.as_lists(scene.pages)
+    wrong = ids.copy()
+    wrong[starts[3] + 1] = blocks
+    yield f"block_tables[1][{starts[3] + 1}]", {"block_tables": (starts, wrong)}
+    yield "block_tables", {"block_tables": (starts[::-1].copy(), ids)}
+    yield "block_tables", {"block_tables": (starts, ids[:-1])}
+    yield "block_tables", {"block_tables": (starts, ids, ids)}
+    yield "block_tables", {"block_tables": table[:, :2]}
+    yield "block_tables", {"context_lens": scene.lengths + 100}
+    yield "context_lens", {"context_lens": scene.lengths - 1}
+    yield "query_starts", {"query_starts": scene.starts[[0, 2, 1, 3, 4, 5]]}
+    yield "query_starts", {"query_starts": scene.starts + 1}
+    yield "query", {"query_starts": None}
+    yield "query", {"query": scene.query[..., :3, :]}
+    yield "key_cache", {"query": scene.query[..., :8]}
+    for layout in ("NHD", "b n h", "b n n c", "b n h c d", 3, None, ["b", "n", "h", "c"]):
+        yield "layout", {"layout": layout}
+    yield "key_cache", {"layout": "b kv n h c", "key_cache": pool[:, None], "value_cache": None}
+    both = np.stack([pool, pool], 1)
+    yield "value_cache", {"layout": "b kv n h c", "key_cache": both, "value_cache": both.copy()}
+    yield "value_cache", {"value_cache": None}
+    yield "value_cache", {"value_cache": scene.pools.given[1][:-1]}
+    yield "value_cache", {"layout": "b h n c"} | {"value_cache": scene.pools.given[1].swapaxes(1, 2)}
+    yield "key_cache", {"key_cache": np.ones(pool.shape, np.int8)}
+    for name in ("key_scale", "value_scale"):
+        for value in ("1", np.nan, [1.0, 1.0], np.ones(3, np.float32), np.ones((4, 2), np.float32)):
+            yield name, {name: value}
+    for value in (np.ones(3, np.float32), np.ones((2, 4), np.float32), np.ones(4), 0.5):
+        yield "alibi_slopes", {"alibi_slopes": value}
+    yield "attn_mask", {"attn_mask": np.zeros((len(scene.query), int(scene.lengths.max()) - 1), bool)}
+
+
+def test_refusals(rng):
+    scene = Scene(rng)
+    out = np.full((len(scene.query), 4, 16), 7, np.float32)
+    for name, change in bad(scene):
+        with pytest.raises(KvkitError) as error:
+            scene.run(out=out, **change)
+        assert str(error.value).startswith(f"{name}: expected "), (change, error.value)
+    assert (out == 7).all()

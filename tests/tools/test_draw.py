@@ -1,0 +1,81 @@
+"""Drawings of layouts and of rows: every element has its place, as an array of numpy's has it."""
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from kvkit.errors import KvkitError
+from kvkit.layouts import NAMED, convert, parse, tables
+from kvkit.tools import draw
+from kvkit.tools.boxes import boxes, drawn_sizes, strides
+
+MOVED = [name for name, named in NAMED.items() if not named.layout.joined and "kv" in named.layout.names]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_layout_is_drawn(name):
+    line = parse(name)
+    sizes = drawn_sizes(line, None)
+    for side in (0, 1):
+        rows = strides(line, side, sizes)
+        found = boxes(line, side, sizes)
+        half = 2 if line.value_axes != line.axes and "kv" not in line.lists else 1
+        assert sum(box.last - box.first + 1 for box in found) * half == math.prod(size for _, size, _ in rows)
+    picture = ElementTree.fromstring(draw.layout(name, kind="svg"))
+    assert picture.tag.endswith("svg")
+    assert str(line) in draw.layout(name)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_boxes_lie_where_conversion_puts_elements(name):
+    """Numbers in a plain cache, moved to a layout, are read off in the order of its memory."""
+    line = parse(name)
+    sizes = drawn_sizes(line, None)
+    shape = tuple(sizes[axis] if axis in line.names else 1 for axis in "lbnhc")
+    plain = np.arange(2 * math.prod(shape), dtype=np.int16).reshape(2, *shape)  # [kv, l, b, n, h, c]
+    moved = convert(
+        plain, "| kv l b n h c", line, to_sizes={axis: sizes[axis] for axis in "bn" if axis in line.names}
+    )
+    sides = (0, 1) if line.value_axes != line.axes and "kv" in line.lists else (0,)
+    for side in sides:
+        array, where = moved, {}
+        for axis in line.lists:
+            array, where = array[side if axis == "kv" else 0], where | {axis: side if axis == "kv" else 0}
+        read = []
+        for box in boxes(line, side, sizes):
+            at = {"l": 0, "b": 0, "n": 0, "h": 0, "c": 0} | where | dict(box.at)
+            for i in range(box.first, box.last + 1):
+                at[box.along] = i
+                read.append(plain["KV".index(box.kind), *(at[axis] for axis in "lbnhc")])
+        if line.value_axes == line.axes or "kv" in line.lists:
+            assert np.asarray(array).ravel().tolist() == read
+
+
+def test_rows_of_every_sequence():
+    pages = tables.from_blocks([[2, 0], [2, 1]], [6, 7], 4)
+    filled = np.zeros(16, bool)
+    filled[[7, 13]] = True
+    text = draw.cells(pages, 16, filled=filled)
+    assert text.splitlines()[:4] == ["0  aa..", "1  bbb~", "2  ####", "3  .~.."]
+    picture = ElementTree.fromstring(draw.cells(pages, 16, filled=filled, kind="svg"))
+    classes = [rect.get("class") for rect in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    assert {name: classes.count(name) for name in ("s0", "s1", "shared", "stale", "free")} == {
+        "s0": 2, "s1": 3, "shared": 4, "stale": 2, "free": 5,
+    }  # fmt: skip
+    assert draw.cells(tables.from_slots([[40, 3]], [2])).splitlines()[1] == "1  ........a"
+
+
+def test_what_cannot_be_drawn_is_refused():
+    pages = tables.from_blocks([[1]], [4], 4)
+    for call, what in (
+        (lambda: draw.cells(pages, 7), "num_rows: expected 8 to"),
+        (lambda: draw.cells(pages, 8, filled=[True]), "filled: expected a boolean for each of 8 rows"),
+        (lambda: draw.cells(pages, kind="png"), "kind: expected 'text' or 'svg'"),
+        (lambda: draw.layout("hf", sizes={"n": 0}), "sizes: expected positive integers"),
+        (lambda: draw.layout("hf", sizes={"n": 10**6}), "sizes: expected arrays of at most"),
+        (lambda: draw.layout("ascend-nz", sizes={"c": 9}), "a size of c that 16 divides"),
+    ):
+        with pytest.raises(KvkitError, match=what):
+            call()
