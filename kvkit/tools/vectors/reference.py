@@ -241,7 +241,7 @@ def paged_attention(inputs, attributes):
             pages = inputs["block_tables"][b, : -(-length // cache.shape[1])]
             context.append(cache[pages].reshape(-1, *cache.shape[2:])[:length])
         query, causal = inputs["query"][starts[b] : starts[b + 1]], attributes.get("is_causal", True)
-        one = attend(query, *context, attributes, None, inputs.get("sinks"), causal)
+        one = attend(query, context[0], context[1], attributes, None, inputs.get("sinks"), causal)
         outputs.append(one[0])
         sums.append(one[1])
     return np.concatenate(outputs), np.concatenate(sums)

@@ -366,7 +366,7 @@ def ascend(rng):
 
 def pool_attention(rng, dtype="fp16", layout="b n h c", news=None, **more):
     """Attention over pools of pages, of one query a sequence or of several."""
-    name, inputs, attributes, _ = paged_attention(rng, dtype, **more)
+    _, inputs, attributes, _ = paged_attention(rng, dtype, **more)
     sinks = inputs.pop("sinks", None)
     if news is not None:
         inputs["query"] = plain(rng, (sum(news), *inputs["query"].shape[1:]), FLOATS[dtype])
