@@ -25,9 +25,9 @@ PATH = click.Path(path_type=Path, readable=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def diff(ctx, a, b, as_json, **options):
-    """Say where B differs from A, and which usual cause explains how much of it.
+    """Say where two caches or outputs differ, and why.
 
-    A holds what is expected, B what came: arrays of equal names, or caches in layouts of their own. Without
+    A holds what is expected, B what came, and each usual cause says how much it explains: arrays of equal names, or caches in layouts of their own. Without
     tolerances bits are compared.
 
     The exit code is 0 if nothing differs, 1 if something does, 2 for a wrong command or file.

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvkit import files
 from kvkit.checks.words import describe, wrong
 from kvkit.errors import KvkitError
-from kvkit.files import npz
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts
@@ -27,7 +27,7 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
     Parameters
     ----------
     source : path or dict of arrays
-        A file (.npz) or arrays by name:
+        A file of any kind that kvkit reads, or arrays by name:
 
         - ``block_tables`` int [B, M] with ``context_lens`` int [B]; or ``kv_indptr``, ``kv_indices`` and
           ``kv_last_page_len``; or PMX's ``cachestarts`` [B, M] (first rows) with ``kvstarts``;
@@ -83,9 +83,11 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
 
 
 def arrays_of(source: Source) -> dict[str, Any]:
-    """The arrays of a file, or those that are given."""
+    """The arrays of a file, with the layout that it says they lie in; or those that are given."""
     if isinstance(source, (str, os.PathLike)):
-        return npz.read(source).arrays
+        contents = files.read(source)
+        layout = contents.description.layout
+        return contents.arrays | ({} if layout is None else {"layout": layout})
     if not isinstance(source, Mapping):
         raise wrong("source", "a path or a dict of arrays", describe(source))
     return dict(source)

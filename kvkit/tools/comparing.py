@@ -220,7 +220,9 @@ def named_arrays(source, layout, sizes):
     source = taken(source)
     if isinstance(source, np.ndarray):
         source = {"array": source}
-    arrays = {name: np.asarray(taken(array, name)) for name, array in arrays_of(source).items()}
+    given = arrays_of(source)
+    layout = given.pop("layout", None) if layout is None else layout
+    arrays = {name: np.asarray(taken(array, name)) for name, array in given.items()}
     if layout is None:
         return {name: array for name, array in arrays.items() if array.dtype.kind not in "SUO"}
     whole = nested(arrays)

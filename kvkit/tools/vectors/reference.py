@@ -206,6 +206,7 @@ def reshape_and_cache(inputs, attributes):
     for name in ("key", "value"):
         if inputs.get(name) is not None:
             cache = inputs[f"{name}_cache"]
+            cache = cache if attributes.get("layout", "b n h c") == "b n h c" else cache.swapaxes(1, 2)
             size = cache.shape[1]
             for token, slot in enumerate(inputs["slot_mapping"].tolist()):
                 if slot >= 0:
@@ -228,19 +229,22 @@ def paged_cache_load(inputs, attributes):
 
 
 def paged_attention(inputs, attributes):
-    """One query a sequence over its pages."""
+    """The queries of each sequence, one if nobody says how many, over its pages."""
     outputs, sums = [], []
+    starts = inputs.get("query_starts")
+    starts = np.arange(len(inputs["query"]) + 1) if starts is None else starts
+    tokens_first = attributes.get("layout", "b n h c") == "b n h c"
     for b, length in enumerate(inputs["context_lens"].tolist()):
-        size = inputs["key_cache"].shape[1]
-        pages = inputs["block_tables"][b, : -(-length // size)]
-        key, value = (
-            inputs[name][pages].reshape(-1, *inputs[name].shape[2:])[:length]
-            for name in ("key_cache", "value_cache")
-        )
-        one = attend(inputs["query"][b : b + 1], key, value, attributes, None, inputs.get("sinks"), False)
-        outputs.append(one[0][0])
-        sums.append(one[1][0])
-    return np.stack(outputs), np.stack(sums)
+        context = []
+        for name in ("key_cache", "value_cache"):
+            cache = inputs[name] if tokens_first else inputs[name].swapaxes(1, 2)
+            pages = inputs["block_tables"][b, : -(-length // cache.shape[1])]
+            context.append(cache[pages].reshape(-1, *cache.shape[2:])[:length])
+        query, causal = inputs["query"][starts[b] : starts[b + 1]], attributes.get("is_causal", True)
+        one = attend(query, context[0], context[1], attributes, None, inputs.get("sinks"), causal)
+        outputs.append(one[0])
+        sums.append(one[1])
+    return np.concatenate(outputs), np.concatenate(sums)
 
 
 OPERATORS = {
@@ -254,4 +258,6 @@ OPERATORS = {
     "ascend.reshape_and_cache": reshape_and_cache,
     "ascend.paged_cache_load": paged_cache_load,
     "ascend.paged_attention": paged_attention,
+    "paged_attention": paged_attention,
+    "paged_append": reshape_and_cache,
 }

@@ -364,8 +364,38 @@ def ascend(rng):
     yield "slot-outside-refused", outside
 
 
+def pool_attention(rng, dtype="fp16", layout="b n h c", news=None, **more):
+    """Attention over pools of pages, of one query a sequence or of several."""
+    _, inputs, attributes, _ = paged_attention(rng, dtype, **more)
+    sinks = inputs.pop("sinks", None)
+    if news is not None:
+        inputs["query"] = plain(rng, (sum(news), *inputs["query"].shape[1:]), FLOATS[dtype])
+    if layout != "b n h c":
+        pools = ("key_cache", "value_cache")
+        inputs |= {name: np.ascontiguousarray(inputs[name].swapaxes(1, 2)) for name in pools}
+    inputs["query_starts"] = None if news is None else np.cumsum([0, *news])
+    inputs |= {} if sinks is None else {"sinks": sinks}
+    return "paged_attention", inputs, attributes | {"layout": layout}, None
+
+
+def pool_append(rng, dtype="fp16", layout="b n h c"):
+    """Slots in any order of a pool in another order."""
+    _, inputs, _, _ = reshape_and_cache(rng, dtype)
+    if layout != "b n h c":
+        pools = ("key_cache", "value_cache")
+        inputs |= {name: np.ascontiguousarray(inputs[name].swapaxes(1, 2)) for name in pools}
+    return "paged_append", inputs, {"layout": layout}, None
+
+
 def paged(rng):
-    """(name, call) of the suite `paged`: attention over pages."""
-    for name, more in OVER_PAGES.items():
-        for dtype in FLOATS:
-            yield f"{name}-{dtype}", paged_attention(rng, dtype, **more)
+    """(name, call) of the suite `paged`: pools of pages, as engines have them."""
+    for dtype in FLOATS:
+        for name, more in OVER_PAGES.items():
+            yield f"{name}-{dtype}", pool_attention(rng, dtype, **more)
+        for layout in ("b n h c", "b h n c"):
+            order = layout.replace(" ", "")
+            yield f"append-{order}-{dtype}", pool_append(rng, dtype, layout)
+            yield f"several-queries-{order}-{dtype}", pool_attention(rng, dtype, layout, (3, 1, 0, 9))
+    outside = pool_append(rng)
+    outside[1]["slot_mapping"][0] = 2**20
+    yield "slot-outside-refused", outside
