@@ -48,6 +48,7 @@ LATE = {
     "kvkit_cuda.ground.needs": {"numba", "numba.cuda.cudadrv", "cuda.core"},  # known to be there by then
     "kvkit.tools.comparing": {"matplotlib.figure"},  # optional
     "kvkit.tools.vectors.exporting": {"onnx"},  # optional
+    "kvkit.tools.studies.plots": {"matplotlib", "matplotlib.figure"},  # optional
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
     "cli.bench_caches": {"torch", "transformers"},  # optional
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
+from kvkit.tools.studies.words import cells, headings, worded
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.studying import Study
@@ -68,15 +69,11 @@ def written(study: Study, folder: Path) -> list[Path]:
 
 
 def table(study: Study) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    from kvkit.tools.studies.studying import cells, headings
-
     asked = any(one.kl is not None for one in study.summary)
     return headings(asked), [cells(one, asked) for one in study.summary]
 
 
 def markdown(study: Study) -> str:
-    from kvkit.tools.studies.studying import worded
-
     heads, rows = table(study)
     lines = [
         f"# {study.source}",
@@ -95,8 +92,6 @@ def markdown(study: Study) -> str:
 
 def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
     """HTML that needs no other file and no network."""
-    from kvkit.tools.studies.studying import worded
-
     heads, rows = table(study)
     said = html.escape
     head = "".join(f"<th><button>{said(name)}</button></th>" for name in heads)

@@ -13,12 +13,12 @@ import numpy as np
 
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
-from kvkit.tools.studies import measures, sources
+from kvkit.tools.studies import measures, report, sources
 from kvkit.tools.studies.schemes import listed
+from kvkit.tools.studies.words import WORST, cells, headings, worded
 from kvkit.tools.text import columns
 
 MOST = 60  # schemes in a text
-WORST = 3
 Row = dict[str, Any]
 
 
@@ -115,8 +115,6 @@ class Study:
 
         Plots want matplotlib, the extra ``plot``.
         """
-        from kvkit.tools.studies import report
-
         return report.written(self, Path(folder))
 
     def __str__(self) -> str:
@@ -131,37 +129,6 @@ class Study:
         parts.append(self.budget())
         parts.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(filter(None, parts))
-
-
-def headings(asked: bool) -> tuple[str, ...]:
-    heads = "scheme", "bits", "bytes a token", "keys", "values", "worst head", "at an end"
-    return heads + (("KL", "top changed", "output") if asked else ())
-
-
-def cells(one: Summary, asked: bool) -> tuple[str, ...]:
-    found = (
-        one.scheme,
-        f"{one.bits:.2f}",
-        f"{one.bytes_per_token:,.0f}",
-        f"{one.key_error:.4f}",
-        f"{one.value_error:.4f}",
-        f"{one.worst_error:.4f}",
-        share(one.saturated),
-    )
-    if not asked:
-        return found
-    return (*found, f"{one.kl:.2e}", share(one.top_changed), f"{one.output_error:.4f}")
-
-
-def share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.2f} %"
-
-
-def worded(row: Row) -> str:
-    """A head, and by what it is bad."""
-    if "kl" in row:
-        return f"{row['layer']} head {row['head']} (KL {row['kl']:.2e}, output {row['output_error']:.3f})"
-    return f"{row['layer']} head {row['head']} {row['side']} ({row['relative_rms']:.3f})"
 
 
 def study(
