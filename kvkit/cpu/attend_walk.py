@@ -157,7 +157,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
         put(soon + i, keys)
     first_key, beside = keys + head * task.key_head, task.values - task.keys
     find_rows(task, b, low, min(low + most, high), here)
-    for begin in range(low, high, most):
+    begin = low
+    while begin < high:
         count = min(most, high - begin)
         ahead = min(most, high - begin - count)
         if ahead > 0:
@@ -213,6 +214,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                         soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor,
                     )  # fmt: skip
         here, there = there, here
+        begin += most
 
 
 @helper

@@ -115,8 +115,7 @@ def groups(name, array, fmt):
 def plain_pieces(tokens, capacity, slot_mapping):
     """The pieces of a slot for each token."""
     slots = index("slot_mapping", slot_mapping, length=tokens)
-    pieces = np.empty((tokens, len(checks.slots.FIELDS)), np.int64)
-    rule, one, two, three = checks.slots.compiled(checks.slots.plain)(slots, capacity, pieces)
+    (rule, one, two, three), pieces = checks.slots.plain(slots, capacity)
     if rule:
         raise broken_rule(rule, one, two, three, capacity)
     return pieces[:one]
@@ -139,9 +138,8 @@ def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
         offsets = index("offset_index", windows["offset_index"], length=runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
-    pieces = np.empty((3 * runs, len(checks.slots.FIELDS)), np.int64)
-    rule, one, two, three = checks.slots.compiled(checks.slots.compressed)(
-        mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity, pieces
+    (rule, one, two, three), pieces = checks.slots.compressed(
+        mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity
     )
     if rule:
         raise broken_rule(rule, one, two, three, capacity)
