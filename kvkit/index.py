@@ -57,9 +57,9 @@ def share(total, number, shares):
 
 
 @shared
-def sequence_of(starts, token):
+def sequence_among(starts, sequences, token):
     """The sequence of a packed token: the last one that begins at or before it."""
-    low, high = 0, starts.shape[0] - 1
+    low, high = 0, sequences
     while high - low > 1:
         middle = (low + high) // 2
         if starts[middle] <= token:
@@ -67,6 +67,12 @@ def sequence_of(starts, token):
         else:
             high = middle
     return low
+
+
+@shared
+def sequence_of(starts, token):
+    """The same, where `starts` is an array."""
+    return sequence_among(starts, starts.shape[0] - 1, token)
 
 
 @shared

@@ -6,7 +6,9 @@ imports, directly or not, in a folder for this numba, llvmlite, Python and CPU: 
 from, an upgrade or another machine leads to new code.
 """
 
+import ctypes
 import functools
+import gc
 import hashlib
 import pickle
 import re
@@ -14,17 +16,24 @@ import sys
 import types
 import uuid
 
-import llvmlite.binding
+import llvmlite
+import llvmlite.binding as llvm
 import numba
 import numpy as np
-from numba.core import ccallback, compiler, serialize
-from numba.core.caching import _Cache
-from numba.core.registry import cpu_target
+from numba.core import ccallback, compiler
+from numba.core.codegen import JITCodeLibrary
+from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.runtime import rtsys
+from numba.core.typing.ctypes_utils import to_ctypes
 
 from kvkit import kept, sources, turns, waiting
 
+DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
+pointer_at = ctypes.c_void_p.from_address
+INDEX = numba.types.CPointer(numba.types.int64)  # where int64 lie
 KEPT: list = []  # callbacks: kernels know only their addresses, so their code must outlive every variable
 STATE = 8  # letters of the digest of its sources in the name of a file
+KNOWN = "0.68."  # versions of Numba whose insides `Part` fits
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 
@@ -35,7 +44,10 @@ def shared(function):
 
 def helper(function):
     """A function that only CPU kernels call; its code becomes part of theirs."""
-    return numba.njit(**OPTIONS)(own_name(function))
+    named, options = own_name(function), OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    if numba.__version__.startswith(KNOWN):
+        return Part(named, targetoptions=options | {"nopython": True}, pipeline_class=PartCompiler)
+    return numba.njit(**options)(named)
 
 
 def own_name(function):
@@ -55,72 +67,178 @@ def own_name(function):
     return named
 
 
-def kernel(function, signature, key=(), parallel=False):
-    """Compile `function` for `signature` (or load it) into something Python calls.
+def callback(function, signature, key=(), parallel=False):
+    """Compile `function` (or load it) into machine code that kernels call by its address.
 
     `key` names what the function closes over: with the signature it tells its variants apart.
     """
     turns.begin()
-    folder = Folder(function, key)
-    dispatcher = numba.njit(parallel=parallel, nogil=True, **OPTIONS)(own_name(function))
-    dispatcher._cache = folder
-    dispatcher.compile(signature)
-    dispatcher.disable_compile()
-    return dispatcher
-
-
-def callback(function, signature, key=()):
-    """Compile `function` (or load it) into machine code that kernels call by its address."""
-    turns.begin()
-    folder, signature = Folder(function, key), numba.core.sigutils.normalize_signature(signature)
-    code = ccallback.CFunc(own_name(function), signature, {}, dict(OPTIONS))
-    code._cache = folder  # type: ignore[attr-defined]
-    code.compile()
+    options = OPTIONS | {"parallel": True} if parallel else OPTIONS
+    if parallel:
+        numba.get_num_threads()  # starts them: the code calls their functions by name
+    signature = numba.core.sigutils.normalize_signature(signature)
+    file = kept_file(function, signature, (key, parallel))
+    code = loaded(file, signature)
+    if code is None:
+        waiting.tell(full_name(function), llvm.get_host_cpu_name())
+        code = compiled(own_name(function), signature, options)
+        save(file, function.__module__, code)
     KEPT.append(code)
     return code
 
 
-class Folder(_Cache):
-    """Numba's cache protocol over one file per compiled variant; a missing or odd file is just a miss."""
+def compiled(function, signature, options):
+    """The code of a function; garbage, which Numba makes little of, is not looked for meanwhile."""
+    pipeline = WholeCompiler if numba.__version__.startswith(KNOWN) else compiler.Compiler
+    whole, collects = ccallback.CFunc(function, signature, {}, dict(options), pipeline), gc.isenabled()
+    gc.disable()
+    try:
+        whole.compile()
+    finally:
+        if collects:
+            gc.enable()
+    return Code(whole.native_name, whole._library, signature)  # type: ignore[attr-defined]
 
-    def __init__(self, function, key):
-        self.module, self.key = function.__module__, repr(key)
-        self.function = f"{self.module}.{function.__qualname__}"
-        self.name = re.sub(r"(\W|<locals>)+", "-", self.function)
 
-    @property
-    def cache_path(self):
-        return str(cache_folder())
+class Code:
+    """Machine code, in a library of Numba's."""
 
-    def _file(self, signature):
-        """The file of a variant; None if none is kept."""
-        source = sources.digest(self.module)
-        if cache_folder() is None or source is None:
-            return None
-        variant = hashlib.sha256(f"{signature} {self.key} {source}".encode()).hexdigest()[:20]
-        return cache_folder() / f"{self.name}-{source[:STATE]}-{variant}.bin"
+    def __init__(self, name, library, signature):
+        self.name, self.library, self.signature = name, library, signature
+        self.address = library.get_pointer_to_function(name)
 
-    def load_overload(self, signature, target_context):
-        file = self._file(signature)
-        payload = kept.load(file) if file else None
-        if payload is None:
-            waiting.tell(self.function, llvmlite.binding.get_host_cpu_name())
-            return None
-        target_context.refresh()
-        try:
-            return compiler.CompileResult._rebuild(target_context, *pickle.loads(payload))
-        except Exception:
-            return None
+    @functools.cached_property
+    def ctypes(self):
+        """A function for Python, which lets other threads run meanwhile."""
+        arguments, result = self.signature
+        return ctypes.CFUNCTYPE(*map(c_type, (result, *arguments)))(self.address)
 
-    def save_overload(self, signature, result):
-        file = self._file(signature)
-        if file and sources.digest_of(self.module, sources.texts()) == sources.digest(self.module):
-            kept.save(file, serialize.dumps(result._reduce()))
 
-    def enable(self):
-        pass
+def c_type(given):
+    """What Python passes for an argument: of a pointer an address."""
+    return ctypes.c_void_p if isinstance(given, numba.types.CPointer) else to_ctypes(given)
 
-    disable = flush = enable
+
+def address(array):
+    """`array.ctypes.data` in a sixth of its time, which a decode step spends many times a layer."""
+    return pointer_at(id(array) + DATA).value
+
+
+def full_name(function):
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def kept_file(function, signature, key):
+    """Where a variant of a function is kept; None if it is not."""
+    folder, source = cache_folder(), sources.digest(function.__module__)
+    if folder is None or source is None:
+        return None
+    variant = hashlib.sha256(f"{signature} {key!r} {source}".encode()).hexdigest()[:20]
+    name = re.sub(r"(\W|<locals>)+", "-", full_name(function))
+    return folder / f"{name}-{source[:STATE]}-{variant}.bin"
+
+
+def loaded(file, signature):
+    """The code in a file; None if it is missing or odd.
+
+    Numba's registries, which only a compilation needs, take longer than all else and are left alone.
+    """
+    payload = kept.load(file) if file else None
+    if payload is None:
+        return None
+    try:
+        name, needed, library = pickle.loads(payload)
+        target = cpu_target.target_context
+        if not all(map(llvm.address_of_symbol, needed)):
+            rtsys.initialize(target)
+            if not all(map(llvm.address_of_symbol, needed)):
+                return None
+        code = Code(name, target.codegen().unserialize_library(library), signature)
+    except Exception:
+        return None
+    return code if code.address else None
+
+
+def save(file, module, code):
+    """Keep code, unless the sources it comes from have changed meanwhile."""
+    if file and sources.digest_of(module, sources.texts()) == sources.digest(module):
+        library = code.library.serialize_using_object_code()
+        kept.save(file, pickle.dumps((code.name, needed(llvm.parse_bitcode(library[2][1])), library)))
+
+
+def needed(module):
+    """The names that a module of LLVM's takes from elsewhere. A missing one would end the process."""
+    names = [one.name for one in (*module.functions, *module.global_variables) if one.is_declaration]
+    return [name for name in names if not name.startswith("llvm.")]
+
+
+# Numba optimises and assembles a helper like a kernel, before it links it into its callers and does so again.
+# That is most of a first call's time. What follows leaves it out, in versions of Numba that are known to be
+# made so.
+
+
+class Part(CPUDispatcher):
+    """A helper that only kernels call: known to them by a name of its own, since it has no address."""
+
+    def get_call_template(self, args, kws):
+        """One copy, whichever of the arguments are literals."""
+        return super().get_call_template(tuple(map(numba.types.unliteral, args)), kws)
+
+    def add_overload(self, result):
+        entry = object()
+        self.targetctx.insert_user_function(entry, result.fndesc, [result.library])
+        self.overloads[tuple(result.signature.args)] = result._replace(entry_point=entry)
+
+
+class PartLibrary(JITCodeLibrary):
+    """LLVM's instructions of a helper, which wait to be linked."""
+
+    def _optimize_functions(self, module):
+        module.data_layout = self._codegen._data_layout
+
+    def finalize(self):
+        self._finalized = True
+
+    def linked(self):
+        """The libraries that its code calls."""
+        return self._linking_libraries
+
+
+class WholeLibrary(PartLibrary):
+    """Those of a kernel and its helpers, which nobody else calls: so LLVM sees that none of them fails."""
+
+    def finalize(self):
+        left, found = [*self._linking_libraries], {}  # type: ignore[has-type]
+        while left:
+            library = left.pop()
+            if library not in found:
+                found[library] = True
+                left += library.linked() if isinstance(library, PartLibrary) else []
+        self._linking_libraries = [*found]
+        JITCodeLibrary.finalize(self)
+
+    def _optimize_final_module(self):
+        for function in self._final_module.functions:
+            if function.linkage == llvm.Linkage.linkonce_odr:
+                function.linkage = llvm.Linkage.internal
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
+
+
+class PartCompiler(compiler.Compiler):
+    """Compiles a helper into such a library."""
+
+    library_class: type = PartLibrary
+
+    def __init__(self, typingctx, targetctx, library, args, return_type, flags, locals):
+        flags.no_compile = True
+        library = self.library_class(targetctx.codegen(), "kvkit")
+        library.enable_object_caching()
+        super().__init__(typingctx, targetctx, library, args, return_type, flags, locals)
+
+
+class WholeCompiler(PartCompiler):
+    library_class = WholeLibrary
 
 
 @functools.cache

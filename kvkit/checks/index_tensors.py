@@ -164,23 +164,18 @@ def fits(step, tokens, cache):
 
 def scanned(step, rows):
     """How many rows of a cache with `rows` a step needs, or the error for the first rule it breaks."""
-    table = np.asarray(step.table)
-    found = checks.scan.compiled()(
-        step.seqstarts, step.kvstarts, table, step.start_pos, step.page_size, rows, *step.limits
-    )
+    found = checks.scan.scan(step, rows)
     if found[0]:
+        table = np.asarray(step.table)
         raise broken_rule(found, step.seqstarts, step.start_pos, table, step.page_size, rows, step.limits)
     return found[1]
 
 
 def stored_runs(step):
     """How many runs of rows a step stores, or the error for what its lengths break; its table is not read."""
-    columns, page_size = step.table.shape[1], step.page_size
-    found = checks.scan.compiled_lengths()(
-        step.seqstarts, step.kvstarts, step.start_pos, columns, page_size, *step.limits
-    )
+    found = checks.scan.scan_lengths(step)
     if found[0]:
-        raise broken_rule(found, step.seqstarts, step.start_pos, step.table, page_size, 0, step.limits)
+        raise broken_rule(found, step.seqstarts, step.start_pos, step.table, step.page_size, 0, step.limits)
     return found[1]
 
 

@@ -233,8 +233,7 @@ def there(table, need):
 def plain_pieces(tokens, capacity, slot_mapping):
     """The pieces of a slot for each token."""
     slots = index("slot_mapping", slot_mapping, length=tokens)
-    pieces = np.empty((tokens, len(checks.slots.FIELDS)), np.int64)
-    rule, one, two, three = checks.slots.compiled(checks.slots.plain)(slots, capacity, pieces)
+    (rule, one, two, three), pieces = checks.slots.plain(slots, capacity)
     if rule:
         raise broken_rule(rule, one, two, three, capacity)
     return pieces[:one]

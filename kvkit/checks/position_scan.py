@@ -5,29 +5,38 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.jit import kernel
+from kvkit.jit import INDEX, address, callback
 
 INT64_MAX = np.iinfo(np.int64).max
-INDEX1 = types.Array(types.int64, 1, "C")
 FINE, STARTS, FIRST, LAST, HINT = range(5)
-SIGNATURE = types.UniTuple(types.int64, 3)(INDEX1, INDEX1, types.int64)
 
 
 def scan(starts, first, longest):
     """(rule, sequence, its length): the first rule that sequences break."""
-    for b in range(first.shape[0]):
-        if starts[b + 1] < starts[b]:
-            return STARTS, b, 0
+    found = np.empty(3, np.int64)
+    code().ctypes(address(found), address(starts), address(first), len(first), longest)
+    return found.tolist()
+
+
+def positions(found, starts, first, batch, longest):
+    """`scan`, with its answer where `found` is."""
+    found[0], found[1], found[2] = FINE, 0, 0
+    for b in range(batch):
         length = starts[b + 1] - starts[b]
-        if first[b] < 0:
-            return FIRST, b, length
-        if first[b] > INT64_MAX - length:
-            return LAST, b, length
-        if length > longest:
-            return HINT, b, length
-    return FINE, 0, 0
+        rule = FINE
+        if starts[b + 1] < starts[b]:
+            rule, length = STARTS, 0
+        elif first[b] < 0:
+            rule = FIRST
+        elif first[b] > INT64_MAX - length:
+            rule = LAST
+        elif length > longest:
+            rule = HINT
+        if rule != FINE:
+            found[0], found[1], found[2] = rule, b, length
+            return
 
 
 @functools.cache
-def compiled():
-    return kernel(scan, SIGNATURE)
+def code():
+    return callback(positions, types.void(*[INDEX] * 3, types.int64, types.int64))

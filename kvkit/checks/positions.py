@@ -97,7 +97,7 @@ def packed(name, tokens, seqstarts, start_pos, max_seqlen):
     if starts[0] != 0:
         raise wrong("seqstarts", "to begin with 0", starts[0])
     limit = index_tensors.hint("max_seqlen", max_seqlen)
-    rule, b, length = checks.position_scan.compiled()(starts, first, limit)
+    rule, b, length = checks.position_scan.scan(starts, first, limit)
     if rule == checks.position_scan.STARTS:
         raise wrong("seqstarts", f"never to decrease (entry {b + 1})", starts[b + 1])
     if rule == checks.position_scan.FIRST:

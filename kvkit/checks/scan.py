@@ -5,25 +5,43 @@ import functools
 import numpy as np
 from numba import types
 
+from kvkit.checks.sorting import ascending
 from kvkit.index import filled, inside, met, page_of
-from kvkit.jit import helper, kernel
+from kvkit.jit import INDEX, address, callback, helper
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
-
-INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-FOUND = types.UniTuple(INT, 4)
+FOUND, SPARE = 4, 5  # numbers that a pass finds; that it needs for each stored run
 
 
-def scan_lengths(seqstarts, kvstarts, start_pos, columns, page_size, max_seqlen, max_kvlen):
-    """`lengths` for Python."""
-    return lengths(seqstarts, kvstarts, start_pos, columns, page_size, max_seqlen, max_kvlen)
+def scan(step, rows):
+    """(rule, sequence, and two numbers for the message) of a step; if fine, (FINE, rows in use, 0, 0)."""
+    table = np.asarray(step.table)
+    runs = min(table.size, max(step.tokens, 0))
+    found = np.empty(FOUND + SPARE * runs, np.int64)
+    at = address(found)
+    spare = range(at + 8 * FOUND, at + 8 * (FOUND + SPARE * runs), 8 * runs) if runs else [at] * SPARE
+    scan_code().ctypes(at, *lengths_of(step), address(table), rows, *spare)
+    return found[:FOUND].tolist()
+
+
+def scan_lengths(step):
+    """The same of all but its page table, which is not read; if fine, (FINE, stored runs, 0, 0)."""
+    found = np.empty(FOUND, np.int64)
+    lengths_code().ctypes(address(found), *lengths_of(step))
+    return found.tolist()
+
+
+def lengths_of(step):
+    """The arguments of `lengths`."""
+    starts = address(step.seqstarts), address(step.kvstarts), address(step.start_pos)
+    return *starts, *step.table.shape, step.page_size, *step.limits
 
 
 @helper
-def lengths(seqstarts, kvstarts, start_pos, columns, page_size, max_seqlen, max_kvlen):
+def lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen):
     """What `scan` finds in all but a page table of so many columns; if fine, (FINE, stored runs, 0, 0)."""
     stored_runs = 0
-    for b in range(start_pos.shape[0]):
+    for b in range(batch):
         for which, starts in enumerate((seqstarts, kvstarts)):
             if starts[b + 1] < starts[b]:
                 return STARTS, b, which, starts[b + 1]
@@ -42,62 +60,88 @@ def lengths(seqstarts, kvstarts, start_pos, columns, page_size, max_seqlen, max_
     return FINE, stored_runs, 0, 0
 
 
-def scan(seqstarts, kvstarts, table, start_pos, page_size, rows, max_seqlen, max_kvlen):
-    """(rule, sequence, and two numbers for the message); if fine, (FINE, rows in use, 0, 0).
+def scan_starts(found, seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen):
+    """`lengths`, with its answer where `found` is."""
+    put(found, lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen))
 
-    No sum here can overflow.
-    """
-    found = lengths(seqstarts, kvstarts, start_pos, table.shape[1], page_size, max_seqlen, max_kvlen)
-    if found[0]:
-        return found
-    stored_runs, last = found[1], 0
-    for b in range(start_pos.shape[0]):
+
+def scan_rows(
+    found, seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen,
+    table, rows, begins, ends, owners, order, spare,
+):  # fmt: skip
+    """What `scan` finds. No sum here can overflow."""
+    first_rule = lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen)
+    put(found, first_rule)
+    if first_rule[0]:
+        return
+    stored_runs, last = first_rule[1], 0
+    for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]
         for page in range(page_of(kvlen - 1, page_size) + 1):
-            first, used = table[b, page], filled(kvlen, page, page_size)
+            first, used = table[b * columns + page], filled(kvlen, page, page_size)
             if first < 0:
-                return ROW, b, page * page_size, first
+                put(found, (ROW, b, page * page_size, first))
+                return
             if not inside(first, used, rows):
                 outside = max(rows - first, 0)
-                return ROW, b, page * page_size + outside, first + outside
+                put(found, (ROW, b, page * page_size + outside, first + outside))
+                return
             last = max(last, first + used)
-    found = conflicts(kvstarts, table, start_pos, page_size, stored_runs)
-    return found if found[0] else (FINE, last, 0, 0)
+    put(found, conflicts(
+        kvstarts, table, start_pos, batch, columns, page_size, stored_runs, begins, ends, owners, order, spare
+    ))  # fmt: skip
+    if found[0] == FINE:
+        found[1] = last
 
 
 @helper
-def conflicts(kvstarts, table, start_pos, page_size, stored_runs):
+def put(found, numbers):
+    found[0], found[1], found[2], found[3] = numbers
+
+
+@helper
+def conflicts(
+    kvstarts, table, start_pos, batch, columns, page_size, stored_runs, begins, ends, owners, order, spare
+):  # fmt: skip
     """Whether a stored row holds two tokens: runs of stored rows are sorted, past pages looked up in them."""
-    begins, ends = np.empty(stored_runs, np.int64), np.empty(stored_runs, np.int64)
-    owners = np.empty(stored_runs, np.int64)
     run = 0
-    for b in range(start_pos.shape[0]):
+    for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]
         for page in range(page_of(start_pos[b], page_size), page_of(kvlen - 1, page_size) + 1):
             past, used = filled(start_pos[b], page, page_size), filled(kvlen, page, page_size)
             if past < used:
-                begins[run], ends[run], owners[run] = table[b, page] + past, table[b, page] + used, b
+                first = table[b * columns + page]
+                begins[run], ends[run], owners[run] = first + past, first + used, b
                 run += 1
-    order = np.argsort(begins)
-    begins, ends, owners = begins[order], ends[order], owners[order]
+    ascending(begins, 0, 1, stored_runs, order, 0, stored_runs)  # `spare` lies behind `order`
+    for run in range(stored_runs):
+        spare[run] = begins[order[run]]
+    for run in range(stored_runs):
+        begins[run] = ends[order[run]]
+    for run in range(stored_runs):
+        ends[run] = owners[order[run]]
+    begins, ends, owners = spare, begins, ends
     for run in range(1, stored_runs):
         if begins[run] < ends[run - 1]:
             return STORED_TWICE, owners[run - 1], owners[run], begins[run]
 
-    for b in range(start_pos.shape[0] if stored_runs else 0):
+    for b in range(batch if stored_runs else 0):
         for page in range(page_of(start_pos[b] - 1, page_size) + 1):
-            first = table[b, page]
+            first = table[b * columns + page]
             run = met(begins, ends, stored_runs, first, first + filled(start_pos[b], page, page_size))
             if run >= 0:
                 return STORED_AND_LOADED, owners[run], b, max(begins[run], first)
     return FINE, 0, 0, 0
 
 
-@functools.cache
-def compiled():
-    return kernel(scan, FOUND(INDEX1, INDEX1, INDEX2, INDEX1, *[INT] * 4))
+STARTS_AND_LIMITS = [INDEX] * 3 + [types.int64] * 5
 
 
 @functools.cache
-def compiled_lengths():
-    return kernel(scan_lengths, FOUND(INDEX1, INDEX1, INDEX1, *[INT] * 4))
+def scan_code():
+    return callback(scan_rows, types.void(INDEX, *STARTS_AND_LIMITS, INDEX, types.int64, *[INDEX] * SPARE))
+
+
+@functools.cache
+def lengths_code():
+    return callback(scan_starts, types.void(INDEX, *STARTS_AND_LIMITS))

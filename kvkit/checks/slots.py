@@ -9,47 +9,75 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.jit import helper, kernel
+from kvkit.checks.sorting import ascending
+from kvkit.jit import INDEX, address, callback, helper
 
 FINE, CAPACITY, TWICE, WINDOW, OFFSET, RANGE = range(6)
 PLAIN, KVHEAD, ROPE, OMNI = range(4)
-
-INDEX1, INDEX2 = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-FOUND = types.UniTuple(types.int64, 4)
-PLAIN_SIGNATURE = FOUND(INDEX1, types.int64, INDEX2)
-COMPRESSED_SIGNATURE = FOUND(*[types.int64] * 2, INDEX1, INDEX1, INDEX1, INDEX1, *[types.int64] * 2, INDEX2)
-TABLE_SIGNATURE = types.int64(INDEX2, INDEX1, INDEX1, types.int64, types.int64, INDEX2)
 FIELDS = TOKEN, HEAD, SLOT, COUNT, MEAN = range(5)
+PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; that a pass finds
 
 
-def plain(slots, capacity, pieces):
-    """(FINE, pieces, 0, 0) of tokens that have a slot each, or (rule, token, slot, 0)."""
-    made = 0
-    for token in range(slots.shape[0]):
+def plain(slots, capacity):
+    """((FINE, pieces, 0, 0), pieces) of tokens that have a slot each, or ((rule, token, slot, 0), ...)."""
+    pieces, scratch = np.empty((len(slots), PIECE), np.int64), np.empty(FOUND + 2 * len(slots), np.int64)
+    arguments = address(scratch), address(slots), len(slots), capacity, address(pieces)
+    code(plain_pass).ctypes(*arguments, address(scratch) + 8 * FOUND)
+    return scratch[:FOUND].tolist(), pieces
+
+
+def compressed(mode, copies_empty, slots, wins, offsets, starts, heads, capacity):
+    """Likewise of a run for each sequence and head; of a broken rule the entry, and two numbers."""
+    runs = len(slots)
+    pieces, scratch = np.empty((3 * runs, PIECE), np.int64), np.empty(FOUND + (2 + PIECE) * runs, np.int64)
+    spans = address(scratch) + 8 * FOUND
+    code(compressed_pass).ctypes(
+        address(scratch), mode, copies_empty, address(slots), runs, address(wins), address(offsets),
+        address(starts), heads, capacity, address(pieces), spans, spans + 8 * PIECE * runs,
+    )  # fmt: skip
+    return scratch[:FOUND].tolist(), pieces
+
+
+def table(blocks, lengths, first_columns, block_size, block_count):
+    """The pieces of contexts that lie in blocks; tokens of blocks that are not there have none."""
+    pieces = np.empty((int((-(-lengths // block_size)).sum()), PIECE), np.int64)
+    made = np.empty(1, np.int64)
+    code(table_pass).ctypes(
+        address(made), address(blocks), *blocks.shape, address(lengths), address(first_columns),
+        block_size, block_count, address(pieces),
+    )  # fmt: skip
+    return pieces[: made[0]]
+
+
+def plain_pass(found, slots, tokens, capacity, pieces, scratch):
+    made, last = 0, 0
+    for token in range(tokens):
         slot = slots[token]
         if slot < 0:
             continue
         if slot >= capacity:
-            return CAPACITY, token, slot, 1
-        last = pieces[made - 1, COUNT] if made else 0
-        if last and token == pieces[made - 1, TOKEN] + last and slot == pieces[made - 1, SLOT] + last:
-            pieces[made - 1, COUNT] += 1
+            put(found, CAPACITY, token, slot, 1)
+            return
+        at = (made - 1) * PIECE
+        if last and token == pieces[at + TOKEN] + last and slot == pieces[at + SLOT] + last:
+            last += 1
+            pieces[at + COUNT] = last
             continue
-        add(pieces, made, token, 0, slot, 1, 0)
-        made += 1
-    first, second, slot = overlapping(pieces[:made])
+        made, last = add(pieces, made, token, 0, slot, 1, 0), 1
+    first, second, slot = overlapping(pieces, made, scratch, tokens)
     if first >= 0:
-        one = pieces[first, TOKEN] + slot - pieces[first, SLOT]
-        two = pieces[second, TOKEN] + slot - pieces[second, SLOT]
-        return TWICE, one, two, slot
-    return FINE, made, 0, 0
+        one = pieces[first * PIECE + TOKEN] + slot - pieces[first * PIECE + SLOT]
+        two = pieces[second * PIECE + TOKEN] + slot - pieces[second * PIECE + SLOT]
+        put(found, TWICE, one, two, slot)
+    else:
+        put(found, FINE, made, 0, 0)
 
 
-def compressed(mode, copies_empty, slots, wins, offsets, starts, heads, capacity, pieces):
-    """(FINE, pieces, 0, 0) of a run for each sequence and head, or (rule, entry, and two numbers)."""
+def compressed_pass(
+    found, mode, copies_empty, slots, entries, wins, offsets, starts, heads, capacity, pieces, spans, scratch
+):
     made, runs = 0, 0
-    spans = np.empty((slots.shape[0], 5), np.int64)
-    for i in range(slots.shape[0]):
+    for i in range(entries):
         slot, begin, head = slots[i], starts[i // heads], i % heads
         if slot < 0:
             continue
@@ -57,15 +85,19 @@ def compressed(mode, copies_empty, slots, wins, offsets, starts, heads, capacity
         window, offset = wins[i], -1
         if mode == KVHEAD:
             if window < 0 or window > length:
-                return WINDOW, i, window, length
+                put(found, WINDOW, i, window, length)
+                return
         else:
             offset = offsets[i]
             if offset < -1:
-                return OFFSET, i, offset, length
+                put(found, OFFSET, i, offset, length)
+                return
             if offset >= 0 and (window < 0 or window > length):
-                return WINDOW, i, window, length
+                put(found, WINDOW, i, window, length)
+                return
             if offset > length - window and offset >= 0:
-                return RANGE, i, offset, window
+                put(found, RANGE, i, offset, window)
+                return
         first = made
         if mode == KVHEAD:
             kept = window if window or not copies_empty else length
@@ -81,16 +113,21 @@ def compressed(mode, copies_empty, slots, wins, offsets, starts, heads, capacity
             made = add(pieces, made, begin + offset + window, head, slot, length - offset - window, 0)
         written = 0
         for p in range(first, made):
-            written += 1 if pieces[p, MEAN] else pieces[p, COUNT]
+            written += 1 if pieces[p * PIECE + MEAN] else pieces[p * PIECE + COUNT]
         if written > capacity - slots[i]:
-            return CAPACITY, i, slots[i], written
-        if written:
-            add(spans, runs, i, 0, slots[i], written, 0)
-            runs += 1
-    first, second, slot = overlapping(spans[:runs])
+            put(found, CAPACITY, i, slots[i], written)
+            return
+        runs = add(spans, runs, i, 0, slots[i], written, 0)
+    first, second, slot = overlapping(spans, runs, scratch, entries)
     if first >= 0:
-        return TWICE, spans[first, TOKEN], spans[second, TOKEN], slot
-    return FINE, made, 0, 0
+        put(found, TWICE, spans[first * PIECE + TOKEN], spans[second * PIECE + TOKEN], slot)
+    else:
+        put(found, FINE, made, 0, 0)
+
+
+@helper
+def put(found, rule, one, two, three):
+    found[0], found[1], found[2], found[3] = rule, one, two, three
 
 
 @helper
@@ -98,45 +135,62 @@ def add(pieces, made, token, head, slot, count, mean):
     """One more piece, unless it is empty; how many there are."""
     if count == 0:
         return made
-    pieces[made, TOKEN], pieces[made, HEAD], pieces[made, SLOT] = token, head, slot
-    pieces[made, COUNT], pieces[made, MEAN] = count, mean
+    at = made * PIECE
+    pieces[at + TOKEN], pieces[at + HEAD], pieces[at + SLOT] = token, head, slot
+    pieces[at + COUNT], pieces[at + MEAN] = count, mean
     return made + 1
 
 
 @helper
-def overlapping(pieces):
-    """Two pieces and a slot they share, or -1: runs that ascend are seen to be apart, others are sorted."""
-    ascending = True
-    for p in range(1, pieces.shape[0]):
-        if pieces[p, SLOT] < pieces[p - 1, SLOT] + pieces[p - 1, COUNT]:
-            ascending = False
-            break
-    if ascending:
+def overlapping(pieces, count, scratch, most):
+    """Two pieces and a slot they share, or -1: runs that ascend are seen to be apart, others are sorted.
+
+    `scratch` has two numbers for each of at most `most` pieces.
+    """
+    ascends = True
+    for p in range(1, count):
+        if slot_of(pieces, p) < slot_of(pieces, p - 1) + pieces[(p - 1) * PIECE + COUNT]:
+            ascends = False
+    if ascends:
         return -1, -1, -1
-    begins = pieces[:, SLOT].copy()
-    order = np.argsort(begins)
-    for k in range(1, order.shape[0]):
-        first, second = order[k - 1], order[k]
-        if pieces[second, SLOT] < pieces[first, SLOT] + pieces[first, COUNT]:
-            return min(first, second), max(first, second), pieces[second, SLOT]
+    ascending(pieces, SLOT, PIECE, count, scratch, 0, most)
+    for k in range(1, count):
+        first, second = scratch[k - 1], scratch[k]
+        if slot_of(pieces, second) < slot_of(pieces, first) + pieces[first * PIECE + COUNT]:
+            return min(first, second), max(first, second), slot_of(pieces, second)
     return -1, -1, -1
 
 
-def table(blocks, lengths, first_columns, block_size, block_count, pieces):
-    """The pieces of contexts that lie in blocks; tokens of blocks that are not there have none."""
+@helper
+def slot_of(pieces, number):
+    return pieces[number * PIECE + SLOT]
+
+
+def table_pass(found, blocks, batch, columns, lengths, first_columns, block_size, block_count, pieces):
     made, token = 0, np.int64(0)
-    for b in range(lengths.shape[0]):
+    for b in range(batch):
         column, end = first_columns[b], token + lengths[b]
         while token < end:
             count = min(block_size, end - token)
-            if column < blocks.shape[1] and 0 <= blocks[b, column] < block_count:
-                made = add(pieces, made, token, 0, blocks[b, column] * block_size, count, 0)
+            if column < columns and 0 <= blocks[b * columns + column] < block_count:
+                made = add(
+                    pieces, made, token, 0, blocks[b * columns + column] * block_size, count, 0
+                )  # fmt: skip
             column += 1
             token += count
-    return made
+    found[0] = made
+
+
+INT = types.int64
+SIGNATURES = {
+    plain_pass: types.void(INDEX, INDEX, INT, INT, INDEX, INDEX),
+    compressed_pass: types.void(
+        INDEX, INT, INT, INDEX, INT, INDEX, INDEX, INDEX, INT, INT, INDEX, INDEX, INDEX
+    ),
+    table_pass: types.void(INDEX, INDEX, INT, INT, INDEX, INDEX, INT, INT, INDEX),
+}
 
 
 @functools.cache
-def compiled(function):
-    signature = {plain: PLAIN_SIGNATURE, compressed: COMPRESSED_SIGNATURE, table: TABLE_SIGNATURE}[function]
-    return kernel(function, signature)
+def code(function):
+    return callback(function, SIGNATURES[function])

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from kvkit.checks.words import wrong
-from kvkit.jit import helper, kernel
+from kvkit.jit import INDEX, address, callback, helper
 
 OUTSIDE, TWICE, FOREIGN = range(3)  # what a hit is
 FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)  # OTHER is a sequence, THERE its column
@@ -21,20 +21,20 @@ NOTHING = np.zeros(0, np.int64)
 UNKNOWN = -1  # the page before one, where there is a placeholder
 FIRST = -2  # or none
 POOL = 2**22  # pages that a pass always has memory for
-INDEX1, INDEX2 = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+HIT = len(FIELDS)
+SPARE = 5  # numbers that a pass needs for each page
 
 
-def scan(starts, ids, num_blocks, placeholder, owners, hits):
+def scan(starts, batch, ids, num_blocks, placeholder, owners, hits, owner, column, before, last, there):
     """How many hits there are in tables that lie one after the other; `owners` counts sequences of each page.
 
     A page may have several owners only where they begin alike: in the same column, behind the same page,
     which has been compared in its turn; where a placeholder is before it, all columns are.
     """
-    owner, column = np.full(num_blocks, -1, np.int64), np.zeros(num_blocks, np.int64)
-    before, last = np.full(num_blocks, UNKNOWN, np.int64), np.full(num_blocks, -1, np.int64)
-    there = np.zeros(num_blocks, np.int64)
+    for page in range(num_blocks):
+        owner[page] = last[page] = -1
     found = 0
-    for b in range(starts.shape[0] - 1):
+    for b in range(batch):
         previous = FIRST
         for c in range(starts[b + 1] - starts[b]):
             page = ids[starts[b] + c]
@@ -67,8 +67,9 @@ def scan(starts, ids, num_blocks, placeholder, owners, hits):
                     last[page], there[page] = b, c
                 previous = page
             if rule >= 0:
-                hits[found, RULE], hits[found, SEQUENCE], hits[found, COLUMN] = rule, b, c
-                hits[found, PAGE], hits[found, OTHER], hits[found, THERE] = page, other, where
+                at = found * HIT
+                hits[at + RULE], hits[at + SEQUENCE], hits[at + COLUMN] = rule, b, c
+                hits[at + PAGE], hits[at + OTHER], hits[at + THERE] = page, other, where
                 found += 1
     return found
 
@@ -87,8 +88,10 @@ def alike(ids, one, two, columns, before, previous, placeholder, num_blocks):
 
 
 @functools.cache
-def compiled():
-    return kernel(scan, types.int64(INDEX1, INDEX1, types.int64, types.int64, INDEX1, INDEX2))
+def code():
+    integer = types.int64
+    signature = integer(INDEX, integer, INDEX, integer, integer, INDEX, INDEX, *[INDEX] * SPARE)
+    return callback(scan, signature).ctypes
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Tables:
     @cached_property
     def scanned(self):
         """(hits, how many sequences have each page)."""
-        hits = np.empty((len(self.ids), len(FIELDS)), np.int64)
+        hits = np.empty((len(self.ids), HIT), np.int64)
         ids, pool, known = self.ids, self.num_blocks, None
         none = np.iinfo(np.int64).min
         placeholder = none if self.placeholder is None else self.placeholder
@@ -116,8 +119,12 @@ class Tables:
             known, ranks = np.unique(ids[legal], return_inverse=True)
             ids, pool = np.where(ids == placeholder, none, -1), len(known)
             ids[legal], placeholder = ranks, none
-        owners = np.zeros(pool, np.int64)
-        found = hits[: compiled()(self.starts, ids, pool, placeholder, owners, hits)]
+        owners, spare = np.zeros(pool, np.int64), np.empty((SPARE, pool), np.int64)
+        count = code()(
+            address(self.starts), len(self.starts) - 1, address(ids), pool, placeholder,
+            address(owners), address(hits), *(address(spare) + 8 * pool * i for i in range(SPARE)),
+        )  # fmt: skip
+        found = hits[:count]
         found[:, PAGE] = self.ids[self.starts[found[:, SEQUENCE]] + found[:, COLUMN]]
         return found, owners if known is None else dict(zip(known.tolist(), owners.tolist(), strict=True))
 

@@ -4,25 +4,26 @@ import functools
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, address, threads
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.cpu.transfer import SMALL_BYTES
 from kvkit.formats.elements import BY_NAME, mask_bytes
-from kvkit.index import sequence_of, share
-from kvkit.jit import callback, helper, kernel
+from kvkit.index import sequence_among, share
+from kvkit.jit import callback, helper
 
 LANES = 16
 F64 = ir.DoubleType()
 ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
-INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+INT = types.int64
 ROW_SIGNATURE = types.void(*[INT] * 9)
-SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INT, INT, INT, INT, INDEX2)
+TASK = Record("row_code workers starts kvstarts sequences batches heads columns padding places")
 
-call_row = memory.call(9)
+call_row, record, integers = memory.call(9), memory.record(TASK), memory.integers
 put_slope = memory.store(types.float32)
 
 
@@ -33,7 +34,7 @@ def slopes(target, num_heads):
 
 @functools.cache
 def compiled_slopes():
-    return kernel(slopes, types.void(INT, INT))
+    return callback(slopes, types.void(INT, INT)).ctypes
 
 
 @functools.cache
@@ -117,30 +118,29 @@ def row_of_mask(element, mask=None, plain=False):
     return callback(row_of_mask, ROW_SIGNATURE, (element, mask, plain))
 
 
-def walk(code, chunks, starts, kvstarts, batches, heads, columns, padding, places):
+def walk(worker, task_at):
     """Write every row; `places` [target|mask] are address and byte strides (batch, head, row)."""
-    rows, total = starts[-1], kvstarts[-1]
-    items = batches * heads * rows
-    for part in prange(chunks):
-        chunk = np.int64(part)
-        for item in range(share(items, chunk, chunks), share(items, chunk + 1, chunks)):
-            head, row = item // rows, item % rows
-            batch, head = head // heads, head % heads
-            sequence = sequence_of(starts, row)
-            begin, end = kvstarts[sequence], kvstarts[sequence + 1]
-            target, mask = places[0], places[1]
-            call_row(
-                code,
-                target[0] + batch * target[1] + head * target[2] + row * target[3],
-                mask[0] + batch * mask[1] + head * mask[2] + row * mask[3],
-                begin, end, end - starts[sequence + 1] + row, total, columns,
-                np.int64(numeric.bits_of(numeric.alibi_slope(head, heads))), padding,
-            )  # fmt: skip
+    task = record(task_at)
+    starts, kvstarts, places = integers(task.starts), integers(task.kvstarts), integers(task.places)
+    rows, total = starts[task.sequences], kvstarts[task.sequences]
+    items = task.batches * task.heads * rows
+    for item in range(share(items, worker, task.workers), share(items, worker + 1, task.workers)):
+        head, row = item // rows, item % rows
+        batch, head = head // task.heads, head % task.heads
+        sequence = sequence_among(starts, task.sequences, row)
+        begin, end = kvstarts[sequence], kvstarts[sequence + 1]
+        call_row(
+            task.row_code,
+            places[0] + batch * places[1] + head * places[2] + row * places[3],
+            places[4] + batch * places[5] + head * places[6] + row * places[7],
+            begin, end, end - starts[sequence + 1] + row, total, task.columns,
+            np.int64(numeric.bits_of(numeric.alibi_slope(head, task.heads))), task.padding,
+        )  # fmt: skip
 
 
 @functools.cache
-def compiled(parallel):
-    return kernel(walk, SIGNATURE, parallel, parallel=parallel)
+def code():
+    return callback(walk, WORKER)
 
 
 def prepare(target, element, starts, kvstarts, mask, mask_element, padding):
@@ -150,10 +150,13 @@ def prepare(target, element, starts, kvstarts, mask, mask_element, padding):
     hold `padding`. Nothing can fail any more.
     """
     batches, heads, _, columns = target.shape
-    parallel = target.nbytes >= SMALL_BYTES
-    chunks = threads() if parallel else 1
+    workers = threads() if target.nbytes >= SMALL_BYTES else 1
     places = np.array([(address(target), *target.strides[:3]), mask], np.int64)
-    bits = int(np.float32(padding).view(np.uint32))
-    code = row_of_mask(element, mask_element).address
-    arguments = code, chunks, starts, kvstarts, batches, heads, columns, bits, places
-    return Launch(places.reshape(-1), {}, functools.partial(compiled(parallel), *arguments), alive=(target,))
+    task = TASK.filled({
+        "row_code": row_of_mask(element, mask_element).address, "workers": workers,
+        "starts": address(starts), "kvstarts": address(kvstarts), "sequences": len(starts) - 1,
+        "batches": batches, "heads": heads, "columns": columns,
+        "padding": int(np.float32(padding).view(np.uint32)), "places": address(places),
+    })  # fmt: skip
+    run = functools.partial(share_out, code(), workers, address(task))
+    return Launch(places.reshape(-1), {}, run, alive=(target, task, starts, kvstarts))

@@ -9,24 +9,23 @@ depend on neither threads nor luck.
 
 import functools
 
-import numba
 import numpy as np
-from numba import carray, prange, types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attend_rows import finish, merge
 from kvkit.cpu.attend_units import NARROW, TILES, WIDE, power_of_two, sequence, shape_of, units_of
 from kvkit.cpu.attend_walk import place_queries, walk
+from kvkit.cpu.launches import WORKER
 from kvkit.cpu.online import visible
 from kvkit.cpu.task import TASK
-from kvkit.jit import callback, helper, kernel
+from kvkit.jit import callback, helper
 
-count_up = memory.count_up
+count_up, record = memory.count_up, memory.record(TASK)
 
 
-def schedule(worker, pointer):
+def schedule(worker, task_at):
     """Count units, items, and items of split units; sets them, and which tiles there are, in the task."""
-    task = carray(pointer, (1,))[0]
+    task = record(task_at)
     work = np.int64(0)
     wide = np.int64(0)
     task.tiles = task.products = 0
@@ -56,9 +55,9 @@ def schedule(worker, pointer):
         task.parts += units * parts if parts > 1 else 0
 
 
-def work(worker, pointer):
+def work(worker, task_at):
     """Take items until none is left."""
-    task = carray(pointer, (1,))[0]
+    task = record(task_at)
     scratch = task.scratch + worker * task.scratch_bytes
     b = first_item = first_unit = first_part = np.int64(0)
     units, parts = units_of(task, 0)
@@ -95,24 +94,7 @@ def attend(task, scratch, b, unit, part, parts, slots):
         finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, True)
 
 
-def call_workers(code, workers, task):
-    """Run machine code (worker, address of a task) once for each worker."""
-    for worker in prange(workers):
-        call_worker(code, np.int64(worker), task)
-
-
-call_worker = memory.call(2)
-POINTER = types.CPointer(numba.from_dtype(TASK.dtype))
-INT = types.int64
-
-
-@functools.cache
-def compiled(parallel):
-    """The launcher, in many threads or in the caller's."""
-    return kernel(call_workers, types.void(INT, INT, INT), parallel, parallel=parallel)
-
-
 @functools.cache
 def code(function):
     """`schedule` or `work` as machine code."""
-    return callback({"schedule": schedule, "work": work}[function], types.void(INT, POINTER), function)
+    return callback({"schedule": schedule, "work": work}[function], WORKER, function)

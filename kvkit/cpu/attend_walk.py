@@ -174,7 +174,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     find_rows(task, task.table, task.key_step, b, low, min(low + most, high), here)
     if task.own_places:
         find_rows(task, task.value_table, task.value_step, b, low, min(low + most, high), value_here)
-    for begin in range(low, high, most):
+    begin = low
+    while begin < high:
         count = min(most, high - begin)
         ahead = min(most, high - begin - count)
         if ahead > 0:
@@ -240,6 +241,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     )  # fmt: skip
         here, there = there, here
         value_here, value_there = value_there, value_here
+        begin += most
 
 
 @helper

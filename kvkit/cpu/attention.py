@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkit.cpu import attend, products
-from kvkit.cpu.launches import Launch, address, threads
+from kvkit.cpu.launches import Arena, Launch, address, share_out, threads
 from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import TASK
@@ -34,21 +34,6 @@ class Reader:
     widen: int  # address: makes float32 of rows
     product: Callable | None  # rows -> addresses of the narrow products over such rows, if there are any
     orders: np.ndarray | None  # as `products.orders`
-
-
-class Arena:
-    """Memory that workers use during a launch, kept for the next one."""
-
-    def __init__(self):
-        self.memory, self.begin, self.size = np.empty(0, np.uint8), 0, -1
-
-    def at_least(self, size):
-        """The address of so many bytes, at a multiple of 64."""
-        if self.size < size:
-            self.memory = np.empty(size + 63, np.uint8)
-            self.begin = address(self.memory) + -address(self.memory) % 64
-            self.size = address(self.memory) + self.memory.size - self.begin
-        return self.begin
 
 
 scratch, partials = Arena(), Arena()
@@ -212,9 +197,8 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     counters = np.zeros(units + 1, np.int64)
     numbers[AT["counters"]] = address(counters)
     part_bytes, scratch_bytes = parts * fixed["part_bytes"], fixed["scratch_bytes"]
-    code, one, task = attend.code("work").address, attend.compiled(False), address(numbers)
+    code, task = attend.code("work"), address(numbers)
     most = items if work >= SMALL else 1
-    several = attend.compiled(True) if most > 1 else one
 
     def run():
         workers = min(threads(), most) if most > 1 else 1
@@ -223,7 +207,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             numbers[AT["partials"]] = partials.at_least(part_bytes)
         counters[:] = 0
         if items:
-            (several if workers > 1 else one)(code, workers, task)
+            share_out(code, workers, task)
 
     owners = {place: owner for place, owner in OWNERS.items() if numbers[place]}
     return Launch(numbers, owners, run, alive=(steps, weights, constants, sinks, orders))
@@ -231,7 +215,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
 
 def schedule(numbers):
     """Share the work of a task out."""
-    attend.compiled(False)(attend.code("schedule").address, 1, address(numbers))
+    attend.code("schedule").ctypes(0, address(numbers))
 
 
 def planned(numbers):

@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, threads
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
 from kvkit.cpu.rows import READ, SIGNATURE, STORE, row_by_row, rows
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME, CODES, coarser
 from kvkit.index import share
-from kvkit.jit import callback, helper, kernel, shared
+from kvkit.jit import callback, helper, shared
 
 call_rows = memory.call(13)
 SMALL = 2**15  # elements; below it one thread is done before a second one is awake
@@ -181,34 +182,44 @@ def encoded_groups(codes):
 # Launches
 
 
-def spread(code, batch, chunks, units, at, heads, dim):
+TASK = Record("rows_code chunks items workers units at heads dim")
+get, record = memory.load(types.int64), memory.record(TASK)
+
+
+def spread(worker, task_at):
     """Call row code for equal shares of the units (tokens or blocks) of every sequence.
 
     `at` holds address, byte strides of sequence, unit and head of one side, of the other, and of cells.
     """
-    for item in prange(batch * chunks):
-        b, chunk = np.int64(item) // chunks, np.int64(item) % chunks
-        first, end = share(units, chunk, chunks), share(units, chunk + 1, chunks)
+    task = record(task_at)
+    at, item = task.at, worker
+    while item < task.items:
+        b, chunk = item // task.chunks, item % task.chunks
+        first, end = share(task.units, chunk, task.chunks), share(task.units, chunk + 1, task.chunks)
         if first < end:
             call_rows(
-                code,
-                at[0] + b * at[1] + first * at[2], at[2], at[3],
-                at[4] + b * at[5] + first * at[6], at[6], at[7],
-                at[8] + b * at[9] + first * at[10], at[10], at[11],
-                end - first, heads, 1, dim,
+                task.rows_code,
+                get(at) + b * get(at + 8) + first * get(at + 16), get(at + 16), get(at + 24),
+                get(at + 32) + b * get(at + 40) + first * get(at + 48), get(at + 48), get(at + 56),
+                get(at + 64) + b * get(at + 72) + first * get(at + 80), get(at + 80), get(at + 88),
+                end - first, task.heads, 1, task.dim,
             )  # fmt: skip
+        item += task.workers
 
 
 @functools.cache
-def compiled(parallel):
-    index, numbers = types.int64, types.Array(types.int64, 1, "C")
-    signature = types.void(index, index, index, index, numbers, index, index)
-    return kernel(spread, signature, parallel, parallel=parallel)
+def spread_code():
+    return callback(spread, WORKER)
 
 
 def prepare(code, batch, units, at, heads, dim, elements):
     """A launch that runs row code over all units, in one thread if there are few elements."""
-    parallel = elements >= SMALL
-    chunks, numbers = threads() if parallel else 1, np.array(at, np.int64)
-    arguments = code, batch, chunks, units, numbers, heads, dim
-    return Launch(numbers, {}, functools.partial(compiled(parallel), *arguments))
+    chunks, numbers = threads() if elements >= SMALL else 1, np.array(at, np.int64)
+    items = batch * chunks
+    workers = items if chunks > 1 else 1
+    task = TASK.filled({
+        "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
+        "units": units, "at": address(numbers), "heads": heads, "dim": dim,
+    })  # fmt: skip
+    run = functools.partial(share_out, spread_code(), workers, address(task))
+    return Launch(numbers, {}, run, alive=(task,))

@@ -8,19 +8,15 @@ from dataclasses import dataclass
 
 import numba
 import numpy as np
+from numba import prange, types
 
+from kvkit.cpu import memory
+from kvkit.jit import address as address
+from kvkit.jit import callback
 from kvkit.turns import OneTurn
 
 # One at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
 running = OneTurn()
-
-DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
-pointer_at = ctypes.c_void_p.from_address
-
-
-def address(array):
-    """`array.ctypes.data` in a sixth of its time, which a decode step spends many times a layer."""
-    return pointer_at(id(array) + DATA).value
 
 
 def threads():
@@ -44,6 +40,21 @@ def forbid_nested_threads():
             forbid(1)
 
 
+class Arena:
+    """Memory that workers use during a launch, kept for the next one."""
+
+    def __init__(self):
+        self.memory, self.begin, self.size = np.empty(0, np.uint8), 0, -1
+
+    def at_least(self, size):
+        """The address of so many bytes, at a multiple of 64."""
+        if self.size < size:
+            self.memory = np.empty(size + 63, np.uint8)
+            self.begin = address(self.memory) + -address(self.memory) % 64
+            self.size = address(self.memory) + self.memory.size - self.begin
+        return self.begin
+
+
 @dataclass(slots=True)
 class Launch:
     """A call of kernels on `numbers`; `owners` says which array each address among them points into."""
@@ -52,6 +63,30 @@ class Launch:
     owners: dict[int, str]
     run: Callable[[], object]
     alive: tuple = ()  # whatever else the numbers point into
+
+
+def call_workers(code, workers, task):
+    """Run machine code (worker, address of a task) once for each worker."""
+    for worker in prange(workers):
+        call_worker(code, np.int64(worker), task)
+
+
+call_worker, INT = memory.call(2), types.int64
+WORKER = types.void(INT, INT)  # such code
+
+
+@functools.cache
+def several():
+    """`call_workers` in many threads."""
+    return callback(call_workers, types.void(INT, INT, INT), parallel=True).ctypes
+
+
+def share_out(code, workers, task):
+    """The same, in many threads if there are several workers."""
+    if workers == 1:
+        code.ctypes(0, task)
+    else:
+        several()(code.address, workers, task)
 
 
 def start(*launches):

@@ -48,6 +48,30 @@ def store(scalar):
     return store
 
 
+@intrinsic
+def integers(typingctx, address):
+    """The int64 from an address on."""
+
+    def codegen(context, builder, signature, values):
+        return builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+def record(form):
+    """(address) -> the `Record` there, to read and to change."""
+    kind = from_dtype(form.dtype)
+
+    @intrinsic
+    def record(typingctx, address):
+        def codegen(context, builder, signature, values):
+            return builder.inttoptr(values[0], context.get_value_type(kind))
+
+        return kind(types.int64), codegen
+
+    return record
+
+
 @functools.cache
 def read(element):
     """(address) -> float32, one number of a float format."""

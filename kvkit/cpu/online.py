@@ -45,9 +45,10 @@ def softmax(scores, tile, count, top, total, factor):
 @helper
 def fold(top, total, row, tile):
     """(top, total) of a row: lanes of a narrow tile hold its total in parts."""
-    whole = np.float32(0)
-    for lane in range(row, max(tile, LANES), tile):
+    whole, lane = np.float32(0), row
+    while lane < max(tile, LANES):
         whole += get_float(total + 4 * lane)
+        lane += tile
     return get_float(top + 4 * row), whole
 
 

@@ -6,21 +6,19 @@ that rows hold, not by their formats.
 
 import functools
 
-import numba
 import numpy as np
-from numba import prange, types
+from numba import types
 
-from kvkit.checks.slots import COUNT, HEAD, MEAN, SLOT, TOKEN
+from kvkit.checks.slots import COUNT, HEAD, MEAN, PIECE, SLOT, TOKEN
 from kvkit.cpu import memory
-from kvkit.cpu.attention import Arena
-from kvkit.cpu.launches import Launch, address, threads
+from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.rows import STORE, rows
 from kvkit.cpu.simd import means
 from kvkit.cpu.simd.fractals import fractals
 from kvkit.cpu.transfer import SMALL_BYTES, aligned
-from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
-from kvkit.jit import callback, helper, kernel
+from kvkit.index import page_of, rest_of_page, row_of, sequence_among, share
+from kvkit.jit import callback, helper
 from kvkit.layouts.places import FRACTAL_BYTES
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format whose elements have as many bytes
@@ -32,41 +30,47 @@ SIDE = Record(
     "by_head by_fractal elements line_bytes stores",
 )
 FORM = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
-INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-SIDES = types.Array(numba.from_dtype(SIDE.dtype), 1, "C")
-SIGNATURE = types.void(INT, INT, INT, INDEX2, INDEX1, SIDES, INT, INT)
+TASK = Record(
+    "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size lines"
+)
 
-call_rows, call_mean = memory.call(13), memory.call(5)
+get, call_rows, call_mean = memory.load(types.int64), memory.call(13), memory.call(5)
+record, side, integers = memory.record(TASK), memory.record(SIDE), memory.integers
 
 
-def move(rows_code, mean_code, chunks, pieces, starts, sides, block_size, lines):
+def move(worker, task_at):
     """Move the pieces to or from their slots: for each array an equal share of all tokens a worker.
 
     `starts` [pieces + 1] are the tokens before each piece, `sides` where a packed array and its cache lie. A
     mean takes shape in the line of its worker on its way.
     """
-    total = starts[-1]
-    for item in prange(sides.shape[0] * chunks):
-        worker = np.int64(item)
-        at, chunk = sides[worker // chunks], worker % chunks
-        token, end = share(total, chunk, chunks), share(total, chunk + 1, chunks)
-        piece = sequence_of(starts, token)
+    task = record(task_at)
+    starts, item = integers(task.starts), worker
+    total = starts[task.count]
+    while item < task.items:
+        at, chunk = side(task.sides + item // task.chunks * task.side_bytes), item % task.chunks
+        token, end = share(total, chunk, task.chunks), share(total, chunk + 1, task.chunks)
+        piece = sequence_among(starts, task.count, token)
         while token < end:
             while token >= starts[piece + 1]:
                 piece += 1
-            done, slot = token - starts[piece], pieces[piece, SLOT]
-            source = at.packed + (pieces[piece, TOKEN] + done) * at.token + pieces[piece, HEAD] * at.head
-            if pieces[piece, MEAN]:
+            named = task.pieces + 8 * piece * PIECE
+            done, slot = token - starts[piece], get(named + 8 * SLOT)
+            source = at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
+            if get(named + 8 * MEAN):
                 if done == 0:
-                    line = lines + worker * at.line_bytes
-                    call_mean(mean_code, source, at.token, pieces[piece, COUNT], line, at.elements)
-                    move_run(rows_code, at, line, slot, 1, block_size)
+                    line = task.lines + item * at.line_bytes
+                    call_mean(
+                        task.mean_code, source, at.token, get(named + 8 * COUNT), line, at.elements
+                    )  # fmt: skip
+                    move_run(task.rows_code, at, line, slot, 1, task.block_size)
                 token = starts[piece + 1]
             else:
-                run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, block_size))
+                run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, task.block_size))
                 run = min(run, TILE) if at.by_head else run
-                move_run(rows_code, at, source, slot + done, run, block_size)
+                move_run(task.rows_code, at, source, slot + done, run, task.block_size)
                 token += run
+        item += task.workers
 
 
 @helper
@@ -97,8 +101,8 @@ def move_run(code, at, packed, slot, run, block_size):
 
 
 @functools.cache
-def compiled(parallel):
-    return kernel(move, SIGNATURE, parallel, parallel=parallel)
+def code():
+    return callback(move, WORKER)
 
 
 @functools.cache
@@ -126,32 +130,41 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
     tokens = int(starts[-1])
     forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     unit = min(unit_of(form[6]) for form in forms)
-    sides, moved, line_bytes = [], 0, 0
+    places, moved, line_bytes = [], 0, 0
     for array, cache, form in zip(packed, caches, forms, strict=True):
         (_, _, heads, dim), size = cache.shape, cache.itemsize
         line_bytes = max(line_bytes, dim * size)
         moved += tokens * heads * dim * size
         *strides, row_bytes = form
-        sides.append(SIDE.filled({
+        places.append(SIDE.filled({
             "packed": address(array), "token": array.strides[0], "head": array.strides[1],
             "cache": address(cache), "block": cache.strides[0], "row": cache.strides[1],
             **dict(zip(FORM, strides, strict=True)), "dim": row_bytes // unit,
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
             "elements": dim, "line_bytes": dim * size, "stores": direction == STORE,
         }))  # fmt: skip
-    numbers = np.concatenate(sides)
-    workers = threads() if moved >= SMALL_BYTES else 1
+    sides = np.concatenate(places)
+    chunks = threads() if moved >= SMALL_BYTES else 1
+    items = len(forms) * chunks
     written = caches if direction == STORE else packed
     stream = moved >= STREAM_BYTES and all(map(aligned, written))
-    code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
     averages = mean(element).address if element else 0
-    kernel, records = compiled(workers > 1), numbers.view(SIDE.dtype)
+    workers = items if chunks > 1 else 1
+    task = TASK.filled({
+        "rows_code": rows(direction, MOVES[unit], MOVES[unit], stream=stream).address, "mean_code": averages,
+        "chunks": chunks, "items": items, "workers": workers,
+        "sides": address(sides), "side_bytes": SIDE.dtype.itemsize,
+        "pieces": address(pieces), "starts": address(starts), "count": len(pieces),
+        "block_size": block_size, "lines": 0,
+    })  # fmt: skip
+    walk = code()
 
     def run():
-        memory = lines.at_least(len(forms) * workers * line_bytes) if averages else 0
-        kernel(code, averages, workers, pieces, starts, records, block_size, memory)
+        if averages:
+            task[TASK.at["lines"]] = lines.at_least(items * line_bytes)
+        share_out(walk, workers, address(task))
 
-    return Launch(numbers, {}, run, alive=(*packed, *caches))
+    return Launch(sides, {}, run, alive=(*packed, *caches, pieces, starts))
 
 
 def row_form(packed, cache):

@@ -9,29 +9,34 @@ import functools
 import math
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from kvkit import numeric
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, address, threads
+from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
 from kvkit.cpu.transfer import SMALL_BYTES, STREAM_BYTES, aligned
 from kvkit.formats.elements import BY_NAME
-from kvkit.index import sequence_of, share
-from kvkit.jit import callback, helper, kernel
+from kvkit.index import sequence_among, share
+from kvkit.jit import INDEX, callback, helper
 from kvkit.layouts.places import packed_strides
 
 LANES = 16
 INT, FLOAT = types.int64, types.float64
 HEADS_SIGNATURE = types.void(*[INT] * 9)
-INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
-FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX1, INT, FLOAT, types.Array(types.float32, 2, "C"))
-TABLES = types.Array(types.float32, 3, "C")
-SIGNATURE = types.void(INT, INT, INDEX1, INDEX1, INDEX2, INT, INT, INT, TABLES, FLOAT, FLOAT, INT, FLOAT)
-NO_TABLES = np.empty((2, 0, 0), np.float32)
+FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX, INT, INT, FLOAT, INT)
+TASK = Record(
+    "heads_code workers starts first batch sides dim turned halves",
+    "table table_bytes numbers longest scratch scratch_bytes",
+)
+SIDE = 8 * 10  # bytes
 
 call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
+get, get_double = memory.load(types.int64), memory.load(types.float64)
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+record, integers = memory.record(TASK), memory.integers
 
 
 @functools.cache
@@ -124,42 +129,45 @@ def halves_of(element, stream=False, plain=False):
 
 
 @helper
-def fill(frequencies, base):
+def fill(frequencies, pairs, base):
     """The frequencies of a base."""
-    pairs = frequencies.shape[0]
     for pair in range(pairs):
-        frequencies[pair] = numeric.rotary_frequency(base, pair, 2 * pairs)
+        put_float(frequencies + 4 * pair, numeric.rotary_frequency(base, pair, 2 * pairs))
 
 
-def fill_all(theta, turned, stops, longest, factor, table):
-    for row in range(stops.shape[0]):
-        fill(table[row], numeric.rotary_theta(theta, turned, stops[row], longest, factor))
+def fill_all(theta, turned, stops, count, longest, factor, table):
+    for row in range(count):
+        base = numeric.rotary_theta(theta, turned, stops[row], longest, factor)
+        fill(table + 2 * turned * row, turned // 2, base)
 
 
 @functools.cache
-def compiled_frequencies():
-    return kernel(fill_all, FREQUENCIES_SIGNATURE)
+def frequencies_code():
+    return callback(fill_all, FREQUENCIES_SIGNATURE)
 
 
 def frequencies(theta, turned, stops, longest, factor):
     """The frequencies [stops, pairs] of sequences that end at `stops`."""
     table = np.empty((len(stops), turned // 2), np.float32)
-    compiled_frequencies()(theta, turned, stops, longest, factor, table)
+    frequencies_code().ctypes(
+        theta, turned, address(stops), len(stops), longest, factor, address(table)
+    )  # fmt: skip
     return table
 
 
 @helper
-def turns(position, divisor, frequencies, halves, cosines, sines):
+def turns(position, divisor, frequencies, pairs, halves, cosines, sines):
     """The table of a token."""
-    pairs = frequencies.shape[0]
-    fastest = max(frequencies[0], frequencies[pairs - 1])
+    fastest = max(get_float(frequencies), get_float(frequencies + 4 * (pairs - 1)))
     if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.TURNS:
         for i in range(pairs):
-            cosine, sine = numeric.cos_sin(numeric.rotary_angle(position, divisor, frequencies[i]))
+            cosine, sine = numeric.cos_sin(
+                numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i))
+            )
             put_pair(i, pairs, halves, cosine, sine, cosines, sines)
     else:
         for i in range(pairs):
-            angle = np.float64(numeric.rotary_angle(position, divisor, frequencies[i]))
+            angle = np.float64(numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i)))
             cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
             put_pair(i, pairs, halves, cosine, sine, cosines, sines)
 
@@ -167,53 +175,58 @@ def turns(position, divisor, frequencies, halves, cosines, sines):
 @helper
 def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
     """Those of pair i, where its elements are."""
-    one, other = (i, i + pairs) if halves else (2 * i, 2 * i + 1)
-    cosines[one], cosines[other] = cosine, cosine
-    sines[one], sines[other] = -sine, sine
+    one, other = (4 * i, 4 * (i + pairs)) if halves else (8 * i, 8 * i + 4)
+    put_float(cosines + one, cosine)
+    put_float(cosines + other, cosine)
+    put_float(sines + one, -sine)
+    put_float(sines + other, sine)
 
 
-def walk(code, chunks, starts, first, sides, dim, turned, halves, tables, theta, divisor, longest, factor):
+def walk(worker, task_at):
     """Turn the packed tokens of every sequence, which take positions from `first` on.
 
     `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and the
-    target, the number of heads and how many elements of each turn: `turned`, or none. If `tables`, [cosines |
-    sines, positions, pairs], are not empty they are given, and not computed.
+    target, the number of heads and how many elements of each turn: `turned`, or none. `table` is where
+    cosines [positions, pairs] are given, sines `table_bytes` behind them; if it is 0 they are computed.
+    `numbers` are theta, the divisor of positions, and the factor of the base beyond `longest`.
     """
-    total = starts[-1]
-    for item in prange(chunks):
-        chunk = np.int64(item)
-        begin, end = share(total, chunk, chunks), share(total, chunk + 1, chunks)
-        frequencies = np.empty(turned // 2, np.float32)
-        cosines, sines = np.empty(turned, np.float32), np.empty(turned, np.float32)
-        sequence, base = sequence_of(starts, begin), -1.0
-        for token in range(begin, end):
-            while starts[sequence + 1] <= token:
-                sequence += 1
-            position = first[sequence] + token - starts[sequence]
-            if tables.shape[1]:
-                for i in range(turned // 2):
-                    cosine, sine = tables[0, position, i], tables[1, position, i]
-                    put_pair(i, turned // 2, halves, cosine, sine, cosines, sines)
-            else:
-                stop = first[sequence] + starts[sequence + 1] - starts[sequence]
-                stretched = numeric.rotary_theta(theta, turned, stop, longest, factor)
-                if stretched != base:
-                    base = stretched
-                    fill(frequencies, base)
-                turns(position, divisor, frequencies, halves, cosines, sines)
-            for side in range(2):
-                at = sides[side]
-                call_heads(
-                    code,
-                    at[0] + sequence * at[1] + token * at[2], at[3],
-                    at[4] + sequence * at[5] + token * at[6], at[7],
-                    at[8], dim, at[9], cosines.ctypes.data, sines.ctypes.data,
-                )  # fmt: skip
+    task = record(task_at)
+    starts, first, turned, pairs = integers(task.starts), integers(task.first), task.turned, task.turned // 2
+    theta, divisor = get_double(task.numbers), get_double(task.numbers + 8)
+    factor, total = get_double(task.numbers + 16), starts[task.batch]
+    begin, end = share(total, worker, task.workers), share(total, worker + 1, task.workers)
+    cosines = task.scratch + worker * task.scratch_bytes
+    sines, frequencies = cosines + 4 * turned, cosines + 8 * turned
+    sequence, base = sequence_among(starts, task.batch, begin), -1.0
+    for token in range(begin, end):
+        while starts[sequence + 1] <= token:
+            sequence += 1
+        position = first[sequence] + token - starts[sequence]
+        if task.table:
+            for i in range(pairs):
+                at = task.table + 4 * (position * pairs + i)
+                cosine, sine = get_float(at), get_float(at + task.table_bytes)
+                put_pair(i, pairs, task.halves, cosine, sine, cosines, sines)
+        else:
+            stop = first[sequence] + starts[sequence + 1] - starts[sequence]
+            stretched = numeric.rotary_theta(theta, turned, stop, task.longest, factor)
+            if stretched != base:
+                base = stretched
+                fill(frequencies, pairs, base)
+            turns(position, divisor, frequencies, pairs, task.halves, cosines, sines)
+        for side in range(2):
+            at = task.sides + SIDE * side
+            call_heads(
+                task.heads_code,
+                get(at) + sequence * get(at + 8) + token * get(at + 16), get(at + 24),
+                get(at + 32) + sequence * get(at + 40) + token * get(at + 48), get(at + 56),
+                get(at + 64), task.dim, get(at + 72), cosines, sines,
+            )  # fmt: skip
 
 
 @functools.cache
-def compiled(parallel):
-    return kernel(walk, SIGNATURE, parallel, parallel=parallel)
+def code():
+    return callback(walk, WORKER)
 
 
 def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling, new):
@@ -232,10 +245,30 @@ def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, s
         moved += target.nbytes
     stream = not new and moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
     stream = stream and not (halves and turned // 2 * moves[0][0].itemsize % 16)
-    parallel = moved >= SMALL_BYTES
-    chunks = threads() if parallel else 1
-    numbers, dim = np.array(sides, np.int64), moves[0][0].shape[-1]
-    code = (halves_of if halves else heads_of)(element, stream).address
-    tables = NO_TABLES if tables is None else tables
-    arguments = code, chunks, starts, first, numbers, dim, turned, halves, tables, *scaling
-    return Launch(numbers.reshape(-1), {}, functools.partial(compiled(parallel), *arguments), alive=moves)
+    workers = threads() if moved >= SMALL_BYTES else 1
+    theta, divisor, longest, factor = scaling
+    places, numbers, scratch_bytes = np.array(sides, np.int64), doubles(theta, divisor, factor), 64 * turned
+    task = TASK.filled({
+        "heads_code": (halves_of if halves else heads_of)(element, stream).address, "workers": workers,
+        "starts": address(starts), "first": address(first), "batch": len(first),
+        "sides": address(places), "dim": moves[0][0].shape[-1], "turned": turned, "halves": halves,
+        "table": 0 if tables is None else address(tables),
+        "table_bytes": 0 if tables is None else tables.strides[0],
+        "numbers": address(numbers), "longest": longest,
+        "scratch": 0, "scratch_bytes": scratch_bytes,
+    })  # fmt: skip
+    walk = code()
+
+    def run():
+        task[TASK.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
+        share_out(walk, workers, address(task))
+
+    return Launch(task, {}, run, alive=(moves, starts, first, places, numbers, tables))
+
+
+scratch = Arena()  # of workers: cosines, sines, frequencies
+
+
+@functools.lru_cache(64)
+def doubles(*numbers):
+    return np.array(numbers)

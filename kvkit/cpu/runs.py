@@ -6,20 +6,23 @@ converted, so that only its bytes count.
 
 import functools
 
-import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkit.cpu.launches import Launch, threads
+from kvkit.cpu import memory
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
 from kvkit.cpu.transfer import SMALL_BYTES
 from kvkit.index import share
-from kvkit.jit import helper, kernel
+from kvkit.jit import callback, helper
 
 PIECE, LONG = 256, 4096  # bytes
-INT, INDEX2 = types.int64, types.Array(types.int64, 2, "C")
-SIGNATURE = types.void(INT, INDEX2, INDEX2, INT, INT, INT, types.boolean)
+TASK = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
+RUN, CHUNK = 8 * 3, 8 * 2  # bytes
+
+get, record = memory.load(types.int64), memory.record(TASK)
 
 
 @intrinsic
@@ -56,11 +59,11 @@ def evenly(size):
 
 
 def scattered(size):
-    """(source, target, chunks): the chunks of one token, of `size` bytes."""
+    """(source, target, chunks, end): the chunks of one token, of `size` bytes."""
 
-    def scattered(source, target, chunks):
-        for k in range(chunks.shape[0]):
-            copy(source + chunks[k, 0], target + chunks[k, 1], size)
+    def scattered(source, target, chunks, end):
+        for chunk in range(chunks, end, CHUNK):
+            copy(source + get(chunk), target + get(chunk + 8), size)
 
     return helper(scattered)
 
@@ -88,48 +91,55 @@ def along(source, source_step, target, target_step, count, width):
 
 
 @helper
-def across(source, target, chunks, width):
-    """The chunks of one token."""
+def across(source, target, chunks, end, width):
+    """The chunks of one token, which are listed up to `end`."""
     if width == 2:
-        chunks2(source, target, chunks)
+        chunks2(source, target, chunks, end)
     elif width == 4:
-        chunks4(source, target, chunks)
+        chunks4(source, target, chunks, end)
     elif width == 16:
-        chunks16(source, target, chunks)
+        chunks16(source, target, chunks, end)
     elif width == 32:
-        chunks32(source, target, chunks)
+        chunks32(source, target, chunks, end)
     else:
-        for k in range(chunks.shape[0]):
-            moved(source + chunks[k, 0], target + chunks[k, 1], width)
+        for chunk in range(chunks, end, CHUNK):
+            moved(source + get(chunk), target + get(chunk + 8), width)
 
 
-def move(shares, runs, chunks, source_step, target_step, width, by_chunk):
+def move(worker, task_at):
     """Move runs [source address, target address, tokens], whose tokens have chunks at [source, target].
 
     Chunk by chunk, or token by token: as the target lies in memory.
     """
-    for item in prange(shares):
-        turn = np.int64(item)  # prange counts in uint64
-        for i in range(share(runs.shape[0], turn, shares), share(runs.shape[0], turn + 1, shares)):
-            source, target, count = runs[i, 0], runs[i, 1], runs[i, 2]
-            if by_chunk:
-                for k in range(chunks.shape[0]):
-                    from_, to = source + chunks[k, 0], target + chunks[k, 1]
-                    along(from_, source_step, to, target_step, count, width)
-            else:
-                for t in range(count):
-                    across(source + t * source_step, target + t * target_step, chunks, width)
+    task = record(task_at)
+    source_step, target_step, width = task.source_step, task.target_step, task.width
+    end = task.chunks + CHUNK * task.chunk_count
+    for i in range(share(task.count, worker, task.workers), share(task.count, worker + 1, task.workers)):
+        run = task.runs + RUN * i
+        source, target, count = get(run), get(run + 8), get(run + 16)
+        if task.by_chunk:
+            for chunk in range(task.chunks, end, CHUNK):
+                along(
+                    source + get(chunk), source_step, target + get(chunk + 8), target_step, count, width
+                )  # fmt: skip
+        else:
+            for t in range(count):
+                across(source + t * source_step, target + t * target_step, task.chunks, end, width)
 
 
 @functools.cache
-def compiled(parallel):
-    return kernel(move, SIGNATURE, parallel, parallel=parallel)
+def code():
+    return callback(move, WORKER)
 
 
 def prepare(runs, chunks, steps, width, by_chunk, alive):
     """A launch that moves runs; `alive` are the arrays that the addresses point into."""
     moved = int(runs[:, 2].sum()) * len(chunks) * width
-    shares = threads() if moved >= SMALL_BYTES else 1
-    code = compiled(shares > 1)
-    arguments = runs, chunks, *steps, width, by_chunk
-    return Launch(runs, {}, lambda: code(shares, *arguments), alive=alive)
+    workers = threads() if moved >= SMALL_BYTES else 1
+    task = TASK.filled({
+        "workers": workers, "runs": address(runs), "count": len(runs),
+        "chunks": address(chunks), "chunk_count": len(chunks),
+        "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
+    })  # fmt: skip
+    run = functools.partial(share_out, code(), workers, address(task))
+    return Launch(runs, {}, run, alive=(*alive, task, chunks))

@@ -7,63 +7,72 @@ which tokens of a sequence they walk.
 import functools
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, address, threads
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
 from kvkit.cpu.rows import LOAD, STORE, rows
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
-from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
-from kvkit.jit import kernel
+from kvkit.index import page_of, rest_of_page, row_of, sequence_among, share
+from kvkit.jit import callback
 from kvkit.layouts.places import packed_strides
 
 BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
 
-call_rows = memory.call(13)
+TASK = Record(
+    "rows_code chunks items workers block heads repeat dim",
+    "sides starts first batch table table_row page_size",
+)
+SIDE = 8 * 12  # bytes
 
-INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-SIGNATURE = types.void(INT, INT, INT, INDEX1, INDEX1, INDEX2, INT, INDEX2, INT, INT, INT)
+get, call_rows = memory.load(types.int64), memory.call(13)
+record, integers = memory.record(TASK), memory.integers
 
 
-def walk(rows_code, chunks, block, starts, first, table, page_size, sides, heads, repeat, dim):
+def walk(worker, task_at):
     """Move the packed tokens of every sequence, which take positions from `first` on, to or from their rows.
 
-    `sides` [key|value, 12] holds address and byte strides: packed (address, sequence, token, head), then
-    cache and scale (address, sequence, row, head). Keys and values are items of their own, or, where they
-    are neighbours in the cache, in one, `block` tokens of each in turn (0: apart).
+    `sides` [key|value, 12] are address and byte strides: packed (address, sequence, token, head), then cache
+    and scale (address, sequence, row, head). Keys and values are items of their own, or, where they are
+    neighbours in the cache, in one, `block` tokens of each in turn (0: apart).
     """
-    total = starts[-1]
-    items = chunks if block else 2 * chunks
-    for item in prange(items):
-        side = np.int64(item) // chunks  # prange counts in uint64, which would turn int64 into float64
-        chunk = np.int64(item) - side * chunks
-        token, end = share(total, chunk, chunks), share(total, chunk + 1, chunks)
-        sequence = sequence_of(starts, token)
+    task = record(task_at)
+    starts, first = integers(task.starts), integers(task.first)
+    total, block = starts[task.batch], task.block
+    item = worker
+    while item < task.items:
+        side = item // task.chunks
+        chunk = item - side * task.chunks
+        token, end = share(total, chunk, task.chunks), share(total, chunk + 1, task.chunks)
+        sequence = sequence_among(starts, task.batch, token)
         while token < end:
             while token >= starts[sequence + 1]:
                 sequence += 1
             position = first[sequence] + token - starts[sequence]
-            row = row_of(table[sequence, page_of(position, page_size)], position, page_size)
-            run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, page_size))
+            page = get(task.table + sequence * task.table_row + 8 * page_of(position, task.page_size))
+            row = row_of(page, position, task.page_size)
+            run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, task.page_size))
             run = min(run, block) if block else run
             for kv in range(side, 2 if block else side + 1):
-                at = sides[kv]
+                at = task.sides + SIDE * kv
                 call_rows(
-                    rows_code,
-                    at[0] + sequence * at[1] + token * at[2], at[2], at[3],
-                    at[4] + sequence * at[5] + row * at[6], at[6], at[7],
-                    at[8] + sequence * at[9] + row * at[10], at[10], at[11],
-                    run, heads, repeat, dim,
+                    task.rows_code,
+                    get(at) + sequence * get(at + 8) + token * get(at + 16), get(at + 16), get(at + 24),
+                    get(at + 32) + sequence * get(at + 40) + row * get(at + 48), get(at + 48), get(at + 56),
+                    get(at + 64) + sequence * get(at + 72) + row * get(at + 80), get(at + 80), get(at + 88),
+                    run, task.heads, task.repeat, task.dim,
                 )  # fmt: skip
             token += run
+        item += task.workers
 
 
 @functools.cache
-def compiled(parallel):
-    return kernel(walk, SIGNATURE, parallel, parallel=parallel)
+def code():
+    return callback(walk, WORKER)
 
 
 OWNERS = {
@@ -96,7 +105,7 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=F
         heads, dim = 1, heads * dim
     codes = cache.cell and not BY_NAME[cache.stored].minifloat
     groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
-    code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
+    rows_code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
     sides = np.array(
         [
             (address(array), *packed_strides(array), *place)
@@ -106,11 +115,18 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=F
     )
     (key_at, _, row, *_), (value_at, *_) = cache.sides
     block = 0 if abs(value_at - key_at) > abs(row) else BLOCKS[direction]
-    parallel = moved >= SMALL_BYTES
-    chunks = threads() if parallel else 1
-    arguments = code, chunks, block, starts, first, steps.table, steps.page_size, sides, heads, repeat, dim
+    chunks = threads() if moved >= SMALL_BYTES else 1
+    items = chunks if block else 2 * chunks
+    workers = items if chunks > 1 else 1
+    task = TASK.filled({
+        "rows_code": rows_code, "chunks": chunks, "items": items, "workers": workers, "block": block,
+        "heads": heads, "repeat": repeat, "dim": dim, "sides": address(sides),
+        "starts": address(starts), "first": address(first), "batch": len(first),
+        "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
+    })  # fmt: skip
+    run = functools.partial(share_out, code(), workers, address(task))
     owners = OWNERS[direction] | (SCALE if cache.cell else {})
-    return Launch(sides.reshape(-1), owners, functools.partial(compiled(parallel), *arguments))
+    return Launch(sides.reshape(-1), owners, run, alive=(task, starts, first, steps.table))
 
 
 def aligned(array):

@@ -7,7 +7,7 @@ from numba import types
 
 from kvkit import numeric
 from kvkit.formats import BY_DTYPE
-from kvkit.jit import helper, kernel
+from kvkit.jit import INDEX, address, callback, helper
 
 BUCKETS = 34  # distances of 0, of 1, of 2 and 3, of 4 to 7, ...
 WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}
@@ -36,7 +36,7 @@ def distance(one, two, sign):
 
 @functools.cache
 def compiled(form):
-    """The pass over words [rows, elements]; the number of those that differ."""
+    """The pass over words [rows, elements]."""
     bits = 8 if form == "byte" else BY_DTYPE_BITS[form]
     sign = np.int64(1 << (bits - 1))
     if form == "byte":
@@ -51,13 +51,12 @@ def compiled(form):
 
     number = helper(number)
 
-    def count(one, two, table, atol, rtol, ulp, counts, errors, histogram):
-        total = 0
+    def count(one, two, rows, elements, table, atol, rtol, ulp, counts, errors, histogram):
         tolerant = atol > 0 or rtol > 0 or ulp > 0
-        for i in range(one.shape[0]):
+        for i in range(rows):
             differing, largest = 0, np.float32(0)
-            for j in range(one.shape[1]):
-                x, y = one[i, j], two[i, j]
+            for j in range(i * elements, (i + 1) * elements):
+                x, y = one[j], two[j]
                 if x == y:
                     continue
                 a, b = number(x, table), number(y, table)
@@ -76,14 +75,12 @@ def compiled(form):
                     bucket += 1
                 histogram[bucket] += 1
             counts[i], errors[i] = differing, largest
-            total += differing
-        return total
 
-    word = types.Array(WORDS[bits], 2, "C", readonly=True)
-    floats, integers = types.Array(types.float32, 1, "C"), types.Array(types.int64, 1, "C")
+    words, floats = types.CPointer(WORDS[bits]), types.CPointer(types.float32)
     numbers = types.float64, types.float64, types.int64
-    signature = types.int64(word, word, floats, *numbers, integers, floats, integers)
-    return kernel(count, signature, key=form)
+    sizes = types.int64, types.int64
+    signature = types.void(words, words, *sizes, floats, *numbers, INDEX, floats, INDEX)
+    return callback(count, signature, key=form).ctypes
 
 
 BY_DTYPE_BITS = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
@@ -98,10 +95,12 @@ def count(one, two, atol, rtol, ulp):
     histogram = np.zeros(BUCKETS, np.int64)
     form = form_of(one.dtype) if one.dtype == two.dtype else None
     if form is not None:
-        word = f"u{one.dtype.itemsize}"
-        words = [as_words(array, word) for array in (one, two)]
+        words = [np.ascontiguousarray(array) for array in (one, two)]
         table = numbers_of_bytes(one.dtype) if form == "byte" else np.zeros(1, np.float32)
-        compiled(form)(*words, table, atol, rtol, ulp, counts, errors, histogram)
+        compiled(form)(
+            *map(address, words), *one.shape, address(table), atol, rtol, ulp,
+            address(counts), address(errors), address(histogram),
+        )  # fmt: skip
         return counts, errors, histogram
     with np.errstate(all="ignore"):
         wide = [array.astype(np.float64) for array in (one, two)]
@@ -115,10 +114,3 @@ def count(one, two, atol, rtol, ulp):
     if one.size:
         errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)
     return counts, errors, histogram
-
-
-def as_words(array, word):
-    array = np.ascontiguousarray(array).view(word)
-    array = array.view()
-    array.flags.writeable = False
-    return array

@@ -118,16 +118,38 @@ print(json.dumps(changed))
 """
 
 
+TRANSFER = """
+import json
+import numpy as np, kvkit
+from kvkit import jit
+for tokens in (1, 4096):
+    x = np.random.default_rng(0).standard_normal((1, tokens, 2, 64)).astype(np.float32)
+    key, _ = kvkit.key_value_cache(x, x, 0, np.zeros((1, 1, 2, tokens, 2, 64), np.float32))
+    assert (key == x).all()
+query = np.random.default_rng(1).standard_normal((1, 1, 4, 64)).astype(np.float32)
+out = kvkit.multi_head_attention(query, x, x, num_heads=4, num_kv_heads=2, head_dim=64)
+print(json.dumps({"folder": str(jit.cache_folder()), "out": out.tolist()}))
+"""
+
+
 def test_one_thread_and_all_are_found_by_the_next_process(copy, tmp_path):
-    """Variants of one kernel, compiled in one process."""
-    code = CALL.replace(
-        "print(", "big = np.ones((1, 4096, 2, 64), np.float32)\n"
-        "kvkit.key_value_cache(big, big, 0, np.zeros((1, 1, 2, 4096, 2, 64), np.float32))\nprint("
-    )  # fmt: skip
-    kept = files(call(copy, tmp_path / "cache", code)["folder"])
-    assert files(call(copy, tmp_path / "cache", code)["folder"]) == kept
-    walks = [name for name in kept if name.startswith("kvkit-cpu-transfer-walk-")]
-    assert len(walks) == 2
+    """What one process compiles, for one thread and for all, the next ones only load."""
+    kept = files(call(copy, tmp_path / "cache", TRANSFER)["folder"])
+    assert files(call(copy, tmp_path / "cache", TRANSFER)["folder"]) == kept
+    for name in ("transfer-walk", "launches-call_workers", "attend-work"):
+        assert len([file for file in kept if file.startswith(f"kvkit-cpu-{name}-")]) == 1
+
+
+def test_a_version_of_numba_that_is_not_known(copy, tmp_path):
+    """Helpers are then compiled as Numba does, and kernels have the same results."""
+    known = call(copy, tmp_path / "cache")
+    code = "from kvkit import jit\njit.KNOWN = 'none'\n" + CALL
+    code += "from kvkit.cpu import memory\nassert not isinstance(memory.read('float16'), jit.Part)"
+    unknown = call(copy, tmp_path / "other", code)
+    assert unknown["scale"] == known["scale"]
+    assert {file.rpartition("-")[0] for file in files(unknown["folder"])} == {
+        file.rpartition("-")[0] for file in files(known["folder"])
+    }
 
 
 def test_numba_and_cpu_are_part_of_the_key(monkeypatch):
@@ -216,8 +238,8 @@ def test_a_full_disk_costs_nothing_but_time(monkeypatch, tmp_path):
 
     monkeypatch.setattr(kept.os, "replace", full)
     begin = time.perf_counter()
-    add = jit.kernel(index.share.py_func, "int64(int64, int64, int64)")
-    assert add(7, 1, 2) == 4
+    add = jit.callback(index.share.py_func, SHARE)
+    assert add.ctypes(7, 1, 2) == 4
     assert time.perf_counter() - begin < 60
     assert not list(tmp_path.iterdir())
 
@@ -237,14 +259,12 @@ class Shelf:
 
     def make(self, key=()):
         """Compile or load a kernel; its folder entry, which also says whether it was loaded."""
-        loaded, load = [], self.jit.Folder.load_overload
+        compiled, compile_ = [], self.jit.compiled
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                self.jit.Folder, "load_overload", lambda *args: loaded.append(load(*args)) or loaded[-1]
-            )
-            code = self.jit.kernel(self.function, SHARE, key)
-        assert code(7, 1, 2) == 4
-        return code._cache._file(SHARE), loaded[-1] is not None
+            patch.setattr(self.jit, "compiled", lambda *args: compiled.append(args) or compile_(*args))
+            code = self.jit.callback(self.function, SHARE, key)
+        assert code.ctypes(7, 1, 2) == 4
+        return self.jit.kept_file(self.function, code.signature, (key, False)), not compiled
 
 
 @pytest.fixture
@@ -313,7 +333,14 @@ def test_swapped_files_are_not_run(shelf):
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"nonsense", pickle.dumps(None), pickle.dumps((1, 2)), pickle.dumps("x" * 11)]
+    "payload",
+    [
+        b"",
+        b"nonsense",
+        pickle.dumps(None),
+        pickle.dumps((1, 2)),
+        pickle.dumps(("share", ["no_such_name"], 3)),
+    ],
 )
 def test_an_odd_payload_is_a_miss(shelf, payload):
     from kvkit import kept

@@ -442,7 +442,7 @@ import json
 from kvkit.cpu import products
 codes = {"scores": products.scores(4, "float16"), "sums": products.sums(4, "float16"),
          "wide_scores": products.scores(32), "wide_sums": products.sums(32)}
-print(json.dumps({name: code._library.get_asm_str() for name, code in codes.items()}))
+print(json.dumps({name: code.library.get_asm_str() for name, code in codes.items()}))
 """
 
 

@@ -130,9 +130,8 @@ def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
         offsets = index("offset_index", windows["offset_index"], length=runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
-    pieces = np.empty((3 * runs, len(checks.slots.FIELDS)), np.int64)
-    rule, one, two, three = checks.slots.compiled(checks.slots.compressed)(
-        mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity, pieces
+    (rule, one, two, three), pieces = checks.slots.compressed(
+        mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity
     )
     if rule:
         raise broken_rule(rule, one, two, three, capacity)

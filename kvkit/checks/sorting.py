@@ -1,0 +1,30 @@
+"""The order of rows, for the compiled passes."""
+
+from kvkit.jit import helper
+
+
+@helper
+def ascending(keys, first, step, count, places, order, spare):
+    """At `order` of `places`, where the least of `count` keys is, then the next: merged from pairs up.
+
+    Keys are every so many numbers from `keys[first]` on; from `spare` on there is room for as many.
+    """
+    for i in range(count):
+        places[order + i] = i
+    width = 1
+    while width < count:
+        begin = 0
+        while begin < count:
+            middle, end = min(begin + width, count), min(begin + 2 * width, count)
+            left, right = begin, middle
+            for i in range(begin, end):
+                one, other = places[order + min(left, count - 1)], places[order + min(right, count - 1)]
+                takes = left < middle and (
+                    right == end or keys[first + one * step] <= keys[first + other * step]
+                )
+                places[spare + i] = one if takes else other
+                left, right = left + takes, right + (not takes)
+            begin = end
+        for i in range(count):
+            places[order + i] = places[spare + i]
+        width *= 2
