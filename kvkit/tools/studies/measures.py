@@ -120,7 +120,7 @@ def through_attention(layer, key_scheme, value_scheme):
             for scheme, x in zip((key_scheme, value_scheme), sides, strict=True)
         ]
         scale = 1 / np.sqrt(query.shape[-1])
-        exact, found = attended(query, *sides, scale), attended(query, *coded, scale)
+        exact, found = (attended(query, key, value, scale) for key, value in (sides, coded))
         with np.errstate(divide="ignore", invalid="ignore"):
             terms = np.where(exact[1] > 0, exact[1] * np.log(exact[1] / np.maximum(found[1], 1e-30)), 0)
             logit = np.where(np.isfinite(exact[0]), np.abs(found[0] - exact[0]), 0)

@@ -28,7 +28,7 @@ def pictures(study: Study, page: str = "light") -> dict[str, str]:
         ) from error
 
     ink = INK[page]
-    style = {
+    style: Any = {
         "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
         "axes.spines.right": False,
         **dict.fromkeys(COLOURED, ink),

@@ -82,12 +82,10 @@ def of_cache(cache: Any) -> Source:
 
     def layer(i):
         keys, values = (np.asarray(side) for side in (cache.layers[i].keys, cache.layers[i].values))
-        pair = [
-            side_of_sequences(name, list(side.swapaxes(1, 2)))
-            for name, side in (("keys", keys), ("values", values))
-        ]
+        key = side_of_sequences("keys", list(keys.swapaxes(1, 2)))
+        value = side_of_sequences("values", list(values.swapaxes(1, 2)))
         tokens = keys.shape[2]
-        return Layer(f"layer {i}", *pair, list(range(0, tokens * len(keys) + 1, tokens)), None)
+        return Layer(f"layer {i}", key, value, list(range(0, tokens * len(keys) + 1, tokens)), None)
 
     return Source(type(cache).__name__, len(cache.layers), layer)
 
@@ -104,7 +102,8 @@ def side_of_sequences(name: str, arrays: list[np.ndarray]) -> Side:
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    return Side(read, int(starts[-1]), *arrays[0].shape[1:], floats(name, arrays[0]))
+    _, heads, dim = arrays[0].shape
+    return Side(read, int(starts[-1]), heads, dim, floats(name, arrays[0]))
 
 
 def of_packed(name: str, contents: Contents, key: str, value: str) -> Source:
@@ -114,7 +113,8 @@ def of_packed(name: str, contents: Contents, key: str, value: str) -> Source:
     if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or not keys.size:
         raise wrong(key, f"[layers, tokens, heads, dim] as {value} has", describe(arrays[key]))
     starts = [int(start) for start in arrays.get("seqstarts", (0, keys.shape[1]))]
-    query, notes = arrays.get("query"), ()
+    query = arrays.get("query")
+    notes: tuple[str, ...] = ()
     if query is not None:
         heads = query.shape[-2] if query.ndim == 5 else 0
         fits = (
@@ -123,17 +123,16 @@ def of_packed(name: str, contents: Contents, key: str, value: str) -> Source:
             and query.shape[4] == keys.shape[3]
         )
         if not fits or heads % keys.shape[2] or query.shape[2] > min(np.diff(starts)):
-            query, notes = (
-                None,
-                (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",),
-            )
+            notes = (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)
+            query = None
     numbers = arrays.get("layers")
     if numbers is None or numbers.shape != (len(keys),):
         numbers = np.arange(len(keys))
 
     def layer(i):
-        pair = (side_of_sequences(one, [side[i]]) for one, side in ((key, keys), (value, values)))
-        return Layer(f"layer {numbers[i]}", *pair, starts, None if query is None else list(query[i]))
+        key_side, value_side = side_of_sequences(key, [keys[i]]), side_of_sequences(value, [values[i]])
+        queries = None if query is None else list(query[i])
+        return Layer(f"layer {numbers[i]}", key_side, value_side, starts, queries)
 
     return Source(name, len(keys), layer, notes)
 
@@ -157,13 +156,9 @@ def of_layout(name: str, contents: Contents, layout: str | None, sizes: Mapping[
         array = (views.keys if which == "keys" else views.values)[i]
         if rows is None or isinstance(array, tuple):
             return side_of_sequences(which, list(array))
-        size = array.shape[1]
-        return Side(
-            lambda part: array[rows[part] // size, rows[part] % size],
-            len(rows),
-            *array.shape[2:],
-            floats(which, array),
-        )
+        _, size, heads, dim = array.shape
+        bits = floats(which, array)
+        return Side(lambda part: array[rows[part] // size, rows[part] % size], len(rows), heads, dim, bits)
 
     def layer(i):
         key, value = side("keys", i), side("values", i)

@@ -191,7 +191,7 @@ def study(
             heads, tokens = layer.key.heads, layer.key.tokens
             elements += tokens * heads * (layer.key.dim + layer.value.dim)
             about = threads.submit(
-                lambda layer=layer: [measures.outliers(side) for side in (layer.key, layer.value)]
+                lambda pair: [measures.outliers(side) for side in pair], (layer.key, layer.value)
             )
             jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in wanted}
             for side, (ratios, means) in zip(("keys", "values"), about.result(), strict=True):
