@@ -35,7 +35,7 @@ MACHINE = {
     "test_device_mutants": [],
     "test_device_twin": [],
 }
-STAND_IN = {"test_device_driver": [""], "test_device_twin": [r"test_page_tables_on_the_device"]}
+STAND_IN = {"test_device_driver": [""], "test_device_twin": [r"test_results_stay_on_the_device"]}
 QUICK = {  # by backend and file, what is not slow there
     "simulator": {f"test_device_{name}": [""] for name in DEVICE}
     | {f"test_{name}": [r"^(?!.*v15_attention)"] for name in SHARED}
