@@ -306,7 +306,8 @@ def ending(form):
                     sums[at] *= factor
         odd = 0
         for piece in range(0, pieces, at_once):
-            cuda.syncthreads()
+            if piece:  # what the last turn wrote has been read
+                cuda.syncthreads()
             for i in range(width):
                 if piece * rows * span + i < held:
                     together[thread, i] = sums[piece * rows * span + i]

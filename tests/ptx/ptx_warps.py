@@ -101,7 +101,8 @@ def mma(block, at, threads):
             g, t = divmod(lane, 4)
             for i in range(4):
                 total = product[g + (8 if i >= 2 else 0), 2 * t + i % 2] + np.float64(c[i][lanes][lane])
-                found[i, warp * WARP + lane] = total
+                with np.errstate(over="ignore"):
+                    found[i, warp * WARP + lane] = total
     for target, numbers in zip(d, found, strict=True):
         block.assign(target, numbers, threads)
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_cuda_ptx import CAPABILITIES, REGISTERS, assemble
+from test_cuda_ptx import REGISTERS, assemble
 
 from kvkit_cuda.attend import bias
 from kvkit_cuda.ground import device
@@ -19,11 +19,11 @@ QUICK = ("move 16", "move 1", "mean float16", "bias")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KERNELS]
 )
-def test_kernel(name, tmp_path):
+def test_kernel(name, tmp_path, capabilities):
     """No spills, no float64, and moves of 16 bytes in one instruction."""
     walk, variant, signature = KERNELS[name]
     for text, capability in zip(
-        device.ptx(walk(variant), signature, CAPABILITIES), CAPABILITIES, strict=True
+        device.ptx(walk(variant), signature, capabilities), capabilities, strict=True
     ):
         assert not re.search(r"\.f64|\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
         if variant == 16:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_cuda_ptx import CAPABILITIES, CODES, MOVED, assemble
+from test_cuda_ptx import CODES, MOVED, assemble
 
 from kvkit.checks.records import Context
 from kvkit_cuda.attend import forms, merge, plain, task
@@ -37,11 +37,11 @@ BITS = {"float32": 32, "int8": 8, "int4": 4}  # others have 16
 QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "float16", 4): 255}
 
 
-def check(kernel, signature, folder):
+def check(kernel, signature, folder, capabilities):
     """Its PTX, and the most registers of a thread."""
     most = 0
-    texts = device.ptx(kernel, signature, CAPABILITIES)
-    for text, capability in zip(texts, CAPABILITIES, strict=True):
+    texts = device.ptx(kernel, signature, capabilities)
+    for text, capability in zip(texts, capabilities, strict=True):
         assert ".target sm_{}{}\n".format(*capability) in text
         assert not re.search(r"\.f64|\.local\b|\bcall\b", text)
         frame, registers = assemble(text, capability, folder)
@@ -50,8 +50,8 @@ def check(kernel, signature, folder):
     return texts, most
 
 
-def check_form(made, folder):
-    texts, registers = check(plain.attend(made), plain.SIGNATURE, folder)
+def check_form(made, folder, capabilities):
+    texts, registers = check(plain.attend(made), plain.SIGNATURE, folder, capabilities)
     for text in texts:
         bits, cell_bits = (BITS.get(element, 16) for element in (made.stored, made.cell))
         wide = re.findall(r"ld\.global\.nc\.v(?:2\.\w64|4\.\w32)", text)
@@ -62,23 +62,23 @@ def check_form(made, folder):
 
 
 @pytest.mark.parametrize("made", QUICK, ids=str)
-def test_kernel(made, tmp_path):
+def test_kernel(made, tmp_path, capabilities):
     assert made in FORMS
     assert made.span * {"float16": 16, "int8": 8}[made.stored] == 128
-    assert check_form(made, tmp_path) <= QUICK[made]
+    assert check_form(made, tmp_path, capabilities) <= QUICK[made]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", sorted(FORMS - set(QUICK), key=str), ids=str)
-def test_every_other_kernel(made, tmp_path):
-    check_form(made, tmp_path)
+def test_every_other_kernel(made, tmp_path, capabilities):
+    check_form(made, tmp_path, capabilities)
 
 
 @pytest.mark.parametrize(
     "packed", ["float16", *(pytest.param(name, marks=pytest.mark.slow) for name in FLOATS[::2])]
 )
-def test_merge(packed, tmp_path):
-    _, registers = check(merge.merge(packed, 4), merge.SIGNATURE, tmp_path)
+def test_merge(packed, tmp_path, capabilities):
+    _, registers = check(merge.merge(packed, 4), merge.SIGNATURE, tmp_path, capabilities)
     assert registers <= 64
-    _, registers = check(merge.merge_states(packed), merge.STATES, tmp_path)
+    _, registers = check(merge.merge_states(packed), merge.STATES, tmp_path, capabilities)
     assert registers <= 128

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from test_cuda_prefill_ptx import CACHES, SHARED_MEMORY, SIZES
-from test_cuda_ptx import CAPABILITIES, assemble
+from test_cuda_ptx import assemble
 
 from kvkit_cuda.attend import decode, decode_forms
 from kvkit_cuda.ground import device
@@ -41,10 +41,10 @@ EVERY = [
 ]
 
 
-def check(form, folder):
-    texts = device.ptx(decode.attend(form), decode.SIGNATURE, CAPABILITIES)
+def check(form, folder, capabilities):
+    texts = device.ptx(decode.attend(form), decode.SIGNATURE, capabilities)
     short = {"float16": "f16", "bfloat16": "bf16"}[form.element]
-    for text, capability in zip(texts, CAPABILITIES, strict=True):
+    for text, capability in zip(texts, capabilities, strict=True):
         assert f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32" in text
         assert "movmatrix.sync.aligned.m8n8.trans.b16" in text
         assert re.search(r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16,", text)
@@ -63,14 +63,14 @@ def check(form, folder):
 
 
 @pytest.mark.parametrize("form", QUICK, ids=str)
-def test_kernel(form, tmp_path):
-    check(form, tmp_path)
+def test_kernel(form, tmp_path, capabilities):
+    check(form, tmp_path, capabilities)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", dict.fromkeys(form for form in EVERY if form not in QUICK), ids=str)
-def test_every_other_kernel(form, tmp_path):
-    check(form, tmp_path)
+def test_every_other_kernel(form, tmp_path, capabilities):
+    check(form, tmp_path, capabilities)
 
 
 def test_every_size_fits():

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_cuda_ptx import CAPABILITIES, REGISTERS, assemble
+from test_cuda_ptx import REGISTERS, assemble
 
 from kvkit_cuda.ground import device
 from kvkit_cuda.positions import alibi, angles, index, rotary
@@ -25,10 +25,10 @@ OTHERS += [("alibi", e, mask, span) for e in FLOATS for mask in MASKS for span i
 OTHERS = [variant for variant in OTHERS if " ".join(map(str, variant)) not in QUICK]
 
 
-def check(name, walk, signature, folder):
+def check(name, walk, signature, folder, capabilities):
     """No spills, no float64 but in the angles, no fused sums, and 16 bytes in one instruction."""
     wide = name.endswith((" 4", " 8"))
-    for text, capability in zip(device.ptx(walk, signature, CAPABILITIES), CAPABILITIES, strict=True):
+    for text, capability in zip(device.ptx(walk, signature, capabilities), capabilities, strict=True):
         assert (".f64" in text) is (name == "angles")
         assert not re.search(r"\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
         assert not re.search(r"fma\.\w+\.f32", text)
@@ -42,12 +42,12 @@ def check(name, walk, signature, folder):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_kernel(name, tmp_path):
-    check(name, *QUICK[name], tmp_path)
+def test_kernel(name, tmp_path, capabilities):
+    check(name, *QUICK[name], tmp_path, capabilities)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", OTHERS, ids=str)
-def test_every_other_kernel(variant, tmp_path):
+def test_every_other_kernel(variant, tmp_path, capabilities):
     module = rotary if variant[0] == "rotary" else alibi
-    check(" ".join(map(str, variant)), module.walk(*variant[1:]), module.SIGNATURE, tmp_path)
+    check(" ".join(map(str, variant)), module.walk(*variant[1:]), module.SIGNATURE, tmp_path, capabilities)

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from test_cuda_ptx import CAPABILITIES, assemble
+from test_cuda_ptx import assemble
 
 from kvkit_cuda.attend import prefill
 from kvkit_cuda.ground import device
@@ -34,10 +34,10 @@ EVERY = [
 ]
 
 
-def check(form, folder):
-    texts = device.ptx(prefill.attend(form), prefill.SIGNATURE, CAPABILITIES)
+def check(form, folder, capabilities):
+    texts = device.ptx(prefill.attend(form), prefill.SIGNATURE, capabilities)
     short = {"float16": "f16", "bfloat16": "bf16"}[form.element]
-    for text, capability in zip(texts, CAPABILITIES, strict=True):
+    for text, capability in zip(texts, capabilities, strict=True):
         assert f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32" in text
         assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in text
         assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in text
@@ -55,14 +55,14 @@ def check(form, folder):
 
 
 @pytest.mark.parametrize("form", QUICK, ids=str)
-def test_kernel(form, tmp_path):
-    check(form, tmp_path)
+def test_kernel(form, tmp_path, capabilities):
+    check(form, tmp_path, capabilities)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", dict.fromkeys(form for form in EVERY if form not in QUICK), ids=str)
-def test_every_other_kernel(form, tmp_path):
-    check(form, tmp_path)
+def test_every_other_kernel(form, tmp_path, capabilities):
+    check(form, tmp_path, capabilities)
 
 
 def test_every_size_fits():

@@ -11,7 +11,6 @@ import pytest
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks, transfer
 
-CAPABILITIES = [(8, 0), (9, 0)]
 FLOATS = ("float32", "float16", "bfloat16")
 MOVED = [(packed, stored, None) for packed in FLOATS for stored in FLOATS] + [("int8", "int8", None)]
 CODES = [(packed, stored, cell) for packed in FLOATS for stored in ("int8", "int4") for cell in FLOATS]
@@ -59,10 +58,10 @@ def assemble(ptx, capability, folder):
     return [int(number) for number in frame], int(registers)
 
 
-def check(variant, folder):
+def check(variant, folder, capabilities):
     direction, packed, stored, cell, span = variant
-    texts = device.ptx(transfer.walk(*variant), transfer.SIGNATURE, CAPABILITIES)
-    for text, capability in zip(texts, CAPABILITIES, strict=True):
+    texts = device.ptx(transfer.walk(*variant), transfer.SIGNATURE, capabilities)
+    for text, capability in zip(texts, capabilities, strict=True):
         assert ".target sm_{}{}\n".format(*capability) in text
         assert ".f64" not in text
         assert not re.search(r"\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
@@ -80,15 +79,15 @@ def check(variant, folder):
 
 
 @pytest.mark.parametrize("variant", QUICK, ids=str)
-def test_kernel(variant, tmp_path):
+def test_kernel(variant, tmp_path, capabilities):
     assert variant in VARIANTS
-    check(variant, tmp_path)
+    check(variant, tmp_path, capabilities)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in QUICK], ids=str)
-def test_every_other_kernel(variant, tmp_path):
-    check(variant, tmp_path)
+def test_every_other_kernel(variant, tmp_path, capabilities):
+    check(variant, tmp_path, capabilities)
 
 
 def test_all_variants_are_known():

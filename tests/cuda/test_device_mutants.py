@@ -1,0 +1,109 @@
+"""Each wait of the kernels that share memory is needed, and the machine for PTX finds it when it is gone.
+
+A wait is a barrier of a block or a warp, or one for copies. Without it a launch is at fault, or leaves other
+results, whether warps go on together or each as far as it may.
+"""
+
+import copy
+
+import attention_scenes
+import cuda_machine
+import numpy as np
+import pytest
+from attention_scenes import BF16, FP32, INT8
+from device_arrays import Array
+from ptx_machine import Machine, instruction
+from ptx_memory import Fault
+
+from kvkit_cuda.attend import decode, plain, prefill
+from kvkit_cuda.calls import tables
+from kvkit_cuda.ground import host
+
+SIZES = {"dim": 32, "heads": 2, "kv_heads": 1}
+CASES = {  # the kernel; its call
+    "decode": (decode, SIZES | {"formats": BF16, "lengths": [(420, 1)]}),
+    "decode of codes": (decode, SIZES | {"formats": INT8, "lengths": [(420, 1)]}),
+    "prefill": (prefill, SIZES | {"formats": BF16, "lengths": [(70, 30)]}),
+    "prefill of codes": (prefill, SIZES | {"formats": INT8, "lengths": [(70, 30)]}),
+    "plain": (plain, SIZES | {"formats": FP32, "lengths": [(100, 1)], "dim": 64, "softcap": 9.0}),
+}
+# Waits for copies that these calls do not need: the last one is for an empty part of a context, whose queries
+# are on their way still; that for values is for floats, as codes are widened by whoever loads them.
+SPARED = {"prefill": 1, "prefill of codes": 2}
+HUGE = 3e38  # so that sums overflow, and are added up once more, with care
+
+
+def waits(program, votes):
+    """The places of all waits, and what is left of them; those where threads vote if so asked."""
+    for place, at in enumerate(program.code):
+        if at.opcode[0] == "bar" and "red" in at.opcode:
+            if votes:
+                yield place, instruction(f"mov.pred {at.operands[0]}, {at.operands[2]}")  # a vote of one
+        elif at.opcode[0] == "bar" or at.opcode[:3] in (
+            ("cp", "async", "wait_group"),
+            ("cp", "async", "wait_all"),
+        ):
+            yield place, instruction("mov.b32 %r999999, 0")
+
+
+def launched(module, call, monkeypatch):
+    """The launch of a module's kernel in a call: its program and what it is launched with; its memory."""
+    found, seen = [], host.launch
+    wanted = module.compiled.__wrapped__.__module__
+
+    def launch(kernel, blocks, threads, stream, arguments):
+        if kernel.function.__module__ == wanted:
+            found.append((kernel.program, blocks, threads, arguments))
+        seen(kernel, blocks, threads, stream, arguments)
+
+    monkeypatch.setattr(host, "launch", launch)
+    call()
+    (one,) = [each for each in found if any(waits(each[0], True))]
+    return one
+
+
+def outcome(program, blocks, threads, arguments, memory, order, outputs):
+    """What a launch leaves in the outputs; None if it is at fault."""
+    for array in outputs:
+        array.view(np.uint8).fill(0xEE)
+    machine = Machine(order)
+    machine.memory = memory
+    threads = threads if isinstance(threads, tuple) else (threads,)
+    try:
+        machine.launch(program, blocks, threads, host.words(arguments))
+    except Fault:
+        return None
+    return [array.tobytes() for array in outputs]
+
+
+def survivors(launch, memory, outputs, votes):
+    """The waits that nobody misses."""
+    program, *form = launch
+    right = {order: outcome(program, *form, memory, order, outputs) for order in (0, 1, -1)}
+    assert None not in right.values()
+    lost = []
+    for place, rest in waits(program, votes):
+        mutant = copy.copy(program)
+        mutant.code = [*program.code[:place], rest, *program.code[place + 1 :]]
+        if all(outcome(mutant, *form, memory, order, outputs) == right[order] for order in right):
+            lost.append(f"{place}: {program.code[place].text}")
+    return lost
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name, rng, monkeypatch):
+    monkeypatch.setattr(tables, "LEAST_PART", 10**6)  # so that a warp uses its tiles again
+    module, options = CASES[name]
+    call = attention_scenes.dynamic_cache(rng, layout=0, mode=0, **options)
+    votes = call["scale"] is None  # for else no sum overflows
+    if votes:
+        call["current_value"][..., 0] = call["cache"][:, attention_scenes.LAYER, 1, :, 0] = HUGE
+    shape = call["query"].shape
+    out, lse = Array(np.empty(shape, call["query"].dtype)), Array(np.empty(shape[:2], np.float32))
+    given = {key: Array(call[key]) for key in ("query", "current_key", "current_value", "cache")}
+    if call["scale"] is not None:
+        given["scale"] = Array(call["scale"])
+    launch = launched(module, lambda: call.but(**given).run(return_lse=True, out=(out, lse)), monkeypatch)
+    lost = survivors(launch, cuda_machine.machine.memory, (out.array, lse.array), votes)
+    assert len(lost) == SPARED.get(name, 0), lost
+    assert all("cp.async.wait_all" in text for text in lost)
