@@ -95,7 +95,7 @@ def compiled(function, signature, options):
     finally:
         if collects:
             gc.enable()
-    return Code(whole.native_name, whole._library, signature)
+    return Code(whole.native_name, whole._library, signature)  # type: ignore[attr-defined]
 
 
 class Code:
@@ -186,6 +186,8 @@ class Part(CPUDispatcher):
 
 class PartLibrary(JITCodeLibrary):
     """LLVM's instructions of a helper, which wait to be linked."""
+
+    _linking_libraries: list
 
     def _optimize_functions(self, module):
         module.data_layout = self._codegen._data_layout

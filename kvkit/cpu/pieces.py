@@ -9,7 +9,7 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.checks.slots import COUNT, FIELDS, HEAD, MEAN, SLOT, TOKEN
+from kvkit.checks.slots import COUNT, HEAD, MEAN, PIECE, SLOT, TOKEN
 from kvkit.cpu import memory
 from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
 from kvkit.cpu.records import Record
@@ -54,7 +54,7 @@ def move(worker, task_at):
         while token < end:
             while token >= starts[piece + 1]:
                 piece += 1
-            named = task.pieces + 8 * piece * len(FIELDS)
+            named = task.pieces + 8 * piece * PIECE
             done, slot = token - starts[piece], get(named + 8 * SLOT)
             source = at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
             if get(named + 8 * MEAN):
@@ -143,7 +143,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
             "elements": dim, "line_bytes": dim * size, "stores": direction == STORE,
         }))  # fmt: skip
-    sides = np.concatenate(sides)
+    numbers = np.concatenate(sides)
     chunks = threads() if moved >= SMALL_BYTES else 1
     items = len(forms) * chunks
     written = caches if direction == STORE else packed
@@ -153,7 +153,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
     task = TASK.filled({
         "rows_code": rows(direction, MOVES[unit], MOVES[unit], stream=stream).address, "mean_code": averages,
         "chunks": chunks, "items": items, "workers": workers,
-        "sides": address(sides), "side_bytes": SIDE.dtype.itemsize,
+        "sides": address(numbers), "side_bytes": SIDE.dtype.itemsize,
         "pieces": address(pieces), "starts": address(starts), "count": len(pieces),
         "block_size": block_size, "lines": 0,
     })  # fmt: skip
@@ -164,7 +164,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
             task[TASK.at["lines"]] = lines.at_least(items * line_bytes)
         share_out(walk, workers, address(task))
 
-    return Launch(sides, {}, run, alive=(*packed, *caches, pieces, starts))
+    return Launch(numbers, {}, run, alive=(*packed, *caches, pieces, starts))
 
 
 def row_form(packed, cache):
