@@ -118,7 +118,7 @@ def multi_head_cache_attention(given, out):
 def over_own_step(name, given, out, operator):
     """An operator whose arguments have index tensors among them; `name` has the tokens."""
     tensors, tokens = [given[each] for each in TENSORS], given[name]
-    known = form(tensors, tuple([given.get(each) for each in OTHERS]))
+    known = form(tensors, (name, *[given.get(each) for each in OTHERS]))
     step = steps.pop(known, None)
     if step is None or not isinstance(tokens, np.ndarray) or not step.follows(len(tokens), tensors):
         step = Step(in_cache(name, given), FEW)
