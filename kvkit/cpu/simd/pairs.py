@@ -27,16 +27,18 @@ TILE, HALVES = 8, WIDE // LANES  # tokens, or elements, by vectors of rows
 PAIRED = 4 * WIDE  # bytes of a pair for every row
 
 
-class Bfloat(ir.types._BaseFloatType):
+class Bfloat(ir.Type):
     """LLVM's type, which llvmlite has not."""
 
-    null, intrinsic_name = "0.0", "bf16"
-
-    def __str__(self):
+    def _to_string(self):
         return "bfloat"
 
+    def __eq__(self, other):
+        return isinstance(other, Bfloat)
 
-Bfloat._create_instance()
+    __hash__ = ir.Type.__hash__
+
+
 SUMS, PAIRS = ir.VectorType(F32, LANES), ir.VectorType(Bfloat(), 2 * LANES)
 
 
