@@ -193,6 +193,8 @@ class Part(CPUDispatcher):
 class PartLibrary(JITCodeLibrary):
     """LLVM's instructions of a helper, which wait to be linked."""
 
+    _linking_libraries: list
+
     def _optimize_functions(self, module):
         module.data_layout = self._codegen._data_layout
 

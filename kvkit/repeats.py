@@ -37,12 +37,16 @@ def addresses(arrays):
 class Repeats(dict):
     """Prepared calls, by their form."""
 
+    def __init__(self, most=MOST):
+        super().__init__()
+        self.most = most
+
     def __reduce__(self):
-        return Repeats, ()  # they know addresses, which a copy does not have
+        return Repeats, (self.most,)  # they know addresses, which a copy does not have
 
     def keep(self, call, prepared):
         """Keep a call for its next time."""
-        if len(self) >= MOST:
+        if len(self) >= self.most:
             self.clear()
         self[call] = prepared
 
@@ -51,28 +55,44 @@ class Guarded:
     """A prepared call whose next arrays nobody has checked, but for their form.
 
     It is made again once it is seen that the arrays of the names in `written` are writeable and overlap
-    nothing. Where that is not sure the call is left to the full checks.
+    nothing. Where that is not sure the call is left to the full checks; so is one for another step, by its
+    number, if `attention`, the task of a launch, is not shared out as before. A cache has `room` rows.
     """
 
-    __slots__ = ("_launches", "_spans", "_written")
+    __slots__ = ("_attention", "_launches", "_near", "_planned", "_step", "_written", "room")
 
-    def __init__(self, launches, arrays, written):
+    def __init__(self, launches, arrays, written, room, attention=None, step=None):
+        self.room, self._step, self._attention = room, step, attention
+        self._planned = None if attention is None else cpu.attention.planned(attention)
         self._launches = cpu.launches.Repeat(launches, addresses(arrays))
-        self._spans = {name: span(array) for name, array in arrays.items() if array is not None}
-        self._written = [name for name in written if name in self._spans]
+        spans = {name: span(array) for name, array in arrays.items() if array is not None}
+        self._written = [name for name in written if name in spans]
+        self._near = []  # (one, other, distances between which lie those at which they overlap)
+        for i, one in enumerate(self._written):
+            low, high = spans[one]
+            for other, (other_low, other_high) in spans.items():
+                if other not in self._written[: i + 1]:
+                    self._near.append((one, other, low - other_high, high - other_low))
 
-    def run(self, arrays):
+    def run(self, arrays, step=None):
         """Make the call for other arrays of the same form; False if it needs the full checks."""
         places = addresses(arrays)
-        ends = {name: (places[name] + low, places[name] + high) for name, (low, high) in self._spans.items()}
-        for written in self._written:
-            if not arrays[written].flags.writeable:
+        for name in self._written:
+            if not arrays[name].flags.writeable:
                 return False
-            low, high = ends[written]
-            for name, (other_low, other_high) in ends.items():
-                if low < other_high and other_low < high and name != written:
-                    return False
-        return self._launches.run(places)
+        for one, other, least, most in self._near:
+            if least < places[other] - places[one] < most:
+                return False
+        return self._launches.run(places, None if step == self._step else lambda: self._shared_out(step))
+
+    def _shared_out(self, step):
+        """Share the work of another step out; False if it takes another launch."""
+        self._step = None
+        cpu.attention.schedule(self._attention)
+        if cpu.attention.planned(self._attention) != self._planned:
+            return False
+        self._step = step
+        return True
 
 
 def span(array):

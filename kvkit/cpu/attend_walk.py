@@ -16,6 +16,7 @@ MINUS_INF = numeric.MINUS_INF
 
 get, put = memory.load(types.int64), memory.store(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+call_pair_rows, call_pair_values, call_pairs = memory.call(3), memory.call(6), memory.call(7)
 call_scores, call_sums, call_rows = memory.call(11), memory.call(12), memory.call(13)
 
 
@@ -37,9 +38,13 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
             source += (start + token) * task.query_token + query * task.query_head
             line = place + 4 * r * dim
             call_rows(task.query_to_float, line, 0, 0, source, 0, 0, 0, 0, 0, 1, 1, 1, task.dim)
-            attention.times(line, line, dim, scale_at)
+            if not (tile == WIDE and task.pairs):
+                attention.times(line, line, dim, scale_at)
         if tile == WIDE:
             turn(lines_at, 4 * dim, WIDE, dim, target, 4 * WIDE)
+            if task.pairs:  # they are exact, so that scores are scaled instead
+                call_pair_rows(task.pair_rows, target, dim, scratch + task.query_pairs + t * tile * dim * 2)
+                attention.times(target, target, WIDE * dim, scale_at)
         elif task.orders:
             order = task.orders + 8 * tile * dim
             for r in range(tile):
@@ -100,6 +105,21 @@ def ask_for_cells(task, keys, values, pieces, numbers, begin, end):
 
 
 @helper
+def copy_rows(task, source, source_row, numbers, step, count, target, target_row, dim):
+    """Rows of the cache as they are, run by run of neighbours."""
+    begin = 0
+    while begin < count:
+        number, end = get(numbers + 8 * begin), begin + 1
+        while end < count and get(numbers + 8 * end) == number + (end - begin) * step:
+            end += 1
+        call_rows(
+            task.copy_row, target + begin * target_row, target_row, 0,
+            source + number * source_row, step * source_row, 0, 0, 0, 0, end - begin, 1, 1, dim,
+        )  # fmt: skip
+        begin = end
+
+
+@helper
 def widen_rows(
     task, code, source, source_row, element, cells, cell_row, numbers, step, count, target, target_row, dim
 ):  # fmt: skip
@@ -142,6 +162,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
         put_float(scratch + task.total + i, np.float32(0))
     attention.clear(scratch + task.sums, tiles * tile * task.padded_value_dim)
     wide = tile == WIDE
+    pairs = wide and task.pairs and not careful
+    scale_at = task.key_scales + b * task.scale_sequence + head * task.scale_head
     widens, most = wide or task.widens, task.wide_block if wide else task.block
     if widens and (task.dim < task.padded_dim or task.value_dim < task.padded_value_dim):
         attention.clear(scratch + task.wide_keys, most * task.padded_dim)
@@ -159,6 +181,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     value_here, value_there = here, there
     wide_keys, wide_values = scratch + task.wide_keys, scratch + task.wide_values
     key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
+    panels, panel = wide_values + most * value_bytes // 2, most * 16  # of pairs; bytes of one
     pieces = tiles if by_head else 1
     soon = there + 8 * (most + 16)
     first_key, first_value = keys + head * task.key_head, values + head * task.value_head
@@ -199,12 +222,24 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
             key, key_row, numbers = keys + at * task.key_head, task.key_row, here
             value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
             cell, value_cell = key_cells + at * task.cell_head, value_cells + at * task.cell_head
-            if widens and (by_head or t == 0):
+            if pairs and t == 0:
+                copy_rows(
+                    task, key, key_row, here, task.key_step, count, wide_keys, key_bytes // 2, task.dim
+                )  # fmt: skip
+                copy_rows(
+                    task, value, value_row, value_here, task.value_step, count,
+                    wide_values, value_bytes // 2, task.value_dim,
+                )  # fmt: skip
+                call_pair_values(
+                    task.pair_values, wide_values, value_bytes // 2, count, task.padded_value_dim,
+                    panels, panel,
+                )  # fmt: skip
+            if widens and not pairs and (by_head or t == 0):
                 widen_rows(
                     task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
                     here, task.key_step, count, wide_keys, key_bytes, task.dim,
                 )  # fmt: skip
-            if (widens or careful) and (by_head or t == 0):
+            if (widens or careful) and not pairs and (by_head or t == 0):
                 widen_rows(
                     task, task.value_to_float, value, value_row, task.value_element, value_cell,
                     task.cell_row, value_here, task.value_step, count,
@@ -221,10 +256,16 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     value, value_row, value_numbers = wide_values, value_bytes, task.counting
                 whole = -(-seen // 8) * 8
                 queries = scratch + task.queries + t * tile * key_bytes
-                call_scores(
-                    score_code, queries, key, key_row, cell, task.cell_row, numbers,
-                    soon + 8 * t * most, 0, whole, task.padded_dim, scores,
-                )  # fmt: skip
+                if pairs:
+                    call_pairs(
+                        task.pair_scores, scratch + task.query_pairs + t * tile * (key_bytes // 2), key,
+                        key_bytes // 2, whole, task.padded_dim, scores, scale_at,
+                    )  # fmt: skip
+                else:
+                    call_scores(
+                        score_code, queries, key, key_row, cell, task.cell_row, numbers,
+                        soon + 8 * t * most, 0, whole, task.padded_dim, scores,
+                    )  # fmt: skip
                 online.adjust(task, b, scores, tile, live, first, at, begin, seen, seqlen, kvlen)
                 online.softmax(scores, tile, seen, top, total, factor)
                 sums = scratch + task.sums + t * tile * value_bytes
@@ -234,6 +275,12 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     online.careful_sums(
                         scores, wide_values, value_bytes, seen, task.padded_value_dim, sums, factor, tile
                     )
+                elif pairs:
+                    call_pair_rows(task.pair_rows, scores, seen, scores)
+                    call_pairs(
+                        task.pair_sums, scores, panels, panel, (seen + 1) // 2, task.padded_value_dim, sums,
+                        factor,
+                    )  # fmt: skip
                 else:
                     call_sums(
                         sum_code, scores, value, value_row, value_cell, task.cell_row, value_numbers,

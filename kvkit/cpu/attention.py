@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkit.cpu import attend, products
+from kvkit.cpu import attend, machine, pairs, products
 from kvkit.cpu.launches import Arena, Launch, address, share_out, threads
 from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
@@ -43,7 +43,7 @@ def padded(dim):
     return -(-dim // LANES) * LANES
 
 
-def scratch_offsets(dim, value_dim, narrow_rows, block):
+def scratch_offsets(dim, value_dim, narrow_rows, block, pairs):
     """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
     rows, longest = max(narrow_rows, attend.TILES * WIDE), max(dim, value_dim)
     sizes = {  # numbers and addresses: of keys, then of values
@@ -53,6 +53,7 @@ def scratch_offsets(dim, value_dim, narrow_rows, block):
         "top": 8 * rows,  # narrow tiles have at least 16 lanes
         "total": 8 * rows,
         "queries": 4 * rows * dim,
+        "query_pairs": 2 * rows * dim if pairs else 0,
         "sums": 4 * rows * value_dim,
         "wide_keys": 4 * WIDE_BLOCK * dim,
         "wide_values": 4 * WIDE_BLOCK * value_dim,
@@ -74,13 +75,16 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
     block = BLOCK // 2 if together else BLOCK
     narrow_rows = attend.NARROW * (heads if together else 1)
+    paired = {packed, *stored} == {"bfloat16"} and not widen and machine.has_pairs()
     direction = LOAD if exact or cell in (None, "float32") else READ
     widened = [
         widen or rows(direction, packed if rounds else "float32", side, cell, group).address
         for side in stored
     ]
-    offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block)
-    return dict.fromkeys(LATER, 0) | offsets | {
+    offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block, paired)
+    codes = pairs.codes() if paired else dict.fromkeys(pairs.FUNCTIONS, 0)
+    return dict.fromkeys(LATER, 0) | offsets | codes | {
+        "pairs": paired, "copy_row": rows(LOAD, packed, packed).address if paired else 0,
         "heads": heads, "dim": dim, "value_dim": value_dim,
         "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
         "cell_bytes": dim // (group or dim) * BY_NAME[cell].bytes(1) if cell else 0,
@@ -160,6 +164,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
         **fixed,
         "keys": keys, "key_sequence": key_sequence, "key_row": key_row, "key_step": key_step,
         "key_head": key_head, "key_element": key_element,
+        "pairs": fixed["pairs"] and not (key_element or value_element),
         "key_cells": key_cells, "cell_sequence": cell_sequence, "cell_row": cell_row, "cell_head": cell_head,
         "values": values, "value_sequence": value_sequence, "value_row": value_row,
         "value_step": value_step, "value_head": value_head, "value_element": value_element,

@@ -143,7 +143,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
             "elements": dim, "line_bytes": dim * size, "stores": direction == STORE,
         }))  # fmt: skip
-    sides = np.concatenate(places)
+    numbers = np.concatenate(places)
     chunks = threads() if moved >= SMALL_BYTES else 1
     items = len(forms) * chunks
     written = caches if direction == STORE else packed
@@ -153,7 +153,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
     task = TASK.filled({
         "rows_code": rows(direction, MOVES[unit], MOVES[unit], stream=stream).address, "mean_code": averages,
         "chunks": chunks, "items": items, "workers": workers,
-        "sides": address(sides), "side_bytes": SIDE.dtype.itemsize,
+        "sides": address(numbers), "side_bytes": SIDE.dtype.itemsize,
         "pieces": address(pieces), "starts": address(starts), "count": len(pieces),
         "block_size": block_size, "lines": 0,
     })  # fmt: skip
@@ -164,7 +164,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
             task[TASK.at["lines"]] = lines.at_least(items * line_bytes)
         share_out(walk, workers, address(task))
 
-    return Launch(sides, {}, run, alive=(*packed, *caches, pieces, starts))
+    return Launch(numbers, {}, run, alive=(*packed, *caches, pieces, starts))
 
 
 def row_form(packed, cache):

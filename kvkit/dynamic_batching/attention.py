@@ -7,7 +7,8 @@ from typing import Literal, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit.checks import sequences
-from kvkit.checks.attention import checked_attention, checked_cache_attention
+from kvkit.checks.attention import checked_attention
+from kvkit.dynamic_batching import steps
 from kvkit.foreign import in_kind
 from kvkit.launch import arguments, attend
 from kvkit.typed import Array, Attended, Pair
@@ -222,5 +223,4 @@ def multi_head_cache_attention(
     >>> output[:, 0, 0]
     array([0. , 0.5, 1. , 3. ], dtype=float32)
     """
-    given = arguments(locals())
-    return attend(checked_cache_attention(sequences.in_cache("query", given), **given), out)
+    return steps.multi_head_cache_attention(arguments(locals()), out)

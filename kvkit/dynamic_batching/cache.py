@@ -6,10 +6,9 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.checks import sequences
-from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.dynamic_batching import steps
 from kvkit.foreign import in_kind
-from kvkit.launch import append_and_load, arguments
+from kvkit.launch import arguments
 from kvkit.layouts import pmx
 from kvkit.typed import Array, Pair
 
@@ -112,5 +111,4 @@ def key_value_cache(
     >>> cache[[8, 9, 10, 4], 0, 0, 0, 0]
     array([  0, 127, 127, 127], dtype=int8)
     """
-    given = arguments(locals())
-    return append_and_load(checked_key_value_cache(sequences.in_cache("current_key", given), **given), out)
+    return steps.key_value_cache(arguments(locals()), out)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, SupportsIndex
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit import cpu, launch
-from kvkit.checks.attention import checked_cache_attention
-from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.sequences import planned
+from kvkit.dynamic_batching.steps import Step
 from kvkit.foreign import in_kind
-from kvkit.repeats import Guarded, Repeats, form
+from kvkit.launch import arguments
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -60,22 +57,7 @@ def plan(
     >>> output.shape, int(cache[1, 0, 0, :, 0].sum())
     ((4, 1, 8), 4)
     """
-    return Plan(planned(None, **locals()))
-
-
-# The arrays of calls that repeat, by the names that launches have for them; what is written comes last.
-LOADED = "current_key", "current_value", "cache", "scale", "key", "value"
-ATTENDED = "query", "current_key", "current_value", "cache", "scale", "out"
-
-
-def is_pair(out):
-    """Whether outputs are two arrays."""
-    return isinstance(out, (tuple, list)) and len(out) == 2 and all(isinstance(a, np.ndarray) for a in out)
-
-
-def unaligned(out):
-    """Whether given outputs lie where a load may not write around the caches, which takes other code."""
-    return None if out is None else any(cpu.launches.address(array) % 16 for array in out)
+    return Plan(Step(planned(None, **locals())))
 
 
 class Plan:
@@ -85,10 +67,10 @@ class Plan:
     prepared once (see `repeats`).
     """
 
-    __slots__ = ("_repeats", "_sequences")
+    __slots__ = ("_step",)
 
-    def __init__(self, sequences: Any) -> None:
-        self._sequences, self._repeats = sequences, Repeats()
+    def __init__(self, step: Any) -> None:
+        self._step = step
 
     @in_kind
     def key_value_cache(
@@ -108,26 +90,7 @@ class Plan:
         out: Pair | None = None,
     ) -> Pair:
         """`dynamic_batching.key_value_cache` for this step."""
-        given, arrays, known = launch.arguments(locals()), (current_key, current_value, cache, scale), None
-        if out is None or is_pair(out):
-            known = form((*arrays, *(out or ())), (*given.values(), unaligned(out))[len(arrays) :])
-        prepared = self._repeats.get(known)
-        if prepared:
-            made: Any = out
-            if out is None:
-                tokens = self._sequences.steps.context
-                shape = tokens, current_key.shape[1] * num_repeat, current_key.shape[2]
-                made = np.empty(shape, current_key.dtype), np.empty(shape, current_key.dtype)
-            if prepared.run(dict(zip(LOADED, (*arrays, *made), strict=True))):
-                return made[0], made[1]
-        call = checked_key_value_cache(self._sequences, **given)
-        made = call.results.taken(out)
-        launches = launch.transfers(call, made, new=out is None)
-        cpu.launches.start(*launches)
-        if known and call.current_key is current_key and call.current_value is current_value:
-            repeated = dict(zip(LOADED, (*arrays, *made), strict=True))
-            self._repeats.keep(known, Guarded(launches, repeated, LOADED[2:]))
-        return made
+        return self._step.load(arguments(locals()), out)
 
     @in_kind
     def multi_head_cache_attention(
@@ -158,21 +121,4 @@ class Plan:
         out: Array | Pair | None = None,
     ) -> Attended:
         """`dynamic_batching.multi_head_cache_attention` for this step."""
-        given, arrays = launch.arguments(locals()), (query, current_key, current_value, cache, scale)
-        known = None
-        if attn_mask is None and sinks is None and return_lse is False:
-            known = form((*arrays, out), tuple(given.values())[len(arrays) :])
-        prepared = self._repeats.get(known)
-        if prepared:
-            made = np.empty(query.shape, query.dtype) if out is None else out
-            if prepared.run(dict(zip(ATTENDED, (*arrays, made), strict=True))):
-                return made
-        call = checked_cache_attention(self._sequences, **given)
-        made = call.results.taken(out)
-        launches = launch.attention(call, made)
-        cpu.launches.start(*launches)
-        used = call.query, *call.current
-        if known and all(a is b for a, b in zip(arrays, used, strict=False)):
-            repeated = dict(zip(ATTENDED, (*arrays, made[0]), strict=True))
-            self._repeats.keep(known, Guarded(launches, repeated, ATTENDED[3:]))
-        return launch.returned(made)
+        return self._step.attend(arguments(locals()), out)

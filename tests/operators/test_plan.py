@@ -16,7 +16,6 @@ from test_attention import at_an_odd_address, backwards, fused, guarded, heads_f
 import kvkit
 from kvkit import KvkitError
 from kvkit.dynamic_batching import plan
-from kvkit.dynamic_batching import planned as planned_calls
 
 LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
 STEPS = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
@@ -501,18 +500,6 @@ def test_wrong_outputs_after_right_ones():
     assert error_of(append, step, call, out="no").startswith("out")
     assert not short.any()
     assert_unchanged(call, before)
-
-
-def test_functions_prepare_no_repetition(rng, monkeypatch):
-    """They are called once: what a plan keeps for the next time is not made."""
-    call = scenes.dynamic_cache(rng, FP16, LENGTHS)
-    for name in ("form", "Guarded"):
-        monkeypatch.setattr(planned_calls, name, None)
-    call.run()
-    function(call)
-    for action in (attend, append):
-        with pytest.raises(TypeError):
-            action(planned(call), call)
 
 
 # Cost

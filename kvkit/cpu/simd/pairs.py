@@ -1,0 +1,146 @@
+"""Wide products of bfloat16 in pairs: two multiplications a lane, added in float32 (AVX-512 BF16).
+
+A lane holds two numbers of one query row. Queries are [dim / 2, row, 2], keys rows as they are; weights are
+[token / 2, row, 2], values panels [dim / 8, token / 2, 8, 2]. To the instructions subnormal numbers are 0.
+"""
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kvkit.cpu.simd.attention import LANES, WIDE
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Lanes,
+    Slots,
+    broadcast,
+    loop,
+    micro_kernel,
+    read,
+    write,
+    zeros,
+)
+
+TILE, HALVES = 8, WIDE // LANES  # tokens, or elements, by vectors of rows
+PAIRED = 4 * WIDE  # bytes of a pair for every row
+
+
+class Bfloat(ir.Type):
+    """LLVM's type, which llvmlite has not."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, Bfloat)
+
+    __hash__ = ir.Type.__hash__
+
+
+SUMS, PAIRS = ir.VectorType(F32, LANES), ir.VectorType(Bfloat(), 2 * LANES)
+
+
+def added(sums, x, y):
+    """Sums, and the products of the pairs of two vectors of 32-bit lanes."""
+    b = sums.builder
+    signature = ir.FunctionType(SUMS, [SUMS, PAIRS, PAIRS])
+    add = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return Lanes(b, b.call(add, [sums.value, b.bitcast(x.value, PAIRS), b.bitcast(y.value, PAIRS)]))
+
+
+def pair_at(b, address):
+    """The pair at an address, in every lane."""
+    return Lanes(b, b.bitcast(broadcast(b, address, LANES).value, ir.VectorType(I32, LANES)))
+
+
+def paired(low, high):
+    """Two vectors of float32 as pairs, rounded once."""
+    b = low.builder
+    signature = ir.FunctionType(PAIRS, [SUMS, SUMS])
+    convert = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    both = Lanes(b, b.bitcast(b.call(convert, [high.value, low.value]), ir.VectorType(I16, 2 * LANES)))
+    return both.pick(lane // 2 + lane % 2 * LANES for lane in range(2 * LANES))
+
+
+@micro_kernel(3)
+def pair_rows(b, source, rows, target):
+    """[rows, WIDE] of float32 as pairs of neighbouring rows, in place or not; a last odd row's other is 0."""
+    pairs = b.lshr(rows, I64(1))
+
+    def pair(i, alone):
+        at, to = b.add(source, b.mul(i, I64(2 * PAIRED))), b.add(target, b.mul(i, I64(PAIRED)))
+        low = [read(b, b.add(at, I64(64 * half)), F32, LANES) for half in range(HALVES)]
+        high = [read(b, b.add(at, I64(PAIRED + 64 * half)), F32, LANES) for half in range(HALVES)]
+        for half in range(HALVES):
+            other = zeros(b, LANES)[0] if alone else high[half]
+            write(b, b.add(to, I64(64 * half)), paired(low[half], other))
+
+    with loop(b, pairs) as i:
+        pair(i, False)
+    with b.if_then(b.icmp_signed("!=", b.and_(rows, I64(1)), I64(0))):
+        pair(pairs, True)
+
+
+@micro_kernel(6)
+def pair_values(b, source, row, tokens, dim, target, panel):
+    """Rows of bfloat16 as panels of so many bytes; a last odd token's other is 0. `dim`: a multiple of 16."""
+    pairs = b.lshr(tokens, I64(1))
+
+    def pair(t, alone):
+        at, to = b.add(source, b.mul(t, b.mul(row, I64(2)))), b.add(target, b.mul(t, I64(4 * TILE)))
+        with loop(b, dim, LANES) as i:
+            low = read(b, b.add(at, b.mul(i, I64(2))), I16, LANES).cast("zext", I32)
+            if not alone:
+                high = read(b, b.add(b.add(at, row), b.mul(i, I64(2))), I16, LANES).cast("zext", I32)
+                low = low | (high << 16)
+            first = b.add(to, b.mul(b.lshr(i, I64(3)), panel))
+            write(b, first, low.pick(range(TILE)))
+            write(b, b.add(first, panel), low.pick(range(TILE, 2 * TILE)))
+
+    with loop(b, pairs) as t:
+        pair(t, False)
+    with b.if_then(b.icmp_signed("!=", b.and_(tokens, I64(1)), I64(0))):
+        pair(pairs, True)
+
+
+def products(b, scalars, tile_step, step, vectors, count, start):
+    """`wide_products` over pairs."""
+    sums = Slots(b, start)
+    with loop(b, count) as k:
+        at = b.add(vectors, b.mul(k, I64(PAIRED)))
+        row = [read(b, b.add(at, I64(64 * half)), I32, LANES) for half in range(HALVES)]
+        base = b.add(scalars, b.mul(k, step))
+        for t in range(TILE):
+            scalar = pair_at(b, b.add(base, b.mul(tile_step, I64(t))))
+            for half in range(HALVES):
+                sums[t * HALVES + half] = added(sums[t * HALVES + half], row[half], scalar)
+    return [sums[i] for i in range(TILE * HALVES)]
+
+
+@micro_kernel(7)
+def scores(b, queries, keys, key_row, count, dim, target, scale):
+    """scores [token, WIDE] = queries times keys times the float32 at `scale`; a multiple of 8 tokens."""
+    factor = broadcast(b, scale, LANES)
+    with loop(b, count, TILE) as first:
+        start = zeros(b, LANES, TILE * HALVES)
+        pairs, first_key = b.lshr(dim, I64(1)), b.add(keys, b.mul(first, key_row))
+        total = products(b, first_key, key_row, I64(4), queries, pairs, start)
+        to = b.add(target, b.mul(first, I64(PAIRED)))
+        for i, vector in enumerate(total):
+            write(b, b.add(to, I64(64 * i)), vector * factor)
+
+
+@micro_kernel(7)
+def sums(b, weights, values, panel, pairs, dim, target, factors):
+    """sums [dim, WIDE] = sums * factors [WIDE] + weights times values; dim a multiple of 8."""
+    factor = [read(b, b.add(factors, I64(64 * half)), F32, LANES) for half in range(HALVES)]
+    with loop(b, dim, TILE) as first:
+        to = b.add(target, b.mul(first, I64(PAIRED)))
+        rows = [b.add(to, I64(64 * i)) for i in range(TILE * HALVES)]
+        start = [read(b, address, F32, LANES) * factor[i % HALVES] for i, address in enumerate(rows)]
+        first_value = b.add(values, b.mul(b.lshr(first, I64(3)), panel))
+        total = products(b, first_value, I64(4), I64(4 * TILE), weights, pairs, start)
+        for address, vector in zip(rows, total, strict=True):
+            write(b, address, vector)

@@ -1,0 +1,127 @@
+"""Wide products of bfloat16 in pairs, where the processor has them, against float64; calls without, too."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from borders import guarded
+from numpy.testing import assert_array_equal
+
+import kvkit
+from kvkit.cpu import attention, machine, pairs
+
+pytestmark = pytest.mark.cpu
+BF16, WIDE = ml_dtypes.bfloat16, 32
+KINDS = [False, True] if machine.has_pairs() else [False]
+
+
+@pytest.fixture(params=KINDS, ids=lambda pairs: "pairs" if pairs else "float32")
+def kind(request, monkeypatch):
+    monkeypatch.setattr(machine, "has_pairs", lambda: request.param)
+    attention.fixed_fields.cache_clear()
+    yield request.param
+    attention.fixed_fields.cache_clear()
+
+
+def random(rng, *shape):
+    return rng.standard_normal(shape, np.float32)
+
+
+def call(name, *arguments):
+    """The micro-kernel."""
+    pairs.code(name).ctypes(*[x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments])
+
+
+def as_pairs(rows):
+    """[rows, WIDE] as [rows / 2, WIDE, 2] of bfloat16, a last one beside zeros."""
+    whole = np.concatenate([rows, np.zeros((len(rows) % 2, WIDE), np.float32)])
+    return whole.astype(BF16).reshape(-1, 2, WIDE).swapaxes(1, 2)
+
+
+def attended(query, key, value, scale):
+    """Plain attention in float64, causal: (heads, tokens, dim)."""
+    new, length, group = len(query), len(key), query.shape[1] // key.shape[1]
+    query, key, value = (x.astype(np.float64).swapaxes(0, 1) for x in (query, key, value))
+    out = np.zeros((*query.shape[:2], value.shape[2]))
+    for head in range(len(query)):
+        for token in range(new):
+            seen = length - new + token + 1
+            scores = key[head // group][:seen] @ query[head][token] * scale
+            weights = np.exp(scores - scores.max())
+            out[head, token] = weights / weights.sum() @ value[head // group][:seen]
+    return out
+
+
+@pytest.mark.parametrize("dim", [16, 24, 80, 128])
+@pytest.mark.parametrize("tokens", [(33, 33), (40, 301), (130, 130)], ids=str)
+@pytest.mark.parametrize("size", [1, 30], ids=["scores", "large_scores"])
+def test_prefill(kind, dim, tokens, size, rng):
+    """Within the rounding of weights and of the output, 2^-8 each, of the largest values."""
+    new, length = tokens
+    query = (size * random(rng, 1, new, 4, dim)).astype(BF16)
+    key, value = (random(rng, 1, length, 2, dim).astype(BF16) for _ in range(2))
+    out = kvkit.multi_head_attention(query, key, value, num_heads=4, num_kv_heads=2, head_dim=dim)
+    expected = attended(query[0], key[0], value[0], 1 / math.sqrt(dim)).swapaxes(0, 1)
+    error = np.abs(out[0].astype(np.float64) - expected)
+    assert error.max() <= 2**-7 * np.abs(value.astype(np.float64)).max()
+
+
+def test_keys_that_nobody_sees_do_not_matter(kind, rng):
+    """Not even beside one that is seen, in a pair."""
+    query, key, value = (random(rng, 1, 41, 1, 16).astype(BF16) for _ in range(3))
+    mask = rng.random((41, 41)) < 0.5
+    mask[:, 0] = True
+    sizes = {"num_heads": 1, "head_dim": 16, "is_causal": False}
+    clean = kvkit.multi_head_attention(query, key, value, mask, **sizes)
+    for hidden in (np.nan, np.inf):
+        other = value.copy()
+        mask[:, 7] = False
+        expected = kvkit.multi_head_attention(query, key, value, mask, **sizes)
+        other[:, 7] = hidden
+        found = kvkit.multi_head_attention(query, key, other, mask, **sizes)
+        assert np.isfinite(found.astype(np.float32)).all()
+        np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=2**-6)
+    assert clean.shape == query.shape
+
+
+def test_what_is_wanted(monkeypatch):
+    ask = machine.has_pairs.__wrapped__
+    monkeypatch.setenv("KVKIT_CPU", "avx512")
+    assert not ask()
+    monkeypatch.setenv("KVKIT_CPU", "")
+    assert ask() == machine.has_pairs()
+    monkeypatch.setenv("KVKIT_CPU", "386")
+    with pytest.raises(kvkit.KvkitError, match="KVKIT_CPU: expected avx512 or avx512bf16, got '386'"):
+        ask()
+
+
+if machine.has_pairs():
+
+    @pytest.mark.parametrize("rows", [2, 5, 16])
+    def test_pair_rows(rows, rng):
+        source, (kept, untouched) = random(rng, rows, WIDE), guarded((-(-rows // 2), WIDE))
+        target = kept.view(BF16).reshape(-1, WIDE, 2)
+        call("pair_rows", source, rows, target)
+        assert_array_equal(target, as_pairs(source))
+        untouched()
+        call("pair_rows", source, rows, source)
+        assert_array_equal(source.view(BF16).reshape(-1, WIDE, 2)[: len(target)], target)
+
+    @pytest.mark.parametrize("tokens", [1, 8, 13])
+    def test_products(tokens, rng):
+        dim, row = 48, 2 * 64
+        values = random(rng, tokens, 64).astype(BF16)
+        panel = 32 * (-(-tokens // 2) + 1)
+        panels, weights = np.zeros(panel * dim // 8, np.uint8), random(rng, tokens, WIDE)
+        call("pair_values", values, row, tokens, dim, panels, panel)
+        sums, factors, packed = random(rng, dim, WIDE), random(rng, WIDE), as_pairs(weights).copy()
+        expected = sums * factors + values[:, :dim].astype(np.float64).T @ weights.astype(BF16).astype(float)
+        call("pair_sums", packed, panels, panel, -(-tokens // 2), dim, sums, factors)
+        np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
+        queries, (scores, untouched) = random(rng, dim, WIDE), guarded((16, WIDE))
+        keys, scale = random(rng, 16, 64).astype(BF16), np.float32([0.3])
+        call("pair_scores", as_pairs(queries).copy(), keys, row, 16, dim, scores, scale)
+        exact = keys[:, :dim].astype(np.float64) @ queries.astype(BF16).astype(np.float64) * 0.3
+        np.testing.assert_allclose(scores, exact, rtol=1e-5, atol=1e-5)
+        untouched()

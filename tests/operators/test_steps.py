@@ -1,0 +1,147 @@
+"""Calls that bring their own index tensors, of one form: each is checked, and nothing is left of the last."""
+
+import threading
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import kvkit
+from kvkit.dynamic_batching import steps
+
+pytestmark = pytest.mark.cpu
+ROWS, HEADS, DIM = 4096, 2, 16
+SIZES = {"num_heads": 2 * HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "cache_layout": 3}
+
+
+@pytest.fixture(autouse=True)
+def none_kept():
+    steps.steps.clear()
+
+
+def tensors(lengths, tokens=(2, 1), spread=2000):
+    """Index tensors of two sequences that have such contexts, so many of their tokens new."""
+    starts = [np.cumsum([0, *counts]) for counts in (tokens, lengths)]
+    return {
+        "seqstarts": starts[0],
+        "kvstarts": starts[1],
+        "cachestarts": np.array([0, spread]),
+        "start_pos": np.subtract(lengths, tokens),
+    }
+
+
+def arrays(rng):
+    return {
+        "query": rng.standard_normal((3, 2 * HEADS, DIM), np.float32),
+        "current_key": rng.standard_normal((3, HEADS, DIM), np.float32),
+        "current_value": rng.standard_normal((3, HEADS, DIM), np.float32),
+    }
+
+
+def attend(new, cache, index):
+    given = {**new, **index, "cache": cache, "decoding_batches": 0, "max_seqlen": None, "max_kvlen": None}
+    return kvkit.dynamic_batching.multi_head_cache_attention(**given, **SIZES)
+
+
+def load(new, cache, index):
+    given = {name: new[name] for name in ("current_key", "current_value")}
+    given |= {**index, "cache": cache, "max_seqlen": None, "max_kvlen": None, "cache_layout": 3}
+    return kvkit.dynamic_batching.key_value_cache(**given)
+
+
+def anew(operator, *given):
+    """The call as the first of all."""
+    kept = dict(steps.steps)
+    steps.steps.clear()
+    try:
+        return operator(*given)
+    finally:
+        steps.steps.update(kept)
+
+
+@pytest.mark.parametrize("operator", [attend, load])
+def test_steps_of_one_form(operator, rng, monkeypatch):
+    """Contexts grow, shrink and are shared out among more threads or fewer; tensors are int64 or int32."""
+    cache = rng.standard_normal((1, 2, HEADS, ROWS, DIM), np.float32)
+    for lengths in ((2, 1), (3, 2), (2, 1), (1900, 700), (1901, 701), (2, 1), (40, 2000), (41, 2000)):
+        for kind in (np.int64, np.int32):
+            index, new, other = tensors(lengths), arrays(rng), cache.copy()
+            index = {name: tensor.astype(kind) for name, tensor in index.items()}
+            for _ in range(2):
+                result = operator(new, cache, index)
+                assert_array_equal(result, anew(operator, new, other, index))
+                assert_array_equal(cache, other)
+            assert len(steps.steps) <= 2
+            for tensor in index.values():
+                tensor[...] = -1  # its caller's, who may do so
+
+
+def test_a_call_of_a_known_form_is_not_prepared(rng, monkeypatch):
+    cache, new = np.zeros((1, 2, HEADS, ROWS, DIM), np.float32), arrays(rng)
+    attend(new, cache, tensors((5, 4)))
+    monkeypatch.setattr(steps, "checked_cache_attention", None)
+    for length in (6, 7, 8):
+        attend(arrays(rng), cache, tensors((length, 5)))
+
+
+BROKEN = {
+    "a length": {"start_pos": np.array([1, 4])},
+    "a start": {"kvstarts": np.array([1, 5, 9])},
+    "the tokens": {"seqstarts": np.array([0, 2, 4]), "kvstarts": np.array([0, 5, 10])},
+    "a row below 0": {"cachestarts": np.array([-1, 2000])},
+    "rows behind the cache": {"cachestarts": np.array([0, ROWS - 3])},
+    "a row twice": {"cachestarts": np.array([0, 2])},
+    "an order": {"seqstarts": np.array([0, 4, 3]), "start_pos": np.array([1, 5])},
+    "a dtype": {"start_pos": np.array([3.0, 3.0])},
+    "a length of a tensor": {"start_pos": np.array([3])},
+}
+
+
+@pytest.mark.parametrize("operator", [attend, load])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_broken_steps_of_a_known_form(operator, broken, rng):
+    """They are refused in the words of a first call, and write nothing; the next call is right again."""
+    cache, new, index = np.zeros((1, 2, HEADS, ROWS, DIM), np.float32), arrays(rng), tensors((5, 4))
+    right = operator(new, cache, index)
+    before = cache.copy()
+    with pytest.raises(kvkit.KvkitError) as first:
+        anew(operator, new, cache, index | BROKEN[broken])
+    with pytest.raises(kvkit.KvkitError) as known:
+        operator(new, cache, index | BROKEN[broken])
+    assert str(known.value) == str(first.value)
+    assert_array_equal(cache, before)
+    assert_array_equal(operator(new, cache, index), right)
+
+
+def test_a_smaller_cache_of_a_known_step(rng):
+    cache, new, index = np.zeros((1, 2, HEADS, ROWS, DIM), np.float32), arrays(rng), tensors((5, 4))
+    attend(new, cache, index)
+    for rows in (2004, 2003):
+        small = np.zeros((1, 2, HEADS, rows, DIM), np.float32)
+        if rows == 2004:
+            attend(new, small, index)
+        else:
+            with pytest.raises(kvkit.KvkitError, match="row"):
+                attend(new, small, index)
+
+
+def test_threads_have_steps_of_their_own(rng):
+    """Calls of one form at the same time."""
+    given = [(arrays(rng), tensors((5 + i, 4 + i))) for i in range(4)]
+    caches = [np.zeros((1, 2, HEADS, ROWS, DIM), np.float32) for _ in given]
+    expected = [
+        anew(attend, new, cache.copy(), index) for cache, (new, index) in zip(caches, given, strict=True)
+    ]
+    wrong = []
+
+    def work(i):
+        for _ in range(50):
+            if not np.array_equal(attend(given[i][0], caches[i], given[i][1]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
