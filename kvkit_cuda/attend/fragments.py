@@ -55,7 +55,7 @@ def suits(record, context, steps, most_rows, alignment):
     known = context.packed in ptx.SHORT and (
         context.stored == context.packed or (context.cell and group % tiles.CHUNK == 0)
     )
-    short = int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
+    short = not record.free and int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
               record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
     packed = (record.query, record.query_sequence, record.query_token, record.query_head,
@@ -209,7 +209,9 @@ def weigh(form):
             mask = task.mask + b * task.mask_sequence + query * task.mask_head + begin * task.mask_column
             mask += token * task.mask_row
             if task.mask_packed:
-                mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
+                mask += seqstarts[b] * task.mask_row
+            if task.mask_packed == 1:
+                mask += kvstarts[b] * task.mask_column
             for i in range(columns):
                 key = int32(token_of(i) + first_of(lane))
                 if low <= key < high:

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from kvkit.checks import merge, positions, sequences, slots
+from kvkit.checks import merge, paged, positions, sequences, slots
 from kvkit.checks.ascend import attention, blocks, matrices, reshape, tensors
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
@@ -79,6 +79,17 @@ def stored(key, **given):
     return Moves(tokens, call.caches, pieces[~mean], means=pieces[mean], averaged=call.averaged)
 
 
+def appended(**given):
+    call = paged.checked_append(**given)
+    found = call.pieces
+    pieces = stacked(found[:, slots.TOKEN], found[:, slots.SLOT], found[:, slots.COUNT])
+    return Moves([tokens[None] for tokens in call.tokens], call.pools, pieces)
+
+
+def swapped(source, target, pairs):
+    return Moves([source], [target], stacked(*paged.checked_swap(source, target, pairs), 1))  # of blocks
+
+
 def loaded(**given):
     call = blocks.checked_load(**given)
     found = blocks.pieces_of(call)
@@ -132,6 +143,9 @@ CHECKED: dict[str, Callable] = {
     "multi_head_attention": partial(checked_attention, sequences.Static()),
     "multi_head_cache_attention": partial(static, checked=checked_cache_attention),
     "merge_attention_states": merge.checked,
+    "paged_attention": paged.checked,
+    "paged_append": appended,
+    "swap_blocks": swapped,
     "rotary_position_embedding": partial(turned, checked=positions.static_turn),
     "alibi_slope": slopes,
     "alibi_mask": positions.static_alibi,

@@ -102,10 +102,11 @@ def move(there):
 
 def copy_blocks(there):
     """Views of as many rows a block, two at a time: those of keys and values may differ."""
-    views = [view for cache in there.call.sources for view in in_four_axes(cache)]
+    both = zip(there.call.sources, there.call.targets, strict=True)
+    views = [pair for each in both for pair in zip(*map(in_four_axes, each), strict=True)]
     launches = []
-    for rows in sorted({view.shape[1] for view in views}):
-        pairs = [(view, view) for view in views if view.shape[1] == rows]
+    for rows in sorted({source.shape[1] for source, _ in views}):
+        pairs = [pair for pair in views if pair[0].shape[1] == rows]
         moves = there.call.pieces * rows
         launches += [pieces.prepare(pairs[i : i + 2], moves, there.stream) for i in range(0, len(pairs), 2)]
     return launches

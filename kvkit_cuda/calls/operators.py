@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvkit.checks.words import wrong
+from kvkit.formats import INT8
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
 from kvkit_cuda.ground import host
@@ -22,16 +23,24 @@ class Kind:
 
     `launches` makes launches of a checked call whose arrays lie on the device. The last axis of `rows` is in
     one piece there. `idle` are the arrays of a checked call that nothing happens to. `take` makes operands.
+    `read` are arrays whose numbers are checked, which stay on the host.
     """
 
     launches: Callable
     rows: tuple[str, ...] = ()
     idle: Callable = lambda call: ()
     take: Callable = arrays.operand
+    read: Callable = lambda here: ()
 
 
 def no_scale(call):
     return () if call.layer and call.layer.cell else ("scale",)
+
+
+def numbers_of_heads(here):
+    """What heads are multiplied by; scales of codes lie beside those."""
+    coded = getattr(here["key_cache"].seen, "dtype", None) == INT8.dtype
+    return ("alibi_slopes",) if coded else ("alibi_slopes", "key_scale", "value_scale")
 
 
 NEW = "current_key", "current_value"
@@ -42,6 +51,7 @@ TURN = Kind(launches.turn, ("query", "key"))
 MASK = Kind(launches.mask, ("attn_mask",))
 SLOPE = Kind(launches.slope)
 POSITION_INDEX = Kind(launches.position_index, idle=lambda call: ("sequences",))
+ATTEND_TO_PAGES = Kind(launches.attend, ("query",), read=numbers_of_heads)
 MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 
@@ -57,7 +67,10 @@ KINDS = {
     "reshape_and_cache": MOVE,
     "paged_cache_load": MOVE,
     "block_copy": COPY,
-    "paged_attention": ATTEND_TO_BLOCKS,
+    "ascend.paged_attention": ATTEND_TO_BLOCKS,
+    "paged_attention": ATTEND_TO_PAGES,
+    "paged_append": MOVE,
+    "swap_blocks": COPY,
     "nd_to_nz": MOVE,
     "nz_to_nd": MOVE,
 }
@@ -101,13 +114,15 @@ def run(op, step, values, stream, repeated=None):
         raise wrong(
             "quant_format", "None: no kernel of the device reads others yet", repr(values["quant_format"])
         )
-    kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
+    kind, (arrays_of, index) = KINDS.get(op.name) or KINDS[op.name.rpartition(".")[2]], inputs(op.name)
     out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
     values |= {name: arrays.on_host(name, values[name], stream) for name in index if name in values}
     checked = functools.partial(checks.CHECKED[op.name], *([step.sequences] if step else ()), **values)
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
+    kept = kind.read(here)
+    here |= {name: here[name].on_host(stream) for name in kept}
     whole = here
     here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
@@ -118,11 +133,8 @@ def run(op, step, values, stream, repeated=None):
         source = next(iter(here.values()), arrays.NOTHING)
         made, returned = results.outputs(call.results, usual, out, source, stream)
 
-    idle = kind.idle(call)
-    there = {
-        name: operand if name in idle or operand.seen is None else operand.moved(stream)
-        for name, operand in here.items()
-    }
+    idle = {name for name in here if name in (*kind.idle(call), *kept) or here[name].seen is None}
+    there = here | arrays.moved({name: here[name] for name in here if name not in idle}, stream)
     copies = [result.moved(stream, contents=False) for result in made]
     moved = [name for name in here if there[name] is not here[name]]
     if moved:
