@@ -14,7 +14,6 @@ from kvkit.checks.ascend import attention, blocks, matrices, reshape, tensors
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.outputs import Results
-from kvkit.checks.words import describe, wrong
 
 ZEROS = -1  # the source row of what is not there
 
@@ -49,17 +48,6 @@ def packed(**given):
 
 def slopes(num_heads):
     return Slopes(positions.slopes(num_heads))
-
-
-def turned(*, checked, cos, sin, **given):
-    """Tokens whose neighbours turn, by angles that are computed."""
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table is not None:
-            raise wrong(name, "None on a device: tables are for the CPU alone", describe(table))
-    call = checked(cos=None, sin=None, **given)
-    if call.halves:
-        raise wrong("interleaved", "True on a device: halves turn on the CPU alone", "False")
-    return call
 
 
 def position_index(sequences, **index):
@@ -146,14 +134,14 @@ CHECKED: dict[str, Callable] = {
     "paged_attention": paged.checked,
     "paged_append": appended,
     "swap_blocks": swapped,
-    "rotary_position_embedding": partial(turned, checked=positions.static_turn),
+    "rotary_position_embedding": positions.static_turn,
     "alibi_slope": slopes,
     "alibi_mask": positions.static_alibi,
     "dynamic_batching.key_value_cache": checked_key_value_cache,
     "dynamic_batching.multi_head_attention": packed,
     "dynamic_batching.multi_head_cache_attention": checked_cache_attention,
     "dynamic_batching.position_index": position_index,
-    "dynamic_batching.rotary_position_embedding": partial(turned, checked=positions.dynamic_turn),
+    "dynamic_batching.rotary_position_embedding": positions.dynamic_turn,
     "dynamic_batching.alibi_mask": positions.dynamic_alibi,
     "ascend.reshape_and_cache": stored,
     "ascend.paged_cache_load": loaded,
