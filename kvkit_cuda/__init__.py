@@ -3,8 +3,6 @@
 Importing it touches neither Numba nor a driver; the first call does.
 """
 
-from operator import itemgetter
-
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
@@ -34,7 +32,7 @@ multi_head_cache_attention = twin("multi_head_cache_attention", BITS, CODES, SUM
 merge_attention_states = twin("merge_attention_states")
 paged_attention = twin("paged_attention", SUMS)
 paged_append = twin("paged_append")
-swap_blocks = twin("swap_blocks", then=itemgetter(0))
+swap_blocks = twin("swap_blocks")
 rotary_position_embedding = twin("rotary_position_embedding", ANGLES)
 alibi_slope = twin("alibi_slope")
 alibi_mask = twin("alibi_mask")

@@ -30,6 +30,10 @@ class Form:
     free: bool  # whether rows, elements, scales and slopes are as pools of pages have them
 
     @property
+    def blocks(self):
+        return BY_NAME[self.stored].block is not None
+
+    @property
     def rounds(self):
         """The format that `chunks.widen` rounds for; that of scales, or float32, rounds nothing."""
         return self.packed if self.as_loaded else self.cell or "float32"
@@ -50,7 +54,9 @@ def form_of(record, context, most_rows):
     aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
     """
     values = context.value_stored or context.stored
+    block = BY_NAME[context.stored].block
     span = 128 // max(BY_NAME[context.stored].bits, BY_NAME[values].bits)
+    span = min(span, block.elements // 2) if block else span
     smallest = chunks.smallest(context.stored)
     rows, dim = 1 << (min(most_rows, ROWS) - 1).bit_length(), max(context.dim, context.value_dim)
     most = ELEMENTS if dim <= span * WARP else IN_PIECES
@@ -62,7 +68,7 @@ def form_of(record, context, most_rows):
         span //= 2
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
-    cells = max(span // context.group, 1) if context.cell else 0
+    cells = max(span // (context.group or context.dim), 1) if context.cell else 0
     formats = context.packed, context.stored, context.cell
     how = values, context.as_loaded, bool(record.free)
     return Form(*formats, cells, span, pieces, rows, lanes, THREADS // lanes, *how)
@@ -83,6 +89,8 @@ def fits(record, context, span):
     keys = record.keys, record.key_sequence, record.key_row, record.key_head
     values = record.values, record.value_sequence, record.value_row, record.value_head
     whole = context.dim % span == 0 and context.value_dim % span == 0 and not any(context.elements)
+    if BY_NAME[context.stored].block:
+        return whole
     for stored, at in ((context.stored, keys), (context.value_stored or context.stored, values)):
         if not whole or any(number % BY_NAME[stored].bytes(span) for number in at):
             return False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkit import numeric
+from kvkit.formats import BY_NAME
 from kvkit_cuda.attend import tiles
 from kvkit_cuda.attend.scores import capped, leaning, masked, visible
 from kvkit_cuda.ground import device, ptx
@@ -53,7 +54,8 @@ def suits(record, context, steps, most_rows, alignment):
     sizes, group = (context.dim, context.value_dim), context.group
     whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
     known = context.packed in ptx.SHORT and (
-        context.stored == context.packed or (context.cell and group % tiles.CHUNK == 0)
+        context.stored == context.packed
+        or (context.cell and group % tiles.CHUNK == 0 and not BY_NAME[context.stored].minifloat)
     )
     short = not record.free and int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,

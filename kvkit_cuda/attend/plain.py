@@ -19,7 +19,7 @@ from kvkit_cuda.attend import merge, scores
 from kvkit_cuda.attend.forms import ELEMENTS, form_of
 from kvkit_cuda.attend.task import RECORD
 from kvkit_cuda.ground import device, memory
-from kvkit_cuda.moves import chunks
+from kvkit_cuda.moves import blocks, chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of
 
 SHRINK = np.float32(2**-40)  # of weights where sums overflow
@@ -178,13 +178,15 @@ def taking(form):
     """The thread's chunks of all queries, scaled, and where the scales of its chunks of a row lie."""
     span, pieces, rows, lanes = form.span, form.pieces, form.rows, form.lanes
     read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
-    cell_bytes = BY_NAME[form.cell].bytes(1) if form.cell else 0
+    cell_bytes, blocks = BY_NAME[form.cell].bytes(1) if form.cell else 0, form.blocks
 
     @device.inlined
     def take(task, scale, facts, queries, cells_of):
         for p in range(pieces):
             chunk = p * lanes + cuda.threadIdx.x
             cells_of[p] = chunk * span // task.cell_group * cell_bytes if cell_bytes else 0
+            if blocks:
+                cells_of[p] = chunk * span  # an element of a row
             for r in range(rows):
                 at = facts[r, QUERY] + chunk * span * packed_bytes
                 for i in range(span):
@@ -196,11 +198,19 @@ def taking(form):
     return take
 
 
+def chunk_of(form, stored):
+    """The bytes of a chunk, and what widens it; in rows of blocks that finds it by its first element."""
+    if form.blocks:
+        return 0, blocks.widen(stored, form.span)
+    widen = chunks.widen(form.rounds, stored, form.cell, form.cells, form.span)
+    return BY_NAME[stored].bytes(form.span), widen
+
+
 def multiplying(form):
     """Scores of the team's next tokens: products of keys with queries, added up by its threads."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
-    span, stored_bytes, free = form.span, BY_NAME[form.stored].bytes(form.span), form.free
-    widen = chunks.widen(form.rounds, form.stored, form.cell, form.cells, span)
+    span, free = form.span, form.free
+    stored_bytes, widen = chunk_of(form, form.stored)
     multiply, add_others = scores.multiply(rows, span), device.add_others(rows * ahead)
 
     @device.inlined
@@ -275,8 +285,8 @@ def hiding(form):
 def adding(form):
     """Values of the team's tokens, times their weights, added to its sums."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
-    span, stored_bytes, free = form.span, BY_NAME[form.values].bytes(form.span), form.free
-    widen = chunks.widen(form.rounds, form.values, form.cell, form.cells, span)
+    span, free = form.span, form.free
+    stored_bytes, widen = chunk_of(form, form.values)
     add = scores.add(rows, span)
 
     @device.inlined

@@ -174,7 +174,7 @@ class Memory:
 
 
 def on_host(name, value, stream):
-    """An index tensor, or several, on the host: what kernels will read, and do not check, is checked there."""
+    """An index tensor, or several, on the host: what kernels read without a check is checked there."""
     if isinstance(value, tuple):
         return tuple(on_host(f"{name}[{i}]", each, stream) for i, each in enumerate(value))
     return operand(name, value, stream).read(stream)

@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvkit.checks.words import wrong
+import numpy as np
+
 from kvkit.formats import INT8
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
@@ -43,9 +44,15 @@ def numbers_of_heads(here):
     return ("alibi_slopes",) if coded else ("alibi_slopes", "key_scale", "value_scale")
 
 
+def given_scale(here):
+    """Scales of heads, which only a caller finds; those of tokens are as many axes as a cache."""
+    scale = here["scale"].seen if "scale" in here else None
+    return ("scale",) if isinstance(scale, np.ndarray) and scale.ndim < 3 else ()
+
+
 NEW = "current_key", "current_value"
-APPEND = Kind(launches.append, NEW, no_scale)
-ATTEND = Kind(launches.attend, ("query", "key", "value", *NEW), no_scale)
+APPEND = Kind(launches.append, NEW, no_scale, read=given_scale)
+ATTEND = Kind(launches.attend, ("query", "key", "value", *NEW), no_scale, read=given_scale)
 MERGE = Kind(launches.merge_parts, take=arrays.operands)
 TURN = Kind(launches.turn, ("query", "key"))
 MASK = Kind(launches.mask, ("attn_mask",))
@@ -110,10 +117,6 @@ def call(path, values):
 
 def run(op, step, values, stream, repeated=None):
     """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
-    if values.get("quant_format") is not None:
-        raise wrong(
-            "quant_format", "None: no kernel of the device reads others yet", repr(values["quant_format"])
-        )
     kind, (arrays_of, index) = KINDS.get(op.name) or KINDS[op.name.rpartition(".")[2]], inputs(op.name)
     out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
@@ -127,7 +130,8 @@ def run(op, step, values, stream, repeated=None):
     here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
     call = checked(**seen)
-    made, returned = [], tuple(given[each.name] for each in op.inputs if each.inout)
+    changed = tuple(given[each.name] for each in op.inputs if each.inout)
+    made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:
         usual = sum(not each.only_with for each in op.outputs)
         source = next(iter(here.values()), arrays.NOTHING)
@@ -139,7 +143,8 @@ def run(op, step, values, stream, repeated=None):
     moved = [name for name in here if there[name] is not here[name]]
     if moved:
         call = checked(**{name: operand.seen for name, operand in there.items()})
-    ready = launches.There(call, [copy.seen for copy in copies], step, stream)
+    scale = here["scale"].moved(stream) if "scale" in kept else None
+    ready = launches.There(call, [copy.seen for copy in copies], step, stream, scale)
     prepared = kind.launches(ready)
     with repeats.RUNNING:
         for launch in prepared:  # nothing has been written so far, and nothing can fail any more
@@ -147,7 +152,7 @@ def run(op, step, values, stream, repeated=None):
     operands = there | {repeats.result(i): copy for i, copy in enumerate(copies)}
     pairs = *((there[name], whole[name]) for name in there), *zip(copies, made, strict=True)
     stays = all(operand is given for operand, given in pairs)
-    if repeated and stays and operands.keys() >= repeated.arrays.keys():
+    if repeated and not kept and stays and operands.keys() >= repeated.arrays.keys():
         operands = {name: each for name, each in operands.items() if each.seen is not None}
         forms = list(call.results.forms.values())
         step.repeats.keep(repeated, repeats.Repeat(prepared, operands, forms, call.layer.capacity[1]))
