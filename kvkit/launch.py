@@ -1,5 +1,7 @@
 """From checked calls to launches on the CPU; what comes back is new, or what is given as `out`."""
 
+import numpy as np
+
 from kvkit import cpu
 from kvkit.checks.tensors import one_piece
 
@@ -55,7 +57,8 @@ def rotate(call, out):
     made = call.results.taken(out)
     if call.starts[-1]:
         moves = tuple(zip(map(one_piece, (call.query, call.key)), made, strict=True))
-        how = call.turned, call.bypass_key, call.halves, call.tables, call.scaling
+        tables = call.tables and np.array(call.tables, np.float32)
+        how = call.turned, call.bypass_key, call.halves, tables, call.scaling
         cpu.launches.start(
             cpu.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how, out is None)
         )

@@ -152,6 +152,33 @@ def dequantize(element, scale_element, code, cell):
 
 
 @shared
+def largest_scale(cell, largest, limit):
+    """The scale of numbers up to `largest`, as it is stored; 1 where that is 0."""
+    scale = round_to(cell, largest / np.float32(limit))
+    return scale if scale != np.float32(0) else np.float32(1)
+
+
+@shared
+def inverse(scale):
+    return np.float32(1) / scale if scale != np.float32(0) else np.float32(0)
+
+
+@shared
+def half_away(x):
+    """The integer next to x, half way the one away from zero."""
+    size = abs(x)
+    whole = np.float32(int(size))
+    whole += np.float32(1) if size - whole >= np.float32(0.5) else np.float32(0)
+    return np.int32(whole if x > np.float32(0) else -whole)
+
+
+@shared
+def half_up(x, less):
+    """The code, from 0 on, of a number of which `less` is code 0, half way the one above."""
+    return np.int32(min(x + (np.float32(less) + np.float32(0.5)), np.float32(2 * less - 1)))
+
+
+@shared
 def pack_nibbles(low, high):
     return np.int8((low & 15) | ((high & 15) << 4))
 

@@ -18,7 +18,10 @@ __all__ = [
     "merge_attention_states",
     "multi_head_attention",
     "multi_head_cache_attention",
+    "paged_append",
+    "paged_attention",
     "rotary_position_embedding",
+    "swap_blocks",
 ]
 Array: TypeAlias = Any  # of numpy, or of a device and any library
 
@@ -111,6 +114,40 @@ def multi_head_cache_attention(
     out: Array | tuple[Array, Array] | None = None,
     stream: object = None,
 ) -> Array | Any: ...
+def paged_append(
+    key: Array | None,
+    value: Array | None,
+    key_cache: Array | None,
+    value_cache: Array | None,
+    slot_mapping: Array,
+    *,
+    layout: str = "b n h c",
+    key_scale: None = None,
+    value_scale: None = None,
+    stream: object = None,
+) -> tuple[Array | None, Array | None]: ...
+def paged_attention(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array | None,
+    block_tables: Array | tuple[Array, Array],
+    context_lens: Array,
+    query_starts: Array | None = None,
+    attn_mask: Array | None = None,
+    *,
+    layout: str = "b n h c",
+    key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None,
+    is_causal: bool = True,
+    alibi_slopes: Array | None = None,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    out: Array | tuple[Array, Array] | None = None,
+    stream: object = None,
+) -> Array | Any: ...
 def rotary_position_embedding(
     query: Array,
     key: Array,
@@ -129,3 +166,10 @@ def rotary_position_embedding(
     out: tuple[Array, Array] | None = None,
     stream: object = None,
 ) -> tuple[Array, Array]: ...
+def swap_blocks(
+    source: Array,
+    target: Array,
+    pairs: Array,
+    *,
+    stream: object = None,
+) -> Array: ...

@@ -28,8 +28,7 @@ CODES = """Tensor cores read codes as a load gives them, rounded to the type of 
 CPU does, as products with their scales in float32."""
 SUMS = "Sums are in another order than on the CPU, so the last bits differ; they depend on no device."
 ANGLES = """Products and sums are those of the CPU, bit for bit; cosines and sines too, but for rare ones that
-lie halfway between neighbours. Where an angle reaches 2^24, all of the call's are computed on the host.
-Halves (`interleaved` False) and tables of `cos` and `sin` are the CPU's alone, and refused here."""
+lie halfway between neighbours. Where an angle reaches 2^24, all of the call's are computed on the host."""
 STREAM = """stream : optional
     What to work on: a stream of numba, torch, CuPy or cuda.core, or its address. By default it is the current
     one of the first array's library, torch or CuPy, else the default stream. It comes after the streams that

@@ -93,8 +93,13 @@ def given_scales(heads, scale):
     bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
     if bad.size:
         raise wrong("scale", "finite numbers above 0", f"{float(bad[0])}".replace("nan", "NaN"))
+    return cell.name, *of_heads(scale, heads)
+
+
+def of_heads(scale, heads):
+    """The places of scales [2] or [2, heads]: of those of keys, of values."""
     head = scale.strides[1] if scale.ndim == 2 and heads > 1 else 0
-    return cell.name, *((scale.ctypes.data + side * scale.strides[0], 0, 0, head) for side in (0, 1))
+    return [(scale.ctypes.data + side * scale.strides[0], 0, 0, head) for side in (0, 1)]
 
 
 def cache_format(fmt, cache, quant_bit, quant_format, dim):

@@ -30,7 +30,7 @@ class Turn(NamedTuple):
     scaling: tuple  # see `scaling`
     results: Results
     halves: bool  # whether both halves of what turns are pairs, not neighbours
-    tables: np.ndarray | None  # float32 [cosines | sines, positions, pairs], if they are given
+    tables: tuple[np.ndarray, np.ndarray] | None  # cosines and sines [positions, pairs], if they are given
 
 
 def static_turn(query, key, start_pos, pad_len, **attributes):
@@ -68,7 +68,7 @@ def turn(fmt, query, key, starts, first, *, rotary_dim, bypass_key, interleaved,
 
 
 def given_tables(cos, sin, turned, starts, first):
-    """Cosines and sines of all positions of some tokens; None if they are to be computed."""
+    """Checked cosines and sines of all positions of some tokens; None if they are to be computed."""
     if cos is None and sin is None:
         return None
     for name, table in (("cos", cos), ("sin", sin)):
@@ -83,7 +83,7 @@ def given_tables(cos, sin, turned, starts, first):
         raise wrong("cos", "a row for each position", f"position {first[there].min()}")
     if there.any() and ends[there].max() > len(cos):
         raise wrong("cos", f"{ends[there].max()} rows, one for each position", len(cos))
-    return np.array([cos, sin], np.float32)
+    return cos, sin
 
 
 def packed(name, tokens, seqstarts, start_pos, max_seqlen):

@@ -5,30 +5,11 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.simd import blocks as panels
 from kvkit.formats.elements import BY_NAME
-from kvkit.jit import helper, shared
-
-
-@shared
-def inverse(scale):
-    return np.float32(1) / scale if scale != np.float32(0) else np.float32(0)
-
-
-@shared
-def half_away(x):
-    """The integer next to x, half way the one away from zero."""
-    size = abs(x)
-    whole = np.float32(int(size))
-    whole += np.float32(1) if size - whole >= np.float32(0.5) else np.float32(0)
-    return np.int32(whole if x > np.float32(0) else -whole)
-
-
-@shared
-def half_up(x, less):
-    """The code, from 0 on, of a number of which `less` is code 0, half way the one above."""
-    return np.int32(min(x + (np.float32(less) + np.float32(0.5)), np.float32(2 * less - 1)))
+from kvkit.jit import helper
 
 
 def row(direction, packed, cache, plain):
@@ -65,15 +46,15 @@ def plain_encode(packed, cache):
             top = x if abs(x) > abs(top) else top
         scale = (top if less else abs(top)) / np.float32(most)
         put_cell(target, scale)
-        factor = inverse(scale)
+        factor = numeric.inverse(scale)
         if less:
             for i in range(elements // 2):
-                first = half_up(get(source + i * step) * factor, less)
-                second = half_up(get(source + (i + elements // 2) * step) * factor, less)
+                first = numeric.half_up(get(source + i * step) * factor, less)
+                second = numeric.half_up(get(source + (i + elements // 2) * step) * factor, less)
                 put(target + at + i, np.uint8(first | second << 4))
         else:
             for i in range(elements):
-                put(target + at + i, np.uint8(half_away(get(source + i * step) * factor) & 255))
+                put(target + at + i, np.uint8(numeric.half_away(get(source + i * step) * factor) & 255))
 
     return helper(encode)
 

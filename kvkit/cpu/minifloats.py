@@ -2,21 +2,11 @@
 
 from typing import Any
 
-import numpy as np
-
 from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.simd import minifloats as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
-from kvkit.jit import shared
-
-
-@shared
-def largest_scale(cell, largest, limit):
-    """The scale of numbers up to `largest`, as it is stored; 1 where that is 0."""
-    scale = numeric.round_to(cell, largest / np.float32(limit))
-    return scale if scale != np.float32(0) else np.float32(1)
 
 
 def scaled_row(packed, cache, scale, group, plain):
@@ -45,7 +35,7 @@ def scaled_row(packed, cache, scale, group, plain):
                 else:
                     for i in range(1, shared):
                         largest = max(largest, abs(get(source + i * packed_bytes)))
-                put_cell(cell, largest_scale(cell_name, largest, limit))
+                put_cell(cell, numeric.largest_scale(cell_name, largest, limit))
             if vector:
                 whole = shared // LANES * LANES
                 for i in range(0, whole, LANES):

@@ -55,7 +55,6 @@ PAGED_ATTENTION = Operator(
         SINKS,
     ),
     attention("tokens", "Dv"),
-    twin=False,
 )
 PAGED_APPEND = Operator(
     "paged_append",
@@ -72,7 +71,6 @@ PAGED_APPEND = Operator(
         _of_heads("value_scale", "H", "likewise"),
     ),
     (),
-    twin=False,
 )
 SWAP_BLOCKS = Operator(
     "swap_blocks",
@@ -84,5 +82,4 @@ SWAP_BLOCKS = Operator(
         Input("pairs", INDEX, ("(N, 2)",), "a block of source, and the block of target that becomes like it"),
     ),
     (),
-    twin=False,
 )

@@ -81,9 +81,8 @@ def suits(record, context, steps, most_rows):
     most = ROWS if max(sizes) <= DIM else forms.ROWS
     whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
     near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.cell_row))
-    scaled = context.cell is None or cells_suit(record, context, sizes)
-    fits = fragments.suits(record, context, steps, most_rows, 16)
-    return fits and most_rows <= most and whole and near and scaled
+    fits = fragments.suits(record, context, steps, most_rows, 16) and most_rows <= most
+    return fits and whole and near and (context.cell is None or cells_suit(record, context, sizes))
 
 
 def cells_suit(record, context, sizes):

@@ -25,12 +25,24 @@ class Form:
     rows: int  # of a tile
     lanes: int  # threads of a team
     teams: int  # of a block
+    values: str  # how values are stored
+    as_loaded: bool
+    free: bool  # whether rows, elements, scales and slopes are as pools of pages have them
+
+    @property
+    def blocks(self):
+        return BY_NAME[self.stored].block is not None
+
+    @property
+    def rounds(self):
+        """The format that `chunks.widen` rounds for; that of scales, or float32, rounds nothing."""
+        return self.packed if self.as_loaded else self.cell or "float32"
 
     @property
     def ahead(self):
         """Tokens that a team takes at once: as many as there are registers for what it holds of them."""
         held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
-        if self.cell or self.pieces > 1 or self.packed != self.stored:
+        if self.cell or self.pieces > 1 or not self.packed == self.stored == self.values:
             most = MIXED // 2 if mixed(self.packed, self.cell) else ELEMENTS
         return max(1, min(4, 16 // self.rows, most // held, 32 // self.span))
 
@@ -41,7 +53,11 @@ def form_of(record, context, most_rows):
     A chunk has as many elements as 16 bytes hold, or fewer: those of a row are whole chunks, chunks are
     aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
     """
-    span, smallest = 128 // BY_NAME[context.stored].bits, chunks.smallest(context.stored)
+    values = context.value_stored or context.stored
+    block = BY_NAME[context.stored].block
+    span = 128 // max(BY_NAME[context.stored].bits, BY_NAME[values].bits)
+    span = min(span, block.elements // 2) if block else span
+    smallest = chunks.smallest(context.stored)
     rows, dim = 1 << (min(most_rows, ROWS) - 1).bit_length(), max(context.dim, context.value_dim)
     most = ELEMENTS if dim <= span * WARP else IN_PIECES
     if mixed(context.packed, context.cell):
@@ -52,9 +68,10 @@ def form_of(record, context, most_rows):
         span //= 2
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
-    cells = max(span // context.group, 1) if context.cell else 0
+    cells = max(span // (context.group or context.dim), 1) if context.cell else 0
     formats = context.packed, context.stored, context.cell
-    return Form(*formats, cells, span, pieces, rows, lanes, THREADS // lanes)
+    how = values, context.as_loaded, bool(record.free)
+    return Form(*formats, cells, span, pieces, rows, lanes, THREADS // lanes, *how)
 
 
 def mixed(packed, cell):
@@ -69,11 +86,14 @@ def holds(dim, span, rows, most):
 
 def fits(record, context, span):
     """Whether rows are whole chunks of `span` elements, and chunks and their scales are aligned."""
-    at = (record.keys, record.key_sequence, record.key_row, record.key_head,
-          record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
-    whole = context.dim % span == 0 and context.value_dim % span == 0
-    if not whole or any(number % BY_NAME[context.stored].bytes(span) for number in at):
-        return False
+    keys = record.keys, record.key_sequence, record.key_row, record.key_head
+    values = record.values, record.value_sequence, record.value_row, record.value_head
+    whole = context.dim % span == 0 and context.value_dim % span == 0 and not any(context.elements)
+    if BY_NAME[context.stored].block:
+        return whole
+    for stored, at in ((context.stored, keys), (context.value_stored or context.stored, values)):
+        if not whole or any(number % BY_NAME[stored].bytes(span) for number in at):
+            return False
     if context.cell is None or context.group % span == 0:
         return True
     size = BY_NAME[context.cell].bytes(span // context.group)

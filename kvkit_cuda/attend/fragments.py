@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkit import numeric
+from kvkit.formats import BY_NAME
 from kvkit_cuda.attend import tiles
 from kvkit_cuda.attend.scores import capped, leaning, masked, visible
 from kvkit_cuda.ground import device, ptx
@@ -53,9 +54,10 @@ def suits(record, context, steps, most_rows, alignment):
     sizes, group = (context.dim, context.value_dim), context.group
     whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
     known = context.packed in ptx.SHORT and (
-        context.stored == context.packed or (context.cell and group % tiles.CHUNK == 0)
+        context.stored == context.packed
+        or (context.cell and group % tiles.CHUNK == 0 and not BY_NAME[context.stored].minifloat)
     )
-    short = int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
+    short = not record.free and int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
               record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
     packed = (record.query, record.query_sequence, record.query_token, record.query_head,
@@ -209,7 +211,9 @@ def weigh(form):
             mask = task.mask + b * task.mask_sequence + query * task.mask_head + begin * task.mask_column
             mask += token * task.mask_row
             if task.mask_packed:
-                mask += seqstarts[b] * task.mask_row + kvstarts[b] * task.mask_column
+                mask += seqstarts[b] * task.mask_row
+            if task.mask_packed == 1:
+                mask += kvstarts[b] * task.mask_column
             for i in range(columns):
                 key = int32(token_of(i) + first_of(lane))
                 if low <= key < high:

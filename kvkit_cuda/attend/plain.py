@@ -14,11 +14,12 @@ from numba import cuda, types
 from kvkit import numeric
 from kvkit.formats import BY_NAME
 from kvkit.index import page_of, row_of
+from kvkit.jit import shared
 from kvkit_cuda.attend import merge, scores
 from kvkit_cuda.attend.forms import ELEMENTS, form_of
 from kvkit_cuda.attend.task import RECORD
-from kvkit_cuda.ground import device
-from kvkit_cuda.moves import chunks
+from kvkit_cuda.ground import device, memory
+from kvkit_cuda.moves import blocks, chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of
 
 SHRINK = np.float32(2**-40)  # of weights where sums overflow
@@ -26,10 +27,24 @@ F32 = types.float32
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
 visible, weight = scores.visible, numeric.weight
+load_word = memory.load(8, 8)
 
 
 # What is known of a row of a tile: the keys it sees, its position, its mask and query, the bits of its slope.
 LOW, HIGH, POSITION, MASK, QUERY, SLOPE, FACTS = range(7)
+
+
+@shared
+def word_at(address):
+    low, _ = load_word(address)
+    return np.int64(low)
+
+
+@shared
+def number_at(address):
+    """A float32 that comes as its bits."""
+    low, _ = load_word(address)
+    return numeric.float_of(np.uint32(low))
 
 
 def attend(form):
@@ -38,6 +53,7 @@ def attend(form):
         form.span, form.pieces, form.rows, form.lanes, form.teams, form.ahead,
     )  # fmt: skip
     held, threads, several = rows * pieces * span, lanes * teams, rows * ahead
+    free = form.free
     learn, take_queries, adjust, hide = learning(form), taking(form), adjusting(form), hiding(form)
     times_keys, times_values, end = multiplying(form), adding(form), ending(form)
     soften, shrink_sums = scores.soften(rows, ahead), scores.shrink(rows, span)
@@ -76,7 +92,11 @@ def attend(form):
             cuda.local.array(rows, F32),
         )
         cells_of = cuda.local.array(pieces, types.int64)
-        take_queries(task, facts, queries, cells_of)
+        scale, value_scale = numeric.float_of(np.uint32(task.scale)), np.float32(1)
+        if task.key_scales:
+            at = b * task.scale_sequence + head * task.scale_head
+            scale, value_scale = number_at(task.key_scales + at), number_at(task.value_scales + at)
+        take_queries(task, scale, facts, queries, cells_of)
         cap = numeric.float_of(np.uint32(task.cap))
 
         keys = task.keys + b * task.key_sequence + head * task.key_head
@@ -84,6 +104,7 @@ def attend(form):
         key_cells = task.key_cells + b * task.cell_sequence + head * task.cell_head
         value_cells = task.value_cells + b * task.cell_sequence + head * task.cell_head
         found = cuda.shared.array(threads, types.int64)  # the rows of the cache that hold a block of tokens
+        found_values = cuda.shared.array(threads, types.int64) if free else found
         shrink = np.float32(1)
         for _ in range(2):
             for i in range(held):
@@ -94,9 +115,17 @@ def attend(form):
             begin = low - threads if low < high else high
             while begin < high:
                 position = min(begin + threads + thread, high - 1)  # of the next block: it is asked for now
-                number = row_of(table[b, page_of(position, task.page_size)], position, task.page_size)
+                page = page_of(position, task.page_size)
+                number = other = table[b, page]
+                rest = row_of(0, position, task.page_size)
+                if free:
+                    if task.value_table:
+                        other = word_at(task.value_table + (b * table.shape[1] + page) * 8)
+                    other += rest * task.value_step
+                    rest *= task.key_step
+                number += rest
                 count = min(high - begin, threads) if begin >= low else 0
-                adjusts = task.cap != 0 or task.alibi != 0 or task.mask != 0
+                adjusts = task.cap != 0 or task.alibi != 0 or task.mask != 0 or task.sloped != 0
                 adjusts = adjusts or begin < all_from or begin + count > all_until
                 for block in range(0, count, teams * ahead):
                     times_keys(task, keys, key_cells, cells_of, found, block, count, queries, weights)
@@ -106,13 +135,17 @@ def attend(form):
                     soften(weights, top, total, factor, shrink)
                     for p in range(pieces):
                         shrink_sums(sums, p * rows * span, factor)
-                    times_values(task, values, value_cells, cells_of, found, block, count, weights, sums)
+                    times_values(
+                        task, values, value_cells, cells_of, found_values, block, count, weights, sums
+                    )
                 cuda.syncthreads()
                 found[thread] = number
+                if free:
+                    found_values[thread] = other
                 cuda.syncthreads()
                 begin += threads
             slot = slots[b] + item if parts > 1 else -1
-            if end(task, sums, top, total, shrink, b, seqstarts[b], head, first, live, slot):
+            if end(task, sums, top, total, shrink, value_scale, b, seqstarts[b], head, first, live, slot):
                 break
             shrink = SHRINK
 
@@ -128,13 +161,15 @@ def learning(form):
         query = head * task.group + row - token * task.group
         mask = task.mask + b * task.mask_sequence + query * task.mask_head + token * task.mask_row
         if task.mask_packed:
-            mask += start * task.mask_row + kvstart * task.mask_column
+            mask += start * task.mask_row
+        if task.mask_packed == 1:  # 2: columns are a sequence's own
+            mask += kvstart * task.mask_column
         query_at = task.query + b * task.query_sequence + (start + token) * task.query_token
         facts[LOW], facts[HIGH] = visible(task, b, seqlen, kvlen, token)
         facts[POSITION] = kvlen - seqlen + token
         facts[MASK] = mask
         facts[QUERY] = query_at + query * task.query_head
-        facts[SLOPE] = slopes[query]
+        facts[SLOPE] = slopes[b * task.slopes_sequence + query]
 
     return learn
 
@@ -143,14 +178,15 @@ def taking(form):
     """The thread's chunks of all queries, scaled, and where the scales of its chunks of a row lie."""
     span, pieces, rows, lanes = form.span, form.pieces, form.rows, form.lanes
     read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
-    cell_bytes = BY_NAME[form.cell].bytes(1) if form.cell else 0
+    cell_bytes, blocks = BY_NAME[form.cell].bytes(1) if form.cell else 0, form.blocks
 
     @device.inlined
-    def take(task, facts, queries, cells_of):
-        scale = numeric.float_of(np.uint32(task.scale))
+    def take(task, scale, facts, queries, cells_of):
         for p in range(pieces):
             chunk = p * lanes + cuda.threadIdx.x
             cells_of[p] = chunk * span // task.cell_group * cell_bytes if cell_bytes else 0
+            if blocks:
+                cells_of[p] = chunk * span  # an element of a row
             for r in range(rows):
                 at = facts[r, QUERY] + chunk * span * packed_bytes
                 for i in range(span):
@@ -162,11 +198,19 @@ def taking(form):
     return take
 
 
+def chunk_of(form, stored):
+    """The bytes of a chunk, and what widens it; in rows of blocks that finds it by its first element."""
+    if form.blocks:
+        return 0, blocks.widen(stored, form.span)
+    widen = chunks.widen(form.rounds, stored, form.cell, form.cells, form.span)
+    return BY_NAME[stored].bytes(form.span), widen
+
+
 def multiplying(form):
     """Scores of the team's next tokens: products of keys with queries, added up by its threads."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
-    span, stored_bytes = form.span, BY_NAME[form.stored].bytes(form.span)
-    widen = chunks.widen(form.packed, form.stored, form.cell, form.cells, span)
+    span, free = form.span, form.free
+    stored_bytes, widen = chunk_of(form, form.stored)
     multiply, add_others = scores.multiply(rows, span), device.add_others(rows * ahead)
 
     @device.inlined
@@ -179,7 +223,8 @@ def multiplying(form):
             for p in range(pieces):
                 chunk = p * lanes + cuda.threadIdx.x
                 if chunk * span < task.dim:
-                    at = keys + row * task.key_row + chunk * stored_bytes
+                    at = keys + row * task.key_row
+                    at += chunk * (span * task.key_element if free else stored_bytes)
                     widen(at, cells + row * task.cell_row + cells_of[p], elements)
                     multiply(elements, queries, p * rows * span, products, t * rows)
         distance = 1
@@ -208,8 +253,9 @@ def adjusting(form):
             score = scores.capped(board[team, i], cap)
             if key < facts[r, LOW] or key >= facts[r, HIGH]:
                 score = numeric.MINUS_INF
-            elif task.alibi:
-                score = scores.leaning(score, facts[r, SLOPE], key - facts[r, POSITION])
+            elif task.alibi or task.sloped:
+                distance = key - facts[r, POSITION]
+                score = scores.leaning(score, facts[r, SLOPE], min(distance, -distance))
             if task.mask and score != numeric.MINUS_INF:
                 at = facts[r, MASK] + key * task.mask_column
                 score = scores.masked(score, task.mask_kind, at)
@@ -239,8 +285,8 @@ def hiding(form):
 def adding(form):
     """Values of the team's tokens, times their weights, added to its sums."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
-    span, stored_bytes = form.span, BY_NAME[form.stored].bytes(form.span)
-    widen = chunks.widen(form.packed, form.stored, form.cell, form.cells, span)
+    span, free = form.span, form.free
+    stored_bytes, widen = chunk_of(form, form.values)
     add = scores.add(rows, span)
 
     @device.inlined
@@ -251,7 +297,8 @@ def adding(form):
             for p in range(pieces):
                 chunk = p * lanes + cuda.threadIdx.x
                 if chunk * span < task.value_dim:
-                    at = values + row * task.value_row + chunk * stored_bytes
+                    at = values + row * task.value_row
+                    at += chunk * (span * task.value_element if free else stored_bytes)
                     widen(at, cells + row * task.cell_row + cells_of[p], elements)
                     add(elements, sums, p * rows * span, weights, t * rows)
 
@@ -268,7 +315,7 @@ def ending(form):
     apart = width + 1  # so that threads use different banks
 
     @device.inlined
-    def end(task, sums, top, total, shrink, b, start, head, first, live, slot):
+    def end(task, sums, top, total, shrink, value_scale, b, start, head, first, live, slot):
         """Whether all is finite, or cannot be."""
         lane, team = cuda.threadIdx.x, cuda.threadIdx.y
         thread = team * lanes + lane
@@ -299,7 +346,7 @@ def ending(form):
             new = numeric.MINUS_INF
             for t in range(teams):
                 new = max(new, tops[t, r])
-            factor = weight(top[r], new)
+            factor = weight(top[r], new) * value_scale
             for p in range(pieces):
                 for i in range(span):
                     at = (p * rows + r) * span + i

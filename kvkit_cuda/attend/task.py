@@ -19,6 +19,8 @@ FIELDS = (
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "decoding causal alibi left right scale cap page_size",
     "heads group dim value_dim cell_group partials",
+    "free key_step value_step key_element value_element value_table",  # of pools; else neutral
+    "key_scales value_scales scale_sequence scale_head sloped slopes_sequence",
 )
 Task = namedtuple("Task", " ".join(FIELDS))  # type: ignore[misc]
 RECORD = types.NamedUniTuple(types.int64, len(Task._fields), Task)
@@ -42,7 +44,8 @@ def task(query, out, lse, context, page_size, decoding, weights):
         weights.apart, *weights.mask,
         decoding, weights.causal, weights.alibi, weights.left, weights.right,
         bits(weights.scale), bits(weights.softcap), page_size,
-        context.heads, query.shape[-2] // context.heads, context.dim, context.value_dim, context.group, 0,
+        context.heads, query.shape[-2] // context.heads, context.dim, context.value_dim, context.group or context.dim, 0,
+        *[0] * 12,
     )  # fmt: skip
     return Task._make(map(int, numbers))
 

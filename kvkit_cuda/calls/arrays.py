@@ -48,6 +48,10 @@ class Operand:
         memory = host.read(array.ctypes.data - before, before + behind + array.itemsize, stream)
         return np.ndarray(array.shape, array.dtype, memory, before, array.strides)
 
+    def on_host(self, stream):
+        """The operand, or a copy for the host to read."""
+        return replace(self, seen=self.read(stream), on_device=False)
+
     def take(self, other, stream):
         """Give a host array the elements of its copy on the device."""
         if not self.on_device:
@@ -88,6 +92,18 @@ class Operands:
 
     def moved(self, stream):
         return of_parts([part.moved(stream) for part in self.parts])
+
+
+def moved(here, stream):
+    """Operands on the device, by name; an array of the host that is given as two is copied once."""
+    copies: dict = {}
+    for name, operand in here.items():
+        at = operand.seen
+        host = isinstance(at, np.ndarray) and not operand.on_device
+        place = (at.ctypes.data, at.shape, at.strides, at.dtype) if host else name
+        copies[name] = copies.get(place) or operand.moved(stream)
+        copies[place] = copies[name]
+    return {name: copies[name] for name in here}
 
 
 def of_parts(parts):
@@ -158,5 +174,7 @@ class Memory:
 
 
 def on_host(name, value, stream):
-    """An index tensor on the host: kernels do not check, so what they will read is checked there."""
+    """An index tensor, or several, on the host: what kernels read without a check is checked there."""
+    if isinstance(value, tuple):
+        return tuple(on_host(f"{name}[{i}]", each, stream) for i, each in enumerate(value))
     return operand(name, value, stream).read(stream)

@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from kvkit.formats import BY_NAME, coarser
 from kvkit_cuda.attend import decode, plain, prefill, task
+from kvkit_cuda.ground import host
 
 KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; the last one suits any
 
@@ -16,6 +18,51 @@ def prepare(query, out, lse, context, tables, decoding, weights, stream):
     """
     steps = tables.steps
     record = task.task(query, out, lse, context, steps.page_size, decoding, weights)
+    if is_free(context, steps, weights):
+        record = record._replace(**freedom(context, tables, weights, stream))
     most_rows = int(np.diff(steps.seqstarts).max(initial=0)) * record.group
     kernel = next(kernel for kernel in KERNELS if kernel.suits(record, context, steps, most_rows))
     return kernel.prepare(record, context, tables, most_rows, stream) if most_rows else []
+
+
+def is_free(context, steps, weights):
+    """Whether keys and values lie, or are scaled, as in pools of pages, and not as in caches of operators."""
+    rounds = context.cell or coarser(context.packed, context.stored)
+    return (
+        context.steps != (1, 1)
+        or any(context.elements)
+        or context.value_stored not in (None, context.stored)
+        or bool(rounds and not context.as_loaded)
+        or not (steps.value_table is weights.scales is weights.slopes is None)
+    )
+
+
+def freedom(context, tables, weights, stream):
+    """The fields of a record that say how, and tables for it on the device; float32s come as their bits."""
+    steps, scales, slopes = tables.steps, weights.scales, weights.slopes
+    stored = context.stored, context.value_stored or context.stored
+    key_element, value_element = (
+        apart or BY_NAME[name].bytes(1) for apart, name in zip(context.elements, stored, strict=True)
+    )
+    fields = {"free": 1, "key_element": key_element, "value_element": value_element}
+    fields |= {"key_step": context.steps[0], "value_step": context.steps[1]}
+    own: dict = {"value_table": steps.value_table, "scales": scales}
+    if scales is not None:
+        _, sequences, heads = scales.shape
+        fields |= {"scale_sequence": 8 * heads * (sequences > 1), "scale_head": 8 * (heads > 1)}
+    if slopes is not None:
+        sequences, heads = slopes.shape
+        own["slopes", heads] = slopes.reshape(-1)
+        fields |= {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
+    own = {name: bits(numbers) for name, numbers in own.items() if numbers is not None}
+    tables.there |= dict(zip(own, host.tables(list(own.values()), stream) if own else (), strict=True))
+    if steps.value_table is not None:
+        fields["value_table"] = host.address(tables.there["value_table"])
+    if scales is not None:
+        at = host.address(tables.there["scales"])
+        fields |= {"key_scales": at, "value_scales": at + 4 * scales.size}
+    return fields
+
+
+def bits(numbers):
+    return numbers.view(np.uint32).astype(np.int64) if numbers.dtype == np.float32 else numbers

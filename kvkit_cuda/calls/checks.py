@@ -9,12 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from kvkit.checks import merge, positions, sequences, slots
+from kvkit.checks import merge, paged, positions, sequences, slots
 from kvkit.checks.ascend import attention, blocks, matrices, reshape, tensors
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.outputs import Results
-from kvkit.checks.words import describe, wrong
 
 ZEROS = -1  # the source row of what is not there
 
@@ -51,17 +50,6 @@ def slopes(num_heads):
     return Slopes(positions.slopes(num_heads))
 
 
-def turned(*, checked, cos, sin, **given):
-    """Tokens whose neighbours turn, by angles that are computed."""
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table is not None:
-            raise wrong(name, "None on a device: tables are for the CPU alone", describe(table))
-    call = checked(cos=None, sin=None, **given)
-    if call.halves:
-        raise wrong("interleaved", "True on a device: halves turn on the CPU alone", "False")
-    return call
-
-
 def position_index(sequences, **index):
     if isinstance(sequences, np.ndarray):  # its elements are not read
         sequences = np.broadcast_to(np.zeros((), sequences.dtype), sequences.shape)
@@ -77,6 +65,17 @@ def stored(key, **given):
         tokens.transpose(1, 0, 2)[:, :, None] if call.mode else tokens[None] for tokens in call.tokens
     ]
     return Moves(tokens, call.caches, pieces[~mean], means=pieces[mean], averaged=call.averaged)
+
+
+def appended(**given):
+    call = paged.checked_append(**given)
+    found = call.pieces
+    pieces = stacked(found[:, slots.TOKEN], found[:, slots.SLOT], found[:, slots.COUNT])
+    return Moves([tokens[None] for tokens in call.tokens], call.pools, pieces)
+
+
+def swapped(source, target, pairs):
+    return Moves([source], [target], stacked(*paged.checked_swap(source, target, pairs), 1))  # of blocks
 
 
 def loaded(**given):
@@ -132,14 +131,17 @@ CHECKED: dict[str, Callable] = {
     "multi_head_attention": partial(checked_attention, sequences.Static()),
     "multi_head_cache_attention": partial(static, checked=checked_cache_attention),
     "merge_attention_states": merge.checked,
-    "rotary_position_embedding": partial(turned, checked=positions.static_turn),
+    "paged_attention": paged.checked,
+    "paged_append": appended,
+    "swap_blocks": swapped,
+    "rotary_position_embedding": positions.static_turn,
     "alibi_slope": slopes,
     "alibi_mask": positions.static_alibi,
     "dynamic_batching.key_value_cache": checked_key_value_cache,
     "dynamic_batching.multi_head_attention": packed,
     "dynamic_batching.multi_head_cache_attention": checked_cache_attention,
     "dynamic_batching.position_index": position_index,
-    "dynamic_batching.rotary_position_embedding": partial(turned, checked=positions.dynamic_turn),
+    "dynamic_batching.rotary_position_embedding": positions.dynamic_turn,
     "dynamic_batching.alibi_mask": positions.dynamic_alibi,
     "ascend.reshape_and_cache": stored,
     "ascend.paged_cache_load": loaded,

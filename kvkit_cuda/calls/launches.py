@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkit.checks import caches
 from kvkit_cuda.attend import merge
 from kvkit_cuda.calls import arrays, attention, paged
 from kvkit_cuda.calls.steps import Step
@@ -21,7 +22,18 @@ class There:
     outputs: list[np.ndarray]
     step: Step | None  # of packed sequences and their cache
     stream: object
+    scale: arrays.Operand | None = None  # of heads, which the call has on the host
     owners: list = field(default_factory=list)
+
+    @property
+    def layer(self):
+        """The layer of a cache, if the call has one."""
+        layer = self.call.layer
+        if self.scale is None:
+            return layer
+        cells = caches.of_heads(self.scale.seen, layer.heads)
+        sides = [(*side[:4], *cell) for side, cell in zip(layer.sides, cells, strict=True)]
+        return layer._replace(sides=tuple(sides))
 
     @property
     def tables(self):
@@ -32,10 +44,10 @@ class There:
 
 
 def append(there):
-    call, tables, stream, (key, value) = there.call, there.tables, there.stream, there.outputs
+    call, layer, tables, stream = there.call, there.layer, there.tables, there.stream
     return [
-        transfer.store(call.current_key, call.current_value, call.layer, tables, stream),
-        transfer.load(key, value, call.layer, tables, call.repeat, stream),
+        transfer.store(call.current_key, call.current_value, layer, tables, stream),
+        transfer.load(*there.outputs, layer, tables, call.repeat, stream),
     ]
 
 
@@ -43,12 +55,12 @@ def attend(there):
     """Attention, after an append if the call has a cache."""
     call, tables, stream = there.call, there.tables, there.stream
     out, lse = (*there.outputs, None)[:2]
-    launches = attention.prepare(
-        call.query, out, lse, call.context, tables, call.decoding, call.weights, stream
-    )
-    if call.layer:
-        key, value = call.current
-        launches.insert(0, transfer.store(key, value, call.layer, tables, stream))
+    layer, context = there.layer, call.context
+    if layer:
+        context = context._replace(sides=layer.sides)
+    launches = attention.prepare(call.query, out, lse, context, tables, call.decoding, call.weights, stream)
+    if layer:
+        launches.insert(0, transfer.store(*call.current, layer, tables, stream))
     return launches
 
 
@@ -102,10 +114,11 @@ def move(there):
 
 def copy_blocks(there):
     """Views of as many rows a block, two at a time: those of keys and values may differ."""
-    views = [view for cache in there.call.sources for view in in_four_axes(cache)]
+    both = zip(there.call.sources, there.call.targets, strict=True)
+    views = [pair for each in both for pair in zip(*map(in_four_axes, each), strict=True)]
     launches = []
-    for rows in sorted({view.shape[1] for view in views}):
-        pairs = [(view, view) for view in views if view.shape[1] == rows]
+    for rows in sorted({source.shape[1] for source, _ in views}):
+        pairs = [pair for pair in views if pair[0].shape[1] == rows]
         moves = there.call.pieces * rows
         launches += [pieces.prepare(pairs[i : i + 2], moves, there.stream) for i in range(0, len(pairs), 2)]
     return launches

@@ -9,7 +9,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvkit.checks.words import wrong
+import numpy as np
+
+from kvkit.formats import INT8
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
 from kvkit_cuda.ground import host
@@ -22,26 +24,41 @@ class Kind:
 
     `launches` makes launches of a checked call whose arrays lie on the device. The last axis of `rows` is in
     one piece there. `idle` are the arrays of a checked call that nothing happens to. `take` makes operands.
+    `read` are arrays whose numbers are checked, which stay on the host.
     """
 
     launches: Callable
     rows: tuple[str, ...] = ()
     idle: Callable = lambda call: ()
     take: Callable = arrays.operand
+    read: Callable = lambda here: ()
 
 
 def no_scale(call):
     return () if call.layer and call.layer.cell else ("scale",)
 
 
+def numbers_of_heads(here):
+    """What heads are multiplied by; scales of codes lie beside those."""
+    coded = getattr(here["key_cache"].seen, "dtype", None) == INT8.dtype
+    return ("alibi_slopes",) if coded else ("alibi_slopes", "key_scale", "value_scale")
+
+
+def given_scale(here):
+    """Scales of heads, which only a caller finds; those of tokens are as many axes as a cache."""
+    scale = here["scale"].seen if "scale" in here else None
+    return ("scale",) if isinstance(scale, np.ndarray) and scale.ndim < 3 else ()
+
+
 NEW = "current_key", "current_value"
-APPEND = Kind(launches.append, NEW, no_scale)
-ATTEND = Kind(launches.attend, ("query", "key", "value", *NEW), no_scale)
+APPEND = Kind(launches.append, NEW, no_scale, read=given_scale)
+ATTEND = Kind(launches.attend, ("query", "key", "value", *NEW), no_scale, read=given_scale)
 MERGE = Kind(launches.merge_parts, take=arrays.operands)
 TURN = Kind(launches.turn, ("query", "key"))
 MASK = Kind(launches.mask, ("attn_mask",))
 SLOPE = Kind(launches.slope)
 POSITION_INDEX = Kind(launches.position_index, idle=lambda call: ("sequences",))
+ATTEND_TO_PAGES = Kind(launches.attend, ("query",), read=numbers_of_heads)
 MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 
@@ -57,7 +74,10 @@ KINDS = {
     "reshape_and_cache": MOVE,
     "paged_cache_load": MOVE,
     "block_copy": COPY,
-    "paged_attention": ATTEND_TO_BLOCKS,
+    "ascend.paged_attention": ATTEND_TO_BLOCKS,
+    "paged_attention": ATTEND_TO_PAGES,
+    "paged_append": MOVE,
+    "swap_blocks": COPY,
     "nd_to_nz": MOVE,
     "nz_to_nd": MOVE,
 }
@@ -97,37 +117,34 @@ def call(path, values):
 
 def run(op, step, values, stream, repeated=None):
     """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
-    if values.get("quant_format") is not None:
-        raise wrong(
-            "quant_format", "None: no kernel of the device reads others yet", repr(values["quant_format"])
-        )
-    kind, (arrays_of, index) = KINDS[op.name.rpartition(".")[2]], inputs(op.name)
+    kind, (arrays_of, index) = KINDS.get(op.name) or KINDS[op.name.rpartition(".")[2]], inputs(op.name)
     out = values.pop("out", None)
     given = {name: values.pop(name) for name in arrays_of}
     values |= {name: arrays.on_host(name, values[name], stream) for name in index if name in values}
     checked = functools.partial(checks.CHECKED[op.name], *([step.sequences] if step else ()), **values)
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
+    kept = kind.read(here)
+    here |= {name: here[name].on_host(stream) for name in kept}
     whole = here
     here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
     call = checked(**seen)
-    made, returned = [], tuple(given[each.name] for each in op.inputs if each.inout)
+    changed = tuple(given[each.name] for each in op.inputs if each.inout)
+    made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:
         usual = sum(not each.only_with for each in op.outputs)
         source = next(iter(here.values()), arrays.NOTHING)
         made, returned = results.outputs(call.results, usual, out, source, stream)
 
-    idle = kind.idle(call)
-    there = {
-        name: operand if name in idle or operand.seen is None else operand.moved(stream)
-        for name, operand in here.items()
-    }
+    idle = {name for name in here if name in (*kind.idle(call), *kept) or here[name].seen is None}
+    there = here | arrays.moved({name: here[name] for name in here if name not in idle}, stream)
     copies = [result.moved(stream, contents=False) for result in made]
     moved = [name for name in here if there[name] is not here[name]]
     if moved:
         call = checked(**{name: operand.seen for name, operand in there.items()})
-    ready = launches.There(call, [copy.seen for copy in copies], step, stream)
+    scale = here["scale"].moved(stream) if "scale" in kept else None
+    ready = launches.There(call, [copy.seen for copy in copies], step, stream, scale)
     prepared = kind.launches(ready)
     with repeats.RUNNING:
         for launch in prepared:  # nothing has been written so far, and nothing can fail any more
@@ -135,7 +152,7 @@ def run(op, step, values, stream, repeated=None):
     operands = there | {repeats.result(i): copy for i, copy in enumerate(copies)}
     pairs = *((there[name], whole[name]) for name in there), *zip(copies, made, strict=True)
     stays = all(operand is given for operand, given in pairs)
-    if repeated and stays and operands.keys() >= repeated.arrays.keys():
+    if repeated and not kept and stays and operands.keys() >= repeated.arrays.keys():
         operands = {name: each for name, each in operands.items() if each.seen is not None}
         forms = list(call.results.forms.values())
         step.repeats.keep(repeated, repeats.Repeat(prepared, operands, forms, call.layer.capacity[1]))

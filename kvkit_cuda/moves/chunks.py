@@ -10,6 +10,7 @@ import numpy as np
 
 from kvkit import numeric
 from kvkit.formats import BY_NAME, FLOATS, INT4, INT8, coarser
+from kvkit.formats.elements import FLOATS8
 from kvkit.jit import shared
 from kvkit_cuda.ground import memory
 
@@ -47,8 +48,8 @@ def joined(low, high, word, place):
 
 
 # What an element's bits are, and the number they mean; then the bits of a number.
-DECODE = {fmt.name: (fmt.word.type, numeric.widening(fmt.name)) for fmt in (*FLOATS, INT8, INT4)}
-ENCODE = {fmt.name: numeric.narrowing(fmt.name) for fmt in FLOATS}
+DECODE = {fmt.name: (fmt.word.type, numeric.widening(fmt.name)) for fmt in (*FLOATS, *FLOATS8, INT8, INT4)}
+ENCODE = {fmt.name: numeric.narrowing(fmt.name) for fmt in (*FLOATS, *FLOATS8)}
 
 
 @functools.cache
@@ -108,7 +109,7 @@ def load(packed, stored, span):
 @functools.cache
 def dequantize(packed, stored, cell, span):
     """(packed address, cache address, scale address): a chunk of codes."""
-    element, scale_element = packed, cell
+    element, scale_element = packed, "float32" if BY_NAME[stored].minifloat else cell
     read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
     read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
     (raw, code_of), encode = DECODE[stored], ENCODE[packed]
@@ -172,6 +173,38 @@ def quantize(packed, stored, cell, span):
 
 
 @functools.cache
+def divide(packed, stored, cell, span, given):
+    """As `quantize`, of floats of 8 bits: quotients rounded once, by a scale that is stored or `given`."""
+    read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
+    (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].limits[1]
+    read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
+    scale_element, write_cell, cell_from = cell, memory.store(*access(cell, 1)), ENCODE[cell]
+    encode, code_bits = ENCODE[stored], BY_NAME[stored].bits
+
+    @shared
+    def scale_of(scale, largest, first):
+        if given:
+            cell_bits, _ = read_cell(scale)
+            return cell_of(raw_cell(cell_bits))
+        step = numeric.largest_scale(scale_element, numeric.float_of(np.uint32(largest)), limit)
+        if first:
+            write_cell(scale, np.uint64(cell_from(step)), np.uint64(0))
+        return step
+
+    @shared
+    def divide(packed, cache, scale, largest, first):
+        low, high = read(packed)
+        step = scale_of(scale, largest, first)
+        new_low, new_high = np.uint64(0), np.uint64(0)
+        for i in range(span):
+            code = np.uint64(encode(decode(raw(field(low, high, i * bits))) / step))
+            new_low, new_high = joined(new_low, new_high, code, i * code_bits)
+        write(cache, new_low, new_high)
+
+    return divide
+
+
+@functools.cache
 def widen(packed, stored, cell, cells, span):
     """(cache address, scale address, elements): a chunk as float32, rounded as far as attention does.
 
@@ -181,7 +214,7 @@ def widen(packed, stored, cell, cells, span):
     read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
     if cell is None:
         return widen_floats(packed, stored, span)
-    product = cell if coarser(cell, packed) else "float32"
+    product = cell if coarser(cell, packed) and not BY_NAME[stored].minifloat else "float32"
     (raw_cell, cell_of), cell_bits = DECODE[cell], BY_NAME[cell].bits
     read_cells, group = memory.load(*access(cell, cells)), span // cells
 

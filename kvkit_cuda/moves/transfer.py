@@ -13,7 +13,7 @@ from kvkit.formats import BY_NAME
 from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
 from kvkit.layouts.places import packed_strides
 from kvkit_cuda.ground import device, host
-from kvkit_cuda.moves import chunks
+from kvkit_cuda.moves import blocks, chunks
 
 THREADS = 256  # of a block
 WARP = 32
@@ -25,9 +25,13 @@ SIGNATURE = types.void(INDEX1, INDEX1, INDEX2, INT, SIDE, SIDE, INT, INT, INT, I
 sequence_of = device.inlined(sequence_of.py_func)
 
 
-def walk(direction, packed, stored, cell, span):
-    """The kernel for a direction ("store" or "load"), formats (`cell` is None: no codes) and a chunk size."""
-    on_chunk = ON_CHUNK[direction, cell is not None](packed, stored, cell, span)
+def walk(direction, packed, stored, cell, span, given=False):
+    """The kernel for a direction ("store" or "load"), formats (`cell` is None: no codes) and a chunk size.
+
+    A cell that is `given` is a whole row's, and a store finds none.
+    """
+    kind = "given" if given and direction == "store" else cell is not None
+    on_chunk = ON_CHUNK[direction, kind](packed, stored, cell, span)
     packed_bytes, stored_bytes = BY_NAME[packed].bytes(span), BY_NAME[stored].bytes(span)
     cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
 
@@ -68,7 +72,8 @@ def walk(direction, packed, stored, cell, span):
 
 
 def store_floats(packed, stored, cell, span):
-    store = chunks.store(packed, stored, span)
+    block = BY_NAME[stored].block
+    store = blocks.store(packed, stored) if block else chunks.store(packed, stored, span)
 
     def on_chunk(packed, cache, scale, member, group, lanes):
         store(packed, cache)
@@ -77,7 +82,8 @@ def store_floats(packed, stored, cell, span):
 
 
 def load_floats(packed, stored, cell, span):
-    load = chunks.load(packed, stored, span)
+    block = BY_NAME[stored].block
+    load = blocks.load(packed, stored) if block else chunks.load(packed, stored, span)
 
     def on_chunk(packed, cache, scale, member, group, lanes):
         load(packed, cache)
@@ -96,6 +102,8 @@ def load_codes(packed, stored, cell, span):
 
 def store_codes(packed, stored, cell, span):
     largest, quantize = chunks.largest(packed, span), chunks.quantize(packed, stored, cell, span)
+    if BY_NAME[stored].minifloat:
+        quantize = chunks.divide(packed, stored, cell, span, given=False)
     exchange, chunk_bytes = device.exchange, BY_NAME[packed].bytes(span)
 
     def on_chunk(packed, cache, scale, member, group, lanes):
@@ -113,7 +121,17 @@ def store_codes(packed, stored, cell, span):
     return device.inlined(on_chunk)
 
 
+def store_quotients(packed, stored, cell, span):
+    divide = chunks.divide(packed, stored, cell, span, given=True)
+
+    def on_chunk(packed, cache, scale, member, group, lanes):
+        divide(packed, cache, scale, np.int32(0), False)
+
+    return device.inlined(on_chunk)
+
+
 ON_CHUNK = {
+    ("store", "given"): store_quotients,
     ("store", False): store_floats,
     ("load", False): load_floats,
     ("store", True): store_codes,
@@ -151,10 +169,10 @@ def prepare(direction, key, value, cache, tables, names, repeat, stream):
         (array.ctypes.data, *packed_strides(array), *place)
         for array, place in zip((key, value), cache.sides, strict=True)
     ]
-    span = span_of(cache, sides)
-    kernel = compiled(direction, cache.packed, cache.stored, cache.cell, span)
-    in_head, group = cache.dim // span, max(cache.group // span, 1)
-    lanes = group if group <= WARP and group & (group - 1) == 0 else 0
+    span, given = span_of(cache, sides), cache.cell is not None and not cache.group
+    kernel = compiled(direction, cache.packed, cache.stored, cache.cell, span, given)
+    in_head, group = cache.dim // span, max((cache.dim if given else cache.group) // span, 1)
+    lanes = group if group <= WARP and group & (group - 1) == 0 and not given else 0
     tokens, heads = int(getattr(steps, names[0])[-1]), cache.heads
     team = min(THREADS, 1 << (heads * repeat * in_head - 1).bit_length())
     teams = THREADS // team
@@ -168,6 +186,8 @@ def prepare(direction, key, value, cache, tables, names, repeat, stream):
 
 def span_of(cache, sides):
     """Elements of a chunk: as many as 16 bytes hold, or the fewest if those are not aligned or not whole."""
+    if BY_NAME[cache.stored].block:
+        return BY_NAME[cache.stored].block.elements
     span = chunks.widest(cache.packed, cache.stored)
     packed_bytes, stored_bytes = BY_NAME[cache.packed].bytes(span), BY_NAME[cache.stored].bytes(span)
     packed_at = cache_at = 0

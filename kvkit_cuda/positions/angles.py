@@ -1,6 +1,7 @@
 """The cosine and sine of every token's angles: a table that queries and keys are turned by.
 
 Angles are reduced and their series added up in float64, as on the CPU: this is the only kernel that knows it.
+Where a call gives cosines and sines they are looked up.
 Frequencies are those of the CPU, and so is the table where angles are too large for `numeric.cos_sin`.
 """
 
@@ -11,6 +12,8 @@ from numba import cuda, types
 
 from kvkit import cpu, numeric
 from kvkit.jit import shared
+from kvkit_cuda.attend import scores
+from kvkit_cuda.attend.task import kind
 from kvkit_cuda.ground import device, host, memory
 from kvkit_cuda.moves.transfer import sequence_of
 
@@ -19,8 +22,10 @@ PAIR = 8  # bytes of a cosine and a sine
 
 INT, FLOAT, INDEX1 = types.int64, types.float64, types.Array(types.int64, 1, "C")
 SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, types.Array(types.int64, 2, "C"), FLOAT, INT)
+SIDE = types.UniTuple(INT, 4)
+LOOK_UP = types.void(INDEX1, INDEX1, SIDE, SIDE, INT, INT)
 
-write = memory.store(PAIR, PAIR)
+write, number = memory.store(PAIR, PAIR), scores.number
 
 
 @shared
@@ -28,6 +33,11 @@ def put(target, position, divisor, frequency):
     """The cosine and sine of an angle; a frequency comes as bits."""
     angle = numeric.rotary_angle(position, divisor, numeric.float_of(np.uint32(frequency)))
     cosine, sine = numeric.cos_sin(angle)
+    put_pair(target, cosine, sine)
+
+
+@shared
+def put_pair(target, cosine, sine):
     word = np.uint64(numeric.bits_of(cosine)) | (np.uint64(numeric.bits_of(sine)) << np.uint64(32))
     write(target, word, np.uint64(0))
 
@@ -43,26 +53,44 @@ def walk(starts, first, rows, frequencies, divisor, target):
         put(target + item * PAIR, position, divisor, frequencies[rows[sequence], item - token * pairs])
 
 
+def look_up(starts, first, cosines, sines, pairs, target):
+    """Write those of the rows that positions have in tables: address, byte strides, and the type's number."""
+    total = starts[starts.shape[0] - 1] * pairs
+    for item in range(cuda.grid(1), total, cuda.gridsize(1)):
+        token = item // pairs
+        sequence, pair = sequence_of(starts, token), item - token * pairs
+        position = first[sequence] + token - starts[sequence]
+        cosine = number(cosines[3], cosines[0] + position * cosines[1] + pair * cosines[2])
+        sine = number(sines[3], sines[0] + position * sines[1] + pair * sines[2])
+        put_pair(target + item * PAIR, cosine, sine)
+
+
 @functools.cache
-def compiled():
-    return device.kernel(walk, SIGNATURE)
+def compiled(walk):
+    return device.kernel(walk, SIGNATURE if walk is not look_up else LOOK_UP)
 
 
 def table(call, stream):
     """(the table, the starts of sequences, both on the device, a launch that fills the table) of a call."""
-    theta, divisor, longest, factor = call.scaling
     starts, first, pairs = call.starts, call.first, call.turned // 2
-    stops = first + np.diff(starts)
-    stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
-    found = cpu.rotary.frequencies(theta, call.turned, stops, longest, factor)
     tokens = int(starts[-1])
-    if not near(starts, first, found[rows], divisor):
-        return host.upload(far(call, tokens), stream), *host.tables((starts,), stream), nothing
+    if call.tables:
+        tables = host.tables((starts, first), stream)
+        kernel, read = look_up, tuple((each.ctypes.data, *each.strides, kind(each)) for each in call.tables)
+        arguments = *tables, *read, pairs
+    else:
+        theta, divisor, longest, factor = call.scaling
+        stops = first + np.diff(starts)
+        stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
+        found = cpu.rotary.frequencies(theta, call.turned, stops, longest, factor)
+        if not near(starts, first, found[rows], divisor):
+            return host.upload(far(call, tokens), stream), *host.tables((starts,), stream), nothing
+        tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
+        kernel, arguments = walk, (*tables, divisor)
     numbers = host.empty(tokens * pairs * PAIR, np.uint8, stream)
-    tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
     blocks = min(-(-tokens * pairs // THREADS), host.most_blocks())
-    arguments = *tables, divisor, host.address(numbers)
-    launch = host.Launch(compiled(), (blocks, 1), (THREADS, 1), stream, arguments)
+    arguments = *arguments, host.address(numbers)
+    launch = host.Launch(compiled(kernel), (blocks, 1), (THREADS, 1), stream, arguments)
     return numbers, tables[0], launch
 
 
@@ -72,7 +100,7 @@ def far(call, tokens):
     ones[..., ::2] = 1
     table = np.empty_like(ones)
     moves = (ones, table), (ones[:, :0], table[:, :0])
-    call_of = "float32", moves, call.starts, call.first, call.turned, True, call.scaling, True
+    call_of = "float32", moves, call.starts, call.first, call.turned, True, False, None, call.scaling, True
     cpu.launches.start(cpu.rotary.prepare(*call_of))
     return table
 

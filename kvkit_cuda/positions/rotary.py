@@ -65,6 +65,37 @@ def turn(element, span):
 
 
 @functools.cache
+def turn_halves(element, span):
+    """(source, target, bytes between the elements of a pair, table): two chunks, turned by each other."""
+    form, at_once = chunks.access(element, span), min(span, 2)  # pairs that one access to the table has
+    read, write = memory.load(*form, invariant=False), memory.store(*form)
+    pairs = memory.load(at_once * 8, at_once * 8)
+    (raw, decode), encode, bits = chunks.DECODE[element], chunks.ENCODE[element], BY_NAME[element].bits
+    rotated = numeric.rotation(device.product)
+
+    @shared
+    def turn(source, target, behind, table):
+        x_low, x_high = read(source)
+        y_low, y_high = read(source + behind)
+        low, high, other_low, other_high = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+        for first in range(0, span, at_once):
+            one, other = pairs(table + first * angles.PAIR)
+            for i in range(first, first + at_once):
+                pair = one if i == first else other
+                cosine = numeric.float_of(np.uint32(pair))
+                sine = numeric.float_of(np.uint32(pair >> np.uint64(32)))
+                x = decode(raw(chunks.field(x_low, x_high, i * bits)))
+                y = decode(raw(chunks.field(y_low, y_high, i * bits)))
+                x, y = rotated(x, y, cosine, sine)
+                low, high = chunks.joined(low, high, np.uint64(encode(x)), i * bits)
+                other_low, other_high = chunks.joined(other_low, other_high, np.uint64(encode(y)), i * bits)
+        write(target, low, high)
+        write(target + behind, other_low, other_high)
+
+    return turn
+
+
+@functools.cache
 def copy(element, span):
     """(source, target): a chunk as it is."""
     form = chunks.access(element, span)
@@ -78,9 +109,10 @@ def copy(element, span):
     return copy
 
 
-def walk(element, span):
-    """The kernel for a format and a chunk size."""
-    turn_chunk, copy_chunk, copy_one = turn(element, span), copy(element, span), copy(element, 1)
+def walk(element, span, halves=False):
+    """The kernel for a format and a chunk size; of neighbours that turn, or of halves."""
+    copy_chunk, copy_one = copy(element, span), copy(element, 1)
+    turn_chunk = turn_halves(element, span) if halves else turn(element, span)
     size = BY_NAME[element].bytes(1)
 
     def walk(starts, table, pairs, dim, query, key):
@@ -103,20 +135,23 @@ def walk(element, span):
                 i = (column - head * in_head) * span
                 source = at[0] + sequence * at[1] + token * at[2] + head * at[3] + i * size
                 target = at[4] + sequence * at[5] + token * at[6] + head * at[7] + i * size
-                if i < at[9]:
+                if i >= at[9]:
+                    if i + span <= dim:
+                        copy_chunk(source, target)
+                    else:
+                        copy_one(source, target)
+                elif not halves:
                     turn_chunk(source, target, table + (token * pairs + i // 2) * angles.PAIR)
-                elif i + span <= dim:
-                    copy_chunk(source, target)
-                else:
-                    copy_one(source, target)
+                elif i < at[9] // 2:
+                    turn_chunk(source, target, at[9] // 2 * size, table + (token * pairs + i) * angles.PAIR)
             token += 1
 
     return walk
 
 
 @functools.cache
-def compiled(element, span):
-    return device.kernel(walk(element, span), SIGNATURE, (element, span))
+def compiled(*variant):
+    return device.kernel(walk(*variant), SIGNATURE, variant)
 
 
 def prepare(call, targets, table, starts, stream):
@@ -127,21 +162,22 @@ def prepare(call, targets, table, starts, stream):
         places = [(array.ctypes.data, *packed_strides(array)) for array in (source, target)]
         heads = source.shape[-2] if elements or places[0][0] != places[1][0] else 0  # nothing to do in place
         sides.append((*places[0], *places[1], heads, elements))
-    span = span_of(element, dim, turned, sides)
+    span = span_of(element, dim, turned, sides, call.halves)
     tokens = int(call.starts[-1])
     columns = max(max(side[8] for side in sides) * -(-dim // span), 1)
     team = min(THREADS, 1 << (columns - 1).bit_length())
     blocks = min(-(-tokens // (THREADS // team)), host.most_blocks())
     arguments = starts, host.address(table), turned // 2, dim, *sides
     grid, threads = (blocks, len(sides)), (team, THREADS // team)
-    return host.Launch(compiled(element, span), grid, threads, stream, arguments)
+    return host.Launch(compiled(element, span, call.halves), grid, threads, stream, arguments)
 
 
-def span_of(element, dim, turned, sides):
-    """Elements of a chunk: as many as 16 bytes hold, or two if those are not aligned or not whole."""
+def span_of(element, dim, turned, sides, halves):
+    """Elements of a chunk: as many as 16 bytes hold, or few if those are not aligned or not whole."""
     span, numbers = widest(element), 0
+    together = turned // 2 if halves else turned
     for side in sides:
         for number in side[:8]:
             numbers |= number
-    whole = dim % span == 0 and turned % span == 0
-    return span if whole and numbers % WIDEST == 0 else SMALLEST
+    whole = dim % span == 0 and together % span == 0
+    return span if whole and numbers % WIDEST == 0 else 1 if halves else SMALLEST

@@ -22,17 +22,17 @@ def spans(monkeypatch):
     """The chunk sizes of the kernels that are used."""
     found = []
 
-    def watched(module):
+    def watched(module, place):
         compiled = module.compiled
 
         def compile_(*variant):
-            found.append(variant[-1])
+            found.append(variant[place])
             return compiled(*variant)
 
         monkeypatch.setattr(module, "compiled", compile_)
 
-    watched(rotary)
-    watched(alibi)
+    watched(rotary, 1)
+    watched(alibi, 2)
     return found
 
 
@@ -60,6 +60,8 @@ ATTRIBUTES = {
     "all": {},
     "front": {"rotary_dim": 8},
     "bypass": {"bypass_key": True, "theta": 100.0},
+    "halves": {"interleaved": False, "bypass_key": True},
+    "front halves": {"interleaved": False, "rotary_dim": 10},
     "linear": {"scaling_type": "linear", "scaling_factor": 2.5},
     "dynamic": {"scaling_type": "dynamic", "scaling_factor": 2.0, "max_position_embeddings": 9},
 }
@@ -92,6 +94,26 @@ def test_far_positions(start, rng):
         packed.rotary_position_embedding(*arrays, starts, first, None),
         twin(*arrays, starts, first, None),
     )
+
+
+@pytest.mark.parametrize("kind", ["host", "interface", "torch"])
+def test_given_cosines_and_sines(kind, rng):
+    """Of types of their own, wherever they are; halves turn in chunks of 16 bytes."""
+    arrays, starts, first = turn_call(rng, "fp16", 32)
+    first[2] = 8
+    cos, sin = (rng.standard_normal((11, 24)).astype(np.float32)[:, ::-1][:, :16] for _ in range(2))
+    tables = {"cos": cos, "sin": sin.astype(np.float16)}
+    given = tables if kind == "host" else {name: KINDS[kind](table) for name, table in tables.items()}
+    for interleaved in (False, True):
+        expected = kvkit.dynamic_batching.rotary_position_embedding(
+            *arrays, starts, first, None, interleaved=interleaved, **tables
+        )
+        same(
+            packed.rotary_position_embedding(
+                *map(Array, arrays), starts, first, None, interleaved=interleaved, **given
+            ),
+            expected,
+        )
 
 
 @every_kind

@@ -263,7 +263,6 @@ def test_rotary(kind, t1, attrs, rng):
                     assert old.tobytes() == array.tobytes()
 
 
-@pytest.mark.cpu
 @pytest.mark.usefixtures("form")
 @kinds
 @formats
@@ -286,7 +285,6 @@ def test_halves(kind, t1, rotary_dim, rng):
         assert_same(x, result)
 
 
-@pytest.mark.cpu
 @kinds
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_given_cosines_and_sines(kind, interleaved, rng):

@@ -12,10 +12,11 @@ from kvkit_cuda.ground import device
 FLOATS = ("float32", "float16", "bfloat16")
 
 
-def form(packed, stored, cell, rows, dim=128, group=8):
+def form(packed, stored, cell, rows, dim=128, group=8, free=0, **more):
     """The form that a call takes whose arrays are aligned."""
-    context = Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0)
-    return forms.form_of(task.Task(*[0] * len(task.Task._fields)), context, rows)
+    context = Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0, **more)
+    record = task.Task(*[0] * len(task.Task._fields))._replace(free=free)
+    return forms.form_of(record, context, rows)
 
 
 FORMATS = [formats for formats in MOVED + CODES if formats[0] != "int8"]
@@ -32,9 +33,16 @@ FORMS |= {
     for rows in (1, 8)
     for group in (4, 128)
 }
+PAGES = form("float16", "float16", None, 4, free=1)
+FORMS |= {
+    PAGES,
+    form("float16", "int8", "float32", 4, free=1, as_loaded=False),
+    form("float32", "bfloat16", None, 8, free=1, as_loaded=False, value_stored="float32"),
+    form("float16", "float16", None, 8, 72, free=1, as_loaded=False, elements=(32, 32)),
+}
 BITS = {"float32": 32, "int8": 8, "int4": 4}  # others have 16
 # Decode of a usual model: heads of 128, groups of 4.
-QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "float16", 4): 255}
+QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "float16", 4): 255, PAGES: 208}
 
 
 def check(kernel, signature, folder, capabilities):

@@ -12,15 +12,18 @@ FLOATS = ("float32", "float16", "bfloat16")
 MASKS = (None, "bool", *FLOATS)
 QUICK = {
     "angles": (angles.walk, angles.SIGNATURE),
+    "look up": (angles.look_up, angles.LOOK_UP),
     "position index": (index.walk, index.SIGNATURE),
     "rotary float32 4": (rotary.walk("float32", 4), rotary.SIGNATURE),
     "rotary float16 8": (rotary.walk("float16", 8), rotary.SIGNATURE),
+    "rotary halves 8": (rotary.walk("float16", 8, True), rotary.SIGNATURE),
     "rotary bfloat16 2": (rotary.walk("bfloat16", 2), rotary.SIGNATURE),
     "alibi float32 None 4": (alibi.walk("float32", None, 4), alibi.SIGNATURE),
     "alibi bfloat16 float16 8": (alibi.walk("bfloat16", "float16", 8), alibi.SIGNATURE),
     "alibi float16 bool 1": (alibi.walk("float16", "bool", 1), alibi.SIGNATURE),
 }
 OTHERS = [("rotary", element, span) for element in FLOATS for span in (rotary.widest(element), 2)]
+OTHERS += [("rotary", element, span, True) for element in FLOATS for span in (rotary.widest(element), 1)]
 OTHERS += [("alibi", e, mask, span) for e in FLOATS for mask in MASKS for span in (rotary.widest(e), 1)]
 OTHERS = [variant for variant in OTHERS if " ".join(map(str, variant)) not in QUICK]
 
