@@ -174,7 +174,8 @@ def judged(folder, case, found, why, refused):
         why = "was done, and must be refused"
     if not why and refused and not case.get("refused"):
         why = f"was refused: {refused}"
-    for group, name, entry in packs.entries(case):
+    # What was stored comes before what was read back from it: there causes show.
+    for group, name, entry in sorted(packs.entries(case), key=lambda each: each[0] != "after"):
         if why or group == "arguments":
             continue
         expected, tolerance = packs.array(folder, entry), entry.get("tolerance", {})
