@@ -7,22 +7,19 @@ and a report that stands alone into a folder.
     python examples/study_smollm2.py [FOLDER for the report, demo-out/study if not given]
 """
 
-import os
 import sys
 from pathlib import Path
 
 from kvkit import tools
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = Path("examples/data/smollm2_kv.npz")
+DATA = ROOT / "examples" / "data" / "smollm2_kv.npz"
 SCHEMES = "fp8,int8:g8,q8_0,int4:g32,int4:g32+hadamard,q4_0,nvfp4,kivi4,kivi2"
 PAGES = ROOT / "README.md", ROOT / "docs" / "tools" / "study.md"
 BEGIN, END = "<!-- schemes -->\n", "<!-- end of schemes -->\n"
 
 
 def studied():
-    """The study, of the file as pages name it."""
-    os.chdir(ROOT)
     return tools.study(DATA, SCHEMES)
 
 
