@@ -35,8 +35,9 @@ def convert(source, target, before, after, sizes, page_size, tables, verify, as_
     sequence for each b); one page for each if it is longest.
 
     \b
-    kvkit convert prompt.safetensors pool.npz --to vllm-lbnhc --page-size 16
-    kvkit convert pool.npz old.npz --from vllm-lbnhc --to vllm-flash-attention --verify
+    Examples:
+      kvkit convert prompt.safetensors pool.npz --to vllm-lbnhc --page-size 16
+      kvkit convert pool.npz old.npz --from vllm-lbnhc --to vllm-flash-attention --verify
     """
     check_target(target)
     if target.suffix not in files.WRITTEN:

@@ -30,8 +30,9 @@ def draw(what, output, sizes):
     a sequence's, shared, free or stale. Of another file, and of a name or line, the layout is drawn.
 
     \b
-    kvkit draw vllm-lbnhc -o layout.svg
-    kvkit draw pool.npz
+    Examples:
+      kvkit draw vllm-lbnhc -o layout.svg
+      kvkit draw pool.npz
     """
     if output is not None:
         if output.suffix != SVG:

@@ -26,8 +26,9 @@ def inspect(file, stats, layout, sizes, as_json):
     llama.cpp; it is told by how it begins.
 
     \b
-    kvkit inspect cache.safetensors --stats
-    kvkit inspect pool.npy --layout vllm-lbnhc --sizes c=64
+    Examples:
+      kvkit inspect cache.safetensors --stats
+      kvkit inspect pool.npy --layout vllm-lbnhc --sizes c=64
     """
     found = tools.inspect(file, layout=layout, sizes=sizes_of(sizes), stats=stats)
     click.echo(json.dumps(found.to_dict(), indent=2, default=str) if as_json else str(found))

@@ -30,8 +30,9 @@ def layouts(name, sizes, as_json):
     NAME is one of the list, what vLLM or LMCache call it, or a line: `l | b kv n h c`.
 
     \b
-    kvkit layouts
-    kvkit layouts vllm-lbnhc
+    Examples:
+      kvkit layouts
+      kvkit layouts vllm-lbnhc
     """
     if name is None:
         found = {name: described(name) for name in NAMED}

@@ -28,8 +28,9 @@ def study(file, schemes, output, layout, sizes, as_json):
     (int4:g32+hadamard), or a class of a Python file that encodes and decodes (mine.py:Scheme).
 
     \b
-    kvkit study cache.safetensors -o report
-    kvkit study pool.npy --layout vllm-lbnhc --sizes c=64 --schemes "fp8,int4:g32"
+    Examples:
+      kvkit study cache.safetensors -o report
+      kvkit study pool.npy --layout vllm-lbnhc --sizes c=64 --schemes "fp8,int4:g32"
     """
     with show.counted("layers and schemes") as progress:
         found = tools.study(file, schemes, layout=layout, sizes=sizes_of(sizes), progress=progress)

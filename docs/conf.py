@@ -42,21 +42,39 @@ html_theme_options = {
     "footer_end": [],
 }
 
-ROOMS = (  # each a page of the reference; those that are not there are left out
+ROOMS = (  # each a page of the reference
     "kvkit",
     "kvkit.dynamic_batching",
     "kvkit.ascend",
     "kvkit.cache",
     "kvkit.layouts",
+    "kvkit.layouts.tables",
     "kvkit.formats",
+    "kvkit.files",
     "kvkit.tools",
+    "kvkit.tools.draw",
+    "kvkit.tools.vectors",
+    "kvkit.integrations.dask",
     "kvkit.integrations.onnx",
     "kvkit.integrations.transformers",
 )
 
 
+def public(room):
+    """The names in `__all__`; of a room without one, its own things that have an example."""
+    if hasattr(room, "__all__"):
+        return room.__all__
+    things = {name: getattr(room, name) for name in dir(room)}
+    own = {
+        name: thing
+        for name, thing in things.items()
+        if (getattr(thing, "__module__", None) or "").startswith(room.__name__)
+    }
+    return [name for name, thing in own.items() if ">>>" in (thing.__doc__ or "")]
+
+
 def reference(app):
-    """A page for each room, with what its `__all__` names, from the docstrings."""
+    """A page for each room, with what is public in it, from the docstrings."""
     for path in (DOCS / "reference").glob("kvkit*.rst"):
         path.unlink()
     for name in ROOMS:
@@ -65,7 +83,7 @@ def reference(app):
         except ImportError:
             continue
         lines = [name, "=" * len(name), "", f".. currentmodule:: {name}", ""]
-        for each in getattr(room, "__all__", ()):
+        for each in public(room):
             thing = getattr(room, each)
             if inspect.isclass(thing):
                 lines += [

@@ -1,13 +1,15 @@
 """The pictures of README and of the pages, as SVG, in light and in dark: python docs/pictures.py
 
-Axes of layouts and sizes of formats come from the tables of the package.
+Layouts and rows are drawn by the package's own code, formats from its table; examples/study_smollm2.py makes
+those of a study.
 """
 
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from kvkit import formats
-from kvkit.operators import OPERATORS
+from kvkit.layouts import tables
+from kvkit.tools import draw
 
 FOLDER = Path(__file__).parent / "pictures"
 THEMES = {  # ink, faint lines, and fills: of one sequence, of another, of keys, of values, of nothing
@@ -92,60 +94,27 @@ def cache():
     return drawing
 
 
-def rows(x, y, drawing, filled, count):
-    """Rows of a cache, one below the other: {row: (fill, text)}."""
-    for row in range(count):
-        fill, text = filled.get(row, ("none", ""))
-        drawing.text(x - 6, y + row * 20 + 14, str(row), 10, "end")
-        drawing.box(x, y + row * 20, 120, 20, fill, text, 10)
+def of_rows(pages):
+    """Two sequences, of 5 tokens and of 3, in 16 rows."""
+    return draw.cells(pages, 16, page_size=4, kind="svg")
 
 
-def modes():
-    """The same two sequences in both modes."""
-    drawing = Drawing("Two modes: offsets, where a sequence lies in one piece, and pages anywhere")
-    lengths, fills, count = (5, 3), ("a", "b"), 16
-    starts, table, page = (1, 9), ((8, 4), (0, -1)), 4
-    drawing.text(24, 20, "offsets: cachestarts = [1, 9]", 12, bold=True)
-    filled = {
-        starts[s] + t: (fills[s], f"sequence {s}, token {t}") for s in (0, 1) for t in range(lengths[s])
-    }
-    rows(44, 34, drawing, filled, count)
-    drawing.text(262, 20, "pages of 4: cachestarts = [[8, 4], [0, -1]]", 12, bold=True)
-    filled = {}
-    for s in (0, 1):
-        for t in range(lengths[s]):
-            filled[table[s][t // page] + t % page] = fills[s], f"sequence {s}, token {t}"
-    rows(282, 34, drawing, filled, count)
-    drawing.text(424, 62, "The row of token t of sequence b:", 12)
-    drawing.text(424, 84, "offsets:  cachestarts[b] + t", 12)
-    drawing.text(424, 104, "pages:  cachestarts[b][t // 4] + t % 4", 12)
-    drawing.text(424, 150, "An entry is the row where a page begins.", 11)
-    drawing.text(424, 166, "Pages lie in any order, and sequences that", 11)
-    drawing.text(424, 182, "begin alike may share them. What lies behind", 11)
-    drawing.text(424, 198, "the pages in use (-1 here) is never read.", 11)
-    return drawing
-
-
-def layouts():
-    """The same two tokens in memory, in every layout of packed sequences."""
-    drawing = Drawing("Four layouts: the order in which keys, values, heads and tokens lie in memory")
-    sizes = {"MaxT": 2, "L": 1, "2": 2, "H": 2}
-    caches = next(
-        array for array in OPERATORS["dynamic_batching.key_value_cache"].inputs if array.name == "cache"
+def offsets():
+    return of_rows(
+        tables.from_tokens([1, 2, 3, 4, 5, 9, 10, 11], [0] * 5 + [1] * 3, [0, 1, 2, 3, 4, 0, 1, 2])
     )
-    for number, shape in enumerate(caches.shapes):
-        names = shape.partition("(")[2].rstrip(")").split(", ")
-        y = 24 + number * 74
-        drawing.text(12, y, f"layout {shape}", 12, bold=True)
-        places = [{}]
-        for name in names[:-1]:
-            places = [place | {name: i} for place in places for i in range(sizes[name])]
-        for i, place in enumerate(places):
-            kind = "key" if place["2"] == 0 else "value"
-            drawing.box(12 + i * 92, y + 10, 92, 34, kind)
-            drawing.text(58 + i * 92, y + 25, f"{kind}, token {place['MaxT']}", 10, "middle")
-            drawing.text(58 + i * 92, y + 38, f"head {place['H']}", 10, "middle")
-    return drawing
+
+
+def pages():
+    return of_rows(tables.from_blocks([[2, 1], [0, -1]], [5, 3], page_size=4))
+
+
+def pmx():
+    return draw.layout("pmx-dynamic-3", sizes={"l": 1, "n": 2}, kind="svg")
+
+
+def vllm():
+    return draw.layout("vllm-lbnhc", sizes={"b": 1, "n": 2}, kind="svg")
 
 
 def codes():
@@ -193,16 +162,22 @@ def plans():
     return drawing
 
 
-PICTURES = {function.__name__: function for function in (cache, modes, layouts, codes, plans)}
+BY_HAND = cache, codes, plans
+BY_THE_PACKAGE = offsets, pages, pmx, vllm
+
+
+def of_theme(text, theme):
+    """A drawing of the package's follows its reader's light or dark mode: here it is always in one."""
+    return text.replace("(prefers-color-scheme:dark)", "all" if theme == "dark" else "not all")
 
 
 def drawn():
     """Every picture, by its path."""
-    return {
-        FOLDER / f"{name}-{theme}.svg": function().svg(theme)
-        for name, function in PICTURES.items()
-        for theme in THEMES
-    }
+    made = {}
+    for theme in THEMES:
+        made |= {(one.__name__, theme): one().svg(theme) for one in BY_HAND}
+        made |= {(one.__name__, theme): of_theme(one(), theme) for one in BY_THE_PACKAGE}
+    return {FOLDER / f"{name}-{theme}.svg": text for (name, theme), text in made.items()}
 
 
 if __name__ == "__main__":

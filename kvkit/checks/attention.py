@@ -9,7 +9,7 @@ import numpy as np
 from kvkit.checks import caches
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, Cache, Context, Steps
-from kvkit.checks.tensors import current, named, one_piece, step, tensor
+from kvkit.checks.tensors import current, in_one_place, named, one_piece, step, tensor
 from kvkit.checks.values import flag, integer, number, pair
 from kvkit.checks.words import wrong
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
@@ -40,6 +40,7 @@ def checked_attention(
     """The checked call of `multi_head_attention`, of `Static` or of `Packed` sequences."""
     fmt, query, kv_heads = queries(query, sequences.axes, num_heads, head_dim, num_kv_heads)
     key, value = keys_and_values(fmt, key, value, sequences.outer(query), kv_heads, query.shape[-1])
+    key, value = (np.ascontiguousarray(each) if in_one_place(each) else each for each in (key, value))
     steps = sequences.over_keys(query, key)
     mask = sequences.mask(fmt, attn_mask, query, steps)
     how = weights(query, mask, **attributes)

@@ -10,7 +10,7 @@ from kvkit.checks import validation
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.records import Context, Steps
-from kvkit.checks.tensors import step, tensor
+from kvkit.checks.tensors import in_one_place, step, tensor
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS
 
@@ -82,6 +82,8 @@ def view(name, array, axes, legal):
     for axis, letter in enumerate(AXES):
         if letter not in axes:
             array = np.expand_dims(array, axis)
+    if in_one_place(array):
+        raise wrong(name, "elements apart", f"strides {array.strides}, of an array that is broadcast")
     return array
 
 

@@ -71,6 +71,11 @@ def one_piece(array):
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
+def in_one_place(array):
+    """Whether the elements of a row are one, as those of `numpy.broadcast_to`: no kernel reads such."""
+    return array.shape[-1] > 1 and array.strides[-1] == 0
+
+
 def in_out(name, array):
     """An array that kernels write: writeable, rows in one piece, no two elements in one place."""
     apart = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize

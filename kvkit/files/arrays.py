@@ -11,7 +11,15 @@ def named(source, name=CACHE):
 
 
 def nested(arrays, name=CACHE):
-    """The nested lists again, or the array where there is one; None where others have such names."""
+    """The nested lists again, or the array where there is one; None where others have such names.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.files import nested
+    >>> nested({"cache.0": np.ones(2), "cache.1": np.ones(3)})
+    [array([1., 1.]), array([1., 1., 1.])]
+    """
     if name in arrays:
         return arrays[name]
     begin = f"{name}."
@@ -32,5 +40,13 @@ def cache_of(arrays):
 
 
 def flat(arrays):
-    """Arrays by name, where some are nested lists of arrays."""
+    """Arrays by name, where some are nested lists of arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.files import flat
+    >>> sorted(flat({"cache": [np.ones(2), np.ones(3)], "tokens": np.arange(5)}))
+    ['cache.0', 'cache.1', 'tokens']
+    """
     return {key: each for name, source in arrays.items() for key, each in named(source, name).items()}

@@ -179,7 +179,7 @@ def diff(
     >>> expected = np.arange(1, 25, dtype=np.float16).reshape(3, 2, 4)  # [tokens, heads, content]
     >>> got = np.roll(expected, 1, axis=0)
     >>> print(kvkit.tools.diff({"key": expected}, {"key": got}).causes[0])
-    key: row off by one (row +1) explains 48 of 48 bytes (100.0%)
+    key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = number("atol", atol), number("rtol", rtol), integer("ulp", ulp, 0)
     one, two = (named_arrays(side, layout, sizes) for side, layout in ((a, layout_a), (b, layout_b)))

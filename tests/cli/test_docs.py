@@ -150,6 +150,19 @@ def test_engine_layouts(tmp_path, capsys, monkeypatch):
     assert errors == pytest.approx([0.022, 0.022, 0.9], abs=0.1)
 
 
+def test_figures_of_schemes_are_not_typed():
+    """The tables of README and of the page are what the study of the committed data gives."""
+    example = script(ROOT / "examples" / "study_smollm2.py")
+    study = example.studied()
+    for path, page in example.updated(study).items():
+        for shown, made in zip(path.read_text().splitlines(), page.splitlines(), strict=True):
+            numbers = [
+                [float(number) for number in re.findall(r"[0-9.]+(?= %)", line)] for line in (shown, made)
+            ]
+            assert numbers[0] == pytest.approx(numbers[1], abs=0.11), shown  # of the last digit, elsewhere
+            assert re.sub(r"[0-9.]+ %", "", shown) == re.sub(r"[0-9.]+ %", "", made)
+
+
 def test_benchmark_figures_are_not_typed():
     """Every table is what `benchmarks/table.py` makes of the committed results."""
     pages = script(ROOT / "benchmarks" / "table.py").updated()

@@ -357,6 +357,17 @@ def test_a_cache_of_100000_tokens(formats, rng):
         assert_near(lse, expected[1], TOLERANCE["float16"], "lse")
 
 
+def test_elements_in_one_place():
+    """Broadcast keys and values are what their copies are."""
+    query = np.ones((1, 1, 4, 16), np.float32)
+    keys = np.broadcast_to(np.float32(1), (1, 300, 2, 16))
+    values = np.broadcast_to(np.arange(300, dtype=np.float32)[None, :, None, None], keys.shape)
+    output = kvkit.multi_head_attention(query, keys, values, num_heads=4, num_kv_heads=2, head_dim=16)
+    np.testing.assert_allclose(output, 149.5, rtol=1e-6)
+    with pytest.raises(kvkit.KvkitError, match=r"^key_cache: expected elements apart, got strides"):
+        kvkit.paged_attention(query[0], keys, values, [[0]], [300])
+
+
 INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
 
 

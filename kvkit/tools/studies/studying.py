@@ -174,7 +174,7 @@ def study(
     >>> keys = np.random.default_rng(0).standard_normal((2, 128, 3, 64)).astype(np.float16)
     >>> found = study({"key": keys, "value": keys}, "fp8,int8:g8,int4:g32")
     >>> [(one.scheme, one.bits) for one in found.summary]
-    [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 5.0)]
+    [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
     """
     wanted, given = listed(schemes), sources.opened(source, layout, sizes)
     rows: list[Row] = []

@@ -68,6 +68,16 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
     ------
     KvkitError
         If the package onnx is missing, or no case can be said in ONNX.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from kvkit.tools import vectors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = vectors.make(f"{folder}/pack", operator="multi_head_attention")
+    ...     _ = vectors.export(f"{folder}/pack", f"{folder}/onnx")
+    ...     sorted(each.name for each in pathlib.Path(folder, "onnx", "attention-fp32").iterdir())
+    ['model.onnx', 'test_data_set_0']
     """
     text("to", to, ("onnx",))
     try:

@@ -92,6 +92,15 @@ def replay(
     ------
     KvkitError
         If the folder is no pack.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from kvkit.tools import vectors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = vectors.make(folder, operator="merge_attention_states")
+    ...     print(vectors.replay(folder))
+    3 passed
     """
     text("backend", backend, tuple(PACKAGES))
 
@@ -134,12 +143,24 @@ def diff(
     results : path
         A folder with a file ``CASE/NAME.npy`` (or .bin) for every output and every array that changes, of
         the dtypes of the pack; bfloat16 and fp8 as their bits. Of cases that must be refused, what they left.
-    operator, advance
+    operator, advance : optional
         As in `replay`.
 
     Returns
     -------
     Outcomes
+
+    Examples
+    --------
+    Of a device that has not run anything yet:
+
+    >>> import tempfile
+    >>> from kvkit.tools import vectors
+    >>> with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as results:
+    ...     _ = vectors.make(folder, operator="merge_attention_states")
+    ...     outcomes = vectors.diff(folder, results)
+    >>> [case.status for case in outcomes.cases]
+    ['failed', 'failed', 'failed']
     """
     results = Path(results)
 
@@ -174,7 +195,8 @@ def judged(folder, case, found, why, refused):
         why = "was done, and must be refused"
     if not why and refused and not case.get("refused"):
         why = f"was refused: {refused}"
-    for group, name, entry in packs.entries(case):
+    # What was stored comes before what was read back from it: there causes show.
+    for group, name, entry in sorted(packs.entries(case), key=lambda each: each[0] != "after"):
         if why or group == "arguments":
             continue
         expected, tolerance = packs.array(folder, entry), entry.get("tolerance", {})

@@ -55,6 +55,17 @@ def verify(folder: str | os.PathLike) -> Verified:
     -------
     Verified
         ``ok``, and the problems, a line each.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from kvkit.tools import vectors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = vectors.make(folder, operator="merge_attention_states")
+    ...     fine = vectors.verify(folder).ok
+    ...     next(pathlib.Path(folder).rglob("*.npy")).unlink()
+    ...     fine, vectors.verify(folder).ok
+    (True, False)
     """
     folder = Path(folder)
     if not folder.is_dir():

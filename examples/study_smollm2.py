@@ -1,0 +1,69 @@
+"""What schemes of quantization cost the keys and values of a language model: README's table and its pictures.
+
+`kvkit.tools.study` of data/smollm2_kv.npz, what SmolLM2-135M-Instruct computed for two texts
+(make_smollm2_kv.py). The table goes into README.md and docs/tools/study.md, the pictures into docs/pictures,
+and a report that stands alone into a folder.
+
+    python examples/study_smollm2.py [FOLDER for the report, demo-out/study if not given]
+"""
+
+import sys
+from pathlib import Path
+
+from kvkit import tools
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "examples" / "data" / "smollm2_kv.npz"
+SCHEMES = "fp8,int8:g8,q8_0,int4:g32,int4:g32+hadamard,q4_0,nvfp4,kivi4,kivi2"
+PAGES = ROOT / "README.md", ROOT / "docs" / "tools" / "study.md"
+BEGIN, END = "<!-- schemes -->\n", "<!-- end of schemes -->\n"
+
+
+def studied():
+    return tools.study(DATA, SCHEMES)
+
+
+def table(study):
+    """Its summary in Markdown, without the columns that a short table can do without."""
+    lines = ["| scheme | bits a number | keys | values | worst head | attention | other top key |"]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|"]
+    for one in study.summary:
+        errors = one.key_error, one.value_error, one.worst_error, one.output_error, one.top_changed
+        words = f"`{one.scheme}`", f"{one.bits:.2f}", *(f"{100 * error:.1f} %" for error in errors)
+        lines.append(f"| {' | '.join(words)} |")
+    return "\n".join([*lines, ""])
+
+
+def updated(study):
+    """Every page with the table, by its path."""
+    made = table(study)
+    return {
+        path: "".join([head, BEGIN, made, END, rest.partition(END)[2]])
+        for path in PAGES
+        for head, _, rest in [path.read_text().partition(BEGIN)]
+    }
+
+
+def pictures(study):
+    """The pictures of a report for light and dark pages, by their paths."""
+    from kvkit.tools.studies import plots
+
+    return {
+        ROOT / "docs" / "pictures" / f"study-{name}-{page}.svg": text
+        for page in ("light", "dark")
+        for name, text in plots.pictures(study, page).items()
+    }
+
+
+def main():
+    folder = Path(*(sys.argv[1:] or ["demo-out/study"])).resolve()
+    study = studied()
+    for path, text in (updated(study) | pictures(study)).items():
+        path.write_text(text)
+    study.save(folder)
+    print(study)
+    print(f"\nThe report is {folder / 'report.html'}.")
+
+
+if __name__ == "__main__":
+    main()
