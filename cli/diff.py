@@ -27,8 +27,8 @@ PATH = click.Path(path_type=Path, readable=False)
 def diff(ctx, a, b, as_json, **options):
     """Say where two caches or outputs differ, and why.
 
-    A holds what is expected, B what came, and each usual cause says how much it explains: arrays of equal names, or caches in layouts of their own. Without
-    tolerances bits are compared.
+    A holds what is expected, B what came: arrays of equal names, or caches in layouts of their own. Each
+    usual cause says how much of it it explains. Without tolerances bits are compared.
 
     The exit code is 0 if nothing differs, 1 if something does, 2 for a wrong command or file.
 

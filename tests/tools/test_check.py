@@ -200,7 +200,8 @@ MUTATIONS = {
     "S6": [
         but(tables, slot_mapping=np.array([5], np.int32), slot_sequences=None, slot_positions=None,
             num_blocks=2**31),
-        but(cache, index_type="int32", key_cache=np.broadcast_to(np.int32(0), (12, 4, 2, 2**25)), value_cache=None),
+        but(cache, index_type="int32", value_cache=None,
+            key_cache=np.broadcast_to(np.int32(0), (12, 4, 2, 2**25))),
     ],
     "S7": [
         of_pages(lambda arrays: np.array([9, 8, 6])), of_pages(lambda arrays: np.array([10, 9, 9])),

@@ -107,8 +107,9 @@ def elsewhere(trial):
                 mask[layer, token, head] = True
                 steps[where[0] - layer, where[1] - token] += 1
     if steps:
+        plane = "side or layer" if trial.axis("kv") is not None else "layer"
         (layer, token), _ = steps.most_common(1)[0]
         yield (
-            f"layer {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}",
+            f"{plane} {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}",
             trial.of_rows(mask),
         )

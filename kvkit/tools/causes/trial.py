@@ -12,6 +12,7 @@ import numpy as np
 
 from kvkit.formats import BY_DTYPE
 
+ORDER = "l", "kv", "b", "n", "h", "c"
 LEAST = 0.02  # of the differing bytes, for a cause to be said
 
 
@@ -68,17 +69,18 @@ class Trial:
         return self.axes.index(name) if name in self.axes else None
 
     def rows(self, array):
-        """[layers, rows, heads, content]: pages and positions as one axis; None without such axes."""
-        wanted = [name for name in ("l", "b", "n", "h", "c") if name in self.axes]
+        """[layers and sides, rows, heads, content], a row being a page's position; None without such axes."""
+        wanted = [name for name in ORDER if name in self.axes]
         if "n" not in wanted or "c" not in wanted or len(wanted) != len(self.axes):
             return None
         array = array.transpose([self.axes.index(name) for name in wanted])
         sizes = {name: array.shape[i] for i, name in enumerate(wanted)}
-        return array.reshape(sizes.get("l", 1), sizes.get("b", 1) * sizes["n"], sizes.get("h", 1), sizes["c"])
+        planes = sizes.get("l", 1) * sizes.get("kv", 1)
+        return array.reshape(planes, sizes.get("b", 1) * sizes["n"], sizes.get("h", 1), sizes["c"])
 
     def of_rows(self, rows):
         """Back to the axes of the array."""
-        wanted: list[str] = [name for name in ("l", "b", "n", "h", "c") if name in self.axes]
+        wanted: list[str] = [name for name in ORDER if name in self.axes]
         shape = [self.expected.shape[self.axes.index(name)] for name in wanted]
         return rows.reshape(shape).transpose([wanted.index(name) for name in self.axes])
 
