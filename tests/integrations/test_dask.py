@@ -324,7 +324,7 @@ def test_a_process_that_dies(called, tmp_path):
     options = {"transport": "pipes", "timeout": 60}
     with ShardedCache(None, *SIZES, format="float32", page_size=4, shards=2, **options) as cache:
         new = filled(cache, other, tmp_path)
-        process = cache._ask("about", [()] * 2)[1]["process"]
+        process = cache.about()[1]["process"]
         lost(
             cache,
             tmp_path,
@@ -340,7 +340,7 @@ def test_a_process_that_stops_answering(tmp_path):
     options = {"transport": "pipes", "timeout": 60}
     with ShardedCache(None, *SIZES, format="float32", page_size=4, shards=2, **options) as cache:
         new = filled(cache, other, tmp_path)
-        process = cache._ask("about", [()] * 2)[1]["process"]
+        process = cache.about()[1]["process"]
         cache._transport.timeout = 0.3
         seconds = lost(
             cache, tmp_path, lambda: os.kill(process, signal.SIGSTOP), lambda: cache.attend(new, 0)
@@ -356,7 +356,7 @@ def test_a_worker_that_dies(called, tmp_path, cluster):
     other = PagedCache(64, 4, *SIZES, np.float32)
     with ShardedCache(cluster, *SIZES, format="float32", page_size=4, timeout=60) as cache:
         new = filled(cache, other, tmp_path)
-        process = cache._ask("about", [()] * 3)[1]["process"]
+        process = cache.about()[1]["process"]
         seconds = lost(
             cache,
             tmp_path,

@@ -35,6 +35,8 @@ class PagedCache(BaseCache):
         Of keys, values and queries: float32, float16 or bfloat16.
     quant_bit, quant_group : int
         0 stores them as they are, 8 and 4 store codes with one scale for each ``quant_group`` elements.
+    quant_format : {None, "e4m3", "e5m2", "q8_0", "q4_0"}
+        Stores floats of 8 bits, without scales, or blocks of ggml, which have theirs inside.
     scale_dtype : dtype
         Of the scales.
     cache_layout : int
@@ -45,7 +47,7 @@ class PagedCache(BaseCache):
     Attributes
     ----------
     cache, scale : ndarray
-        The storage, a PMX cache of ``num_blocks * page_size`` rows; scale is None if it is not quantized.
+        The storage, a PMX cache of ``num_blocks * page_size`` rows; scale is None if ``quant_bit`` is 0.
     blocks : BlockAllocator
         The sequences: `add`, `extend`, `fork`, `crop`, `free`. Their steps begin with the cache's own
         `begin_step`, which copies what a step must not write.
@@ -98,6 +100,7 @@ class PagedCache(BaseCache):
         *,
         quant_bit: Literal[0, 4, 8] = 0,
         quant_group: int = 8,
+        quant_format: str | None = None,
         scale_dtype: DTypeLike = np.float16,
         cache_layout: int = 3,
         salt: bytes = b"",
@@ -114,6 +117,7 @@ class PagedCache(BaseCache):
             quant_group,
             scale_dtype,
             cache_layout,
+            quant_format,
         )
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = octets("salt", salt)
@@ -193,7 +197,7 @@ class PagedCache(BaseCache):
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
         formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
-        names = "quant_bit", "quant_group", "cache_layout"
+        names = "quant_bit", "quant_group", "quant_format", "cache_layout"
         return sizes | formats | {name: store.attributes[name] for name in names}
 
     @alone

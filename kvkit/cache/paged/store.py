@@ -5,9 +5,9 @@ import json
 import numpy as np
 
 from kvkit.checks import attention, caches, tensors
-from kvkit.checks.values import choice, integer
+from kvkit.checks.values import choice, integer, text
 from kvkit.checks.words import describe, wrong
-from kvkit.formats import BY_DTYPE, FLOATS, QUANTIZED
+from kvkit.formats.elements import BY_DTYPE, FLOATS, QUANTIZED, STORED
 from kvkit.layouts.pmx import DYNAMIC
 
 BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
@@ -28,6 +28,7 @@ class PagedStore:
         quant_group,
         scale_dtype,
         cache_layout,
+        quant_format=None,
     ):
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
         self.cell = float_format("scale_dtype", scale_dtype)
@@ -37,16 +38,20 @@ class PagedStore:
         group = integer("quant_group", quant_group, 1)
         number = integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)
         stored = QUANTIZED.get(bits, self.format)
+        if quant_format is not None:
+            stored = STORED[text("quant_format", quant_format, STORED)]
 
         sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
-        self.cache = np.zeros((*shape, stored.bytes(self.dim) // stored.dtype.itemsize), stored.dtype)
+        element = np.dtype(np.uint8) if quant_format else stored.dtype  # which files have, too
+        self.cache = np.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
         self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype) if bits else None
         # As operators name them, but for the layer.
         self.attributes = {
             "num_layer": self.num_layers,
             "quant_bit": bits,
             "quant_group": group,
+            "quant_format": quant_format,
             "cache_layout": number,
         }
         self._find_places()
@@ -55,7 +60,7 @@ class PagedStore:
             "heads": self.heads,
             "dims": [self.dim, self.dim],
             "dtype": self.format.name,
-            "quantization": [bits, group, self.cell.name] if bits else None,
+            "quantization": [bits, group, self.cell.name] if bits else quant_format,
         }
         self.identity = json.dumps(geometry).encode()
 

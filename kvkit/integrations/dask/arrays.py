@@ -81,24 +81,27 @@ def attend(
     options = {"is_causal": is_causal, "window": tuple(window)}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap}
     past = key.shape[1] - query.shape[1]
+    seen = slice(window[0], 0 if is_causal or is_alibi else window[1])  # before and behind a query
     partial, merge = dask.delayed(_partial, pure=False), dask.delayed(_merge, pure=False)
+    queries, keys, values = (array.to_delayed()[..., 0] for array in (query, key, value))
+    starts = [_ranges(key.chunks[axis]) for axis in (0, 1)]
 
     def chunk(b, s, h):
-        """What a chunk of queries gets of every chunk of tokens, merged two and two."""
-        rows, part = _range(query.chunks[1], s), _range(query.chunks[2], h)
+        """What a chunk of queries gets of the chunks of tokens that it may see, merged two and two."""
+        rows, part = _ranges(query.chunks[1])[s], _ranges(query.chunks[2])[h]
         own = {} if slopes is None else {"slopes": slopes[part]}
         found = []
-        for m, keys in enumerate(_ranges(key.chunks[1])):
-            if m and keys.start == keys.stop:
+        for m, tokens in enumerate(starts[1]):
+            if m and not _sees(rows, tokens, past, seen):
                 continue
             found.append(
                 partial(
-                    _block(query, b, s, h),
-                    _block(key, b, m, h),
-                    _block(value, b, m, h),
+                    queries[b, s, h],
+                    keys[b, m, h],
+                    values[b, m, h],
                     past + rows.start,
-                    keys.start,
-                    None if mask is None else _piece(mask, _range(key.chunks[0], b), part, rows, keys),
+                    tokens.start,
+                    None if mask is None else _piece(mask, starts[0][b], part, rows, tokens),
                     sinks=None if sinks is None or m else np.asarray(sinks)[part],
                     **own,
                     **options,
@@ -107,10 +110,9 @@ def attend(
         while len(found) > 1:
             found = [merge(*found[i : i + 2]) for i in range(0, len(found), 2)]
         sizes = tuple(chunks[i] for chunks, i in zip(query.chunks, (b, s, h), strict=False))
-        out, lse = found[0][0], found[0][1]
         return (
-            [da.from_delayed(out, (*sizes, value.shape[3]), query.dtype)],
-            da.from_delayed(lse, sizes, np.float32),
+            [da.from_delayed(found[0][0], (*sizes, value.shape[3]), query.dtype)],
+            da.from_delayed(found[0][1], sizes, np.float32),
         )
 
     counts = query.numblocks[:3]
@@ -166,17 +168,19 @@ def _piece(mask, *ranges):
     return mask[tuple(slice(None) if n == 1 else at for n, at in zip(mask.shape, ranges, strict=True))]
 
 
-def _block(array, *at):
-    return array.blocks[at].to_delayed().item()
-
-
 def _ranges(sizes):
     starts = np.cumsum((0, *sizes)).tolist()
     return [slice(begin, end) for begin, end in itertools.pairwise(starts)]
 
 
-def _range(sizes, i):
-    return _ranges(sizes)[i]
+def _sees(rows, tokens, past, seen):
+    """Whether some query sees some of the tokens; below 0 nothing bounds what is seen on that side."""
+    first, last = past + rows.start, past + rows.stop - 1
+    if tokens.start == tokens.stop:
+        return False
+    if seen.start >= 0 and tokens.stop <= first - seen.start:
+        return False
+    return seen.stop < 0 or tokens.start <= last + seen.stop
 
 
 def _partial(*arguments, **options):

@@ -50,6 +50,11 @@ def bias(queries, keys, is_causal, window, slopes):
     return np.where(seen, slopes[:, None, None] * apart.astype(np.float32), np.float32(-np.inf))
 
 
+def rows_masked(keys, heads):
+    """How many queries get their masks at a time: for so many keys, of so many heads."""
+    return max(1, MASK_BYTES // max(1, 8 * keys * heads))
+
+
 def both(one, other):
     """Two masks as one, either of which may be None, boolean or added; axes are aligned at the right."""
     if one is None or other is None:
@@ -118,7 +123,7 @@ def partial(
         rows(first, whole, slice(0, whole - offset), None, True)
         rows(whole, tokens, slice(0, count), None, False)
         return out, lse
-    step = max(1, MASK_BYTES // max(1, 4 * count * (1 if slopes is None else heads)))
+    step = rows_masked(count, 1 if slopes is None else heads)
     left, right = window[0], 0 if causal else window[1]
     for begin in range(first, tokens, step):
         end = min(begin + step, tokens)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks import index_tensors
-from kvkit.checks.values import integer
+from kvkit.checks.values import integer, text
 from kvkit.checks.words import describe, wrong
 from kvkit.errors import KvkitError
 from kvkit.files.replace import replacing
-from kvkit.formats import BY_NAME, FLOATS, QUANTIZED
+from kvkit.formats.elements import BY_NAME, FLOATS, QUANTIZED, STORED
 from kvkit.integrations.dask import parts
 from kvkit.integrations.dask.shard import owned
 from kvkit.integrations.dask.transports import Actors, Pipes, ShardError
@@ -28,6 +28,7 @@ from kvkit.typed import Array, FilePath, Pair
 VERSION = 1
 MANIFEST = "sharded.json"
 CODES = {str(fmt): bits for bits, fmt in QUANTIZED.items()}
+FORMATS = *map(str, FLOATS), *CODES, *STORED
 
 
 class ShardedCache:
@@ -45,9 +46,10 @@ class ShardedCache:
     num_layers, num_kv_heads, head_dim : int
         Geometry of the model.
     format : str
-        What the cache stores: "float32", "float16", "bfloat16", or codes, "int8" and "int4".
+        What the cache stores: "float32", "float16", "bfloat16"; codes with scales of their groups, "int8" and
+        "int4"; floats of 8 bits, "e4m3" and "e5m2"; blocks of ggml, "q8_0" and "q4_0".
     dtype : dtype, optional
-        Of keys, values and queries; float16 if ``format`` says codes, and else that.
+        Of keys, values and queries: ``format`` if that is one of the first three, and else float16.
     split : {"tokens", "heads"}
     interleave : int, optional
         Neighbouring tokens on one worker; ``page_size`` if not given.
@@ -61,8 +63,6 @@ class ShardedCache:
         Dask's actors (1 to 2 ms a round trip), or processes of this machine behind pipes.
     timeout : float
         Seconds within which every shard has to answer.
-    saved : tuple, optional
-        What `load` found: the folder of the shards' files, tokens, and rows.
 
     Attributes
     ----------
@@ -107,12 +107,9 @@ class ShardedCache:
         shards: int | None = None,
         transport: Literal["actors", "pipes"] = "actors",
         timeout: float = 60.0,
-        saved: tuple[Path, int, int] | None = None,
     ) -> None:
-        if format not in {*CODES, *map(str, FLOATS)}:
-            raise wrong("format", f"one of {[*map(str, FLOATS), *CODES]}", describe(format))
-        if split not in ("tokens", "heads"):
-            raise wrong("split", "'tokens' or 'heads'", describe(split))
+        text("format", format, FORMATS)
+        text("split", split, ("tokens", "heads"))
         self.num_layers = integer("num_layers", num_layers, 1)
         page_size = integer("page_size", page_size, 1)
         self._arguments = {
@@ -120,7 +117,7 @@ class ShardedCache:
             "num_kv_heads": integer("num_kv_heads", num_kv_heads, 1),
             "head_dim": integer("head_dim", head_dim, 1),
             "format": format,
-            "dtype": np.dtype(dtype or BY_NAME["float16" if format in CODES else format].dtype).name,
+            "dtype": np.dtype(dtype or (format if format in map(str, FLOATS) else "float16")).name,
             "split": split,
             "interleave": integer("interleave", page_size if interleave is None else interleave, 1),
             "num_blocks": integer("num_blocks", num_blocks, 1),
@@ -131,22 +128,23 @@ class ShardedCache:
         self._count = self._arguments["shards"]
         self._heads = _heads(self._arguments["num_kv_heads"], self._count, split)
         self._interleave = self._arguments["interleave"] if split == "tokens" else 0
-        folder, self._length, self._batch = saved or (None, 0, 0)
+        self._length, self._batch = 0, 0
         self._step, self._written, self._pending = 0, set[int](), dict[int, Pair]()  # the step that is open
-        self._broken: KvkitError | None = None
+        self._broken: BaseException | None = None
         self._turn, self.traffic = Turn(), 0
-        calls = [self._shard(i, folder, transport) for i in range(self._count)]
+        calls = [self._shard(i, transport) for i in range(self._count)]
         self._transport = Pipes(calls, timeout) if client is None else Actors(client, calls, timeout)
 
-    def _shard(self, i, folder, transport):
+    def _shard(self, i, transport):
         """The arguments of a shard."""
         names = "num_layers", "head_dim", "quant_group", "num_blocks", "page_size"
         sizes = {name: self._arguments[name] for name in names}
-        sizes |= {"quant_bit": CODES.get(self._arguments["format"], 0)}
+        stored = self._arguments["format"]
+        sizes |= {"quant_bit": CODES.get(stored, 0), "quant_format": stored if stored in STORED else None}
         sizes |= {"dtype": BY_NAME[self._arguments["dtype"]].dtype}
         sizes |= {"num_kv_heads": self._heads[i].stop - self._heads[i].start}
         threads = max(1, (os.cpu_count() or 1) // self._count) if transport == "pipes" else None
-        return i, self._count, self._interleave, sizes, folder and _file(folder, i), threads
+        return i, self._count, self._interleave, sizes, threads
 
     def append(self, key_states: Array, value_states: Array, layer_idx: int) -> None:
         """Give a layer the keys and values of new tokens. They travel with the next `attend` of the layer.
@@ -252,9 +250,9 @@ class ShardedCache:
         """Keep the first ``length`` tokens; a step that some layers have not taken is forgotten."""
         with self._alone():
             kept = integer("length", length, 0, self.get_seq_length())
-            self._flush()
-            self._ask("crop", [(n,) for n in self._lengths(kept)])
-            self._step, self._written, self._length = 0, set(), kept
+            if kept > self._length:
+                self._flush()
+            self._keep(kept)
 
     def fork(self, indices: ArrayLike) -> None:
         """Go on with these rows, each as often as it is named. No keys and values move.
@@ -288,12 +286,17 @@ class ShardedCache:
             folder, name = Path(folder).absolute(), secrets.token_hex(6)
             folder.mkdir(parents=True, exist_ok=True)
             before = _manifest(folder).get("save") if (folder / MANIFEST).exists() else None
-            self._ask("save", [(_file(folder / name, i),) for i in range(self._count)])
-            said = {"format_version": VERSION, "save": name, "length": self._length, "batch": self._batch}
-            with replacing(folder / MANIFEST) as file:
-                file.write(json.dumps(said | {"cache": self._arguments}, indent=2).encode() + b"\n")
-            if before:
-                shutil.rmtree(folder / before, ignore_errors=True)
+            try:
+                self._ask("save", [(_file(folder / name, i),) for i in range(self._count)])
+                said = {"format_version": VERSION, "save": name, "length": self._length, "batch": self._batch}
+                with replacing(folder / MANIFEST) as file:
+                    file.write(json.dumps(said | {"cache": self._arguments}, indent=2).encode() + b"\n")
+            except BaseException:
+                before = name
+                raise
+            finally:
+                if before:
+                    shutil.rmtree(folder / before, ignore_errors=True)
 
     @classmethod
     def load(
@@ -313,23 +316,47 @@ class ShardedCache:
         folder : path
             That of `save`.
         """
-        said = _manifest(Path(folder))
         where: dict[str, Any] = {"transport": transport, "timeout": timeout}
         try:
-            saved = Path(folder).absolute() / said["save"], said["length"], said["batch"]
-            cache = cls(client, **said["cache"], **where, saved=saved)
-        except (KeyError, TypeError) as error:
+            cache = cls(client, **_manifest(Path(folder))["cache"], **where)
+        except TypeError as error:
             raise wrong(str(folder), f"a {MANIFEST} that kvkit wrote", f"another ({error})") from error
-        return cache.checked(str(folder))
+        try:
+            cache.restore(folder)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
 
-    def checked(self, folder: str) -> Self:
-        """This cache, if each shard has the tokens that it should have."""
-        expected = self._lengths(self._length)
-        found = [each["length"] for each in self._ask("about", [()] * self._count)]
-        if found != expected:
-            self.close()
-            raise wrong(folder, f"shards of {expected} tokens", found)
-        return self
+    def restore(self, folder: FilePath) -> None:
+        """Go back to what a cache of the same arguments saved in a folder.
+
+        Parameters
+        ----------
+        folder : path
+            That of `save`.
+        """
+        with self._alone():
+            folder = Path(folder).absolute()
+            said = _manifest(folder)
+            if said["cache"] != self._arguments:
+                raise wrong(str(folder), f"a cache of {self._arguments}", said["cache"])
+            expected = self._lengths(said["length"])
+            self._pending, self._written, self._step = {}, set(), 0
+            try:
+                found = self._ask("load", [(_file(folder / said["save"], i),) for i in range(self._count)])
+                if found != expected:
+                    raise wrong(str(folder), f"shards of {expected} tokens", found)
+            except KvkitError as error:
+                self._broken = error  # some shards have it, some do not
+                raise
+            self._length, self._batch = said["length"], said["batch"]
+
+    def about(self) -> list[dict[str, Any]]:
+        """Of each shard: its ``name``, ``tokens``, ``rows`` and ``process``."""
+        with self._alone():
+            found = self._ask("about", [()] * self._count)
+        return [{"name": name} | each for name, each in zip(self._transport.names, found, strict=True)]
 
     def close(self) -> None:
         """Let the shards go."""
@@ -354,7 +381,8 @@ class ShardedCache:
         """Other threads wait; a cache that lost a shard refuses."""
         with self._turn:
             if self._broken is not None:
-                raise wrong("cache", "one whose shards all answer", f"one that failed ({self._broken})")
+                why = str(self._broken) or type(self._broken).__name__
+                raise wrong("cache", "one whose shards all answer", f"one that failed ({why})")
             yield
 
     def _lengths(self, length):
@@ -375,6 +403,12 @@ class ShardedCache:
 
     def _settle(self):
         self._length, self._step, self._written = self.get_seq_length(), 0, set()
+
+    def _keep(self, length):
+        """Forget all that comes after so many tokens, on all shards."""
+        self._pending, self._written, self._step = {}, set(), 0
+        self._ask("crop", [(n,) for n in self._lengths(length)])
+        self._length, self._batch = length, self._batch if length else 0
 
     def _flush(self):
         for layer_idx in sorted(self._pending):
@@ -411,8 +445,7 @@ class ShardedCache:
         except ShardError:
             raise
         except KvkitError:
-            self._pending, self._written, self._step = {}, set(), 0
-            self._ask("crop", [(n,) for n in self._lengths(self._length)])
+            self._keep(self._length)
             raise
 
     def _mask_of(self, mask, shard, length, queries):
@@ -425,8 +458,9 @@ class ShardedCache:
     def _ask(self, method, calls):
         try:
             answers = self._transport.ask(method, calls)
-        except ShardError as error:
-            self._broken = error
+        except BaseException as error:  # Ctrl-C among them: answers would come later
+            if isinstance(error, ShardError) or not isinstance(error, KvkitError):
+                self._broken = error
             raise
         self.traffic += sum(_bytes(message) for message in (*calls, *answers))
         return answers
@@ -434,13 +468,12 @@ class ShardedCache:
 
 def _count(client, shards, transport):
     """How many shards there are."""
-    if transport not in ("actors", "pipes"):
-        raise wrong("transport", "'actors' or 'pipes'", describe(transport))
+    text("transport", transport, ("actors", "pipes"))
     if (client is None) != (transport == "pipes"):
         wanted = "None, with transport='pipes'" if transport == "pipes" else "a distributed.Client"
         raise wrong("client", wanted, describe(client))
     if shards is None:
-        shards = 2 if client is None else len(client.scheduler_info(n_workers=-1)["workers"]) or 1
+        shards = 2 if client is None else len(client.nthreads()) or 1
     return integer("shards", shards, 1)
 
 
@@ -474,6 +507,8 @@ def _manifest(folder):
     try:
         said = json.loads((folder / MANIFEST).read_bytes())
         version = said["format_version"]
+        if version == VERSION and not said.keys() >= {"save", "length", "batch", "cache"}:
+            raise KeyError(*said)
     except FileNotFoundError:
         raise wrong(str(folder), f"a folder with {MANIFEST}", "one without") from None
     except (ValueError, KeyError, TypeError) as error:

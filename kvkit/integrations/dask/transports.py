@@ -1,78 +1,107 @@
-"""Ways to shards: actors of Dask, or processes of this machine behind pipes.
+"""Ways to shards: actors of Dask, or processes of this machine behind pipes."""
 
-A transport starts shards and asks them: `ask` sends a call to each shard that has one, and waits for all.
-"""
-
+import contextlib
 import multiprocessing
+import signal
+import threading
 import time
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
 
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.integrations.dask.shard import Shard
+
+SMALL = 2**15  # bytes that a pipe takes though nobody reads them yet
 
 
 class ShardError(KvkitError):
     """A shard did not answer; the cache is whole again once it is loaded from its last save."""
 
 
-def lost(name, timeout, why):
-    return wrong(name, f"an answer within {timeout:g} s; load the last save", why, ShardError)
+class Transport:
+    """What starts shards, each with a name, and asks them."""
+
+    names: list[str]
+
+    def __init__(self, timeout):
+        self.timeout = timeout
+
+    def ask(self, method, calls):
+        """The answers of all shards whose call, a tuple of arguments, is not None.
+
+        Raises what a shard says, once all have answered, or `ShardError` if one does not.
+        """
+        end, waiting, found = time.monotonic() + self.timeout, {}, {}
+        lost: list[ShardError] = []
+        for i, call in enumerate(calls):
+            if call is not None:
+                with self._noticed(i, lost):
+                    waiting[i] = self.send(i, method, call)
+        for i, answer in waiting.items():
+            with self._noticed(i, lost):
+                found[i] = answer(max(0.01, end - time.monotonic()))
+        for error in (*lost, *(said for _, said in found.values() if said is not None)):
+            raise error
+        return [found[i][0] if i in found else None for i in range(len(calls))]
+
+    @contextlib.contextmanager
+    def _noticed(self, i, lost):
+        """Whatever happens on the way to a shard and back means that it is lost."""
+        try:
+            yield
+        except Exception as error:
+            why = "none" if isinstance(error, TimeoutError) else f"{type(error).__name__} ({error})"
+            wanted = f"an answer within {self.timeout:g} s; load the last save"
+            lost.append(wrong(self.names[i], wanted, why, ShardError))
+
+    def send(self, i, method, call):
+        """Send a call; a function that waits so many seconds for what `Shard.answer` returns."""
+        raise NotImplementedError
+
+    def close(self):
+        raise NotImplementedError
 
 
-class Actors:
+class Actors(Transport):
     """Shards as actors of Dask, in turn on the workers of a cluster."""
 
     def __init__(self, client, arguments, timeout):
-        self.timeout = timeout
-        workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        super().__init__(timeout)
+        workers = sorted(client.nthreads())
         if not workers:
             raise wrong("client", "one whose cluster has workers", "none")
-        futures = [
-            client.submit(Shard, *each, actor=True, pure=False, workers=[workers[i % len(workers)]])
-            for i, each in enumerate(arguments)
+        where = [workers[i % len(workers)] for i in range(len(arguments))]
+        self.names = [f"shard {i} on {worker}" for i, worker in enumerate(where)]
+        self._futures = [  # who holds them keeps the actors
+            client.submit(Shard, *each, actor=True, pure=False, workers=[worker])
+            for each, worker in zip(arguments, where, strict=True)
         ]
-        self.names = [f"shard {i} on {workers[i % len(workers)]}" for i in range(len(futures))]
-        self._futures = futures  # who holds them keeps the actors
-        self._shards = [self._answer(i, future.result) for i, future in enumerate(futures)]
+        lost: list[ShardError] = []
+        self._shards = []
+        for i, future in enumerate(self._futures):
+            with self._noticed(i, lost):
+                error = future.exception(timeout)
+                if error is None:
+                    self._shards.append(future.result(timeout))
+                elif isinstance(error, KvkitError):
+                    lost.append(error)
+                else:
+                    raise error
+        for error in lost:
+            raise error
 
-    def ask(self, method, calls):
-        """The answers of all shards whose call, a tuple of arguments, is not None."""
-        waiting = {}
-        for i, call in enumerate(calls):
-            if call is not None:
-                waiting[i] = self._answer(
-                    i, lambda i=i, call=call: getattr(self._shards[i], method)(*call).result
-                )
-        end = time.monotonic() + self.timeout
-        answers, errors = [None] * len(calls), []
-        for i, result in waiting.items():
-            try:
-                answers[i] = self._answer(i, lambda timeout, result=result: result(timeout), end)
-            except Exception as error:
-                errors.append(error)
-        return _all(answers, errors)
-
-    def _answer(self, i, result, end=None):
-        try:
-            if end is None:
-                return result()
-            return result(max(0.01, end - time.monotonic()))
-        except KvkitError:
-            raise
-        except (OSError, RuntimeError, TimeoutError) as error:
-            why = "none" if isinstance(error, TimeoutError) else f"{type(error).__name__} ({error})"
-            raise lost(self.names[i], self.timeout, why) from error
+    def send(self, i, method, call):
+        return self._shards[i].answer(method, call).result
 
     def close(self):
         self._shards = self._futures = []
 
 
-class Pipes:
+class Pipes(Transport):
     """Shards as processes of this machine."""
 
     def __init__(self, arguments, timeout):
-        self.timeout = timeout
+        super().__init__(timeout)
         context = multiprocessing.get_context("spawn")
         self._ends, self._processes = [], []
         for each in arguments:
@@ -83,31 +112,26 @@ class Pipes:
             self._ends.append(here)
             self._processes.append(process)
         self.names = [f"shard {i} in process {each.pid}" for i, each in enumerate(self._processes)]
-        self.ask("about", [()] * len(self._ends))
+        try:
+            self.ask("about", [()] * len(self._ends))
+        except BaseException:
+            self.close()
+            raise
 
-    def ask(self, method, calls):
-        """As `Actors.ask`."""
-        answers, errors, waiting = [None] * len(calls), [], []
-        for i, call in enumerate(calls):
-            if call is not None:
-                try:
-                    self._ends[i].send((method, call))
-                    waiting.append(i)
-                except OSError as error:
-                    errors.append(lost(self.names[i], self.timeout, f"a closed pipe ({error})"))
-        end = time.monotonic() + self.timeout
-        for i in waiting:
-            try:
-                if not self._ends[i].poll(max(0.0, end - time.monotonic())):
-                    raise lost(self.names[i], self.timeout, "none")
-                answers[i], failed = self._ends[i].recv()
-                if failed is not None:
-                    errors.append(failed)
-            except (EOFError, OSError):
-                errors.append(lost(self.names[i], self.timeout, "the end of its process"))
-            except ShardError as error:
-                errors.append(error)
-        return _all(answers, errors)
+    def send(self, i, method, call):
+        end, message = self._ends[i], ForkingPickler.dumps((method, call))
+        if len(message) <= SMALL:
+            end.send_bytes(message)
+        else:  # which waits for whoever reads
+            thread = threading.Thread(target=sent, args=(end, message), daemon=True)
+            thread.start()
+
+        def answer(timeout):
+            if not end.poll(timeout):
+                raise TimeoutError
+            return end.recv()
+
+        return answer
 
     def close(self):
         for here, process in zip(self._ends, self._processes, strict=True):
@@ -118,28 +142,24 @@ class Pipes:
         self._ends, self._processes = [], []
 
 
-def _all(answers, errors):
-    """The answers, or the worst of the errors."""
-    for error in sorted(errors, key=lambda error: not isinstance(error, ShardError)):
-        raise error
-    return answers
+def sent(end, message):
+    """Send; of a process that has ended, whoever waits for its answer will hear."""
+    with contextlib.suppress(OSError):
+        end.send_bytes(message)
 
 
 def serve(pipe, arguments):
     """The process of a shard: answers calls until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which is for the process that asks
     shard: Shard | None = None
     while True:
         try:
             method, call = pipe.recv()
-        except (EOFError, KeyboardInterrupt, OSError):
+        except (EOFError, OSError):
             return
-        failed: KvkitError | None = None
-        answer: Any = None
         try:
             shard = shard or Shard(*arguments)
-            answer = getattr(shard, method)(*call)
+            answer = shard.answer(method, call)
         except KvkitError as error:
-            failed = error
-        except Exception as error:
-            failed = ShardError(f"{method}: {type(error).__name__} ({error})")
-        pipe.send((answer, failed))
+            answer = None, error
+        pipe.send(answer)
