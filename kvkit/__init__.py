@@ -15,14 +15,14 @@ Rooms:
     dynamic_batching    the operators over packed sequences that share a cache; a step planned once
     ascend              caches in blocks, as Ascend's operators have them
     layouts             where the bytes of any engine's cache lie: lines, views, conversion
+    formats             what the bytes of a cache mean: encode, decode, rotate
     files               caches in files of many kinds, with what they mean
     cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
     integrations        dask, onnx and transformers
     tools               what is in a file, whether it can be right, where two differ, what schemes cost
     kvkit_cuda          a package of the same names, on a GPU
 
-In a shell `kvkit ops` lists the operators, `kvkit describe OPERATOR` explains one, `kvkit run` calls it on a
-file; `kvkit --help` has the other verbs.
+In a shell `kvkit ops` lists the operators, `kvkit describe` explains one; `kvkit --help` has all verbs.
 """
 
 import importlib
@@ -45,6 +45,7 @@ from kvkit.version import __version__
 if TYPE_CHECKING:
     from kvkit import cache as cache
     from kvkit import files as files
+    from kvkit import formats as formats
     from kvkit import integrations as integrations
     from kvkit import layouts as layouts
     from kvkit import tools as tools
@@ -66,7 +67,7 @@ __all__ = [
     "rotary_position_embedding",
     "swap_blocks",
 ]
-ROOMS = ("cache", "files", "integrations", "layouts", "tools")  # loaded when they are first used
+ROOMS = ("cache", "files", "formats", "integrations", "layouts", "tools")  # loaded when they are first used
 
 
 def __getattr__(name):

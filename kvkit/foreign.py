@@ -15,10 +15,11 @@ import numpy as np
 from kvkit import dumps
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
-from kvkit.formats import BFLOAT16
+from kvkit.formats.elements import BFLOAT16, FLOATS8
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 CPU = 1  # DLPack's number of it
+NUMPYS = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # of torch's types, by their names
 
 
 def is_foreign(array):
@@ -78,16 +79,18 @@ def is_tensor(array):
 
 def of_tensor(tensor):
     torch = sys.modules["torch"]
-    if tensor.dtype is torch.bfloat16:  # which numpy has not, so that it crosses as 16-bit integers
-        return tensor.view(torch.int16).numpy().view(BFLOAT16.dtype)
+    dtype = NUMPYS.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype:  # which numpy has not, so that it crosses as integers
+        return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.int8).numpy().view(dtype)
     return tensor.numpy()
 
 
 def tensor_of(array):
     """A torch tensor in the memory of an array."""
     torch = sys.modules["torch"]
-    if array.dtype == BFLOAT16.dtype:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype in NUMPYS.values():
+        integers = array.view(np.int16 if array.itemsize == 2 else np.int8)
+        return torch.from_numpy(integers).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
 
 

@@ -47,6 +47,16 @@ def attention(call, made):
     return cpu.transfer.store(*call.current, call.layer, call.steps), attention
 
 
+def append_to_pools(call):
+    """Store tokens in pools of pages: bits as they are, in one launch, or as codes."""
+    moved = [side for side in call.sides if side.packed == side.stored]
+    coded = [cpu.pieces.encode(side, call.pieces) for side in call.sides if side.packed != side.stored]
+    if moved:
+        arrays = [side.tokens for side in moved], [side.pool for side in moved]
+        coded.append(cpu.pieces.prepare("store", *arrays, call.pieces, moved[0].pool.shape[1]))
+    cpu.launches.start(*coded)
+
+
 def returned(made):
     """One result, or a tuple of several."""
     return made if len(made) > 1 else made[0]

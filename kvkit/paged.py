@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
-from kvkit import cpu
 from kvkit.checks import paged
 from kvkit.foreign import in_kind
-from kvkit.launch import arguments, attend, copy_blocks
+from kvkit.launch import append_to_pools, arguments, attend, copy_blocks
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -45,8 +44,8 @@ def paged_attention(
     key_cache, value_cache : ndarray
         Pools of pages, of the axes that `layout` names and of any strides: [num_blocks, page_size,
         num_kv_heads, Dk] and [.., Dv] if it is ``"b n h c"``. Floats, of any of the types of `query`; or
-        both int8 codes, with scales. They may share memory: a latent row of 576 elements is a key, and its
-        first 512 are the value.
+        codes: int8, or ml_dtypes' float8_e4m3fn and float8_e5m2 (of bytes ``array.view`` makes those). They
+        may share memory: a latent row of 576 elements is a key, and its first 512 are the value.
     block_tables : ndarray of int32 or int64, shape [B, M], or a tuple (indptr [B + 1], indices)
         The pages of each sequence: a row of a table, or ``indices[indptr[b]:indptr[b + 1]]``. Entries behind
         the last page of a context may be anything.
@@ -64,9 +63,10 @@ def paged_attention(
         as in ``"b kv n h c"``, one pool holds keys (0) and values (1): give it as both, or once beside None;
         or give views of it, without that axis.
     key_scale, value_scale : float or ndarray, optional
-        What keys and values are multiplied by. Of floats: a number, or one for each head, [num_kv_heads], in
-        each sequence, [B, num_kv_heads]. Of codes: a float for each token and head, of the axes and the order
-        of the pool without c, or with one for groups of its elements; of equal strides for both.
+        What keys and values are multiplied by: a number, or one for each head, [num_kv_heads], in each
+        sequence, [B, num_kv_heads]; int8 asks for it. Of codes also a float for each token and head, of the
+        axes and the order of the pool without c, or with one for groups of its elements; of equal strides for
+        both sides, whose codes are then of one type.
     is_causal : bool
         A query sees no key behind its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional
@@ -124,8 +124,8 @@ def paged_append(
     slot_mapping: ArrayLike,
     *,
     layout: str = "b n h c",
-    key_scale: None = None,
-    value_scale: None = None,
+    key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None,
 ) -> tuple[Array | None, Array | None]:
     """Store packed keys and values in the slots of pools of pages.
 
@@ -134,16 +134,21 @@ def paged_append(
     Parameters
     ----------
     key, value : ndarray, shapes [tokens, num_kv_heads, Dk] and [tokens, num_kv_heads, Dv]
-        float32, float16, bfloat16 or int8. One may be None: then its pool is left alone.
+        float32, float16 or bfloat16, or of the type of the pool. One may be None: then its pool is left
+        alone.
     key_cache, value_cache : ndarray
-        Pools of pages of the types of `key` and `value`, with the axes that `layout` names and any strides,
-        apart from the tokens and each other. They change in place; what no slot names keeps its bytes.
+        Pools of pages of the types of `key` and `value`, or of codes for floats: int8, float8_e4m3fn or
+        float8_e5m2 of ml_dtypes. They have the axes that `layout` names and any strides, apart from the
+        tokens and each other. They change in place; what no slot names keeps its bytes.
     slot_mapping : ndarray of int32 or int64, shape [tokens]
         The slot of each token.
     layout : str
         As in `paged_attention`: a pool of keys and values is given as both, or as views.
-    key_scale, value_scale : None
-        For formats of codes; floats are stored as they are.
+    key_scale, value_scale : float or ndarray, optional
+        Of codes, what floats are divided by: a number above 0, or one for each head, [num_kv_heads]; 1 if
+        left out, but int8 asks for it. Or an array for a float for each token and head, as in
+        `paged_attention`: then scales are found, as `formats.encode` finds those of ``"int8"`` in groups and
+        of ``"e4m3"`` by "group", and written there.
 
     Returns
     -------
@@ -158,7 +163,9 @@ def paged_append(
 
     Notes
     -----
-    vLLM's ``reshape_and_cache``, FlashInfer's ``append_paged_kv_cache``. Bits are moved as they are.
+    vLLM's ``reshape_and_cache``, FlashInfer's ``append_paged_kv_cache``. Of equal types bits are moved as
+    they are. Codes are rounded once, half to even, and saturate, as those of ``"ort_int8"``, ``"e4m3"`` and
+    ``"e5m2"`` in `kvkit.formats.encode`.
 
     Examples
     --------
@@ -172,9 +179,7 @@ def paged_append(
     """
     call = paged.checked_append(**locals())
     if len(call.pieces):
-        cpu.launches.start(
-            cpu.pieces.prepare("store", call.tokens, call.pools, call.pieces, call.pools[0].shape[1])
-        )
+        append_to_pools(call)
     return key_cache, value_cache
 
 

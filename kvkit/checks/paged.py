@@ -8,10 +8,12 @@ from kvkit.checks import attention, masks, pools
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.pools import CONTENT
-from kvkit.checks.tensors import DATA, apart, filled, named, one_piece, tensor, written
+from kvkit.checks.tensors import DATA, FORMATS, POOLED, apart, filled, named, one_piece, tensor, written
 from kvkit.checks.values import number
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import FLOATS, INT8
+
+SCALES = "key_scale", "value_scale"
 
 
 def checked(
@@ -35,7 +37,7 @@ def checked(
     fmt = tensor("query", query, FLOATS, 3)
     filled("query", query)
     tokens, heads, dim = query.shape
-    key, value = pools.pools(key_cache, value_cache, layout, DATA)
+    key, value = pools.pools(key_cache, value_cache, layout, POOLED)
     for name, pool in zip(pools.NAMES, (key, value), strict=True):
         if pool is None:
             raise wrong(name, "a numpy array", "None")
@@ -51,16 +53,19 @@ def checked(
     mask = masks.own_mask(fmt, attn_mask, heads, tokens, int(lengths.max(initial=0)))
     how = attention.weights(query, mask, sinks=sinks, **attributes)
     slopes = of_sequences("alibi_slopes", alibi_slopes, len(lengths), heads, "query heads")
-    if INT8.dtype in (key.dtype, value.dtype):
+    given, cells = (key_scale, value_scale), None
+    coded = not {FORMATS[pool.dtype] for pool in (key, value)} <= set(FLOATS)
+    if coded and any(pools.of_tokens(scale, len(lengths), kv_heads) for scale in given):
         if value.dtype != key.dtype:
-            raise wrong(
-                "value_cache", f"the dtype of key_cache, {key.dtype}, as one holds codes", value.dtype
-            )
-        given = key_cache if value_cache is None else value_cache
-        whole = given.ndim == len(layout.split())
-        scales, cells = None, pools.scales(key_scale, value_scale, (key, value), whole, layout)
+            wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
+            raise wrong("value_cache", wanted, value.dtype)
+        whole = is_whole(key_cache, value_cache, layout)
+        scales, cells = None, pools.scales(*given, (key, value), whole, layout)
+        pools.alike(cells, (key, value))
     else:
-        scales, cells = scales_of(key_scale, value_scale, len(lengths), kv_heads, how.scale), None
+        for name, scale, pool_name, pool in zip(SCALES, given, pools.NAMES, (key, value), strict=True):
+            asks_for_scale(name, scale, pool_name, pool)
+        scales = scales_of(*given, len(lengths), kv_heads, how.scale)
     how = how._replace(slopes=slopes, scales=scales)
     inputs = named(
         query=query,
@@ -79,6 +84,17 @@ def checked(
         pools.steps_of(key, value, table, lengths, starts),
     )
     return attention.Call(fmt, shape, query, context, steps, 0, how, inputs, results)
+
+
+def is_whole(key_cache, value_cache, layout):
+    """Whether one pool holds keys and values."""
+    given = key_cache if key_cache is not None else value_cache
+    return given.ndim == len(layout.split())
+
+
+def asks_for_scale(name, scale, pool_name, pool):
+    if scale is None and FORMATS[pool.dtype] is INT8:
+        raise wrong(name, f"a number or an array, for codes in {pool_name}", "None")
 
 
 def starts_of(query_starts, batch, tokens):
@@ -116,7 +132,7 @@ def scales_of(key_scale, value_scale, batch, heads, factor):
         return None
     both = [
         np.ones((1, 1), np.float32) if scale is None else scale_of(name, scale, batch, heads)
-        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale))
+        for name, scale in zip(SCALES, (key_scale, value_scale), strict=True)
     ]
     scales = np.stack(np.broadcast_arrays(*both))
     scales[0] *= np.float32(factor)
@@ -129,46 +145,88 @@ def scale_of(name, scale, batch, heads):
     return np.full((1, 1), number(name, scale), np.float32)
 
 
+class Side(NamedTuple):
+    """Keys or values to append to a pool."""
+
+    tokens: np.ndarray
+    pool: np.ndarray  # view [pages, rows, heads, content]
+    packed: str
+    stored: str
+    cell: str | None = None  # the format of scales, if tokens become codes with one
+    group: int = 0  # of elements that share a scale that is found; 0 where scales are given
+    cells: np.ndarray | None = None  # [pages, rows, heads, groups], or given ones [heads or 1]
+
+
 class Append(NamedTuple):
     """A checked call of `paged_append`."""
 
-    tokens: list[np.ndarray]
-    pools: list[np.ndarray]  # views [pages, rows, heads, content]
+    sides: list[Side]
     pieces: np.ndarray  # see `checks.slots`
 
 
 def checked_append(key, value, key_cache, value_cache, slot_mapping, *, layout, key_scale, value_scale):
     """The checked call."""
-    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-        if scale is not None:
-            raise wrong(name, "None: floats are stored as they are", describe(scale))
-    views = pools.pools(key_cache, value_cache, layout, DATA)
-    given, first = [], None
+    views = pools.pools(key_cache, value_cache, layout, POOLED)
+    sides, taken, first = [], [], None
+    scales = dict(zip(SCALES, (key_scale, value_scale), strict=True))
     for name, array, cache_name, pool in zip(("key", "value"), (key, value), pools.NAMES, views, strict=True):
         if array is None:
             continue
-        fmt = tensor(name, array, DATA, 3)
+        fmt = tensor(name, array, POOLED, 3)
         filled(name, array)
         first = array if first is None else first
         if array.shape[:2] != first.shape[:2]:
             raise wrong(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
         if pool is None:
             raise wrong(cache_name, f"a pool for {name}", "None")
-        if tensor(cache_name, pool, DATA, 4) is not fmt:
-            raise wrong(cache_name, f"the dtype of {name}, {fmt}", pool.dtype)
+        stored = FORMATS[pool.dtype]
+        if stored is not fmt and (stored in FLOATS or fmt not in FLOATS):
+            raise wrong(cache_name, f"the dtype of {name}, {fmt}, or of codes for floats", pool.dtype)
         if pool.shape[2:] != array.shape[1:]:
             sizes = "{} heads of {} elements".format(*array.shape[1:])
             raise wrong(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
         written(cache_name, pool)
-        given.append((name, array, cache_name, pool))
+        whole = is_whole(key_cache, value_cache, layout)
+        side = Side(array, pool, fmt.name, stored.name)
+        side = with_scale(side, f"{name}_scale", scales, cache_name, whole, layout)
+        sides.append(side)
+        taken += [(cache_name, pool)]
+        taken += [(f"{name}_scale", side.cells)] if side.group else []
     if first is None:
         raise wrong("key", "an array of tokens, or one as value", "None")
-    blocks, rows = given[0][3].shape[:2]
+    blocks, rows = sides[0].pool.shape[:2]
     pieces = pools.plain_pieces(len(first), blocks * rows, slot_mapping)
-    for i, (*_, cache_name, pool) in enumerate(given):
-        others = [(name, other) for *_, name, other in given[i + 1 :]]
-        apart(cache_name, pool, [*others, *((name, array) for name, array, *_ in given)])
-    return Append([array for _, array, *_ in given], [pool for *_, pool in given], pieces)
+    inputs = named(key=key, value=value)
+    for i, (name, array) in enumerate(taken):
+        apart(name, array, [*taken[i + 1 :], *inputs])
+    return Append(sides, pieces)
+
+
+def with_scale(side, name, scales, pool_name, whole, layout):
+    """A side with its scales: given ones, or arrays that those which are found go to."""
+    scale, pool = scales[name], side.pool
+    if side.packed == side.stored:
+        if scale is not None:
+            raise wrong(name, f"None: {side.packed} is stored as it is", describe(scale))
+        return side
+    asks_for_scale(name, scale, pool_name, pool)
+    if scale is None:
+        return side
+    heads, dim = pool.shape[2:]
+    if pools.of_tokens(scale, 0, heads):
+        views = [pool if own == name else None for own in SCALES]
+        given = [scale if own == name else None for own in SCALES]
+        cells = next(cell for cell in pools.scales(*given, views, whole, layout) if cell is not None)
+        written(name, cells)
+        return side._replace(
+            tokens=one_piece(side.tokens), cell=FORMATS[cells.dtype].name, group=dim // cells.shape[CONTENT],
+            cells=cells,
+        )  # fmt: skip
+    cells = scale_of(name, scale, 0, heads)[0]
+    bad = cells[~(np.isfinite(cells) & (cells > 0))]
+    if bad.size:
+        raise wrong(name, "finite numbers above 0", f"{bad[0]}".replace("nan", "NaN"))
+    return side._replace(tokens=one_piece(side.tokens), cell="float32", cells=cells)
 
 
 def checked_swap(source, target, pairs):

@@ -10,7 +10,7 @@ from kvkit.checks import validation
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.records import Context, Steps
-from kvkit.checks.tensors import in_one_place, step, tensor
+from kvkit.checks.tensors import FORMATS, in_one_place, step, tensor
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS
 
@@ -99,10 +99,15 @@ def place_of(pool):
     return Place(unit, page // unit, row // unit)
 
 
+def of_tokens(scale, batch, heads):
+    """Whether scales are for each token and head, by their shape; others are for heads, or for all."""
+    return isinstance(scale, np.ndarray) and scale.shape not in ((), (heads,), (batch, heads))
+
+
 def scales(key_scale, value_scale, views, whole, layout):
     """Views [pages, rows, heads, groups] of the scales of codes, whose axes are those of their pools.
 
-    The last may be left out; `whole` says whether one pool holds both sides.
+    The last may be left out; `whole` says whether one pool holds both sides. A side without a pool has none.
     """
     names, given = ("key_scale", "value_scale"), [key_scale, value_scale]
     axes = [axis for axis in axes_of(layout) if whole or axis != "kv"]
@@ -110,7 +115,10 @@ def scales(key_scale, value_scale, views, whole, layout):
         if isinstance(array, np.ndarray) and array.ndim == len(axes) - 1:
             given[i] = np.expand_dims(array, axes.index("c"))
     cells = pools(given[0], given[1], " ".join(axes), FLOATS, names)
-    for name, pool_name, cell, pool in zip(names, NAMES, cells, views, strict=True):
+    for i, (name, pool_name, cell, pool) in enumerate(zip(names, NAMES, cells, views, strict=True)):
+        if pool is None:
+            cells[i] = None
+            continue
         if cell is None:
             raise wrong(name, f"an array, for codes in {pool_name}", "None")
         groups, dim = cell.shape[CONTENT], pool.shape[CONTENT]
@@ -122,21 +130,31 @@ def scales(key_scale, value_scale, views, whole, layout):
         for each, array in ((pool_name, pool), (name, cell)):
             if step(array):
                 raise wrong(each, "a contiguous last axis", f"strides {array.strides}")
+    return cells
+
+
+def alike(cells, views):
+    """Check that scales of keys and of values differ in nothing but where they begin."""
     keys, values = (
-        (cell.dtype, pool.shape[CONTENT] // cell.shape[CONTENT], place_of(cell).unit, cell.strides[HEAD])
+        (cell.dtype, group_of(cell, pool), place_of(cell).unit, cell.strides[HEAD])
         for cell, pool in zip(cells, views, strict=True)
     )
     if keys != values:
         raise wrong("value_scale", "the dtype, groups and strides of key_scale", describe(cells[1]))
-    return cells
+
+
+def group_of(cell, pool):
+    """The elements that share a scale; 0 for floats of 8 bits that a whole head shares one of."""
+    groups = cell.shape[CONTENT]
+    return 0 if groups == 1 and FORMATS[pool.dtype].minifloat else pool.shape[CONTENT] // groups
 
 
 def context_of(fmt, key, value, cells=None):
     """Pools as attention sees them, with the scales of codes, for queries of a format."""
-    formats = [BY_DTYPE[pool.dtype].name for pool in (key, value)]
+    formats = [FORMATS[pool.dtype].name for pool in (key, value)]
     places, ends = [place_of(pool) for pool in (key, value)], [(0, 0, 0, 0)] * 2
     cell = cells and BY_DTYPE[cells[0].dtype].name
-    group = key.shape[CONTENT] // cells[0].shape[CONTENT] if cells else 0
+    group = group_of(cells[0], key) if cells else 0
     if cells:
         ends = [(each.ctypes.data, 0, place_of(each).unit, each.strides[HEAD]) for each in cells]
     sides = [

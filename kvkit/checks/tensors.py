@@ -6,6 +6,7 @@ import numpy as np
 
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS, INT8
+from kvkit.formats.elements import FLOATS8
 
 FLOAT_NAMES = ", ".join(fmt.name for fmt in FLOATS)
 MOST_BYTES = np.iinfo(np.int64).max
@@ -14,15 +15,19 @@ REMEDIES = {
     "uint16": ": array.view(ml_dtypes.bfloat16), if it holds the bits of bfloat16",
 }
 DATA = (*FLOATS, INT8)  # what keys and values may be
+POOLED = (*DATA, *FLOATS8)  # what engines' pools may hold
+FORMATS = BY_DTYPE | {fmt.dtype: fmt for fmt in FLOATS8}
+FP8_REMEDY = ": array.view(ml_dtypes.float8_e4m3fn), if it holds such codes"
 
 
 def tensor(name, array, legal, ndim):
     """The format of an array that must be one of `legal` and have `ndim` axes."""
     if not isinstance(array, np.ndarray):
         raise wrong(name, "a numpy array", describe(array))
-    fmt = BY_DTYPE.get(array.dtype)
+    fmt = FORMATS.get(array.dtype)
     if fmt is None or fmt not in legal:
-        raise wrong(name, f"dtype {' or '.join(f.name for f in legal)}", said(array.dtype))
+        remedy = FP8_REMEDY if legal is POOLED and array.dtype == np.uint8 else ""
+        raise wrong(name, f"dtype {' or '.join(f.name for f in legal)}", said(array.dtype) + remedy)
     if array.ndim != ndim:
         raise wrong(name, f"{ndim} axes", f"shape {array.shape}")
     return fmt

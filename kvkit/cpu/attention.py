@@ -1,5 +1,6 @@
 """From checked arguments of attention to a `Task`: machine code, scratch, and the launch."""
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,10 @@ OWNERS = {
 def prepare(query, out, lse, context, steps, decoding, weights):
     """A launch that computes attention into `out` and, unless None, `lse`."""
     heads, dim, value_dim = context.heads, context.dim, context.value_dim
+    shared = shared_scales(context)
+    if shared:  # factors of queries and outputs cost nothing for a token
+        own = np.ones((2, 1, heads), np.float32)
+        context, weights = context._replace(cell=None), weights._replace(scales=own)
     coded = context.cell is not None
     rounds = context.as_loaded and not coded and coarser(context.packed, context.stored)
     minifloat = BY_NAME[context.stored].minifloat
@@ -206,6 +211,8 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     most = items if work >= SMALL else 1
 
     def run():
+        if shared:
+            shared(numbers, weights)
         workers = min(threads(), most) if most > 1 else 1
         numbers[AT["scratch"]] = scratch.at_least(workers * scratch_bytes)
         if parts:
@@ -216,6 +223,26 @@ def prepare(query, out, lse, context, steps, decoding, weights):
 
     owners = {place: owner for place, owner in OWNERS.items() if numbers[place]}
     return Launch(numbers, owners, run, alive=(steps, weights, constants, sinks, orders))
+
+
+def shared_scales(context):
+    """A function that fills in scales which all tokens share, of floats of 8 bits; None if there are none.
+
+    They may change, and lie elsewhere, from one run of a launch to the next.
+    """
+    _, sequence, row, head = context.sides[0][4:]
+    if not context.cell or context.group or sequence or row:
+        return None
+    dtype, size = BY_NAME[context.cell].dtype, head * (context.heads - 1)
+    places = AT["key_cells"], AT["value_cells"]
+
+    def fill(numbers, weights):
+        for side, place in enumerate(places):
+            memory = (ctypes.c_char * (size + dtype.itemsize)).from_address(int(numbers[place]))
+            weights.scales[side, 0] = np.ndarray(context.heads, dtype, memory, strides=(head,))
+        weights.scales[0] *= np.float32(weights.scale)
+
+    return fill
 
 
 def schedule(numbers):

@@ -1,19 +1,40 @@
-"""Rows of floats of 8 bits with scales, to a cache: quotients in float32, rounded once, which saturate."""
+"""Rows of codes of 8 bits with scales, to a cache: quotients in float32, rounded once, which saturate.
+
+Floats of 8 bits; and int8, if scales are given: where they are found `rows.py` has PMX's rounding.
+"""
 
 from typing import Any
+
+import numpy as np
+from numba import types
 
 from kvkit import numeric
 from kvkit.cpu import memory
 from kvkit.cpu.simd import minifloats as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
+from kvkit.jit import helper, shared
+
+put_int8 = memory.store(types.int8)
+
+
+@shared
+def nearest_code(x):
+    """The int8 next to x, half way the even one; NaN is the least."""
+    x = x if x > np.float32(-128) else np.float32(-128)
+    x = x if x < np.float32(127) else np.float32(127)
+    return np.int8(numeric.bits_of(x + np.float32(numeric.ROUNDER)) & np.uint32(0xFF))
+
+
+@helper
+def write_code(address, x):
+    put_int8(address, nearest_code(x))
 
 
 def scaled_row(packed, cache, scale, group, plain):
     """(packed, cache, scale, dim): codes of a row, and the scales of its groups; one that is given if 0."""
-    get, put, get_cell, put_cell = (
-        memory.read(packed), memory.write(cache), memory.read(scale), memory.write(scale),
-    )  # fmt: skip
+    get, get_cell, put_cell = memory.read(packed), memory.read(scale), memory.write(scale)
+    put = memory.write(cache) if BY_NAME[cache].minifloat else write_code
     packed_bytes, cell_bytes, limit = (
         BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1), BY_NAME[cache].limits[1],
     )  # fmt: skip

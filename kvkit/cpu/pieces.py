@@ -14,7 +14,7 @@ from kvkit.cpu import memory
 from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.rows import STORE, rows
-from kvkit.cpu.simd import means
+from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.fractals import fractals
 from kvkit.cpu.transfer import SMALL_BYTES, aligned
 from kvkit.index import page_of, rest_of_page, row_of, sequence_among, share
@@ -28,7 +28,9 @@ SIDE = Record(
     "packed token head cache block row",
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
     "by_head by_fractal elements line_bytes stores",
+    "cells cell_block cell_row cell_outer cell_inner",
 )
+NO_CELLS = dict.fromkeys(("cells", "cell_block", "cell_row", "cell_outer", "cell_inner"), 0)
 FORM = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
 TASK = Record(
     "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size lines"
@@ -76,9 +78,12 @@ def move(worker, task_at):
 @helper
 def move_run(code, at, packed, slot, run, block_size):
     """Neighbouring rows of a block."""
-    cache = at.cache + page_of(slot, block_size) * at.block + row_of(0, slot, block_size) * at.row
+    page, row = page_of(slot, block_size), row_of(0, slot, block_size)
+    cache, cells = at.cache + page * at.block + row * at.row, at.cells + page * at.cell_block
+    cells += row * at.cell_row
     for outer in range(at.outer):
         source, target = packed + outer * at.packed_outer, cache + outer * at.cache_outer
+        cell = cells + outer * at.cell_outer
         if at.by_fractal:
             if at.stores:
                 fractals(
@@ -90,13 +95,13 @@ def move_run(code, at, packed, slot, run, block_size):
                 )  # fmt: skip
         elif at.by_head:
             call_rows(
-                code, source, at.packed_inner, at.token, target, at.cache_inner, at.row, 0, 0, 0,
-                at.inner, run, 1, at.dim,
+                code, source, at.packed_inner, at.token, target, at.cache_inner, at.row,
+                cell, at.cell_inner, at.cell_row, at.inner, run, 1, at.dim,
             )  # fmt: skip
         else:
             call_rows(
-                code, source, at.token, at.packed_inner, target, at.row, at.cache_inner, 0, 0, 0,
-                run, at.inner, 1, at.dim,
+                code, source, at.token, at.packed_inner, target, at.row, at.cache_inner,
+                cell, at.cell_row, at.cell_inner, run, at.inner, 1, at.dim,
             )  # fmt: skip
 
 
@@ -141,7 +146,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
             "cache": address(cache), "block": cache.strides[0], "row": cache.strides[1],
             **dict(zip(FORM, strides, strict=True)), "dim": row_bytes // unit,
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
-            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE,
+            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_CELLS,
         }))  # fmt: skip
     numbers = np.concatenate(places)
     chunks = threads() if moved >= SMALL_BYTES else 1
@@ -165,6 +170,43 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
         share_out(walk, workers, address(task))
 
     return Launch(numbers, {}, run, alive=(*packed, *caches, pieces, starts))
+
+
+def encode(side, pieces):
+    """A launch that stores tokens as codes of a pool, each head with its scale, given or found."""
+    tokens, pool, cells = side.tokens, side.pool, side.cells
+    _, block_size, heads, dim = pool.shape
+    starts = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum(pieces[:, COUNT], out=starts[1:])
+    groups = (
+        panels.groups_in_panel(side.group, dim // side.group) if side.group and side.stored == "int8" else 0
+    )
+    code = rows(STORE, side.packed, side.stored, side.cell, side.group, groups).address
+    block = row = head = 0
+    if cells is not None:
+        block, row, head = cells.strides[:3] if side.group else (0, 0, cells.strides[0] if heads > 1 else 0)
+        head = 0 if cells.shape == (1,) else head
+    (token, packed_head, size), (pool_head, step) = tokens.strides, pool.strides[2:]
+    form = 1, 0, 0, heads, packed_head, pool_head
+    ends = {"cell_outer": 0, "cell_inner": head}
+    if dim > 1 and step != pool.itemsize:
+        form, dim = (heads, packed_head, pool_head, dim, size, step), 1
+        ends = {"cell_outer": head, "cell_inner": 0}
+    numbers = SIDE.filled({
+        "packed": address(tokens), "token": token, "head": packed_head,
+        "cache": address(pool), "block": pool.strides[0], "row": pool.strides[1],
+        **dict(zip(FORM, form, strict=True)), "dim": dim,
+        "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0, "elements": dim, "line_bytes": 0,
+        "stores": 1, "cells": 0 if cells is None else address(cells), "cell_block": block, "cell_row": row,
+        **ends,
+    })  # fmt: skip
+    workers = threads() if tokens.nbytes >= SMALL_BYTES else 1
+    kernel, records = compiled(workers > 1), numbers.view(SIDE.dtype)
+
+    def run():
+        kernel(code, 0, workers, pieces, starts, records, block_size, 0)
+
+    return Launch(numbers, {}, run, alive=(tokens, pool, cells))
 
 
 def row_form(packed, cache):

@@ -31,14 +31,14 @@ def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, 
     `stream` writes around the caches; `plain` leaves the vectors out, for the tests. The result's
     `address` is what `walk` calls. READ is LOAD but for codes, whose products with scales it does not round
     to the type of the scales: so attention reads them. Floats of 8 bits are products in float32 in both; a
-    group of 0 is a row with one scale, which a store has from its caller.
+    group of 0 is a row with one scale, which a store has from its caller (of int8 too).
     """
     stored = BY_NAME[cache]
     if stored.block:
         transfer = row_by_row(blocks.row(direction, packed, cache, plain))
     elif scale is None:
         transfer = row_by_row(moved_row(direction, packed, cache, stream, plain))
-    elif stored.minifloat and direction == STORE:
+    elif direction == STORE and (stored.minifloat or not group):
         transfer = row_by_row(minifloats.scaled_row(packed, cache, scale, group, plain))
     elif direction != STORE:
         product = scale if direction == LOAD and not stored.minifloat else "float32"

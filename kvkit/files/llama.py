@@ -42,7 +42,7 @@ BLOCKS = {  # number: (name, bytes for 32 elements)
     7: ("q5_1", 24),
     8: ("q8_0", 34),
     20: ("iq4_nl", 18),
-    39: ("mxfp4", 17),
+    39: ("ggml_mxfp4", 17),
 }
 BLOCK = 32
 CACHES = "cache", "sliding"  # names of the caches in a file

@@ -71,7 +71,7 @@ def coded(path, found, layers, texts):
         arrays=arrays,
         metadata=found.metadata
         | {"bits": bits, "group": group, "head_dim": said.sizes.get("c", 0) * 32 // bits},
-        description=replace(said, sizes=sizes, format=f"mlx_q{bits}"),
+        description=replace(said, sizes=sizes, format=f"mlx{bits}:g{group}"),
         notes=notes,
     )
 

@@ -293,12 +293,12 @@ def test_codes_of_mlx_move_with_their_scales(run, tmp_path, rng):
     save_file(state, tmp_path / "mlx", texts)
     code, out, _ = run("inspect", tmp_path / "mlx", "--stats")
     assert code == 0
-    assert "format: mlx_q4" in out
+    assert "format: mlx4:g32" in out
     assert (
         run("convert", tmp_path / "mlx", tmp_path / "x.npz", "--to", "vllm-lbnhc", "--page-size", 2)[0] == 0
     )
     found = files.read(tmp_path / "x.npz")
-    assert found.description.format == "mlx_q4"
+    assert found.description.format == "mlx4:g32"
     for part, name in enumerate(("cache", "scales", "minima")):
         pool = found.arrays[f"{name}.0"].reshape(6, HEADS, 2, -1)[:5]
         for kv in range(2):

@@ -196,7 +196,7 @@ def test_coded_prompt_caches_of_mlx(tmp_path, rng):
     mlx_file(path, state, [("7", "64", "4")] * 2, ["QuantizedKVCache"] * 2)
     found = files.read(path)
     assert found.description.sizes == {"l": 2, "b": 1, "h": 3, "n": 7}
-    assert found.description.format == "mlx_q4"
+    assert found.description.format == "mlx4:g64"
     assert [found.metadata[name] for name in ("bits", "group", "head_dim")] == [4, 64, 64]
     for name, array in state.items():
         where, part = name[:-2], ("cache", "scales", "minima")[int(name[-1])]

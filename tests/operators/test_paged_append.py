@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from scenes import DTYPES
 
 import kvkit
-from kvkit import KvkitError
+from kvkit import KvkitError, formats
+from kvkit.formats.elements import BY_NAME
 
 pytestmark = pytest.mark.cpu
+E4M3 = BY_NAME["e4m3"].dtype
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
@@ -64,6 +66,50 @@ def test_random(rng, engine, dtype):
     check(*scene(rng, engine, dtype, int(rng.integers(0, 7)), **sizes, **dims))
 
 
+def codes_of(x, name, scale, found):
+    """(codes, scales) of tokens [tokens, heads, dim], as the formats have them."""
+    if not found:
+        by_channel = np.repeat(scale[:, None], x.shape[2], 1) if np.ndim(scale) else scale
+        return (
+            formats.encode(x, "ort_int8", scale=by_channel)
+            if name == "int8"
+            else formats.encode(x, name, scale=scale)
+        )["codes"], None
+    group = {"group": x.shape[2]}
+    how = {"cell": formats.FLOAT32} if name == "int8" else {}
+    arrays = formats.encode(x, name, scale=None if name == "int8" else "group", **group, **how)
+    return arrays["codes"], arrays["scale"]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["none", "float", "head", "found"])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
+@pytest.mark.parametrize("engine", ["flash-attn", "FlashInfer HND", "content apart"])
+def test_codes(engine, name, kind, dtype, rng):
+    """Floats become codes on their way; all else keeps its bytes, scales of other slots too."""
+    if (kind, name) == ("none", "int8") or (kind, engine) == ("found", "content apart"):
+        return
+    _, new, slots = scene(rng, engine, dtype, dim=48)
+    pools = pool_scenes.made(engine, 5, 4, 2, 48, 48, BY_NAME[name].dtype)
+    new = [(rng.standard_normal(x.shape) * [[[0.1], [300]]]).astype(x.dtype) for x in new]
+    scale = {"none": None, "float": 0.5, "head": np.array([0.125, 3], np.float32)}.get(kind)
+    beside = pool_scenes.made(engine, 5, 4, 2, 1, 1, np.float32)
+    scales = [x[..., 0] for x in beside.given] if kind == "found" else [scale, scale]
+    if kind == "found" and "kv" in pools.layout:
+        scales = beside.given
+    how = dict(zip(("key_scale", "value_scale"), scales, strict=True))
+    kvkit.paged_append(*new, *pools.given, slots, layout=pools.layout, **how)
+    for side, pool in enumerate((pools.keys, pools.values)):
+        expected = np.full(pool.shape, 0xFF, np.uint8)
+        codes, cells = codes_of(new[side], name, scale, kind == "found")
+        oracle.paged_append(codes.view(np.uint8), expected, slots)
+        np.testing.assert_array_equal(pool.copy().view(np.uint8), expected)
+        if cells is not None:
+            expected = np.full((*pool.shape[:3], 1), np.nan, np.float32)
+            oracle.paged_append(cells, expected, slots)
+            np.testing.assert_array_equal((beside.keys, beside.values)[side], expected)
+
+
 def test_attention_reads_what_was_appended(rng):
     """Slots and pages are two names of one place."""
     pools, new, _ = scene(rng, "FlashInfer HND", tokens=6)
@@ -98,6 +144,12 @@ def test_refusals(rng):
         ("value_cache", {"value_cache": values[:-1]}),
         ("layout", {"layout": "n h c"}),
         ("key_scale", {"key_scale": 1.0}),
+        ("key_scale", {"key_cache": np.zeros(keys.shape, np.int8)}),
+        ("key_scale", {"key_cache": np.zeros(keys.shape, np.int8), "key_scale": 0.0}),
+        ("key_scale", {"key_cache": np.zeros(keys.shape, E4M3), "key_scale": np.float32([1, np.nan])}),
+        ("key_scale", {"key_cache": np.zeros(keys.shape, E4M3), "key_scale": np.ones(3, np.float32)}),
+        ("key_cache", {"key_cache": np.zeros(keys.shape, np.uint8)}),
+        ("key_cache", {"key_cache": np.zeros(keys.shape, E4M3), "key": np.zeros(key.shape, np.int8)}),
     ):
         with pytest.raises(KvkitError) as error:
             kvkit.paged_append(**arguments | change)

@@ -6,12 +6,14 @@ import pool_scenes
 import pytest
 from attention_scenes import TOLERANCE, assert_near, normal
 from borders import BEGIN, END, at_border, needs_borders
+from formats_reference import TABLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import DTYPES
 
 import kvkit
 from kvkit import KvkitError
+from kvkit.formats.elements import BY_NAME
 
 pytestmark = pytest.mark.cpu
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
@@ -209,11 +211,54 @@ def test_codes_with_their_scales(form, queries, rng):
     assert_near(got[1], lse, 2e-5)
     for name, wrong in (
         ("key_scale", {"key_scale": None, "value_scale": None}),
-        ("key_scale", {"key_scale": 0.5, "value_scale": 0.5}),
-        ("key_scale", {"key_scale": np.ones(heads, np.float32)}),
+        ("key_scale", {"key_scale": 0.5}),
+        ("key_scale", {"key_scale": np.ones(heads + 1, np.float32)}),
     ):
         with pytest.raises(KvkitError, match=f"^{name}: expected "):
             scene.run(**more | {"key_scale": scales[0], "value_scale": scales[1]} | wrong)
+
+
+CODES = [
+    ("e4m3", "flash-attn"), ("e5m2", "FlashInfer HND"), ("int8", "vLLM LBNHC"), ("e4m3", "content apart"),
+]  # fmt: skip
+MULTIPLIED = "float", "heads", "sequences"
+SHAPES = {"float": (), "heads": (2,), "sequences": (2, 2), "tokens": None}
+
+
+@pytest.mark.parametrize("queries", [(1, 1), (3, 40)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("kind", [None, *SHAPES])
+@pytest.mark.parametrize(("name", "engine"), CODES)
+def test_codes_of_8_bits(name, engine, kind, queries, rng):
+    """Codes times their scales, given or of tokens and heads; rows and scales of nothing are NaN."""
+    if (kind, name) == (None, "int8") or (kind, engine) == ("tokens", "content apart"):
+        return
+    scene = Scene(rng, engine, "fp16", (50, 70), queries, dim=32)
+    table = np.array(TABLES.get(name, [*range(128), *range(-128, 0)]))
+    usual = np.flatnonzero(np.abs(table) <= (127 if name == "int8" else 2))
+    numbers = rng.uniform(0.001, 0.02, 8) if name == "int8" else rng.uniform(0.3, 1.3, 8)
+    blocks, rows, heads, dim = scene.pools.keys.shape
+    pools = pool_scenes.made(engine, blocks, rows, heads, dim, dim, BY_NAME[name].dtype)
+    cells = pool_scenes.made(engine, blocks, rows, heads, 1, 1, np.float32)
+    views, scales = [], []
+    for pool, cell in zip((pools.keys, pools.values), (cells.keys, cells.values), strict=True):
+        view = np.full(pool.shape, np.nan)
+        for own, length in zip(scene.pages, scene.lengths, strict=True):
+            for at in ((own[j // rows], j % rows) for j in range(length)):
+                code = rng.choice(usual, (heads, dim))
+                pool[at] = code.astype(np.uint8).view(pool.dtype)
+                cell[at] = rng.choice(numbers, (heads, 1))
+                view[at] = table[code] * (cell[at].astype(np.float64) if kind == "tokens" else 1)
+        views.append(view)
+        scales.append(rng.choice(numbers.astype(np.float32), SHAPES.get(kind) or ()))
+    scene.pools.given, (scene.pools.keys, scene.pools.values) = pools.given, views
+    given = [float(scale) if kind == "float" else scale for scale in scales]
+    scene.more |= dict(zip(("key_scale", "value_scale"), given, strict=True)) if kind in MULTIPLIED else {}
+    output, lse = scene.expected()
+    if kind == "tokens":
+        scene.more |= dict(zip(("key_scale", "value_scale"), cells.given, strict=True))
+    got = scene.run(return_lse=True)
+    assert_near(got[0], output, TOLERANCE["float16"])
+    assert_near(got[1], lse, 2e-4)
 
 
 EXTRAS = {
@@ -308,6 +353,17 @@ def test_torch_says_the_same(rng):
         assert_near(got[tokens].numpy(), expected[0].transpose(0, 1).numpy(), 2e-3)
 
 
+def test_float8_of_torch(rng):
+    """Pools of torch's types, and tokens of its that become codes."""
+    torch = pytest.importorskip("torch")
+    pool = torch.zeros((2, 4, 1, 16), dtype=torch.float8_e4m3fn)
+    key = torch.from_numpy(rng.standard_normal((4, 1, 16)).astype(np.float32))
+    kvkit.paged_append(key, None, pool, None, [4, 5, 6, 7], key_scale=2.0)
+    assert torch.equal(pool[1].float(), (key / 2).to(torch.float8_e4m3fn).float())
+    got = kvkit.paged_attention(torch.zeros(1, 1, 16), pool, pool, [[1]], [4], value_scale=2.0)
+    torch.testing.assert_close(got[0], 2 * pool[1].float().mean(0))
+
+
 def bad(scene):
     """What else than the table of operators says no call may have: (argument named, its value)."""
     table, pool = scene.table, scene.pools.given[0]
@@ -339,7 +395,7 @@ def bad(scene):
     yield "value_cache", {"value_cache": None}
     yield "value_cache", {"value_cache": scene.pools.given[1][:-1]}
     yield "value_cache", {"layout": "b h n c"} | {"value_cache": scene.pools.given[1].swapaxes(1, 2)}
-    yield "value_cache", {"key_cache": np.ones(pool.shape, np.int8)}
+    yield "key_scale", {"key_cache": np.ones(pool.shape, np.int8)}
     for name in ("key_scale", "value_scale"):
         for value in ("1", np.nan, [1.0, 1.0], np.ones(3, np.float32), np.ones((4, 2), np.float32)):
             yield name, {name: value}

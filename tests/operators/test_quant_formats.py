@@ -106,6 +106,21 @@ def test_a_plan_of_pages_repeats(rng):
     np.testing.assert_array_equal(*caches)
 
 
+def test_scales_that_change_between_runs(rng):
+    """A prepared call reads the scales of its time, wherever they lie then."""
+    sizes = {"num_heads": HEADS, "num_kv_heads": H, "head_dim": D, "quant_format": "e4m3"}
+    starts, zero = np.array([0, 5]), np.array([0])
+    step = plan(starts, starts, np.array([0]), zero)
+    new, query = [normal(rng, 5, H, D) for _ in "kv"], normal(rng, 5, HEADS, D)
+    scales = [rng.uniform(0.5, 2, (2, H)).astype(np.float32) for _ in range(2)]
+    for scale in (*scales, scales[1]):
+        cache = np.zeros((5, 1, 2, H, D), np.uint8)
+        got = step.multi_head_cache_attention(query, *new, cache, scale, **sizes)
+        keys, values = (encoded(x, side, "e4m3", "head", scale)[1] for side, x in enumerate(new))
+        assert np.abs(got - softmax_over(query, keys.astype(float), values.astype(float))).max() < 4e-3
+        scale *= np.float32(0.7)
+
+
 BAD = {
     "unknown": ({"quant_format": "fp8"}, "quant_format: expected one of e4m3, e5m2, q8_0, q4_0, or None"),
     "both": ({"quant_bit": 8}, "quant_bit: expected 0, for quant_format 'e4m3', got 8"),

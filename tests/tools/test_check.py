@@ -345,7 +345,7 @@ def test_layers_are_named():
 def test_scales_below_0_are_as_their_format_says():
     """MLX's affine scales are negative where the largest magnitude is."""
     rng = np.random.default_rng(0)
-    arrays = tables() | {"key_cache": rng.integers(0, 99, (12, 4, 2, 2), np.uint32), "format": "mlx",
+    arrays = tables() | {"key_cache": rng.integers(0, 99, (12, 4, 2, 2), np.uint32), "format": "mlx4",
                          "key_scale": np.full((12, 4, 2, 1), -0.1, np.float16)}  # fmt: skip
     assert "Q4" in check(arrays).checked
     assert not check(arrays).found

@@ -234,8 +234,8 @@ def as_halves(codes, element):
     """Raw lanes of a float of 8 bits to halves; those of e4m3 are 256 times too small."""
     if element == "e5m2":
         return (codes.cast("zext", I16) << 8).cast("bitcast", F16)
-    half = (codes.cast("sext", I16) << 7) & 0xBFFF
-    return (half | (half.plus(0x80) & 0x4000)).cast("bitcast", F16)
+    half = codes.cast("sext", I16) << 7  # the sign is in the exponent too, whose highest bit NaN alone keeps
+    return half.apply("xor", half.plus(0x80) & 0x4000).cast("bitcast", F16)
 
 
 def bfloat16_lanes(lanes):

@@ -6,6 +6,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kvkit.cpu.simd.lanes import (
+    I8,
     I32,
     I64,
     RAW,
@@ -20,6 +21,7 @@ from kvkit.cpu.simd.lanes import (
 )
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
+from kvkit.numeric import ROUNDER
 
 
 @functools.cache
@@ -56,7 +58,12 @@ def quotients(source, target, cell):
     @micro_kernel(3)
     def quotients(b, source_address, cell_address, target_address):
         scale = widen(read(b, cell_address, RAW[cell], 1), cell).pick([0] * LANES)
-        x = widen(read(b, source_address, RAW[source], LANES), source)
-        write(b, target_address, narrow(x / scale, target))
+        x = widen(read(b, source_address, RAW[source], LANES), source) / scale
+        write(b, target_address, narrow(x, target) if BY_NAME[target].minifloat else nearest_codes(x))
 
     return quotients
+
+
+def nearest_codes(x):
+    """See `nearest_code` of `cpu/minifloats.py`."""
+    return (x.max(-128.0).min(127.0) + float(ROUNDER)).as_bits().cast("trunc", I8)

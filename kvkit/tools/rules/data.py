@@ -6,20 +6,15 @@ from kvkit.formats import BY_DTYPE
 from kvkit.tools.findings import rule
 from kvkit.tools.rules.scales import codes
 
-NAN_CODES = {
-    "e4m3": ((0x7F, 0x7F),),
-    "e5m2": ((0x7C, 0x7F),),
-}  # magnitudes of NaN and infinity, first to last
 BASE_2 = np.log(2.0)
 
 
 def not_finite(case, side):
     """Which elements are NaN or infinity; None of codes that are neither."""
     kind = codes(case, side)
-    if kind is not None and kind[0] in NAN_CODES and side.array.dtype.itemsize == 1:
-        ((first, last),) = NAN_CODES[kind[0]]
-        magnitude = side.array.view(np.uint8) & 0x7F
-        return (magnitude >= first) & (magnitude <= last)
+    if kind is not None and side.array.dtype.itemsize == 1:
+        bad = ~np.isfinite(kind[1].format.code.table)
+        return bad[side.array.view(np.uint8)] if bad.any() else None
     fmt = BY_DTYPE.get(side.array.dtype)
     return ~np.isfinite(side.array) if fmt is not None and fmt.significant else None
 

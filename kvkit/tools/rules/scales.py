@@ -1,10 +1,12 @@
 """Rules of the scales of codes."""
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 
-import ml_dtypes
 import numpy as np
 
+from kvkit.checks.tensors import FORMATS
+from kvkit.formats import NAMED, Format, named
 from kvkit.tools.findings import rule
 
 MOST_SATURATED = 0.001
@@ -12,33 +14,44 @@ MOST_SATURATED = 0.001
 
 @dataclass(frozen=True)
 class Codes:
-    """What rules know of a format: its dtype, its largest codes as bits, whether scales may be negative."""
+    """What rules ask of a format."""
 
-    dtype: type
-    saturated: tuple[int, ...]
-    signed: bool = False
-    of_group: bool = False  # a scale that is made of the largest element of its group saturates that one
+    format: Format
+
+    @cached_property
+    def largest(self):
+        """Which bytes are the least or the largest codes; none where each group has both by its minimum."""
+        code = self.format.code
+        if code.bits != 8 or self.format.beside:
+            return np.zeros(256, bool)
+        low, high = code.limits
+        return np.isfinite(code.table) & ((code.table <= low) | (code.table >= high))
+
+    @property
+    def signed(self):
+        """Whether scales may be negative."""
+        return bool(self.format.beside) or self.format.find == "signed"
+
+    @property
+    def of_group(self):
+        """Whether a scale is made of the largest element of its group, which then saturates."""
+        return self.format.find != "given"
 
     def at_the_limit(self, array):
-        return np.isin(array.view(np.uint8), np.array(self.saturated, np.uint8))
+        return self.largest[array.view(np.uint8)]
 
 
-INT8 = (0x7F, 0x81, 0x80)
-CODES = {
-    "int8": Codes(np.int8, INT8, of_group=True),
-    "int4": Codes(np.int8, (), of_group=True),
-    "uint8": Codes(np.uint8, (), signed=True),  # with a minimum or a zero point, as LMDeploy and MLX have it
-    "mlx": Codes(np.uint32, (), signed=True),
-    "e4m3": Codes(ml_dtypes.float8_e4m3fn, (0x7E, 0xFE)),
-    "e5m2": Codes(ml_dtypes.float8_e5m2, (0x7B, 0xFB)),
-}
-BY_DTYPE = {np.dtype(np.int8): "int8"} | {np.dtype(CODES[name].dtype): name for name in ("e4m3", "e5m2")}
+@cache
+def known(name):
+    """The `Codes` of a format by its name, or None."""
+    return Codes(named(name)) if name and name.partition(":")[0] in NAMED else None
 
 
 def codes(case, side):
     """(the name of the format, its `Codes`) of keys or values; None of floats, and of what nobody named."""
-    name = case.text("format") or BY_DTYPE.get(side.array.dtype)
-    return (name, CODES[name]) if name in CODES else None
+    by_dtype = FORMATS.get(side.array.dtype)
+    name = case.text("format") or (by_dtype.name if by_dtype else None)
+    return (name, known(name)) if known(name) else None
 
 
 def used_of(case, side, array):
@@ -107,7 +120,7 @@ def saturated(case):
     found, looked = [], False
     for side in case.sides:
         kind = codes(case, side)
-        if kind is None or not kind[1].saturated or side.array.dtype.itemsize != 1:
+        if kind is None or not kind[1].largest.any() or side.array.dtype.itemsize != 1:
             continue
         looked = True
         limit = kind[1].at_the_limit(side.array)
