@@ -106,7 +106,7 @@ def move_run(code, at, packed, slot, run, block_size):
 
 
 @functools.cache
-def code():
+def code_of_walk():
     return callback(move, WORKER)
 
 
@@ -148,28 +148,33 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
             "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_CELLS,
         }))  # fmt: skip
-    numbers = np.concatenate(places)
+    stream = moved >= STREAM_BYTES and all(map(aligned, caches if direction == STORE else packed))
+    code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
+    averages = (mean(element).address, line_bytes) if element else (0, 0)
+    arrays = *packed, *caches
+    return moving(places, code, pieces, starts, block_size, moved, arrays, averages)
+
+
+def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
+    """A launch of `move` over sides; `averages` are the code of means, if any, and the bytes of a line."""
+    numbers, (mean_code, line_bytes) = np.concatenate(places), averages
     chunks = threads() if moved >= SMALL_BYTES else 1
-    items = len(forms) * chunks
-    written = caches if direction == STORE else packed
-    stream = moved >= STREAM_BYTES and all(map(aligned, written))
-    averages = mean(element).address if element else 0
+    items = len(places) * chunks
     workers = items if chunks > 1 else 1
     task = TASK.filled({
-        "rows_code": rows(direction, MOVES[unit], MOVES[unit], stream=stream).address, "mean_code": averages,
-        "chunks": chunks, "items": items, "workers": workers,
+        "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
         "sides": address(numbers), "side_bytes": SIDE.dtype.itemsize,
         "pieces": address(pieces), "starts": address(starts), "count": len(pieces),
         "block_size": block_size, "lines": 0,
     })  # fmt: skip
-    walk = code()
+    walk = code_of_walk()
 
     def run():
-        if averages:
+        if mean_code:
             task[TASK.at["lines"]] = lines.at_least(items * line_bytes)
         share_out(walk, workers, address(task))
 
-    return Launch(numbers, {}, run, alive=(*packed, *caches, pieces, starts))
+    return Launch(numbers, {}, run, alive=(*arrays, pieces, starts))
 
 
 def encode(side, pieces):
@@ -200,13 +205,7 @@ def encode(side, pieces):
         "stores": 1, "cells": 0 if cells is None else address(cells), "cell_block": block, "cell_row": row,
         **ends,
     })  # fmt: skip
-    workers = threads() if tokens.nbytes >= SMALL_BYTES else 1
-    kernel, records = compiled(workers > 1), numbers.view(SIDE.dtype)
-
-    def run():
-        kernel(code, 0, workers, pieces, starts, records, block_size, 0)
-
-    return Launch(numbers, {}, run, alive=(tokens, pool, cells))
+    return moving([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, cells))
 
 
 def row_form(packed, cache):
