@@ -7,13 +7,12 @@ import os
 import sys
 
 LONG = {  # by function: (what is compiled, seconds for it and what follows on a core of 2024)
-    "kvkit.cpu.attend.schedule": ("attention", 14),
-    "kvkit.cpu.attend.work": ("attention", 12),
-    "kvkit.cpu.transfer.walk": ("the walk over a cache", 2),
+    "kvkit.cpu.attend.schedule": ("attention", 7),
+    "kvkit.cpu.attend.work": ("attention", 6),
     "kvkit.cpu.rows.quantized_panels.<locals>.transfer": ("a store of codes", 2),
-    "kvkit.checks.scan.scan": ("checks of index tensors", 3),
-    "kvkit.checks.slots.plain": ("checks of slots", 3),
-    "kvkit.checks.slots.compressed": ("checks of slots", 3),
+    "kvkit.checks.scan.scan_rows": ("checks of index tensors", 2),
+    "kvkit.checks.slots.plain_pass": ("checks of slots", 2),
+    "kvkit.checks.slots.compressed_pass": ("checks of slots", 2),
 }
 TOLD: set[str] = set()
 

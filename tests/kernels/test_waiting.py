@@ -25,7 +25,7 @@ def test_a_terminal_is_told_once(monkeypatch):
     terminal = stderr(monkeypatch, Terminal())
     for function in ("kvkit.cpu.attend.schedule", "kvkit.cpu.attend.work", "kvkit.cpu.attend.quick"):
         waiting.tell(function, "znver4")
-    assert terminal.getvalue() == "kvkit: compiling attention for znver4, once, about 14 s\n"
+    assert terminal.getvalue() == "kvkit: compiling attention for znver4, once, about 7 s\n"
 
 
 @pytest.mark.parametrize("opened", [Terminal(), io.StringIO(), None], ids=["quiet", "a file", "no console"])
