@@ -44,7 +44,8 @@ def task(query, out, lse, context, page_size, decoding, weights):
         weights.apart, *weights.mask,
         decoding, weights.causal, weights.alibi, weights.left, weights.right,
         bits(weights.scale), bits(weights.softcap), page_size,
-        context.heads, query.shape[-2] // context.heads, context.dim, context.value_dim, context.group or context.dim, 0,
+        context.heads, query.shape[-2] // context.heads, context.dim, context.value_dim,
+        context.group or context.dim, 0,
         *[0] * 12,
     )  # fmt: skip
     return Task._make(map(int, numbers))
