@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvkit.formats import BY_NAME
+from kvkit.formats.elements import BLOCKS, FLOATS8
 from kvkit_cuda.ground import device
 from kvkit_cuda.moves import chunks, transfer
 
@@ -20,6 +22,20 @@ VARIANTS = [
     for direction in ("store", "load")
     for span in (lambda f: chunks.widest(f[0], f[1]), lambda f: chunks.smallest(f[1]))
 ]
+VARIANTS += [
+    (direction, packed, stored, cell, span, given)
+    for stored, cell, given, span in (
+        ("e4m3", None, False, 8), ("e5m2", None, False, 1), ("e4m3", "float32", False, 8),
+        ("e4m3", "float32", True, 8), ("e5m2", "float16", True, 1),
+    )
+    for packed in ("float16", "bfloat16")
+    for direction in ("store", "load")
+] + [
+    (direction, packed, stored, None, 32, False)
+    for stored in ("q8_0", "q4_0")
+    for packed in ("float16", "float32")
+    for direction in ("store", "load")
+]  # fmt: skip
 # Each function of each format once, in each chunk size.
 QUICK = [
     ("store", "float32", "float16", None, 4),
@@ -29,6 +45,8 @@ QUICK = [
     ("store", "bfloat16", "int4", "float16", 2),
     ("load", "float16", "int4", "bfloat16", 8),
     ("load", "float32", "int8", "float16", 1),
+    ("store", "float16", "e4m3", "float32", 8, True),
+    ("store", "float16", "q4_0", None, 32, False),
 ]
 REGISTERS = 80  # of a thread: three blocks of 256 threads share a multiprocessor
 
@@ -59,20 +77,20 @@ def assemble(ptx, capability, folder):
 
 
 def check(variant, folder, capabilities):
-    direction, packed, stored, cell, span = variant
+    direction, packed, stored, cell, span, *_ = variant
     texts = device.ptx(transfer.walk(*variant), transfer.SIGNATURE, capabilities)
     for text, capability in zip(texts, capabilities, strict=True):
         assert ".target sm_{}{}\n".format(*capability) in text
         assert ".f64" not in text
         assert not re.search(r"\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
-        if span == chunks.widest(packed, stored):
+        if span == chunks.widest(packed, stored) and not BY_NAME[stored].block:
             sides = (packed, stored) if direction == "store" else (stored, packed)
             for side, access in zip(sides, ("ld.global.nc", "st.global"), strict=True):
                 if chunks.access(side, span)[0] == 16:
                     assert re.search(access.replace(".", r"\.") + r"\.v(2\.\w64|4\.\w32)", text)
         if cell and direction == "store":
             assert "div.rn.f32" in text
-            assert "shfl.sync.bfly" in text
+            assert variant[-1] is True or "shfl.sync.bfly" in text
         frame, registers = assemble(text, capability, folder)
         assert frame == [0, 0, 0]
         assert registers <= REGISTERS
@@ -92,6 +110,6 @@ def test_every_other_kernel(variant, tmp_path, capabilities):
 
 def test_all_variants_are_known():
     """A format that is new to the package is new to these tests."""
-    assert len(set(VARIANTS)) == len(VARIANTS) == 2 * 2 * (10 + 18)
-    assert set(chunks.ENCODE) == set(FLOATS)
-    assert {name for variant in VARIANTS for name in variant[1:3]} == set(chunks.DECODE)
+    assert len(set(VARIANTS)) == len(VARIANTS) == 2 * 2 * (10 + 18) + 2 * 2 * 5 + 2 * 2 * 2
+    assert set(chunks.ENCODE) == {*FLOATS, *map(str, FLOATS8)}
+    assert {name for variant in VARIANTS for name in variant[1:3]} == {*chunks.DECODE, *map(str, BLOCKS)}

@@ -11,7 +11,8 @@ import sys
 import kvkit
 
 DEVICE = (
-    "ascend", "ascend_attention", "attention", "cache", "decode", "outputs", "positions", "prefill", "scan",
+    "ascend", "ascend_attention", "attention", "cache", "decode", "formats", "outputs", "paged", "positions",
+    "prefill", "scan",
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
 SHARED = (
@@ -29,6 +30,8 @@ MACHINE = {
     "test_device_ascend": [r"test_arrays_of_the_device.*interface"],
     "test_device_attention": [r"test_what_weighs_keys.*plain"],
     "test_device_decode": [r"test_contexts.*100-fp16", r"test_groups_of_copies"],
+    "test_device_formats": [],
+    "test_device_paged": [],
     "test_device_positions": [r"test_rotary_in_place"],
     "test_device_prefill": [r"test_product", r"matrices", r"rounded", r"powers", r"test_causal.*40-fp16"],
     "test_device_scan": [r"test_rows_that_look_wrong_but_are_legal"],

@@ -1,0 +1,109 @@
+"""`kvkit_cuda.paged_attention`, `paged_append` and `swap_blocks`: against loops, and the CPU's bytes."""
+
+import doctest
+
+import numpy as np
+import pool_scenes
+import pytest
+from attention_scenes import TOLERANCE, assert_near
+from device_arrays import Array, contents
+from test_paged_append import any_bits, bytes_of
+from test_paged_append import scene as append_scene
+from test_paged_attention import EXTRAS, Scene, mask_of
+
+import kvkit
+import kvkit_cuda
+
+# Values that have rows of their own; elements apart; what tensor cores would take.
+QUICK = "shared pages", "content apart"
+ENGINES = [
+    engine if engine in QUICK else pytest.param(engine, marks=pytest.mark.slow)
+    for engine in pool_scenes.ENGINES
+]
+SMALL = {"lengths": (5, 0, 9), "queries": (1, 2, 3), "dim": 8}
+
+
+def check(scene, **more):
+    """Near the loops; pools keep their bytes."""
+    before = bytes_of(scene.pools)
+    output, lse = scene.expected()
+    results = kvkit_cuda.paged_attention(**scene.arguments | more, return_lse=True)
+    assert_near(contents(results[0]), output, TOLERANCE[str(scene.query.dtype)])
+    assert_near(contents(results[1]), lse, 2e-5, "lse")
+    assert bytes_of(scene.pools) == before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines(engine, rng):
+    check(Scene(rng, engine, **SMALL, value_dim=4))
+
+
+@pytest.mark.parametrize(
+    "extra", ["scales of sequences", *(pytest.param(each, marks=pytest.mark.slow) for each in EXTRAS)]
+)
+def test_extras_over_arrays_of_the_device(extra, rng):
+    """Index tensors and numbers of heads are read; one pool is given once."""
+    more = dict(EXTRAS[extra])
+    more |= {name: more[name][[0, 2, 4]] for name in more if np.ndim(more[name]) == 2}
+    if "scales" in extra:
+        more |= {"alibi_slopes": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)}
+    scene = Scene(rng, "FlashInfer", "fp16", (5, 0, 9), (1, 2, 3), **more)
+    if extra == "all":
+        scene.more["attn_mask"] = mask_of(rng, scene, np.float32, 4)
+    names = "query", "block_tables", "context_lens", "key_scale", "alibi_slopes", "sinks", "attn_mask"
+    given = {n: Array(v) for n, v in scene.arguments.items() if n in names and isinstance(v, np.ndarray)}
+    check(scene, key_cache=Array(scene.pools.memory[0]), value_cache=None, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [("fp16", "fp32"), ("fp32", "bf16")], ids="-".join)
+def test_queries_of_another_type(pair, rng):
+    scene = Scene(rng, "flash-attn", pair[1], (20, 30), (1, 12), query_dtype=pair[0])
+    check(scene)
+    values = scene.pools.given[1].astype(scene.query.dtype)
+    scene.pools.given, scene.pools.values = (scene.pools.given[0], values), values
+    check(scene)
+
+
+@pytest.mark.slow
+def test_codes_with_their_scales(rng):
+    """Products are not rounded, though tensor cores would."""
+    codes = rng.integers(-127, 128, (2, 5, 4, 2, 32), np.int8)
+    scales = rng.uniform(0.001, 0.02, (2, 5, 4, 2, 2)).astype(np.float16)
+    given = {"key_cache": codes[0], "value_cache": codes[1]}
+    given |= {"block_tables": [[3, 1], [0, 4]], "context_lens": [7, 8], "query_starts": [0, 1, 4]}
+    given |= {"query": rng.standard_normal((4, 4, 32)).astype(np.float16)}
+    given |= {"key_scale": scales[0], "value_scale": scales[1]}
+    assert_near(kvkit_cuda.paged_attention(**given), kvkit.paged_attention(**given), 2e-3)
+
+
+@pytest.mark.parametrize("engine", ["shared pages", "FlashInfer", "content apart"])
+def test_appends(engine, rng):
+    """The bytes that the CPU writes, and no byte else."""
+    pools, new, slots = append_scene(rng, engine)
+    before = [memory.copy() for memory in pools.memory]
+    kvkit.paged_append(*new, *pools.given, slots, layout=pools.layout)
+    expected = bytes_of(pools)
+    for memory, old in zip(pools.memory, before, strict=True):
+        memory[...] = old
+    assert kvkit_cuda.paged_append(*new, *pools.given, slots, layout=pools.layout) == pools.given
+    assert bytes_of(pools) == expected
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6,), (6, 2, 3, 2, 4)])
+def test_blocks_from_cache_to_cache(shape, rng):
+    """From the host to the device, into memory with gaps."""
+    source, memory = any_bits(rng, shape, np.float32), any_bits(rng, (8, *shape[1:]), np.float32)
+    expected, pairs, target = memory.copy(), np.array([[5, 0], [2, 3], [5, 1]]), Array(memory[::2])
+    expected[::2][pairs[:, 1]] = source[pairs[:, 0]]
+    assert kvkit_cuda.swap_blocks(source, target, pairs) is target
+    assert memory.tobytes() == expected.tobytes()
+    assert kvkit_cuda.swap_blocks(source, source, [[0, 5]]) is source
+    assert source[5].tobytes() == source[0].tobytes()
+
+
+def test_the_examples_run():
+    for operator in (kvkit_cuda.paged_attention, kvkit_cuda.paged_append, kvkit_cuda.swap_blocks):
+        examples = doctest.DocTestFinder().find(operator, operator.__name__, globs={})
+        for example in examples:
+            assert doctest.DocTestRunner().run(example).failed == 0
