@@ -29,7 +29,7 @@ def table(study):
     lines += ["|---|--:|--:|--:|--:|--:|--:|"]
     for one in study.summary:
         errors = one.key_error, one.value_error, one.worst_error, one.output_error, one.top_changed
-        words = f"`{one.scheme}`", f"{one.bits:.2f}", *(f"{100 * error:.1f} %" for error in errors)
+        words = f"`{one.scheme}`", f"{one.bits:.2f}", *(f"{error:.1%}" for error in errors)
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join([*lines, ""])
 
@@ -52,6 +52,7 @@ def pictures(study):
         ROOT / "docs" / "pictures" / f"study-{name}-{page}.svg": text
         for page in ("light", "dark")
         for name, text in plots.pictures(study, page).items()
+        if name != "errors"  # which is too wide for a page
     }
 
 

@@ -49,6 +49,9 @@ def test_there_is_a_site():
         "search.html",
         "concepts.html",
         "reference/kvkit.html",
+        "reference/kvkit.tools.html",
+        "tools/study.html",
+        "tutorials/bring_up.html",
         "specifications/pmx.html",
     ):
         assert name in PAGES
@@ -65,12 +68,13 @@ def test_every_page_loads(page):
                 assert picture["right"] <= page.viewport_size["width"], (name, picture)
 
 
+@pytest.mark.parametrize(("name", "count"), [("concepts", 7), ("tools/study", 2)])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_pictures_are_of_the_theme(page, theme):
+def test_pictures_are_of_the_theme(page, theme, name, count):
     page.emulate_media(color_scheme=theme)
-    page.goto((SITE / "concepts.html").as_uri())
+    page.goto((SITE / f"{name}.html").as_uri())
     shown = [each["name"].rpartition("/")[2] for each in page.evaluate(SEEN) if each["shown"]]
-    assert len(shown) >= 5
+    assert len(shown) == count
     assert all(name.endswith(f"-{theme}.svg") for name in shown)
 
 
