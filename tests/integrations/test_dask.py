@@ -258,9 +258,12 @@ def test_a_save_that_fails_leaves_the_last_one(rng, client, tmp_path, monkeypatc
         steps(cache, copy.deepcopy(other), rng, np.float32, tokens=(8,))
         cache.restore(tmp_path)
         steps(cache, other, rng, np.float32, tokens=(2, 1))
-    with ShardedCache(client, 1, HEADS, DIM, format="float32") as cache:
-        with pytest.raises(KvkitError, match=r": expected a cache of "):
-            cache.restore(tmp_path)
+    expected = r": expected a cache of "
+    with (
+        ShardedCache(client, 1, HEADS, DIM, format="float32") as cache,
+        pytest.raises(KvkitError, match=expected),
+    ):
+        cache.restore(tmp_path)
 
 
 def test_no_room_leaves_the_cache_as_it_was(rng, client):
