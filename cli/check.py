@@ -1,29 +1,32 @@
 """`kvkit check`: what cannot be right in a file of tables, slots and caches."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
 
+from kvkit.errors import KvkitError
 from kvkit.tools import check as look
-from kvkit_cli import show
+from kvkit_cli import clusters, show
 
 PATH = click.Path(path_type=Path, readable=False)
 COLOURS = {"error": "red", "warning": "yellow"}
 
 
 @click.command()
-@click.argument("source", metavar="FILE", type=PATH)
-@click.argument("after", metavar="[AFTER]", type=PATH, required=False)
+@click.argument("sources", metavar="FILE...", type=PATH, nargs=-1, required=True)
+@click.option("--after", metavar="FILE", type=PATH, help="The caches after a call, of one FILE.")
 @click.option("--layout", metavar="LINE", help="The line or name of the layout that the cache lies in.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@clusters.on_cluster
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: of several files, by their names.")
 @click.pass_context
-def check(ctx, source, after, layout, as_json):
+def check(ctx, sources, after, layout, dask, as_json):
     """Say what cannot be right in page tables, slots, layouts, scales and data.
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
     page_size; slot_mapping, slot_sequences, slot_positions; key_cache, value_cache, key_scale, value_scale.
-    AFTER holds the caches after a call, of which only the rows of its slot_mapping may have changed.
+    Of the caches of --after only the rows of its slot_mapping may have changed.
 
     The exit code is 1 if there is an error among the findings, 0 if there are warnings or none.
 
@@ -31,13 +34,30 @@ def check(ctx, source, after, layout, as_json):
     Examples:
       kvkit check step.npz
       kvkit check pool.npz --layout vllm-lbnhc
-      kvkit check before.npz after.npz --json
+      kvkit check before.npz --after after.npz --json
+      kvkit check dumps/*.npz --dask local
     """
-    found = look(source, after, layout=layout)
+    if after is not None and len(sources) > 1:
+        raise KvkitError(f"--after {after}: expected one FILE before it, got {len(sources)}")
+    several, wrong, said = len(sources) > 1, False, {}
+    screen = show.console()
+    with clusters.mapper(dask) as mapper:
+        for name, found in zip(sources, mapper(partial(one_file, after, layout), sources), strict=True):
+            wrong = wrong or bool(found.errors)
+            said[str(name)] = found
+            if as_json:
+                continue
+            if several:
+                screen.print(f"{name}:", style="bold", soft_wrap=True)
+            for line in str(found).splitlines():
+                screen.print(line, style=COLOURS.get(line.partition(" ")[0]), soft_wrap=True)
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
-    else:
-        screen = show.console()
-        for line in str(found).splitlines():
-            screen.print(line, style=COLOURS.get(line.partition(" ")[0]), soft_wrap=True)
-    ctx.exit(1 if found.errors else 0)
+        whole = {name: found.to_dict() for name, found in said.items()}
+        click.echo(json.dumps(whole if several else next(iter(whole.values())), indent=2))
+    ctx.exit(1 if wrong else 0)
+
+
+def one_file(after, layout, source):
+    """What is found in a file."""
+    with clusters.naming(source):
+        return look(source, after, layout=layout)

@@ -1,6 +1,8 @@
 """`kvkit convert`: a cache from layout to layout, from file to file."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -8,14 +10,14 @@ import click
 from kvkit import files, tools
 from kvkit.errors import KvkitError
 from kvkit.files.paths import check_target
-from kvkit_cli import show, watch
+from kvkit_cli import clusters, show, watch
 from kvkit_cli.pairs import sizes_of
 
 PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
 
 
 @click.command()
-@click.argument("source", metavar="IN", type=PATH)
+@click.argument("sources", metavar="IN...", type=PATH, nargs=-1, required=True)
 @click.argument("target", metavar="OUT", type=PATH)
 @click.option("--from", "before", metavar="NAME", help="The layout of IN, if it does not say its own.")
 @click.option("--to", "after", metavar="NAME", required=True, help="The layout of OUT: see kvkit layouts.")
@@ -23,47 +25,71 @@ PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong wit
 @click.option("--page-size", metavar="N|longest", help="New pages for all sequences.")
 @click.option("--tables", metavar="FILE", type=PATH, help="Page tables, if they are not in IN.")
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@clusters.on_cluster
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: of several files, by their names.")
 @click.option("--quiet", is_flag=True, help="Print nothing.")
-def convert(source, target, before, after, sizes, page_size, tables, verify, as_json, quiet):
+def convert(sources, target, before, after, sizes, page_size, tables, verify, dask, as_json, quiet):
     """Move a cache from layout to layout, bit for bit.
 
     IN is any file that `kvkit inspect` reads; its cache is the array cache, or arrays cache.0, cache.0.1 and
-    so on where its layout has lists. OUT is a .npz, .npy or .safetensors file, whole or untouched. Rows stay
-    where they are, unless --page-size makes new pages of the sequences that tables tell (block_tables and
-    context_lens, or kv_indptr, kv_indices and kv_last_page_len, or cells of llama.cpp; without tables a
-    sequence for each b); one page for each if it is longest.
+    so on where its layout has lists. OUT is a .npz, .npy or .safetensors file, whole or untouched; of several
+    IN it is a folder that exists. Rows stay where they are, unless --page-size makes new pages of the
+    sequences that tables tell (block_tables and context_lens, or kv_indptr, kv_indices and kv_last_page_len,
+    or cells of llama.cpp; without tables a sequence for each b); one page for each if it is longest.
 
     \b
     Examples:
       kvkit convert prompt.safetensors pool.npz --to vllm-lbnhc --page-size 16
       kvkit convert pool.npz old.npz --from vllm-lbnhc --to vllm-flash-attention --verify
+      kvkit convert dumps/*.npz converted --to hf --dask local
     """
-    check_target(target)
-    if target.suffix not in files.WRITTEN:
-        raise KvkitError(f"{target}: a cache is written as {', '.join(files.WRITTEN)}: give such a name")
-    if source.exists() and target.exists() and target.samefile(source):
-        raise KvkitError(f"{target}: OUT is IN: give another name")
+    targets = targets_of(sources, target)
+    options = {"from_layout": before, "to_layout": after, "sizes": sizes_of(sizes), "verify": verify}
+    options |= {"page_size": pages_of(page_size), "tables_from": tables}
+    with clusters.mapper(dask) as mapper:
+        work = partial(one_file, options=options, quiet=quiet, alone=dask is None)
+        said = {}
+        for source, done in zip(sources, mapper(work, sources, targets), strict=True):
+            said[str(source)] = done.to_dict()
+            if not quiet and not as_json:
+                click.echo(f"{source}: {done}" if len(sources) > 1 else str(done))
+    if as_json and not quiet:
+        click.echo(json.dumps(said if len(sources) > 1 else said[str(sources[0])], indent=2))
+
+
+def targets_of(sources, target):
+    """Where each file goes; all names are looked at before one is written."""
+    targets = [target]
+    if len(sources) > 1 or target.is_dir():
+        if not target.is_dir():
+            raise KvkitError(f"{target}: no folder: of several IN, OUT is a folder that exists")
+        targets = [
+            target / (source.name if source.suffix in files.WRITTEN else f"{source.name}.npz")
+            for source in sources
+        ]
+    for source, one in zip(sources, targets, strict=True):
+        check_target(one)
+        if one.suffix not in files.WRITTEN:
+            raise KvkitError(f"{one}: a cache is written as {', '.join(files.WRITTEN)}: give such a name")
+        if source.exists() and one.exists() and one.samefile(source):
+            raise KvkitError(f"{one}: OUT is IN: give another name")
+        if targets.count(one) > 1:
+            raise KvkitError(f"{one}: two IN have this name: convert them one by one")
+    return targets
+
+
+def one_file(source, target, options, quiet, alone):
+    """Convert a file; `alone` in this process, which says so, and watches what it reads."""
     contents = files.read(source)
     total = sum(array.nbytes for array in contents.arrays.values())
-    with watch.watched(source, contents.mapped):
+    quiet = quiet or not alone
+    with clusters.naming(source), watch.watched(source, contents.mapped if alone else None):
         with show.progress(f"moving {source.name}", total, quiet) as advance:
-            done = tools.convert(
-                contents,
-                None,
-                from_layout=before,
-                to_layout=after,
-                sizes=sizes_of(sizes),
-                page_size=pages_of(page_size),
-                tables_from=tables,
-                verify=verify,
-                progress=stepwise(advance),
-            )
+            done = tools.convert(contents, None, **options, progress=stepwise(advance))
         watch.check(source, contents.mapped)
         with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
             files.write(target, done.arrays, done.description, advance=advance)
-    if not quiet:
-        click.echo(json.dumps(done.to_dict(), indent=2) if as_json else str(done))
+    return replace(done, arrays={})
 
 
 def pages_of(text):

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvkit.tools import diff as compare
-from kvkit_cli import show
+from kvkit_cli import clusters, show
 
 PATH = click.Path(path_type=Path, readable=False)
 
@@ -22,9 +22,10 @@ PATH = click.Path(path_type=Path, readable=False)
 @click.option("--rtol", type=float, default=0.0, help="And so far, as a share of what is expected.")
 @click.option("--ulp", type=int, default=0, help="Or so many numbers of their type.")
 @click.option("--plot", metavar="FILE", type=PATH, help="Draw a map of differences, tokens by heads.")
+@clusters.on_cluster
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def diff(ctx, a, b, as_json, **options):
+def diff(ctx, a, b, as_json, dask, **options):
     """Say where two caches or outputs differ, and why.
 
     A holds what is expected, B what came: arrays of equal names, or caches in layouts of their own. Each
@@ -39,8 +40,11 @@ def diff(ctx, a, b, as_json, **options):
       kvkit diff expected.npz device.npz --like inputs.npz --plot map.png
     """
     total = a.stat().st_size if a.is_file() else 0
-    with show.progress(f"comparing {a.name}", total, quiet=as_json) as advance:
-        found = compare(a, b, advance=advance, **options)
+    with (
+        clusters.mapper(dask) as mapper,
+        show.progress(f"comparing {a.name}", total, quiet=as_json or dask is not None) as advance,
+    ):
+        found = compare(a, b, advance=advance, mapper=mapper, **options)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2))
     else:

@@ -123,10 +123,10 @@ def steps(what, total, quiet=False):
 
 
 @contextlib.contextmanager
-def counted(what):
+def counted(what, quiet=False):
     """A function to call with how many steps of how many are done: a bar, on a terminal."""
     screen = console(stderr=True)
-    if not screen.is_terminal:
+    if quiet or not screen.is_terminal:
         yield None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

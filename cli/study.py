@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvkit import tools
-from kvkit_cli import show
+from kvkit_cli import clusters, show
 from kvkit_cli.pairs import sizes_of
 
 SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
@@ -20,8 +20,9 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 )
 @click.option("--layout", metavar="NAME", help="How the cache lies, if the file does not say so.")
 @click.option("--sizes", metavar="AXIS=N,...", help="Lengths of axes that shapes do not tell: h=8.")
+@clusters.on_cluster
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def study(file, schemes, output, layout, sizes, as_json):
+def study(file, schemes, output, layout, sizes, dask, as_json):
     """Compare schemes of quantization on the keys and values of a file, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps a rotation behind a plus
@@ -32,8 +33,9 @@ def study(file, schemes, output, layout, sizes, as_json):
       kvkit study cache.safetensors -o report
       kvkit study pool.npy --layout vllm-lbnhc --sizes c=64 --schemes "fp8,int4:g32"
     """
-    with show.counted("layers and schemes") as progress:
-        found = tools.study(file, schemes, layout=layout, sizes=sizes_of(sizes), progress=progress)
+    options = {"layout": layout, "sizes": sizes_of(sizes)}
+    with clusters.mapper(dask) as mapper, show.counted("layers", quiet=dask is not None) as progress:
+        found = tools.study(file, schemes, **options, progress=progress, mapper=mapper)
     if output:
         for path in found.save(output):
             click.echo(path, err=True)

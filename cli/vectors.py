@@ -7,7 +7,7 @@ import click
 from rich.progress import Progress
 
 from kvkit.tools import vectors as tools
-from kvkit_cli import show
+from kvkit_cli import clusters, show
 
 PATH = click.Path(path_type=Path, readable=False)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -67,11 +67,14 @@ def make(ctx, folder, as_json, **options):
 
 @vectors.command()
 @click.argument("folder", metavar="FOLDER", type=PATH)
+@clusters.on_cluster
 @AS_JSON
 @click.pass_context
-def verify(ctx, folder, as_json):
+def verify(ctx, folder, dask, as_json):
     """Check hashes, versions, missing and unlisted files; a pack without cases is wrong."""
-    said(ctx, tools.verify(folder), as_json)
+    with clusters.mapper(dask) as mapper:
+        found = tools.verify(folder, mapper=mapper)
+    said(ctx, found, as_json)
 
 
 @vectors.command()

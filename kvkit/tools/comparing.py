@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvkit.tools import counting
 from kvkit.tools.case import stacked
 from kvkit.tools.causes import Cause, Trial, tried
 from kvkit.tools.checking import arrays_of
+from kvkit.tools.tasks import Made, Mapper
 
 NAMES = {"l": "layer", "kv": "side", "b": "page", "n": "position", "h": "head", "c": "element"}
 BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
@@ -140,6 +142,7 @@ def diff(
     ulp: int = 0,
     plot: str | os.PathLike | None = None,
     advance: Any = None,
+    mapper: Mapper = map,
 ) -> Difference:
     """Compare two caches or outputs, and try to say why they differ.
 
@@ -163,6 +166,9 @@ def diff(
         Draw a map of the differing elements, tokens by heads, into this file (needs matplotlib).
     advance : callable, optional
         Told the number of bytes of every piece that is done.
+    mapper : callable
+        As `map`: calls a function for each array, perhaps elsewhere (`kvkit.integrations.dask.mapper`), where
+        files are opened again.
 
     Returns
     -------
@@ -182,8 +188,8 @@ def diff(
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = number("atol", atol), number("rtol", rtol), integer("ulp", ulp, 0)
-    one, two = (named_arrays(side, layout, sizes) for side, layout in ((a, layout_a), (b, layout_b)))
-    inputs = {} if like is None else arrays_of(like)
+    given = Made(sides, a, b, layout_a, layout_b, sizes, like)
+    one, two, _ = given.it
     result = Difference()
     common = [name for name in one if name in two]
     if not common:
@@ -193,26 +199,59 @@ def diff(
     for mine, other, side in ((one, two, "a"), (two, one, "b")):
         result.problems.extend(f"{name}: only in {side}" for name in mine if name not in other)
     maps = {}
-    for name in common:
-        expected, got = one[name], two[name]
-        if expected.shape != got.shape:
-            result.problems.append(f"{name}: expected shape {expected.shape}, got {got.shape}")
-            continue
-        letters = letters_of(expected, axes, layout_a is not None)
-        found, counts = compared(name, letters, expected, got, tolerances, advance)
-        object.__setattr__(result, "compared", result.compared + expected.nbytes)
-        if found is None:
-            continue
-        result.arrays.append(found)
-        maps[name] = counts, letters
-        if expected.dtype != got.dtype:
-            result.notes.append(f"{name}: {expected.dtype} against {got.dtype}: no cause was tried")
-            continue
-        result.causes.extend(causes_of(name, letters, one, two, inputs, found, result.notes))
+    here = advance if mapper is map else None  # elsewhere pieces are not heard of, only arrays
+    letters = [letters_of(one[name], axes, layout_a is not None) for name in common]
+    work = partial(one_array, given, tolerances=tolerances, drawn=plot is not None, advance=here)
+    for found in mapper(work, common, letters):
+        result.problems.extend(found.problems)
+        result.arrays.extend(found.arrays)
+        result.causes.extend(found.causes)
+        result.notes.extend(found.notes)
+        object.__setattr__(result, "compared", result.compared + found.bytes)
+        maps.update(found.maps)
+        if advance is not None and here is None:
+            advance(found.bytes)
     result.causes.sort(key=lambda cause: -cause.explained / cause.differing)
     if plot is not None and maps:
         draw(plot, maps)
     return result
+
+
+def sides(a, b, layout_a, layout_b, sizes, like):
+    """Arrays by name of both sides, and inputs."""
+    one, two = (named_arrays(side, layout, sizes) for side, layout in ((a, layout_a), (b, layout_b)))
+    return one, two, {} if like is None else arrays_of(like)
+
+
+@dataclass(frozen=True)
+class ComparedArray:
+    """What came of an array: its part of a `Difference`; counts of rows, if they are drawn."""
+
+    bytes: int = 0
+    arrays: list[ArrayDifference] = field(default_factory=list)
+    causes: list[Cause] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    maps: dict[str, Any] = field(default_factory=dict)
+
+
+def one_array(given: Made, name: str, letters: Any, tolerances: Any, drawn: bool, advance: Any):
+    """Compare an array of both sides, and look for causes."""
+    one, two, inputs = given.it
+    expected, got = one[name], two[name]
+    if expected.shape != got.shape:
+        return ComparedArray(problems=[f"{name}: expected shape {expected.shape}, got {got.shape}"])
+    found, counts = compared(name, letters, expected, got, tolerances, advance)
+    if found is None:
+        return ComparedArray(expected.nbytes)
+    notes: list[str] = []
+    if expected.dtype != got.dtype:
+        notes.append(f"{name}: {expected.dtype} against {got.dtype}: no cause was tried")
+        causes = []
+    else:
+        causes = causes_of(name, letters, one, two, inputs, found, notes)
+    maps = {name: (counts, letters)} if drawn else {}
+    return ComparedArray(expected.nbytes, [found], causes, notes=notes, maps=maps)
 
 
 def named_arrays(source, layout, sizes):

@@ -114,6 +114,8 @@ def test_out_of_blocks_leaves_the_storage_alone(rng):
         ({"quant_bit": 4, "quant_group": 1}, "quant_group"),
         ({"quant_bit": 8, "quant_group": 0}, "quant_group"),
         ({"quant_bit": 8, "scale_dtype": np.int8}, "scale_dtype"),
+        ({"quant_format": "e4m3fn"}, "quant_format"),
+        ({"quant_format": "e4m3", "quant_bit": 8}, "quant_bit"),
         ({"cache_layout": 4}, "cache_layout"),
         ({"salt": "model"}, "salt"),
     ],
@@ -136,7 +138,7 @@ def test_what_decides_the_first_hash():
     changes = [
         {}, {"page_size": 2}, {"num_layers": 2}, {"num_kv_heads": 1}, {"head_dim": 8}, {"quant_bit": 4},
         {"quant_bit": 0}, {"quant_group": 4}, {"scale_dtype": np.float32}, {"dtype": np.float32},
-        {"salt": b"model"},
+        {"salt": b"model"}, {"quant_bit": 0, "quant_format": "e4m3"},
     ]  # fmt: skip
     chains = [PagedCache(**{**usual, **change}).blocks.add().chain[0] for change in changes]
     assert len(set(chains)) == len(changes)

@@ -1,12 +1,15 @@
 """Rows of one length in a paged cache: what other caches do, in blocks."""
 
+import copy
+
 import attention_reference
 import numpy as np
 import pytest
 import reference
 from paged_scenes import P, numbered, refused
 
-from kvkit.cache import KVView, PagedCache
+from kvkit import formats
+from kvkit.cache import KVView, PagedCache, load
 
 
 def normal(rng, *shape, dtype=np.float32):
@@ -49,6 +52,26 @@ def test_updates_give_all_tokens_back(layout, bit, rng):
 def stored(head):
     codes, scales = reference.quantize(head, 8, 8)
     return reference.dequantize(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "q8_0"])
+def test_formats_with_their_scales_inside(name, rng, tmp_path):
+    """What comes back is what numpy makes of the format; files, copies and forks keep it."""
+    cache = PagedCache(16, P, 1, 2, 32, np.float16, quant_format=name)
+    states = [normal(rng, 2, 2, 7, 32, dtype=np.float16) for _ in range(2)]
+    wanted = [
+        formats.decode(formats.encode(side.astype(np.float32), name), name).astype(np.float16)
+        for side in states
+    ]
+    for view, want in zip(cache.update(*states, 0), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(view), want)
+    cache.save(tmp_path / "cache.npz")
+    query = normal(rng, 2, 4, 1, 32, dtype=np.float16)
+    output = cache.attend(query, 0)
+    for again in (load(tmp_path / "cache.npz"), copy.deepcopy(cache)):
+        np.testing.assert_array_equal(again.attend(query, 0), output)
+    cache.select([1, 0])
+    np.testing.assert_array_equal(cache.layers[0].keys, wanted[0][[1, 0]])
 
 
 def test_views_become_arrays(rng):

@@ -139,11 +139,11 @@ def test_arrays_that_do_not_fit(name, change):
         attend(**given | change)
 
 
-def steps(cache, other, rng, dtype, tokens=(1, 1, 7, 1, 20, 1), options=({},), atol=2e-6):
+def steps(cache, other, rng, dtype, tokens=(1, 1, 7, 1, 20, 1), options=({},), atol=2e-6, batch=BATCH):
     """The same tokens through both caches; their outputs are compared."""
     for count in tokens:
-        key, value = (states(rng, LAYERS, BATCH, HEADS, count, DIM, dtype=dtype) for _ in range(2))
-        query = states(rng, LAYERS, BATCH, HEADS * GROUP, count, DIM, dtype=dtype)
+        key, value = (states(rng, LAYERS, batch, HEADS, count, DIM, dtype=dtype) for _ in range(2))
+        query = states(rng, LAYERS, batch, HEADS * GROUP, count, DIM, dtype=dtype)
         for i in range(LAYERS):
             cache.append(key[i], value[i], i)
             other.update(key[i], value[i], i)
@@ -155,11 +155,19 @@ def steps(cache, other, rng, dtype, tokens=(1, 1, 7, 1, 20, 1), options=({},), a
     assert cache.get_seq_length() == other.layers[0].get_seq_length()
 
 
-@pytest.mark.parametrize(("stored", "bits"), [("float32", 0), ("float16", 0), ("int8", 8)])
+FORMATS = {
+    "float32": {},
+    "float16": {},
+    "int8": {"quant_bit": 8},
+    "e4m3": {"quant_format": "e4m3"},
+}
+
+
+@pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("split", ["tokens", "heads"])
-def test_a_sharded_cache_is_a_paged_cache(rng, client, split, stored, bits):
-    dtype = np.dtype("float16" if bits else stored)
-    other = PagedCache(64, 4, *SIZES, dtype, quant_bit=bits)
+def test_a_sharded_cache_is_a_paged_cache(rng, client, split, stored):
+    dtype = np.dtype("float16" if FORMATS[stored] else stored)
+    other = PagedCache(64, 4, *SIZES, dtype, **FORMATS[stored])
     options = {}, {"window": (4, 0)}, {"sinks": np.ones(HEADS * GROUP, np.float32)}
     atol = 2e-6 if stored == "float32" else 4e-3
     with ShardedCache(
@@ -171,6 +179,28 @@ def test_a_sharded_cache_is_a_paged_cache(rng, client, split, stored, bits):
         cache.fork([1, 0])
         other.select([1, 0])
         steps(cache, other, rng, dtype, tokens=(1, 3), atol=atol)
+
+
+def test_a_shard_that_has_no_tokens_any_more(rng, client):
+    """Three rows go on as one; the shards that were emptied take the rows that there are then."""
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=16) as cache:
+        steps(cache, other, rng, np.float32, tokens=(11,))
+        for each in (cache, other):
+            each.crop(3)
+        cache.fork([1, 0, 1])
+        other.select([1, 0, 1])
+        assert [(each["tokens"], each["rows"]) for each in cache.about()] == [(3, 3), (0, 0), (0, 0)]
+        steps(cache, other, rng, np.float32, tokens=(1, 7, 1), batch=3)
+        cache.crop(0)
+        steps(cache, PagedCache(64, 4, *SIZES, np.float32), rng, np.float32, tokens=(5,), batch=1)
+
+
+def test_a_long_prompt_is_masked_in_pieces(rng, client, monkeypatch):
+    monkeypatch.setattr(parts, "MASK_BYTES", 512)
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=16) as cache:
+        steps(cache, other, rng, np.float32, tokens=(23, 9), options=({}, {"window": (5, 0)}))
 
 
 def test_masks_and_alibi_know_positions(rng, client):
@@ -211,6 +241,29 @@ def test_saved_and_loaded_on_other_workers(rng, client, tmp_path):
     with ShardedCache.load(client, tmp_path) as cache:
         assert cache.get_seq_length() == 5
         steps(cache, other, rng, np.float32, tokens=(1, 6))
+
+
+def test_a_save_that_fails_leaves_the_last_one(rng, client, tmp_path, monkeypatch):
+    """A shard that answers is not lost: the cache goes on, or back to what was saved."""
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=16) as cache:
+        steps(cache, other, rng, np.float32, tokens=(5,))
+        cache.save(tmp_path)
+        saved = sorted(tmp_path.rglob("*"))
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedCache, "save", lambda cache, path: path + 1)
+            with pytest.raises(KvkitError, match=r"^shard 0: expected to save, got TypeError"):
+                cache.save(tmp_path)
+        assert sorted(tmp_path.rglob("*")) == saved
+        steps(cache, copy.deepcopy(other), rng, np.float32, tokens=(8,))
+        cache.restore(tmp_path)
+        steps(cache, other, rng, np.float32, tokens=(2, 1))
+    expected = r": expected a cache of "
+    with (
+        ShardedCache(client, 1, HEADS, DIM, format="float32") as cache,
+        pytest.raises(KvkitError, match=expected),
+    ):
+        cache.restore(tmp_path)
 
 
 def test_no_room_leaves_the_cache_as_it_was(rng, client):
@@ -284,69 +337,92 @@ def test_two_clients_have_caches_of_their_own(rng, client):
         assert not errors
 
 
-def lost(cache, tmp_path, kill, call):
-    """A cache with tokens, saved; then a shard goes while `call` runs. The seconds until that is noticed."""
-    begin = time.monotonic()
-    kill()
-    with pytest.raises(
-        ShardError, match=r"^shard 1 (on|in) .*: expected an answer within .*; load the last save"
-    ):
-        call()
-    seconds = time.monotonic() - begin
-    with pytest.raises(KvkitError, match=r"^cache: expected one whose shards all answer"):
-        cache.crop(0)
-    return seconds
-
-
 def filled(cache, other, tmp_path):
+    """A cache with tokens that are saved, and a new one."""
     rng = np.random.default_rng(0)
     steps(cache, other, rng, np.float32, tokens=(9, 1))
     cache.save(tmp_path)
     return states(rng, BATCH, HEADS, 1, DIM)
 
 
+def lost(cache, call, *signals):
+    """A shard is stopped, and gets signals while `call` waits for it. The seconds until that is noticed."""
+    process = cache.about()[1]["process"]
+    os.kill(process, signal.SIGSTOP)  # so that all that follows is in the middle of the call
+    timers = [threading.Timer(0.3, os.kill, (process, each)) for each in signals]
+    for timer in timers:
+        timer.start()
+    begin = time.monotonic()
+    expected = r"^shard 1 (on|in) .*: expected an answer within .*; load the last save"
+    with pytest.raises(ShardError, match=expected):
+        call()
+    seconds = time.monotonic() - begin
+    for timer in timers:
+        timer.join()
+    with pytest.raises(KvkitError, match=r"^cache: expected one whose shards all answer"):
+        cache.crop(0)
+    os.kill(process, signal.SIGKILL)
+    return seconds
+
+
+def append(cache, new, folder):
+    """A long piece, more than a pipe takes of one who does not read."""
+    long = np.repeat(new, 4000, 2)
+    for layer_idx in range(LAYERS):
+        cache.append(long, long, layer_idx)
+    cache.save(folder)
+
+
 CALLED = {
-    "append and step": lambda cache, new, folder: [cache.append(new, new, 0), cache.attend(new, 0)],
+    "append": append,
+    "append and step": lambda cache, new, folder: [
+        cache.append(new, new, 0),
+        cache.attend(np.repeat(new, GROUP, 1), 0),
+    ],
     "step": lambda cache, new, folder: cache.attend(new, 1),
     "save": lambda cache, new, folder: cache.save(folder),
 }
+SMALL = {"format": "float32", "page_size": 4}
+PIPES = {"transport": "pipes", "timeout": 60}
 
 
 @pytest.mark.parametrize(
     "called",
-    [
-        pytest.param("save"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in CALLED if name != "save"),
-    ],
+    ["step", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLED if name != "step")],
 )
-def test_a_process_that_dies(called, tmp_path):
+def test_a_process_that_dies(called, tmp_path, client):
+    """It is named; the last save is whole, and goes on, here on other workers."""
     other = PagedCache(64, 4, *SIZES, np.float32)
-    options = {"transport": "pipes", "timeout": 60}
-    with ShardedCache(None, *SIZES, format="float32", page_size=4, shards=2, **options) as cache:
+    with ShardedCache(None, *SIZES, **SMALL, shards=2, num_blocks=4096, **PIPES) as cache:
         new = filled(cache, other, tmp_path)
-        process = cache.about()[1]["process"]
-        lost(
-            cache,
-            tmp_path,
-            lambda: os.kill(process, signal.SIGKILL),
-            lambda: CALLED[called](cache, new, tmp_path),
-        )
-    with ShardedCache.load(None, tmp_path, **options) as cache:
+        query = np.repeat(new, GROUP, 1)
+        given = query if called == "step" else new
+        assert lost(cache, lambda: CALLED[called](cache, given, tmp_path), signal.SIGKILL) < 59
+    assert len(list(tmp_path.iterdir())) == 2  # the last save, and sharded.json
+    with ShardedCache.load(client, tmp_path) as cache:
         steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1,))
 
 
-def test_a_process_that_stops_answering(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("called", ["append", "step"])
+def test_a_process_that_stops_answering(called, tmp_path):
     other = PagedCache(64, 4, *SIZES, np.float32)
-    options = {"transport": "pipes", "timeout": 60}
-    with ShardedCache(None, *SIZES, format="float32", page_size=4, shards=2, **options) as cache:
+    options = {"num_blocks": 4096, "transport": "pipes", "timeout": 20}
+    with ShardedCache(None, *SIZES, **SMALL, shards=2, **options) as cache:
         new = filled(cache, other, tmp_path)
+        given = np.repeat(new, GROUP, 1) if called == "step" else new
+        assert 20 <= lost(cache, lambda: CALLED[called](cache, given, tmp_path)) < 40
+
+
+@pytest.mark.slow
+def test_a_slow_worker_is_waited_for(rng, tmp_path):
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(None, *SIZES, **SMALL, shards=2, **PIPES) as cache:
+        filled(cache, other, tmp_path)
         process = cache.about()[1]["process"]
-        cache._transport.timeout = 0.3
-        seconds = lost(
-            cache, tmp_path, lambda: os.kill(process, signal.SIGSTOP), lambda: cache.attend(new, 0)
-        )
-        assert 0.3 <= seconds < 10
-        os.kill(process, signal.SIGKILL)
+        os.kill(process, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (process, signal.SIGCONT)).start()
+        steps(cache, other, rng, np.float32, tokens=(1, 5))
 
 
 @pytest.mark.slow
@@ -354,16 +430,10 @@ def test_a_process_that_stops_answering(tmp_path):
 @pytest.mark.parametrize("called", CALLED)
 def test_a_worker_that_dies(called, tmp_path, cluster):
     other = PagedCache(64, 4, *SIZES, np.float32)
-    with ShardedCache(cluster, *SIZES, format="float32", page_size=4, timeout=60) as cache:
+    with ShardedCache(cluster, *SIZES, **SMALL, num_blocks=4096, timeout=60) as cache:
         new = filled(cache, other, tmp_path)
-        process = cache.about()[1]["process"]
-        seconds = lost(
-            cache,
-            tmp_path,
-            lambda: os.kill(process, signal.SIGKILL),
-            lambda: CALLED[called](cache, new, tmp_path),
-        )
-        assert seconds < 61
+        given = np.repeat(new, GROUP, 1) if called == "step" else new
+        assert lost(cache, lambda: CALLED[called](cache, given, tmp_path), signal.SIGKILL) < 61
     with ShardedCache.load(cluster, tmp_path) as cache:
         steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1, 4))
 

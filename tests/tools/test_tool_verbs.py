@@ -73,7 +73,8 @@ def test_vectors(run, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["check", "nothing.npz"], ["check", "broken.npz"], ["check", "fine.npz", "a.npz"], ["check", "a.npz"],
+        ["check", "nothing.npz"], ["check", "broken.npz"], ["check", "a.npz"],
+        ["check", "fine.npz", "--after", "a.npz"],
         ["diff", "a.npz", "broken.npz"], ["diff", "a.npz", "nothing.npz"], ["diff", "a.npz", "fine.npz"],
         ["diff", "a.npz", "b.npz", "--layout-a", "colour"], ["diff", "a.npz", "b.npz", "--ulp", "-1"],
         ["vectors", "replay", "nothing"], ["vectors", "make", "."], ["vectors", "export", ".", "x"],

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Shard:
     def __init__(self, index, shards, interleave, sizes, threads=None):
         self.index, self.shards, self.interleave = index, shards, interleave
         self.threads = threads
-        self.cache = kvkit.cache.PagedCache(**sizes)
+        self.cache: Any = kvkit.cache.PagedCache(**sizes)
         self._positions = np.arange(0)
 
     def answer(self, method, arguments):

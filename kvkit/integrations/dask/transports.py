@@ -32,7 +32,7 @@ class Transport:
         Raises what a shard says, once all have answered, or `ShardError` if one does not.
         """
         end, waiting, found = time.monotonic() + self.timeout, {}, {}
-        lost: list[ShardError] = []
+        lost: list[KvkitError] = []
         for i, call in enumerate(calls):
             if call is not None:
                 with self._noticed(i, lost):
@@ -76,7 +76,7 @@ class Actors(Transport):
             client.submit(Shard, *each, actor=True, pure=False, workers=[worker])
             for each, worker in zip(arguments, where, strict=True)
         ]
-        lost: list[ShardError] = []
+        lost: list[KvkitError] = []
         self._shards = []
         for i, future in enumerate(self._futures):
             with self._noticed(i, lost):

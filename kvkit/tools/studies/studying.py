@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvkit.errors import KvkitError
 from kvkit.tools.studies import measures, report, sources
 from kvkit.tools.studies.schemes import listed
 from kvkit.tools.studies.words import WORST, cells, headings, worded
+from kvkit.tools.tasks import Made, Mapper
 from kvkit.tools.text import columns
 
 MOST = 60  # schemes in a text
@@ -138,6 +140,7 @@ def study(
     layout: str | None = None,
     sizes: Mapping[str, int] | None = None,
     progress: Callable[[int, int], object] | None = None,
+    mapper: Mapper = map,
 ) -> Study:
     """Compare schemes of quantization on the keys and values of a cache, layer by layer and head by head.
 
@@ -156,7 +159,10 @@ def study(
     sizes : mapping, optional
         Of the axes l, b, n, h, c that shapes do not tell.
     progress : callable, optional
-        Is told how many of how many steps are done.
+        Is told how many of how many layers are done.
+    mapper : callable
+        As `map`: calls a function for each layer, perhaps elsewhere (`kvkit.integrations.dask.mapper`),
+        where files are opened again.
 
     Returns
     -------
@@ -176,45 +182,68 @@ def study(
     >>> [(one.scheme, one.bits) for one in found.summary]
     [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
     """
-    wanted, given = listed(schemes), sources.opened(source, layout, sizes)
+    wanted, given = Made(listed, schemes), Made(sources.opened, source, layout, sizes)
+    names, count = [name for name, *_ in wanted.it], given.it.count
+    titles = [f"{given.it.name}, layer {i}" for i in range(count)]
+    layers: list[StudiedLayer] = []
+    for layer in mapper(partial(one_layer, given, wanted), titles, range(count)):
+        layers.append(layer)
+        if progress:
+            progress(len(layers), count)
+    rows = [row for layer in layers for row in layer.rows]
+    elements, tokens = sum(layer.elements for layer in layers), layers[-1].tokens
+    summary = []
+    for name in names:
+        bits = sum(layer.bits[name] for layer in layers)
+        totals = {side: np.zeros(2) for side in ("keys", "values")}
+        for layer in layers:
+            for side, pair in layer.sums[name].items():
+                totals[side] += pair
+        summary.append(summed(name, rows, bits / elements, bits / 8 / tokens, totals))
+    outliers = [row for layer in layers for row in layer.outliers]
+    channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
+    named = [layer.name for layer in layers]
+    return Study(
+        given.it.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, given.it.notes
+    )
+
+
+@dataclass(frozen=True)
+class StudiedLayer:
+    """What came of a layer: its part of a `Study`; by scheme bits that it stores, and squares of errors."""
+
+    name: str
+    heads: int
+    tokens: int
+    elements: int
+    outliers: list[Row]
+    channels: np.ndarray
+    rows: list[Row]
+    bits: dict[str, int]
+    sums: dict[str, dict[str, np.ndarray]]
+
+
+def one_layer(given: Made, wanted: Made, title: str, i: int) -> StudiedLayer:
+    """A layer under all schemes."""
+    layer, schemes = given.it.layer(i), wanted.it
     rows: list[Row] = []
     outliers: list[Row] = []
-    channels: list[Row] = []
-    names, heads, tokens, done = [], 0, 0, 0
-    bits = {name: 0 for name, *_ in wanted}
-    totals = {(name, side): np.zeros(2) for name, *_ in wanted for side in ("keys", "values")}
-    elements, steps = 0, given.count * (len(wanted) + 1)
-    with ThreadPoolExecutor(min(len(wanted) + 1, os.cpu_count() or 1)) as threads:
-        for i in range(given.count):
-            layer = given.layer(i)
-            names.append(layer.name)
-            heads, tokens = layer.key.heads, layer.key.tokens
-            elements += tokens * heads * (layer.key.dim + layer.value.dim)
-            about = threads.submit(
-                lambda pair: [measures.outliers(side) for side in pair], (layer.key, layer.value)
-            )
-            jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in wanted}
-            for side, (ratios, means) in zip(("keys", "values"), about.result(), strict=True):
-                outliers += [
-                    {"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)}
-                    for h, ratio in enumerate(ratios)
-                ]
-                if side == "keys":
-                    channels.append({"layer": layer.name, "means": means})
-            done += 1
-            for name, job in jobs.items():
-                found, stored, sums = job.result()
-                rows += [{"scheme": name, "layer": layer.name, **row} for row in found]
-                bits[name] += stored
-                for side, pair in sums.items():
-                    totals[name, side] += pair
-                done += 1
-                if progress:
-                    progress(done, steps)
-    summary = [
-        summed(name, rows, bits[name] / elements, bits[name] / 8 / tokens, totals) for name, *_ in wanted
-    ]
-    return Study(given.name, names, heads, tokens, summary, rows, outliers, channels, given.notes)
+    bits, sums = {}, {}
+    with ThreadPoolExecutor(min(len(schemes) + 1, os.cpu_count() or 1)) as threads:
+        about = threads.submit(lambda: [measures.outliers(side) for side in (layer.key, layer.value)])
+        jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in schemes}
+        (key_ratios, channels), (value_ratios, _) = about.result()
+        for side, ratios in (("keys", key_ratios), ("values", value_ratios)):
+            outliers += [
+                {"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)}
+                for h, ratio in enumerate(ratios)
+            ]
+        for name, job in jobs.items():
+            found, bits[name], sums[name] = job.result()
+            rows += [{"scheme": name, "layer": layer.name, **row} for row in found]
+    heads, tokens = layer.key.heads, layer.key.tokens
+    elements = tokens * heads * (layer.key.dim + layer.value.dim)
+    return StudiedLayer(layer.name, heads, tokens, elements, outliers, channels, rows, bits, sums)
 
 
 def one_scheme(
@@ -244,8 +273,8 @@ def summed(name: str, rows: list[Row], bits: float, bytes_per_token: float, tota
     sides = [row for row in own if row["side"] != "attention"]
     ends = [row["saturated"] for row in sides if row["saturated"] is not None]
     errors = {
-        side: float(np.sqrt(totals[name, side][0] / totals[name, side][1])) if totals[name, side][1] else 0.0
-        for side in ("keys", "values")
+        side: float(np.sqrt(wrongs / squares)) if squares else 0.0
+        for side, (wrongs, squares) in totals.items()
     }
     through = [row for row in own if row["side"] == "attention"]
     means = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvkit.dumps import MANIFEST
 from kvkit.errors import KvkitError
+from kvkit.tools.tasks import Mapper
 from kvkit.tools.vectors import packs
 
 
@@ -43,13 +45,15 @@ class Verified:
         return "\n".join([*self.problems, f"{len(self.problems)} problems"])
 
 
-def verify(folder: str | os.PathLike) -> Verified:
+def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     """Check a pack: version, hashes, no missing and no unlisted file, and at least one case.
 
     Parameters
     ----------
     folder : path
         Of the pack.
+    mapper : callable
+        As `map`: calls a function for each case, perhaps elsewhere (`kvkit.integrations.dask.mapper`).
 
     Returns
     -------
@@ -77,23 +81,33 @@ def verify(folder: str | os.PathLike) -> Verified:
     problems, listed = [], {(folder / MANIFEST).resolve()}
     if not cases:
         problems.append(f"{folder / MANIFEST}: no cases: an empty pack proves nothing")
-    for name in {case["name"] for case in cases if sum(case["name"] == other["name"] for other in cases) > 1}:
+    names = [case["name"] for case in cases]
+    for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{folder / MANIFEST}: case {name} is there twice")
-    for case in cases:
-        if not case["outputs"] and not case["after"]:
-            problems.append(f"{folder / MANIFEST}: case {case['name']} expects nothing")
-        for *_, entry in packs.entries(case):
-            try:
-                path = packs.inside(folder, entry["file"])
-                listed.add(path)
-                if not path.is_file():
-                    problems.append(f"{path}: missing")
-                elif packs.digest(path) != entry.get("sha256"):
-                    problems.append(f"{path}: its SHA-256 is not that of the manifest")
-                else:
-                    packs.array(folder, entry)
-            except KvkitError as error:
-                problems.append(str(error))
+    titles = [f"{folder}, case {name}" for name in names]
+    for paths, found in mapper(partial(one_case, folder), titles, cases):
+        listed.update(paths)
+        problems += found
     there = {path.resolve() for path in folder.rglob("*") if path.is_file()}
     problems += [f"{path}: in no case of the manifest" for path in sorted(there - listed)]
     return Verified(len(cases), len(listed), problems)
+
+
+def one_case(folder: Path, title: str, case: dict[str, Any]) -> tuple[list[Path], list[str]]:
+    """The files of a case, and its problems."""
+    paths, problems = [], []
+    if not case["outputs"] and not case["after"]:
+        problems.append(f"{folder / MANIFEST}: case {case['name']} expects nothing")
+    for *_, entry in packs.entries(case):
+        try:
+            path = packs.inside(folder, entry["file"])
+            paths.append(path)
+            if not path.is_file():
+                problems.append(f"{path}: missing")
+            elif packs.digest(path) != entry.get("sha256"):
+                problems.append(f"{path}: its SHA-256 is not that of the manifest")
+            else:
+                packs.array(folder, entry)
+        except KvkitError as error:
+            problems.append(str(error))
+    return paths, problems
