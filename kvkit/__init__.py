@@ -22,7 +22,7 @@ Rooms:
     tools               what is in a file, whether it can be right, where two differ, what schemes cost
     kvkit_cuda          a package of the same names, on a GPU
 
-In a shell `kvkit ops` lists the operators, `kvkit describe` explains one; `kvkit --help` has all verbs.
+In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit run` on a file; `kvkit --help` has all verbs.
 """
 
 import importlib

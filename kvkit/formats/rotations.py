@@ -132,9 +132,11 @@ def rotate(x, rotation, *, what=STORED, value=False):
         return x
     dim = x.shape[-1]
     block, (before, after) = rotation.size(dim, value), rotation.factors(dim, what, value)
-    y, step = (x * before).reshape(-1, block), 1
+    y, step = np.ascontiguousarray((x * before).reshape(-1, block).T), 1  # of what is added rows lie together
+    other, rows = np.empty_like(y), y.shape[1]
     while step < block:
-        pairs = y.reshape(-1, block // (2 * step), 2, step)
-        y = np.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).reshape(-1, block)
-        step *= 2
-    return y.reshape(x.shape) * after
+        pairs, sums = (each.reshape(-1, 2, step, rows) for each in (y, other))
+        np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+        y, other, step = other, y, 2 * step
+    return y.T.reshape(x.shape) * after

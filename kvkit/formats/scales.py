@@ -8,6 +8,8 @@ it returns
     beside    [..., 1]      the minimum or zero point, or None
 """
 
+from functools import cache
+
 import numpy as np
 
 from kvkit.formats.elements import E4M3
@@ -177,12 +179,23 @@ def nearest(x, table, upper=False):
     return np.where(below == above, tie, np.where(below < above, low, high))
 
 
+@cache
+def by_upper_bits(element):
+    """uint8 [2^16]: codes of float32 numbers by their upper half, whose last bit is set if lower ones are.
+
+    So it rounds as the whole does: codes have at least two bits less.
+    """
+    x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+    low, high = map(np.float32, element.limits)
+    codes = np.clip(x, low, high).astype(element.dtype).view(np.uint8)
+    return np.where(np.isnan(x), np.signbit(x) * np.uint8(128) + np.uint8(127), codes)
+
+
 def even_float(x, element):
     """The codes of numbers in a table of floats, ties to the even code; what is too large saturates."""
-    low, high = element.limits
     if element.bits == 8:
-        codes = np.clip(x, np.float32(low), np.float32(high)).astype(element.dtype).view(np.uint8)
-        return np.where(np.isnan(x), np.signbit(x) * np.uint8(128) + np.uint8(127), codes)
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        return by_upper_bits(element)[bits >> 16 | (bits & 0xFFFF != 0)]
     table = element.table[: len(element.table) // 2]
     middles = (table[1:] + table[:-1]) / 2
     below, above = (np.searchsorted(middles, np.abs(x), side) for side in ("left", "right"))

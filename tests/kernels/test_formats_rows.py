@@ -12,6 +12,12 @@ from kvkit.formats.elements import BY_NAME
 
 MINIFLOATS = ("e4m3", "e5m2")
 forms = pytest.mark.parametrize("plain", [False, True], ids=["vector", "plain"])
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 CALL = {}
 
 
@@ -49,7 +55,7 @@ def test_formulas(name):
 
 
 @forms
-@pytest.mark.parametrize("name", MINIFLOATS)
+@pytest.mark.parametrize("name", ["e4m3", slow("e5m2")])
 def test_every_byte(name, plain):
     codes, x = np.arange(256, dtype=np.uint8), np.empty(256, np.float32)
     move("load", x, codes, stored=name, plain=plain)
@@ -62,7 +68,7 @@ def test_every_byte(name, plain):
 
 
 @forms
-@pytest.mark.parametrize("name", MINIFLOATS)
+@pytest.mark.parametrize("name", ["e5m2", slow("e4m3")])
 def test_stores_of_many_numbers(name, plain):
     x = np.ascontiguousarray(float32_patterns(np.float16)[::29])
     codes = np.zeros(x.size, np.uint8)
@@ -71,7 +77,7 @@ def test_stores_of_many_numbers(name, plain):
 
 
 @forms
-@pytest.mark.parametrize(("cell", "group"), [("float32", 0), ("float32", 32), ("float16", 64)])
+@pytest.mark.parametrize(("cell", "group"), [slow("float32", 0), ("float32", 32), slow("float16", 64)])
 def test_scales(rng, cell, group, plain):
     x = (rng.standard_normal(128) * np.repeat([100, 1, 0.01, 0], 32)).astype(np.float32)
     codes, cells = np.zeros(128, np.uint8), np.full(128 // group if group else 1, 0.25, cell)
@@ -86,7 +92,7 @@ def test_scales(rng, cell, group, plain):
 
 
 @forms
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, slow(ml_dtypes.bfloat16)])
 @pytest.mark.parametrize("name", ["q8_0", "q4_0"])
 def test_blocks(rng, name, dtype, plain):
     x = rng.standard_normal((24, 64)) * np.exp(3 * rng.standard_normal((24, 1)))

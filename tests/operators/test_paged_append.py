@@ -83,8 +83,10 @@ def codes_of(x, name, scale, found):
 
 @pytest.mark.parametrize("dtype", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["none", "float", "head", "found"])
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
-@pytest.mark.parametrize("engine", ["flash-attn", "FlashInfer HND", "content apart"])
+@pytest.mark.parametrize("name", ["e4m3", pytest.param("e5m2", marks=pytest.mark.slow), "int8"])
+@pytest.mark.parametrize(
+    "engine", ["flash-attn", "content apart", pytest.param("FlashInfer HND", marks=pytest.mark.slow)]
+)
 def test_codes(engine, name, kind, dtype, rng):
     """Floats become codes on their way; all else keeps its bytes, scales of other slots too."""
     if (kind, name) == ("none", "int8") or (kind, engine) == ("found", "content apart"):
