@@ -23,7 +23,7 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @clusters.on_cluster
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def study(file, schemes, output, layout, sizes, dask, as_json):
-    """Compare schemes of quantization on the keys and values of a file, head by head.
+    """Say what schemes of quantization cost a cache, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps a rotation behind a plus
     (int4:g32+hadamard), or a class of a Python file that encodes and decodes (mine.py:Scheme).

@@ -216,7 +216,9 @@ def with_scale(side, name, scales, pool_name, whole, layout):
     if pools.of_tokens(scale, 0, heads):
         views = [pool if own == name else None for own in SCALES]
         given = [scale if own == name else None for own in SCALES]
-        cells = next(cell for cell in pools.scales(*given, views, whole, layout) if cell is not None)
+        cells = next(
+            cell for cell in pools.scales(given[0], given[1], views, whole, layout) if cell is not None
+        )
         written(name, cells)
         return side._replace(
             tokens=one_piece(side.tokens), cell=FORMATS[cells.dtype].name, group=dim // cells.shape[CONTENT],

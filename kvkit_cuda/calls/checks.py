@@ -75,7 +75,8 @@ def appended(**given):
 
 
 def swapped(source, target, pairs):
-    return Moves([source], [target], stacked(*paged.checked_swap(source, target, pairs), 1))  # of blocks
+    blocks_from, blocks_to = paged.checked_swap(source, target, pairs)
+    return Moves([source], [target], stacked(blocks_from, blocks_to, 1))
 
 
 def loaded(**given):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import attention_scenes
 import click
@@ -22,7 +21,7 @@ from kvkit.files import members
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli import arguments, info, npz, show
 from kvkit_cli.main import VERBS, main
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import host, needs
 
 NAMES = {"static": "key_value_cache", "dynamic": "dynamic_batching.key_value_cache"}
 LAZY = ("numba", "numpy", "rich", "kvkit", "ml_dtypes", "llvmlite")
@@ -237,13 +236,12 @@ def test_info(run):
         assert fact in out
 
 
-GPU = SimpleNamespace(name="a GPU", compute_capability=(9, 0))
-
-
 @pytest.mark.parametrize("found", [True, False])
 def test_info_about_a_gpu(found, monkeypatch):
-    monkeypatch.setattr(device.cuda, "is_available", lambda: found)
-    monkeypatch.setattr(device.cuda, "get_current_device", lambda: GPU)
+    if found:
+        monkeypatch.setattr(needs, "told", list)
+        for name, value in {"current": 0, "require_device": None, "name": "a GPU"}.items():
+            monkeypatch.setattr(host, name, lambda *_, value=value: value)
     text = info.facts()["backend cuda"]
     expected = "works on a GPU" if found else "not available: kvkit_cuda: expected an NVIDIA GPU"
     assert text.startswith(expected)
@@ -357,7 +355,7 @@ def test_info_lists_what_is_compiled(tmp_path):
     [
         ("describe key_v", {"key_value_cache", "dynamic_batching.key_value_cache"}),
         ("run ascend.nd", {"ascend.nd_to_nz"}),
-        ("run key_value_cache --set quant", {"quant_bit=", "quant_group="}),
+        ("run key_value_cache --set quant", {"quant_bit=", "quant_format=", "quant_group="}),
         ("run key_value_cache IN.npz --set quant_bit=8 --set layer", {"layer_idx="}),
         ("run ascend.reshape_and_cache --set compress_type=KVHEAD_", {"compress_type=KVHEAD_ROPE"}),
     ],
@@ -455,7 +453,7 @@ def test_run_makes_what_the_reference_makes(run, tmp_path, kind, formats, writer
     assert source.read_bytes() == before
     metadata = npz.read(output).metadata
     assert metadata["operator"] == NAMES[kind]
-    assert metadata["attributes"] == call.attrs
+    assert metadata["attributes"] == call.attrs | {"quant_format": None}
 
 
 def test_run_in_a_process(files):
@@ -1201,7 +1199,7 @@ def test_no_gpu(run, tmp_path, kind):
     call = scene(kind, dim=6)
     npz.write(tmp_path / "in.npz", arrays_of(call))
     args = ("run", NAMES[kind], tmp_path / "in.npz", "--backend", "cuda", "--in-place", *settings(call.attrs))
-    assert_fails(run(*args), 1, "CUDA")
+    assert_fails(run(*args), 1, "expected an NVIDIA GPU and its driver")
 
 
 def test_a_folder_that_may_not_be_written(run, files, monkeypatch):

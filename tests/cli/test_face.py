@@ -51,7 +51,7 @@ def test_help_begins_with_a_map():
     assert len(text.splitlines()) <= 25
     for name in (*dir(kvkit), "kvkit_cuda", "kvkit --help"):
         assert name in text or name == "__version__"
-    for verb in ("ops", "describe", "run"):
+    for verb in ("ops", "describe"):
         assert f"`kvkit {verb}" in text
         assert verb in VERBS
 
