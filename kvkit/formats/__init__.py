@@ -1,14 +1,16 @@
 """What the bytes of a cache mean: elements, and formats, which are codes with scales in a place.
 
 elements    one number: float32, int8, e4m3, ..., which kernels are compiled for
-named       every format that kvkit or an engine writes, as data
+known       every format that kvkit or an engine writes, as data
 scales      how engines find a group's scale
 packing     codes of a few bits in bytes, and the parts of blocks
 coding      encode and decode, with numpy
 rotations   of rows on their way into a cache, of queries and outputs
 """
 
-from kvkit.formats.coding import decode, encode
+import importlib
+from typing import TYPE_CHECKING
+
 from kvkit.formats.elements import (
     BFLOAT16,
     BY_DTYPE,
@@ -25,8 +27,18 @@ from kvkit.formats.elements import (
     coarser,
     mask_bytes,
 )
-from kvkit.formats.named import NAMED, Format, named
-from kvkit.formats.rotations import ROTATIONS, Rotation, rotate, rotation_named
+
+if TYPE_CHECKING:
+    from kvkit.formats import packing as packing
+    from kvkit.formats.coding import decode as decode
+    from kvkit.formats.coding import encode as encode
+    from kvkit.formats.known import NAMED as NAMED
+    from kvkit.formats.known import Format as Format
+    from kvkit.formats.known import named as named
+    from kvkit.formats.rotations import ROTATIONS as ROTATIONS
+    from kvkit.formats.rotations import Rotation as Rotation
+    from kvkit.formats.rotations import rotate as rotate
+    from kvkit.formats.rotations import rotation_named as rotation_named
 
 __all__ = [
     "BFLOAT16",
@@ -53,3 +65,21 @@ __all__ = [
     "rotate",
     "rotation_named",
 ]
+# What operators do not need is loaded when it is first used.
+ROOMS = {
+    **dict.fromkeys(("decode", "encode"), "coding"),
+    **dict.fromkeys(("NAMED", "Format", "named"), "known"),
+    **dict.fromkeys(("ROTATIONS", "Rotation", "rotate", "rotation_named"), "rotations"),
+}
+
+
+def __getattr__(name):
+    if name == "packing":
+        return importlib.import_module("kvkit.formats.packing")
+    if name in ROOMS:
+        return getattr(importlib.import_module(f"kvkit.formats.{ROOMS[name]}"), name)
+    raise AttributeError(f"module 'kvkit.formats' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(__all__)

@@ -6,7 +6,7 @@ from kvkit.errors import brief, wrong
 from kvkit.formats import packing
 from kvkit.formats.elements import BY_DTYPE, FLOATS
 from kvkit.formats.groups import grouped, shapes, spread, ungrouped
-from kvkit.formats.named import named
+from kvkit.formats.known import named
 from kvkit.formats.scales import RULES, calibrated, rounded_codes
 
 SHARED = {False: ("tensor", "head", "token", "group"), True: ("tensor", "channel")}
