@@ -1,5 +1,7 @@
 """Both operators against the oracle, by bits: outputs, and every byte of cache and scale."""
 
+import itertools
+
 import numpy as np
 import pytest
 import scenes
@@ -29,9 +31,17 @@ def scene(kind, rng, formats, **choices):
 # Formats, layouts, modes
 
 
-@pytest.mark.parametrize("formats", ALL_FORMATS, ids=str)
-@dynamic_layouts
-@modes
+def every_place():
+    """Each format in each layout and mode: the quick suite has all places of a few, one of others."""
+    for i, formats in enumerate(ALL_FORMATS):
+        for layout, mode in itertools.product(range(4), range(2)):
+            quick = formats in FEW or 2 * layout + mode == i % 8
+            marks = () if quick else pytest.mark.slow
+            name = f"{formats}-layout{layout}-{'pages' if mode else 'offsets'}"
+            yield pytest.param(formats, layout, mode, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("formats", "layout", "mode"), list(every_place()))
 def test_dynamic(formats, layout, mode, rng):
     for dim in formats.dims:
         check(scenes.dynamic(rng, formats, layout, mode, dim=dim))
