@@ -75,7 +75,8 @@ def appended(**given):
 
 
 def swapped(source, target, pairs):
-    return Moves([source], [target], stacked(*paged.checked_swap(source, target, pairs), 1))  # of blocks
+    src, dst = paged.checked_swap(source, target, pairs)
+    return Moves([source], [target], stacked(src, dst, 1))  # of blocks
 
 
 def loaded(**given):
