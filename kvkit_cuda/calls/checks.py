@@ -75,8 +75,7 @@ def appended(**given):
 
 
 def swapped(source, target, pairs):
-    src, dst = paged.checked_swap(source, target, pairs)
-    return Moves([source], [target], stacked(src, dst, 1))  # of blocks
+    return Moves([source], [target], stacked(*paged.checked_swap(source, target, pairs), 1))  # of blocks
 
 
 def loaded(**given):

@@ -45,10 +45,9 @@ class There:
 
 def append(there):
     call, layer, tables, stream = there.call, there.layer, there.tables, there.stream
-    key, value = there.outputs
     return [
         transfer.store(call.current_key, call.current_value, layer, tables, stream),
-        transfer.load(key, value, layer, tables, call.repeat, stream),
+        transfer.load(*there.outputs, layer, tables, call.repeat, stream),
     ]
 
 
@@ -61,8 +60,7 @@ def attend(there):
         context = context._replace(sides=layer.sides)
     launches = attention.prepare(call.query, out, lse, context, tables, call.decoding, call.weights, stream)
     if layer:
-        key, value = call.current
-        launches.insert(0, transfer.store(key, value, layer, tables, stream))
+        launches.insert(0, transfer.store(*call.current, layer, tables, stream))
     return launches
 
 
