@@ -65,8 +65,8 @@ def check(kernel, signature, folder, capabilities):
 def check_form(made, folder, capabilities):
     texts, registers = check(plain.attend(made), plain.SIGNATURE, folder, capabilities)
     for text in texts:
-        bits, cell_bits = (BITS.get(element, 16) for element in (made.stored, made.cell))
-        bits = 0 if made.blocks else bits  # whose bytes lie anywhere
+        *sides, cell_bits = (BITS.get(element, 16) for element in (made.stored, made.values, made.cell))
+        bits = 0 if made.blocks else max(sides)  # whose bytes lie anywhere
         wide = re.findall(r"ld\.global\.nc\.v(?:2\.\w64|4\.\w32)", text)
         assert (128 in (made.span * bits, made.cells * cell_bits)) == bool(wide)
         assert "fma.rn.f32" in text
