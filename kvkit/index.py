@@ -70,12 +70,6 @@ def sequence_among(starts, sequences, token):
 
 
 @shared
-def sequence_of(starts, token):
-    """The same, where `starts` is an array."""
-    return sequence_among(starts, starts.shape[0] - 1, token)
-
-
-@shared
 def met(begins, ends, runs, first, last):
     """The last of some sorted runs that begins before row `last`, if it ends behind row `first`; else -1."""
     low, high = 0, runs

@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit.formats import BY_NAME
-from kvkit.index import page_of, rest_of_page, row_of, sequence_of, share
+from kvkit.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.layouts.places import packed_strides
 from kvkit_cuda.ground import device, host
 from kvkit_cuda.moves import blocks, chunks
@@ -22,7 +22,12 @@ INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array
 SIDE = types.UniTuple(types.int64, 12)
 SIGNATURE = types.void(INDEX1, INDEX1, INDEX2, INT, SIDE, SIDE, INT, INT, INT, INT, INT)
 
-sequence_of = device.inlined(sequence_of.py_func)
+sequence_among = device.inlined(sequence_among.py_func)
+
+
+@device.inlined
+def sequence_of(starts, token):
+    return sequence_among(starts, starts.shape[0] - 1, token)
 
 
 def walk(direction, packed, stored, cell, span, given=False):

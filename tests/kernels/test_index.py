@@ -6,7 +6,7 @@ import pytest
 
 import kvkit
 from kvkit import index
-from kvkit.index import sequence_of
+from kvkit.index import sequence_among
 from kvkit.layouts.places import ENDLESS
 
 FAR = 2**31
@@ -34,7 +34,7 @@ def share(total, part, parts):
 
 @numba.njit
 def sequences_of(starts, tokens):
-    return [sequence_of(starts, token) for token in tokens]
+    return [sequence_among(starts, len(starts) - 1, token) for token in tokens]
 
 
 PLACES = [
