@@ -164,10 +164,13 @@ def fits(step, tokens, cache):
 
 def scanned(step, rows):
     """How many rows of a cache with `rows` a step needs, or the error for the first rule it breaks."""
+    if not isinstance(step.table, np.ndarray):
+        step = step._replace(table=np.asarray(step.table))
     found = checks.scan.scan(step, rows)
     if found[0]:
-        table = np.asarray(step.table)
-        raise broken_rule(found, step.seqstarts, step.start_pos, table, step.page_size, rows, step.limits)
+        raise broken_rule(
+            found, step.seqstarts, step.start_pos, step.table, step.page_size, rows, step.limits
+        )
     return found[1]
 
 

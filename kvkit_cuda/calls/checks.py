@@ -14,6 +14,7 @@ from kvkit.checks.ascend import attention, blocks, matrices, reshape, tensors
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.outputs import Results
+from kvkit.checks.words import wrong
 
 ZEROS = -1  # the source row of what is not there
 
@@ -69,9 +70,14 @@ def stored(key, **given):
 
 def appended(**given):
     call = paged.checked_append(**given)
+    names = [name for name in ("key", "value") if given[name] is not None]
+    for name, side in zip(names, call.sides, strict=True):
+        if side.packed != side.stored:
+            legal = f"dtype {side.stored}, as its pool has it: no kernel of the device codes on the way yet"
+            raise wrong(name, legal, side.packed)
     found = call.pieces
     pieces = stacked(found[:, slots.TOKEN], found[:, slots.SLOT], found[:, slots.COUNT])
-    return Moves([tokens[None] for tokens in call.tokens], call.pools, pieces)
+    return Moves([side.tokens[None] for side in call.sides], [side.pool for side in call.sides], pieces)
 
 
 def swapped(source, target, pairs):

@@ -31,7 +31,7 @@ bfloat16 = ml_dtypes.bfloat16
 class Capsule:
     """A tensor that only DLPack passes on. Its memory, its capsule and what that points to live as long."""
 
-    CUDA, FLOAT, INT, BFLOAT = 2, 2, 0, 4
+    CUDA, FLOAT, INT, BFLOAT, BOOL = 2, 2, 0, 4, 6
 
     def __init__(self, array):
         self.array = array
@@ -44,13 +44,8 @@ class Capsule:
                 ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
             )  # fmt: skip
 
-        code = (
-            self.BFLOAT
-            if array.dtype == ml_dtypes.bfloat16
-            else self.INT
-            if array.dtype.kind == "i"
-            else self.FLOAT
-        )
+        codes = {"i": self.INT, "b": self.BOOL}
+        code = self.BFLOAT if array.dtype == ml_dtypes.bfloat16 else codes.get(array.dtype.kind, self.FLOAT)
         numbers = ctypes.c_int64 * array.ndim
         self.kept = numbers(*array.shape), numbers(*(stride // array.itemsize for stride in array.strides))
         self.tensor = Tensor(
