@@ -97,7 +97,7 @@ class QuantSpec:
         return schemes_named(str(self.format))
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Bytes of a coded token and head: codes, and its part of scales and minima; the mean of keys and values."""
+        """Bytes of a coded token and head: codes, and its part of scales; by a scheme, mean of both sides."""
         if self.by_scheme:
             x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)
             coded = [array for scheme in self.schemes() for array in scheme.encode(x).values()]
