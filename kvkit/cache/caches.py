@@ -189,6 +189,8 @@ class Cache(BaseCache):
         """
         if self.folder is not None:
             raise wrong("directory", "a cache in memory", f"one that is in {self.folder.path}")
+        for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
+            layer.describe()  # which one that cannot lie in files refuses
         folder = offload.Folder(directory, only_non_sliding, keep)
         folder.adopt(self.layers)
         self.folder = folder

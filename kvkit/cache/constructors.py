@@ -10,6 +10,7 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
+from kvkit.cache.layers.schemed import SchemedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.checks.values import integer
 from kvkit.checks.words import describe, wrong
@@ -131,7 +132,8 @@ class QuantizedCache(Cache):
     num_layers : int, optional
         How many; if it is not known each is made when it is first used.
     key, value, residual_length, sink
-        As in `QuantizedLayer`.
+        As in `QuantizedLayer`. If both are schemes, which go through numpy (see `QuantSpec`), up to `group`
+        tokens more than `residual_length` are not coded, and there are no files.
     read_back : bool
         Whether a step sees what is stored after it, its own tokens included, as to measure what codes do. If
         not, what a step sees of its own tokens is as they came: of a prompt that is updated and then attended
@@ -168,7 +170,9 @@ class QuantizedCache(Cache):
         read_back: bool = False,
         offload: FilePath | None = None,
     ) -> None:
-        full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
+        schemed = all(isinstance(spec, QuantSpec) and spec.by_scheme for spec in (key, value))
+        layer = SchemedLayer if schemed else QuantizedLayer
+        full = functools.partial(layer, key, value, residual_length, sink, read_back)
         sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
         kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # wrong arguments are said at once

@@ -6,6 +6,7 @@ scales      how engines find a group's scale
 packing     codes of a few bits in bytes, and the parts of blocks
 coding      encode and decode, with numpy
 rotations   of rows on their way into a cache, of queries and outputs
+schemes     all that by name, and classes of one's own, for `study` and caches
 """
 
 import importlib
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvkit.formats.rotations import Rotation as Rotation
     from kvkit.formats.rotations import rotate as rotate
     from kvkit.formats.rotations import rotation_named as rotation_named
+    from kvkit.formats.schemes import scheme as scheme
 
 __all__ = [
     "BFLOAT16",
@@ -64,12 +66,14 @@ __all__ = [
     "named",
     "rotate",
     "rotation_named",
+    "scheme",
 ]
 # What operators do not need is loaded when it is first used.
 ROOMS = {
     **dict.fromkeys(("decode", "encode"), "coding"),
     **dict.fromkeys(("NAMED", "Format", "named"), "known"),
     **dict.fromkeys(("ROTATIONS", "Rotation", "rotate", "rotation_named"), "rotations"),
+    "scheme": "schemes",
 }
 
 

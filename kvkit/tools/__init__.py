@@ -20,7 +20,7 @@ TOOLS = {  # name: the module that has it, or that it is
     "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
     "diff": "kvkit.tools.comparing",
-    "scheme": "kvkit.tools.studies.schemes",
+    "scheme": "kvkit.formats.schemes",
     "study": "kvkit.tools.studies.studying",
     "vectors": "kvkit.tools.vectors",
 }

@@ -113,7 +113,11 @@ def test_bytes_per_token():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"format": "fp8"}, "format: expected one of e4m3, e5m2, q8_0, q4_0, or None, got 'fp8'"),
+        ({"format": "fp8"}, "format: expected one of e4m3, e5m2, .*, got 'fp8'"),
+        (
+            {"format": 8},
+            "format: expected one of e4m3, e5m2, q8_0, q4_0, the name of a scheme, or None, got 8",
+        ),
         ({"format": "e4m3", "axis": "channel"}, "axis: expected 'token', for format 'e4m3', got 'channel'"),
         ({"rotation": "qr"}, "rotation: expected hadamard, llama.cpp, vllm, or hadamard:N"),
     ],

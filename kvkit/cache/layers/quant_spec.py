@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import wrong
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, STORED
+from kvkit.formats.schemes import schemes_named
 
 AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
 
@@ -34,7 +37,9 @@ class QuantSpec:
     format : str, optional
         In the place of codes of `bits` and their `scheme`: ``"e4m3"`` or ``"e5m2"``, floats of 8 bits times
         a scale, the largest magnitude of `group` neighbouring elements over the largest code; or ggml's
-        blocks of 32 elements, ``"q8_0"`` or ``"q4_0"``.
+        blocks of 32 elements, ``"q8_0"`` or ``"q4_0"``. Or a scheme: the name of a class of one's own (see
+        `kvkit.formats.scheme`), or any other format, as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``. It is
+        given `group` tokens at a time, goes through numpy, and is slower: each step decodes the whole layer.
     rotation : str, optional
         What turns rows before they are stored, and queries and outputs, so that no channel stands out:
         ``"hadamard"``, in blocks ``"hadamard:64"``, ``"llama.cpp"`` or ``"vllm"`` as those do (see
@@ -52,7 +57,7 @@ class QuantSpec:
     axis: Literal["token", "channel"] | None = None
     group: int = 32
     param_dtype: Literal["float16", "float32"] = "float16"
-    format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None
+    format: str | None = None
     rotation: str | None = None
 
     def __post_init__(self) -> None:
@@ -62,14 +67,41 @@ class QuantSpec:
         for name, words in legal:
             if getattr(self, name) not in words:
                 raise wrong(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
-        if self.format is not None and self.format not in STORED:
-            raise wrong("format", f"one of {', '.join(STORED)}, or None", repr(self.format))
+        if self.format is not None and not isinstance(self.format, str):
+            raise wrong("format", f"one of {', '.join(STORED)}, the name of a scheme, or None", self.format)
         if self.format and self.axis == "channel":
             raise wrong("axis", f"'token', for format '{self.format}'", "'channel'")
         rotation_named(self.rotation)
+        if self.by_scheme:
+            self._check_scheme()
+
+    def _check_scheme(self):
+        for scheme in self.schemes():
+            step = getattr(scheme, "step", 1)
+            if getattr(scheme, "whole", False):
+                found = f"{self.format!r}, which sees all at once"
+                raise wrong("format", "a scheme of some tokens at a time", found)
+            if self.group % step:
+                wanted = f"a multiple of {step}, the tokens that {self.format!r} codes together"
+                raise wrong("group", wanted, self.group)
+        if self.rotation is not None:
+            raise wrong("rotation", f"None, for {self.format!r}, which may say its own", repr(self.rotation))
+
+    @property
+    def by_scheme(self) -> bool:
+        """Whether encoding and decoding go through numpy."""
+        return self.format is not None and self.format not in STORED
+
+    def schemes(self) -> tuple[Any, Any]:
+        """The scheme of keys and that of values."""
+        return schemes_named(str(self.format))
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Bytes of a coded token and head: its codes, and its part of scales and minima."""
+        """Bytes of a coded token and head: codes, and its part of scales; by a scheme, mean of both sides."""
+        if self.by_scheme:
+            x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)
+            coded = [array for scheme in self.schemes() for array in scheme.encode(x).values()]
+            return sum(array.nbytes for array in coded) / 2 / self.group
         cell = BY_NAME[self.param_dtype].bytes(1)
         if self.format:
             element = STORED[self.format]

@@ -75,6 +75,9 @@ class QuantizedLayer(Layer):
         for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
             if not isinstance(spec, QuantSpec):
                 raise wrong(name, "a QuantSpec", describe(spec))
+            if spec.by_scheme:
+                wanted = "what kernels read, or schemes of keys and values in a QuantizedCache"
+                raise wrong(name, wanted, f"scheme {spec.format!r} alone")
             axis = "token" if spec.format else axis
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
         self.specs, self._by_default = tuple(specs), (key is SPEC, value is SPEC)

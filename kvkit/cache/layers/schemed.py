@@ -1,0 +1,124 @@
+"""The layer whose old tokens go through schemes in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.cache.layers.layer import Layer
+from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.cache.stores.memory import geometry
+from kvkit.cache.stores.schemed import SchemedSide, SchemedStore
+from kvkit.cache.stores.span import Span
+from kvkit.cache.stores.view import KVView
+from kvkit.checks.values import flag, integer
+from kvkit.checks.words import wrong
+
+
+class SchemedLayer(Layer):
+    """A layer that keeps old tokens as schemes encode them, `group` of a `QuantSpec` at a time.
+
+    It sees what a `QuantizedLayer` sees, but for up to a group more of recent tokens as they came. Each call
+    of `attend` decodes the whole layer, so this is to try a scheme with a model, not to save time. A crop
+    within tokens that were encoded together keeps them all, and reads those that are left. It lies in no
+    file.
+
+    Parameters
+    ----------
+    key, value : QuantSpec
+        Of a scheme.
+    residual_length, sink, read_back
+        As in `QuantizedLayer`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import QuantizedCache, QuantSpec
+    >>> spec = QuantSpec(format="mxfp4", group=16)
+    >>> cache = QuantizedCache(1, spec, spec, residual_length=8, sink=0)
+    >>> tokens = np.ones((1, 2, 40, 64), np.float16)
+    >>> keys, values = cache.update(tokens, tokens, 0)
+    >>> cache.attend(tokens[:, :, :1], 0).shape, round(2 * tokens.nbytes / cache.layers[0].nbytes, 1)
+    ((1, 2, 1, 64), 2.4)
+    """
+
+    def __init__(
+        self,
+        key: QuantSpec,
+        value: QuantSpec,
+        residual_length: int = 128,
+        sink: int = 4,
+        read_back: bool = False,
+    ) -> None:
+        self.specs, self._schemes = (key, value), (key.schemes()[0], value.schemes()[1])
+        self.residual_length = integer("residual_length", residual_length, 0)
+        self.sink = integer("sink", sink, 0)
+        self.read_back = flag("read_back", read_back)
+        super().__init__()
+
+    def describe(self) -> dict[str, Any]:
+        formats = " and ".join(repr(spec.format) for spec in self.specs)
+        raise wrong(self.name, "a layer that files hold", f"one of schemes {formats}, which they do not")
+
+    def _empty_sides(self, given):
+        batch, heads, *dims, fmt = given
+        for spec, scheme, dim in zip(self.specs, self._schemes, dims, strict=True):
+            empty = np.empty((batch, heads, 0, dim), fmt.dtype)
+            yield SchemedSide(
+                str(spec.format), scheme, spec.group, self.sink, self.residual_length, sinks=empty, tail=empty
+            )
+
+    def update(self, key_states, value_states, cache_position=None):
+        given = geometry(key_states, value_states, None if self.store is None else self.store.geometry)
+        new, before = key_states.shape[2], self.span.length
+        if cache_position is not None:
+            self._start(cache_position, new)
+        sides = self._empty_sides(given) if self.store is None else self.store.sides
+        seen = [side.appended(x) for side, x in zip(sides, (key_states, value_states), strict=True)]
+        sides = seen if self.record_past else [side.evicted() for side in seen]
+        self._keep(sides, Span(before + new, before=before), given, None if self.read_back else seen)
+        return tuple(KVView(side) for side in self.store.seen)
+
+    def _keep(self, sides, span, given, seen=None):
+        self._hold(SchemedStore(given, sides, seen or sides), span)
+
+    def attend(self, query, attention_mask=None, **options):
+        store = self.store
+        if store is not None:
+            store.keys, store.values = (side.read() for side in store.seen)
+        try:
+            return super().attend(query, attention_mask, **options)
+        finally:
+            self._attention.forget()
+            if store is not None:
+                store.keys = store.values = None
+
+    def settle(self):
+        """Let go of the originals of what the latest update has encoded."""
+        if self.store is not None:
+            self.store.seen = self.store.sides
+
+    def stored(self):
+        return tuple(side.read() for side in self.store.sides)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(side.nbytes for side in self.store.sides) if self.store else 0
+
+    def _make_room(self, given, end, keep):
+        pass  # nothing is written in place
+
+    def _shorten(self, span):
+        if self.store is not None:
+            sides = [side.cropped(span.length).evicted() for side in self.store.sides]
+            self._keep(sides, span, self.store.geometry)
+
+    def _take(self, indices):
+        if self.store is not None:
+            given = self.store.geometry._replace(batch=len(indices))
+            self._keep([side.taken(indices) for side in self.store.sides], self.span.settled(), given)
+
+    def activate_past_recording(self) -> None:
+        """From now on nothing is encoded until the next `crop`."""
+        self._record_past()
