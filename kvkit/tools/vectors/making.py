@@ -149,7 +149,7 @@ def case_of(folder, name, call, raw):
         outputs[output.name] = dumps.entry(
             folder, f"{name}/expected-{output.name}", result.astype(dtype), raw
         )
-        outputs[output.name]["tolerance"] = tolerance(operator, output.name, dtype, attributes)
+        outputs[output.name]["tolerance"] = tolerance(operator, output.name, inputs, dtype, attributes)
     kept = {key: dumps.entry(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
     return {
         "name": name, "operator": operator, "arguments": arguments, "outputs": outputs,
@@ -172,11 +172,14 @@ def exact(operator):
     return not any(word in operator for word in ("attention", "rotary", "alibi"))
 
 
-def tolerance(operator, output, dtype, attributes):
+def tolerance(operator, output, inputs, dtype, attributes):
+    """How exact an output has to be; a sum over codes no more than the type of the queries is."""
     if exact(operator):
         return EXACT
-    if output == "lse" and not attributes.get("quant_bit"):
-        return LSE
+    if output == "lse":
+        if not attributes.get("quant_bit"):
+            return LSE
+        dtype = inputs["query"].dtype
     size = OF_DTYPE[dtype.name]
     reason = REASON.format(dtype.name, size)
     if attributes.get("quant_bit"):

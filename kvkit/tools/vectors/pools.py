@@ -61,20 +61,21 @@ def store_nz(rng, sizes, dtype="fp16"):
 def store_compressed(rng, sizes, mode, dtype="fp16"):
     """Runs of heads in blocks; what a mode leaves out is NaN, and a head that is left alone has slot -1."""
     lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
+    dim = -(-sizes.dim // 32) * 32  # as these modes ask for
     runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
     wins, offsets = rng.integers(1, 4, runs), rng.integers(0, 3, runs)
     wins[0], offsets[1] = 0, -1
-    tokens = {name: plain(rng, (starts[-1], heads, sizes.dim), kind) for name in ("key", "value")}
+    tokens = {name: plain(rng, (starts[-1], heads, dim), kind) for name in ("key", "value")}
     for i in range(runs):
         first, end = starts[i // heads], starts[i // heads + 1]
         left_out = {1: (first, end - wins[i]), 3: (first + offsets[i], first + offsets[i] + wins[i])}
         if mode in left_out and wins[i] and (mode == 1 or offsets[i] >= 0):
             for array in tokens.values():
                 array[slice(*left_out[mode]), i % heads] = NAN
-    blocks = -(-max(lengths) // sizes.page)
+    blocks = -(-max(lengths) // sizes.page) + 1
     slots = rng.permutation(runs) * blocks * sizes.page + rng.integers(0, sizes.page, runs)
     slots[-1] = -1
-    cache = (runs * blocks + 1, sizes.page, 1, sizes.dim)
+    cache = (runs * blocks + 1, sizes.page, 1, dim)
     inputs = tokens | {name: np.full(cache, NAN, kind) for name in ("key_cache", "value_cache")}
     inputs |= {"slot_mapping": slots, "wins": wins, "seq_lens": np.array(lengths)}
     inputs |= {} if mode == 1 else {"offset_index": offsets}
@@ -89,11 +90,11 @@ def paged_load(rng, sizes, dtype="fp16"):
 
 
 def block_copy(rng, sizes, dtype="fp16"):
-    """One block onto two, one onto none, one onto one; NaN is moved as it is."""
+    """One block onto two, one onto one; NaN is moved as it is."""
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(key_cache)).astype(np.int32)
-    inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:3], "dst": ids[3:6]}
-    return "ascend.block_copy", inputs | {"cum_sum": np.array([2, 2, 3], np.int32)}, {}, None
+    inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:2], "dst": ids[2:5]}
+    return "ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)}, {}, None
 
 
 def matrices(rng, dtype="fp16"):
@@ -127,7 +128,7 @@ def ascend(rng, sizes):
     outside[1]["slot_mapping"][0] = 2**20 * sizes.page
     yield "slot-outside-refused", outside
     onto_itself = block_copy(rng, sizes)
-    onto_itself[1]["dst"][0] = onto_itself[1]["src"][2]
+    onto_itself[1]["dst"][0] = onto_itself[1]["src"][1]
     yield "copied-and-written-refused", onto_itself
 
 
