@@ -293,6 +293,36 @@ def test_dumps_are_replayed(log, capfd):
     capfd.readouterr()
 
 
+def test_calls_of_a_plan_are_dumped_whole(log, capfd):
+    folder, rng = log(10), np.random.default_rng(0)
+    new = rng.standard_normal((4, 2, 8), np.float32)
+    for cachestarts, more in (([8, 4], {}), ([[8, 0], [4, 12]], {"cache_mode": 1, "page_size": 4})):
+        step = kvkit.dynamic_batching.plan([0, 3, 4], [0, 3, 4], cachestarts, [0, 0], 1, **more)
+        cache = np.zeros((16, 1, 2, 2, 8), np.float32)
+        step.key_value_cache(new, new, cache)
+        step.multi_head_cache_attention(new, new, new, cache, num_heads=2, head_dim=8)
+    log(0)
+    found = vectors.replay(folder)
+    dynamic = ["dynamic_batching.key_value_cache", "dynamic_batching.multi_head_cache_attention"]
+    assert [case.operator for case in found.cases] == dynamic * 2
+    assert {case.status for case in found.cases} == {"ran"}
+    manifests = [packs.manifest(each) for each in packs.manifests(folder)]
+    [case] = manifests[3]["cases"]
+    given = packs.arguments(packs.manifests(folder)[3], case)
+    assert given["cachestarts"].tolist() == [[8, 0], [4, 12]]
+    assert (given["decoding_batches"], given["cache_mode"], given["page_size"]) == (1, 1, 4)
+    capfd.readouterr()
+
+
+def test_tensors_are_dumped(log, capfd):
+    torch = pytest.importorskip("torch")
+    folder, new = log(10), torch.ones((1, 3, 2, 8), dtype=torch.bfloat16)
+    kvkit.key_value_cache(new, new, 0, torch.zeros((1, 1, 2, 8, 2, 8), dtype=torch.bfloat16))
+    assert "no dump" not in capfd.readouterr().err
+    log(0)
+    assert [case.status for case in vectors.replay(folder).cases] == ["ran"]
+
+
 def test_limits(log, capfd, monkeypatch):
     folder = log(10)
     monkeypatch.setenv("KVKIT_LOG_CALLS", "2")
