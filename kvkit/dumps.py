@@ -45,16 +45,23 @@ def entry(folder, name, array, raw=False):
 
 
 def argument(folder, name, value, raw=False):
-    """What a manifest says of an argument: an array in a file, or a plain value; None of anything else."""
+    """What a manifest says of an argument: an array in a file, several of one shape as one, a plain value."""
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if is_plain(value):
         return {"value": value}
-    if isinstance(value, (list, tuple)) and all(isinstance(each, (bool, int, float, str)) for each in value):
-        return {"value": list(value)}
-    if hasattr(value, "__array__"):
-        return entry(folder, name, value, raw)
-    return None
+    if isinstance(value, (list, tuple)):
+        value = np.stack(value)
+    if np.asarray(value).dtype.hasobject:
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return entry(folder, name, value, raw)
+
+
+def is_plain(value):
+    """Whether JSON has a value as it is; tuples as lists."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def write_manifest(folder, cases, **more):
@@ -143,5 +150,5 @@ def dump(name, given):
     folder = root / f"{os.getpid()}-{WRITTEN['calls']:06d}-{name}"
     folder.mkdir(parents=True)
     arguments = {key: argument(folder, key, value) for key, value in given.items()}
-    case = {"name": folder.name, "operator": name, "arguments": {key: v for key, v in arguments.items() if v}}
+    case = {"name": folder.name, "operator": name, "arguments": arguments}
     write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")

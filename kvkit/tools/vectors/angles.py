@@ -1,6 +1,7 @@
 """What operators of positions must give, in plain numpy."""
 
 import itertools
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16)
 import numpy as np
@@ -79,13 +80,14 @@ def turned(x, at, end, inputs, attributes):
 
 def rotary_position_embedding(inputs, attributes):
     """(query, key), turned."""
+    spans: list[Any]
     if "seqstarts" in inputs:
         starts = inputs["seqstarts"]
         spans = [slice(*pair) for pair in itertools.pairwise(starts)]
         lengths, firsts = starts[1:] - starts[:-1], inputs["start_pos"]
     else:
         batch, length = inputs["query"].shape[:2]
-        spans, lengths = range(batch), [length] * batch
+        spans, lengths = list(range(batch)), [length] * batch
         firsts = inputs["start_pos"] - inputs.get("pad_len", np.zeros(batch, np.int64))
     results = []
     for name in ("query", "key"):

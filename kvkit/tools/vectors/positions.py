@@ -1,10 +1,12 @@
 """Calls of the operators of positions."""
 
+from typing import Any
+
 import numpy as np
 
 from kvkit.tools.vectors.draws import FLOATS, NAN, plain
 
-TURNS = {
+TURNS: dict[str, dict[str, Any]] = {
     "neighbours": {},
     "halves": {"interleaved": False},
     "part-of-a-head": {"rotary_dim": 8},
@@ -36,20 +38,15 @@ def static_turn(rng, sizes, dtype="fp32", pads=False, given=False, **attributes)
 def dynamic_turn(rng, sizes, dtype="fp32", **attributes):
     """Packed queries and keys, one sequence of them empty."""
     lengths = sizes.each(1, 3, 0, 9)
-    heads = {"query": 2 * sizes.heads, "key": sizes.heads}
-    inputs = {name: plain(rng, (sum(lengths), h, sizes.dim), FLOATS[dtype]) for name, h in heads.items()}
+    name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
+    inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FLOATS[dtype]) for each, h in heads.items()}
     inputs |= {"seqstarts": np.cumsum([0, *lengths]), "start_pos": np.array(sizes.each(40, 0, 7, 11))}
-    return (
-        "dynamic_batching.rotary_position_embedding",
-        inputs | {"max_seqlen": None},
-        attributes,
-        None,
-    )
+    return name, inputs | {"max_seqlen": None}, attributes, None
 
 
 def static_mask(rng, heads, dtype="float32", mask=None):
     """Three queries of seven keys; behind them the mask that is added has NaN."""
-    inputs = {"seqlen_q": 3, "seqlen_kv": 7}
+    inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
         inputs["attn_mask"] = plain(rng, (2, 1, 3, 9), np.dtype(np.float32))
         inputs["attn_mask"][..., 7:] = NAN
@@ -69,8 +66,8 @@ def position_index(sizes):
     """Positions of packed tokens."""
     starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
     inputs = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
-    inputs |= {"start_pos": np.array(sizes.each(40, 0, 7, 11)), "max_seqlen": None}
-    return "dynamic_batching.position_index", inputs, {}, None
+    inputs["start_pos"] = np.array(sizes.each(40, 0, 7, 11))
+    return "dynamic_batching.position_index", inputs | {"max_seqlen": None}, {}, None
 
 
 def positions(rng, sizes):

@@ -291,7 +291,7 @@ def paged_attention(inputs, attributes):
         mask = inputs.get("attn_mask")
         mask = None if mask is None else mask[..., starts[b] : starts[b + 1], :length]
         slopes = inputs.get("alibi_slopes")
-        one = attend(query, *context, attributes, mask, inputs.get("sinks"), causal, slopes)
+        one = attend(query, context[0], context[1], attributes, mask, inputs.get("sinks"), causal, slopes)
         outputs.append(one[0])
         sums.append(one[1])
     return np.concatenate(outputs), np.concatenate(sums)
