@@ -8,6 +8,7 @@ from rich.progress import Progress
 
 from kvkit.tools import vectors as tools
 from kvkit_cli import clusters, show
+from kvkit_cli.pairs import sizes_of
 
 PATH = click.Path(path_type=Path, readable=False)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -24,6 +25,7 @@ def vectors():
     \b
     Examples:
       kvkit vectors make pack --suite pmx
+      kvkit vectors make pack paged_attention --shapes heads=8,dim=64,page=16,batch=2
       kvkit vectors verify pack
       kvkit vectors replay pack --backend cuda
       kvkit vectors diff pack results
@@ -54,14 +56,16 @@ def watched(what, quiet, function, **arguments):
 
 @vectors.command()
 @click.argument("folder", metavar="FOLDER", type=PATH)
-@click.option("--suite", type=click.Choice(list(tools.SUITES)), default="pmx", show_default=True)
-@OPERATOR
+@click.argument("operator", metavar="[OP]", required=False)
+@click.option("--suite", type=click.Choice(list(tools.SUITES)), help="That of OP; pmx without one.")
+@click.option("--shapes", metavar="NAME=N,...", help="Of heads, dim, page and batch: heads=8,dim=64,page=16.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal bytes.")
 @click.option("--raw", is_flag=True, help="Write .bin files of the bytes alone.")
 @AS_JSON
 @click.pass_context
-def make(ctx, folder, as_json, **options):
-    """Write a pack into a new folder."""
+def make(ctx, folder, as_json, shapes, **options):
+    """Write a pack into a new folder, of a suite or of one operator."""
+    options["shapes"] = sizes_of(shapes, "--shapes")
     said(ctx, watched("making", as_json, tools.make, folder=folder, **options), as_json)
 
 

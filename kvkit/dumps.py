@@ -10,7 +10,6 @@ after KVKIT_LOG_CALLS calls (1000) or KVKIT_LOG_BYTES bytes (2**30) nothing more
 """
 
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 BITS = {2: np.uint16, 1: np.uint8}  # what dtypes that .npy does not know are written as
+UNSAID = "self", "out", "stream"
 WRITTEN = {"calls": 0, "bytes": 0, "silent": False}
 
 
@@ -45,16 +45,23 @@ def entry(folder, name, array, raw=False):
 
 
 def argument(folder, name, value, raw=False):
-    """What a manifest says of an argument: an array in a file, or a plain value; None of anything else."""
+    """What a manifest says of an argument: an array in a file, several of one shape as one, a plain value."""
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if is_plain(value):
         return {"value": value}
-    if isinstance(value, (list, tuple)) and all(isinstance(each, (bool, int, float, str)) for each in value):
-        return {"value": list(value)}
-    if hasattr(value, "__array__"):
-        return entry(folder, name, value, raw)
-    return None
+    if isinstance(value, (list, tuple)):
+        value = np.stack(value)
+    if np.asarray(value).dtype.hasobject:
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return entry(folder, name, value, raw)
+
+
+def is_plain(value):
+    """Whether JSON has a value as it is; tuples as lists."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def write_manifest(folder, cases, **more):
@@ -88,26 +95,30 @@ def name_of(operator):
     return path if room in ("static", operator.__name__, "merge", "paged") else f"{room}.{path}"
 
 
-def log(operator, args, keywords):
-    """Say that an operator is called, as much as KVKIT_LOG asks for; no call fails for that."""
+def log(name, given, read):
+    """Say that an operator is called with arguments by name, as much as KVKIT_LOG asks for.
+
+    `read` is told the name of an argument and the argument, and makes arrays numpy's. No call fails for that.
+    """
     asked = level()
     if not asked:
         return
-    name = name_of(operator)
+    plan = given.get("self")
+    given = {key: value for key, value in given.items() if key not in UNSAID and value is not None}
+    print(f"kvkit: {name}", file=sys.stderr)
     try:
-        given = inspect.signature(operator).bind(*args, **keywords).arguments
-    except TypeError:
-        return  # the call itself says it
-    given = {key: value for key, value in given.items() if key not in ("self", "out") and value is not None}
-    lines = [f"kvkit: {name}"]
-    if asked >= 3:
-        lines += [f"  {key}: {said(value, asked >= 5)}" for key, value in given.items()]
-    print("\n".join(lines), file=sys.stderr)
-    if asked >= 10 and "." not in operator.__qualname__:
-        try:
-            dump(name, given)
-        except OSError as error:
-            print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
+        if asked >= 5:
+            given = {key: read(key, value) for key, value in given.items()}
+        if asked >= 3:
+            lines = [f"  {key}: {said(value, asked >= 5)}" for key, value in given.items()]
+            print("\n".join(lines), file=sys.stderr)
+        if asked >= 10 and not name.endswith(".plan"):
+            whole, index = name.replace("Plan.", ""), plan.step.sequences.index() if plan else {}
+            if plan and "attention" in name:
+                index["decoding_batches"] = plan.step.sequences.decoding
+            dump(whole, index | given)
+    except Exception as error:
+        print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
 
 
 def said(value, numbers):
@@ -139,5 +150,5 @@ def dump(name, given):
     folder = root / f"{os.getpid()}-{WRITTEN['calls']:06d}-{name}"
     folder.mkdir(parents=True)
     arguments = {key: argument(folder, key, value) for key, value in given.items()}
-    case = {"name": folder.name, "operator": name, "arguments": {key: v for key, v in arguments.items() if v}}
+    case = {"name": folder.name, "operator": name, "arguments": arguments}
     write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")

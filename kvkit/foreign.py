@@ -119,7 +119,7 @@ def in_kind(operator: Operator) -> Operator:
     @functools.wraps(operator)
     def call(*args, **keywords):
         if "KVKIT_LOG" in os.environ:
-            dumps.log(operator, args, keywords)
+            log(operator, args, keywords)
         if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
             try:
                 return operator(*args, **keywords)
@@ -130,6 +130,15 @@ def in_kind(operator: Operator) -> Operator:
         return converted(operator, first, args, keywords)
 
     return cast(Operator, call)
+
+
+def log(operator, args, keywords):
+    """Say that an operator is called; what it cannot be called with, the call itself says."""
+    try:
+        given = inspect.signature(operator).bind(*args, **keywords).arguments
+    except TypeError:
+        return
+    dumps.log(dumps.name_of(operator), given, lambda name, value: taken(value, name))
 
 
 def holds_foreign(argument):

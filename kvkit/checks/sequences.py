@@ -6,12 +6,15 @@ A static cache is offset mode with a stride between sequences, so nothing below 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from kvkit.checks import index_tensors
 from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.records import Steps
 from kvkit.checks.tensors import packed_tokens
 from kvkit.checks.values import integer
 from kvkit.layouts import pmx
+from kvkit.layouts.places import ENDLESS
 
 KEYS = "seqstarts", "kvstarts", "max_seqlen", "max_kvlen"
 INDEX = (*KEYS, "cachestarts", "start_pos", "cache_mode", "page_size")
@@ -57,6 +60,14 @@ class Packed:
     decoding: int = 0
     axes: ClassVar[int] = 3
     layouts: ClassVar[tuple] = pmx.DYNAMIC
+
+    def index(self):
+        """The index tensors that these are of, by name."""
+        steps, paged = self.steps, self.steps.page_size != ENDLESS
+        table = np.asarray(steps.table)
+        found = {name: getattr(steps, name) for name in ("seqstarts", "kvstarts", "start_pos")}
+        found["cachestarts"] = table if paged else table[:, 0]
+        return found | ({"cache_mode": 1, "page_size": steps.page_size} if paged else {})
 
     def over_keys(self, query, key):
         index_tensors.ends_with("seqstarts", self.steps.tokens, ("query", len(query)))

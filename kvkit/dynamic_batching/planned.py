@@ -67,10 +67,10 @@ class Plan:
     prepared once (see `repeats`).
     """
 
-    __slots__ = ("_step",)
+    __slots__ = ("step",)
 
     def __init__(self, step: Any) -> None:
-        self._step = step
+        self.step = step  # as `steps` has it
 
     @in_kind
     def key_value_cache(
@@ -90,7 +90,7 @@ class Plan:
         out: Pair | None = None,
     ) -> Pair:
         """`dynamic_batching.key_value_cache` for this step."""
-        return self._step.load(arguments(locals()), out)
+        return self.step.load(arguments(locals()), out)
 
     @in_kind
     def multi_head_cache_attention(
@@ -121,4 +121,4 @@ class Plan:
         out: Array | Pair | None = None,
     ) -> Attended:
         """`dynamic_batching.multi_head_cache_attention` for this step."""
-        return self._step.attend(arguments(locals()), out)
+        return self.step.attend(arguments(locals()), out)

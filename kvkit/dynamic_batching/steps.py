@@ -32,6 +32,11 @@ class Step:
         self._sequences, self._number = sequences, 0
         self._loaded, self._attended = Repeats(*most), Repeats(*most)
 
+    @property
+    def sequences(self):
+        """What was checked."""
+        return self._sequences
+
     def follows(self, tokens, tensors):
         """Take the place of the last step, for index tensors of its form; False if they break a rule."""
         steps = self._sequences.steps

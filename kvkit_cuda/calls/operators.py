@@ -6,11 +6,13 @@ and, where it belongs to the host, given back.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvkit import dumps
 from kvkit.formats import INT8
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
@@ -95,6 +97,8 @@ REPEATED = tuple(f"dynamic_batching.Plan.{name.partition('.')[2]}" for name in T
 def call(path, values):
     """Call an operator, of a plan if its path says so, with the values of all its arguments by name."""
     host.require()
+    if "KVKIT_LOG" in os.environ:
+        log(path, values)
     stream, step, repeated = values.pop("stream"), None, None
     if path in REPEATED:
         step = values.pop("self").step
@@ -113,6 +117,14 @@ def call(path, values):
             given = {each: values.pop(each) for each in STEP if each in values}
             step = steps.planned(**given, tokens=(TOKENS[name], values[TOKENS[name]]), stream=stream)
         return run(OPERATORS[name], step, values, stream, repeated)
+
+
+def log(path, values):
+    """Say that an operator is called; arrays of the device are read where KVKIT_LOG asks for numbers."""
+    home = homes.of_call(values)
+    with host.using(home.device):
+        stream = host.stream(home.stream if values["stream"] is None else values["stream"])
+        dumps.log(path, values, lambda name, value: arrays.on_host(name, value, stream))
 
 
 def run(op, step, values, stream, repeated=None):

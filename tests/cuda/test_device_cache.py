@@ -14,6 +14,8 @@ from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
 import kvkit
 import kvkit_cuda
 from kvkit.checks import tensors
+from kvkit.tools import vectors
+from kvkit.tools.vectors import packs
 from kvkit_cuda.ground import host
 from kvkit_cuda.moves import transfer
 
@@ -387,3 +389,19 @@ def test_docstring_example(operator):
     test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, operator.__name__, None, 0)
     assert len(test.examples) > 1
     assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_calls_are_dumped_with_what_lies_on_the_device(monkeypatch, tmp_path, capfd, rng):
+    monkeypatch.setenv("KVKIT_LOG", "10")
+    monkeypatch.setenv("KVKIT_LOG_FOLDER", str(tmp_path / "log"))
+    new = rng.standard_normal((3, 1, 8), np.float32)
+    step = kvkit_cuda.dynamic_batching.plan([0, 3], [0, 3], np.array([[4]]), [0], cache_mode=1, page_size=4)
+    cache = cuda.to_device(np.zeros((16, 1, 2, 1, 8), np.float32))
+    step.key_value_cache(cuda.to_device(new), new, cache)
+    monkeypatch.setenv("KVKIT_LOG", "0")
+    [folder] = packs.manifests(tmp_path / "log")
+    given = packs.arguments(folder, packs.manifest(folder)["cases"][0])
+    assert given["current_key"].tobytes() == new.tobytes()
+    assert not given["cache"].any()  # as it was before the call
+    assert [case.status for case in vectors.replay(folder).cases] == ["ran"]
+    assert "no dump" not in capfd.readouterr().err

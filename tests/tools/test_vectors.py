@@ -50,9 +50,9 @@ def test_the_pack_of_the_repository():
 def test_what_the_pack_has_in_it():
     """Operators, types, poison, ties, and calls that must be refused."""
     cases = packs.manifest(PACK)["cases"]
-    pmx = {name for name in OPERATORS if name.endswith(("cache", "attention", "attention_states"))}
-    pmx = {name for name in pmx if "ascend" not in name and "paged" not in name}
-    assert {case["operator"] for case in cases} == pmx
+    assert {case["operator"] for case in cases} == {
+        name for name in OPERATORS if name.partition("_")[0] not in ("paged", "swap") and "ascend" not in name
+    }
     assert sum(case["refused"] for case in cases) == 5
     for case in cases:
         for entry in (case["outputs"] | case["after"]).values():
@@ -87,8 +87,33 @@ def test_one_operator(tmp_path):
     assert {case.operator for case in vectors.replay(tmp_path / "one").cases} == {"ascend.paged_cache_load"}
     with pytest.raises(KvkitError, match="operator: suite ascend has no case of 'dance'"):
         vectors.make(tmp_path / "none", "ascend", operator="dance")
+    with pytest.raises(KvkitError, match="operator: suite pmx or ascend or paged has no case of 'dance'"):
+        vectors.make(tmp_path / "none", operator="dance")
     with pytest.raises(KvkitError, match="there is something already"):
         vectors.make(tmp_path / "one")
+
+
+def test_shapes(tmp_path):
+    """Of one operator, whose suite is found, in the sizes asked for and in the least there are."""
+    asked = {"heads": 3, "dim": 32, "page": 16, "batch": 5}
+    vectors.make(tmp_path / "asked", operator="ascend.paged_cache_load", shapes=asked)
+    cases = packs.manifest(tmp_path / "asked")["cases"]
+    for case in cases:
+        shapes = {name: each["shape"] for name, each in case["arguments"].items()}
+        assert shapes["key_cache"][1:] == [16, 3, 32]
+        assert shapes["block_tables"][0] == 5
+    assert vectors.replay(tmp_path / "asked").ok
+    for suite in ("ascend", "paged"):
+        vectors.make(tmp_path / suite, suite, shapes={"heads": 1, "page": 1, "batch": 2})
+        assert vectors.replay(tmp_path / suite).ok, str(vectors.replay(tmp_path / suite))
+    for shapes, said in (
+        ({"head": 3}, "shapes: expected some of heads, dim, page, batch, got 'head'"),
+        ({"batch": 1}, "shapes: batch: expected at least 2, got 1"),
+        ({"dim": 24}, "shapes: dim: expected a multiple of 16, got 24"),
+    ):
+        with pytest.raises(KvkitError, match=re.escape(said)):
+            vectors.make(tmp_path / "none", shapes=shapes)
+    assert not (tmp_path / "none").exists()
 
 
 # Broken packs
@@ -184,10 +209,9 @@ def test_a_wrong_kvkit_fails(copy):
         vectors.replay(copy)
 
 
-def test_export(tmp_path):
-    onnx = pytest.importorskip("onnx")
-    from onnx.reference import ReferenceEvaluator
-
+@pytest.mark.parametrize("runner", ["onnx", "onnxruntime"])
+def test_export(tmp_path, runner):
+    onnx, run = pytest.importorskip("onnx"), RUNNERS[runner]
     made = vectors.export(PACK, tmp_path)
     assert len(made.written) > 10
     for name in made.written:
@@ -201,11 +225,24 @@ def test_export(tmp_path):
             return [onnx.numpy_helper.to_array(onnx.load_tensor(path)) for path in paths]
 
         feeds = {value.name: array for value, array in zip(model.graph.input, tensors("input"), strict=True)}
-        [got] = ReferenceEvaluator(model).run(None, feeds)
+        [got] = run(model, feeds)
         [expected] = tensors("output")
         limit = 2e-5 if expected.dtype == np.float32 else 4e-3
         assert np.allclose(got.astype(np.float64), expected.astype(np.float64), atol=limit, rtol=limit), name
 
+
+def by_onnx(model, feeds):
+    reference = pytest.importorskip("onnx.reference")
+    return reference.ReferenceEvaluator(model).run(None, feeds)
+
+
+def by_onnxruntime(model, feeds):
+    ort = pytest.importorskip("onnxruntime")
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+RUNNERS = {"onnx": by_onnx, "onnxruntime": by_onnxruntime}
 
 # Dumps of KVKIT_LOG
 
@@ -254,6 +291,36 @@ def test_dumps_are_replayed(log, capfd):
     assert [case.status for case in found.cases] == ["ran", "failed", "ran"]
     assert found.cases[1].why.startswith("was refused: start_pos")
     capfd.readouterr()
+
+
+def test_calls_of_a_plan_are_dumped_whole(log, capfd):
+    folder, rng = log(10), np.random.default_rng(0)
+    new = rng.standard_normal((4, 2, 8), np.float32)
+    for cachestarts, more in (([8, 4], {}), ([[8, 0], [4, 12]], {"cache_mode": 1, "page_size": 4})):
+        step = kvkit.dynamic_batching.plan([0, 3, 4], [0, 3, 4], cachestarts, [0, 0], 1, **more)
+        cache = np.zeros((16, 1, 2, 2, 8), np.float32)
+        step.key_value_cache(new, new, cache)
+        step.multi_head_cache_attention(new, new, new, cache, num_heads=2, head_dim=8)
+    log(0)
+    found = vectors.replay(folder)
+    dynamic = ["dynamic_batching.key_value_cache", "dynamic_batching.multi_head_cache_attention"]
+    assert [case.operator for case in found.cases] == dynamic * 2
+    assert {case.status for case in found.cases} == {"ran"}
+    manifests = [packs.manifest(each) for each in packs.manifests(folder)]
+    [case] = manifests[3]["cases"]
+    given = packs.arguments(packs.manifests(folder)[3], case)
+    assert given["cachestarts"].tolist() == [[8, 0], [4, 12]]
+    assert (given["decoding_batches"], given["cache_mode"], given["page_size"]) == (1, 1, 4)
+    capfd.readouterr()
+
+
+def test_tensors_are_dumped(log, capfd):
+    torch = pytest.importorskip("torch")
+    folder, new = log(10), torch.ones((1, 3, 2, 8), dtype=torch.bfloat16)
+    kvkit.key_value_cache(new, new, 0, torch.zeros((1, 1, 2, 8, 2, 8), dtype=torch.bfloat16))
+    assert "no dump" not in capfd.readouterr().err
+    log(0)
+    assert [case.status for case in vectors.replay(folder).cases] == ["ran"]
 
 
 def test_limits(log, capfd, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
-from kvkit.tools.vectors import packs
+from kvkit.tools.vectors import angles, packs
 
 OPSET = 23
 PLAIN = {
@@ -19,6 +19,7 @@ PLAIN = {
     "head_dim",
     "num_kv_heads",
     "is_causal",
+    "is_alibi",
     "softmax_scale",
     "softcap",
     "return_lse",
@@ -148,10 +149,13 @@ def whole_mask(query, key, mask, attributes):
     n, m = query.shape[1], key.shape[1]
     at, keys = (m - n + np.arange(n))[:, None], np.arange(m)
     left, right = attributes.get("window", (-1, -1))
-    hidden = keys > at if attributes.get("is_causal", True) else np.zeros((n, m), bool)
+    alibi = attributes.get("is_alibi", False)
+    hidden = keys > at if attributes.get("is_causal", True) or alibi else np.zeros((n, m), bool)
     hidden = hidden | ((left >= 0) & (keys < at - left)) | ((right >= 0) & (keys > at + right))
     whole = np.zeros((1, 1, n, m), np.float32)
     if mask is not None:
         mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)[..., :m]
         whole = np.where(mask, 0, -np.inf) if mask.dtype == bool else mask.astype(np.float32)
+    if alibi:
+        whole = whole + angles.biases(query.shape[2], n, m)
     return np.where(hidden, -np.inf, np.broadcast_to(whole, (*whole.shape[:2], n, m)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from kvkit import dumps
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
-from kvkit.tools.vectors import reference, scenes
+from kvkit.tools.vectors import pools, reference, scenes
+from kvkit.tools.vectors.draws import Sizes
 from kvkit.version import __version__
 
-SUITES = {"pmx": scenes.pmx, "ascend": scenes.ascend, "paged": scenes.paged}
+SUITES = {"pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged}
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
 OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
@@ -51,9 +53,10 @@ class Pack:
 
 def make(
     folder: str | os.PathLike,
-    suite: str = "pmx",
+    suite: str | None = None,
     *,
     operator: str | None = None,
+    shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     raw: bool = False,
     advance: Any = None,
@@ -64,10 +67,13 @@ def make(
     ----------
     folder : path
         Made; must be new or empty.
-    suite : str
-        "pmx", "ascend" or "paged".
+    suite : str, optional
+        "pmx", "ascend" or "paged"; if None that of `operator`, or else "pmx".
     operator : str, optional
         Only the cases of this operator.
+    shapes : mapping, optional
+        Some of "heads" (of keys and values; queries have some times as many; 2), "dim" (of a head, a multiple
+        of 16; 16), "page" (tokens of a page; 4) and "batch" (sequences, at least 2; 4).
     seed : int
         Of all random numbers: equal seeds give equal bytes.
     raw : bool
@@ -82,7 +88,7 @@ def make(
     Raises
     ------
     KvkitError
-        If there is no such suite or operator, or the folder is not empty.
+        If there is no such suite, operator or shape, or the folder is not empty.
 
     Examples
     --------
@@ -93,20 +99,27 @@ def make(
     ...     vectors.verify(folder).ok, vectors.replay(folder).ok
     (True, True)
     """
-    text("suite", suite, tuple(SUITES))
+    if suite is not None:
+        text("suite", suite, tuple(SUITES))
+    sizes = Sizes.of(shapes)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise KvkitError(f"{folder}: there is something already: give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    rng, cases = np.random.default_rng(seed), []
-    for name, call in SUITES[suite](rng):
-        if operator is None or call[0] == operator:
-            cases.append(case_of(folder, name, call, raw))
-            if advance is not None:
-                advance(1)
+    cases: list[dict[str, Any]] = []
+    asked = [suite] if suite else list(SUITES) if operator else ["pmx"]
+    for suite in asked:
+        for name, call in SUITES[suite](np.random.default_rng(seed), sizes):
+            if operator is None or call[0] == operator:
+                cases.append(case_of(folder, name, call, raw))
+                if advance is not None:
+                    advance(1)
+        if cases:
+            break
     if not cases:
-        raise KvkitError(f"operator: suite {suite} has no case of {operator!r}")
-    dumps.write_manifest(folder, cases, producer=f"kvkit {__version__}", suite=suite, seed=seed, raw=raw)
+        raise KvkitError(f"operator: suite {' or '.join(asked)} has no case of {operator!r}")
+    more = {"suite": suite, "seed": seed, "shapes": asdict(sizes), "raw": raw}
+    dumps.write_manifest(folder, cases, producer=f"kvkit {__version__}", **more)
     files = [path for path in folder.rglob("*") if path.is_file()]
     return Pack(folder, len(cases), len(files), sum(path.stat().st_size for path in files))
 
@@ -132,11 +145,11 @@ def case_of(folder, name, call, raw):
     outputs = {}
     names = OPERATORS[operator].outputs if not refused else ()
     for output, result in zip(names, results, strict=False):
-        dtype = np.dtype(np.float32) if output.name == "lse" else type_of(inputs)
+        dtype = type_of(output, inputs, attributes)
         outputs[output.name] = dumps.entry(
             folder, f"{name}/expected-{output.name}", result.astype(dtype), raw
         )
-        outputs[output.name]["tolerance"] = tolerance(operator, output.name, type_of(inputs), attributes)
+        outputs[output.name]["tolerance"] = tolerance(operator, output.name, inputs, dtype, attributes)
     kept = {key: dumps.entry(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
     return {
         "name": name, "operator": operator, "arguments": arguments, "outputs": outputs,
@@ -147,21 +160,26 @@ def case_of(folder, name, call, raw):
     }  # fmt: skip
 
 
-def type_of(inputs):
-    """The type of an operator's outputs: that of its first array."""
+def type_of(output, inputs, attributes):
+    """The dtype of an output: its own, one that an attribute names, or that of the first array."""
+    if output.dtype in attributes or output.dtype in ("float32", "int64"):
+        return np.dtype(attributes.get(output.dtype, output.dtype))
     return next(iter(inputs.values())).dtype
 
 
 def exact(operator):
     """Whether an operator gives bytes that no rounding is free in."""
-    return "attention" not in operator
+    return not any(word in operator for word in ("attention", "rotary", "alibi"))
 
 
-def tolerance(operator, output, dtype, attributes):
+def tolerance(operator, output, inputs, dtype, attributes):
+    """How exact an output has to be; a sum over codes no more than the type of the queries is."""
     if exact(operator):
         return EXACT
-    if output == "lse" and not attributes.get("quant_bit"):
-        return LSE
+    if output == "lse":
+        if not attributes.get("quant_bit"):
+            return LSE
+        dtype = inputs["query"].dtype
     size = OF_DTYPE[dtype.name]
     reason = REASON.format(dtype.name, size)
     if attributes.get("quant_bit"):

@@ -8,6 +8,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16)
 import numpy as np
 
+from kvkit.tools.vectors import angles
+
 STATIC = ("b l kv n h c", "l b kv h n c")
 DYNAMIC = ("n l kv h c", "l n kv h c", "l kv n h c", "l kv h n c")
 
@@ -102,16 +104,9 @@ def key_value_cache(inputs, attributes):
     return tuple(results)
 
 
-def slopes(heads):
-    """ALiBi's, of each head."""
-    power = 2 ** int(np.log2(heads))
-    first = [2.0 ** (-8.0 * (h + 1) / power) for h in range(power)]
-    return np.array(first + [2.0 ** (-4.0 * (2 * h + 1) / power) for h in range(heads - power)])
-
-
-def attend(query, key, value, attributes, mask=None, sinks=None, causal=True):
+def attend(query, key, value, attributes, mask=None, sinks=None, causal=True, slopes=None):
     """(output, lse) in float64 of one sequence [tokens, heads, content]; `mask` is [heads or 1, queries,
-    keys].
+    keys], and `slopes` are ALiBi's of each head.
     """
     q, k, v = (array.astype(np.float64) for array in (query, key, value))
     n, heads, dim = q.shape
@@ -135,8 +130,8 @@ def attend(query, key, value, attributes, mask=None, sinks=None, causal=True):
             hidden = hidden | ~mask
         else:
             scores = scores + mask.astype(np.float64)
-    if attributes.get("is_alibi"):
-        scores = scores + slopes(heads)[:, None, None] * (keys - at)
+    if slopes is not None:
+        scores = scores - np.asarray(slopes, np.float64)[:, None, None] * np.abs(keys - at)
     scores = np.where(hidden, -np.inf, scores)
     extra = np.full((heads, n, 1), -np.inf) if sinks is None else np.broadcast_to(
         sinks.astype(np.float64)[:, None, None], (heads, n, 1)
@@ -155,7 +150,8 @@ def attention(inputs, attributes):
     """(attn_output, lse) of an operator of attention, with a cache or over keys as they are."""
     query, mask = inputs["query"], inputs.get("attn_mask")
     decoding = int(inputs.get("decoding_batches", 0))
-    causal = attributes.get("is_causal", True)
+    slopes = angles.slopes(query.shape[-2]) if attributes.get("is_alibi") else None
+    causal = attributes.get("is_causal", True) or slopes is not None
     if "cache" in inputs:
         names = ("current_key", "current_value")
         key, value = key_value_cache(inputs | {name: inputs[name] for name in names}, attributes)
@@ -165,7 +161,7 @@ def attention(inputs, attributes):
     if query.ndim == 4:
         for b in range(len(query)):
             part = None if mask is None else static_mask(mask, b, key.shape[1])
-            one = attend(query[b], key[b], value[b], attributes, part, inputs.get("sinks"), causal)
+            one = attend(query[b], key[b], value[b], attributes, part, inputs.get("sinks"), causal, slopes)
             outputs.append(one[0])
             sums.append(one[1])
         return np.stack(outputs), np.stack(sums)
@@ -176,7 +172,7 @@ def attention(inputs, attributes):
             part = mask.reshape(-1, *mask.shape[-2:])[:, q[b] : q[b + 1], k[b] : k[b + 1]]
         one = attend(
             query[q[b] : q[b + 1]], key[k[b] : k[b + 1]], value[k[b] : k[b + 1]], attributes, part,
-            inputs.get("sinks"), causal and b >= decoding,
+            inputs.get("sinks"), causal and b >= decoding, slopes,
         )  # fmt: skip
         outputs.append(one[0])
         sums.append(one[1])
@@ -202,16 +198,66 @@ def merge(inputs, attributes):
 
 
 def reshape_and_cache(inputs, attributes):
-    """Tokens in their slots."""
+    """Tokens in their slots, or runs of a head's."""
+    mode = attributes.get("compress_type", 0)
     for name in ("key", "value"):
-        if inputs.get(name) is not None:
-            cache = inputs[f"{name}_cache"]
-            cache = cache if attributes.get("layout", "b n h c") == "b n h c" else cache.swapaxes(1, 2)
-            size = cache.shape[1]
-            for token, slot in enumerate(inputs["slot_mapping"].tolist()):
-                if slot >= 0:
-                    cache[slot // size, slot % size] = inputs[name][token]
+        tokens, cache = inputs.get(name), inputs[f"{name}_cache"]
+        if tokens is None:
+            continue
+        if attributes.get("cache_format") == "NZ":
+            tokens, cache = tokens.reshape(len(tokens), -1, cache.shape[-1]), cache.swapaxes(1, 2)
+        elif attributes.get("layout", "b n h c") != "b n h c":
+            cache = cache.swapaxes(1, 2)
+        size = cache.shape[1]
+        for i, slot in enumerate(inputs["slot_mapping"].tolist()):
+            rows = run(tokens, i, mode, inputs) if mode else tokens[i : i + 1]
+            for at, row in enumerate(rows if slot >= 0 else (), slot):
+                cache[at // size, at % size] = row
     return ()
+
+
+def run(tokens, i, mode, inputs):
+    """The rows that are stored of one head of one sequence: its last, all but a range, or that as a mean."""
+    b, h = divmod(i, tokens.shape[1])
+    end, wins = int(inputs["seq_lens"][: b + 1].sum()), int(inputs["wins"][i])
+    x = tokens[end - inputs["seq_lens"][b] : end, h]
+    if mode == 1:
+        return x[-wins:]
+    offset = int(inputs["offset_index"][i])
+    if offset < 0 or wins == 0:
+        return x
+    middle, total = x[offset : offset + wins], np.zeros(x.shape[1], np.float32)
+    for row in middle:
+        total = total + row.astype(np.float32)
+    mean = (total / np.float32(wins)).astype(x.dtype)
+    return np.concatenate([x[:offset], mean[None] if mode == 2 else x[:0], x[offset + wins :]])
+
+
+def block_copy(inputs, attributes):
+    """Blocks onto others of a cache."""
+    first = 0
+    for source, end in zip(inputs["src"].tolist(), inputs["cum_sum"].tolist(), strict=True):
+        for name in ("key_cache", "value_cache"):
+            inputs[name][inputs["dst"][first:end]] = inputs[name][source]
+        first = end
+    return ()
+
+
+def swap_blocks(inputs, attributes):
+    """Blocks onto those of another cache."""
+    for source, target in inputs["pairs"].tolist():
+        inputs["target"][target] = inputs["source"][source]
+    return ()
+
+
+def nd_to_nz(inputs, attributes):
+    """Matrices in groups of columns, of rows in sixteens, with zeros behind."""
+    x = inputs["x"]
+    b, m, n = x.shape
+    n0 = 32 // x.dtype.itemsize
+    wide = np.zeros((b, -(-m // 16) * 16, -(-n // n0) * n0), x.dtype)
+    wide[:, :m, :n] = x
+    return (wide.reshape(*wide.shape[:2], -1, n0).swapaxes(1, 2),)
 
 
 def paged_cache_load(inputs, attributes):
@@ -239,9 +285,13 @@ def paged_attention(inputs, attributes):
         for name in ("key_cache", "value_cache"):
             cache = inputs[name] if tokens_first else inputs[name].swapaxes(1, 2)
             pages = inputs["block_tables"][b, : -(-length // cache.shape[1])]
-            context.append(cache[pages].reshape(-1, *cache.shape[2:])[:length])
+            rows = cache[pages].reshape(-1, *cache.shape[2:])[:length].astype(np.float64)
+            context.append(rows * inputs.get(name.replace("cache", "scale"), np.ones(1))[:, None])
         query, causal = inputs["query"][starts[b] : starts[b + 1]], attributes.get("is_causal", True)
-        one = attend(query, context[0], context[1], attributes, None, inputs.get("sinks"), causal)
+        mask = inputs.get("attn_mask")
+        mask = None if mask is None else mask[..., starts[b] : starts[b + 1], :length]
+        slopes = inputs.get("alibi_slopes")
+        one = attend(query, context[0], context[1], attributes, mask, inputs.get("sinks"), causal, slopes)
         outputs.append(one[0])
         sums.append(one[1])
     return np.concatenate(outputs), np.concatenate(sums)
@@ -252,12 +302,21 @@ OPERATORS = {
     "multi_head_attention": attention,
     "multi_head_cache_attention": attention,
     "merge_attention_states": merge,
+    "rotary_position_embedding": angles.rotary_position_embedding,
+    "alibi_slope": angles.alibi_slope,
+    "alibi_mask": angles.alibi_mask,
     "dynamic_batching.key_value_cache": key_value_cache,
     "dynamic_batching.multi_head_attention": attention,
     "dynamic_batching.multi_head_cache_attention": attention,
+    "dynamic_batching.rotary_position_embedding": angles.rotary_position_embedding,
+    "dynamic_batching.alibi_mask": angles.dynamic_alibi_mask,
+    "dynamic_batching.position_index": angles.position_index,
     "ascend.reshape_and_cache": reshape_and_cache,
     "ascend.paged_cache_load": paged_cache_load,
+    "ascend.block_copy": block_copy,
+    "ascend.nd_to_nz": nd_to_nz,
     "ascend.paged_attention": paged_attention,
     "paged_attention": paged_attention,
     "paged_append": reshape_and_cache,
+    "swap_blocks": swap_blocks,
 }

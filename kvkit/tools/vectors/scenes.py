@@ -5,19 +5,15 @@ Whatever must not be read is NaN in floats and arbitrary in codes; other layers 
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from kvkit.tools.vectors.draws import FLOATS, NAN, cache_of, numbers, plain
+from kvkit.tools.vectors.positions import positions
 from kvkit.tools.vectors.reference import DYNAMIC, STATIC
 
-FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-NAN = np.nan
-SIZES = {"heads": 2, "dim": 16, "page": 4, "batch": 3}
-
-
 FEATURES: dict[str, dict[str, Any]] = {
-    "every-head-its-own": {"kv_heads": 4},
-    "one-head-for-all": {"kv_heads": 1},
+    "every-head-its-own": {"groups": 1},
+    "one-head-for-all": {"kv_heads": 1, "groups": 4},
     "not-causal": {"is_causal": False},
     "softcap": {"softcap": 1.5},
     "window": {"window": (2, -1)},
@@ -26,56 +22,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "mask": {"mask": "float"},
     "mask-of-bits": {"mask": "bool"},
+    "alibi": {"is_alibi": True, "groups": 3},
     "more-queries-than-keys": {"new": 5, "context": 3},
 }
-OVER_PAGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": True},
-    "window": {"window": (3, -1)},
-    "one-query-head": {"heads": 2},
-}
 
 
-def numbers(rng, shape, dtype, most=127, group=8):
-    """Numbers, some groups of them ties of codes, zeros, tiny, or as large as a code can say."""
-    x = rng.standard_normal(shape).astype(np.float32)
-    flat = x.reshape(-1, group) if x.size % group == 0 else x.reshape(-1, 1)
-    style = rng.integers(0, 8, len(flat))
-    ties = rng.integers(-2 * most, 2 * most + 1, flat.shape) / 2
-    ties[:, 0] = most
-    flat[style == 1] = ties[style == 1]
-    flat[style == 2] = 0
-    flat[style == 3] *= np.float32(1e-6)
-    return x.astype(dtype)
-
-
-def plain(rng, shape, dtype):
-    """Numbers of the size that attention has."""
-    return rng.standard_normal(shape).astype(dtype)
-
-
-def blank(rng, shape, dtype, bits):
-    """A cache or scale that nobody has written: NaN, or any bytes."""
-    if bits:
-        return rng.integers(-128, 128, shape).astype(np.int8)
-    return np.full(shape, NAN, dtype)
-
-
-def cache_of(rng, layout, sizes, dtype, bits, group):
-    """(cache, scale) of a layout, with nothing in them."""
-    axes = layout.split()
-    width = sizes["c"] // 2 if bits == 4 else sizes["c"]
-    shape = [sizes[axis] for axis in axes[:-1]]
-    scale = np.full((*shape, sizes["c"] // group), NAN, np.float16) if bits else None
-    return blank(rng, (*shape, width), dtype, bits), scale
-
-
-def static_cache(rng, dtype="fp16", bits=0, layout=0, past=5, new=2, batch=2, repeat=1, heads=2, dim=16):
+def static_cache(rng, sizes, dtype="fp16", bits=0, layout=0, past=5, new=2, repeat=1):
     """A call of `key_value_cache` after `past` tokens, which were stored by the same recipe."""
-    kind = FLOATS[dtype]
-    sizes = {"b": batch + 1, "l": 2, "kv": 2, "n": past + new + 2, "h": heads, "c": dim}
-    cache, scale = cache_of(rng, STATIC[layout], sizes, kind, bits, 8)
+    kind, batch, heads, dim = FLOATS[dtype], sizes.batch, sizes.heads, sizes.dim
+    axes = {"b": batch + 1, "l": 2, "kv": 2, "n": past + new + 2, "h": heads, "c": dim}
+    cache, scale = cache_of(rng, STATIC[layout], axes, kind, bits, 8)
     attributes = {"num_layer": 2, "layer_idx": 1, "quant_bit": bits, "cache_layout": layout}
     most = 7 if bits == 4 else 127
 
@@ -110,12 +66,15 @@ def steps(rng, lengths, pasts, mode, page):
     return index | {"start_pos": np.array(pasts)}, rows
 
 
-def dynamic_cache(rng, dtype="fp16", bits=0, layout=3, mode=1, lengths=(1, 3, 0), pasts=(5, 4, 8), repeat=1):
-    """A call of the dynamic `key_value_cache`, likewise."""
-    kind, heads, dim, page = FLOATS[dtype], SIZES["heads"], SIZES["dim"], SIZES["page"]
+def dynamic_cache(
+    rng, sizes, dtype="fp16", bits=0, layout=3, mode=1, lengths=(1, 3, 0, 2), pasts=None, repeat=1
+):
+    """A call of the dynamic `key_value_cache`, likewise; pasts end at borders of pages if not said."""
+    kind, heads, dim, page = FLOATS[dtype], sizes.heads, sizes.dim, sizes.page
+    lengths, pasts = sizes.each(*lengths), sizes.each(*(pasts or (page + 1, page, 2 * page, page - 1)))
     index, rows = steps(rng, lengths, pasts, mode, page)
-    sizes = {"l": 2, "kv": 2, "n": rows, "h": heads, "c": dim}
-    cache, scale = cache_of(rng, DYNAMIC[layout], sizes, kind, bits, 8)
+    axes = {"l": 2, "kv": 2, "n": rows, "h": heads, "c": dim}
+    cache, scale = cache_of(rng, DYNAMIC[layout], axes, kind, bits, 8)
     attributes = {
         "num_layer": 2,
         "layer_idx": 0,
@@ -153,10 +112,11 @@ def dynamic_cache(rng, dtype="fp16", bits=0, layout=3, mode=1, lengths=(1, 3, 0)
 
 
 def static_attention(
-    rng, dtype="fp32", new=3, context=9, heads=4, kv_heads=2, dim=16, batch=2, mask=None, sinks=False, **more
+    rng, sizes, dtype="fp32", new=3, context=9, groups=2, kv_heads=None, mask=None, sinks=False, **more
 ):
     """A call of `multi_head_attention`."""
-    kind = FLOATS[dtype]
+    kind, batch, dim, kv_heads = FLOATS[dtype], sizes.batch, sizes.dim, kv_heads or sizes.heads
+    heads = groups * kv_heads
     inputs = {
         "query": plain(rng, (batch, new, heads, dim), kind),
         "key": plain(rng, (batch, context, kv_heads, dim), kind),
@@ -174,19 +134,10 @@ def static_attention(
     return "multi_head_attention", inputs, attributes, None
 
 
-def dynamic_attention(
-    rng,
-    dtype="fp32",
-    lengths=(1, 3, 0, 2),
-    contexts=(7, 3, 4, 5),
-    heads=4,
-    kv_heads=2,
-    dim=16,
-    decoding=1,
-    **more,
-):
+def dynamic_attention(rng, sizes, dtype="fp32", groups=2, decoding=1, **more):
     """A call of the dynamic `multi_head_attention`."""
-    kind = FLOATS[dtype]
+    kind, dim, kv_heads = FLOATS[dtype], sizes.dim, sizes.heads
+    lengths, contexts, heads = sizes.each(1, 3, 0, 2), sizes.each(7, 3, 4, 5), groups * sizes.heads
     inputs = {
         "query": plain(rng, (sum(lengths), heads, dim), kind),
         "key": plain(rng, (sum(contexts), kv_heads, dim), kind),
@@ -198,7 +149,7 @@ def dynamic_attention(
     return "dynamic_batching.multi_head_attention", inputs, attributes, None
 
 
-def cache_attention(rng, made, heads=4, **more):
+def cache_attention(rng, made, groups=2, **more):
     """A call of `multi_head_cache_attention` from one of `key_value_cache`, whose numbers are of its size."""
     name, inputs, attributes, before = made
     kind = inputs["current_key"].dtype
@@ -207,6 +158,7 @@ def cache_attention(rng, made, heads=4, **more):
             if key in call:
                 call[key] = plain(rng, call[key].shape, kind)
     *outer, kv_heads, dim = inputs["current_key"].shape
+    heads = groups * kv_heads
     query = {"query": plain(rng, (*outer, heads, dim), kind)}
     attributes = {key: value for key, value in attributes.items() if key != "num_repeat"} | {
         "num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads, "return_lse": True,
@@ -242,55 +194,7 @@ def merge(rng, dtype="fp32"):
     return "merge_attention_states", inputs, {}, None
 
 
-def pages(rng, dtype="fp16", lengths=(5, 4, 1, 9), page=4, heads=2, dim=16):
-    """(key_cache, value_cache, block_tables, lengths): contexts at the borders of pages, the rest NaN."""
-    kind, counts = FLOATS[dtype], [-(-length // page) for length in lengths]
-    ids, blocks = rng.permutation(sum(counts) + 2), sum(counts) + 2
-    caches = [np.full((blocks, page, heads, dim), NAN, kind) for _ in range(2)]
-    table = np.full((len(lengths), max(counts) + 1), -1, np.int32)
-    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        table[b, :count], ids = ids[:count], ids[count:]
-        for position in range(length):
-            for cache in caches:
-                cache[table[b, position // page], position % page] = plain(rng, (heads, dim), kind)
-    return *caches, table, np.array(lengths, np.int32)
-
-
-def reshape_and_cache(rng, dtype="fp16"):
-    """Slots in any order, two of them negative."""
-    key_cache, value_cache, *_ = pages(rng, dtype)
-    slots = rng.permutation(key_cache.shape[0] * 4)[:7].astype(np.int32)
-    slots[[1, 4]] = -1
-    key, value = (plain(rng, (7, 2, 16), FLOATS[dtype]) for _ in range(2))
-    key[4] = NAN
-    inputs = {
-        "key": key,
-        "value": value,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "slot_mapping": slots,
-    }
-    return "ascend.reshape_and_cache", inputs, {}, None
-
-
-def paged_load(rng, dtype="fp16"):
-    """A gather of contexts."""
-    key_cache, value_cache, table, lengths = pages(rng, dtype)
-    inputs = {"key_cache": key_cache, "value_cache": value_cache, "block_tables": table, "seq_lens": lengths}
-    return "ascend.paged_cache_load", inputs, {}, None
-
-
-def paged_attention(rng, dtype="fp16", heads=4, sinks=False, **more):
-    """A decoded token of each sequence."""
-    key_cache, value_cache, table, lengths = pages(rng, dtype)
-    inputs = {"query": plain(rng, (len(lengths), heads, 16), FLOATS[dtype]), "key_cache": key_cache}
-    inputs |= {"value_cache": value_cache, "block_tables": table, "context_lens": lengths}
-    if sinks:
-        inputs["sinks"] = plain(rng, (heads,), FLOATS[dtype])
-    return "ascend.paged_attention", inputs, {"return_lse": True} | more, None
-
-
-def pmx(rng):
+def pmx(rng, sizes):
     """(name, call) of the suite `pmx`; a name that ends in "refused" is of a call that an operator must
     refuse.
     """
@@ -298,30 +202,36 @@ def pmx(rng):
         for bits in (0, 8, 4):
             kind = f"int{bits}" if bits else "as-is"
             for layout in (0, 1):
-                yield f"append-static{layout}-{dtype}-{kind}", static_cache(rng, dtype, bits, layout)
+                yield f"append-static{layout}-{dtype}-{kind}", static_cache(rng, sizes, dtype, bits, layout)
             for layout in range(4):
                 yield (
                     f"append-dynamic{layout}-{dtype}-{kind}",
-                    dynamic_cache(rng, dtype, bits, layout, layout % 2),
+                    dynamic_cache(rng, sizes, dtype, bits, layout, layout % 2),
                 )
-        yield f"attention-{dtype}", static_attention(rng, dtype)
-        yield f"attention-one-token-{dtype}", static_attention(rng, dtype, new=1, context=33)
-        yield f"attention-dynamic-{dtype}", dynamic_attention(rng, dtype)
+        yield f"attention-{dtype}", static_attention(rng, sizes, dtype)
+        yield f"attention-one-token-{dtype}", static_attention(rng, sizes, dtype, new=1, context=33)
+        yield f"attention-dynamic-{dtype}", dynamic_attention(rng, sizes, dtype)
         yield f"merge-{dtype}", merge(rng, dtype)
         for bits in (0, 8, 4):
-            made = static_cache(rng, dtype, bits)
+            made = static_cache(rng, sizes, dtype, bits)
             yield f"cache-attention-{dtype}-{bits}", cache_attention(rng, made)
-            made = dynamic_cache(rng, dtype, bits)
+            made = dynamic_cache(rng, sizes, dtype, bits)
             yield f"cache-attention-dynamic-{dtype}-{bits}", cache_attention(rng, made)
-    yield "append-first-token", static_cache(rng, past=0, new=1)
-    yield "append-repeated-heads", static_cache(rng, repeat=3)
-    for past in (3, 4, 5):
-        yield f"append-at-the-border-of-a-page-{past}", dynamic_cache(rng, lengths=(1, 1), pasts=(past, past))
-    yield "append-nothing", dynamic_cache(rng, lengths=(0, 0), pasts=(4, 0))
+    yield "append-first-token", static_cache(rng, sizes, past=0, new=1)
+    yield "append-repeated-heads", static_cache(rng, sizes, repeat=3)
+    for past in (sizes.page - 1, sizes.page, sizes.page + 1):
+        made = dynamic_cache(rng, sizes, lengths=(1,), pasts=(past,))
+        yield f"append-at-the-border-of-a-page-{past}", made
+    yield "append-nothing", dynamic_cache(rng, sizes, lengths=(0,), pasts=(4, 0))
     for name, more in FEATURES.items():
-        yield f"attention-{name}", static_attention(rng, **more)
+        yield f"attention-{name}", static_attention(rng, sizes, **more)
+    yield "attention-dynamic-alibi", dynamic_attention(rng, sizes, is_alibi=True, groups=3)
+    for bits in (0, 8):
+        made = dynamic_cache(rng, sizes, bits=bits)
+        yield f"cache-attention-dynamic-alibi-{bits}", cache_attention(rng, made, is_alibi=True)
+    yield from positions(rng, sizes)
     for name, change in refusals().items():
-        made = dynamic_cache(rng, bits=8)
+        made = dynamic_cache(rng, sizes, bits=8)
         made[1].update(
             {name: made[1][name].copy() for name in ("cachestarts", "kvstarts")}
         )  # the past has its own
@@ -351,51 +261,3 @@ def refusals():
         each.__name__.replace("_", "-"): each
         for each in (row_outside, negative_row, length, row_twice, no_scale)
     }
-
-
-def ascend(rng):
-    """(name, call) of the suite `ascend`."""
-    for dtype in FLOATS:
-        yield f"store-{dtype}", reshape_and_cache(rng, dtype)
-        yield f"load-{dtype}", paged_load(rng, dtype)
-        yield f"attention-{dtype}", paged_attention(rng, dtype)
-    outside = reshape_and_cache(rng)
-    outside[1]["slot_mapping"][0] = 2**20
-    yield "slot-outside-refused", outside
-
-
-def pool_attention(rng, dtype="fp16", layout="b n h c", news=None, **more):
-    """Attention over pools of pages, of one query a sequence or of several."""
-    _, inputs, attributes, _ = paged_attention(rng, dtype, **more)
-    sinks = inputs.pop("sinks", None)
-    if news is not None:
-        inputs["query"] = plain(rng, (sum(news), *inputs["query"].shape[1:]), FLOATS[dtype])
-    if layout != "b n h c":
-        pools = ("key_cache", "value_cache")
-        inputs |= {name: np.ascontiguousarray(inputs[name].swapaxes(1, 2)) for name in pools}
-    inputs["query_starts"] = None if news is None else np.cumsum([0, *news])
-    inputs |= {} if sinks is None else {"sinks": sinks}
-    return "paged_attention", inputs, attributes | {"layout": layout}, None
-
-
-def pool_append(rng, dtype="fp16", layout="b n h c"):
-    """Slots in any order of a pool in another order."""
-    _, inputs, _, _ = reshape_and_cache(rng, dtype)
-    if layout != "b n h c":
-        pools = ("key_cache", "value_cache")
-        inputs |= {name: np.ascontiguousarray(inputs[name].swapaxes(1, 2)) for name in pools}
-    return "paged_append", inputs, {"layout": layout}, None
-
-
-def paged(rng):
-    """(name, call) of the suite `paged`: pools of pages, as engines have them."""
-    for dtype in FLOATS:
-        for name, more in OVER_PAGES.items():
-            yield f"{name}-{dtype}", pool_attention(rng, dtype, **more)
-        for layout in ("b n h c", "b h n c"):
-            order = layout.replace(" ", "")
-            yield f"append-{order}-{dtype}", pool_append(rng, dtype, layout)
-            yield f"several-queries-{order}-{dtype}", pool_attention(rng, dtype, layout, (3, 1, 0, 9))
-    outside = pool_append(rng)
-    outside[1]["slot_mapping"][0] = 2**20
-    yield "slot-outside-refused", outside

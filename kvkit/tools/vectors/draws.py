@@ -1,0 +1,86 @@
+"""What calls of a pack are made of: sizes, random numbers, and caches that nobody has written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import ml_dtypes
+import numpy as np
+
+from kvkit.checks.values import integer
+from kvkit.errors import KvkitError
+
+FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+NAN = np.nan
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the calls of a pack are.
+
+    Attributes
+    ----------
+    heads : int
+        Of keys and values; queries have some times as many.
+    dim : int
+        Elements of a head, a multiple of 16.
+    page : int
+        Tokens of a page; contexts end at its border, one before it and one behind.
+    batch : int
+        Sequences, at least 2.
+    """
+
+    heads: int = 2
+    dim: int = 16
+    page: int = 4
+    batch: int = 4
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, int] | None) -> "Sizes":
+        """Those asked for, and the usual ones of what nobody asked for."""
+        names, shapes = [each.name for each in fields(cls)], dict(shapes or {})
+        for name in shapes:
+            if name not in names:
+                raise KvkitError(f"shapes: expected some of {', '.join(names)}, got {name!r}")
+        low = {"batch": 2, "dim": 16}
+        sizes = {name: integer(f"shapes: {name}", size, low.get(name, 1)) for name, size in shapes.items()}
+        if sizes.get("dim", 16) % 16:
+            raise KvkitError(f"shapes: dim: expected a multiple of 16, got {sizes['dim']}")
+        return cls(**sizes)
+
+    def each(self, *lengths: int) -> tuple[int, ...]:
+        """A length for each sequence: these, again and again."""
+        return tuple(int(each) for each in np.resize(lengths, self.batch))
+
+
+def numbers(rng, shape, dtype, most=127, group=8):
+    """Numbers, some groups of them ties of codes, zeros, tiny, or as large as a code can say."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    flat = x.reshape(-1, group) if x.size % group == 0 else x.reshape(-1, 1)
+    style = rng.integers(0, 8, len(flat))
+    ties = rng.integers(-2 * most, 2 * most + 1, flat.shape) / 2
+    ties[:, 0] = most
+    flat[style == 1] = ties[style == 1]
+    flat[style == 2] = 0
+    flat[style == 3] *= np.float32(1e-6)
+    return x.astype(dtype)
+
+
+def plain(rng, shape, dtype):
+    """Numbers of the size that attention has."""
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def blank(rng, shape, dtype, bits):
+    """A cache or scale that nobody has written: NaN, or any bytes."""
+    if bits:
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    return np.full(shape, NAN, dtype)
+
+
+def cache_of(rng, layout, lengths, dtype, bits, group):
+    """(cache, scale) of a layout, of lengths by axis, with nothing in them."""
+    axes = layout.split()
+    width = lengths["c"] // 2 if bits == 4 else lengths["c"]
+    shape = [lengths[axis] for axis in axes[:-1]]
+    scale = np.full((*shape, lengths["c"] // group), NAN, np.float16) if bits else None
+    return blank(rng, (*shape, width), dtype, bits), scale

@@ -1,0 +1,203 @@
+"""Calls over caches in pages: the suites `ascend` and `paged`."""
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.tools.vectors.draws import FLOATS, NAN, plain
+
+OVER_PAGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "window": {"window": (3, -1)},
+    "one-query-head": {"groups": 1},
+    "mask": {"mask": "float"},
+    "mask-of-bits": {"mask": "bool"},
+    "alibi": {"alibi": True},
+    "codes": {"codes": True},
+}
+COMPRESSED = {"kvhead": 1, "kvhead-rope": 2, "omni": 3}
+
+
+def pages(rng, sizes, dtype="fp16"):
+    """(key_cache, value_cache, block_tables, lengths): contexts at the borders of pages, the rest NaN."""
+    kind, page = FLOATS[dtype], sizes.page
+    lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
+    counts = [-(-length // page) for length in lengths]
+    ids, blocks = rng.permutation(sum(counts) + 2), sum(counts) + 2
+    caches = [np.full((blocks, page, sizes.heads, sizes.dim), NAN, kind) for _ in range(2)]
+    table = np.full((len(lengths), max(counts) + 1), -1, np.int32)
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        table[b, :count], ids = ids[:count], ids[count:]
+        for position in range(length):
+            for cache in caches:
+                there = table[b, position // page], position % page
+                cache[there] = plain(rng, (sizes.heads, sizes.dim), kind)
+    return *caches, table, np.array(lengths, np.int32)
+
+
+def reshape_and_cache(rng, sizes, dtype="fp16"):
+    """Slots in any order, two of them negative."""
+    key_cache, value_cache, *_ = pages(rng, sizes, dtype)
+    slots = rng.permutation(key_cache.shape[0] * sizes.page)[:7].astype(np.int32)
+    slots[[1, 4]] = -1
+    key, value = (plain(rng, (len(slots), sizes.heads, sizes.dim), FLOATS[dtype]) for _ in range(2))
+    key[4] = NAN
+    inputs = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    return "ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {}, None
+
+
+def store_nz(rng, sizes, dtype="fp16"):
+    """The same tokens into caches whose blocks are in NZ."""
+    name, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
+    n0 = 32 // FLOATS[dtype].itemsize
+    for cache in ("key_cache", "value_cache"):
+        rows = inputs[cache].reshape(*inputs[cache].shape[:2], -1, n0)
+        inputs[cache] = np.ascontiguousarray(rows.swapaxes(1, 2))
+    return name, inputs, {"cache_format": "NZ"}, None
+
+
+def store_compressed(rng, sizes, mode, dtype="fp16"):
+    """Runs of heads in blocks; what a mode leaves out is NaN, and a head that is left alone has slot -1."""
+    lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
+    dim = -(-sizes.dim // 32) * 32  # as these modes ask for
+    runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
+    wins, offsets = rng.integers(1, 4, runs), rng.integers(0, 3, runs)
+    wins[0], offsets[1] = 0, -1
+    tokens = {name: plain(rng, (starts[-1], heads, dim), kind) for name in ("key", "value")}
+    for i in range(runs):
+        first, end = starts[i // heads], starts[i // heads + 1]
+        left_out = {1: (first, end - wins[i]), 3: (first + offsets[i], first + offsets[i] + wins[i])}
+        if mode in left_out and wins[i] and (mode == 1 or offsets[i] >= 0):
+            for array in tokens.values():
+                array[slice(*left_out[mode]), i % heads] = NAN
+    blocks = -(-max(lengths) // sizes.page) + 1
+    slots = rng.permutation(runs) * blocks * sizes.page + rng.integers(0, sizes.page, runs)
+    slots[-1] = -1
+    cache = (runs * blocks + 1, sizes.page, 1, dim)
+    inputs = tokens | {name: np.full(cache, NAN, kind) for name in ("key_cache", "value_cache")}
+    inputs |= {"slot_mapping": slots, "wins": wins, "seq_lens": np.array(lengths)}
+    inputs |= {} if mode == 1 else {"offset_index": offsets}
+    return "ascend.reshape_and_cache", inputs, {"compress_type": mode}, None
+
+
+def paged_load(rng, sizes, dtype="fp16"):
+    """A gather of contexts."""
+    key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
+    inputs = {"key_cache": key_cache, "value_cache": value_cache, "block_tables": table, "seq_lens": lengths}
+    return "ascend.paged_cache_load", inputs, {}, None
+
+
+def block_copy(rng, sizes, dtype="fp16"):
+    """One block onto two, one onto one; NaN is moved as it is."""
+    key_cache, value_cache, *_ = pages(rng, sizes, dtype)
+    ids = rng.permutation(len(key_cache)).astype(np.int32)
+    inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:2], "dst": ids[2:5]}
+    return "ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)}, {}, None
+
+
+def matrices(rng, dtype="fp16"):
+    """Matrices whose sides are multiples of nothing."""
+    return "ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {}, None
+
+
+def paged_attention(rng, sizes, dtype="fp16", groups=2, sinks=False, **more):
+    """A decoded token of each sequence."""
+    key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
+    heads = groups * sizes.heads
+    inputs = {"query": plain(rng, (len(lengths), heads, sizes.dim), FLOATS[dtype]), "key_cache": key_cache}
+    inputs |= {"value_cache": value_cache, "block_tables": table, "context_lens": lengths}
+    if sinks:
+        inputs["sinks"] = plain(rng, (heads,), FLOATS[dtype])
+    return "ascend.paged_attention", inputs, {"return_lse": True} | more, None
+
+
+def ascend(rng, sizes):
+    """(name, call) of the suite `ascend`."""
+    for dtype in FLOATS:
+        yield f"store-{dtype}", reshape_and_cache(rng, sizes, dtype)
+        yield f"store-nz-{dtype}", store_nz(rng, sizes, dtype)
+        for name, mode in COMPRESSED.items():
+            yield f"store-{name}-{dtype}", store_compressed(rng, sizes, mode, dtype)
+        yield f"load-{dtype}", paged_load(rng, sizes, dtype)
+        yield f"copy-{dtype}", block_copy(rng, sizes, dtype)
+        yield f"nz-{dtype}", matrices(rng, dtype)
+        yield f"attention-{dtype}", paged_attention(rng, sizes, dtype)
+    outside = reshape_and_cache(rng, sizes)
+    outside[1]["slot_mapping"][0] = 2**20 * sizes.page
+    yield "slot-outside-refused", outside
+    onto_itself = block_copy(rng, sizes)
+    onto_itself[1]["dst"][0] = onto_itself[1]["src"][1]
+    yield "copied-and-written-refused", onto_itself
+
+
+def in_layout(inputs, layout):
+    """Pools with heads before tokens, if a layout has them so."""
+    if layout == "b n h c":
+        return inputs
+    pools = ("key_cache", "value_cache")
+    return inputs | {name: np.ascontiguousarray(inputs[name].swapaxes(1, 2)) for name in pools}
+
+
+def pool_attention(
+    rng, sizes, dtype="fp16", layout="b n h c", news=None, mask=None, alibi=False, codes=False, **more
+):
+    """Attention over pools of pages, of one query a sequence or of several."""
+    _, inputs, attributes, _ = paged_attention(rng, sizes, dtype, **more)
+    sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FLOATS[dtype]
+    if news is not None:
+        news = sizes.each(*news)
+        inputs["query"] = plain(rng, (sum(news), *inputs["query"].shape[1:]), kind)
+    inputs = in_layout(inputs, layout)
+    inputs["query_starts"] = None if news is None else np.cumsum([0, *news])
+    if mask:  # of a query for each sequence
+        tokens, heads, _ = inputs["query"].shape
+        shape = tokens, max(lengths) + 2
+        inputs["attn_mask"] = (
+            plain(rng, shape, kind) if mask == "float" else rng.random((heads, *shape)) < 0.6
+        )
+        if mask == "float":
+            inputs["attn_mask"][np.arange(shape[1]) >= lengths[:, None]] = NAN
+    if codes:
+        for side in ("key", "value"):
+            inputs[f"{side}_cache"] = rng.integers(-127, 128, inputs[f"{side}_cache"].shape).astype(np.int8)
+            inputs[f"{side}_scale"] = rng.uniform(0.005, 0.02, sizes.heads).astype(np.float32)
+    if alibi:
+        inputs["alibi_slopes"] = rng.uniform(0.01, 0.5, inputs["query"].shape[1]).astype(np.float32)
+    inputs |= {} if sinks is None else {"sinks": sinks}
+    return "paged_attention", inputs, attributes | {"layout": layout}, None
+
+
+def pool_append(rng, sizes, dtype="fp16", layout="b n h c"):
+    """Slots in any order of a pool in another order."""
+    _, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
+    return "paged_append", in_layout(inputs, layout), {"layout": layout}, None
+
+
+def swap_blocks(rng, sizes, dtype="fp16"):
+    """Blocks to another cache, one of them twice."""
+    source, target, *_ = pages(rng, sizes, dtype)
+    ids = rng.permutation(len(source))[:3]
+    return (
+        "swap_blocks",
+        {"source": source, "target": target, "pairs": np.stack([ids[[0, 1, 0]], ids], 1)},
+        {},
+        None,
+    )
+
+
+def paged(rng, sizes):
+    """(name, call) of the suite `paged`: pools of pages, as engines have them."""
+    for dtype in FLOATS:
+        for name, more in OVER_PAGES.items():
+            yield f"{name}-{dtype}", pool_attention(rng, sizes, dtype, **more)
+        for layout in ("b n h c", "b h n c"):
+            order = layout.replace(" ", "")
+            yield f"append-{order}-{dtype}", pool_append(rng, sizes, dtype, layout)
+            several = pool_attention(rng, sizes, dtype, layout, (3, 1, 0, 9))
+            yield f"several-queries-{order}-{dtype}", several
+        yield f"swap-{dtype}", swap_blocks(rng, sizes, dtype)
+    outside = pool_append(rng, sizes)
+    outside[1]["slot_mapping"][0] = 2**20 * sizes.page
+    yield "slot-outside-refused", outside

@@ -1,0 +1,90 @@
+"""Calls of the operators of positions."""
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.tools.vectors.draws import FLOATS, NAN, plain
+
+TURNS: dict[str, dict[str, Any]] = {
+    "neighbours": {},
+    "halves": {"interleaved": False},
+    "part-of-a-head": {"rotary_dim": 8},
+    "keys-as-they-are": {"bypass_key": True, "theta": 500000.0},
+    "linear": {"scaling_type": "linear", "scaling_factor": 4.0},
+    "dynamic": {"scaling_type": "dynamic", "scaling_factor": 2.0, "max_position_embeddings": 16},
+}
+START = 13
+
+
+def tables(rng, rows, columns):
+    """Cosines and sines of any angles."""
+    angles = rng.uniform(-np.pi, np.pi, (rows, columns))
+    return {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+
+
+def static_turn(rng, sizes, dtype="fp32", pads=False, given=False, **attributes):
+    """Queries and keys of five tokens, with padding in front of some sequences or tables given."""
+    shape = sizes.batch, 5, sizes.heads, sizes.dim
+    inputs = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FLOATS[dtype])}
+    inputs |= {"key": plain(rng, shape, FLOATS[dtype]), "start_pos": START}
+    if pads:
+        inputs["pad_len"] = np.array(sizes.each(0, 3, 1))
+    if given:
+        inputs |= tables(rng, START + 5, sizes.dim // 2)
+    return "rotary_position_embedding", inputs, attributes, None
+
+
+def dynamic_turn(rng, sizes, dtype="fp32", **attributes):
+    """Packed queries and keys, one sequence of them empty."""
+    lengths = sizes.each(1, 3, 0, 9)
+    name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
+    inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FLOATS[dtype]) for each, h in heads.items()}
+    inputs |= {"seqstarts": np.cumsum([0, *lengths]), "start_pos": np.array(sizes.each(40, 0, 7, 11))}
+    return name, inputs | {"max_seqlen": None}, attributes, None
+
+
+def static_mask(rng, heads, dtype="float32", mask=None):
+    """Three queries of seven keys; behind them the mask that is added has NaN."""
+    inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
+    if mask == "float":
+        inputs["attn_mask"] = plain(rng, (2, 1, 3, 9), np.dtype(np.float32))
+        inputs["attn_mask"][..., 7:] = NAN
+    elif mask == "bool":
+        inputs["attn_mask"] = rng.random((heads, 3, 7)) < 0.6
+    return "alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
+
+
+def dynamic_mask(rng, sizes, heads, dtype="float32"):
+    """Blocks of packed sequences."""
+    starts, kvstarts = (np.cumsum([0, *sizes.each(*each)]) for each in ((1, 3, 0, 2), (7, 3, 4, 2)))
+    inputs = {"seqstarts": starts, "kvstarts": kvstarts}
+    return "dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
+
+
+def position_index(sizes):
+    """Positions of packed tokens."""
+    starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
+    inputs = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
+    inputs["start_pos"] = np.array(sizes.each(40, 0, 7, 11))
+    return "dynamic_batching.position_index", inputs | {"max_seqlen": None}, {}, None
+
+
+def positions(rng, sizes):
+    """(name, call) of what the suite `pmx` has of positions."""
+    for dtype in FLOATS:
+        yield f"turn-{dtype}", static_turn(rng, sizes, dtype)
+        yield f"turn-dynamic-{dtype}", dynamic_turn(rng, sizes, dtype)
+    for name, attributes in TURNS.items():
+        yield f"turn-{name}", static_turn(rng, sizes, **attributes)
+        yield f"turn-dynamic-{name}", dynamic_turn(rng, sizes, **attributes)
+    yield "turn-behind-padding", static_turn(rng, sizes, pads=True)
+    yield "turn-by-tables", static_turn(rng, sizes, given=True, interleaved=False)
+    for heads in (1, 8, 6):
+        yield f"alibi-slope-{heads}", ("alibi_slope", {}, {"num_heads": heads}, None)
+    for dtype in ("float32", "float16", "bfloat16"):
+        yield f"alibi-mask-{dtype}", static_mask(rng, 6, dtype)
+        yield f"alibi-mask-dynamic-{dtype}", dynamic_mask(rng, sizes, 6, dtype)
+    for mask in ("float", "bool"):
+        yield f"alibi-mask-and-{mask}", static_mask(rng, 4, mask=mask)
+    yield "position-index", position_index(sizes)
