@@ -77,15 +77,13 @@ def write_manifest(folder, cases, **more):
 # The log
 
 
-def level():
-    """What KVKIT_LOG asks for; 0 of anything that is no number."""
-    asked = os.environ.get("KVKIT_LOG", "0")
-    return int(asked) if asked.isdecimal() else 0
-
-
 def limit(name, default):
-    asked = os.environ.get(name, "")
-    return int(asked) if asked.isdecimal() else default
+    """A number of the environment; anything else is not asked for."""
+    number = os.environ.get(name, "")
+    return int(number) if number.isdecimal() else default
+
+
+asked = limit("KVKIT_LOG", 0)  # once: a look into the environment takes longer than a call's own wrapper
 
 
 def name_of(operator):
@@ -100,9 +98,6 @@ def log(name, given, read):
 
     `read` is told the name of an argument and the argument, and makes arrays numpy's. No call fails for that.
     """
-    asked = level()
-    if not asked:
-        return
     plan = given.get("self")
     given = {key: value for key, value in given.items() if key not in UNSAID and value is not None}
     print(f"kvkit: {name}", file=sys.stderr)

@@ -5,7 +5,6 @@ torch is not imported here: who has a tensor has imported it.
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -118,7 +117,7 @@ def in_kind(operator: Operator) -> Operator:
 
     @functools.wraps(operator)
     def call(*args, **keywords):
-        if "KVKIT_LOG" in os.environ:
+        if dumps.asked:
             log(operator, args, keywords)
         if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
             try:

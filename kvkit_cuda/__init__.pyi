@@ -122,8 +122,8 @@ def paged_append(
     slot_mapping: Array,
     *,
     layout: str = "b n h c",
-    key_scale: None = None,
-    value_scale: None = None,
+    key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None,
     stream: object = None,
 ) -> tuple[Array | None, Array | None]: ...
 def paged_attention(

@@ -68,7 +68,7 @@ class ArrayDifference:
         share = self.differing / self.total
         yield f"{self.name}: {self.differing} of {self.total} elements differ ({share:.2%})"
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
-        yield f"  first: {place}: expected {self.first['expected']}, got {self.first['got']}"
+        yield f"  {wrong(f'first: {place}', self.first['expected'], self.first['got'])}"
         for axis, counts in self.counts.items():
             most = sorted(counts.items(), key=lambda item: -item[1])[:LEAST_NAMED]
             rest = len(counts) - len(most)
@@ -193,9 +193,7 @@ def diff(
     result = Difference()
     common = [name for name in one if name in two]
     if not common:
-        raise KvkitError(
-            f"b: expected some array of {', '.join(one) or 'none'}, got {', '.join(two) or 'none'}"
-        )
+        raise wrong("b", f"some array of {', '.join(one) or 'none'}", ", ".join(two) or "none")
     for mine, other, side in ((one, two, "a"), (two, one, "b")):
         result.problems.extend(f"{name}: only in {side}" for name in mine if name not in other)
     maps = {}
@@ -240,7 +238,7 @@ def one_array(given: Made, name: str, letters: Any, tolerances: Any, drawn: bool
     one, two, inputs = given.it
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
-        return ComparedArray(problems=[f"{name}: expected shape {expected.shape}, got {got.shape}"])
+        return ComparedArray(problems=[str(wrong(name, f"shape {expected.shape}", got.shape))])
     found, counts = compared(name, letters, expected, got, tolerances, advance)
     if found is None:
         return ComparedArray(expected.nbytes)

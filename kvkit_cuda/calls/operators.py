@@ -6,7 +6,6 @@ and, where it belongs to the host, given back.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,7 +96,7 @@ REPEATED = tuple(f"dynamic_batching.Plan.{name.partition('.')[2]}" for name in T
 def call(path, values):
     """Call an operator, of a plan if its path says so, with the values of all its arguments by name."""
     host.require()
-    if "KVKIT_LOG" in os.environ:
+    if dumps.asked:
         log(path, values)
     stream, step, repeated = values.pop("stream"), None, None
     if path in REPEATED:

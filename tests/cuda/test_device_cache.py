@@ -13,6 +13,7 @@ from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
 
 import kvkit
 import kvkit_cuda
+from kvkit import dumps
 from kvkit.checks import tensors
 from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
@@ -392,13 +393,13 @@ def test_docstring_example(operator):
 
 
 def test_calls_are_dumped_with_what_lies_on_the_device(monkeypatch, tmp_path, capfd, rng):
-    monkeypatch.setenv("KVKIT_LOG", "10")
+    monkeypatch.setattr(dumps, "asked", 10)
     monkeypatch.setenv("KVKIT_LOG_FOLDER", str(tmp_path / "log"))
     new = rng.standard_normal((3, 1, 8), np.float32)
     step = kvkit_cuda.dynamic_batching.plan([0, 3], [0, 3], np.array([[4]]), [0], cache_mode=1, page_size=4)
     cache = cuda.to_device(np.zeros((16, 1, 2, 1, 8), np.float32))
     step.key_value_cache(cuda.to_device(new), new, cache)
-    monkeypatch.setenv("KVKIT_LOG", "0")
+    monkeypatch.setattr(dumps, "asked", 0)
     [folder] = packs.manifests(tmp_path / "log")
     given = packs.arguments(folder, packs.manifest(folder)["cases"][0])
     assert given["current_key"].tobytes() == new.tobytes()

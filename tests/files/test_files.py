@@ -8,8 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-import safetensors.torch
-import torch
 
 from kvkit import files
 from kvkit.files import Description, FileError, mapping, npz, tensors
@@ -47,6 +45,11 @@ def small(request, monkeypatch):
     for module in (npz, mapping):
         monkeypatch.setattr(module, "SMALL", request.param)
     return request.param
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
@@ -96,7 +99,9 @@ def test_what_a_file_cannot_hold_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_others_read_our_safetensors_and_we_theirs(tmp_path, rng):
+def test_others_read_our_safetensors_and_we_theirs(tmp_path, rng, torch):
+    import safetensors.torch
+
     array = filled(rng, (3, 5), np.dtype("f2"))
     files.write(tmp_path / "x.safetensors", {"a": array.T})
     assert_same(safetensors.numpy.load_file(tmp_path / "x.safetensors")["a"], array.T)
@@ -107,7 +112,7 @@ def test_others_read_our_safetensors_and_we_theirs(tmp_path, rng):
     assert (found.metadata, found.description) == ({"format": "pt"}, Description())
 
 
-def test_files_of_torch(tmp_path):
+def test_files_of_torch(tmp_path, torch):
     torch.manual_seed(0)
     keys = torch.randn(2, 3, 5, 8).to(torch.bfloat16)
     odd = torch.randn(4, 6).T.to(torch.float8_e5m2)
@@ -126,7 +131,7 @@ def test_files_of_torch(tmp_path):
     assert list(files.read(path).arrays) == ["cache"]
 
 
-def test_files_of_torch_that_would_run_code_are_refused(tmp_path):
+def test_files_of_torch_that_would_run_code_are_refused(tmp_path, torch):
     path = tmp_path / "cache.pt"
     torch.save({"a": Mine()}, path)
     with pytest.raises(FileError, match="without running code of its own"):
@@ -146,11 +151,12 @@ class Mine:
 
 @pytest.mark.parametrize(("package", "extra"), [("safetensors", "files"), ("torch", "torch")])
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, extra):
-    path = tmp_path / "x"
-    torch.save(torch.zeros(2), path) if extra == "torch" else files.write(
-        tmp_path / "x.safetensors", np.zeros(2)
-    )
-    path = path if extra == "torch" else tmp_path / "x.safetensors"
+    path = tmp_path / ("x" if extra == "torch" else "x.safetensors")
+    if extra == "torch":
+        torch = pytest.importorskip("torch")
+        torch.save(torch.zeros(2), path)
+    else:
+        files.write(path, np.zeros(2))
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         FileError, match=rf"needs the package {package}: pip install 'kvkit-kernels\[{extra}\]'"

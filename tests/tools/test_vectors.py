@@ -253,7 +253,7 @@ def log(monkeypatch, tmp_path):
     monkeypatch.setattr(dumps, "WRITTEN", {"calls": 0, "bytes": 0, "silent": False})
 
     def at(level):
-        monkeypatch.setenv("KVKIT_LOG", str(level))
+        monkeypatch.setattr(dumps, "asked", level)
         return tmp_path / "log"
 
     return at
