@@ -46,7 +46,7 @@ FORMS |= {
 }
 BITS = {"float32": 32, "int8": 8, "int4": 4, "e4m3": 8, "e5m2": 8}  # others have 16
 # Decode of a usual model: heads of 128, groups of 4.
-QUICK = {form("float16", "float16", None, 4): 216, form("float16", "int8", "float16", 4): 255, PAGES: 208}
+QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "float16", 4): 255, PAGES: 216}
 
 
 def check(kernel, signature, folder, capabilities):

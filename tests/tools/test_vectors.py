@@ -253,7 +253,8 @@ def log(monkeypatch, tmp_path):
     monkeypatch.setattr(dumps, "WRITTEN", {"calls": 0, "bytes": 0, "silent": False})
 
     def at(level):
-        monkeypatch.setattr(dumps, "asked", level)
+        monkeypatch.setenv("KVKIT_LOG", str(level))
+        monkeypatch.setattr(dumps, "asked", dumps.limit("KVKIT_LOG", 0))
         return tmp_path / "log"
 
     return at
