@@ -53,8 +53,6 @@ def run(
     op = find(operator)
     check_targets(op, source, output, in_place, only_check)
     names = translation(op, renamed)
-    if backend != "cpu" and not op.twin:
-        raise KvkitError(f"--backend {backend}: {op.name} runs on the CPU alone: leave it out")
     with contextlib.ExitStack() as block:
         contents = npz.Contents({}, {})
         if in_place:

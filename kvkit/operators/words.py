@@ -48,7 +48,7 @@ class Operator:
 
     Its attributes are the keyword arguments of its function that are neither inputs nor `out`.
     One that has no outputs of its own returns the arrays that it changes. An optional array that is not given
-    comes back as None. Those that are not `twin` run on the CPU alone.
+    comes back as None.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Operator:
     source: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    twin: bool = True
 
     @functools.cached_property
     def attributes(self):

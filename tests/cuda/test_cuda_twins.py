@@ -23,7 +23,7 @@ def found(package, path):
     return package
 
 
-@pytest.fixture(params=[*(name for name, op in OPERATORS.items() if op.twin), PLAN, *METHODS])
+@pytest.fixture(params=[*OPERATORS, PLAN, *METHODS])
 def pair(request):
     """(function, its twin)."""
     return found(kvkit, request.param), found(kvkit_cuda, request.param)

@@ -168,5 +168,3 @@ CALLS = {
     "matrices": of("ascend.nd_to_nz", x=np.ones((2, 20, 10), np.float32)),
     "matrices back": of("ascend.nz_to_nd", y=np.ones((2, 2, 32, 8), np.float32), m=20, n=10),
 }
-if backends.name != "cpu":
-    CALLS = {label: make for label, make in CALLS.items() if make().operator.twin}

@@ -9,12 +9,11 @@ QUERIES = 64  # of a sequence, the last ones
 
 
 class Errors:
-    """Sums over the tokens of a side, by head: of numbers, of those that come back, of errors."""
+    """Sums over the tokens of a side, by head: of numbers, of errors, of cosines."""
 
-    def __init__(self, heads, limits=None):
-        self.squares, self.errors, self.products, self.back = np.zeros((4, heads))
-        self.largest, self.top, self.finite = np.zeros(heads), np.zeros(heads), True
-        self.cosines, self.tokens, self.elements = np.zeros(heads), 0, 0
+    def __init__(self, heads):
+        self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
+        self.tokens = self.elements = 0
         self.ends = self.zeros = None
         self.bits = 0
 
@@ -25,11 +24,8 @@ class Errors:
             np.einsum("thd,thd->th", one, other) for one, other in ((x, x), (found, found), (x, found))
         )
         self.squares += squares.sum(0)
-        self.back += back.sum(0)
-        self.products += both.sum(0)
         self.errors += np.einsum("thd,thd->h", error, error)
         self.largest = np.maximum(self.largest, np.abs(error).max((0, 2), initial=0))
-        self.top = np.maximum(self.top, np.abs(x).max((0, 2), initial=0))
         norms = np.sqrt(squares * back)
         self.cosines += np.divide(both, norms, out=np.where(squares == back, 1.0, 0.0), where=norms > 0).sum(
             0
