@@ -6,6 +6,8 @@ from pathlib import Path
 import click
 
 from kvkit import tools
+from kvkit.checks.words import wrong
+from kvkit.errors import KvkitError, brief
 from kvkit_cli import clusters, show
 from kvkit_cli.pairs import sizes_of
 
@@ -13,7 +15,12 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, readable=False))
+@click.argument("file", type=click.Path(path_type=Path, readable=False), required=False)
+@click.option(
+    "--model", metavar="NAME", help="Study a model that reads --text: a folder, GGUF file, or name."
+)
+@click.option("--text", type=click.Path(path_type=Path), help="What the model reads.")
+@click.option("--tokens", default=512, show_default=True, metavar="N", help="How much of the text.")
 @click.option("--schemes", default=SCHEMES, show_default=True, metavar="NAME,...", help="What is compared.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
@@ -22,21 +29,56 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.option("--sizes", metavar="AXIS=N,...", help="Lengths of axes that shapes do not tell: h=8.")
 @clusters.on_cluster
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def study(file, schemes, output, layout, sizes, dask, as_json):
+def study(file, model, text, tokens, schemes, output, layout, sizes, dask, as_json):
     """Say what schemes of quantization cost a cache, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps a rotation behind a plus
-    (int4:g32+hadamard), or a class of a Python file that encodes and decodes (mine.py:Scheme).
+    (int4:g32+hadamard), or a class of a Python file that encodes and decodes (mine.py:Scheme). A model of
+    transformers instead of FILE gives its own keys, values and queries for a text, and reads the text once more
+    for each scheme: perplexity, and how often it finds the same token most likely.
 
     \b
     Examples:
       kvkit study cache.safetensors -o report
       kvkit study pool.npy --layout vllm-lbnhc --sizes c=64 --schemes "fp8,int4:g32"
+      kvkit study --model HuggingFaceTB/SmolLM2-135M --text book.txt -o report
     """
-    options = {"layout": layout, "sizes": sizes_of(sizes)}
-    with clusters.mapper(dask) as mapper, show.counted("layers", quiet=dask is not None) as progress:
-        found = tools.study(file, schemes, **options, progress=progress, mapper=mapper)
+    if (file is None) == (model is None):
+        raise wrong("study", "a FILE or --model", "none" if file is None else "both")
+    if model is None:
+        options = {"layout": layout, "sizes": sizes_of(sizes)}
+        with clusters.mapper(dask) as mapper, show.counted("layers", quiet=dask is not None) as progress:
+            found = tools.study(file, schemes, **options, progress=progress, mapper=mapper)
+    else:
+        if text is None or dask or layout or sizes:
+            raise wrong("--model", "--text beside it, and no --layout, --sizes, --dask", "other options")
+        found = of_model(model, text, tokens, schemes)
     if output:
         for path in found.save(output):
             click.echo(path, err=True)
     click.echo(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
+
+
+def of_model(name, text, tokens, schemes):
+    """The study of a model that reads a text."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        from kvkit.integrations.transformers import study
+    except ImportError:
+        raise KvkitError("--model: needs transformers: pip install 'kvkit-kernels[transformers]'") from None
+    path = Path(name)
+    where, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise wrong("--text", "a text file", f"{brief(text)} ({error})") from None
+    disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        model = AutoModelForCausalLM.from_pretrained(where, **options).eval()
+    except (OSError, ValueError) as error:
+        raise wrong("--model", "a model that transformers loads", f"{brief(name)} ({error})") from None
+    with show.counted("readings") as progress:
+        return study(model, tokenizer(words).input_ids[:tokens], schemes, progress=progress)

@@ -134,37 +134,6 @@ def test_compare(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "smollm2.png").stat().st_size > 1000
 
 
-def test_schemes(tmp_path, monkeypatch, capsys):
-    """Float32's figures are those of plain attention; a scheme of one's own that keeps nothing ruins them."""
-    (model, tokenizer), path = loaded(), tmp_path / "nothing.py"
-    path.write_text(
-        "import numpy as np\n"
-        "class Nothing:\n"
-        "    def encode(self, x):\n"
-        "        return {'codes': np.zeros(x.shape, np.uint8)}\n"
-        "    def decode(self, arrays):\n"
-        "        return arrays['codes'].astype(np.float32)\n"
-    )
-    study = patched(monkeypatch, "study_model", Llama=lambda reader: model, open_gguf=lambda: None)
-    monkeypatch.setattr(study, "build_tokenizer", lambda reader: tokenizer)
-    text = "The Danube rises in the Black Forest of Germany and flows through Vienna and Budapest."
-    (tmp_path / "text.txt").write_text(text)
-    monkeypatch.setenv("COLUMNS", "100")
-    study.main(f"int8:g8,kivi2,{path}:Nothing", tmp_path / "text.txt")
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    rows = {line[0]: line[1:] for line in lines if len(line) == 4 and line[3].endswith("%")}
-    tokens = tokenizer.encode(text).ids
-    _, perplexity = judged(without_cache(tokens[:-1], len(tokens) - 1), tokens[1:])
-    assert rows["float32"] == ["32.00", f"{perplexity:.2f}", "100.0%"]
-    assert rows["int8:g8"][0] == "10.00"
-    assert float(rows["int8:g8"][1]) == pytest.approx(perplexity, rel=0.05)
-    assert rows["kivi2"][0] == f"{(KEPT + 2 + 2 * 16 / 32) / 2:.2f}"  # keys: too few tokens for a group
-    ruined = next(row for name, row in rows.items() if name.endswith("Nothing"))
-    assert ruined[0] == "8.00"
-    assert float(ruined[1]) > 10 * perplexity
-    assert float(ruined[2].rstrip("%")) < 30
-
-
 def test_without_the_model_it_says_what_to_install(monkeypatch):
     model = example("smollm2_model")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

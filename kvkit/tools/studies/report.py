@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
-from kvkit.tools.studies.words import cells, headings, worded
+from kvkit.tools.studies.words import table, worded
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.studying import Study
@@ -68,13 +68,8 @@ def written(study: Study, folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def table(study: Study) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    asked = any(one.kl is not None for one in study.summary)
-    return headings(asked), [cells(one, asked) for one in study.summary]
-
-
 def markdown(study: Study) -> str:
-    heads, rows = table(study)
+    heads, rows = table(study.summary)
     lines = [
         f"# {study.source}",
         "",
@@ -92,7 +87,7 @@ def markdown(study: Study) -> str:
 
 def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
     """HTML that needs no other file and no network."""
-    heads, rows = table(study)
+    heads, rows = table(study.summary)
     said = html.escape
     head = "".join(f"<th><button>{said(name)}</button></th>" for name in heads)
     body = "".join(f"<tr>{''.join(f'<td>{said(cell)}</td>' for cell in row)}</tr>" for row in rows)

@@ -16,7 +16,7 @@ from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.tools.studies import measures, report, sources
 from kvkit.tools.studies.schemes import listed
-from kvkit.tools.studies.words import WORST, cells, headings, worded
+from kvkit.tools.studies.words import WORST, table, worded
 from kvkit.tools.tasks import Made, Mapper
 from kvkit.tools.text import columns
 
@@ -44,6 +44,9 @@ class Summary:
     kl, top_changed, output_error, logit_error : float or None
         Means over queries: divergence of the weights, in nats; how often another key has the largest weight;
         relative error of outputs; mean error of a logit. None without queries.
+    perplexity, agreement : float or None
+        Of a model that reads a text over keys and values that have been through the scheme: how often the
+        token that it finds most likely is the one that it finds without it. None without a model.
     """
 
     scheme: str
@@ -57,6 +60,8 @@ class Summary:
     top_changed: float | None = None
     output_error: float | None = None
     logit_error: float | None = None
+    perplexity: float | None = None
+    agreement: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,7 @@ class Study:
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
-        asked = any(one.kl is not None for one in self.summary)
-        parts.append(columns(headings(asked), [cells(one, asked) for one in self.summary], MOST))
+        parts.append(columns(*table(self.summary), MOST))
         lines = []
         for one in self.summary:
             heads = ", ".join(worded(row) for row in self.worst(one.scheme))

