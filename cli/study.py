@@ -33,9 +33,9 @@ def study(file, model, text, tokens, schemes, output, layout, sizes, dask, as_js
     """Say what schemes of quantization cost a cache, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps a rotation behind a plus
-    (int4:g32+hadamard), or a class of a Python file that encodes and decodes (mine.py:Scheme). A model of
-    transformers instead of FILE gives its own keys, values and queries for a text, and reads the text once more
-    for each scheme: perplexity, and how often it finds the same token most likely.
+    (int4:g32+hadamard), or a class of a Python file that encodes and decodes (mine.py:Scheme). Instead of
+    FILE a model of transformers gives keys, values and queries of a text, and reads the text once more for
+    each scheme: perplexity, and how often it finds the same token most likely.
 
     \b
     Examples:

@@ -23,7 +23,11 @@ def rounded(x, dtype):
 
 
 def magnitude(x):
-    return np.abs(x).max(-1, keepdims=True)
+    """The largest of each group, in halves while they are whole: numpy takes short axes one by one."""
+    x = np.abs(x)
+    while x.shape[-1] in (2, 4, 8, 16):
+        x = np.maximum(x[..., ::2], x[..., 1::2])
+    return x.max(-1, keepdims=True)
 
 
 def extremes(x):

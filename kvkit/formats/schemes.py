@@ -96,11 +96,10 @@ class Coded:
         return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name != "rest")
 
     def codes(self, arrays):
-        """Numbers of codes, from least to largest, of formats whose codes are an array."""
+        """uint8: the codes of formats that keep them in an array, places in the format's table."""
         if self.format.order or "codes" not in arrays:
             return None
-        data = np.ascontiguousarray(arrays["codes"]).view(np.uint8)
-        return self.format.code.table[packing.from_arrays(self.format, data)]
+        return packing.from_arrays(self.format, np.ascontiguousarray(arrays["codes"]).view(np.uint8))
 
 
 def schemes_named(text: str) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ import numpy as np
 
 PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
+ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it is 1
 
 
 class Errors:
@@ -14,11 +15,11 @@ class Errors:
     def __init__(self, heads):
         self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
         self.tokens = self.elements = 0
-        self.ends = self.zeros = None
+        self.marks = None
         self.bits = 0
 
-    def add(self, x, found, codes=None, limits=None):
-        """Tokens [tokens, heads, dim], and the same as they come back."""
+    def add(self, x, found, codes=None, marks=None):
+        """Tokens [tokens, heads, dim], the same as they come back, and what `marked` says of their codes."""
         error = found - x
         squares, back, both = (
             np.einsum("thd,thd->th", one, other) for one, other in ((x, x), (found, found), (x, found))
@@ -32,10 +33,8 @@ class Errors:
         )
         self.tokens, self.elements = self.tokens + len(x), self.elements + x[:, 0].size
         if codes is not None:
-            if self.ends is None:
-                self.ends, self.zeros = np.zeros((2, len(self.squares)))
-            self.ends += ((codes <= limits[0]) | (codes >= limits[1])).sum((0, 2))
-            self.zeros += (codes == 0).sum((0, 2))
+            found = marks[codes].sum(0).sum(-1)
+            self.marks = found if self.marks is None else self.marks + found
 
     def by_head(self):
         """A dict of numbers for each head."""
@@ -45,9 +44,15 @@ class Errors:
                 "relative_rms": float(np.sqrt(self.errors[h] / norm)) if norm else float(self.errors[h] > 0),
                 "largest_error": float(self.largest[h]),
                 "cosine": float(self.cosines[h] / max(1, self.tokens)),
-                "saturated": None if self.ends is None else float(self.ends[h] / self.elements),
-                "zero": None if self.zeros is None else float(self.zeros[h] / self.elements),
+                "saturated": None if self.marks is None else int(self.marks[h]) % ZERO / self.elements,
+                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.elements,
             }
+
+
+def marked(code):
+    """uint64 for each code: its marks, which are counted at once."""
+    low, high = code.limits
+    return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
 
 def pieces(side, step=1):
@@ -69,7 +74,7 @@ def through(scheme, side):
             raise ValueError(f"decode: expected shape {x.shape}, got {found.shape}")
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
         if codes is not None and codes.shape == x.shape:
-            errors.add(x, found, codes, scheme.format.code.limits)
+            errors.add(x, found, codes, marked(scheme.format.code))
         else:
             errors.add(x, found)
         stored = getattr(scheme, "stored", None)
