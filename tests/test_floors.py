@@ -55,7 +55,7 @@ LATE = {
     "cli.clusters": {"kvkit.integrations.dask"},  # optional
     "cli.info": {"kvkit_cuda.ground"},  # the others: a verb loads what it needs, and no more
     "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},
-    "cli.study": {"kvkit.integrations.transformers", "transformers", "transformers.utils.logging"},  # optional
+    "cli.study": {"kvkit.integrations.transformers", "transformers", "transformers.utils.logging"},
     "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls.checks"},
 }
 
