@@ -61,7 +61,8 @@ def read(model, tokens, kind, folder):
         times.append(time.perf_counter() - clock)
         came = np.array(tokens[end + 1 - len(logits) : end + 1])
         best.append(logits.argmax(1))
-        loss.append(np.logaddexp.reduce(logits, 1) - np.take_along_axis(logits, came[:, None], 1)[:, 0])
+        total = np.logaddexp.reduce(logits, 1, dtype=np.float64)
+        loss.append(total - np.take_along_axis(logits, came[:, None], 1)[:, 0])
     rate, size = 1 / np.median(times[1:ONE_BY_ONE]), nbytes(cache) / last
     return Reading(np.concatenate(best), np.concatenate(loss), rate, size)
 
