@@ -191,7 +191,7 @@ def every_finite(dtype):
 @pytest.mark.parametrize("largest", ["max", 127.0, 1.0, 3.14159, 0.0123, 1e-3, "smallest"], ids=str)
 def test_quantize_every_number(t1, bit, largest):
     """Beside one maximum, in groups of two; the pairs lie in both orders."""
-    (formats,) = (f for f in QUANTIZED if (f.t1, f.bit, f.group) == (t1, bit, 2))
+    formats = Formats(t1, "int8", t1, bit, 2)
     dtype, info = DTYPES[t1], ml_dtypes.finfo(DTYPES[t1])
     top = np.array({"max": info.max, "smallest": info.smallest_subnormal}.get(largest, largest)).astype(dtype)
     x = every_finite(dtype)

@@ -41,8 +41,14 @@ def codes_times_scales(call, monkeypatch):
     return reference.key_value_cache(*given, PAST, after["cache"], after["scale"], **options)
 
 
-@pytest.mark.parametrize(("deviation", "factor"), [(3, 1), (1, 10), (3, 10)], ids=str)
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
+LARGEST = 3, 10
+
+
+@pytest.mark.parametrize(
+    ("formats", "deviation", "factor"),
+    [(f, *LARGEST) for f in FORMATS] + [(f, *pair) for f in SAME_TYPES for pair in ((3, 1), (1, 10))],
+    ids=str,
+)
 def test_large_scores(formats, deviation, factor, rng, monkeypatch):
     dim = formats.dims[0] if formats in ODD_GROUPS else 64
     call = scenes.static_cache(rng, formats, PAST, NEW, batch=1, dim=dim, softmax_scale=factor / dim**0.5)

@@ -13,7 +13,7 @@ INT8 = Formats("fp16", "int8", "fp32", 8, 8, (24, 40))
 INT4 = Formats("fp32", "int8", "fp16", 4, 8, (24, 40))
 PASS_THROUGH = MOVED[-1]
 assert NARROWED in MOVED
-FEW = [NARROWED, PASS_THROUGH, QUANTIZED[8], QUANTIZED[3]]
+FEW = [NARROWED, PASS_THROUGH, QUANTIZED[8], QUANTIZED[2]]
 
 dynamic_layouts = pytest.mark.parametrize("layout", range(4), ids="layout{}".format)
 static_layouts = pytest.mark.parametrize("layout", range(2), ids="layout{}".format)

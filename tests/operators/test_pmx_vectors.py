@@ -121,12 +121,12 @@ def q_vectors():
 
 
 def q_cases():
-    """Every vector with T3 = T1 and with every T3 it gives values for; int4 in int8 and in uint8 bytes."""
+    """Every vector with T3 = T1, int4 in int8 and in uint8 bytes; and with every T3 it gives values for."""
     for v in q_vectors():
         for t3 in FLOATS:
             if t3 != v.t1 and t3 not in v.y_t3:
                 continue
-            for t2 in (np.int8,) if v.bit == 8 else (np.int8, np.uint8):
+            for t2 in (np.int8, np.uint8) if v.bit == 4 and t3 == v.t1 else (np.int8,):
                 case_id = f"{v.name}-{SHORT[v.t1]}-bit{v.bit}-{np.dtype(t2).name}-scale_{SHORT[t3]}"
                 yield pytest.param(v, t2, t3, id=case_id)
 

@@ -43,11 +43,10 @@ class Formats:
 
 DIMS = {2: (6, 24, 38), 4: (12, 24, 40), 8: (8, 24, 40), 16: (16, 48), 32: (32, 96), 64: (64, 128)}
 MOVED = [Formats(t1, t2) for t1 in FLOATS for t2 in FLOATS] + [Formats("int8", "int8")]
-# Every (T1, bits, group) once, and every (T1, bits, T3) and (T3, group) twice.
+# Every two of T1, bits, T3 and group together.
 QUANTIZED = [
-    Formats(t1, "int8", FLOATS[(i + j + k) % 3], bit, group, DIMS[group])
+    Formats(t1, "int8", FLOATS[(i + k) % 3], (8, 4)[(i + k) % 2], group, DIMS[group])
     for i, t1 in enumerate(FLOATS)
-    for j, bit in enumerate((8, 4))
     for k, group in enumerate(GROUPS)
 ]
 ODD_GROUPS = [
