@@ -64,14 +64,19 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
 
 def merged(outputs, lses):
     """The parts in float32, one after the other."""
-    lses = [np.where(np.isposinf(lse), -np.inf, lse) for lse in lses]
-    top = np.maximum.reduce(lses)
-    base = np.where(np.isneginf(top), np.float32(0), top)
-    total, whole = np.zeros_like(top), np.zeros(outputs[0].shape, np.float32)
-    for lse in lses:
-        total += np.exp(lse - base)
-    divisor = np.where(total == 0, np.float32(1), total)
-    for output, lse in zip(outputs, lses, strict=True):
-        share = (np.exp(lse - base) / divisor)[..., None]
-        whole += np.where(share == 0, 0, output.astype(np.float32) * share)
+    shares = np.array(lses)
+    shares[shares == np.inf] = -np.inf
+    top = np.maximum.reduce(shares)
+    base = np.where(top == -np.inf, np.float32(0), top)
+    shares -= base
+    np.exp(shares, out=shares)
+    total = sum(shares, np.zeros_like(top))
+    shares /= np.where(total == 0, np.float32(1), total)
+    whole = np.zeros(outputs[0].shape, np.float32)
+    for output, share in zip(outputs, shares, strict=True):
+        part = output.astype(np.float32)
+        part *= share[..., None]
+        if not share.all():
+            part[share == 0] = 0  # whatever it was
+        whole += part
     return whole, np.asarray(base + np.log(total))
