@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvkit import cpu
 from kvkit.checks.merge import checked
 from kvkit.foreign import in_kind
 from kvkit.typed import Arrays, Pair
@@ -53,30 +54,17 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     """
     call = checked(outputs, lses)
     results = None if out is None else call.results.given(out)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        whole, lse = merged(call.outputs, call.lses)
-        whole = whole.astype(call.fmt.dtype)
+    made = merged(call.fmt, call.outputs, call.lses)
     if results is None:
-        return whole, lse
-    results[0][...], results[1][...] = whole, lse
+        return made
+    for result, found in zip(results, made, strict=True):
+        result[...] = found
     return results
 
 
-def merged(outputs, lses):
-    """The parts in float32, one after the other."""
-    shares = np.array(lses)
-    shares[shares == np.inf] = -np.inf
-    top = np.maximum.reduce(shares)
-    base = np.where(top == -np.inf, np.float32(0), top)
-    shares -= base
-    np.exp(shares, out=shares)
-    total = sum(shares, np.zeros_like(top))
-    shares /= np.where(total == 0, np.float32(1), total)
-    whole = np.zeros(outputs[0].shape, np.float32)
-    for output, share in zip(outputs, shares, strict=True):
-        part = output.astype(np.float32)
-        part *= share[..., None]
-        if not share.all():
-            part[share == 0] = 0  # whatever it was
-        whole += part
-    return whole, np.asarray(base + np.log(total))
+def merged(fmt, outputs, lses):
+    """Checked parts of a format, put together."""
+    outputs, lses = ([np.ascontiguousarray(each) for each in side] for side in (outputs, lses))
+    made = np.empty(outputs[0].shape, fmt.dtype), np.empty(lses[0].shape, np.float32)
+    cpu.launches.start(cpu.merge.prepare(fmt.name, outputs, lses, *made))
+    return made

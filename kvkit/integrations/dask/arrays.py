@@ -9,6 +9,7 @@ import dask
 import dask.array as da
 import numpy as np
 
+import kvkit
 from kvkit.checks.words import describe, wrong
 from kvkit.integrations.dask import parts
 from kvkit.typed import Array
@@ -77,7 +78,7 @@ def attend(
     heads, group = query.shape[2], query.shape[2] // key.shape[2]
     query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
     mask = _mask(attn_mask, query, key)
-    slopes = parts.slopes_of(is_alibi, heads)
+    slopes = kvkit.alibi_slope(num_heads=heads) if is_alibi else None
     options = {"is_causal": is_causal, "window": tuple(window)}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap}
     past = key.shape[1] - query.shape[1]

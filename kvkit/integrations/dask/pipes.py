@@ -2,10 +2,13 @@
 
 import contextlib
 import multiprocessing
+import os
 import selectors
 import signal
 import socket
 import time
+
+import numba
 
 from kvkit.integrations.dask.messages import HEAD
 from kvkit.integrations.dask.shard import Served
@@ -18,12 +21,13 @@ class Pipes(Transport):
     """Messages go out to all at once, as far as each takes them, and answers are taken as they come."""
 
     def __init__(self, arguments, timeout):
+        threads = max(1, (os.cpu_count() or 1) // len(arguments))
         context = multiprocessing.get_context("spawn")
         self._lines, self._processes = [], []
         self._selector = selectors.DefaultSelector()
         for i, each in enumerate(arguments):
             here, there = socket.socketpair()
-            process = context.Process(target=serve, args=(there, each), daemon=True)
+            process = context.Process(target=serve, args=(there, each, threads), daemon=True)
             process.start()
             there.close()
             here.setblocking(False)
@@ -117,10 +121,11 @@ class Line:
         return come
 
 
-def serve(end, arguments):
+def serve(end, arguments, threads):
     """The process of a shard: answers messages until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which is for the process that asks
     line, shard = Line(end), Served(*arguments)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     with contextlib.suppress(OSError, EOFError):
         while True:
             message = line.pull()

@@ -42,11 +42,11 @@ class Served:
 class Shard:
     """One of `shards` of a cache. With ``interleave`` 0 it has all tokens, of heads of its own."""
 
-    def __init__(self, index, shards, interleave, sizes, threads=None):
+    def __init__(self, index, shards, interleave, sizes):
         self.index, self.shards, self.interleave = index, shards, interleave
         self.cache: Any = kvkit.cache.PagedCache(**sizes)
         self.seconds = 0.0
-        self._threads = threads or parts.threads_of_worker()
+        self._threads = parts.threads_of_worker()
         self._positions = np.arange(0)
 
     def about(self):

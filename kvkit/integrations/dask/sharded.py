@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
 import numpy as np
@@ -119,9 +118,8 @@ class ShardedCache:
         self._tokens = Tokens(self.num_layers)
         self._turn, self._repeats = Turn(), Repeats()
         self._broken: BaseException | None = None
-        threads = max(1, (os.cpu_count() or 1) // count) if client is None else None
         each = [
-            (i, count, self._division.interleave, calls.of_shard(self._arguments, heads), threads)
+            (i, count, self._division.interleave, calls.of_shard(self._arguments, heads))
             for i, heads in enumerate(self._division.heads)
         ]
         self._transport: Any = Pipes(each, timeout) if client is None else Actors(client, each, timeout)
