@@ -11,6 +11,7 @@ import numpy as np
 
 import kvkit
 from kvkit.checks.words import describe, wrong
+from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import parts
 from kvkit.typed import Array
 
@@ -190,4 +191,4 @@ def _partial(*arguments, **options):
 
 
 def _merge(*states):
-    return parts.merge(states)
+    return parts.merge(states, BY_NAME[states[0][0].dtype.name])

@@ -1,4 +1,4 @@
-"""What travels to a shard and back: raw bytes of arrays, and a form, of which a number is enough once it is known."""
+"""What travels to a shard and back: numbers, raw bytes of arrays, and a form, which is told once and then named."""
 
 import math
 import pickle
@@ -8,34 +8,35 @@ import numpy as np
 
 from kvkit.repeats import form
 
-HEAD = struct.Struct("=4q")  # bytes that follow; the form's number, or 0; its bytes, 0 if it is known; of arrays
+HEAD = struct.Struct("=5q8x")  # bytes that follow, the form's number, its bytes if it is told; two numbers
 ALIGNED = 16  # bytes: what follows the head begins at such places, and each array
 FORMS = 256  # that are remembered
 
 
 class Sender:
-    """Makes messages of arrays and other values, which the other end's `Receiver` reads in their order."""
+    """Makes messages, which the `Receiver` at the other end reads in their order."""
 
     def __init__(self):
-        self._numbers = {}
+        self._known = {}
 
-    def message(self, arrays, others):
-        """Bytes for arrays, some of which may be None, and a tuple of other values.
+    def message(self, arrays, others, numbers=(0, 0), name=None):
+        """Bytes for arrays, some of which may be None, a tuple of other values, and two integers.
 
-        These are told once for messages whose arrays are of the same shapes. Without arrays they are always.
+        The form is all but the bytes of arrays and the integers. It is told once, if there are arrays. A
+        caller who knows what it depends on may `name` that.
         """
-        known = form(arrays, others) if arrays else None
-        number, told = self._numbers.get(known, 0), b""
+        known = (name or form(arrays, others)) if arrays else None
+        number, told = self._known.get(known, 0), b""
         if not number:
             shapes = [None if array is None else (array.dtype, array.shape) for array in arrays]
             told = padded(pickle.dumps((shapes, others)))
             if known is not None:
-                if len(self._numbers) == FORMS:
-                    self._numbers.clear()
-                number = self._numbers[known] = len(self._numbers) + 1
+                if len(self._known) == FORMS:
+                    self._known.clear()
+                number = self._known[known] = len(self._known) + 1
         data = [padded(array.tobytes()) for array in arrays if array is not None]
-        size = sum(map(len, data))
-        return b"".join((HEAD.pack(len(told) + size, number, len(told), size), told, *data))
+        size = len(told) + sum(map(len, data))
+        return b"".join((HEAD.pack(size, number, len(told), *numbers), told, *data))
 
 
 class Receiver:
@@ -45,8 +46,8 @@ class Receiver:
         self._forms = {}
 
     def read(self, message):
-        """The arrays, views of the message, and the other values."""
-        _, number, told, _ = HEAD.unpack_from(message)
+        """The arrays, which are views of the message, the other values, the integers, and the form's number."""
+        _, number, told, *numbers = HEAD.unpack_from(message)
         at = HEAD.size + told
         if told:
             self._forms[number] = pickle.loads(memoryview(message)[HEAD.size : at])
@@ -58,13 +59,11 @@ class Receiver:
                 continue
             dtype, shape = each
             arrays.append(np.ndarray(shape, dtype, message, at))
-            at += rounded(dtype.itemsize * math.prod(shape))
-        return arrays, others
-
-
-def rounded(size):
-    return size + -size % ALIGNED
+            size = dtype.itemsize * math.prod(shape)
+            at += size + -size % ALIGNED
+        return arrays, others, numbers, number
 
 
 def padded(data):
-    return data + bytes(-len(data) % ALIGNED)
+    rest = -len(data) % ALIGNED
+    return data + bytes(rest) if rest else data

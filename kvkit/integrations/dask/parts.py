@@ -7,7 +7,6 @@ import numpy as np
 from distributed import get_worker
 
 import kvkit
-from kvkit.formats.elements import BY_NAME
 from kvkit.merge import merged
 
 MASK_BYTES = 2**25  # that are made at a time
@@ -138,10 +137,10 @@ def partial(
     return out, lse
 
 
-def merge(parts):
-    """Parts put together: outputs, and lse, of each that is not None."""
+def merge(parts, fmt):
+    """Parts of a format put together: outputs, and lse, of each that is not None."""
     found = [part for part in parts if part is not None]
     if len(found) == 1:
         return found[0]
     outputs, lses = zip(*found, strict=True)
-    return merged(BY_NAME[outputs[0].dtype.name], outputs, lses)
+    return merged(fmt, outputs, lses)

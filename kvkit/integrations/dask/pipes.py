@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import selectors
 import signal
 import socket
 import time
@@ -18,21 +17,18 @@ CHUNK = 2**16  # bytes read at a time
 
 
 class Pipes(Transport):
-    """Messages go out to all at once, as far as each takes them, and answers are taken as they come."""
+    """A message goes out to each in turn, who reads it whole before it answers."""
 
     def __init__(self, arguments, timeout):
         threads = max(1, (os.cpu_count() or 1) // len(arguments))
         context = multiprocessing.get_context("spawn")
-        self._lines, self._processes = [], []
-        self._selector = selectors.DefaultSelector()
-        for i, each in enumerate(arguments):
+        self._ends, self._processes = [], []
+        for each in arguments:
             here, there = socket.socketpair()
             process = context.Process(target=serve, args=(there, each, threads), daemon=True)
             process.start()
             there.close()
-            here.setblocking(False)
-            self._selector.register(here, selectors.EVENT_READ, i)
-            self._lines.append(Line(here))
+            self._ends.append(here)
             self._processes.append(process)
         names = [f"shard {i} in process {each.pid}" for i, each in enumerate(self._processes)]
         super().__init__(names, timeout)
@@ -45,89 +41,61 @@ class Pipes(Transport):
     def exchange(self, messages):
         answers, end = {}, time.monotonic() + self.timeout
         for i, message in messages.items():
-            self._lines[i].unsent = memoryview(message)
-            self._push(i, answers)
-        while len(answers) < len(messages):
-            ready = self._selector.select(max(0.0, end - time.monotonic()))
-            if not ready:
-                return {i: TimeoutError() for i in messages} | answers
-            for key, events in ready:
-                if events & selectors.EVENT_WRITE:
-                    self._push(key.data, answers)
-                if events & selectors.EVENT_READ:
-                    self._pull(key.data, answers)
+            try:
+                send(self._ends[i], message, end)
+            except OSError as error:  # a timeout among them; the others need not be asked any more
+                return {i: error}
+        for i in messages:
+            try:
+                answers[i] = receive(self._ends[i], end)
+            except (OSError, EOFError) as error:
+                answers[i] = error
         return answers
 
-    def _push(self, i, answers):
-        """Send what a shard takes now; the selector says when it takes the rest."""
-        line, events = self._lines[i], selectors.EVENT_READ
-        try:
-            line.push()
-        except OSError as error:
-            self._lose(i, error, answers)
-            return
-        if line.unsent:
-            events |= selectors.EVENT_WRITE
-        if line.events != events:
-            line.events = events
-            self._selector.modify(line.socket, events, i)
-
-    def _pull(self, i, answers):
-        try:
-            answer = self._lines[i].pull()
-        except (OSError, EOFError) as error:
-            self._lose(i, error, answers)
-            return
-        if answer is not None:
-            answers[i] = answer
-
-    def _lose(self, i, error, answers):
-        self._selector.unregister(self._lines[i].socket)
-        answers[i] = error
-
     def close(self):
-        self._selector.close()
-        for line, process in zip(self._lines, self._processes, strict=True):
-            line.socket.close()
+        for end, process in zip(self._ends, self._processes, strict=True):
+            end.close()
             process.join(1)
             if process.is_alive():
                 process.kill()
-        self._lines, self._processes = [], []
+        self._ends, self._processes = [], []
 
 
-class Line:
-    """An end of a pipe: what is still to be sent, and what has come of a message."""
+def left(end):
+    """Seconds until then, and some time for what is there already."""
+    return None if end is None else max(0.01, end - time.monotonic())
 
-    def __init__(self, end):
-        self.socket, self.events, self.unsent = end, selectors.EVENT_READ, memoryview(b"")
-        self._come = bytearray()
 
-    def push(self):
-        """Send, as far as that does not wait."""
-        with contextlib.suppress(BlockingIOError):
-            while self.unsent:
-                self.unsent = self.unsent[self.socket.send(self.unsent) :]
+def send(pipe, message, end=None):
+    pipe.settimeout(left(end))
+    pipe.sendall(message)
 
-    def pull(self):
-        """Read some; a message, once it is whole, and else None."""
-        data = self.socket.recv(CHUNK)
-        if not data:
+
+def receive(pipe, end=None):
+    """A message, whole."""
+    pipe.settimeout(left(end))
+    message = pipe.recv(CHUNK)
+    if len(message) >= HEAD.size and len(message) == size(message):
+        return message
+    message = bytearray(message)
+    while len(message) < HEAD.size or len(message) < size(message):
+        pipe.settimeout(left(end))
+        more = pipe.recv(CHUNK)
+        if not more:
             raise EOFError("its process has ended")
-        come = self._come
-        come += data
-        if len(come) < HEAD.size or len(come) < HEAD.size + HEAD.unpack_from(come)[0]:
-            return None
-        self._come = bytearray()
-        return come
+        message += more
+    return message
 
 
-def serve(end, arguments, threads):
+def size(message):
+    return HEAD.size + HEAD.unpack_from(message)[0]
+
+
+def serve(pipe, arguments, threads):
     """The process of a shard: answers messages until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which is for the process that asks
-    line, shard = Line(end), Served(*arguments)
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    shard = Served(*arguments)
     with contextlib.suppress(OSError, EOFError):
         while True:
-            message = line.pull()
-            if message is not None:
-                end.sendall(shard.answer(message))
+            send(pipe, shard.answer(receive(pipe)))

@@ -24,18 +24,19 @@ class Served:
 
     def answer(self, message):
         """(A KvkitError or None, what a method returns): a shard that answers is not lost. Arrays go apart."""
-        arrays, (method, *others) = self._receiver.read(message)
+        arrays, (method, *others), numbers, name = self._receiver.read(message)
         error = found = None
         try:
             self._shard = self._shard or Shard(*self._arguments)
-            found = getattr(self._shard, method)(*arrays, *others)
+            given = (*numbers, *arrays) if arrays else ()
+            found = getattr(self._shard, method)(*given, *others)
         except KvkitError as refused:
             error = refused
         except Exception as failed:
             what = f"{type(failed).__name__} ({failed})"
             error = wrong(f"shard {self._arguments[0]}", f"to {method}", what)
-        if isinstance(found, tuple):
-            return self._sender.message(found, (None, None))
+        if isinstance(found, tuple):  # of arrays, whose shapes depend on those of the message
+            return self._sender.message(found, (None, None), name=name)
         return self._sender.message((), (error, found))
 
 
@@ -55,12 +56,11 @@ class Shard:
         sizes = {"tokens": layer.get_seq_length(), "rows": layer.batch_size}
         return sizes | {"process": os.getpid(), "seconds": self.seconds}
 
-    def step(self, numbers, key, value, query, mask, slopes, sinks, *options):
+    def step(self, layer_idx, length, key, value, query, mask, slopes, sinks, *options):
         """Append tokens to a layer, if there are any, and attend, if a query is given.
 
-        `numbers` are the layer and the length of the whole context, of whose last tokens the queries are.
+        The queries are of the last tokens of the whole context, which has a length.
         """
-        layer_idx, length = numbers.tolist()
         layer = self.cache.layers[layer_idx]
         with parts.threads(self._threads):
             if key is not None:

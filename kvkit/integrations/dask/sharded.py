@@ -12,6 +12,7 @@ from kvkit.checks import index_tensors
 from kvkit.checks.values import integer
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
+from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import calls, parts
 from kvkit.integrations.dask.actors import Actors
 from kvkit.integrations.dask.division import Division
@@ -115,6 +116,7 @@ class ShardedCache:
         heads = self._arguments["num_kv_heads"]
         self._division = Division(count, interleave if split == "tokens" else 0, heads)
         self.num_layers = self._arguments["num_layers"]
+        self._format = BY_NAME[self._arguments["dtype"]]
         self._tokens = Tokens(self.num_layers)
         self._turn, self._repeats = Turn(), Repeats()
         self._broken: BaseException | None = None
@@ -180,11 +182,13 @@ class ShardedCache:
         with self._alone():
             layer_idx = integer("layer_idx", layer_idx, 0, self.num_layers - 1)
             length = self._tokens.seen(layer_idx)
-            options = self._options(length, query, sinks, (is_alibi, window, softmax_scale, softcap))
+            how = is_alibi, window, softmax_scale, softcap
+            known = form((query,), (self._tokens.batch, *how)) if sinks is None else None
+            options = self._options(known, length, query, sinks, how)
             mask = calls.mask(attention_mask, query.shape, length)
-            found = self._step(layer_idx, length, query, mask, options)
+            found = self._step(layer_idx, length, query, mask, options, None if mask is not None else known)
             if self._division.interleave:
-                output, lse = parts.merge(found)
+                output, lse = parts.merge(found, self._format)
             else:
                 output, lse = (np.concatenate(side, 1) for side in zip(*found, strict=True))
             return (output, lse) if return_lse else output
@@ -329,14 +333,13 @@ class ShardedCache:
                 self._broken = error
                 raise
 
-    def _options(self, length, query, sinks, given):
-        """Checked `Options`; those of calls that repeat are checked once."""
-        known = form((query,), (self._tokens.batch, *given)) if sinks is None else None
+    def _options(self, known, length, query, sinks, how):
+        """Checked `Options`; those of calls of a known form are checked once."""
         options = self._repeats.get(known)
         if options is None or query.shape[2] > length:
             names = "is_alibi", "window", "softmax_scale", "softcap"
-            how = dict(zip(names, given, strict=True))
-            options = calls.queries(self._arguments, self._tokens.batch, length, query, sinks, **how)
+            given = dict(zip(names, how, strict=True))
+            options = calls.queries(self._arguments, self._tokens.batch, length, query, sinks, **given)
             if known is not None:
                 self._repeats.keep(known, options)
         return options
@@ -357,24 +360,28 @@ class ShardedCache:
         self._ask([((), ("crop", n)) for n in self._division.lengths(length)])
         self._tokens.begin(length, self._tokens.batch)
 
-    def _step(self, layer_idx, length, query=None, mask=None, options=None):
-        """Append what a layer has pending, and attend, on every shard that has to do with it."""
+    def _step(self, layer_idx, length, query=None, mask=None, options=None, known=None):
+        """Append what a layer has pending, and attend, on every shard that has to do with it.
+
+        `known` is what decides on messages but for their bytes and the new tokens.
+        """
         division, tokens = self._division, self._tokens
-        pending, numbers = tokens.pending.pop(layer_idx, None), np.array((layer_idx, length))
+        pending = tokens.pending.pop(layer_idx, None)
         places = [None] * division.count
         if pending:
             places = division.places(tokens.length, tokens.length + tokens.step)
-        asked = []
+        asked: list[Any] = []
         for i, (at, heads) in enumerate(zip(places, division.heads, strict=True)):
             if at is None and query is None:
                 asked.append(None)
                 continue
-            new = (None, None) if at is None else (side[:, heads, at] for side in pending)
+            key, value = (None, None) if at is None else (side[:, heads, at] for side in pending)
             of_query, others = (None,) * 4, ()
             if query is not None:
                 of_query = division.of_query(i, length, query, mask, options.slopes, options.sinks)
                 others = options[:3]
-            asked.append(((numbers, *new, *of_query), ("step", *others)))
+            name = (known, key is not None and key.shape) if known else None
+            asked.append(((key, value, *of_query), ("step", *others), (layer_idx, length), name))
         try:
             return self._ask(asked)
         except ShardError:

@@ -20,7 +20,9 @@ class Transport(ABC):
         self._receivers = [Receiver() for _ in names]
 
     def ask(self, calls):
-        """What the shards return whose call, (arrays, (method, *others)), is not None; arrays as a list.
+        """What the shards return whose call, what a message is made of, is not None; arrays as a list.
+
+        Its other values begin with the name of a method of `Shard`.
 
         Raises what a shard says, once all have answered, or `ShardError` if one does not.
         """
@@ -32,7 +34,7 @@ class Transport(ABC):
         self.traffic += sum(map(len, messages.values())) + sum(map(len, answers.values()))
         found, refused = [None] * len(calls), None
         for i in messages:
-            arrays, (error, result) = self._receivers[i].read(answers[i])
+            arrays, (error, result), *_ = self._receivers[i].read(answers[i])
             found[i], refused = arrays or result, refused or error
         if refused is not None:
             raise refused
