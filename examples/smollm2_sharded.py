@@ -65,7 +65,7 @@ def main(prompt, tokens):
     with (
         tempfile.TemporaryDirectory() as folder,
         LocalCluster(**options) as cluster,
-        Client(cluster) as client,
+        Client(cluster, direct_to_workers=True) as client,
     ):
         cache = ShardedCache(client, *sizes, format="float32", page_size=8, num_blocks=64)
         begin = time.perf_counter()

@@ -113,7 +113,9 @@ def attend(
                 )
             )
         sizes = tuple(chunks[i] for chunks, i in zip(query.chunks, (b, s, h), strict=False))
-        several = max(2, MERGED_BYTES // max(1, math.prod(sizes) * (value.shape[3] * query.dtype.itemsize + 4)))
+        several = max(
+            2, MERGED_BYTES // max(1, math.prod(sizes) * (value.shape[3] * query.dtype.itemsize + 4))
+        )
         while len(found) > 1:
             found = [merge(*found[i : i + several]) for i in range(0, len(found), several)]
         return (

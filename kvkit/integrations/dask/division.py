@@ -6,7 +6,7 @@ from kvkit.checks.words import wrong
 
 
 class Division:
-    """Of `count` shards, the tokens of each: `interleave` neighbours in turn; with 0 all, of heads of its own."""
+    """Of `count` shards, the tokens of each: `interleave` in a row; with 0 all, of heads of its own."""
 
     def __init__(self, count, interleave, heads):
         self.count, self.interleave = count, interleave

@@ -1,4 +1,4 @@
-"""What travels to a shard and back: numbers, raw bytes of arrays, and a form, which is told once and then named."""
+"""What travels to a shard and back: numbers, bytes of arrays, and a form, which is told once and then named."""
 
 import math
 import pickle
@@ -46,7 +46,7 @@ class Receiver:
         self._forms = {}
 
     def read(self, message):
-        """The arrays, which are views of the message, the other values, the integers, and the form's number."""
+        """The arrays, which are views of the message, the other values, integers, and the form's number."""
         _, number, told, *numbers = HEAD.unpack_from(message)
         at = HEAD.size + told
         if told:

@@ -1,6 +1,7 @@
-"""The folder of a saved cache: a file for each shard, and a manifest, which says which files are the last save."""
+"""The folder of a saved cache: a file a shard, and a manifest, which says which files are the last save."""
 
 import json
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -29,6 +30,8 @@ class Folder:
             version = said["format_version"]
             if version == VERSION and not said.keys() >= {"save", "length", "batch", "cache"}:
                 raise KeyError(*said)
+            if version == VERSION and not re.fullmatch("[0-9a-f]{12}", said["save"]):
+                raise ValueError(said["save"])  # a folder elsewhere, which the next save would remove
         except FileNotFoundError:
             raise wrong(str(self.path), f"a folder with {MANIFEST}", "one without") from None
         except (ValueError, KeyError, TypeError) as error:

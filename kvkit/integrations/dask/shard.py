@@ -23,7 +23,7 @@ class Served:
         self._receiver, self._sender = Receiver(), Sender()
 
     def answer(self, message):
-        """(A KvkitError or None, what a method returns): a shard that answers is not lost. Arrays go apart."""
+        """(A KvkitError or None, what a method returns): who answers is not lost. Arrays go apart."""
         arrays, (method, *others), numbers, name = self._receiver.read(message)
         error = found = None
         try:

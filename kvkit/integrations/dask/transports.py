@@ -26,9 +26,7 @@ class Transport(ABC):
 
         Raises what a shard says, once all have answered, or `ShardError` if one does not.
         """
-        messages = {
-            i: self._senders[i].message(*call) for i, call in enumerate(calls) if call is not None
-        }
+        messages = {i: self._senders[i].message(*call) for i, call in enumerate(calls) if call is not None}
         answers = self.exchange(messages)
         self.all_there({i: answer for i, answer in answers.items() if isinstance(answer, Exception)})
         self.traffic += sum(map(len, messages.values())) + sum(map(len, answers.values()))
