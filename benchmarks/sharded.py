@@ -139,7 +139,7 @@ def modelled(rows):
     """Milliseconds of a step on more workers: the slowest round trip, and a share of the bytes.
 
     From what was measured with actors: the overhead by workers, as a line; and the bytes that one process
-    reads a second, each worker on a machine like this one.
+    reads a second, shared by the workers of a machine.
     """
     actors = [row for row in rows if row["transport"] == "actors"]
     shortest = min(row["tokens a worker"] for row in actors)
@@ -152,8 +152,8 @@ def modelled(rows):
     largest = max(rows, key=lambda row: row["workers"] * row["tokens a worker"])
     speed = largest["workers"] * largest["tokens a worker"] * TOKEN / largest["one process"]  # bytes a us
 
-    def of(workers, tokens):
-        return (base + slope * workers + tokens / workers * TOKEN / speed) / 1000
+    def of(workers, tokens, machines):
+        return (base + slope * workers + tokens / machines * TOKEN / speed) / 1000
 
     return of, {"base": base, "each worker": slope, "GB/s": speed / 1000}
 
@@ -184,18 +184,28 @@ def tables(said):
         return
     of, constants = modelled(said["rows"])
     sizes = 10**5, 10**6, 10**7, 10**8
-    table = Table("workers", *(f"{size:,} tokens" for size in sizes), title="A model, ms a layer step")
+    table = Table(
+        "workers",
+        *(f"{size:,} tokens" for size in sizes),
+        title="A model, ms a layer step, each worker on a machine like this one",
+    )
     for workers in (1, 4, 16, 64, 256):
-        table.add_row(str(workers), *(f"{of(workers, size):.1f}" for size in sizes))
+        table.add_row(str(workers), *(f"{of(workers, size, workers):.1f}" for size in sizes))
     yield table
     yield "of " + ", ".join(f"{name} {value:.1f}" for name, value in constants.items())
     table = Table(
-        "workers", "tokens", "modelled, ms", "measured, ms", title="The model beside what was measured"
+        "workers",
+        "tokens",
+        "modelled, ms",
+        "measured, ms",
+        title="The model, of workers on one machine, beside what was measured",
     )
     for row in said["rows"]:
         if row["transport"] == "actors":
             workers, size = row["workers"], row["workers"] * row["tokens a worker"]
-            table.add_row(str(workers), f"{size:,}", f"{of(workers, size):.1f}", f"{row['step'] / 1000:.1f}")
+            table.add_row(
+                str(workers), f"{size:,}", f"{of(workers, size, 1):.1f}", f"{row['step'] / 1000:.1f}"
+            )
     yield table
 
 

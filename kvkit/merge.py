@@ -70,7 +70,7 @@ def merged(fmt, outputs, lses):
     """Checked parts of a format, put together."""
     outputs, lses = ([np.ascontiguousarray(each) for each in side] for side in (outputs, lses))
     out, lse = np.empty(outputs[0].shape, fmt.dtype), np.empty(lses[0].shape, np.float32)
-    places = addresses({"out": out, "lse": lse} | dict(enumerate((*outputs, *lses))))
+    places = addresses({str(i): part for i, part in enumerate((*outputs, *lses))} | {"out": out, "lse": lse})
     known = fmt.name, out.shape, len(outputs)
     prepared = repeats.pop(known, None)
     if prepared:

@@ -121,5 +121,5 @@ def prepare(element, outputs, lses, out, lse):
         share_out(walk, workers, task)
 
     owners = {TASK.at["out"]: "out", TASK.at["lse"]: "lse"}
-    owners |= {len(TASK.names) + i: i for i in range(2 * parts)}
+    owners |= {len(TASK.names) + i: str(i) for i in range(2 * parts)}
     return Launch(numbers, owners, run, alive=(entries,))

@@ -50,7 +50,7 @@ def new_tokens(cache, batch, key_states, value_states):
     """Keys and values of tokens of so many rows; of any, if there are none yet."""
     heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
     for name, array in (("key_states", key_states), ("value_states", value_states)):
-        shape = getattr(array, "shape", ())
+        shape: tuple[int, ...] = getattr(array, "shape", ())
         fits = len(shape) == 4 and shape[0] and shape[2] and (shape[1], shape[3]) == (heads, dim)
         if not fits or shape[0] != (batch or shape[0]) or array.dtype.name != dtype:
             raise wrong(name, f"{dtype} [{batch or 'B'}, {heads}, q, {dim}]", describe(array))
@@ -71,7 +71,7 @@ class Options(NamedTuple):
 def queries(cache, batch, length, query, sinks, is_alibi, **options):
     """`Options`, for queries of the last tokens of so many."""
     heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
-    shape = getattr(query, "shape", ())
+    shape: tuple[int, ...] = getattr(query, "shape", ())
     fits = len(shape) == 4 and (shape[0], shape[3]) == (batch, dim) and 0 < shape[2] <= length
     if not fits or not shape[1] or shape[1] % heads or query.dtype.name != dtype:
         wanted = f"{dtype} [{batch}, a multiple of {heads}, at most {length}, {dim}]"

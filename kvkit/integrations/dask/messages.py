@@ -1,4 +1,4 @@
-"""What travels to a shard and back: numbers, bytes of arrays, and a form, which is told once and then named."""
+"""What travels to a shard and back: numbers, bytes of arrays, and a form, told once and then named."""
 
 import math
 import pickle
@@ -52,7 +52,7 @@ class Receiver:
         if told:
             self._forms[number] = pickle.loads(memoryview(message)[HEAD.size : at])
         shapes, others = self._forms[number]
-        arrays = []
+        arrays: list[np.ndarray | None] = []
         for each in shapes:
             if each is None:
                 arrays.append(None)
