@@ -61,7 +61,7 @@ def main(prompt, tokens):
     click.echo(f"one process: {tokenizer.decode(expected)!r}")
 
     sizes = model.num_layers, model.kv_heads, model.head_dim
-    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         tempfile.TemporaryDirectory() as folder,
         LocalCluster(**options) as cluster,

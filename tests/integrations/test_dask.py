@@ -43,7 +43,7 @@ def client():
 @pytest.fixture
 def cluster():
     """Three workers, a process each, none of which is replaced."""
-    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         distributed.LocalCluster(processes=True, **options) as cluster,
         distributed.Client(cluster) as client,
