@@ -56,7 +56,7 @@ test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 
 # Workers are killed in these.
 test-dask: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
-	$(BIN)/python -m pytest tests/integrations/test_dask.py
+	$(BIN)/python -m pytest tests/integrations/test_dask.py tests/integrations/test_dask_tools.py
 # The wheel in an environment of its own.
 test-dist: $(VENV)/kvkit.test
 	$(BIN)/python -m pytest -m slow tests/cli/test_packaging.py

@@ -1,11 +1,14 @@
 """A cache on many workers: what a step costs beside one process, what travels, and a model of more workers.
 
-    python benchmarks/sharded.py [--tokens 10000,100000] [--workers 1,2,4] [--json FILE]
+    python benchmarks/sharded.py [--tokens 10000,100000] [--workers 1,2,4] [--transport pipes] [--json FILE]
 
 A step is one layer of one sequence: 32 query heads, 8 key heads of 128 float16 elements, of which a token
-takes 4 KiB. Each row is the median of steps that alternate with those of one process over as many tokens.
+takes 4 KiB. Each row is the median of steps that alternate with those of one process over as many tokens;
+its overhead is what a step takes beyond the slowest partial attention, of which shards say how long it took.
+Rows are added to those that FILE has, and tables are of all of them.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -28,6 +31,9 @@ from kvkit.integrations.dask import ShardedCache, attend
 HEADS, KEY_HEADS, DIM, PAGE = 32, 8, 128, 64
 TOKEN = 2 * KEY_HEADS * DIM * 2  # bytes
 PIECE = 8192  # tokens appended at a time
+CHUNKS = 8  # of a dask array
+TRANSPORTS = "actors", "pipes"
+KEYS = "transport", "workers", "tokens a worker"
 
 
 def filled(cache, append, tokens):
@@ -42,18 +48,21 @@ def filled(cache, append, tokens):
     return cache
 
 
-def medians(calls, seconds=2.0, least=9):
-    """Microseconds of each call, in turn, for so long."""
-    for call in calls:
-        call()
-        call()
-    found, end = [[] for _ in calls], time.perf_counter() + seconds
-    while len(found[0]) < least or time.perf_counter() < end:
-        for times, call in zip(found, calls, strict=True):
-            begin = time.perf_counter()
+def timed(call):
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def medians(seconds=3.0, least=2, **calls):
+    """The median of each call, microseconds; some of each in turn, while no other's threads spin."""
+    found, end = {name: [] for name in calls}, time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(found.values()))) < 5 * least:
+        for name, call in calls.items():
+            time.sleep(0.02)
             call()
-            times.append((time.perf_counter() - begin) * 1e6)
-    return [statistics.median(times) for times in found]
+            found[name] += [timed(call) for _ in range(5)]
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def one_process(tokens):
@@ -71,25 +80,33 @@ def steps(workers, tokens, transport, client, rng):
         filled(cache, lambda cache, new: cache.append(new, new, 0), workers * tokens)
         cache.attend(query, 0)  # sends what is pending
         alone = one_process(workers * tokens)
+        expected = alone.attend(query, 0).astype("f4")
+        np.testing.assert_allclose(cache.attend(query, 0).astype("f4"), expected, atol=2e-3)
         before = cache.traffic
-        np.testing.assert_allclose(
-            cache.attend(query, 0).astype("f4"), alone.attend(query, 0).astype("f4"), atol=2e-3
-        )
-        traffic = cache.traffic - before
-        step, process, trip = medians(
-            [
-                lambda: cache.attend(query, 0),
-                lambda: alone.attend(query, 0),
-                cache.about,
-            ]
+        cache.attend(query, 0)
+        traffic, overheads = cache.traffic - before, []
+
+        def step():
+            """A step, beside what shards say of it."""
+            earlier = cache.about()
+            took = timed(lambda: cache.attend(query, 0))
+            shards = zip(earlier, cache.about(), strict=True)
+            overheads.append(took - max(b["seconds"] - a["seconds"] for a, b in shards) * 1e6)
+
+        times = medians(
+            step=lambda: cache.attend(query, 0),
+            process=lambda: alone.attend(query, 0),
+            trip=cache.about,
+            overhead=step,
         )
     return {
         "transport": transport,
         "workers": workers,
         "tokens a worker": tokens,
-        "step": step,
-        "one process": process,
-        "round trip": trip,
+        "step": times["step"],
+        "overhead": statistics.median(overheads),
+        "one process": times["process"],
+        "round trip": times["trip"],
         "traffic": traffic,
     }
 
@@ -97,92 +114,136 @@ def steps(workers, tokens, transport, client, rng):
 def offline(client, tokens, rng):
     """Attention over a dask array, beside one process on the same cores: microseconds of both."""
     query = rng.standard_normal((1, 1, HEADS, DIM), np.float32).astype(np.float16)
-    shape, chunk = (1, tokens, KEY_HEADS, DIM), max(1, tokens // 8)
-    key = da.ones(shape, chunks=(1, chunk, KEY_HEADS, DIM), dtype=np.float16).persist()
-    whole = np.ones(shape, np.float16)
+    chunk = max(1, tokens // CHUNKS)
+    key = da.map_blocks(
+        filled_array,
+        da.from_array(np.full(tokens // chunk, chunk), chunks=1),
+        chunks=((1,), (chunk,) * (tokens // chunk), (KEY_HEADS,), (DIM,)),
+        new_axis=(0, 2, 3),
+        dtype=np.float16,
+    ).persist()
+    whole = filled_array(tokens // chunk * chunk)
     sizes = {"num_heads": HEADS, "head_dim": DIM, "num_kv_heads": KEY_HEADS}
     return medians(
-        [
-            lambda: client.compute(attend(query, key, key)).result(),
-            lambda: kvkit.multi_head_attention(query, whole, whole, **sizes),
-        ],
-        least=3,
+        dask=lambda: client.compute(attend(query, key, key)).result(),
+        process=lambda: kvkit.multi_head_attention(query, whole, whole, **sizes),
     )
+
+
+def filled_array(tokens):
+    """Keys that lie in memory of their own, unlike those of `dask.array.ones`."""
+    return np.full((1, int(np.sum(tokens)), KEY_HEADS, DIM), 0.5, np.float16)
 
 
 def modelled(rows):
     """Milliseconds of a step on more workers: the slowest round trip, and a share of the bytes.
 
-    From what was measured: the round trip by workers, as a line; the bytes a worker reads a second.
+    From what was measured with actors: the overhead by workers, as a line; and the bytes that one process
+    reads a second, shared by the workers of a machine.
     """
     actors = [row for row in rows if row["transport"] == "actors"]
-    counts, trips = zip(*((row["workers"], row["round trip"]) for row in actors), strict=True)
+    shortest = min(row["tokens a worker"] for row in actors)
+    counts, trips = zip(
+        *((row["workers"], row["overhead"]) for row in actors if row["tokens a worker"] == shortest),
+        strict=True,
+    )
     slope = max(0.0, np.polyfit(counts, trips, 1)[0]) if len(set(counts)) > 1 else 0.0
     base = max(0.0, statistics.mean(trips) - slope * statistics.mean(counts))
-    largest = max(rows, key=lambda row: row["one process"])
+    largest = max(rows, key=lambda row: row["workers"] * row["tokens a worker"])
     speed = largest["workers"] * largest["tokens a worker"] * TOKEN / largest["one process"]  # bytes a us
-    return {
-        (workers, tokens): (base + slope * workers + tokens / workers * TOKEN / speed) / 1000
-        for workers in (1, 4, 16, 64, 256)
-        for tokens in (10**5, 10**6, 10**7, 10**8)
-    }
+
+    def of(workers, tokens, machines):
+        return (base + slope * workers + tokens / machines * TOKEN / speed) / 1000
+
+    return of, {"base": base, "each worker": slope, "GB/s": speed / 1000}
 
 
 def numbers(context, parameter, text):
     return [int(float(number)) for number in text.split(",")]
 
 
+def measured(path):
+    """What a file has of earlier runs."""
+    return json.loads(path.read_text()) if path and path.exists() else {"unit": "us", "rows": []}
+
+
+def tables(said):
+    """What was measured, and the model, as texts."""
+    columns = "transport", "workers", "tokens a worker", "step, ms", "overhead, ms", "one process, ms"
+    table = Table(*columns, "round trip, ms", "bytes a step")
+    for row in said["rows"]:
+        times = (f"{row[name] / 1000:.2f}" for name in ("step", "overhead", "one process", "round trip"))
+        size = f"{row['tokens a worker']:,}"
+        table.add_row(row["transport"], str(row["workers"]), size, *times, f"{row['traffic']:,}")
+    yield table
+    if "offline" in said:
+        dask, process = (said["offline"][name] / 1000 for name in ("dask", "process"))
+        size = said["offline"]["tokens"]
+        yield f"dask arrays, {size:,} tokens: {dask:.0f} ms; one process {process:.0f} ms"
+    if not any(row["transport"] == "actors" for row in said["rows"]):
+        return
+    of, constants = modelled(said["rows"])
+    sizes = 10**5, 10**6, 10**7, 10**8
+    table = Table(
+        "workers",
+        *(f"{size:,} tokens" for size in sizes),
+        title="A model, ms a layer step, each worker on a machine like this one",
+    )
+    for workers in (1, 4, 16, 64, 256):
+        table.add_row(str(workers), *(f"{of(workers, size, workers):.1f}" for size in sizes))
+    yield table
+    yield "of " + ", ".join(f"{name} {value:.1f}" for name, value in constants.items())
+    table = Table(
+        "workers",
+        "tokens",
+        "modelled, ms",
+        "measured, ms",
+        title="The model, of workers on one machine, beside what was measured",
+    )
+    for row in said["rows"]:
+        if row["transport"] == "actors":
+            workers, size = row["workers"], row["workers"] * row["tokens a worker"]
+            table.add_row(
+                str(workers), f"{size:,}", f"{of(workers, size, 1):.1f}", f"{row['step'] / 1000:.1f}"
+            )
+    yield table
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--tokens", default="10000,100000", callback=numbers, show_default=True, help="On each worker.")
 @click.option("--workers", default="1,2,4", callback=numbers, show_default=True)
+@click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS), default=TRANSPORTS)
 @click.option(
-    "--offline", "long", default=10**6, type=int, show_default=True, help="Tokens of the dask array."
+    "--offline", "long", default=10**6, show_default=True, help="Tokens of the dask array; 0: none."
 )
 @click.option("--json", "path", type=click.Path(path_type=Path), help="File for the figures.")
-def main(tokens, workers, long, path):
+def main(tokens, workers, transports, long, path):
     """Measure steps of a sharded cache, attention over a dask array, and model more workers."""
-    rng, console, rows = np.random.default_rng(0), Console(), []
-    for count in workers:
+    rng, console, said = np.random.default_rng(0), Console(width=110), measured(path)
+    said["machine"] = {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()}
+    rows = {tuple(row[name] for name in KEYS): row for row in said["rows"]}
+    for count, transport in itertools.product(workers, transports):
         threads = max(1, (os.cpu_count() or 1) // count)
-        with (
-            LocalCluster(n_workers=count, threads_per_worker=threads, dashboard_address=None) as cluster,
-            Client(cluster) as client,
-        ):
-            for each, transport in itertools.product(tokens, ("actors", "pipes")):
-                rows.append(steps(count, each, transport, client if transport == "actors" else None, rng))
-    with (
-        LocalCluster(n_workers=1, threads_per_worker=os.cpu_count() or 1, dashboard_address=None) as cluster,
-        Client(cluster) as client,
-    ):
-        chunks, process = offline(client, long, rng)
-    table = Table(
-        "transport", "workers", "tokens a worker", "step, ms", "one process, ms", "round trip, ms", "bytes"
-    )
-    for row in rows:
-        times = (f"{row[name] / 1000:.2f}" for name in ("step", "one process", "round trip"))
-        size = f"{row['tokens a worker']:,}"
-        table.add_row(row["transport"], str(row["workers"]), size, *times, f"{row['traffic']:,}")
-    console.print(table)
-    console.print(
-        f"dask arrays, {long:,} tokens: {chunks / 1000:.1f} ms; one process {process / 1000:.1f} ms"
-    )
-    model = modelled(rows)
-    table = Table(
-        "workers",
-        *(f"{tokens:.0e} tokens" for tokens in (10**5, 10**6, 10**7, 10**8)),
-        title="A model, ms a layer step",
-    )
-    for count in (1, 4, 16, 64, 256):
-        table.add_row(str(count), *(f"{ms:.1f}" for (each, _), ms in model.items() if each == count))
-    console.print(table)
+        with contextlib.ExitStack() as stack:
+            client = stack.enter_context(cluster(count, threads)) if transport == "actors" else None
+            for each in tokens:
+                rows[transport, count, each] = steps(count, each, transport, client, rng)
+    said["rows"] = [rows[key] for key in sorted(rows)]
+    if long:
+        with cluster(1, os.cpu_count() or 1) as client:
+            said["offline"] = {"tokens": long} | offline(client, long, rng)
+    for each in tables(said):
+        console.print(each)
     if path:
-        about = {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()}
-        said = {
-            "machine": about,
-            "rows": rows,
-            "offline": {"tokens": long, "dask": chunks, "one process": process},
-        }
-        path.write_text(json.dumps(said | {"unit": "us"}, indent=1) + "\n")
+        path.write_text(json.dumps(said, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def cluster(workers, threads):
+    """A client whose messages go to the workers themselves, not through the scheduler."""
+    options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": None}
+    with LocalCluster(**options) as cluster, Client(cluster, direct_to_workers=True) as client:
+        yield client
 
 
 if __name__ == "__main__":

@@ -61,11 +61,11 @@ def main(prompt, tokens):
     click.echo(f"one process: {tokenizer.decode(expected)!r}")
 
     sizes = model.num_layers, model.kv_heads, model.head_dim
-    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         tempfile.TemporaryDirectory() as folder,
         LocalCluster(**options) as cluster,
-        Client(cluster) as client,
+        Client(cluster, direct_to_workers=True) as client,
     ):
         cache = ShardedCache(client, *sizes, format="float32", page_size=8, num_blocks=64)
         begin = time.perf_counter()

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvkit import cpu
 from kvkit.checks.merge import checked
 from kvkit.foreign import in_kind
+from kvkit.repeats import Repeats, addresses
 from kvkit.typed import Arrays, Pair
+
+FEW = 64  # forms of calls that are remembered
+repeats = Repeats(FEW)  # a call takes its own away as long as it lasts
 
 
 @in_kind
@@ -53,25 +58,26 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     """
     call = checked(outputs, lses)
     results = None if out is None else call.results.given(out)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        whole, lse = merged(call.outputs, call.lses)
-        whole = whole.astype(call.fmt.dtype)
+    made = merged(call.fmt, call.outputs, call.lses)
     if results is None:
-        return whole, lse
-    results[0][...], results[1][...] = whole, lse
+        return made
+    for result, found in zip(results, made, strict=True):
+        result[...] = found
     return results
 
 
-def merged(outputs, lses):
-    """The parts in float32, one after the other."""
-    lses = [np.where(np.isposinf(lse), -np.inf, lse) for lse in lses]
-    top = np.maximum.reduce(lses)
-    base = np.where(np.isneginf(top), np.float32(0), top)
-    total, whole = np.zeros_like(top), np.zeros(outputs[0].shape, np.float32)
-    for lse in lses:
-        total += np.exp(lse - base)
-    divisor = np.where(total == 0, np.float32(1), total)
-    for output, lse in zip(outputs, lses, strict=True):
-        share = (np.exp(lse - base) / divisor)[..., None]
-        whole += np.where(share == 0, 0, output.astype(np.float32) * share)
-    return whole, np.asarray(base + np.log(total))
+def merged(fmt, outputs, lses):
+    """Checked parts of a format, put together."""
+    outputs, lses = ([np.ascontiguousarray(each) for each in side] for side in (outputs, lses))
+    out, lse = np.empty(outputs[0].shape, fmt.dtype), np.empty(lses[0].shape, np.float32)
+    places = addresses({str(i): part for i, part in enumerate((*outputs, *lses))} | {"out": out, "lse": lse})
+    known = fmt.name, out.shape, len(outputs)
+    prepared = repeats.pop(known, None)
+    if prepared:
+        prepared.run(places)
+    else:
+        launch = cpu.merge.prepare(fmt.name, outputs, lses, out, lse)
+        cpu.launches.start(launch)
+        prepared = cpu.launches.Repeat([launch], places)
+    repeats.keep(known, prepared)
+    return out, lse

@@ -4,6 +4,6 @@ import importlib
 
 
 def __getattr__(name):
-    if name in ("alibi", "attention", "codes", "launches", "pieces", "rotary", "runs", "transfer"):
+    if name in ("alibi", "attention", "codes", "launches", "merge", "pieces", "rotary", "runs", "transfer"):
         return importlib.import_module(f"kvkit.cpu.{name}")
     raise AttributeError(name)

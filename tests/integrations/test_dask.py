@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
 from kvkit.integrations.dask import ShardedCache, ShardError, attend, parts  # noqa: E402
+from kvkit.integrations.dask.messages import FORMS, HEAD, Receiver, Sender  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -41,7 +43,7 @@ def client():
 @pytest.fixture
 def cluster():
     """Three workers, a process each, none of which is replaced."""
-    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         distributed.LocalCluster(processes=True, **options) as cluster,
         distributed.Client(cluster) as client,
@@ -207,6 +209,7 @@ def test_masks_and_alibi_know_positions(rng, client):
     key, query = states(rng, BATCH, HEADS, 29, DIM), states(rng, BATCH, HEADS * GROUP, 5, DIM)
     sizes = {"num_heads": HEADS * GROUP, "head_dim": DIM, "num_kv_heads": HEADS}
     padding = rng.random((BATCH, 29)) > 0.3
+    padding[1] = False  # so that a row sees nothing on any shard
     for split in ("tokens", "heads"):
         with ShardedCache(
             client, 1, HEADS, DIM, format="float32", split=split, page_size=2, num_blocks=32
@@ -218,6 +221,24 @@ def test_masks_and_alibi_know_positions(rng, client):
             np.testing.assert_allclose(found, expected.swapaxes(1, 2), atol=2e-6)
 
 
+def test_messages_are_read_as_they_were_made(rng):
+    sender, receiver = Sender(), Receiver()
+    short = [rng.standard_normal((2, 3)).astype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16)]
+    arrays = [None, *short, np.ones((0, 4), bool), np.arange(12.0).reshape(3, 4).T]
+    sizes = []
+    for window in ((-1, -1), (4, 0), (-1, -1), *((i, 0) for i in range(FORMS)), (4, 0)):
+        message = sender.message(arrays, ("step", window), (7, window[0]))
+        sizes.append(len(message))
+        found, others, numbers, _ = receiver.read(message)
+        assert (others, numbers) == (("step", window), [7, window[0]])
+        assert found[0] is None
+        for one, other in zip(found[1:], arrays[1:], strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+    assert sizes[2] < sizes[0]  # a form that is known is not told again,
+    assert sizes[-1] == sizes[1]  # but one that was forgotten is
+
+
 def test_traffic_does_not_know_the_context(client):
     with ShardedCache(client, 1, HEADS, DIM, page_size=2, num_blocks=64) as cache:
         new, query = np.ones((1, HEADS, 1, DIM), np.float16), np.ones((1, HEADS * GROUP, 1, DIM), np.float16)
@@ -227,8 +248,8 @@ def test_traffic_does_not_know_the_context(client):
             cache.append(new, new, 0)
             cache.attend(query, 0)
             sent.append(cache.traffic - before)
-        heads, part = HEADS * GROUP, 2 * DIM + 4  # an output in float16 and an lse
-        assert set(sent[6:]) == {2 * new.nbytes + 3 * query.nbytes + 3 * heads * part}
+        lse = 4 * HEADS * GROUP + 8  # in bytes that are whole lines of 16
+        assert set(sent[9:]) == {2 * new.nbytes + 3 * (2 * query.nbytes + lse) + 2 * 3 * HEAD.size}
 
 
 def test_saved_and_loaded_on_other_workers(rng, client, tmp_path):
@@ -298,6 +319,9 @@ def test_what_a_cache_refuses(client, tmp_path):
         for call in (lambda: cache.attend(new, 1), lambda: cache.append(new, new, 0)):
             with pytest.raises(KvkitError, match=r"^layer_idx: expected a layer that has"):
                 call()
+        with pytest.raises(KvkitError, match=r"^window: expected"):
+            cache.attend(new, 0, window=5)
+        assert cache.attend(new, 0).shape == new.shape  # the step is still open
         with pytest.raises(KvkitError, match=r"^save: expected all layers .* got layers \[1\]"):
             cache.save(tmp_path)
     for options in ({"format": "float8"}, {"split": "pages"}, {"transport": "mail"}, {"shards": 0}):
@@ -310,6 +334,10 @@ def test_what_a_cache_refuses(client, tmp_path):
 def test_a_folder_that_is_none(client, tmp_path):
     with pytest.raises(KvkitError, match=r"expected a folder with sharded\.json"):
         ShardedCache.load(client, tmp_path)
+    said = {"format_version": 1, "save": "../elsewhere", "length": 0, "batch": 0, "cache": {}}
+    (tmp_path / "sharded.json").write_text(json.dumps(said))
+    with pytest.raises(KvkitError, match=r"expected a sharded.json that kvkit wrote"):
+        ShardedCache.load(client, tmp_path)  # and another save would remove what it names
     (tmp_path / "sharded.json").write_text(json.dumps({"format_version": 9}))
     with pytest.raises(KvkitError, match=r"expected sharded.json of version 1, got 9"):
         ShardedCache.load(client, tmp_path)
@@ -412,6 +440,25 @@ def test_a_process_that_stops_answering(called, tmp_path):
         new = filled(cache, other, tmp_path)
         given = np.repeat(new, GROUP, 1) if called == "step" else new
         assert 20 <= lost(cache, lambda: CALLED[called](cache, given, tmp_path)) < 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["pipes", "actors"])
+def test_an_interrupt_ends_a_call_at_once(rng, tmp_path, cluster, transport):
+    """Nobody knows what the shards have done then, so that the cache refuses all else."""
+    given = cluster if transport == "actors" else None
+    with ShardedCache(given, *SIZES, **SMALL, shards=2, transport=transport) as cache:
+        new = filled(cache, PagedCache(64, 4, *SIZES, np.float32), tmp_path)
+        process = cache.about()[1]["process"]
+        os.kill(process, signal.SIGSTOP)
+        threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            cache.attend(np.repeat(new, GROUP, 1), 0)
+        assert time.monotonic() - begin < 30
+        os.kill(process, signal.SIGCONT)
+        with pytest.raises(KvkitError, match=r"got one that failed \(KeyboardInterrupt\)"):
+            cache.crop(0)
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_a_lost_task_names_its_file():
             os.kill(os.getpid(), signal.SIGKILL)
         return name
 
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     expected = r"^second\.npz: expected the result of its task, got Killed"
     with distributed.Client(**options) as client, pytest.raises(KvkitError, match=expected):
         list(mapper(client)(dies, ["second.npz"]))

@@ -83,6 +83,19 @@ def test_against_the_oracle(rng, count, axes):
     near(merge_attention_states(outputs, lses), reference.merge(outputs, lses))
 
 
+@floats
+def test_vectors_are_the_plain_form(dtype, rng, monkeypatch):
+    outputs, lses = parts(rng, 3, (2, 37), dtype=dtype)
+    lses[1][0] = -INF
+    found = merge_attention_states(outputs, lses)
+    code = kvkit.cpu.merge.code
+    monkeypatch.setattr(kvkit.cpu.merge, "code", lambda element: code(element, plain=True))
+    kvkit.merge.repeats.clear()
+    for one, other in zip(merge_attention_states(outputs, lses), found, strict=True):
+        assert_same(one, other)
+    kvkit.merge.repeats.clear()
+
+
 # Parts that count for nothing
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import dask
 import dask.array as da
 import numpy as np
 
+import kvkit
 from kvkit.checks.words import describe, wrong
+from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import parts
 from kvkit.typed import Array
+
+MERGED_BYTES = 2**20  # of results of chunks, which are put together in one task; two of any size
 
 
 def attend(
@@ -31,9 +36,9 @@ def attend(
     """Attention of every query to keys and values that are chunked along tokens, heads and batch.
 
     Each chunk is attended to apart, where it lies, and what comes of it is put together by
-    `kvkit.merge_attention_states`, two and two. The order depends on the chunks alone, so results are the
-    same bits whatever the workers do. A worker holds its chunks, and of each query chunk one partial result
-    besides the one that is merged into it.
+    `kvkit.merge_attention_states`, as a tree: as many at a time as take 1 MiB, but two at least. The tree
+    depends on the chunks alone, so results are the same bits whatever the workers do. A worker holds its
+    chunks, and of each query chunk a partial result besides those that are merged with it.
 
     Parameters
     ----------
@@ -77,7 +82,7 @@ def attend(
     heads, group = query.shape[2], query.shape[2] // key.shape[2]
     query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
     mask = _mask(attn_mask, query, key)
-    slopes = parts.slopes_of(is_alibi, heads)
+    slopes = kvkit.alibi_slope(num_heads=heads) if is_alibi else None
     options = {"is_causal": is_causal, "window": tuple(window)}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap}
     past = key.shape[1] - query.shape[1]
@@ -87,7 +92,7 @@ def attend(
     starts = [_ranges(key.chunks[axis]) for axis in (0, 1)]
 
     def chunk(b, s, h):
-        """What a chunk of queries gets of the chunks of tokens that it may see, merged two and two."""
+        """What a chunk of queries gets of the chunks of tokens that it may see, merged as a tree."""
         rows, part = _ranges(query.chunks[1])[s], _ranges(query.chunks[2])[h]
         own = {} if slopes is None else {"slopes": slopes[part]}
         found = []
@@ -107,9 +112,12 @@ def attend(
                     **options,
                 )
             )
-        while len(found) > 1:
-            found = [merge(*found[i : i + 2]) for i in range(0, len(found), 2)]
         sizes = tuple(chunks[i] for chunks, i in zip(query.chunks, (b, s, h), strict=False))
+        several = max(
+            2, MERGED_BYTES // max(1, math.prod(sizes) * (value.shape[3] * query.dtype.itemsize + 4))
+        )
+        while len(found) > 1:
+            found = [merge(*found[i : i + several]) for i in range(0, len(found), several)]
         return (
             [da.from_delayed(found[0][0], (*sizes, value.shape[3]), query.dtype)],
             da.from_delayed(found[0][1], sizes, np.float32),
@@ -189,4 +197,4 @@ def _partial(*arguments, **options):
 
 
 def _merge(*states):
-    return parts.merge(states)
+    return parts.merge(states, BY_NAME[states[0][0].dtype.name])

@@ -1,13 +1,13 @@
 """Attention over a part of a context: positions are those in the whole."""
 
 import contextlib
-import os
 
 import numba
 import numpy as np
 from distributed import get_worker
 
 import kvkit
+from kvkit.merge import merged
 
 MASK_BYTES = 2**25  # that are made at a time
 
@@ -15,20 +15,22 @@ MASK_BYTES = 2**25  # that are made at a time
 @contextlib.contextmanager
 def threads(count):
     """Kernels run on so many threads; on no more than there are."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(max(1, min(count, numba.config.NUMBA_NUM_THREADS)))
+    before, count = numba.get_num_threads(), min(count, numba.config.NUMBA_NUM_THREADS)
+    if before != count:
+        numba.set_num_threads(count)
     try:
         yield
     finally:
-        numba.set_num_threads(before)
+        if before != count:
+            numba.set_num_threads(before)
 
 
 def threads_of_worker():
-    """The threads of the Dask worker that this runs on; elsewhere those of the machine."""
+    """The threads of the Dask worker that this runs on; elsewhere as many as kernels have anyway."""
     try:
         return get_worker().state.nthreads
     except ValueError:
-        return os.cpu_count() or 1
+        return numba.get_num_threads()
 
 
 def bias(queries, keys, is_causal, window, slopes):
@@ -135,11 +137,10 @@ def partial(
     return out, lse
 
 
-def merge(parts):
-    """Parts put together: outputs, and lse, of each that is not None."""
-    outputs, lses = zip(*(part for part in parts if part is not None), strict=True)
-    return (outputs[0], lses[0]) if len(outputs) == 1 else kvkit.merge_attention_states(outputs, lses)
-
-
-def slopes_of(is_alibi, heads):
-    return kvkit.alibi_slope(num_heads=heads) if is_alibi else None
+def merge(parts, fmt):
+    """Parts of a format put together: outputs, and lse, of each that is not None."""
+    found = [part for part in parts if part is not None]
+    if len(found) == 1:
+        return found[0]
+    outputs, lses = zip(*found, strict=True)
+    return merged(fmt, outputs, lses)

@@ -76,7 +76,7 @@ def started(address: str) -> Iterator[Callable[..., Iterator[Any]]]:
         count = number or str(os.cpu_count() or 1)
         if not (count.isascii() and count.isdecimal()) or not 0 < int(count[:6]) <= 1024:
             raise wrong("--dask", "an ADDRESS, local, or local:N of 1 to 1024 processes", address)
-        where: Any = {"n_workers": int(count), "threads_per_worker": 1, "dashboard_address": None}
+        where: Any = {"n_workers": int(count), "threads_per_worker": 1, "dashboard_address": ":0"}
         where |= {"silence_logs": logging.ERROR}
     else:
         where = {"address": address, "timeout": 10}
