@@ -41,6 +41,7 @@ def named(text):
             yield from within(module if module in IMPORTED else package.decode())
 
 
+@functools.cache
 def within(name):
     """A module, or all those of a package."""
     inside = [module for module in IMPORTED if module.startswith(f"{name}.")]
