@@ -135,6 +135,14 @@ def counted(what, quiet=False):
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
+def beside(result, name):
+    """How many times as long what is beside a result of `kvkit bench` took; None if it is not installed."""
+    if name in result.get("pairs", {}):
+        return result["pairs"][name][1]
+    other = result["beside"][name]
+    return other and other / result["seconds"]
+
+
 def times(name, ratio):
     """How fast something is beside `name`: a share of what bounds it, or how many times a peer's speed."""
     if ratio is None:
