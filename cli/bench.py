@@ -87,8 +87,9 @@ def measure(case, rounds):
         for name, function in turns.items():
             time.sleep(pause)
             begin = time.perf_counter()
-            said = [function(i * case.calls + j) for j in range(case.calls)]
-            seconds = sum(said) if work.timed else time.perf_counter() - begin
+            for j in range(case.calls):
+                said = function(i * case.calls + j)
+            seconds = said if work.timed else time.perf_counter() - begin
             times[name].append(seconds * work.shares.get(name, 1) / case.calls)
     times = {name: each[warm:] for name, each in times.items()}
     medians = {name: statistics.median(each) for name, each in times.items()}

@@ -41,7 +41,7 @@ class Work:
     `moved` counts the bytes that must be read and written once, `operations` those of the two products of
     attention; 0 where they say nothing. A peer that is not installed is None; `forms` tells how peers ran.
     Of something larger beside it a share of the time counts: `shares`, by name. What is `timed` returns
-    its seconds.
+    the seconds of its one call.
     """
 
     run: Callable
