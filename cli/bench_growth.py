@@ -38,7 +38,7 @@ def memory(kind, tokens):
 
 
 def windows(kind, tokens, size):
-    """Caches of so many tokens and bytes, and their scales: as many as take turns, and fit into the memory."""
+    """Caches of so many tokens and bytes, and their scales: as many as take turns and fit into memory."""
     whole = memory(kind, max(MOST, tokens))
     for i in range(min(sets(size), len(whole[0]) // tokens)):
         yield [
