@@ -89,7 +89,7 @@ def first(report):
 
 
 def beside(word, results, spread):
-    names = list(dict.fromkeys(name for result in results for name in result["beside"]))
+    names = list(dict.fromkeys(name for result in results for name in result.get("beside", {})))
     key, unit = ("operations", "GFLOP/s") if word == "prefill" else ("bytes", "GB/s")
     rows = []
     for result in results:
