@@ -74,7 +74,8 @@ def ggml_peer(problem, kind):
         return turns[0][1]
 
     vectors = next((fact for fact in FACTS if getattr(ggml, f"ggml_cpu_has_{fact}")()), "no vectors")
-    precision = "bfloat16" if problem.quant else kind  # queries that meet codes become codes of 8 bits
+    # Values of float16 are summed in float16, and queries that meet codes become codes of 8 bits.
+    precision = "float32" if kind == "float32" else "bfloat16"
     return Peer(run, output, precision, f"{NAMES.get(kind, kind)}, {vectors}")
 
 
