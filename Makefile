@@ -92,9 +92,10 @@ lint: $(VENV)/kvkit.lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # With the peers, torch among them: a large download.
-bench: $(VENV)/kvkit.bench
+bench: $(VENV)/kvkit.bench $(VENV)/kvkit.plot
 	$(BIN)/kvkit bench --json benchmarks/results
 	$(BIN)/python benchmarks/table.py
+	$(BIN)/python benchmarks/plot.py
 
 bench-gpu: $(VENV)/kvkit.bench $(VENV)/kvkit.cuda
 	$(BIN)/python benchmarks/gpu.py --json benchmarks/results/gpu.json

@@ -16,7 +16,7 @@ HEADLINES = [
     "prefill float32, 2,048 tokens, 32 kv heads",
     "prefill float32 from int8, 512 tokens after 8,192, 8 kv heads",
 ]
-PEERS = "torch", "torch folded", "onnxruntime"
+PEERS = "torch", "torch folded", "onnxruntime", "ggml"
 
 
 def about(report):
@@ -43,10 +43,9 @@ def times(result, name):
     """How fast a result is beside `name`; bold where it misses its goal."""
     if name not in result.get("beside", {}):
         return ""
-    other, goal = result["beside"][name], result.get("goals", {}).get(name, 0)
-    ratio = other and other / result["seconds"]
+    ratio, goal = show.beside(result, name), result.get("goals", {}).get(name, 0)
     text = show.times(name, ratio)
-    return f"**{text}**" if other and ratio < goal else text
+    return f"**{text}**" if ratio and ratio < goal else text
 
 
 def goal(result, name):
@@ -66,24 +65,43 @@ def cache(report):
     yield from markdown(("case", "µs", "GB/s", "copy, GB/s", "of the copy", "goal"), rows)
 
 
-def attention(report):
+def attention(report, spread=False):
     """The results of attention or of caches, a table for each first word of a case."""
     yield from about(report)
     for word, results in itertools.groupby(report["results"], lambda result: result["case"].split()[0]):
-        yield from beside(word, list(results))
+        yield from beside(word, list(results), spread)
         yield "\n"
 
 
-def beside(word, results):
-    names = list(dict.fromkeys(name for result in results for name in result["beside"]))
+def paired(report):
+    """The same with the quartiles of what is compared round by round."""
+    return attention(report, spread=True)
+
+
+def first(report):
+    """CPU seconds of processes that make one call."""
+    yield from about(report)
+    rows = []
+    for result in report["results"]:
+        seconds, limit = f"{result['seconds']:.2f}", result["limit"]
+        rows.append((result["case"], f"**{seconds}**" if result["seconds"] > limit else seconds, str(limit)))
+    yield from markdown(("case", "CPU s", "goal"), rows)
+
+
+def beside(word, results, spread):
+    names = list(dict.fromkeys(name for result in results for name in result.get("beside", {})))
     key, unit = ("operations", "GFLOP/s") if word == "prefill" else ("bytes", "GB/s")
     rows = []
     for result in results:
-        cells = [result["case"], f"{result['seconds'] * 1e3:.2f}", speed(result, key)]
+        milliseconds = result["seconds"] * 1e3
+        cells = [result["case"], f"{milliseconds:.{2 if milliseconds >= 1 else 3}f}", speed(result, key)]
         for name in names:
             form = result.get("forms", {}).get(name, "").split(",")[0]
             wanted = goal(result, name)
             cells.append(times(result, name) + (f" ({wanted})" if wanted else ""))
+            if spread and name in result.get("pairs", {}):
+                low, _, high = (show.times(name, ratio) for ratio in result["pairs"][name])
+                cells[-1] += f" {low} to {high}"
             if form and name.startswith("torch") and name != "torch same type":
                 cells[-1] += f" {form}"
         rows.append(cells)
@@ -99,14 +117,25 @@ def headlines(report):
         pace = f"{speed(result, 'operations')} GFLOP/s" if prefill else f"{speed(result, 'bytes')} GB/s"
         bound = f"{times(result, 'matmul')} of a product" if prefill else f"{times(result, 'read')} of a read"
         cells = result["case"], f"{result['seconds'] * 1e3:.1f} ms", pace, bound.replace("*", "")
-        rows.append((*cells, *(times(result, name).replace("*", "") for name in PEERS)))
-    yield from markdown(("", "time", "speed", "of what bounds it", *PEERS), rows)
+        rows.append((*cells, best(result)))
+    yield from markdown(("", "time", "speed", "of what bounds it", "the best peer"), rows)
+
+
+def best(result):
+    """The quickest peer of a case, how it was asked, and how long it takes beside kvkit."""
+    there = [name for name in PEERS if result["beside"].get(name)]
+    if not there:
+        return ""
+    name = min(there, key=lambda name: show.beside(result, name))
+    return f"{name} ({result['forms'][name]}) takes {show.beside(result, name):.1f}x"
 
 
 PAGES = [
     (HERE / "README.md", "figures", "cpu", cache),
     (HERE / "README.md", "attention figures", "attention", attention),
-    (HERE / "README.md", "caches figures", "caches", attention),
+    (HERE / "README.md", "caches figures", "caches", paired),
+    (HERE / "README.md", "growth figures", "growth", paired),
+    (HERE / "README.md", "first figures", "first", first),
     (HERE.parent / "README.md", "speeds", "attention", headlines),
 ]
 

@@ -14,14 +14,25 @@ import numpy as np
 from llvmlite import binding
 
 from kvkit.version import __version__
-from kvkit_cli import bench_ascend, bench_attention, bench_caches, bench_cases, bench_pools, show
+from kvkit_cli import (
+    bench_ascend,
+    bench_attention,
+    bench_caches,
+    bench_cases,
+    bench_first,
+    bench_growth,
+    bench_pools,
+    show,
+)
 
 SUITES = {  # by the file of their figures
     "cpu": [*bench_cases.CASES, *bench_ascend.CASES],
     "attention": [*bench_attention.CASES, *bench_pools.CASES],
     "caches": bench_caches.CASES,
+    "growth": bench_growth.CASES,
+    "first": bench_first.CASES,
 }
-PEERS = "onnxruntime", "torch"
+PEERS = "libggml-python", "onnxruntime", "torch"
 PAUSE = 0.1  # seconds; threads of peers go on waiting, at full speed, for tens of milliseconds
 
 
@@ -62,20 +73,27 @@ def bench(folder, only, rounds):
 
 
 def measure(case, rounds):
-    """Median seconds of a case and of what is beside it, in turn, after two warm-ups of each."""
+    """Median seconds of a case and of what is beside it, in turn, after two warm-ups of each.
+
+    `pairs` are quartiles of how many times as long that took in the same round: a machine that is slower for
+    some rounds is so for both.
+    """
     work = case.prepare()
     turns = {"": work.run} | {name: function for name, function in work.beside.items() if function}
     pause = PAUSE if set(turns) - {"", "copy"} else 0
     times = {name: [] for name in turns}
-    for i in range(rounds + 2):
+    warm = 0 if case.rounds else 2
+    for i in range(warm + (min(case.rounds, rounds) or rounds)):
         for name, function in turns.items():
-            calls = 1 if name else case.calls
             time.sleep(pause)
             begin = time.perf_counter()
-            for j in range(calls):
-                function(i * calls + j)
-            times[name].append((time.perf_counter() - begin) / calls)
-    medians = {name: statistics.median(each[2:]) for name, each in times.items()}
+            for j in range(case.calls):
+                said = function(i * case.calls + j)
+            seconds = said if work.timed else time.perf_counter() - begin
+            times[name].append(seconds * work.shares.get(name, 1) / case.calls)
+    times = {name: each[warm:] for name, each in times.items()}
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    runs = times.pop("")
     result = {"case": case.name, "seconds": medians.pop("")}
     if work.moved:
         result["bytes"] = work.moved
@@ -83,9 +101,19 @@ def measure(case, rounds):
         result["operations"] = work.operations
     if work.beside:
         result["beside"] = {name: medians.get(name) for name in work.beside}
+        result["pairs"] = {
+            name: quartiles([other / run for other, run in zip(each, runs, strict=True)])
+            for name, each in times.items()
+        }
     if work.forms:
         result["forms"] = work.forms
+    if case.limit:
+        result["limit"] = case.limit
     return result | ({"goals": case.goals} if case.goals else {})
+
+
+def quartiles(numbers):
+    return statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else 3 * numbers
 
 
 def row(result):
@@ -94,10 +122,11 @@ def row(result):
     speeds = [
         f"{result[key] / seconds / 1e9:.1f}" if key in result else "" for key in ("bytes", "operations")
     ]
-    beside, missed = [], []
-    for name, other in result.get("beside", {}).items():
-        beside.append(f"{name} {show.times(name, other and other / seconds)}")
-        if other and other / seconds < goals.get(name, 0):
+    beside, missed = [], [f"{result['limit']} s"] if seconds > result.get("limit", seconds) else []
+    for name in result.get("beside", {}):
+        ratio = show.beside(result, name)
+        beside.append(f"{name} {show.times(name, ratio)}")
+        if ratio and ratio < goals.get(name, 0):
             missed.append(f"{name} {show.times(name, goals[name])}")
     return result["case"], f"{seconds * 1e6:,.0f}", *speeds, ", ".join(beside), ", ".join(missed)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import kvkit
 from kvkit.layouts import pmx
-from kvkit_cli import bench_peers
+from kvkit_cli import bench_ggml, bench_peers
 from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
 from kvkit_cli.bench_memory import plain_read, sets
 from kvkit_cli.bench_problem import DIM, GROUPS, problem
@@ -26,6 +26,7 @@ def decode(kind, place, number, kv_heads=8):
         peers = {} if task.quant else torch_peers(task, kind)
         if kind != "bfloat16":
             peers["onnxruntime"] = task.peer(bench_peers.onnxruntime_peer, kind)
+        peers["ggml"] = task.peer(bench_ggml.ggml_peer, kind)
         return work(task, run, kind, beside, peers)
 
     return prepare
@@ -52,6 +53,7 @@ def chunk(kind, data):
         peers = {
             "torch": task.peer(bench_peers.torch_peer, (data,)),
             "onnxruntime": task.peer(bench_peers.onnxruntime_peer, kind),
+            "ggml": task.peer(bench_ggml.ggml_peer, kind),
         }
         return work(task, run, kind, {"matmul": matmul(task.operations)}, peers)
 
@@ -74,6 +76,7 @@ def prefill(kind):
         task.check("kvkit", out, kind)
         peers = torch_peers(task, kind)
         peers["onnxruntime"] = task.peer(bench_peers.onnxruntime_peer, kind)
+        peers["ggml"] = task.peer(bench_ggml.ggml_peer, kind)
         return work(task, run, "", {"matmul": matmul(task.operations)}, peers)
 
     return prepare

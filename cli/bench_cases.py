@@ -21,12 +21,17 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 @dataclass(frozen=True)
 class Case:
-    """`prepare` returns the work; a goal is how many times as fast it shall be as what is beside it."""
+    """`prepare` returns the work; a goal is how many times as fast it shall be as what is beside it.
+
+    `limit` are seconds that it shall stay below; `rounds` are fewer than others get, without warm-ups.
+    """
 
     name: str
     prepare: Callable
     goals: dict = field(default_factory=dict)
     calls: int = 1
+    limit: float = 0
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Work:
 
     `moved` counts the bytes that must be read and written once, `operations` those of the two products of
     attention; 0 where they say nothing. A peer that is not installed is None; `forms` tells how peers ran.
+    Of something larger beside it a share of the time counts: `shares`, by name. What is `timed` returns
+    the seconds of its one call.
     """
 
     run: Callable
@@ -42,6 +49,8 @@ class Work:
     operations: int = 0
     beside: dict = field(default_factory=dict)
     forms: dict = field(default_factory=dict)
+    shares: dict = field(default_factory=dict)
+    timed: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,23 @@ import ctypes
 import functools
 import gc
 import hashlib
+import operator
 import pickle
 import re
 import sys
 import types
 import uuid
+from typing import ClassVar
 
 import llvmlite
 import llvmlite.binding as llvm
 import numba
 import numpy as np
-from numba.core import ccallback, compiler
+from numba.core import ccallback, compiler, typed_passes, untyped_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime import rtsys
+from numba.core.typing.context import Context
 from numba.core.typing.ctypes_utils import to_ctypes
 
 from kvkit import kept, sources, turns, waiting
@@ -227,6 +230,32 @@ class WholeLibrary(PartLibrary):
         passes.run(self._final_module, builder)
 
 
+class Types(Context):
+    """Numba's knowledge of types, that remembers what an operator makes of numbers: it asks some 30 rules."""
+
+    resolved: ClassVar[dict] = {}
+
+    def __init__(self, known):
+        self.__dict__ = known.__dict__
+
+    def resolve_function_type(self, func, args, kws):
+        plain = tuple(map(numba.types.unliteral, args))
+        if kws or getattr(func, "typing_key", None) not in OPERATORS or not all(map(is_number, plain)):
+            return super().resolve_function_type(func, args, kws)
+        if (func, plain) not in self.resolved:
+            self.resolved[func, plain] = super().resolve_function_type(func, plain, kws)
+        return self.resolved[func, plain]
+
+
+# A literal exponent has rules of its own.
+OPERATORS = {getattr(operator, name) for name in operator.__all__} - {pow, operator.pow, operator.ipow}
+OPERATORS |= {bool, min, max}
+
+
+def is_number(given):
+    return isinstance(given, (numba.types.Number, numba.types.Boolean))
+
+
 class PartCompiler(compiler.Compiler):
     """Compiles a helper into such a library."""
 
@@ -236,7 +265,25 @@ class PartCompiler(compiler.Compiler):
         flags.no_compile = True
         library = self.library_class(targetctx.codegen(), "kvkit")
         library.enable_object_caching()
-        super().__init__(typingctx, targetctx, library, args, return_type, flags, locals)
+        super().__init__(Types(typingctx), targetctx, library, args, return_type, flags, locals)
+
+    def define_pipelines(self):
+        managers = super().define_pipelines()
+        if not self.state.flags.auto_parallel.enabled:
+            for manager in managers:
+                manager.passes = [(each, why) for each, why in manager.passes if each not in UNUSED]
+                manager.finalize()
+        return managers
+
+
+UNUSED = {  # passes for what kernels do not have: closures, arrays, `with`, loops over literals
+    typed_passes.InlineOverloads,
+    typed_passes.NopythonRewrites,
+    untyped_passes.FindLiterallyCalls,
+    untyped_passes.InlineClosureLikes,
+    untyped_passes.LiteralUnroll,
+    untyped_passes.WithLifting,
+}
 
 
 class WholeCompiler(PartCompiler):

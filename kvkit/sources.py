@@ -31,16 +31,20 @@ def texts():
 IMPORTED = texts()
 
 
-def named(text):
-    """The modules that a source file imports, wherever in it. A package stands for all that it may import."""
-    for package, names, modules in IMPORT.findall(text):
-        for module in modules.decode().split(","):
-            yield from within(module.split(" as ")[0].strip())
+@functools.cache
+def named(module):
+    """The modules that one imports, wherever in it. A package stands for all that it may import."""
+    found = set()
+    for package, names, modules in IMPORT.findall(IMPORTED[module]):
+        for name in modules.decode().split(","):
+            found.update(within(name.split(" as ")[0].strip()))
         for name in re.findall(rb"(?:^|[,(])\s*(\w+)", names):
-            module = f"{package.decode()}.{name.decode()}"
-            yield from within(module if module in IMPORTED else package.decode())
+            one = f"{package.decode()}.{name.decode()}"
+            found.update(within(one if one in IMPORTED else package.decode()))
+    return found
 
 
+@functools.cache
 def within(name):
     """A module, or all those of a package."""
     inside = [module for module in IMPORTED if module.startswith(f"{name}.")]
@@ -55,7 +59,7 @@ def reached(module):
         name = left.pop()
         if name not in found:
             found.add(name)
-            left += named(IMPORTED[name])
+            left += named(name)
     return sorted(found)
 
 

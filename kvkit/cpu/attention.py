@@ -17,7 +17,7 @@ from kvkit.layouts.places import packed_strides
 
 BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
-SMALL = 2**18  # products; below it one thread is done before a second one is awake
+SMALL = 2**15  # products; below it one thread is done before a second one is awake
 AT = TASK.at
 COUNTING = np.arange(WIDE_BLOCK + LANES)
 # What `schedule` sets, what depends on its tiles, and what a launch sets.

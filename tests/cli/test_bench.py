@@ -7,7 +7,18 @@ import click
 import numpy as np
 import pytest
 
-from kvkit_cli import bench, bench_attention, bench_caches, bench_cases, bench_memory, bench_peers, show
+from kvkit_cli import (
+    bench,
+    bench_attention,
+    bench_caches,
+    bench_cases,
+    bench_first,
+    bench_ggml,
+    bench_growth,
+    bench_memory,
+    bench_peers,
+    show,
+)
 from kvkit_cli.bench_cases import Case, Work
 from kvkit_cli.bench_problem import Problem
 
@@ -98,6 +109,51 @@ def test_onnxruntime_solves_the_same_problem(shape, kind):
     made.check("onnxruntime", peer.output(), peer.kind)
 
 
+@pytest.mark.parametrize("kind", bench_ggml.TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ggml_solves_the_same_problem(shape, kind):
+    pytest.importorskip("libggml")
+    made = task(shape, {"int8": 8, "int4": 4}.get(kind, 0))
+    peer = bench_ggml.ggml_peer(made, kind)
+    made.check(peer.form, peer.output(), peer.kind)
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_growth_reads_one_memory(kind, monkeypatch):
+    """Windows lie behind one another, a step is checked, and a share of the largest is beside it."""
+    monkeypatch.setattr(bench_growth, "MOST", 128)
+    monkeypatch.setattr(bench_growth, "MANY", 128)
+    monkeypatch.setattr(bench_growth, "FLAT_FROM", 64)
+    work = bench_growth.decode(kind, 2, 32, (1, 96), 1)()
+    assert work.moved == 64 * 2 * 8 * (256 if kind == "float16" else 160)
+    assert work.shares == {"": 0.5, "read": 0.5, "the largest": pytest.approx(2 / 3)}
+    for function in (work.run, *work.beside.values()):
+        function(1)
+    work = bench_growth.decode(kind, 1, 32, (1, 96), 1)()
+    assert [*work.beside] == ["read"]
+    monkeypatch.setattr(bench_memory, "FAR", 2**20)
+    starts = [cache.ctypes.data for cache, _ in bench_growth.windows(kind, 32, work.moved)]
+    assert len(starts) == 4
+    assert set(np.diff(starts)) == {32 * 2 * 8 * 128 * (2 if kind == "float16" else 1)}
+
+
+def test_growth_of_appends_and_plans(monkeypatch):
+    monkeypatch.setattr(bench_growth, "LENGTHS", (16, 64))
+    for prepare in (bench_growth.append(16), bench_growth.append(64), bench_growth.plan(64)):
+        work = prepare()
+        for function in (work.run, *work.beside.values()):
+            function(0)
+
+
+def test_a_first_call_is_a_process():
+    """Which says what it took; a limit that it misses is shown."""
+    seconds = bench_first.process(["np.ones(1)"], bench_first.home() / "kept", False)
+    assert 0 < bench_first.process(["np.ones(1)"], bench_first.home() / "kept", True) < seconds < 60
+    work = Work(lambda i: 2.5, timed=True)
+    result = bench.measure(Case("first", lambda: work, limit=2, rounds=1), 11)
+    assert (result["seconds"], result["limit"], bench.row(result)[-1]) == (2.5, 2, "2 s")
+
+
 def test_peers_that_are_not_installed_say_so(monkeypatch):
     monkeypatch.setattr(bench_peers, "installed", lambda *names: False)
     made = task(SHAPES[0])
@@ -120,9 +176,19 @@ def test_what_is_beside_gets_the_same_rounds():
     rounds = {"run": [], "copy": []}
     work = Work(rounds["run"].append, 100, beside={"copy": rounds["copy"].append})
     result = bench.measure(Case("rounds", lambda: work, {"copy": 1e9}, calls=2), 3)
-    assert rounds == {"run": list(range(10)), "copy": list(range(5))}
-    assert set(result) == {"case", "seconds", "bytes", "beside", "goals"}
+    assert rounds == {"run": list(range(10)), "copy": list(range(10))}
+    assert set(result) == {"case", "seconds", "bytes", "beside", "pairs", "goals"}
     assert bench.row(result)[-1] == "copy 100000000000%"
+
+
+def test_pairs_are_of_the_same_round(monkeypatch):
+    """On a machine that gets slower and slower, what takes twice as long takes twice as long."""
+    now = iter(float(x) for i in range(1, 8) for x in (0, i, 0, 2 * i))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(now))
+    work = Work(lambda i: None, beside={"copy": lambda i: None}, shares={"copy": 0.5})
+    result = bench.measure(Case("pairs", lambda: work), 5)
+    assert result["pairs"]["copy"] == [1, 1, 1]
+    assert (result["seconds"], result["beside"]["copy"]) == (5, 5)
 
 
 def test_a_file_keeps_what_was_not_measured_again(tmp_path):

@@ -163,6 +163,15 @@ def test_figures_of_schemes_are_not_typed():
             assert re.sub(r"[0-9.]+%", "", shown) == re.sub(r"[0-9.]+%", "", made)
 
 
+@pytest.mark.parametrize("page", ["light", "dark"])
+def test_the_plot_shows_the_committed_figures(page):
+    """`benchmarks/plot.py` drew it of those; another matplotlib draws it otherwise."""
+    plot = script(ROOT / "benchmarks" / "plot.py")
+    assert plot.digest() in (plot.FOLDER / f"growth-{page}.svg").read_text()
+    pytest.importorskip("matplotlib")
+    assert plot.digest() in plot.drawn(page)
+
+
 def test_benchmark_figures_are_not_typed():
     """Every table is what `benchmarks/table.py` makes of the committed results."""
     pages = script(ROOT / "benchmarks" / "table.py").updated()

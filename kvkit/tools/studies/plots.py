@@ -28,15 +28,19 @@ def pictures(study: Study, page: str = "light") -> dict[str, str]:
         ) from error
 
     ink = INK[page]
-    style: Any = {
+    with matplotlib.rc_context(style(ink)):
+        drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}
+        drawn["channels"] = channels(study, Figure)
+        return {name: svg(figure) for name, figure in drawn.items()}
+
+
+def style(ink: str) -> Any:
+    """What matplotlib is told of any picture: the same figures give the same text."""
+    return {
         "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
         "axes.spines.right": False,
         **dict.fromkeys(COLOURED, ink),
     }  # fmt: skip
-    with matplotlib.rc_context(style):
-        drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}
-        drawn["channels"] = channels(study, Figure)
-        return {name: svg(figure) for name, figure in drawn.items()}
 
 
 def svg(figure: Any) -> str:

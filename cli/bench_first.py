@@ -1,0 +1,94 @@
+"""What `kvkit bench` measures of first calls: CPU seconds of a process that makes one call.
+
+Of the first process, which compiles everything, all that it takes; of the next one, what follows numpy's
+import.
+"""
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kvkit_cli.bench_cases import Case, Work
+
+ATTEND = "cache.update(new, new, 0); cache.attend(new, 0)"
+CALLS = {  # statements after `import numpy as np, kvkit`, and the seconds that they shall stay below
+    "multi_head_attention, 64 tokens": (
+        "new = np.ones((1, 64, 4, 64), np.float16)",
+        "kvkit.multi_head_attention(new, new, new, num_heads=4, head_dim=64)",
+        8,
+    ),
+    "DynamicCache, update and attend, 64 tokens": (
+        "from kvkit.cache import DynamicCache",
+        f"new, cache = np.ones((1, 4, 64, 64), np.float16), DynamicCache(); {ATTEND}",
+        8,
+    ),
+    "QuantizedCache, update and attend, 257 tokens": (
+        "from kvkit.cache import QuantizedCache",
+        f"new, cache = np.ones((1, 4, 257, 64), np.float16), QuantizedCache(1); {ATTEND}",
+        10,
+    ),
+    "key_value_cache, 4,096 tokens": (
+        "new = np.ones((1, 4096, 4, 64), np.float16)",
+        "kvkit.key_value_cache(new, new, 0, np.zeros((1, 1, 2, 4096, 4, 64), np.float16))",
+        3,
+    ),
+    "ascend.reshape_and_cache, 64 tokens": (
+        "new, cache = np.ones((64, 4, 64), np.float16), np.zeros((2, 4, 16, 4, 64), np.float16)",
+        "kvkit.ascend.reshape_and_cache(new, new, cache[0], cache[1], np.arange(64, dtype=np.int32))",
+        3,
+    ),
+}
+AGAIN = 0.35  # seconds for a first call of code that is kept, without numpy's import
+
+
+def process(lines, cache, kept):
+    """CPU seconds of a process: all of them, or those after numpy's import where code is `kept`."""
+    begin = "time.process_time()" if kept else "0"
+    code = ["import time, numpy as np", f"begin = {begin}", "import kvkit", *lines]
+    code.append("print(time.process_time() - begin)")
+    known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    known |= {"KVKIT_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(home() / "bytecode")}
+    known |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return float(subprocess.check_output([sys.executable, "-c", "\n".join(code)], env=known, text=True))
+
+
+@functools.cache
+def home():
+    """A folder for code, and for the bytecode that an installed package has."""
+    made = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+def first(*lines):
+    """A call for which everything is compiled."""
+
+    def prepare():
+        def run(i):
+            with tempfile.TemporaryDirectory(dir=home()) as cache:
+                return process(lines, cache, False)
+
+        return Work(run, timed=True)
+
+    return prepare
+
+
+def again(*lines):
+    """The same in the next process."""
+
+    def prepare():
+        process(lines, home() / "kept", True)
+        return Work(lambda i: process(lines, home() / "kept", True), timed=True)
+
+    return prepare
+
+
+CASES = [
+    *(Case(f"first {name}", first(*lines), limit=limit, rounds=3) for name, (*lines, limit) in CALLS.items()),
+    *(Case(f"again {name}", again(*lines), limit=AGAIN) for name, (*lines, _) in CALLS.items()),
+]

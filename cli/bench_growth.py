@@ -1,0 +1,187 @@
+"""What `kvkit bench` measures of growth: one memory, ever more of it; 8 key heads, 32 query heads, Dh=128.
+
+All elements of the memory are alike, and so are new tokens: outputs are that element whatever the weights.
+"""
+
+import functools
+
+import click
+import numba
+import numpy as np
+
+import kvkit
+from kvkit.cache import DynamicLayer
+from kvkit_cli.bench_attention import token_bytes
+from kvkit_cli.bench_cases import Case, Work, index_tensors
+from kvkit_cli.bench_memory import plain_read, sets
+from kvkit_cli.bench_problem import DIM, GROUPS, Problem
+
+HEADS, QUERY_HEADS, PAGE = 8, 32, 16
+LENGTHS = 2**10, 2**13, 2**16, 2**18, 2**20  # tokens of one sequence
+SEQUENCES, EACH = (1, 4, 16, 64, 256), 2**12  # of so many tokens each
+FLAT_FROM = 2**13  # tokens, in all
+MOST = LENGTHS[-1]  # tokens in the memory
+MANY = 2**16  # tokens, in all, that fewer are brought to by steps in a row, whose threads are awake
+THREADS = sorted({1, numba.config.NUMBA_NUM_THREADS})
+CODE, SCALE = 127, 0.5
+NUMBER = CODE * SCALE  # of every element; new ones get the same code and scale
+GROUP = GROUPS[8]
+
+
+@functools.lru_cache(maxsize=1)
+def memory(kind, tokens):
+    """Elements of the keys and values of so many tokens, and their scales."""
+    if kind == "int8":
+        size = 2 * HEADS * DIM
+        return np.full((tokens, size), CODE, np.int8), np.full((tokens, size // GROUP), SCALE, np.float16)
+    return np.full((tokens, 2 * HEADS * DIM), NUMBER, kind), None
+
+
+def windows(kind, tokens, size):
+    """Caches of so many tokens and bytes, and their scales: as many as take turns and fit into memory."""
+    whole = memory(kind, max(MOST, tokens))
+    for i in range(min(sets(size), len(whole[0]) // tokens)):
+        yield [
+            None if one is None else one[i * tokens : (i + 1) * tokens].reshape(1, 2, HEADS, tokens, -1)
+            for one in whole
+        ]
+
+
+def decode(kind, batch, tokens, most, workers):
+    """A step over `batch` sequences of `tokens` each, beside a read and `most`, the largest such step."""
+
+    def prepare():
+        run, size, read = step(kind, batch, tokens)
+        steps = max(1, MANY // (batch * tokens))
+        run, read = repeated(steps, run), repeated(steps, read)
+        beside, shares = {"read": read}, {"": 1 / steps, "read": 1 / steps}
+        if batch * tokens >= FLAT_FROM and most != (batch, tokens):
+            beside["the largest"], whole, _ = step(kind, *most)
+            shares["the largest"] = size / whole
+        beside = {name: with_threads(workers, function) for name, function in beside.items()}
+        return Work(with_threads(workers, run), size, beside=beside, shares=shares)
+
+    return prepare
+
+
+def repeated(count, function):
+    """A function of the round that calls another so many times."""
+
+    def run(i):
+        for j in range(count):
+            function(i * count + j)
+
+    return run
+
+
+def with_threads(count, function):
+    """A function of the round in so many threads."""
+
+    def run(i):
+        before = numba.get_num_threads()
+        numba.set_num_threads(count)
+        try:
+            function(i)
+        finally:
+            numba.set_num_threads(before)
+
+    return run
+
+
+def step(kind, batch, tokens):
+    """A function of the round, checked; how many bytes it reads, and a plain read of as many."""
+    task = Problem(batch, 1, tokens - 1, HEADS, 8 if kind == "int8" else 0, QUERY_HEADS)
+    size = batch * tokens * token_bytes(task, kind)
+    turns = [*windows(kind, batch * tokens, size)]
+    query, new = (np.full((batch, heads, DIM), NUMBER, np.float16) for heads in (QUERY_HEADS, HEADS))
+    attributes = {
+        "num_heads": QUERY_HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "cache_layout": 3,
+        "quant_bit": task.quant, "quant_group": GROUP, "decoding_batches": batch,
+    }  # fmt: skip
+    where, out = index_tensors(0, tokens - 1, 1, batch), np.empty_like(query)
+
+    def run(i):
+        cache, scale = turns[i % len(turns)]
+        kvkit.dynamic_batching.multi_head_cache_attention(
+            query, new, new, cache=cache, scale=scale, out=out, **where, **attributes
+        )
+
+    run(0)
+    if not np.allclose(out, NUMBER):
+        name = f"{kind}, {batch} sequences of {tokens}"
+        raise click.ClickException(f"{name}: outputs are {out.min()} to {out.max()}, not {NUMBER}")
+    return run, size, plain_read([[one for one in turn if one is not None] for turn in turns], size)
+
+
+def append(past):
+    """A token into a layer, beside the same after the fewest."""
+
+    def prepare():
+        new = np.ones((1, HEADS, 1, DIM), np.float16)
+
+        def appending(tokens):
+            layer, start = DynamicLayer(), np.ones((1, HEADS, tokens, DIM), np.float16)
+            layer.update(start, start)
+            layer.update(new, new)  # with which it grows
+            return lambda i: layer.update(new, new)
+
+        return Work(
+            appending(past), beside={"the fewest": appending(LENGTHS[0])} if past > LENGTHS[0] else {}
+        )
+
+    return prepare
+
+
+def plan(tokens):
+    """The check of a step of one sequence over pages in random order, beside four of a fourth."""
+
+    def prepare():
+        def planning(tokens):
+            where = index_tensors(1, tokens - 1, 1, 1, PAGE)
+            return lambda i: kvkit.dynamic_batching.plan(**where, cache_mode=1, page_size=PAGE)
+
+        return Work(planning(tokens), beside={"4 fourths": planning(tokens // 4)}, shares={"4 fourths": 4})
+
+    return prepare
+
+
+def goals(tokens, largest):
+    return {"the largest": 0.85} if FLAT_FROM <= tokens < largest else {}
+
+
+GROWING = [
+    *((workers, [(1, length) for length in LENGTHS]) for workers in THREADS),
+    (THREADS[-1], [(count, EACH) for count in SEQUENCES]),
+]
+
+CASES = [
+    *(
+        Case(
+            f"decode {kind}, {batch} x {tokens:,} tokens, {workers} threads",
+            decode(kind, batch, tokens, most, workers),
+            goals(batch * tokens, most[0] * most[1]),
+        )
+        for workers, sizes in GROWING
+        for kind in ("float16", "int8")
+        for most in sizes[-1:]
+        for batch, tokens in sizes
+    ),
+    *(
+        Case(
+            f"append after {past:,} tokens",
+            append(past),
+            {"the fewest": 0.85} if past > LENGTHS[0] else {},
+            calls=50,
+        )
+        for past in LENGTHS[:-1]
+    ),
+    *(
+        Case(
+            f"plan over {tokens:,} tokens in pages of {PAGE}",
+            plan(tokens),
+            {"4 fourths": 0.85},
+            calls=10,
+        )
+        for tokens in LENGTHS
+    ),
+]
