@@ -77,7 +77,7 @@ def chunk_order(stored, cell, vectors):
     no lane moves.
     """
     element = BY_NAME[stored]
-    if vectors == 1 and element.minifloat or not (cell or element.minifloat or element.block):
+    if (vectors == 1 and element.minifloat) or not (cell or element.minifloat or element.block):
         return list(range(LANES * vectors))
     codes = (16 if element.minifloat else 32) // element.bits
     words = LANES * vectors // codes
