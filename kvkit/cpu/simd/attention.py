@@ -539,6 +539,25 @@ def sum_of_nothing(b, source, count, target):
     b.store(b.extract_element(total.value, lanes.I32(0)), b.inttoptr(target, F32.as_pointer())).align = 4
 
 
+@micro_kernel(5)
+def addresses(b, base, stride, numbers, count, target):
+    """base + number * stride, of numbers and into addresses that are whole vectors of 8."""
+    first, step = (lanes.fill(b, number, 8) for number in (base, stride))
+    with loop(b, count, 8) as i:
+        offset = b.mul(i, I64(8))
+        number = read(b, b.add(numbers, offset), I64, 8)
+        write(b, b.add(target, offset), number.apply("mul", step).plus(first))
+
+
+@micro_kernel(4)
+def steps(b, first, step, count, target):
+    """first, first + step and so on; up to 7 more than `count`."""
+    from_first = lanes.fill(b, step, 8).apply("mul", list(range(8)))
+    with loop(b, count, 8) as i:
+        begin = lanes.fill(b, b.add(first, b.mul(i, step)), 8)
+        write(b, b.add(target, b.mul(i, I64(8))), begin.plus(from_first))
+
+
 @micro_kernel(2)
 def ask_for(b, address, size):
     """Bytes that are needed soon."""
