@@ -4,17 +4,19 @@ Decoding appends a token to each of B=8 sequences of 8,192 past ones and attends
 its peers are compared with float64 numpy before they are measured.
 """
 
+import ml_dtypes
 import numpy as np
 
 import kvkit
 from kvkit.layouts import pmx
 from kvkit_cli import bench_ggml, bench_peers
 from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
-from kvkit_cli.bench_memory import plain_read, sets
+from kvkit_cli.bench_memory import plain_read, read_of_pieces, sets
 from kvkit_cli.bench_problem import DIM, GROUPS, problem
 
 B, PAST, PREFILL, CHUNK, PAGE = 8, 8192, 2048, 512, 128
 BITS = {"int8": 8, "int4": 4}
+MINIFLOAT, HEAD_SCALE = "e4m3", 0.5
 
 
 def decode(kind, place, number, kv_heads=8):
@@ -40,6 +42,18 @@ def paged(kind, number, page):
         contiguous, _ = from_cache(task, kind, "offsets", number)
         run, beside = from_cache(task, kind, "pages", number, page)
         return work(task, run, kind, beside | {"contiguous": contiguous}, {})
+
+    return prepare
+
+
+def minifloats(kv_heads):
+    """A step of decoding from floats of 8 bits with a scale for each head, beside float16."""
+
+    def prepare():
+        task = problem(B, 1, PAST, kv_heads, 0, 32, True)
+        wider, _ = from_cache(task, "float16", "offsets", 3)
+        run, beside = from_cache(task, MINIFLOAT, "offsets", 3)
+        return work(task, run, MINIFLOAT, beside | {"float16": wider}, {})
 
     return prepare
 
@@ -117,9 +131,10 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
     turns = [(cache, scale)]
     turns += [(cache.copy(), scale if scale is None else scale.copy()) for _ in range(1, sets(size))]
 
-    data = DTYPES[data or ("float16" if task.quant else kind)]
+    data = DTYPES[data or ("float16" if task.quant or kind == MINIFLOAT else kind)]
     attributes = {"num_heads": task.heads, "num_kv_heads": task.kv_heads, "head_dim": DIM}
     attributes |= {"cache_layout": number, "quant_bit": task.quant, "quant_group": GROUPS.get(task.quant, 8)}
+    attributes |= {"quant_format": kind} if kind == MINIFLOAT else {}
     arrays = [array.astype(data) for array in (task.query, *map(tokens_first, task.context(task.past)))]
     if place == "static":
         call, where = kvkit.multi_head_cache_attention, {"start_pos": task.past}
@@ -136,8 +151,11 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
 
     run(0)
     task.check("kvkit", out.reshape(task.query.shape), data.__name__)
-    read = plain_read([[array for array in turn if array is not None] for turn in turns], size)
-    return run, {"read": read}
+    beside = {"read": plain_read([[array for array in turn if array is not None] for turn in turns], size)}
+    if place == "pages":
+        piece = page * cache.strides[order.at["n"]]
+        beside["pieces"] = read_of_pieces([[cache] for cache, _ in turns], piece)
+    return run, beside
 
 
 def filled(task, kind, order, starts, page):
@@ -146,19 +164,24 @@ def filled(task, kind, order, starts, page):
     rows = -(-task.length // page) * page
     sizes = {"b": task.batch, "l": 1, "kv": 2, "n": rows * (1 if static else task.batch), "h": task.kv_heads}
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
-    cache = np.zeros((*shape, task.stored.shape[-1]), np.int8 if task.quant else DTYPES[kind])
+    coded = kind == MINIFLOAT
+    cache = np.zeros((*shape, task.stored.shape[-1]), np.int8 if task.quant or coded else DTYPES[kind])
     scale = np.full((*shape, DIM // GROUPS[task.quant]), task.step, np.float16) if task.quant else None
     axes = "l", *(["b"] if static else []), "kv", "n", "h", "c"
     view = cache.transpose([order.at[axis] for axis in axes])[0]
     position = np.arange(task.past)
     for b in range(task.batch):
         past = tokens_first(task.stored[:, b, :, : task.past])
+        if coded:
+            past = (past / HEAD_SCALE).astype(ml_dtypes.float8_e4m3fn).view(np.int8)
         if static:
             view[b][:, position] = past
         elif starts.ndim == 1:
             view[:, starts[b] + position] = past
         else:
             view[:, starts[b, position // page] + position % page] = past
+    if coded:
+        return cache.view(np.uint8), np.full((2, task.kv_heads), HEAD_SCALE, np.float32)
     return cache, scale
 
 
@@ -171,7 +194,7 @@ def token_bytes(task, kind):
     """Of the keys and values of one token in a cache, with their scales."""
     if task.quant:
         return 2 * task.kv_heads * (DIM * task.quant // 8 + DIM // GROUPS[task.quant] * 2)
-    return 2 * task.kv_heads * DIM * np.dtype(DTYPES[kind]).itemsize
+    return 2 * task.kv_heads * DIM * (1 if kind == MINIFLOAT else np.dtype(DTYPES[kind]).itemsize)
 
 
 PLACES = [("static", 0), ("static", 1), *(("offsets", number) for number in range(4))]
@@ -180,7 +203,7 @@ DECODE = [
     *(("float32", *place, 8, {"read": 0.8, "onnxruntime": 3}) for place in (PLACES[2], PLACES[5])),
     *(("int8", *place, 8, {"onnxruntime": 2.2}) for place in (PLACES[2], PLACES[5])),
     *(("int4", *place, 8, {"onnxruntime": 3}) for place in (PLACES[2], PLACES[5])),
-    *(("float16", *place, 32, {"read": 0.7}) for place in (PLACES[2], PLACES[5])),
+    *(("float16", *place, 32, {"read": 0.75}) for place in (PLACES[2], PLACES[5])),
     *(("float16", *place, 4, {"read": 0.45}) for place in (PLACES[2], PLACES[5])),
 ]
 
@@ -199,8 +222,15 @@ CASES = [
             paged("float16", number, page),
             {"contiguous": 0.9},
         )
-        for number in (0, 3)
-        for page in (16, 64, 128)
+        for number, page in ((0, 16), (0, 128), (1, 16), (2, 16), (3, 16), (3, 64), (3, 128))
+    ),
+    *(
+        Case(
+            f"decode {MINIFLOAT}, a scale for each of {heads} kv heads, layout 3, offsets",
+            minifloats(heads),
+            {"read": 0.55, "float16": 1},
+        )
+        for heads in (8, 32)
     ),
     Case("prefill float32, 2,048 tokens, 32 kv heads", prefill("float32"), {"torch same type": 1.3}),
     Case(

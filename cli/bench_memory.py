@@ -43,6 +43,19 @@ def plain_read(turns, moved):
     return read
 
 
+def read_of_pieces(turns, size):
+    """Likewise all of the arrays, in pieces of `size` bytes that are in random order."""
+    views = [[words(array) for array in arrays] for arrays in turns]
+    rng, piece = np.random.default_rng(0), size // 8
+    starts = [rng.permutation(view.size // piece) * piece for view in views[0]]
+
+    def read(i):
+        for view, order in zip(views[i % len(views)], starts, strict=True):
+            parallel_pieces(view, order, piece, numba.get_num_threads())
+
+    return read
+
+
 def words(array):
     flat = array.reshape(-1).view(np.uint8)
     return flat[: flat.size // 8 * 8].view(np.int64)
@@ -78,5 +91,18 @@ def parallel_read(words, parts):
         bits = np.int64(0)
         for i in range(len(share)):
             bits ^= share[i]
+        mixed[part] = bits
+    return mixed.sum()
+
+
+@numba.njit(parallel=True)
+def parallel_pieces(words, starts, size, parts):
+    mixed = np.zeros(parts, np.int64)
+    for part in prange(parts):
+        bits = np.int64(0)
+        for start in starts[part * len(starts) // parts : (part + 1) * len(starts) // parts]:
+            piece = words[start : start + size]
+            for i in range(len(piece)):
+                bits ^= piece[i]
         mixed[part] = bits
     return mixed.sum()

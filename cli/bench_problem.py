@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 import click
+import ml_dtypes
 import numpy as np
 
 DIM = 128
@@ -16,9 +17,9 @@ TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}  # of the larg
 class Problem:
     """Queries of `new` tokens a sequence over a context of `past` tokens and these.
 
-    Numbers are such that all types hold them (bfloat16 rounds). Each group of codes has the largest code in
-    it, so that quantizing gives all groups one scale: a cache with a scale for each holds what a cache with a
-    scale for the whole tensor holds.
+    Numbers are such that all types hold them (bfloat16 rounds), floats of 8 bits too for `minifloats`. Each
+    group of codes has the largest code in it, so that quantizing gives all groups one scale: a cache with a
+    scale for each holds what a cache with a scale for the whole tensor holds.
     """
 
     batch: int
@@ -27,6 +28,7 @@ class Problem:
     kv_heads: int
     quant: int = 0
     heads: int = 32
+    minifloats: bool = False
 
     @property
     def length(self):
@@ -61,7 +63,8 @@ class Problem:
         if not self.quant:
             stored = np.empty(shape, np.float16)
             for at in np.ndindex(shape[:3]):
-                stored[at] = rng.standard_normal(shape[3:], np.float32)
+                normal = rng.standard_normal(shape[3:], np.float32)
+                stored[at] = normal.astype(ml_dtypes.float8_e4m3fn) if self.minifloats else normal
             return stored
         largest = 2 ** (self.quant - 1) - 1
         codes = rng.integers(-largest, largest + 1, shape, np.int8)

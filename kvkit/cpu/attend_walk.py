@@ -85,14 +85,12 @@ def find_rows(task, table, step, b, begin, end, numbers):
 
 @helper
 def find_addresses(base, stride, numbers, count, pieces, piece, addresses):
-    """Where the pieces of rows begin, in order."""
-    at = addresses
+    """Where the pieces of rows begin, in order; writes up to 7 more."""
+    if pieces == 1:
+        attention.addresses(base, stride, numbers, count, addresses)
+        return
     for i in range(count):
-        row = base + get(numbers + 8 * i) * stride
-        for _ in range(pieces):
-            put(at, row)
-            row += piece
-            at += 8
+        attention.steps(base + get(numbers + 8 * i) * stride, piece, pieces, addresses + 8 * i * pieces)
 
 
 @helper
@@ -187,7 +185,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     first_key, first_value = keys + head * task.key_head, values + head * task.value_head
     value_soon, beside = soon, task.values - task.keys
     if task.own_places:
-        value_here = soon + 8 * pieces * most
+        value_here = soon + 8 * (pieces * most + 8)
         value_there = value_here + 8 * (most + 16)
         value_soon, beside = value_there + 8 * (most + 16), 0
         for i in range(0, 8 * pieces * most, 8):

@@ -15,7 +15,10 @@ from kvkit.cpu.task import TASK
 from kvkit.formats.elements import BY_NAME, coarser
 from kvkit.layouts.places import packed_strides
 
-BLOCK, WIDE_BLOCK = 64, 128  # tokens; half of the first where heads lie side by side and all take turns
+BLOCK, WIDE_BLOCK = 64, 128  # tokens
+# Tokens on which heads that lie side by side take turns, and the bytes of a turn: with the next one, which is
+# asked for meanwhile, they take half of a second cache of 1 MB.
+TURN, TURN_BYTES = 32, 2**18
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
 SMALL = 2**15  # products; below it one thread is done before a second one is awake
 AT = TASK.at
@@ -48,7 +51,8 @@ def scratch_offsets(dim, value_dim, narrow_rows, block, pairs):
     """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
     rows, longest = max(narrow_rows, attend.TILES * WIDE), max(dim, value_dim)
     sizes = {  # numbers and addresses: of keys, then of values
-        "numbers": 4 * 8 * (WIDE_BLOCK + 16) + 16 * max(WIDE_BLOCK, block * narrow_rows // attend.NARROW),
+        "numbers": 4 * 8 * (WIDE_BLOCK + 16)
+        + 16 * (max(WIDE_BLOCK, block * narrow_rows // attend.NARROW) + 8),
         "scores": 4 * WIDE * (WIDE_BLOCK + LANES),
         "factor": 4 * WIDE,
         "top": 8 * rows,  # narrow tiles have at least 16 lanes
@@ -66,6 +70,18 @@ def scratch_offsets(dim, value_dim, narrow_rows, block, pairs):
     return offsets, end
 
 
+def token_bytes(stored, cell, group, heads, dim, value_dim):
+    """Of the keys and values of one token in a cache, with their scales."""
+    scales = 2 * (dim // (group or dim)) * BY_NAME[cell].bytes(1) if cell else 0
+    codes = sum(BY_NAME[side].bytes(size) for side, size in zip(stored, (dim, value_dim), strict=True))
+    return heads * (codes + scales)
+
+
+def turn(size):
+    """How many tokens of `size` bytes: whole tiles of the narrow products."""
+    return max(8, min(TURN, TURN_BYTES // max(size, 1) // 8 * 8))
+
+
 @functools.cache
 def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_dim, together, widen):
     """The fields of a task that formats and sizes decide, and zeros for those that are set later.
@@ -74,7 +90,7 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
     may round them to the data.
     """
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
-    block = BLOCK // 2 if together else BLOCK
+    block = turn(token_bytes(stored, cell, group, heads, dim, value_dim)) if together else BLOCK
     narrow_rows = attend.NARROW * (heads if together else 1)
     paired = {packed, *stored} == {"bfloat16"} and not widen and machine.has_pairs()
     direction = LOAD if exact or cell in (None, "float32") else READ

@@ -32,7 +32,7 @@ def orders(stored, cell, group, dim):
     None if it is always their own.
     """
     element = BY_NAME[stored]
-    if element.minifloat or not (cell or element.block):
+    if not (cell or element.minifloat or element.block):
         return None
     table = np.zeros((NARROW + 1, dim), np.int64)
     for rows in (1, 2, 4, 8):

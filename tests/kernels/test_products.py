@@ -296,6 +296,22 @@ def test_narrow_products_read_nothing_outside(rows, kept, where, rng):
         check_narrow_sums(rng, rows, kept, 5, dim, 6, place)
 
 
+@pytest.mark.parametrize(("rows", "stored"), [(1, "e4m3"), (4, "e4m3"), (8, "e4m3"), (2, "e5m2")])
+def test_every_code_of_minifloats(rows, stored, rng):
+    """NaN and infinities among them, of one token in each of the groups that are unfolded."""
+    dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[stored]
+    values, tokens = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64), 37
+    zeros, ones = np.zeros((rows, 256), np.float32), np.ones(rows, np.float32)
+    for token in (3, 36):
+        codes = np.zeros((tokens, 256), np.uint8)
+        codes[token] = np.arange(256)
+        cache = Cached(np.arange(tokens), codes, 256, None, 0, codes.view(dtype).astype(np.float64))
+        got = narrow_sums(rng, rows, Kept(stored), np.ones((tokens, rows), np.float32), cache, zeros, ones)
+        assert_array_equal(got, values[None].repeat(rows, 0))
+        scores, _ = narrow_scores(rng, rows, Kept(stored), zeros, cache)
+        assert_array_equal(np.isnan(scores[:tokens]), (np.arange(tokens) == token)[:, None].repeat(rows, 1))
+
+
 @forms
 @pytest.mark.parametrize("rows", NARROW)
 def test_nothing_leaks_between_rows_and_tokens(rows, plain, rng):

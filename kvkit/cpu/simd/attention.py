@@ -13,6 +13,7 @@ from llvmlite import binding
 
 from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.lanes import (
+    F16,
     F32,
     I32,
     I64,
@@ -39,6 +40,7 @@ LOWEST = -3.4028234663852886e38
 # Tokens, or elements, by vectors of rows: accumulators that fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
+FEW = 16  # tokens whose values are unfolded, then weighed: both in short loops that keep all units busy
 
 
 def tile_tokens(rows):
@@ -56,10 +58,10 @@ def chunk_vectors(rows, stored, cell, group):
     element = BY_NAME[stored]
     if element.block:
         return min(4, tile_columns(rows))
-    if not cell or (element.minifloat and not group):
+    if not (cell or element.minifloat):
         return 1
     most = min(4, tile_columns(rows))
-    return next(n for n in (most, 2, 1) if n * LANES % group == 0 or group % (n * LANES) == 0)
+    return next(n for n in (most, 2, 1) if not group or n * LANES % group == 0 or group % (n * LANES) == 0)
 
 
 def fewest_vectors(stored):
@@ -71,12 +73,13 @@ def fewest_vectors(stored):
 def chunk_order(stored, cell, vectors):
     """Which elements of a chunk its lanes hold.
 
-    Words of 32 bits fill the lanes, and every code is moved to the top of its word: no lane moves.
+    Words of 32 bits, or 16 of floats of 8, fill the lanes, and every code is moved to the top of its word:
+    no lane moves.
     """
     element = BY_NAME[stored]
-    if element.minifloat or not (cell or element.block):
+    if (vectors == 1 and element.minifloat) or not (cell or element.minifloat or element.block):
         return list(range(LANES * vectors))
-    codes = 32 // element.bits
+    codes = (16 if element.minifloat else 32) // element.bits
     words = LANES * vectors // codes
     if element.block and element.block.halves:  # a byte has codes that are half a block apart
         half, of_block = element.block.elements // 2, element.block.elements // codes
@@ -111,19 +114,23 @@ def chunk_reader(stored, cell, group, rounds, like=None):
 
     def minifloats(b, row, cells, i, vectors, dim):
         """Less the constant of `row_scale`, and its scale."""
-        size, scales = LANES * vectors, None
-        halves = lanes.as_halves(read(b, at(b, row, i), RAW[stored], size), stored)
+        size, scales, order = LANES * vectors, None, chunk_order(stored, cell, vectors)
+        if vectors == 1:
+            whole = lanes.as_halves(read(b, at(b, row, i), RAW[stored], size), stored).cast("fpext", F32)
+        else:
+            place, seen = lanes.room(b, 2 * size)
+            unfold(b, stored, at(b, row, i), vectors, place)
         if cell and group:
             count = max(1, size // group)
             cell_at = b.add(cells, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[cell].bytes(1))))
             scales = widen(read(b, cell_at, RAW[cell], count), cell)
 
         def vector(m):
-            of_vector = range(m * LANES, (m + 1) * LANES)
-            number = halves.pick(of_vector).cast("fpext", F32)
-            return (
-                number * scales.pick(lane * scales.count // size for lane in of_vector) if scales else number
+            number, of_vector = (
+                whole if vectors == 1 else half(b, seen, m),
+                order[m * LANES : (m + 1) * LANES],
             )
+            return number * scales.pick(i * scales.count // size for i in of_vector) if scales else number
 
         return vector
 
@@ -185,6 +192,21 @@ def chunk_reader(stored, cell, group, rounds, like=None):
     return minifloats if element.minifloat else quantized if cell else plain
 
 
+def unfold(b, stored, address, vectors, place):
+    """Vectors of floats of 8 bits as halves in memory, in `chunk_order`; see `lanes.pair_halves`.
+
+    A half is converted from memory by one instruction, from a part of a register by two or three.
+    """
+    codes = read(b, address, RAW[stored], LANES * vectors)
+    for i, halves in enumerate(lanes.pair_halves(codes, stored)):
+        write(b, b.add(place, I64(i * LANES * vectors)), halves)
+
+
+def half(b, place, m):
+    """Vector m of such halves."""
+    return read(b, b.add(place, I64(2 * LANES * m)), F16, LANES).cast("fpext", F32)
+
+
 def order(rows, stored, cell, group, dim):
     """The elements of a row in the order that narrow products want queries in."""
     vectors, fewest = chunk_vectors(rows, stored, cell, group), fewest_vectors(stored)
@@ -219,10 +241,10 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
         with loop(b, count, tokens) as first:
             at = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
-            for t in range(tokens):
-                soon = key_at[t] if like else number_at(b, ahead, b.add(first, I64(t)))
-                with loop(b, size, LINE) as i:
-                    prefetch(b, b.add(b.add(shift, soon), i))
+            soon = key_at if like else [number_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
+            with loop(b, size, LINE) as i:
+                for address in soon:
+                    prefetch(b, b.add(b.add(shift, address), i))
             cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
             sums, query_row = Slots(b, zeros(b, LANES, tokens * rows)), b.mul(dim, I64(4))
 
@@ -266,18 +288,19 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
             size = min(most, vectors)
             lanes_of = chunk_order(stored, cell, size)
             elements = sorted(range(len(lanes_of)), key=lanes_of.__getitem__)
-            place = [
+            targets = [
                 b.add(sums, b.mul(b.add(b.add(first, I64(c * LANES)), b.mul(dim, I64(r))), I64(4)))
                 for r in range(rows)
                 for c in range(0, vectors, size)
             ]
             kept = []
-            for i, address in enumerate(place):
+            for i, address in enumerate(targets):
                 factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES) * (1 / constant)
                 row = read(b, address, F32, LANES * size)
                 kept += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
             totals = Slots(b, kept)
-            with loop(b, count) as token:
+
+            def found(token):
                 number = number_at(b, numbers, token)
                 row, cell_at = (
                     b.add(base, b.mul(number, stride))
@@ -287,10 +310,9 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
                 soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
                 for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
                     prefetch(b, b.add(soon, I64(offset)))
-                value = []
-                for c in range(0, vectors, size):
-                    part = chunk(b, row, cell_at, b.add(first, I64(c * LANES)), size, dim)
-                    value += [part(m) for m in range(size)]
+                return row, cell_at
+
+            def add(token, value, cell_at):
                 weight_at = b.add(weights, b.mul(token, I64(4 * rows)))
                 scale = widen(read(b, cell_at, RAW[own], 1), own).pick([0] * LANES) if own else None
                 for r in range(rows):
@@ -299,7 +321,32 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
                     for c in range(vectors):
                         i = r * vectors + c
                         totals[i] = value[c].fma(weight, totals[i])
-            for i, address in enumerate(place):
+
+            if BY_NAME[stored].minifloat and not group and vectors > 1:
+                of_token = 2 * LANES * vectors
+                place, _ = lanes.room(b, FEW * of_token)
+                with loop(b, count, FEW) as begin:
+                    left = b.sub(count, begin)
+                    live = b.select(b.icmp_signed("<", left, I64(FEW)), left, I64(FEW))
+                    with loop(b, live) as t:
+                        row, _ = found(b.add(begin, t))
+                        halves = b.add(place, b.mul(t, I64(of_token)))
+                        for c in range(0, vectors, size):
+                            codes = b.add(b.add(row, first), I64(c * LANES))
+                            unfold(b, stored, codes, size, b.add(halves, I64(2 * LANES * c)))
+                    with loop(b, live) as t:
+                        token, halves = b.add(begin, t), b.add(place, b.mul(t, I64(of_token)))
+                        cell_at = b.add(cells, b.mul(number_at(b, numbers, token), cell_row))
+                        add(token, [half(b, halves, m) for m in range(vectors)], cell_at)
+            else:
+                with loop(b, count) as token:
+                    row, cell_at = found(token)
+                    value = []
+                    for c in range(0, vectors, size):
+                        part = chunk(b, row, cell_at, b.add(first, I64(c * LANES)), size, dim)
+                        value += [part(m) for m in range(size)]
+                    add(token, value, cell_at)
+            for i, address in enumerate(targets):
                 whole = joined([totals[i * size + m] * constant for m in range(size)])
                 write(b, address, whole.pick(elements))
 
@@ -490,6 +537,25 @@ def sum_of_nothing(b, source, count, target):
         sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
     total = sums_of([sums[0], *zeros(b, LANES, LANES - 1)])
     b.store(b.extract_element(total.value, lanes.I32(0)), b.inttoptr(target, F32.as_pointer())).align = 4
+
+
+@micro_kernel(5)
+def addresses(b, base, stride, numbers, count, target):
+    """base + number * stride, of numbers and into addresses that are whole vectors of 8."""
+    first, step = (lanes.fill(b, number, 8) for number in (base, stride))
+    with loop(b, count, 8) as i:
+        offset = b.mul(i, I64(8))
+        number = read(b, b.add(numbers, offset), I64, 8)
+        write(b, b.add(target, offset), number.apply("mul", step).plus(first))
+
+
+@micro_kernel(4)
+def steps(b, first, step, count, target):
+    """first, first + step and so on; up to 7 more than `count`."""
+    from_first = lanes.fill(b, step, 8).apply("mul", list(range(8)))
+    with loop(b, count, 8) as i:
+        begin = lanes.fill(b, b.add(first, b.mul(i, step)), 8)
+        write(b, b.add(target, b.mul(i, I64(8))), begin.plus(from_first))
 
 
 @micro_kernel(2)

@@ -156,9 +156,21 @@ def write(builder, address, lanes, stream=False):
 
 
 def fill(builder, number, count):
-    """Lanes of one float32 value."""
-    empty = Lanes(builder, ir.Constant(ir.VectorType(F32, 1), ir.Undefined))
+    """Lanes of one value."""
+    empty = Lanes(builder, ir.Constant(ir.VectorType(number.type, 1), ir.Undefined))
     return Lanes(builder, builder.insert_element(empty.value, number, I32(0))).pick([0] * count)
+
+
+def room(builder, size):
+    """The address of some bytes, twice; LLVM does not know that both are one.
+
+    So what is stored at the first and read at the second goes through memory, not from register to register.
+    """
+    with builder.goto_entry_block():
+        place = builder.alloca(ir.ArrayType(I8, size))
+    place.align = 64
+    begin = builder.ptrtoint(place, I64)
+    return begin, builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [begin], False)
 
 
 def broadcast(builder, address, count):
@@ -234,8 +246,20 @@ def as_halves(codes, element):
     """Raw lanes of a float of 8 bits to halves; those of e4m3 are 256 times too small."""
     if element == "e5m2":
         return (codes.cast("zext", I16) << 8).cast("bitcast", F16)
-    half = codes.cast("sext", I16) << 7  # the sign is in the exponent too, whose highest bit NaN alone keeps
-    return half.apply("xor", half.plus(0x80) & 0x4000).cast("bitcast", F16)
+    return e4m3_halves(codes.cast("sext", I16) << 7)
+
+
+def pair_halves(codes, element):
+    """Likewise, those of even places and those of odd ones: as words of 16 bits, in which no lane moves."""
+    words = codes.as_bits(16)
+    if element == "e5m2":
+        return [half.cast("bitcast", F16) for half in (words << 8, words & 0xFF00)]
+    return [e4m3_halves(half.signed_rshift(1)) for half in (words << 8, words)]
+
+
+def e4m3_halves(codes):
+    """Of codes 7 bits up in words: the sign is in the exponent too, whose highest bit NaN alone keeps."""
+    return codes.apply("xor", codes.plus(0x80) & 0x407F).cast("bitcast", F16)  # and nothing below
 
 
 def bfloat16_lanes(lanes):
