@@ -89,6 +89,9 @@ def find_rows(task, table, step, b, begin, end, numbers):
 @helper
 def find_addresses(base, stride, numbers, count, pieces, piece, addresses):
     """Where the pieces of rows begin, in order."""
+    if pieces == 1:
+        attention.places(base, stride, numbers, count, addresses)
+        return
     at = addresses
     for i in range(count):
         row = base + get(numbers + 8 * i) * stride

@@ -508,6 +508,16 @@ def store_first(b, vector, target):
     b.store(number, b.inttoptr(target, F32.as_pointer())).align = 4
 
 
+@micro_kernel(5)
+def places(b, base, stride, numbers, count, target):
+    """base + numbers * stride, int64; whole vectors of 8."""
+    base, stride = (lanes.fill(b, one, 8) for one in (base, stride))
+    with loop(b, count, 8) as i:
+        offset = b.mul(i, I64(8))
+        product = read(b, b.add(numbers, offset), I64, 8).apply("mul", stride)
+        write(b, b.add(target, offset), product.plus(base))
+
+
 @micro_kernel(2)
 def ask_for(b, address, size):
     """Bytes that are needed soon."""

@@ -156,8 +156,8 @@ def write(builder, address, lanes, stream=False):
 
 
 def fill(builder, number, count):
-    """Lanes of one float32 value."""
-    empty = Lanes(builder, ir.Constant(ir.VectorType(F32, 1), ir.Undefined))
+    """Lanes of one number."""
+    empty = Lanes(builder, ir.Constant(ir.VectorType(number.type, 1), ir.Undefined))
     return Lanes(builder, builder.insert_element(empty.value, number, I32(0))).pick([0] * count)
 
 
