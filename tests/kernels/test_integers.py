@@ -1,5 +1,6 @@
 """Narrow products of codes by integers, where the processor has them, against float64; calls without, too."""
 
+import numba
 import numpy as np
 import pytest
 from borders import BEGIN, END, at_border, guarded, needs_borders
@@ -103,7 +104,7 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0):
     """Two blocks: what was there before is weighed against the scores of this one."""
     cache, whole = Rows(rng, form, tokens, place), -(-tokens * rows // 16) * 16 // rows
     numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
-    logits = rng.standard_normal((tokens, rows)) * 3
+    logits = (rng.standard_normal((tokens, rows)) * 3).astype(np.float32)
     logits[0] = -np.inf
     scores = np.full((whole, rows), -np.inf, np.float32)
     scores[:tokens] = logits
@@ -114,12 +115,12 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0):
     state[1, :rows] = 1
     factors = place(np.zeros(32, np.float32))
     call(
-        integers.sums(rows, *form), place(scores), cache.codes, cache.codes.shape[1], cache.cells,
+        integers.sums(rows, *form), place(scores.copy()), cache.codes, cache.codes.shape[1], cache.cells,
         cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, state[0], state[1],
     )  # fmt: skip
     untouched()
-    top = np.maximum(scores[:tokens].max(0), np.float32(before))
-    weights = np.exp(scores[:tokens].astype(np.float64) - top)
+    top = np.maximum(logits.max(0), np.float32(before))
+    weights = np.exp(logits.astype(np.float64) - top)
     shrink = np.exp(before - top.astype(np.float64))
     expected = start * shrink[:, None] + weights.T @ cache.values
     bound = tokens * 1.5 * WEIGHT * cache.largest * weights.max(0)[:, None] + 1e-5 * np.abs(expected).max()
@@ -168,3 +169,48 @@ def without(monkeypatch, function):
     with monkeypatch.context() as patch:
         patch.setattr(machine, "has_integers", lambda: False)
         return function()
+
+
+@pytest.mark.parametrize("given", [{}, {"softcap": 5.0}, {"is_alibi": True}, {"window": (50, 0)}], ids=str)
+@pytest.mark.parametrize(("bits", "group", "heads"), [(8, 8, 8), (8, 64, 16), (4, 32, 4), (4, 128, 2)])
+def test_attention_is_as_without(bits, group, heads, given, rng, monkeypatch):
+    """At large scores, too: what is between is the fixed point of queries, and of weights."""
+    query, cache, scale = problem(rng, bits, group, heads)
+    for size in (1, 10):
+        def run():
+            return attended(query, cache, scale, bits, group, softmax_scale=size / 128**0.5, **given)
+
+        got, expected = run(), without(monkeypatch, run)
+        scores = size / 128**0.5 * np.linalg.norm(query.astype(np.float64), axis=-1).max() * 128**0.5
+        assert_allclose(got.astype(float), expected.astype(float), atol=2**-14 * max(1, scores) + 2**-11, rtol=0)
+        assert not np.array_equal(got, expected)  # these are two paths
+
+
+@pytest.mark.parametrize("where", ["query", "key scale", "value scale"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_what_is_not_finite_ends_as_without(where, number, hidden, rng, monkeypatch):
+    query, cache, scale = problem(rng, 8, 8, 8)
+    mask = np.ones((1, cache.shape[3]), bool)
+    mask[:, 7] = not hidden
+    if where == "query":
+        query[1, 0, 3, 5] = number
+    else:
+        scale[1, 0, int(where == "value scale"), 7, 1, 3] = number
+    given = {} if where == "query" else {"attn_mask": mask}
+
+    def run():
+        return attended(query, cache, scale, 8, 8, **given)
+
+    got, expected = run(), without(monkeypatch, run)
+    assert_array_equal(np.isfinite(got), np.isfinite(expected))
+    assert_allclose(got.astype(float), expected.astype(float), atol=2**-10)
+
+
+def test_threads_do_not_matter(rng, monkeypatch):
+    query, cache, scale = problem(rng, 8, 32, 8, length=1500)
+    results = []
+    for count in (1, 2):
+        numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+        results.append(attended(query, cache, scale, 8, 32))
+    assert_array_equal(*results)

@@ -139,11 +139,19 @@ class Codes:
                 [[first + 8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
                 for first in range(0, self.width, 32)
             ]
-        words = [[8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
         return [
-            [[self.in_byte(2 * word + n // 2, n % 2) for word in of_part] for n in range(4)]
-            for of_part in words
+            [
+                [self.in_byte(2 * (8 * (lane // 4) + lane % 4 + half) + n // 2, n % 2) for lane in range(LANES)]
+                for half, n in of_part
+            ]
+            for of_part in self.nibbles()
         ]
+
+    def nibbles(self):
+        """The halves (see `side_by_side`) and nibbles of words that each part has: runs of 16 elements."""
+        if self.block and self.block.halves:
+            return [[(half, n) for half in (0, 4) for n in (part, part + 2)] for part in (0, 1)]
+        return [[(half, n) for n in range(4)] for half in (0, 4)]
 
     def pairs(self, b, at, chosen):
         """Codes of a chunk of two rows side by side, as 16-bit integers: the vectors of the chosen `parts`."""
@@ -156,9 +164,11 @@ class Codes:
         rows = [self.bytes(b, row, 0, BYTES) for row in at]
         if self.block and self.block.less:
             rows = [row.apply("xor", 0x88) for row in rows]
+        words = {half: side_by_side(*[row.as_bits(16) for row in rows], half) for half in (0, 4)}
         for part in chosen:
-            codes = side_by_side(*[row.as_bits(16) for row in rows], 4 * part)
-            found += [((codes << 12 - 4 * n) if n < 3 else codes).signed_rshift(12) for n in range(4)]
+            for half, n in self.nibbles()[part]:
+                codes = words[half] << 12 - 4 * n if n < 3 else words[half]
+                found.append(codes.signed_rshift(12))
         return found
 
     def raw_scales(self, b, at, cells, i):
