@@ -86,10 +86,13 @@ def fixed_fields(
         widen or rows(direction, packed if rounds else "float32", side, cell, group).address
         for side in stored
     ]
-    offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block, paired, integers)
+    offsets, scratch_bytes = scratch_offsets(
+        padded_dim, padded_value_dim, narrow_rows, block, paired, integers
+    )
     codes = pairs.codes() if paired else dict.fromkeys(pairs.FUNCTIONS, 0)
     return dict.fromkeys(LATER, 0) | offsets | codes | {
-        "integers": integers, "pairs": paired, "copy_row": rows(LOAD, packed, packed).address if paired else 0,
+        "integers": integers,
+        "pairs": paired, "copy_row": rows(LOAD, packed, packed).address if paired else 0,
         "heads": heads, "dim": dim, "value_dim": value_dim,
         "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
         "cell_bytes": dim // (group or dim) * BY_NAME[cell].bytes(1) if cell else 0,
@@ -155,7 +158,13 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     fixed = fixed_fields(
         context.packed, rounds, exact, *formats, *sizes, together, widen, whole is not None
     )  # fmt: skip
-    orders = None if widens or whole else reader.orders if reader else products.orders(stored[0], *formats[1:], dim)
+    orders = (
+        None
+        if widens or whole
+        else reader.orders
+        if reader
+        else products.orders(stored[0], *formats[1:], dim)
+    )
     constants = np.array([weights.scale, weights.softcap], np.float32)
     key_scales, value_scales, scale_sequence, scale_head = address(constants), 0, 0, 0
     if weights.scales is not None:  # [keys | values, sequences or 1, heads or 1]
@@ -211,7 +220,9 @@ def prepare(query, out, lse, context, steps, decoding, weights):
                 numbers[at], numbers[at + 5] = reader.product(tile)
             elif whole and tile != WIDE:
                 form = context.cell, context.group, whole
-                numbers[AT["queries1"] + i], numbers[at], numbers[at + 5] = integers.addresses(tile, stored, form)
+                numbers[AT["queries1"] + i], numbers[at], numbers[at + 5] = integers.addresses(
+                    tile, stored, form
+                )
             else:
                 numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
     counters = np.zeros(units + 1, np.int64)
@@ -236,7 +247,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
 
 
 def integer_width(context, stored):
-    """What `integers.width` says of both sides; None, too, where that is not for the processor or the data."""
+    """What `integers.width` says of both sides; None where the processor has none, or data have 24 bits."""
     if not machine.has_integers() or context.packed == "float32":
         return None
     dims = context.dim, context.value_dim

@@ -56,19 +56,21 @@ def scores(rows, *form):
 
 @functools.cache
 def sums(rows, *form):
-    """(scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors, top, total).
+    """`products.sums` of scores, with `top` and `total` of the online softmax behind the other arguments.
 
-    The online softmax of `simd.attention` and `products.sums`. Scores of whole vectors are overwritten.
+    Scores of whole vectors are overwritten.
     """
     softmax, of_block = integers.softmax(rows), integers.sums(rows, *form)
-    scratch = memory.scratch(integers.scratch_bytes(rows, *form, MOST_TOKENS))
+    scratch = memory.scratch(integers.scratch_bytes(rows, MOST_TOKENS, *form))
 
     def sums(
-        scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors, top, total
+        scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
+        top, total,
     ):  # fmt: skip
         softmax(scores, -(-count * rows // integers.LANES), top, total, factors)
         of_block(
-            scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors, scratch()
+            scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
+            scratch(),
         )  # fmt: skip
 
     return callback(sums, SUMS, ("integer sums", rows, *form))

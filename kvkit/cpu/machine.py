@@ -31,4 +31,5 @@ def has(kind):
     features = binding.get_host_cpu_features()
     if numba.config.CPU_NAME is not None:  # code is made for another one
         features = {name[1:]: name[0] == "+" for name in (numba.config.CPU_FEATURES or "").split(",") if name}
-    return kinds.index(kind) <= kinds.index(most) and all(map(features.get, ("avx512f", *KINDS[kind])))
+    needed = "avx512f", *KINDS[kind]
+    return kinds.index(kind) <= kinds.index(most) and all(features.get(name) for name in needed)

@@ -5,7 +5,6 @@ import inspect
 
 from llvmlite import ir
 from numba import from_dtype, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvkit import numeric

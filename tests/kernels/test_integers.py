@@ -1,5 +1,7 @@
 """Narrow products of codes by integers, where the processor has them, against float64; calls without, too."""
 
+import functools
+
 import numba
 import numpy as np
 import pytest
@@ -26,8 +28,7 @@ FORMS = [
 ]
 forms = pytest.mark.parametrize(
     ("rows", "form"),
-    [(rows, form) for i, form in enumerate(FORMS) for rows in ((1, 4) if i % 2 else (2, 8))]
-    + [(4, FORMS[0]), (4, FORMS[4])],
+    [(1 << i % 4, form) for i, form in enumerate(FORMS)] + [(4, FORMS[0]), (8, FORMS[4]), (4, FORMS[7])],
     ids=str,
 )
 
@@ -89,8 +90,8 @@ def check_scores(rng, rows, form, tokens, place=same):
     call(integers.queries(rows, *form), queries, cache.dim, fixed)
     scores, untouched = guarded((whole, rows))
     call(
-        integers.scores(rows, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells, cache.cells.shape[1],
-        numbers, ahead, 0, whole, cache.dim, scores,
+        integers.scores(rows, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells,
+        cache.cells.shape[1], numbers, ahead, 0, whole, cache.dim, scores,
     )  # fmt: skip
     untouched_queries()
     untouched()
@@ -172,22 +173,24 @@ def without(monkeypatch, function):
 
 
 @pytest.mark.parametrize("given", [{}, {"softcap": 5.0}, {"is_alibi": True}, {"window": (50, 0)}], ids=str)
-@pytest.mark.parametrize(("bits", "group", "heads"), [(8, 8, 8), (8, 64, 16), (4, 32, 4), (4, 128, 2)])
+@pytest.mark.parametrize(("bits", "group", "heads"), [(8, 8, 8), (4, 32, 16)])
 def test_attention_is_as_without(bits, group, heads, given, rng, monkeypatch):
     """At large scores, too: what is between is the fixed point of queries, and of weights."""
     query, cache, scale = problem(rng, bits, group, heads)
     for size in (1, 10):
-        def run():
-            return attended(query, cache, scale, bits, group, softmax_scale=size / 128**0.5, **given)
-
+        run = functools.partial(
+            attended, query, cache, scale, bits, group, softmax_scale=size / 128**0.5, **given
+        )
         got, expected = run(), without(monkeypatch, run)
         scores = size / 128**0.5 * np.linalg.norm(query.astype(np.float64), axis=-1).max() * 128**0.5
-        assert_allclose(got.astype(float), expected.astype(float), atol=2**-14 * max(1, scores) + 2**-11, rtol=0)
+        assert_allclose(
+            got.astype(float), expected.astype(float), atol=2**-14 * max(1, scores) + 2**-11, rtol=0
+        )
         assert not np.array_equal(got, expected)  # these are two paths
 
 
 @pytest.mark.parametrize("where", ["query", "key scale", "value scale"])
-@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("number", [np.nan, -np.inf], ids=str)
 @pytest.mark.parametrize("hidden", [False, True])
 def test_what_is_not_finite_ends_as_without(where, number, hidden, rng, monkeypatch):
     query, cache, scale = problem(rng, 8, 8, 8)
@@ -207,10 +210,11 @@ def test_what_is_not_finite_ends_as_without(where, number, hidden, rng, monkeypa
     assert_allclose(got.astype(float), expected.astype(float), atol=2**-10)
 
 
-def test_threads_do_not_matter(rng, monkeypatch):
-    query, cache, scale = problem(rng, 8, 32, 8, length=1500)
-    results = []
-    for count in (1, 2):
-        numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-        results.append(attended(query, cache, scale, 8, 32))
+def test_threads_do_not_matter(rng):
+    query, cache, scale = problem(rng, 8, 8, 8, length=15000)
+    most, results = numba.get_num_threads(), []
+    for count in (1, most):
+        numba.set_num_threads(count)
+        results.append(attended(query, cache, scale, 8, 8))
+    numba.set_num_threads(most)
     assert_array_equal(*results)

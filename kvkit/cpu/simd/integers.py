@@ -15,7 +15,7 @@ import itertools
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvkit.cpu.simd.attention import LANES, LINE, LOWEST, bytes_of, number_at
+from kvkit.cpu.simd.attention import LANES, LINE, LOWEST, bytes_of, number_at, tile_tokens
 from kvkit.cpu.simd.lanes import (
     F32,
     I8,
@@ -68,7 +68,9 @@ def times(x, y):
 def called(name, result, *lanes):
     b = lanes[0].builder
     signature = ir.FunctionType(result, [x.type for x in lanes])
-    return Lanes(b, b.call(cgutils.get_or_insert_function(b.module, signature, name), [x.value for x in lanes]))
+    return Lanes(
+        b, b.call(cgutils.get_or_insert_function(b.module, signature, name), [x.value for x in lanes])
+    )
 
 
 def nothing(b):
@@ -141,7 +143,10 @@ class Codes:
             ]
         return [
             [
-                [self.in_byte(2 * (8 * (lane // 4) + lane % 4 + half) + n // 2, n % 2) for lane in range(LANES)]
+                [
+                    self.in_byte(2 * (8 * (lane // 4) + lane % 4 + half) + n // 2, n % 2)
+                    for lane in range(LANES)
+                ]
                 for half, n in of_part
             ]
             for of_part in self.nibbles()
@@ -154,17 +159,17 @@ class Codes:
         return [[(half, n) for n in range(4)] for half in (0, 4)]
 
     def pairs(self, b, at, chosen):
-        """Codes of a chunk of two rows side by side, as 16-bit integers: the vectors of the chosen `parts`."""
+        """Codes of a chunk of two rows side by side, as 16-bit integers: vectors of the chosen `parts`."""
         found = []
         if self.bits == 8:
             for part in chosen:
                 rows = [self.bytes(b, row, 32 * part, 32).cast("sext", I16) for row in at]
-                found += [side_by_side(*rows, half) for half in (0, 4)]
+                found += [side_by_side(rows, half) for half in (0, 4)]
             return found
         rows = [self.bytes(b, row, 0, BYTES) for row in at]
         if self.block and self.block.less:
             rows = [row.apply("xor", 0x88) for row in rows]
-        words = {half: side_by_side(*[row.as_bits(16) for row in rows], half) for half in (0, 4)}
+        words = {half: side_by_side([row.as_bits(16) for row in rows], half) for half in (0, 4)}
         for part in chosen:
             for half, n in self.nibbles()[part]:
                 codes = words[half] << 12 - 4 * n if n < 3 else words[half]
@@ -181,9 +186,10 @@ class Codes:
         return read(b, first, RAW[self.cell], self.scales)
 
 
-def side_by_side(x, y, half):
+def side_by_side(rows, half):
     """Words of two rows in turn: of each quarter of a vector the first four, or those from 4 on."""
     words = [8 * (lane // 4) + lane % 4 + half for lane in range(LANES)]
+    x, y = rows
     return x.pick((word + 32 * row for word in words for row in (0, 1)), y)
 
 
@@ -202,7 +208,7 @@ class Queries:
             [4 * (lane // 4) + step * span + lane % 4 // self.apart for lane in range(LANES)]
             for step in range(self.apart)
         ]
-        self.runs = {}  # groups of the lanes: the steps, vectors of codes and choices of their words
+        self.runs: dict = {}  # groups of the lanes: the steps, vectors of codes and choices of their words
         for v, elements in enumerate(codes.elements()):
             for step, words in enumerate(self.words):
                 groups = tuple(codes.group_of(elements[4 * word]) for word in words)
@@ -250,7 +256,7 @@ def fixed_queries(rows, stored, cell, group, width):
         with loop(b, dim, width) as i:
             for r in range(rows):
                 at = b.add(queries, b.add(b.mul(row_bytes, I64(r)), b.mul(i, I64(4))))
-                query = read(b, at, F32, width) .fma(reciprocals[r].pick([0] * width), ROUNDER)
+                query = read(b, at, F32, width).fma(reciprocals[r].pick([0] * width), ROUNDER)
                 number = query.as_bits().plus(-ROUNDER_BITS % 2**32)
                 high = number.plus(128).signed_rshift(8)
                 for k, part in enumerate((high, number)):
@@ -289,7 +295,7 @@ def scores(rows, stored, cell, group, width):
     codes = Codes(stored, cell, group, width)
     form = Queries(rows, codes)
     places, chunk = form.places()
-    tokens = max(8 // rows, 1) if rows == 1 else LANES // rows
+    tokens = tile_tokens(rows)
 
     @micro_kernel(11)
     def scores(b, queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
@@ -312,7 +318,10 @@ def scores(rows, stored, cell, group, width):
                     for places in zip(at, cell_at, strict=True)
                 ]
                 for groups, starts, steps in places:
-                    begin = [read(b, b.add(query, I64(starts + BYTES * h)), I32, LANES) for h in range(form.vectors)]
+                    begin = [
+                        read(b, b.add(query, I64(starts + BYTES * h)), I32, LANES)
+                        for h in range(form.vectors)
+                    ]
                     high, low = [nothing(b)] * len(sums.places), begin * tokens
                     for v, step, offset in steps:
                         halves = [
@@ -378,10 +387,9 @@ def softmax(rows):
 
 @functools.cache
 def sums(rows, stored, cell, group, width):
-    """(weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors, scratch).
+    """`attention.narrow_sums` of the weights and factors of `softmax`, and `scratch_bytes` to work in.
 
-    `attention.narrow_sums` of the weights and factors of `softmax`. The last tokens of an odd count, of less
-    than a vector of weights, have weights of 0 and the last number. The scratch is of `scratch_bytes`.
+    Tokens that fill the last vector of weights have weights of 0, and numbers.
     """
     codes = Codes(stored, cell, group, width)
     parts, count_of = codes.parts(), codes.scales
@@ -425,7 +433,8 @@ def sums(rows, stored, cell, group, width):
 
     @micro_kernel(13)
     def sums(
-        b, weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors, scratch
+        b, weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
+        scratch,
     ):  # fmt: skip
         def cells_at(token):
             return b.add(cells, b.mul(number_at(b, numbers, token), cell_row))
@@ -466,14 +475,12 @@ def sums(rows, stored, cell, group, width):
                     write(b, at, read(b, at, F32, LANES).fma(shrink, whole.pick(back[k : k + LANES])))
 
         def ask_for(token, i, chosen):
-            whole = codes.width * codes.bits // 8
-            size = whole // len(parts) * len(chosen) if codes.bits == 8 else whole
-            offset = chosen[0] * (whole // len(parts)) if codes.bits == 8 else 0
-            if offset % LINE or (codes.bits != 8 and chosen[0]):
-                return
-            soon = codes.begin(b, b.add(number_at(b, ahead, token), shift), i)
-            for line in range(offset, offset + size, LINE):
-                prefetch(b, b.add(soon, I64(line)))
+            """The lines that begin in these parts; all parts of nibbles have the same."""
+            first, last = (32 * chosen.start, 32 * chosen.stop) if codes.bits == 8 else (0, BYTES)
+            if codes.bits == 8 or chosen.start == 0:
+                soon = codes.begin(b, b.add(number_at(b, ahead, token), shift), i)
+                for line in range(-(-first // LINE) * LINE, last, LINE):
+                    prefetch(b, b.add(soon, I64(line)))
 
         def of_groups(at, groups):
             if len(set(groups)) == 1:
@@ -496,7 +503,6 @@ def sums(rows, stored, cell, group, width):
     return sums
 
 
-def scratch_bytes(rows, stored, cell, group, width, tokens):
+def scratch_bytes(rows, tokens, *form):
     """What `sums` of so many tokens need."""
-    scales = Codes(stored, cell, group, width).scales
-    return 2 * rows * scales * (-(-tokens // LANES) * LANES)
+    return 2 * rows * Codes(*form).scales * (-(-tokens // LANES) * LANES)
