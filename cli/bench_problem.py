@@ -27,6 +27,7 @@ class Problem:
     kv_heads: int
     quant: int = 0
     heads: int = 32
+    quant_group: int = 0  # as it is measured most, if 0
 
     @property
     def length(self):
@@ -35,6 +36,11 @@ class Problem:
     @property
     def group(self):
         return self.heads // self.kv_heads
+
+    @property
+    def coded(self):
+        """Codes that share a scale."""
+        return self.quant_group or GROUPS[self.quant]
 
     @property
     def step(self):
@@ -65,7 +71,7 @@ class Problem:
             return stored
         largest = 2 ** (self.quant - 1) - 1
         codes = rng.integers(-largest, largest + 1, shape, np.int8)
-        codes[..., :: GROUPS[self.quant]] = largest
+        codes[..., :: self.coded] = largest
         return codes if self.quant == 8 else codes[..., ::2] & 15 | codes[..., 1::2] << 4
 
     def context(self, begin=0):
