@@ -12,18 +12,18 @@ from kvkit.layouts import pmx
 from kvkit_cli import bench_ggml, bench_peers
 from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
 from kvkit_cli.bench_memory import plain_read, read_of_pieces, sets
-from kvkit_cli.bench_problem import DIM, GROUPS, problem
+from kvkit_cli.bench_problem import DIM, problem
 
 B, PAST, PREFILL, CHUNK, PAGE = 8, 8192, 2048, 512, 128
 BITS = {"int8": 8, "int4": 4}
 MINIFLOAT, HEAD_SCALE = "e4m3", 0.5
 
 
-def decode(kind, place, number, kv_heads=8):
+def decode(kind, place, number, kv_heads=8, group=0):
     """A step of decoding, as users call it, beside the peers."""
 
     def prepare():
-        task = problem(B, 1, PAST, kv_heads, BITS.get(kind, 0))
+        task = problem(B, 1, PAST, kv_heads, BITS.get(kind, 0), 32, group)
         run, beside = from_cache(task, kind, place, number)
         peers = {} if task.quant else torch_peers(task, kind)
         if kind != "bfloat16":
@@ -133,7 +133,11 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
 
     data = DTYPES[data or ("float16" if task.quant or kind == MINIFLOAT else kind)]
     attributes = {"num_heads": task.heads, "num_kv_heads": task.kv_heads, "head_dim": DIM}
-    attributes |= {"cache_layout": number, "quant_bit": task.quant, "quant_group": GROUPS.get(task.quant, 8)}
+    attributes |= {
+        "cache_layout": number,
+        "quant_bit": task.quant,
+        "quant_group": task.coded if task.quant else 8,
+    }
     attributes |= {"quant_format": kind} if kind == MINIFLOAT else {}
     arrays = [array.astype(data) for array in (task.query, *map(tokens_first, task.context(task.past)))]
     if place == "static":
@@ -166,7 +170,7 @@ def filled(task, kind, order, starts, page):
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
     coded = kind == MINIFLOAT
     cache = np.zeros((*shape, task.stored.shape[-1]), np.int8 if task.quant or coded else DTYPES[kind])
-    scale = np.full((*shape, DIM // GROUPS[task.quant]), task.step, np.float16) if task.quant else None
+    scale = np.full((*shape, DIM // task.coded), task.step, np.float16) if task.quant else None
     axes = "l", *(["b"] if static else []), "kv", "n", "h", "c"
     view = cache.transpose([order.at[axis] for axis in axes])[0]
     position = np.arange(task.past)
@@ -193,7 +197,7 @@ def tokens_first(array):
 def token_bytes(task, kind):
     """Of the keys and values of one token in a cache, with their scales."""
     if task.quant:
-        return 2 * task.kv_heads * (DIM * task.quant // 8 + DIM // GROUPS[task.quant] * 2)
+        return 2 * task.kv_heads * (DIM * task.quant // 8 + DIM // task.coded * 2)
     return 2 * task.kv_heads * DIM * (1 if kind == MINIFLOAT else np.dtype(DTYPES[kind]).itemsize)
 
 
@@ -207,7 +211,22 @@ DECODE = [
     *(("float16", *place, 4, {"read": 0.45}) for place in (PLACES[2], PLACES[5])),
 ]
 
+CODES = [  # (kind, group, key heads, goals)
+    *(("int8", group, 8, {"read": 0.6}) for group in (8, 32, 128)),
+    ("int4", 32, 8, {}),
+    *(("int8", group, heads, {}) for heads in (4, 1) for group in (8, 32)),
+    *(("int4", 32, heads, {}) for heads in (4, 1)),
+]
+
 CASES = [
+    *(
+        Case(
+            f"decode {kind} in groups of {group}, {heads} kv heads, layout 3, offsets",
+            decode(kind, "offsets", 3, heads, group),
+            goals,
+        )
+        for kind, group, heads, goals in CODES
+    ),
     *(
         Case(
             f"decode {kind}, {heads} kv heads, layout {number}, {place}",

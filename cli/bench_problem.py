@@ -29,6 +29,7 @@ class Problem:
     quant: int = 0
     heads: int = 32
     minifloats: bool = False
+    quant_group: int = 0  # as it is measured most, if 0
 
     @property
     def length(self):
@@ -37,6 +38,11 @@ class Problem:
     @property
     def group(self):
         return self.heads // self.kv_heads
+
+    @property
+    def coded(self):
+        """Codes that share a scale."""
+        return self.quant_group or GROUPS[self.quant]
 
     @property
     def step(self):
@@ -68,7 +74,7 @@ class Problem:
             return stored
         largest = 2 ** (self.quant - 1) - 1
         codes = rng.integers(-largest, largest + 1, shape, np.int8)
-        codes[..., :: GROUPS[self.quant]] = largest
+        codes[..., :: self.coded] = largest
         return codes if self.quant == 8 else codes[..., ::2] & 15 | codes[..., 1::2] << 4
 
     def context(self, begin=0):

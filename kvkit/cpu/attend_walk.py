@@ -18,6 +18,7 @@ get, put = memory.load(types.int64), memory.store(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 call_pair_rows, call_pair_values, call_pairs = memory.call(3), memory.call(6), memory.call(7)
 call_scores, call_sums, call_rows = memory.call(11), memory.call(12), memory.call(13)
+call_queries, call_integer_sums = memory.call(3), memory.call(14)
 
 
 @helper
@@ -45,6 +46,8 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
             if task.pairs:  # they are exact, so that scores are scaled instead
                 call_pair_rows(task.pair_rows, target, dim, scratch + task.query_pairs + t * tile * dim * 2)
                 attention.times(target, target, WIDE * dim, scale_at)
+        elif task.integers:
+            call_queries(get_queries(task, tile), target, dim, integers_at(task, scratch, t, tile))
         elif task.orders:
             order = task.orders + 8 * tile * dim
             for r in range(tile):
@@ -161,6 +164,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     attention.clear(scratch + task.sums, tiles * tile * task.padded_value_dim)
     wide = tile == WIDE
     pairs = wide and task.pairs and not careful
+    integers = task.integers and not wide
     scale_at = task.key_scales + b * task.scale_sequence + head * task.scale_head
     widens, most = wide or task.widens, task.wide_block if wide else task.block
     if widens and (task.dim < task.padded_dim or task.value_dim < task.padded_value_dim):
@@ -232,7 +236,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     task.pair_values, wide_values, value_bytes // 2, count, task.padded_value_dim,
                     panels, panel,
                 )  # fmt: skip
-            if widens and not pairs and (by_head or t == 0):
+            if (widens or (integers and careful)) and not pairs and (by_head or t == 0):
                 widen_rows(
                     task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
                     here, task.key_step, count, wide_keys, key_bytes, task.dim,
@@ -259,14 +263,28 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                         task.pair_scores, scratch + task.query_pairs + t * tile * (key_bytes // 2), key,
                         key_bytes // 2, whole, task.padded_dim, scores, scale_at,
                     )  # fmt: skip
+                elif integers and careful:
+                    online.careful_scores(
+                        queries, wide_keys, key_bytes, seen, task.padded_dim, scores, tile
+                    )  # fmt: skip
                 else:
+                    if integers:
+                        queries = integers_at(task, scratch, t, tile)
                     call_scores(
                         score_code, queries, key, key_row, cell, task.cell_row, numbers,
                         soon + 8 * t * most, 0, whole, task.padded_dim, scores,
                     )  # fmt: skip
                 online.adjust(task, b, scores, tile, live, first, at, begin, seen, seqlen, kvlen)
-                online.softmax(scores, tile, seen, top, total, factor)
                 sums = scratch + task.sums + t * tile * value_bytes
+                if integers and not careful:
+                    online.fill_vector(scores, seen * tile)
+                    call_integer_sums(
+                        sum_code, scores, value, value_row, value_cell, task.cell_row, value_numbers,
+                        value_soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor, top,
+                        total,
+                    )  # fmt: skip
+                    continue
+                online.softmax(scores, tile, seen, top, total, factor)
                 if careful:
                     put_float(scratch + task.lines, SHRINK)
                     attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.lines)
@@ -287,6 +305,22 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
         here, there = there, here
         value_here, value_there = value_there, value_here
         begin += most
+
+
+@helper
+def integers_at(task, scratch, t, tile):
+    """The queries of a narrow tile as integers."""
+    return scratch + task.query_integers + t * tile * (4 * task.padded_dim + 64)
+
+
+@helper
+def get_queries(task, tile):
+    """The machine code that makes integers of the queries of a narrow tile."""
+    if tile == 1:
+        return task.queries1
+    if tile == 2:
+        return task.queries2
+    return task.queries4 if tile == 4 else task.queries8
 
 
 @helper

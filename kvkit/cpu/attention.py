@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkit.cpu import attend, machine, pairs, products
+from kvkit.cpu import attend, integers, machine, pairs, products
 from kvkit.cpu.launches import Arena, Launch, address, share_out, threads
 from kvkit.cpu.rows import LOAD, READ, rows
 from kvkit.cpu.simd.attention import LANES, WIDE
@@ -27,6 +27,7 @@ COUNTING = np.arange(WIDE_BLOCK + LANES)
 LATER = (
     "unit_tiles", "part_tokens", "units", "items", "parts", "tiles", "products",
     "scores1", "scores2", "scores4", "scores8", "scores32", "sums1", "sums2", "sums4", "sums8", "sums32",
+    "queries1", "queries2", "queries4", "queries8",
     "counters", "partials", "scratch",
 )  # fmt: skip
 
@@ -47,7 +48,7 @@ def padded(dim):
     return -(-dim // LANES) * LANES
 
 
-def scratch_offsets(dim, value_dim, narrow_rows, block, pairs):
+def scratch_offsets(dim, value_dim, narrow_rows, block, pairs, integers):
     """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
     rows, longest = max(narrow_rows, attend.TILES * WIDE), max(dim, value_dim)
     sizes = {  # numbers and addresses: of keys, then of values
@@ -59,6 +60,7 @@ def scratch_offsets(dim, value_dim, narrow_rows, block, pairs):
         "total": 8 * rows,
         "queries": 4 * rows * dim,
         "query_pairs": 2 * rows * dim if pairs else 0,
+        "query_integers": rows * (4 * dim + 64) if integers else 0,
         "sums": 4 * rows * value_dim,
         "wide_keys": 4 * WIDE_BLOCK * dim,
         "wide_values": 4 * WIDE_BLOCK * value_dim,
@@ -83,7 +85,9 @@ def turn(size):
 
 
 @functools.cache
-def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_dim, together, widen):
+def fixed_fields(
+    packed, rounds, exact, stored, cell, group, heads, dim, value_dim, together, widen, integers
+):  # fmt: skip
     """The fields of a task that formats and sizes decide, and zeros for those that are set later.
 
     Rows of the cache are widened by the machine code at `widen`; if that is 0 by that for their format, which
@@ -98,9 +102,12 @@ def fixed_fields(packed, rounds, exact, stored, cell, group, heads, dim, value_d
         widen or rows(direction, packed if rounds else "float32", side, cell, group).address
         for side in stored
     ]
-    offsets, scratch_bytes = scratch_offsets(padded_dim, padded_value_dim, narrow_rows, block, paired)
+    offsets, scratch_bytes = scratch_offsets(
+        padded_dim, padded_value_dim, narrow_rows, block, paired, integers
+    )
     codes = pairs.codes() if paired else dict.fromkeys(pairs.FUNCTIONS, 0)
     return dict.fromkeys(LATER, 0) | offsets | codes | {
+        "integers": integers,
         "pairs": paired, "copy_row": rows(LOAD, packed, packed).address if paired else 0,
         "heads": heads, "dim": dim, "value_dim": value_dim,
         "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
@@ -163,8 +170,17 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     own_places = steps.value_table is not None or not alike
     value_table = steps.table if steps.value_table is None else steps.value_table
     sizes, widen = (heads, dim, value_dim), reader.widen if reader else 0
-    fixed = fixed_fields(context.packed, rounds, exact, *formats, *sizes, together, widen)
-    orders = None if widens else reader.orders if reader else products.orders(stored[0], *formats[1:], dim)
+    whole = integer_width(context, stored) if not (widens or reader or exact) else None
+    fixed = fixed_fields(
+        context.packed, rounds, exact, *formats, *sizes, together, widen, whole is not None
+    )  # fmt: skip
+    orders = (
+        None
+        if widens or whole
+        else reader.orders
+        if reader
+        else products.orders(stored[0], *formats[1:], dim)
+    )
     constants = np.array([weights.scale, weights.softcap], np.float32)
     key_scales, value_scales, scale_sequence, scale_head = address(constants), 0, 0, 0
     if weights.scales is not None:  # [keys | values, sequences or 1, heads or 1]
@@ -218,6 +234,11 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             at = AT["scores1"] + i
             if reader and not widens and tile != WIDE:
                 numbers[at], numbers[at + 5] = reader.product(tile)
+            elif whole and tile != WIDE:
+                form = context.cell, context.group, whole
+                numbers[AT["queries1"] + i], numbers[at], numbers[at + 5] = integers.addresses(
+                    tile, stored, form
+                )
             else:
                 numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
     counters = np.zeros(units + 1, np.int64)
@@ -239,6 +260,15 @@ def prepare(query, out, lse, context, steps, decoding, weights):
 
     owners = {place: owner for place, owner in OWNERS.items() if numbers[place]}
     return Launch(numbers, owners, run, alive=(steps, weights, constants, sinks, orders))
+
+
+def integer_width(context, stored):
+    """What `integers.width` says of both sides; None where the processor has none, or data have 24 bits."""
+    if not machine.has_integers() or context.packed == "float32":
+        return None
+    dims = context.dim, context.value_dim
+    widths = {integers.width(side, context.cell, context.group, dims) for side in stored}
+    return widths.pop() if len(widths) == 1 else None
 
 
 def shared_scales(context):

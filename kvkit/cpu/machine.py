@@ -1,4 +1,4 @@
-"""What the processor can do, and what of it is used: KVKIT_CPU=avx512 leaves products in pairs out."""
+"""What the processor can do, and what of it is used: KVKIT_CPU names the most, `avx512` the least."""
 
 import functools
 import os
@@ -8,16 +8,28 @@ from llvmlite import binding
 
 from kvkit.errors import wrong
 
-KINDS = "avx512", "avx512bf16"
+# In order; each may use what those before it need, too.
+KINDS = {"avx512": (), "avx512vnni": ("avx512bw", "avx512vl", "avx512vnni"), "avx512bf16": ("avx512bf16",)}
+
+
+def has_integers():
+    """Whether products of codes and 16-bit integers are there, and wanted."""
+    return has("avx512vnni")
+
+
+def has_pairs():
+    """Whether products of bfloat16 in pairs are there, and wanted."""
+    return has("avx512bf16")
 
 
 @functools.cache
-def has_pairs():
-    """Whether products of bfloat16 in pairs are there, and wanted."""
-    most = os.environ.get("KVKIT_CPU") or KINDS[-1]
-    if most not in KINDS:
-        raise wrong("KVKIT_CPU", " or ".join(KINDS), repr(most))
+def has(kind):
+    kinds = [*KINDS]
+    most = os.environ.get("KVKIT_CPU") or kinds[-1]
+    if most not in kinds:
+        raise wrong("KVKIT_CPU", " or ".join(kinds), repr(most))
     features = binding.get_host_cpu_features()
     if numba.config.CPU_NAME is not None:  # code is made for another one
         features = {name[1:]: name[0] == "+" for name in (numba.config.CPU_FEATURES or "").split(",") if name}
-    return most == KINDS[-1] and bool(features.get("avx512f")) and bool(features.get("avx512bf16"))
+    needed = "avx512f", *KINDS[kind]
+    return kinds.index(kind) <= kinds.index(most) and all(features.get(name) for name in needed)

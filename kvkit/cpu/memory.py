@@ -5,7 +5,6 @@ import inspect
 
 from llvmlite import ir
 from numba import from_dtype, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvkit import numeric
@@ -92,12 +91,14 @@ def write(element):
 
 @functools.cache
 def scratch(size):
-    """() -> address of `size` bytes that the function owns until it returns."""
+    """() -> address, a multiple of 64, of `size` bytes that the function owns until it returns."""
 
     @intrinsic
     def scratch(typingctx):
         def codegen(context, builder, signature, values):
-            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), size))
+            with builder.goto_entry_block():  # `alloca_once` would store a zero for each byte
+                memory = builder.alloca(ir.ArrayType(ir.IntType(8), size))
+                memory.align = 64
             return builder.ptrtoint(memory, ir.IntType(64))
 
         return types.int64(), codegen

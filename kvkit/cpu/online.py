@@ -36,10 +36,17 @@ def softmax(scores, tile, count, top, total, factor):
         for half in range(0, 4 * WIDE, 4 * LANES):
             online_softmax(scores + half, count, 4 * WIDE, WIDE, top + half, total + half, factor + half)
         return
-    vectors = -(-count * tile // LANES)
-    for i in range(count * tile, vectors * LANES):
-        put_float(scores + 4 * i, MINUS_INF)
+    vectors = fill_vector(scores, count * tile)
     online_softmax(scores, vectors, 4 * LANES, tile, top, total, factor)
+
+
+@helper
+def fill_vector(scores, count):
+    """Absent keys behind so many scores, up to whole vectors; the number of these."""
+    vectors = -(-count // LANES)
+    for i in range(count, vectors * LANES):
+        put_float(scores + 4 * i, MINUS_INF)
+    return vectors
 
 
 @helper
@@ -117,6 +124,13 @@ def add_mask(task, scores, step, mask, low, high):
 @helper
 def add(place, bias):
     put_float(place, numeric.biased(get_float(place), bias))
+
+
+@helper
+def careful_scores(queries, keys, key_row, count, dim, scores, tile):
+    """Scores of a narrow tile: queries [row, dim] in their own order times widened keys."""
+    for r in range(tile):
+        attention.dots(queries + 4 * r * dim, keys, key_row, count, dim, scores + 4 * r, 4 * tile)
 
 
 @helper

@@ -16,7 +16,8 @@ TASK = Record(
     "part_tokens units items parts tiles products",
     "rounds key_to_float value_to_float query_to_float float_to_out",
     "scores1 scores2 scores4 scores8 scores32 sums1 sums2 sums4 sums8 sums32",
+    "integers queries1 queries2 queries4 queries8",
     "pairs pair_rows pair_values pair_scores pair_sums copy_row",
     "partials part_bytes counting scratch scratch_bytes",
-    "numbers scores factor top total queries query_pairs sums wide_keys wide_values lines",
+    "numbers scores factor top total queries query_pairs query_integers sums wide_keys wide_values lines",
 )

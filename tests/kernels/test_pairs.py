@@ -86,14 +86,19 @@ def test_keys_that_nobody_sees_do_not_matter(kind, rng):
 
 
 def test_what_is_wanted(monkeypatch):
-    ask = machine.has_pairs.__wrapped__
-    monkeypatch.setenv("KVKIT_CPU", "avx512")
-    assert not ask()
-    monkeypatch.setenv("KVKIT_CPU", "")
-    assert ask() == machine.has_pairs()
+    ask, integers, pairs = machine.has.__wrapped__, machine.has_integers(), machine.has_pairs()
+    for most, expected in (
+        ("avx512", (False, False)),
+        ("avx512vnni", (integers, False)),
+        ("avx512bf16", (integers, pairs)),
+        ("", (integers, pairs)),
+    ):
+        monkeypatch.setenv("KVKIT_CPU", most)
+        assert (ask("avx512vnni"), ask("avx512bf16")) == expected
     monkeypatch.setenv("KVKIT_CPU", "386")
-    with pytest.raises(kvkit.KvkitError, match="KVKIT_CPU: expected avx512 or avx512bf16, got '386'"):
-        ask()
+    words = "KVKIT_CPU: expected avx512 or avx512vnni or avx512bf16, got '386'"
+    with pytest.raises(kvkit.KvkitError, match=words):
+        ask("avx512vnni")
 
 
 if machine.has_pairs():

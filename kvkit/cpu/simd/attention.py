@@ -529,14 +529,30 @@ def plus_times(b, source, target, count, number):
         write(b, into, read(b, at, F32, LANES).fma(factor, read(b, into, F32, LANES)))
 
 
+@micro_kernel(7)
+def dots(b, row, rows, step, count, size, target, target_step):
+    """Into targets, the products of one row with so many; of a multiple of 16 numbers."""
+    with loop(b, count) as i:
+        sums, other = Slots(b, zeros(b, LANES)), b.add(rows, b.mul(i, step))
+        with loop(b, size, LANES) as k:
+            at = b.mul(k, I64(4))
+            x, y = (read(b, b.add(base, at), F32, LANES) for base in (row, other))
+            sums[0] = x.fma(y, sums[0])
+        store_first(b, sums_of([sums[0], *zeros(b, LANES, LANES - 1)]), b.add(target, b.mul(i, target_step)))
+
+
 @micro_kernel(3)
 def sum_of_nothing(b, source, count, target):
     """Into target, the sum of all numbers times 0: 0, unless one is not finite; a multiple of 16."""
     sums = Slots(b, zeros(b, LANES))
     with loop(b, count, LANES) as i:
         sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
-    total = sums_of([sums[0], *zeros(b, LANES, LANES - 1)])
-    b.store(b.extract_element(total.value, lanes.I32(0)), b.inttoptr(target, F32.as_pointer())).align = 4
+    store_first(b, sums_of([sums[0], *zeros(b, LANES, LANES - 1)]), target)
+
+
+def store_first(b, vector, target):
+    number = b.extract_element(vector.value, lanes.I32(0))
+    b.store(number, b.inttoptr(target, F32.as_pointer())).align = 4
 
 
 @micro_kernel(5)

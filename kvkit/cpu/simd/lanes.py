@@ -355,13 +355,16 @@ def exp(x):
     return Lanes(x.builder, x.builder.select(chosen, x.of(0.0), result.value))
 
 
-def sums_of(vectors):
+def sums_of(vectors, apart=1):
     """Of 16 or 8 vectors of 16 lanes, one with as many lanes: lane i is the sum of vectors[i].
 
+    Every second lane, or fourth, is summed where so many stay `apart`: then there are 8 vectors, or 4.
     Shuffles stay within 128 bits as long as they can, where they are cheap.
     """
-    vectors = [_added(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in pairs(vectors)]
-    vectors = [_added(x, y, (0, 1, 16, 17), (2, 3, 18, 19)) for x, y in pairs(vectors)]
+    if apart == 1:
+        vectors = [_added(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in pairs(vectors)]
+    if apart <= 2:
+        vectors = [_added(x, y, (0, 1, 16, 17), (2, 3, 18, 19)) for x, y in pairs(vectors)]
     vectors = [_blocks_added(x, y) for x, y in pairs(vectors)]
     return _blocks_added(*vectors)
 

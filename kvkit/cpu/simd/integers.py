@@ -1,0 +1,508 @@
+"""Narrow products over codes by integers (AVX-512 VNNI), scores and sums of a block as `attention` has them.
+
+scores  Queries are fixed point of 16 bits, relative to the largest of their row. Four neighbouring codes are
+        multiplied a lane, once with the high bytes of a query and once with the low ones, and added up as
+        integers as long as they share a scale. Lanes of a quarter of a vector hold up to four rows.
+sums    Weights are fixed point of 16 bits, relative to the largest of the block, and so are scales; their
+        products are multiplied with codes, two tokens a lane, and added up as integers over the block.
+
+What is not finite in queries and scales comes out as what is not finite in scores and sums.
+"""
+
+import functools
+import itertools
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kvkit.cpu.simd.attention import LANES, LINE, LOWEST, bytes_of, number_at, tile_tokens
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    RAW,
+    Lanes,
+    Slots,
+    broadcast,
+    exp,
+    joined,
+    loop,
+    micro_kernel,
+    prefetch,
+    read,
+    sums_of,
+    widen,
+    write,
+    zeros,
+)
+from kvkit.formats.elements import BY_NAME
+
+BYTES = 64  # of a vector
+WORDS = ir.VectorType(I32, LANES)
+LARGEST_QUERY = 127 * 256 + 127  # high and low bytes have signs
+LARGEST_WEIGHT = 2**15 - 1
+LEAST = 2.0**-100  # what is smaller counts as 0: reciprocals stay finite
+ROUNDER = 1.5 * 2.0**23  # added, it leaves an integer in the low bits
+ROUNDER_BITS = 0x4B400000
+
+
+def dot(sums, codes, bytes_):
+    """Sums, and the products of unsigned codes with bytes that have a sign: four a lane."""
+    return called("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes.as_bits(), bytes_.as_bits())
+
+
+def dot_pairs(sums, x, y):
+    """Sums, and the products of two vectors of 16-bit integers: two a lane."""
+    return called("llvm.x86.avx512.vpdpwssd.512", WORDS, sums, x.as_bits(), y.as_bits())
+
+
+def times(x, y):
+    """Products of 16-bit fixed point, rounded."""
+    x, y = x.as_bits(16), y.as_bits(16)
+    name = "llvm.x86.avx512.pmul.hr.sw.512" if x.count == 32 else "llvm.x86.avx2.pmul.hr.sw"
+    return called(name, x.type, x, y).as_bits()
+
+
+def called(name, result, *lanes):
+    b = lanes[0].builder
+    signature = ir.FunctionType(result, [x.type for x in lanes])
+    return Lanes(
+        b, b.call(cgutils.get_or_insert_function(b.module, signature, name), [x.value for x in lanes])
+    )
+
+
+def nothing(b):
+    return Lanes(b, ir.Constant(WORDS, [0] * LANES))
+
+
+def word_at(b, address):
+    """The 32 bits at an address, in every lane."""
+    return broadcast(b, address, LANES).as_bits()
+
+
+class Codes:
+    """Rows of symmetric codes, a chunk of `width` at a time, and their scales."""
+
+    def __init__(self, stored, cell, group, width):
+        self.element = BY_NAME[stored]
+        self.block, self.bits, self.width = self.element.block, self.element.bits, width
+        self.group = self.block.elements if self.block else group
+        self.cell = self.block.cell if self.block else cell
+        self.scales = max(1, width // self.group)
+        self.bias = 1 << self.bits - 1
+
+    def group_of(self, element):
+        return element // self.group if self.group < self.width else 0
+
+    def begin(self, b, row, i):
+        """The address of a row's chunk from element i on."""
+        return b.add(row, bytes_of(b, self.element.name, i))
+
+    def bytes(self, b, at, first, size):
+        """So many bytes of the codes of a chunk, in order."""
+        if not self.block:
+            return read(b, b.add(at, I64(first)), I8, size)
+        whole = self.block.elements * self.bits // 8
+        return joined(
+            [
+                read(b, b.add(at, I64(byte // whole * self.block.bytes + self.block.codes_at)), I8, whole)
+                for byte in range(first, first + size, whole)
+            ]
+        )
+
+    def numbers(self, b, at):
+        """Vectors of bytes: codes that are `bias` more than those they stand for; see `elements`."""
+        if self.bits == 8:
+            return [self.bytes(b, at, v, BYTES).apply("xor", 0x80) for v in range(0, self.width, BYTES)]
+        codes = self.bytes(b, at, 0, BYTES)
+        if not (self.block and self.block.less):
+            codes = codes.apply("xor", 0x88)
+        return [codes & 0x0F, ((codes.as_bits(16) >> 4) & 0x0F0F).as_bits(8)]
+
+    def elements(self):
+        """Which elements these bytes hold."""
+        if self.bits == 8:
+            return [range(v, v + BYTES) for v in range(0, self.width, BYTES)]
+        return [[self.in_byte(byte, nibble) for byte in range(BYTES)] for nibble in range(2)]
+
+    def in_byte(self, byte, nibble):
+        """The element of a nibble."""
+        if self.block and self.block.halves:
+            half = self.block.elements // 2
+            return byte // half * 2 * half + byte % half + nibble * half
+        return 2 * byte + nibble
+
+    def parts(self):
+        """Elements of the vectors of pairs, 16 each, that `pairs` gives together."""
+        if self.bits == 8:
+            return [
+                [[first + 8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
+                for first in range(0, self.width, 32)
+            ]
+        return [
+            [
+                [
+                    self.in_byte(2 * (8 * (lane // 4) + lane % 4 + half) + n // 2, n % 2)
+                    for lane in range(LANES)
+                ]
+                for half, n in of_part
+            ]
+            for of_part in self.nibbles()
+        ]
+
+    def nibbles(self):
+        """The halves (see `side_by_side`) and nibbles of words that each part has: runs of 16 elements."""
+        if self.block and self.block.halves:
+            return [[(half, n) for half in (0, 4) for n in (part, part + 2)] for part in (0, 1)]
+        return [[(half, n) for n in range(4)] for half in (0, 4)]
+
+    def pairs(self, b, at, chosen):
+        """Codes of a chunk of two rows side by side, as 16-bit integers: vectors of the chosen `parts`."""
+        found = []
+        if self.bits == 8:
+            for part in chosen:
+                rows = [self.bytes(b, row, 32 * part, 32).cast("sext", I16) for row in at]
+                found += [side_by_side(rows, half) for half in (0, 4)]
+            return found
+        rows = [self.bytes(b, row, 0, BYTES) for row in at]
+        if self.block and self.block.less:
+            rows = [row.apply("xor", 0x88) for row in rows]
+        words = {half: side_by_side([row.as_bits(16) for row in rows], half) for half in (0, 4)}
+        for part in chosen:
+            for half, n in self.nibbles()[part]:
+                codes = words[half] << 12 - 4 * n if n < 3 else words[half]
+                found.append(codes.signed_rshift(12))
+        return found
+
+    def raw_scales(self, b, at, cells, i):
+        """The scales of a chunk as they are stored."""
+        if self.block:
+            count = range(self.scales)
+            return joined([read(b, b.add(at, I64(k * self.block.bytes)), RAW[self.cell], 1) for k in count])
+        size = BY_NAME[self.cell].bytes(1)
+        first = b.add(cells, b.mul(b.udiv(i, I64(self.group)), I64(size)))
+        return read(b, first, RAW[self.cell], self.scales)
+
+
+def side_by_side(rows, half):
+    """Words of two rows in turn: of each quarter of a vector the first four, or those from 4 on."""
+    words = [8 * (lane // 4) + lane % 4 + half for lane in range(LANES)]
+    x, y = rows
+    return x.pick((word + 32 * row for word in words for row in (0, 1)), y)
+
+
+class Queries:
+    """How the queries of a tile lie: factors of the rows, then chunks, of runs that share their scales.
+
+    A run has what sums begin with, then high and low bytes of each of its steps.
+    """
+
+    def __init__(self, rows, codes):
+        self.rows, self.codes = rows, codes
+        self.apart = min(rows, 4)  # rows that a quarter of a vector holds
+        self.vectors = rows // self.apart
+        span = 4 // self.apart
+        self.words = [
+            [4 * (lane // 4) + step * span + lane % 4 // self.apart for lane in range(LANES)]
+            for step in range(self.apart)
+        ]
+        self.runs: dict = {}  # groups of the lanes: the steps, vectors of codes and choices of their words
+        for v, elements in enumerate(codes.elements()):
+            for step, words in enumerate(self.words):
+                groups = tuple(codes.group_of(elements[4 * word]) for word in words)
+                self.runs.setdefault(groups, []).append((v, step))
+
+    def places(self):
+        """(groups, offset of the starts, steps with the offsets of their bytes), and the size of a chunk."""
+        at, found = 0, []
+        for groups, steps in self.runs.items():
+            starts, at = at, at + BYTES * self.vectors
+            of_steps = []
+            for step in steps:
+                of_steps.append((*step, at))
+                at += 2 * BYTES * self.vectors
+            found.append((groups, starts, of_steps))
+        return found, at
+
+
+@functools.cache
+def fixed_queries(rows, stored, cell, group, width):
+    """(queries [row, dim], dim, target, 2 * rows * width bytes of scratch)."""
+    codes = Codes(stored, cell, group, width)
+    form = Queries(rows, codes)
+    places, chunk = form.places()
+    elements, line = codes.elements(), 2 * width  # of a row: high bytes, then low ones, as codes lie
+
+    @micro_kernel(4)
+    def fixed_queries(b, queries, dim, target, scratch):
+        row_bytes = b.mul(dim, I64(4))
+        reciprocals = []
+        for r in range(rows):
+            largest, row = Slots(b, zeros(b, LANES, 2)), b.add(queries, b.mul(row_bytes, I64(r)))
+            with loop(b, dim, LANES) as i:
+                query = read(b, b.add(row, b.mul(i, I64(4))), F32, LANES)
+                largest[0] = largest[0].max(abs(query))
+                largest[1] = query.fma(0.0, largest[1])  # NaN, if one is not finite
+            top, odd = largest[0], largest[1]
+            for distance in (8, 4, 2, 1):
+                turned = [(lane + distance) % LANES for lane in range(LANES)]
+                top, odd = top.max(top.pick(turned)), odd + odd.pick(turned)
+            factor = b.extract_element(((top + odd) * (1 / LARGEST_QUERY)).value, I32(0))
+            for lane in range(r, LANES, rows):
+                b.store(factor, b.inttoptr(b.add(target, I64(4 * lane)), F32.as_pointer())).align = 4
+            reciprocals.append(float(LARGEST_QUERY) / top.max(LEAST))
+        with loop(b, dim, width) as i:
+            for r in range(rows):
+                at = b.add(queries, b.add(b.mul(row_bytes, I64(r)), b.mul(i, I64(4))))
+                query = read(b, at, F32, width).fma(reciprocals[r].pick([0] * width), ROUNDER)
+                number = query.as_bits().plus(-ROUNDER_BITS % 2**32)
+                high = number.plus(128).signed_rshift(8)
+                for k, part in enumerate((high, number)):
+                    bytes_ = part.cast("trunc", I8)
+                    for v, order in enumerate(elements):
+                        at = b.add(scratch, I64(r * line + k * width + BYTES * v))
+                        write(b, at, bytes_.pick(order))
+            to = b.add(target, b.add(I64(BYTES), b.mul(b.udiv(i, I64(width)), I64(chunk))))
+            one = Lanes(b, ir.Constant(ir.VectorType(I8, BYTES), [1] * BYTES))
+            for _, starts, steps in places:
+                total = [nothing(b) for _ in range(2 * form.vectors)]
+                for v, step, offset in steps:
+                    for h in range(form.vectors):
+                        for k in range(2):
+                            of_rows = joined(
+                                [
+                                    read(b, b.add(scratch, I64(r * line + k * width + BYTES * v)), I32, LANES)
+                                    for r in range(h * form.apart, (h + 1) * form.apart)
+                                ]
+                            )
+                            chosen = of_rows.pick(
+                                lane % form.apart * LANES + word for lane, word in enumerate(form.words[step])
+                            )
+                            write(b, b.add(to, I64(offset + BYTES * (2 * h + k))), chosen)
+                            total[2 * h + k] = dot(total[2 * h + k], one, chosen)
+                for h in range(form.vectors):
+                    start = (total[2 * h] << 8).plus(total[2 * h + 1]).apply("mul", -codes.bias % 2**32)
+                    write(b, b.add(to, I64(starts + BYTES * h)), start)
+
+    return fixed_queries
+
+
+@functools.cache
+def scores(rows, stored, cell, group, width):
+    """`attention.narrow_scores` of such queries; `dim` is a multiple of `width`."""
+    codes = Codes(stored, cell, group, width)
+    form = Queries(rows, codes)
+    places, chunk = form.places()
+    tokens = tile_tokens(rows)
+
+    @micro_kernel(11)
+    def scores(b, queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
+        size, factor = bytes_of(b, stored, dim), read(b, queries, F32, LANES).pick(range(tokens * rows))
+        with loop(b, count, tokens) as first:
+            number = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
+            key_at = [b.add(keys, b.mul(n, key_row)) for n in number]
+            cell_at = [b.add(cells, b.mul(n, cell_row)) for n in number]
+            for t in range(tokens):
+                soon = number_at(b, ahead, b.add(first, I64(t)))
+                with loop(b, size, LINE) as i:
+                    prefetch(b, b.add(b.add(shift, soon), i))
+            sums = Slots(b, zeros(b, LANES, tokens * form.vectors))
+            with loop(b, dim, width) as i:
+                query = b.add(queries, b.add(I64(BYTES), b.mul(b.udiv(i, I64(width)), I64(chunk))))
+                at = [codes.begin(b, row, i) for row in key_at]
+                code = [codes.numbers(b, row) for row in at]
+                scale = [
+                    widen(codes.raw_scales(b, *places, i), codes.cell)
+                    for places in zip(at, cell_at, strict=True)
+                ]
+                for groups, starts, steps in places:
+                    begin = [
+                        read(b, b.add(query, I64(starts + BYTES * h)), I32, LANES)
+                        for h in range(form.vectors)
+                    ]
+                    high, low = [nothing(b)] * len(sums.places), begin * tokens
+                    for v, step, offset in steps:
+                        halves = [
+                            read(b, b.add(query, I64(offset + BYTES * k)), I32, LANES)
+                            for k in range(2 * form.vectors)
+                        ]
+                        for t in range(tokens):
+                            chosen = code[t][v].as_bits().pick(form.words[step])
+                            for h in range(form.vectors):
+                                k = t * form.vectors + h
+                                high[k] = dot(high[k], chosen, halves[2 * h])
+                                low[k] = dot(low[k], chosen, halves[2 * h + 1])
+                    for k in range(len(high)):
+                        product = (high[k] << 8).plus(low[k]).cast("sitofp", F32)
+                        sums[k] = product.fma(scale[k // form.vectors].pick(groups), sums[k])
+            total = sums_of([sums[k] for k in range(tokens * form.vectors)], form.apart) * factor
+            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
+
+    return scores
+
+
+@functools.cache
+def softmax(rows):
+    """(scores, vectors, top, total, factors): scores [token, row] to weights, 16-bit integers, in place.
+
+    Weights are relative to the largest of these; [token / 2, row, 2]. Running top and total of each row as
+    in `attention.online_softmax`; factors are what sums so far are multiplied with, and those of this block.
+    """
+    order = [
+        token * rows + row
+        for first in range(0, LANES // rows, 2)
+        for row in range(rows)
+        for token in (first, first + 1)
+    ]
+
+    @micro_kernel(5)
+    def softmax(b, scores, vectors, top, total, factors):
+        largest = Slots(b, [read(b, scores, F32, LANES)])
+        with loop(b, vectors) as i:
+            largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES))
+        here = largest[0]
+        for distance in (8, 4, 2, 1):
+            if distance >= rows:
+                here = here.max(here.pick((lane + distance) % LANES for lane in range(LANES)))
+        before = read(b, top, F32, LANES)
+        new, here = before.max(here), here.max(LOWEST)
+        base = new.max(LOWEST)
+        shrink, grow = exp(before - base), exp(here - base)
+        sums = Slots(b, zeros(b, LANES))
+        with loop(b, vectors) as i:
+            weight = exp(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - here)
+            rounded = weight.fma(float(LARGEST_WEIGHT), ROUNDER)
+            sums[0] = sums[0] + (rounded - ROUNDER)
+            pairs = rounded.as_bits(16).pick(2 * lane for lane in order)
+            write(b, b.add(scores, b.mul(i, I64(BYTES // 2))), pairs)
+        write(b, top, new)
+        write(b, total, read(b, total, F32, LANES).fma(shrink, sums[0] * grow * (1 / LARGEST_WEIGHT)))
+        write(b, factors, shrink)
+        write(b, b.add(factors, I64(BYTES)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
+
+    return softmax
+
+
+@functools.cache
+def sums(rows, stored, cell, group, width):
+    """`attention.narrow_sums` of the weights and factors of `softmax`, and `scratch_bytes` to work in.
+
+    Tokens that fill the last vector of weights have weights of 0, and numbers.
+    """
+    codes = Codes(stored, cell, group, width)
+    parts, count_of = codes.parts(), codes.scales
+    at_once = LANES // rows  # tokens
+    most_rows = min(rows, LANES // len(parts[0]))
+    most_parts = min(len(parts), max(1, LANES // (most_rows * len(parts[0]))))
+    pairs = min(at_once // 2, max(1, LANES // count_of))  # that share a vector of scales
+    bits = 32 if BY_NAME[codes.cell].bytes(1) == 4 else 16
+
+    def largest_scales(b, value_at, cells_at, count, i):
+        """The largest scale of each group, which is not finite if one is not."""
+        largest = Slots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(bits), count_of), [0] * count_of))])
+        with loop(b, count) as token:
+            raw = codes.raw_scales(b, value_at(token), cells_at(token), i).as_bits(bits)
+            largest[0] = largest[0].max(raw & (1 << bits - 1) - 1)
+        raw = RAW[codes.cell]
+        return widen(largest[0].cast("bitcast", raw), codes.cell)
+
+    def weigh(b, weights, value_at, cells_at, count, i, largest, target):
+        """Weights times scales, relative to the largest: [token / 2, row, scale, 2]."""
+        reciprocal = float(LARGEST_WEIGHT) / largest.max(LEAST)
+        reciprocal = reciprocal.pick(lane % count_of for lane in range(pairs * count_of))
+
+        def integers(tokens):
+            raw = [codes.raw_scales(b, value_at(token), cells_at(token), i) for token in tokens]
+            return widen(joined(raw), codes.cell).fma(reciprocal, ROUNDER).as_bits()
+
+        with loop(b, count, at_once) as first:
+            weight = read(b, b.add(weights, b.mul(first, I64(2 * rows))), I32, LANES // 2)  # [pair, row]
+            to = b.add(target, b.mul(first, I64(2 * rows * count_of)))
+            tokens = [b.add(first, I64(t)) for t in range(at_once)]
+            for begin in range(0, at_once // 2, pairs):
+                even, odd = (integers(tokens[2 * begin + k :][: 2 * pairs : 2]) for k in range(2))
+                scale = (even & 0xFFFF) | (odd << 16)
+                order = list(itertools.product(range(pairs), range(rows), range(count_of)))
+                size = min(LANES, len(order))
+                for k in range(0, len(order), size):
+                    of_scale = scale.pick(p * count_of + g for p, _, g in order[k : k + size])
+                    of_weight = weight.pick((begin + p) * rows + r for p, r, _ in order[k : k + size])
+                    write(b, b.add(to, I64(4 * (begin * rows * count_of + k))), times(of_scale, of_weight))
+
+    @micro_kernel(13)
+    def sums(
+        b, weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
+        scratch,
+    ):  # fmt: skip
+        def cells_at(token):
+            return b.add(cells, b.mul(number_at(b, numbers, token), cell_row))
+
+        def of_chunk(chosen, chosen_rows, i, largest):
+            columns = [elements for part in chosen for elements in parts[part]]
+            groups = [tuple(codes.group_of(e) for e in elements) for elements in columns]
+            totals = Slots(b, [nothing(b) for _ in chosen_rows for _ in columns])
+            with loop(b, count, 2) as token:
+                at, second = [], b.add(token, I64(1))
+                for one in (token, second):
+                    row = b.add(values, b.mul(number_at(b, numbers, one), value_row))
+                    at.append(codes.begin(b, row, i))
+                if chosen_rows[0] == 0:
+                    for one in (token, second):
+                        ask_for(one, i, chosen)
+                value = codes.pairs(b, at, chosen)
+                weight_at = b.add(scratch, b.mul(token, I64(2 * rows * count_of)))
+                for r, row in enumerate(chosen_rows):
+                    of_row = b.add(weight_at, I64(4 * row * count_of))
+                    for k, vector in enumerate(value):
+                        weight = of_groups(of_row, groups[k])
+                        place = r * len(columns) + k
+                        totals[place] = dot_pairs(totals[place], vector, weight)
+            order = [element for elements in columns for element in elements]
+            back = sorted(range(len(order)), key=order.__getitem__)
+            for r, row in enumerate(chosen_rows):
+                shrink = broadcast(b, b.add(factors, I64(4 * row)), LANES)
+                grow = broadcast(b, b.add(factors, I64(BYTES + 4 * row)), LANES)
+                whole = []
+                for k in range(len(columns)):
+                    total = totals[r * len(columns) + k].cast("sitofp", F32)
+                    whole.append(total * (largest.pick(groups[k]) * grow))
+                whole = joined(whole)
+                for k in range(0, len(order), LANES):
+                    column = b.add(i, I64(order[back[k]]))
+                    at = b.add(sums, b.mul(b.add(b.mul(dim, I64(row)), column), I64(4)))
+                    write(b, at, read(b, at, F32, LANES).fma(shrink, whole.pick(back[k : k + LANES])))
+
+        def ask_for(token, i, chosen):
+            """The lines that begin in these parts; all parts of nibbles have the same."""
+            first, last = (32 * chosen.start, 32 * chosen.stop) if codes.bits == 8 else (0, BYTES)
+            if codes.bits == 8 or chosen.start == 0:
+                soon = codes.begin(b, b.add(number_at(b, ahead, token), shift), i)
+                for line in range(-(-first // LINE) * LINE, last, LINE):
+                    prefetch(b, b.add(soon, I64(line)))
+
+        def of_groups(at, groups):
+            if len(set(groups)) == 1:
+                return word_at(b, b.add(at, I64(4 * groups[0])))
+            return read(b, at, I32, count_of).pick(groups)
+
+        with loop(b, dim, width) as i:
+
+            def value_at(token):
+                row = b.add(values, b.mul(number_at(b, numbers, token), value_row))
+                return codes.begin(b, row, i)
+
+            largest = largest_scales(b, value_at, cells_at, count, i)
+            weigh(b, weights, value_at, cells_at, count, i, largest, scratch)
+            for part in range(0, len(parts), most_parts):
+                for row in range(0, rows, most_rows):
+                    chosen = range(part, part + most_parts)
+                    of_chunk(chosen, range(row, row + most_rows), i, largest)
+
+    return sums
+
+
+def scratch_bytes(rows, tokens, *form):
+    """What `sums` of so many tokens need."""
+    return 2 * rows * Codes(*form).scales * (-(-tokens // LANES) * LANES)

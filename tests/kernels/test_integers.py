@@ -1,0 +1,220 @@
+"""Narrow products of codes by integers, where the processor has them, against float64; calls without, too."""
+
+import functools
+
+import numba
+import numpy as np
+import pytest
+from borders import BEGIN, END, at_border, guarded, needs_borders
+from numpy.testing import assert_allclose, assert_array_equal
+
+import kvkit
+from kvkit.cpu import integers, machine
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(not machine.has_integers(), reason="the processor multiplies no integers so"),
+]
+QUERY, WEIGHT = 1 / 32639, 1 / 32767  # of the largest: what fixed point is whole multiples of
+FORMS = [
+    ("int8", "float16", 8, 128),
+    ("int8", "bfloat16", 32, 64),
+    ("int8", "float32", 128, 128),
+    ("int8", "float16", 256, 128),
+    ("int4", "float16", 32, 128),
+    ("int4", "float32", 8, 128),
+    ("q8_0", None, 0, 64),
+    ("q4_0", None, 0, 128),
+]
+forms = pytest.mark.parametrize(
+    ("rows", "form"),
+    [(1 << i % 4, form) for i, form in enumerate(FORMS)] + [(4, FORMS[0]), (8, FORMS[4]), (4, FORMS[7])],
+    ids=str,
+)
+
+
+def same(array):
+    return array
+
+
+class Rows:
+    """Codes at scattered places of a cache, all else in it NaN, and what they stand for."""
+
+    def __init__(self, rng, form, tokens, place=same):
+        stored, cell, group, width = form
+        self.dim = max(2 * width, group)
+        capacity = 2 * tokens + 1
+        self.numbers = rng.permutation(capacity)[:tokens]
+        size = group or 32
+        largest = 127 if stored in ("int8", "q8_0") else 7
+        codes = rng.integers(-largest - 1, largest + 1, (tokens, self.dim)).astype(np.int8)
+        scales = rng.uniform(-1, 1, (tokens, self.dim // size)).astype(np.float32)
+        kind = kvkit.formats.BY_NAME[cell or "float16"].dtype
+        scales = scales.astype(kind)
+        self.values = codes * np.repeat(scales.astype(np.float64), size, 1)
+        if cell is None:
+            blocks = codes.reshape(tokens, -1, 32)
+            low, high = np.split((blocks + 8).view(np.uint8), 2, -1)
+            data = blocks.view(np.uint8) if stored == "q8_0" else low | high << 4
+            whole = np.concatenate([scales[..., None].view(np.uint8), data], -1).reshape(tokens, -1)
+            cells = np.zeros((tokens, 1), np.uint8)
+        else:
+            whole = (codes[:, ::2] & 15 | codes[:, 1::2] << 4) if stored == "int4" else codes
+            cells = scales.view(np.uint8).reshape(tokens, -1)
+        self.codes, self.cells = (place(self.spread(x, capacity)) for x in (whole, cells))
+        self.largest = np.abs(codes).max() * np.abs(scales.astype(np.float64)).max()
+
+    def spread(self, rows, capacity):
+        memory = np.full((capacity, rows.shape[1]), 0xFF, np.uint8)
+        memory[self.numbers] = rows.view(np.uint8)
+        return memory
+
+    def numbers_for(self, count):
+        """The last one repeated, as a walk does."""
+        return np.append(self.numbers, self.numbers[-1:].repeat(count - len(self.numbers))).astype(np.int64)
+
+
+def call(code, *arguments):
+    code.ctypes(*[x.ctypes.data if isinstance(x, np.ndarray) else int(x) for x in arguments])
+
+
+def soon(rng, count):
+    return rng.integers(-(2**63), 2**63 - 1, count)
+
+
+def check_scores(rng, rows, form, tokens, place=same):
+    cache, whole = Rows(rng, form, tokens, place), -(-tokens // 8) * 8
+    numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
+    queries = place((rng.standard_normal((rows, cache.dim)) * 2.0 ** rng.integers(-9, 9)).astype(np.float32))
+    fixed, untouched_queries = guarded(((cache.dim + 16) * rows,))
+    call(integers.queries(rows, *form), queries, cache.dim, fixed)
+    scores, untouched = guarded((whole, rows))
+    call(
+        integers.scores(rows, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells,
+        cache.cells.shape[1], numbers, ahead, 0, whole, cache.dim, scores,
+    )  # fmt: skip
+    untouched_queries()
+    untouched()
+    expected = cache.values @ queries.T.astype(np.float64)
+    largest = np.abs(queries).max(1)
+    bound = (0.5 * QUERY + 2**-20) * np.abs(cache.values).sum(1)[:, None] * largest
+    assert (np.abs(scores[:tokens] - expected) <= bound).all()
+
+
+def check_sums(rng, rows, form, tokens, place=same, before=0.0):
+    """Two blocks: what was there before is weighed against the scores of this one."""
+    cache, whole = Rows(rng, form, tokens, place), -(-tokens * rows // 16) * 16 // rows
+    numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
+    logits = (rng.standard_normal((tokens, rows)) * 3).astype(np.float32)
+    logits[0] = -np.inf
+    scores = np.full((whole, rows), -np.inf, np.float32)
+    scores[:tokens] = logits
+    start = rng.standard_normal((rows, cache.dim)).astype(np.float32)
+    sums, untouched = guarded(start.shape, start)
+    state = np.zeros((2, 16), np.float32)
+    state[0] = before
+    state[1, :rows] = 1
+    factors = place(np.zeros(32, np.float32))
+    call(
+        integers.sums(rows, *form), place(scores.copy()), cache.codes, cache.codes.shape[1], cache.cells,
+        cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, state[0], state[1],
+    )  # fmt: skip
+    untouched()
+    top = np.maximum(logits.max(0), np.float32(before))
+    weights = np.exp(logits.astype(np.float64) - top)
+    shrink = np.exp(before - top.astype(np.float64))
+    expected = start * shrink[:, None] + weights.T @ cache.values
+    bound = tokens * 1.5 * WEIGHT * cache.largest * weights.max(0)[:, None] + 1e-5 * np.abs(expected).max()
+    assert (np.abs(sums - expected) <= bound).all()
+    assert_array_equal(state[0][:rows], top)
+    total = state[1].reshape(-1, rows).sum(0)
+    assert_allclose(total, shrink + weights.sum(0), rtol=1e-5, atol=tokens * WEIGHT)
+
+
+@forms
+def test_products(rows, form, rng):
+    for tokens in (1, 8, 29, 64):
+        check_scores(rng, rows, form, tokens)
+        check_sums(rng, rows, form, tokens)
+    check_sums(rng, rows, form, 16, before=40.0)  # a block that hardly matters
+    check_sums(rng, rows, form, 16, before=-40.0)
+
+
+@needs_borders
+@forms
+@pytest.mark.parametrize("where", [BEGIN, END])
+def test_products_read_nothing_outside(rows, form, where, rng):
+    def place(array):
+        return at_border(array, where)
+
+    check_scores(rng, rows, form, 5, place)
+    check_sums(rng, rows, form, 5, place)
+
+
+def attended(query, cache, scale, codes, group, **given):
+    sizes = {"num_heads": query.shape[2], "num_kv_heads": cache.shape[4], "head_dim": query.shape[3]}
+    new = np.zeros((len(query), 1, cache.shape[4], query.shape[3]), query.dtype)
+    return kvkit.multi_head_cache_attention(
+        query, new, new, cache=cache.copy(), scale=scale.copy(), start_pos=cache.shape[3] - 1,
+        quant_bit=codes, quant_group=group, cache_layout=0, **sizes, **given,
+    )  # fmt: skip
+
+
+def problem(rng, bits, group, heads, length=203, dim=128):
+    cache = rng.integers(-127, 128, (2, 1, 2, length, 2, dim * bits // 8)).astype(np.int8)
+    scale = (rng.uniform(0.2, 1, (*cache.shape[:-1], dim // group)) / 2 ** (bits - 1)).astype(np.float16)
+    return rng.standard_normal((2, 1, heads, dim)).astype(np.float16), cache, scale
+
+
+def without(monkeypatch, function):
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "has_integers", lambda: False)
+        return function()
+
+
+@pytest.mark.parametrize("given", [{}, {"softcap": 5.0}, {"is_alibi": True}, {"window": (50, 0)}], ids=str)
+@pytest.mark.parametrize(("bits", "group", "heads"), [(8, 8, 8), (4, 32, 16)])
+def test_attention_is_as_without(bits, group, heads, given, rng, monkeypatch):
+    """At large scores, too: what is between is the fixed point of queries, and of weights."""
+    query, cache, scale = problem(rng, bits, group, heads)
+    for size in (1, 10):
+        run = functools.partial(
+            attended, query, cache, scale, bits, group, softmax_scale=size / 128**0.5, **given
+        )
+        got, expected = run(), without(monkeypatch, run)
+        scores = size / 128**0.5 * np.linalg.norm(query.astype(np.float64), axis=-1).max() * 128**0.5
+        assert_allclose(
+            got.astype(float), expected.astype(float), atol=2**-14 * max(1, scores) + 2**-11, rtol=0
+        )
+        assert not np.array_equal(got, expected)  # these are two paths
+
+
+@pytest.mark.parametrize("where", ["query", "key scale", "value scale"])
+@pytest.mark.parametrize("number", [np.nan, -np.inf], ids=str)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_what_is_not_finite_ends_as_without(where, number, hidden, rng, monkeypatch):
+    query, cache, scale = problem(rng, 8, 8, 8)
+    mask = np.ones((1, cache.shape[3]), bool)
+    mask[:, 7] = not hidden
+    if where == "query":
+        query[1, 0, 3, 5] = number
+    else:
+        scale[1, 0, int(where == "value scale"), 7, 1, 3] = number
+    given = {} if where == "query" else {"attn_mask": mask}
+
+    def run():
+        return attended(query, cache, scale, 8, 8, **given)
+
+    got, expected = run(), without(monkeypatch, run)
+    assert_array_equal(np.isfinite(got), np.isfinite(expected))
+    assert_allclose(got.astype(float), expected.astype(float), atol=2**-10)
+
+
+def test_threads_do_not_matter(rng):
+    query, cache, scale = problem(rng, 8, 8, 8, length=15000)
+    most, results = numba.get_num_threads(), []
+    for count in (1, most):
+        numba.set_num_threads(count)
+        results.append(attended(query, cache, scale, 8, 8))
+    numba.set_num_threads(most)
+    assert_array_equal(*results)
