@@ -23,6 +23,7 @@ FLOORS = (
     "checks",  # 3
     "cpu",  # 4
     "launch repeats layouts.conversion",  # 5
+    "steps rotary",
     "ascend static dynamic_batching paged merge",
     "__init__",
     "files",  # 6

@@ -32,6 +32,7 @@ TASK = Record(
     "table table_bytes numbers longest scratch scratch_bytes",
 )
 SIDE = 8 * 10  # bytes
+OWNERS = {0: "query", 4: "turned query", 10: "key", 14: "turned key"}  # of addresses in sides
 
 call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
 get, get_double = memory.load(types.int64), memory.load(types.float64)
@@ -263,7 +264,7 @@ def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, s
         task[TASK.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
         share_out(walk, workers, address(task))
 
-    return Launch(task, {}, run, alive=(moves, starts, first, places, numbers, tables))
+    return Launch(places.reshape(-1), OWNERS, run, alive=(task, moves, starts, first, numbers, tables))
 
 
 scratch = Arena()  # of workers: cosines, sines, frequencies

@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import kvkit
-from kvkit.dynamic_batching import steps
+from kvkit import steps
 
 pytestmark = pytest.mark.cpu
 ROWS, HEADS, DIM = 4096, 2, 16
