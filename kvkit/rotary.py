@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit import cpu, launch
+from kvkit import cpu, launch, spare
 from kvkit.checks import positions
 from kvkit.checks.tensors import one_piece
 from kvkit.cpu.launches import address
@@ -39,7 +39,7 @@ def rotate(given, out, where, checked, positions_of):
     if prepared:
         guarded, *kept = prepared
         found = positions_of(**where)
-        made = out or [np.empty(array.shape, array.dtype) for array in arrays]
+        made = out or [spare.empty(array.shape, array.dtype) for array in arrays]
         if len(kept[0]) == len(found[0]):
             for ours, numbers in zip(kept, found, strict=True):
                 np.copyto(ours, numbers)
@@ -49,7 +49,7 @@ def rotate(given, out, where, checked, positions_of):
     call = checked(**given)
     made = call.results.taken(out)
     if call.starts[-1]:
-        turn = launch.rotation(call, made, new=out is None)
+        turn = launch.rotation(call, made)
         cpu.launches.start(turn)
         if known and all(one_piece(array) is array for array in arrays):
             repeated = dict(zip(ARRAYS, (*arrays, *made), strict=True))

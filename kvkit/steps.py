@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvkit import checks, cpu, launch
+from kvkit import checks, cpu, launch, spare
 from kvkit.checks import validation
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.index_tensors import INT64_MAX, equal
@@ -81,12 +81,12 @@ class Step:
             if out is None:
                 *_, heads, dim = arrays[0].shape
                 shape = *self._sequences.contexts(steps), heads * given["num_repeat"], dim
-                made = np.empty(shape, arrays[0].dtype), np.empty(shape, arrays[0].dtype)
+                made = spare.empty(shape, arrays[0].dtype), spare.empty(shape, arrays[0].dtype)
             if prepared.run((*arrays, *made)):
                 return made[0], made[1]
         call = checked_key_value_cache(self._sequences, **given)
         made = call.results.taken(out)
-        launches = launch.transfers(call, made, new=out is None)
+        launches = launch.transfers(call, made)
         cpu.launches.start(*launches)
         if known and call.current_key is arrays[0] and call.current_value is arrays[1]:
             repeated = dict(zip(LOADED, (*arrays, *made), strict=True))
@@ -102,7 +102,7 @@ class Step:
             known = form((*arrays, out), attributes)
         prepared = self._attended.get(known)
         if prepared and prepared.room >= steps.rows:
-            made = np.empty(arrays[0].shape, arrays[0].dtype) if out is None else out
+            made = spare.empty(arrays[0].shape, arrays[0].dtype) if out is None else out
             if prepared.run((*arrays, made), self._number):
                 return made
         call = checked_cache_attention(self._sequences, **given)

@@ -230,12 +230,11 @@ def code():
     return callback(walk, WORKER)
 
 
-def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling, new):
+def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
     """A launch that turns `moves`: (query, its output) and (key, its output). Nothing can fail any more.
 
     `halves` says which elements are pairs; `tables` are float32 [cosines | sines, positions, pairs], or None.
-    `scaling` is (theta, divisor of positions, longest, factor of the base beyond); `new` memory is in the
-    caches already: the system has just filled it with zeros.
+    `scaling` is (theta, divisor of positions, longest, factor of the base beyond).
     """
     sides, moved = [], 0
     for (source, target), turning in zip(moves, (turned, 0 if bypass_key else turned), strict=True):
@@ -244,7 +243,7 @@ def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, s
         heads = source.shape[-2] if turning or where[0] != place else 0  # nothing to do in place
         sides.append((*where, heads, turning))
         moved += target.nbytes
-    stream = not new and moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
+    stream = moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
     stream = stream and not (halves and turned // 2 * moves[0][0].itemsize % 16)
     workers = threads() if moved >= SMALL_BYTES else 1
     theta, divisor, longest, factor = scaling
