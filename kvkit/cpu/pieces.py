@@ -15,7 +15,7 @@ from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, thread
 from kvkit.cpu.records import Record
 from kvkit.cpu.rows import STORE, rows
 from kvkit.cpu.simd import means, panels
-from kvkit.cpu.simd.fractals import fractals
+from kvkit.cpu.simd.fractals import ask, fractals, scattered_fractals
 from kvkit.cpu.transfer import SMALL_BYTES, aligned
 from kvkit.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.jit import callback, helper
@@ -23,6 +23,7 @@ from kvkit.layouts.places import FRACTAL_BYTES
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format whose elements have as many bytes
 STREAM_BYTES = 4 * 2**20  # more than stays near a core: single slots are stored three times as fast around it
+FRACTAL_ROWS = 32  # of NZ, stored together: 64 KB of eight heads of 128 float16 stay in the second cache
 TILE = 16  # tokens that are moved head by head, where a head's tokens are neighbours in the cache
 SIDE = Record(
     "packed token head cache block row",
@@ -37,6 +38,7 @@ TASK = Record(
 )
 
 get, call_rows, call_mean = memory.load(types.int64), memory.call(13), memory.call(5)
+put, addresses = memory.store(types.int64), memory.scratch(8 * FRACTAL_ROWS)
 record, side, integers = memory.record(TASK), memory.record(SIDE), memory.integers
 
 
@@ -58,8 +60,10 @@ def move(worker, task_at):
                 piece += 1
             named = task.pieces + 8 * piece * PIECE
             done, slot = token - starts[piece], get(named + 8 * SLOT)
-            source = at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
-            if get(named + 8 * MEAN):
+            source = address_of(task, at, token, piece)
+            if at.by_fractal and at.stores and not task.mean_code:
+                token += store_fractals(task, at, token, end, piece)
+            elif get(named + 8 * MEAN):
                 if done == 0:
                     line = task.lines + item * at.line_bytes
                     call_mean(
@@ -76,6 +80,41 @@ def move(worker, task_at):
 
 
 @helper
+def store_fractals(task, at, token, end, piece):
+    """Store tokens from one on, wherever they lie, in slots that are neighbours; how many.
+
+    So cache lines, which have two tokens' fractals each, are written in one go. The rows of the next tokens
+    are asked for meanwhile, one after the other, since they are read a group of each in turn.
+    """
+    starts, sources, first, rows, later = integers(task.starts), addresses(), 0, 0, piece
+    while token + rows < end and rows < FRACTAL_ROWS:
+        while token + rows >= starts[piece + 1]:
+            piece += 1
+        slot = get(task.pieces + 8 * (piece * PIECE + SLOT)) + token + rows - starts[piece]
+        if rows == 0:
+            first = slot
+        elif slot != first + rows or row_of(0, slot, task.block_size) == 0:
+            break
+        put(sources + 8 * rows, address_of(task, at, token + rows, piece))
+        ahead = min(token + rows + FRACTAL_ROWS, end - 1)
+        while ahead >= starts[later + 1]:
+            later += 1
+        ask(address_of(task, at, ahead, later), FRACTAL_BYTES * at.inner)
+        rows += 1
+    page, row = page_of(first, task.block_size), row_of(0, first, task.block_size)
+    target = at.cache + page * at.block + row * at.row
+    scattered_fractals(sources, at.packed_inner, target, at.row, at.cache_inner, rows, at.inner)
+    return rows
+
+
+@helper
+def address_of(task, at, token, piece):
+    """Where a token of a piece is packed."""
+    named, done = task.pieces + 8 * piece * PIECE, token - integers(task.starts)[piece]
+    return at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
+
+
+@helper
 def move_run(code, at, packed, slot, run, block_size):
     """Neighbouring rows of a block."""
     page, row = page_of(slot, block_size), row_of(0, slot, block_size)
@@ -85,7 +124,7 @@ def move_run(code, at, packed, slot, run, block_size):
         source, target = packed + outer * at.packed_outer, cache + outer * at.cache_outer
         cell = cells + outer * at.cell_outer
         if at.by_fractal:
-            if at.stores:
+            if at.stores:  # with means
                 fractals(
                     source, at.token, at.packed_inner, target, at.row, at.cache_inner, run, at.inner
                 )  # fmt: skip
@@ -130,10 +169,10 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
     packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where
     pieces name the heads. `element` is the format of means, if there are any.
     """
+    forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
     tokens = int(starts[-1])
-    forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     unit = min(unit_of(form[6]) for form in forms)
     places, moved, line_bytes = [], 0, 0
     for array, cache, form in zip(packed, caches, forms, strict=True):
