@@ -16,6 +16,7 @@ from kvkit.cpu.records import Record
 from kvkit.cpu.rows import STORE, rows
 from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.fractals import ask, fractals, scattered_fractals
+from kvkit.cpu.simd.panels import LANES
 from kvkit.cpu.transfer import SMALL_BYTES, aligned
 from kvkit.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.jit import callback, helper
@@ -64,19 +65,40 @@ def move(worker, task_at):
             if at.by_fractal and at.stores and not task.mean_code:
                 token += store_fractals(task, at, token, end, piece)
             elif get(named + 8 * MEAN):
-                if done == 0:
-                    line = task.lines + item * at.line_bytes
-                    call_mean(
-                        task.mean_code, source, at.token, get(named + 8 * COUNT), line, at.elements
-                    )  # fmt: skip
-                    move_run(task.rows_code, at, line, slot, 1, task.block_size)
-                token = starts[piece + 1]
+                store_mean(task, at, item, named, done, min(end, starts[piece + 1]) - token)
+                token = min(end, starts[piece + 1])
             else:
                 run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, task.block_size))
                 run = min(run, TILE) if at.by_head else run
                 move_run(task.rows_code, at, source, slot + done, run, task.block_size)
                 token += run
         item += task.workers
+
+
+@helper
+def store_mean(task, at, item, named, done, tokens):
+    """The part of a mean that a worker has for some tokens from the `done`th on.
+
+    That is as much of its elements, each of which one worker adds up in order. Of rows that are not in one
+    piece the worker with the first token has all.
+    """
+    count, line = get(named + 8 * COUNT), task.lines + item * at.line_bytes
+    source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
+    slot = get(named + 8 * SLOT)
+    if at.outer == 1 and at.inner == 1 and not at.by_fractal:
+        panels = at.elements // LANES
+        first, last = done * panels // count, (done + tokens) * panels // count
+        if first < last:
+            offset, size = first * LANES * at.line_bytes // at.elements, (last - first) * LANES
+            call_mean(task.mean_code, source + offset, at.token, count, line, size)
+            target = at.cache + page_of(slot, task.block_size) * at.block
+            target += row_of(0, slot, task.block_size) * at.row + offset
+            call_rows(
+                task.rows_code, line, 0, 0, target, 0, 0, 0, 0, 0, 1, 1, 1, at.dim * size // at.elements
+            )  # fmt: skip
+    elif done == 0:
+        call_mean(task.mean_code, source, at.token, count, line, at.elements)
+        move_run(task.rows_code, at, line, slot, 1, task.block_size)
 
 
 @helper
