@@ -5,6 +5,7 @@ that rows hold, not by their formats.
 """
 
 import functools
+import math
 
 import numpy as np
 from numba import types
@@ -219,9 +220,10 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
 def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
     """A launch of `move` over sides; `averages` are the code of means, if any, and the bytes of a line."""
     numbers, (mean_code, line_bytes) = np.concatenate(places), averages
-    chunks = threads() if moved >= SMALL_BYTES else 1
+    count = threads() if moved >= SMALL_BYTES else 1
+    chunks = count // math.gcd(count, len(places))  # the fewest of equal items that all threads share alike
     items = len(places) * chunks
-    workers = items if chunks > 1 else 1
+    workers = items if count > 1 else 1
     task = TASK.filled({
         "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
         "sides": address(numbers), "side_bytes": SIDE.dtype.itemsize,
