@@ -54,7 +54,7 @@ class Spare:
                 return memory
             self._free.appendleft(memory)
         step = 2 ** (size.bit_length() - 4)  # contexts grow
-        rounded = -(-size // step) * step + ALIGNED
+        rounded = (size // step + 1) * step + ALIGNED
         try:
             return np.empty(rounded, np.uint8)
         except MemoryError:
