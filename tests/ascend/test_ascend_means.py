@@ -182,4 +182,5 @@ def test_threads_share_a_long_mean(rng, monkeypatch):
         caches = np.zeros((2, 1, 16, 1, 96), np.float32)
         reshape_and_cache(tokens, -tokens, *caches, [0], **more)
         stored.append(caches.tobytes())
-    assert len(set(stored)) == 1 and any(stored[0])
+    assert len(set(stored)) == 1
+    assert any(stored[0])

@@ -62,7 +62,8 @@ def test_no_memory_is_given_back_before_all_is_refused(monkeypatch):
         return empty(*given)
 
     monkeypatch.setattr(spare.np, "empty", refused)
-    assert waiting and kept.empty((40 * MB,), np.uint8).size == 40 * MB
+    assert waiting
+    assert kept.empty((40 * MB,), np.uint8).size == 40 * MB
 
 
 def test_threads_never_share_a_result():
@@ -80,7 +81,8 @@ def test_threads_never_share_a_result():
         worker.start()
     for worker in workers:
         worker.join()
-    assert not wrong and kept.kept() <= 64 * MB
+    assert not wrong
+    assert kept.kept() <= 64 * MB
 
 
 def test_results_of_operators(rng):
