@@ -5,7 +5,6 @@ import numpy as np
 from kvkit import cpu, launch, spare
 from kvkit.checks import positions
 from kvkit.checks.tensors import one_piece
-from kvkit.cpu.launches import address
 from kvkit.repeats import Guarded, Repeats, form, is_pair, unaligned
 
 ARRAYS = "query", "key", "turned query", "turned key"
@@ -34,6 +33,7 @@ def rotate(given, out, where, checked, positions_of):
         attributes = tuple(given.values())[1 + len(where) :]  # which tables of cosines make unhashable
         known = form((*arrays, *(out or ())), attributes)
     if known and out:
+        address = cpu.launches.address
         known += unaligned(out), *(address(a) == address(b) for a, b in zip(arrays, out, strict=True))
     prepared = calls.pop(known, None)
     if prepared:

@@ -25,7 +25,9 @@ class Spare:
     """
 
     def __init__(self, most):
-        self.most, self._free, self._lent, self._numbers = most, deque(), {}, itertools.count()
+        self.most, self._numbers = most, itertools.count()
+        self._free: deque[np.ndarray] = deque()
+        self._lent: dict[int, tuple] = {}
 
     def empty(self, shape, dtype):
         """As `numpy.empty`: an array that does not own its memory, which comes back with its last view."""

@@ -147,7 +147,8 @@ def over_static(name, given, out, operator):
     if step is not None:
         step.begins_at(start)
     else:
-        step = Step(Static(start, None if known is None else equal(*known, start + known[1])), FEW)
+        made = None if known is None else equal(known[0], known[1], start + known[1])
+        step = Step(Static(start, made), FEW)
     made = operator(step, given, out)
     if known is not None:
         steps.keep(known, step)
