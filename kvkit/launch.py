@@ -16,17 +16,10 @@ def arguments(given):
     return given
 
 
-def append_and_load(call, out):
-    """Append new tokens and return the contexts read back."""
-    made = call.results.taken(out)
-    cpu.launches.start(*transfers(call, made, new=out is None))
-    return made
-
-
-def transfers(call, made, new):
+def transfers(call, made):
     """The launches of a checked call of `key_value_cache`."""
     store = cpu.transfer.store(call.current_key, call.current_value, call.layer, call.steps)
-    return store, cpu.transfer.load(*made, call.layer, call.steps, call.repeat, new=new)
+    return store, cpu.transfer.load(*made, call.layer, call.steps, call.repeat)
 
 
 def attend(call, out):
@@ -62,17 +55,12 @@ def returned(made):
     return made if len(made) > 1 else made[0]
 
 
-def rotate(call, out):
-    """Turn queries and keys."""
-    made = call.results.taken(out)
-    if call.starts[-1]:
-        moves = tuple(zip(map(one_piece, (call.query, call.key)), made, strict=True))
-        tables = call.tables and np.array(call.tables, np.float32)
-        how = call.turned, call.bypass_key, call.halves, tables, call.scaling
-        cpu.launches.start(
-            cpu.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how, out is None)
-        )
-    return made
+def rotation(call, made):
+    """The launch of a checked call of `rotary_position_embedding` that has tokens."""
+    moves = tuple(zip(map(one_piece, (call.query, call.key)), made, strict=True))
+    tables = call.tables and np.array(call.tables, np.float32)
+    how = call.turned, call.bypass_key, call.halves, tables, call.scaling
+    return cpu.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how)
 
 
 def alibi(call, out):

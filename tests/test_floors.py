@@ -15,7 +15,7 @@ HOUSE = Path(kvkit.__file__).parents[1]
 FLOORS = (
     "errors version dumps",  # 0
     "checks.words",
-    "typed sources kept turns waiting formats compression",  # 1
+    "typed sources kept turns waiting formats compression spare",  # 1
     "foreign",
     "layouts jit",
     "operators",
@@ -23,6 +23,7 @@ FLOORS = (
     "checks",  # 3
     "cpu",  # 4
     "launch repeats layouts.conversion",  # 5
+    "steps rotary",
     "ascend static dynamic_batching paged merge",
     "__init__",
     "files",  # 6

@@ -37,18 +37,17 @@ def of_form(name, value, ndim):
     return array
 
 
-def static(batch, seqlen, start_pos, cache):
-    """A static step is a dynamic one of equal sequences, each from row 0 of its own part of the cache."""
+def has_room(batch, seqlen, start_pos, cache):
+    """Check that a cache with a part for each sequence has rows for new tokens from a position on."""
     sequences, rows = cache.capacity
     if batch > sequences:
         raise wrong("cache", f"room for {batch} sequences (MaxB)", sequences)
     if start_pos > rows - seqlen:
         raise wrong("start_pos", f"room for {seqlen} new tokens in {rows} positions (MaxS)", start_pos)
-    return equal(batch, seqlen, start_pos + seqlen)
 
 
 def equal(batch, seqlen, kvlen):
-    """Sequences of one length, packed one after the other, each from row 0 of a part of its own."""
+    """Sequences of one length as packed ones, each from row 0 of a part of its own."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
     first, sizes = zeros[:, 0], (batch * seqlen, batch * kvlen, kvlen)
     return Steps(counts * seqlen, counts * kvlen, first + (kvlen - seqlen), first, zeros, ENDLESS, *sizes)

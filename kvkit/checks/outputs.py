@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvkit import spare
 from kvkit.checks.tensors import apart, in_out, written
 from kvkit.checks.words import describe, wrong
 
@@ -25,7 +26,7 @@ class Results(NamedTuple):
         """What errors call each."""
         return ["out"] if self.alone else [f"out ({name})" for name in self.forms]
 
-    def taken(self, out, new=np.empty):
+    def taken(self, out, new=spare.empty):
         """A tuple of new arrays, or of those that are given."""
         if out is None:
             return tuple([new(shape, dtype) for shape, dtype in self.forms.values()])

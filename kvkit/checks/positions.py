@@ -36,6 +36,17 @@ class Turn(NamedTuple):
 def static_turn(query, key, start_pos, pad_len, **attributes):
     """The checked call of `rotary_position_embedding` for sequences of one length."""
     fmt = queries_and_keys(query, key, 4)
+    return turn(fmt, query, key, *static_positions(query, start_pos, pad_len), **attributes)
+
+
+def dynamic_turn(query, key, seqstarts, start_pos, max_seqlen, **attributes):
+    """The same of packed sequences."""
+    fmt = queries_and_keys(query, key, 3)
+    return turn(fmt, query, key, *dynamic_positions(query, seqstarts, start_pos, max_seqlen), **attributes)
+
+
+def static_positions(query, start_pos, pad_len):
+    """(starts, first positions) of sequences of one length, checked."""
     batch, seqlen = query.shape[:2]
     first = np.full(batch, integer("start_pos", start_pos, 0, INT64_MAX - seqlen))
     if pad_len is not None:
@@ -46,14 +57,12 @@ def static_turn(query, key, start_pos, pad_len, **attributes):
             b = int(padding.argmin())
             raise wrong("pad_len", f"at least 0 for sequence {b}", padding[b])
         first -= padding
-    return turn(fmt, query, key, np.arange(batch + 1) * seqlen, first, **attributes)
+    return np.arange(batch + 1) * seqlen, first
 
 
-def dynamic_turn(query, key, seqstarts, start_pos, max_seqlen, **attributes):
-    """The same of packed sequences."""
-    fmt = queries_and_keys(query, key, 3)
-    starts, first = packed("query", query.shape[0], seqstarts, start_pos, max_seqlen)
-    return turn(fmt, query, key, starts, first, **attributes)
+def dynamic_positions(query, seqstarts, start_pos, max_seqlen):
+    """The same of packed ones."""
+    return packed("query", len(query), seqstarts, start_pos, max_seqlen)
 
 
 def turn(fmt, query, key, starts, first, *, rotary_dim, bypass_key, interleaved, cos, sin, **scales):

@@ -25,6 +25,7 @@ class Static:
     """Sequences of one length, [B, S, ..], each with a part of the cache of its own."""
 
     start_pos: object = 0  # checked when it is used
+    steps: Steps | None = None  # of new tokens from there on, if they are made already
     decoding: ClassVar[int] = 0
     axes: ClassVar[int] = 4  # of tokens
     layouts: ClassVar[tuple] = pmx.STATIC
@@ -37,7 +38,9 @@ class Static:
     def over_cache(self, name, tokens, layer):
         """The steps of new tokens, whose array has a name, that a layer of a cache has room for."""
         batch, seqlen, *_ = tokens.shape
-        return index_tensors.static(batch, seqlen, integer("start_pos", self.start_pos, 0), layer)
+        start = integer("start_pos", self.start_pos, 0)
+        index_tensors.has_room(batch, seqlen, start, layer)
+        return index_tensors.equal(batch, seqlen, start + seqlen) if self.steps is None else self.steps
 
     def outer(self, query):
         """The outer axes of whole contexts; None is free."""

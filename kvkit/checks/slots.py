@@ -19,11 +19,28 @@ PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; that a pass finds
 
 
 def plain(slots, capacity):
-    """((FINE, pieces, 0, 0), pieces) of tokens that have a slot each, or ((rule, token, slot, 0), ...)."""
-    pieces, scratch = np.empty((len(slots), PIECE), np.int64), np.empty(FOUND + 2 * len(slots), np.int64)
-    arguments = address(scratch), address(slots), len(slots), capacity, address(pieces)
-    code(plain_pass).ctypes(*arguments, address(scratch) + 8 * FOUND)
-    return scratch[:FOUND].tolist(), pieces
+    """((FINE, pieces, 0, 0), pieces) of tokens that have a slot each, or ((rule, token, slot, 0), ...).
+
+    The pieces come in the order of their slots.
+    """
+    pieces, found = np.empty((len(slots), PIECE), np.int64), np.empty(FOUND, np.int64)
+    code(plain_pass).ctypes(address(found), address(slots), len(slots), capacity, address(pieces))
+    rule, made, slot, ascends = found.tolist()
+    if rule or ascends:
+        return (rule, made, slot, 0), pieces
+    given, pieces = pieces[:made], pieces[np.argsort(pieces[:made, SLOT])]
+    if (pieces[1:, SLOT] < pieces[:-1, SLOT] + pieces[:-1, COUNT]).any():
+        return stored_twice(given), given
+    return (FINE, made, 0, 0), pieces
+
+
+def stored_twice(pieces):
+    """(TWICE, token, later token, slot): the first slot of two pieces."""
+    order = np.argsort(pieces[:, SLOT], kind="stable")
+    ends = pieces[order, SLOT] + pieces[order, COUNT]
+    pair = order[(pieces[order[1:], SLOT] < ends[:-1]).argmax() :][:2]
+    slot = pieces[pair[1], SLOT]
+    return TWICE, *sorted((pieces[pair, TOKEN] + slot - pieces[pair, SLOT]).tolist()), int(slot)
 
 
 def compressed(mode, copies_empty, slots, wins, offsets, starts, heads, capacity):
@@ -49,8 +66,8 @@ def table(blocks, lengths, first_columns, block_size, block_count):
     return pieces[: made[0]]
 
 
-def plain_pass(found, slots, tokens, capacity, pieces, scratch):
-    made, last = 0, 0
+def plain_pass(found, slots, tokens, capacity, pieces):
+    made, last, ascends = 0, 0, True
     for token in range(tokens):
         slot = slots[token]
         if slot < 0:
@@ -63,14 +80,10 @@ def plain_pass(found, slots, tokens, capacity, pieces, scratch):
             last += 1
             pieces[at + COUNT] = last
             continue
+        if made and slot < pieces[at + SLOT] + last:
+            ascends = False
         made, last = add(pieces, made, token, 0, slot, 1, 0), 1
-    first, second, slot = overlapping(pieces, made, scratch, tokens)
-    if first >= 0:
-        one = pieces[first * PIECE + TOKEN] + slot - pieces[first * PIECE + SLOT]
-        two = pieces[second * PIECE + TOKEN] + slot - pieces[second * PIECE + SLOT]
-        put(found, TWICE, one, two, slot)
-    else:
-        put(found, FINE, made, 0, 0)
+    put(found, FINE, made, 0, ascends)
 
 
 def compressed_pass(
@@ -183,7 +196,7 @@ def table_pass(found, blocks, batch, columns, lengths, first_columns, block_size
 
 INT = types.int64
 SIGNATURES = {
-    plain_pass: types.void(INDEX, INDEX, INT, INT, INDEX, INDEX),
+    plain_pass: types.void(INDEX, INDEX, INT, INT, INDEX),
     compressed_pass: types.void(
         INDEX, INT, INT, INDEX, INT, INDEX, INDEX, INDEX, INT, INT, INDEX, INDEX, INDEX
     ),

@@ -97,19 +97,31 @@ def start(*launches):
 
 
 class Repeat:
-    """Launches to run again while arrays lie elsewhere: owners, by name, that had these addresses."""
+    """Launches to run again while arrays lie elsewhere: owners, by name, that had these addresses.
+
+    With `order`, names of owners, their next addresses come in that order, not by name.
+    """
 
     __slots__ = ("_launches", "_moved", "owners")
 
-    def __init__(self, launches, addresses):
+    def __init__(self, launches, addresses, order=None):
         self._launches = launches
-        self._moved = [
-            (launch.numbers, place, owner, int(launch.numbers[place]) - addresses[owner])
+        moved = [
+            (launch.numbers, place, owner)
             for launch in launches
             for place, owner in launch.owners.items()
             if owner in addresses
         ]
-        self.owners = {owner for _, _, owner, _ in self._moved}
+        self.owners = {owner for *_, owner in moved}
+        self._moved = [
+            (
+                memoryview(numbers),
+                place,
+                order.index(owner) if order else owner,
+                int(numbers[place]) - addresses[owner],
+            )
+            for numbers, place, owner in moved
+        ]
 
     def run(self, addresses, change=None):
         """Run them for the same owners elsewhere.

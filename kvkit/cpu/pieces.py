@@ -5,6 +5,7 @@ that rows hold, not by their formats.
 """
 
 import functools
+import math
 
 import numpy as np
 from numba import types
@@ -15,7 +16,8 @@ from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, thread
 from kvkit.cpu.records import Record
 from kvkit.cpu.rows import STORE, rows
 from kvkit.cpu.simd import means, panels
-from kvkit.cpu.simd.fractals import fractals
+from kvkit.cpu.simd.fractals import ask, fractals, scattered_fractals
+from kvkit.cpu.simd.panels import LANES
 from kvkit.cpu.transfer import SMALL_BYTES, aligned
 from kvkit.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.jit import callback, helper
@@ -23,6 +25,7 @@ from kvkit.layouts.places import FRACTAL_BYTES
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format whose elements have as many bytes
 STREAM_BYTES = 4 * 2**20  # more than stays near a core: single slots are stored three times as fast around it
+FRACTAL_ROWS = 32  # of NZ, stored together: 64 KB of eight heads of 128 float16 stay in the second cache
 TILE = 16  # tokens that are moved head by head, where a head's tokens are neighbours in the cache
 SIDE = Record(
     "packed token head cache block row",
@@ -37,6 +40,7 @@ TASK = Record(
 )
 
 get, call_rows, call_mean = memory.load(types.int64), memory.call(13), memory.call(5)
+put, addresses = memory.store(types.int64), memory.scratch(8 * FRACTAL_ROWS)
 record, side, integers = memory.record(TASK), memory.record(SIDE), memory.integers
 
 
@@ -58,21 +62,79 @@ def move(worker, task_at):
                 piece += 1
             named = task.pieces + 8 * piece * PIECE
             done, slot = token - starts[piece], get(named + 8 * SLOT)
-            source = at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
-            if get(named + 8 * MEAN):
-                if done == 0:
-                    line = task.lines + item * at.line_bytes
-                    call_mean(
-                        task.mean_code, source, at.token, get(named + 8 * COUNT), line, at.elements
-                    )  # fmt: skip
-                    move_run(task.rows_code, at, line, slot, 1, task.block_size)
-                token = starts[piece + 1]
+            source = address_of(task, at, token, piece)
+            if at.by_fractal and at.stores and not task.mean_code:
+                token += store_fractals(task, at, token, end, piece)
+            elif get(named + 8 * MEAN):
+                store_mean(task, at, item, named, done, min(end, starts[piece + 1]) - token)
+                token = min(end, starts[piece + 1])
             else:
                 run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, task.block_size))
                 run = min(run, TILE) if at.by_head else run
                 move_run(task.rows_code, at, source, slot + done, run, task.block_size)
                 token += run
         item += task.workers
+
+
+@helper
+def store_mean(task, at, item, named, done, tokens):
+    """The part of a mean that a worker has for some tokens from the `done`th on.
+
+    That is as much of its elements, each of which one worker adds up in order. Of rows that are not in one
+    piece the worker with the first token has all.
+    """
+    count, line = get(named + 8 * COUNT), task.lines + item * at.line_bytes
+    source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
+    slot = get(named + 8 * SLOT)
+    if at.outer == 1 and at.inner == 1 and not at.by_fractal:
+        panels = at.elements // LANES
+        first, last = done * panels // count, (done + tokens) * panels // count
+        if first < last:
+            offset, size = first * LANES * at.line_bytes // at.elements, (last - first) * LANES
+            call_mean(task.mean_code, source + offset, at.token, count, line, size)
+            target = at.cache + page_of(slot, task.block_size) * at.block
+            target += row_of(0, slot, task.block_size) * at.row + offset
+            call_rows(
+                task.rows_code, line, 0, 0, target, 0, 0, 0, 0, 0, 1, 1, 1, at.dim * size // at.elements
+            )  # fmt: skip
+    elif done == 0:
+        call_mean(task.mean_code, source, at.token, count, line, at.elements)
+        move_run(task.rows_code, at, line, slot, 1, task.block_size)
+
+
+@helper
+def store_fractals(task, at, token, end, piece):
+    """Store tokens from one on, wherever they lie, in slots that are neighbours; how many.
+
+    So cache lines, which have two tokens' fractals each, are written in one go. The rows of the next tokens
+    are asked for meanwhile, one after the other, since they are read a group of each in turn.
+    """
+    starts, sources, first, rows, later = integers(task.starts), addresses(), 0, 0, piece
+    while token + rows < end and rows < FRACTAL_ROWS:
+        while token + rows >= starts[piece + 1]:
+            piece += 1
+        slot = get(task.pieces + 8 * (piece * PIECE + SLOT)) + token + rows - starts[piece]
+        if rows == 0:
+            first = slot
+        elif slot != first + rows or row_of(0, slot, task.block_size) == 0:
+            break
+        put(sources + 8 * rows, address_of(task, at, token + rows, piece))
+        ahead = min(token + rows + FRACTAL_ROWS, end - 1)
+        while ahead >= starts[later + 1]:
+            later += 1
+        ask(address_of(task, at, ahead, later), FRACTAL_BYTES * at.inner)
+        rows += 1
+    page, row = page_of(first, task.block_size), row_of(0, first, task.block_size)
+    target = at.cache + page * at.block + row * at.row
+    scattered_fractals(sources, at.packed_inner, target, at.row, at.cache_inner, rows, at.inner)
+    return rows
+
+
+@helper
+def address_of(task, at, token, piece):
+    """Where a token of a piece is packed."""
+    named, done = task.pieces + 8 * piece * PIECE, token - integers(task.starts)[piece]
+    return at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
 
 
 @helper
@@ -85,7 +147,7 @@ def move_run(code, at, packed, slot, run, block_size):
         source, target = packed + outer * at.packed_outer, cache + outer * at.cache_outer
         cell = cells + outer * at.cell_outer
         if at.by_fractal:
-            if at.stores:
+            if at.stores:  # with means
                 fractals(
                     source, at.token, at.packed_inner, target, at.row, at.cache_inner, run, at.inner
                 )  # fmt: skip
@@ -130,10 +192,10 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
     packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where
     pieces name the heads. `element` is the format of means, if there are any.
     """
+    forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
     tokens = int(starts[-1])
-    forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     unit = min(unit_of(form[6]) for form in forms)
     places, moved, line_bytes = [], 0, 0
     for array, cache, form in zip(packed, caches, forms, strict=True):
@@ -158,9 +220,10 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
 def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
     """A launch of `move` over sides; `averages` are the code of means, if any, and the bytes of a line."""
     numbers, (mean_code, line_bytes) = np.concatenate(places), averages
-    chunks = threads() if moved >= SMALL_BYTES else 1
+    count = threads() if moved >= SMALL_BYTES else 1
+    chunks = count // math.gcd(count, len(places))  # the fewest of equal items that all threads share alike
     items = len(places) * chunks
-    workers = items if chunks > 1 else 1
+    workers = items if count > 1 else 1
     task = TASK.filled({
         "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
         "sides": address(numbers), "side_bytes": SIDE.dtype.itemsize,

@@ -32,6 +32,7 @@ TASK = Record(
     "table table_bytes numbers longest scratch scratch_bytes",
 )
 SIDE = 8 * 10  # bytes
+OWNERS = {0: "query", 4: "turned query", 10: "key", 14: "turned key"}  # of addresses in sides
 
 call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
 get, get_double = memory.load(types.int64), memory.load(types.float64)
@@ -229,12 +230,11 @@ def code():
     return callback(walk, WORKER)
 
 
-def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling, new):
+def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
     """A launch that turns `moves`: (query, its output) and (key, its output). Nothing can fail any more.
 
     `halves` says which elements are pairs; `tables` are float32 [cosines | sines, positions, pairs], or None.
-    `scaling` is (theta, divisor of positions, longest, factor of the base beyond); `new` memory is in the
-    caches already: the system has just filled it with zeros.
+    `scaling` is (theta, divisor of positions, longest, factor of the base beyond).
     """
     sides, moved = [], 0
     for (source, target), turning in zip(moves, (turned, 0 if bypass_key else turned), strict=True):
@@ -243,7 +243,7 @@ def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, s
         heads = source.shape[-2] if turning or where[0] != place else 0  # nothing to do in place
         sides.append((*where, heads, turning))
         moved += target.nbytes
-    stream = not new and moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
+    stream = moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
     stream = stream and not (halves and turned // 2 * moves[0][0].itemsize % 16)
     workers = threads() if moved >= SMALL_BYTES else 1
     theta, divisor, longest, factor = scaling
@@ -263,7 +263,7 @@ def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, s
         task[TASK.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
         share_out(walk, workers, address(task))
 
-    return Launch(task, {}, run, alive=(moves, starts, first, places, numbers, tables))
+    return Launch(places.reshape(-1), OWNERS, run, alive=(task, moves, starts, first, numbers, tables))
 
 
 scratch = Arena()  # of workers: cosines, sines, frequencies

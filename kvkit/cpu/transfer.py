@@ -87,20 +87,17 @@ def store(current_key, current_value, cache, steps):
     return prepare(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
 
 
-def load(key, value, cache, steps, repeat, new):
-    """A launch that gathers the rows of every sequence's context into packed outputs.
-
-    `new` memory is in the caches already: the system has just filled it with zeros.
-    """
-    return prepare(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat, stream=not new)
+def load(key, value, cache, steps, repeat):
+    """A launch that gathers the rows of every sequence's context into packed outputs."""
+    return prepare(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat)
 
 
-def prepare(direction, key, value, cache, starts, first, steps, repeat, stream=False):
+def prepare(direction, key, value, cache, starts, first, steps, repeat):
     """Compile what a transfer needs, or find it, and gather its arguments."""
     strides = key.strides, value.strides
     heads, dim = cache.heads, cache.dim
     moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
-    stream = stream and moved >= STREAM_BYTES and aligned(key) and aligned(value)
+    stream = direction == LOAD and moved >= STREAM_BYTES and aligned(key) and aligned(value)
     if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
         heads, dim = 1, heads * dim
     codes = cache.cell and not BY_NAME[cache.stored].minifloat

@@ -8,9 +8,9 @@ from numpy.typing import ArrayLike
 
 from kvkit.checks import sequences
 from kvkit.checks.attention import checked_attention
-from kvkit.dynamic_batching import steps
 from kvkit.foreign import in_kind
 from kvkit.launch import arguments, attend
+from kvkit.steps import Step, over_packed
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -223,4 +223,4 @@ def multi_head_cache_attention(
     >>> output[:, 0, 0]
     array([0. , 0.5, 1. , 3. ], dtype=float32)
     """
-    return steps.multi_head_cache_attention(arguments(locals()), out)
+    return over_packed("query", arguments(locals()), out, Step.attend)

@@ -6,10 +6,10 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.dynamic_batching import steps
 from kvkit.foreign import in_kind
 from kvkit.launch import arguments
 from kvkit.layouts import pmx
+from kvkit.steps import Step, over_packed
 from kvkit.typed import Array, Pair
 
 
@@ -111,4 +111,4 @@ def key_value_cache(
     >>> cache[[8, 9, 10, 4], 0, 0, 0, 0]
     array([  0, 127, 127, 127], dtype=int8)
     """
-    return steps.key_value_cache(arguments(locals()), out)
+    return over_packed("current_key", arguments(locals()), out, Step.load)

@@ -7,9 +7,9 @@ from typing import Any, Literal, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit.checks.sequences import planned
-from kvkit.dynamic_batching.steps import Step
 from kvkit.foreign import in_kind
 from kvkit.launch import arguments
+from kvkit.steps import Step
 from kvkit.typed import Array, Attended, Pair
 
 

@@ -7,7 +7,7 @@ from typing import Literal, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit import launch
+from kvkit import launch, rotary
 from kvkit.checks import positions
 from kvkit.foreign import in_kind
 from kvkit.typed import Array, Pair
@@ -195,4 +195,4 @@ def rotary_position_embedding(
            [-0.301,  1.382],
            [-1.325,  0.493]], dtype=float32)
     """
-    return launch.rotate(positions.dynamic_turn(**launch.arguments(locals())), out)
+    return rotary.dynamic(launch.arguments(locals()), out)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.checks.attention import checked_attention, checked_cache_attention
+from kvkit.checks.attention import checked_attention
 from kvkit.checks.sequences import Static
 from kvkit.foreign import in_kind
 from kvkit.launch import arguments, attend
+from kvkit.steps import Step, over_static
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -195,5 +196,4 @@ def multi_head_cache_attention(
     >>> first[0, 0, 0, 0], second[0, 0, 0, 0]
     (np.float32(2.0), np.float32(3.0))
     """
-    given = arguments(locals())
-    return attend(checked_cache_attention(Static(given.pop("start_pos")), **given), out)
+    return over_static("query", arguments(locals()), out, Step.attend)

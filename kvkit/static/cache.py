@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.checks.key_value_cache import checked_key_value_cache
-from kvkit.checks.sequences import Static
 from kvkit.foreign import in_kind
-from kvkit.launch import append_and_load, arguments
+from kvkit.launch import arguments
 from kvkit.layouts import pmx
+from kvkit.steps import Step, over_static
 from kvkit.typed import Array, Pair
 
 
@@ -87,5 +86,4 @@ def key_value_cache(
     >>> key[0, :, 0, 0]
     array([1., 1., 1., 2.], dtype=float32)
     """
-    given = arguments(locals())
-    return append_and_load(checked_key_value_cache(Static(given.pop("start_pos")), **given), out)
+    return over_static("current_key", arguments(locals()), out, Step.load)

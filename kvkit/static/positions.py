@@ -6,7 +6,7 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit import cpu, launch
+from kvkit import cpu, launch, rotary
 from kvkit.checks import positions
 from kvkit.foreign import in_kind
 from kvkit.typed import Array, Pair
@@ -177,4 +177,4 @@ def rotary_position_embedding(
     array([[-0.301,  1.382,  1.   ,  1.   ],
            [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)
     """
-    return launch.rotate(positions.static_turn(**launch.arguments(locals())), out)
+    return rotary.static(launch.arguments(locals()), out)

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ascend import FLOATS, finite, seeds
 
+from kvkit.cpu import pieces
+
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 
@@ -167,3 +169,18 @@ def test_one_rounding(element):
     assert (mean_of(tokens).astype(float) == float(FLOATS[element].type((1 + 3 * unit / 4) / 4))).all()
     tokens[:] = 1 + unit
     assert (mean_of(tokens) == tokens[0]).all()
+
+
+@pytest.mark.cpu
+def test_threads_share_a_long_mean(rng, monkeypatch):
+    """Each has some of its elements, all tokens of them in order."""
+    tokens = rng.standard_normal((3000, 1, 96), np.float32)
+    more = {"wins": [2990], "seq_lens": [3000], "offset_index": [4], "compress_type": ROPE}
+    stored = []
+    for count in (1, 2, 3, 4, 16):
+        monkeypatch.setattr(pieces, "threads", lambda count=count: count)
+        caches = np.zeros((2, 1, 16, 1, 96), np.float32)
+        reshape_and_cache(tokens, -tokens, *caches, [0], **more)
+        stored.append(caches.tobytes())
+    assert len(set(stored)) == 1
+    assert any(stored[0])

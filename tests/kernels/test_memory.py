@@ -144,6 +144,7 @@ def long_scene(rng, formats, **choices):
 def test_any_number_of_threads(formats, threads, rng, monkeypatch):
     """The work is cut into this many chunks a side, more than there are tokens too."""
     scene = long_scene(rng, formats, repeat=2)
+    numba.get_num_threads()  # starts them
     monkeypatch.setattr(transfer, "SMALL_BYTES", 0)
     monkeypatch.setattr(numba, "get_num_threads", lambda: threads)
     check(scene)
@@ -172,9 +173,7 @@ def test_streaming(formats, rng, monkeypatch):
     """With every output taken for a large one: dims whose rows stay multiples of 16 bytes, and others."""
     asked = []
     rows = transfer.rows
-    load = transfer.load
     monkeypatch.setattr(transfer, "STREAM_BYTES", 0)
-    monkeypatch.setattr(transfer, "load", lambda *given, new: load(*given, new=False))
     monkeypatch.setattr(transfer, "rows", lambda *given: asked.append(given[-1]) or rows(*given))
     for dim in formats.dims:
         for repeat in (1, 2):

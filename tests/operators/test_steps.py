@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import kvkit
-from kvkit.dynamic_batching import steps
+from kvkit import rotary, steps
 
 pytestmark = pytest.mark.cpu
 ROWS, HEADS, DIM = 4096, 2, 16
@@ -145,3 +145,57 @@ def test_threads_have_steps_of_their_own(rng):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def attend_static(new, cache, start):
+    new = {name: tokens[:, None] for name, tokens in new.items()}
+    sizes = SIZES | {"cache_layout": 0}
+    return kvkit.multi_head_cache_attention(**new, start_pos=start, cache=cache, **sizes)
+
+
+def load_static(new, cache, start):
+    key, value = new["current_key"][:, None], new["current_value"][:, None]
+    return kvkit.key_value_cache(key, value, start, cache)
+
+
+@pytest.mark.parametrize("operator", [attend_static, load_static])
+def test_sequences_of_one_length(operator, rng):
+    """They begin anywhere, one call after the other; what has no room is refused as by a first call."""
+    cache = rng.standard_normal((3, 1, 2, 900, HEADS, DIM), np.float32)
+    for start in (5, 6, 6, 600, 601, 0, 899):
+        new, other = arrays(rng), cache.copy()
+        assert_array_equal(operator(new, cache, start), anew(operator, new, other, start))
+        assert_array_equal(cache, other)
+    for start in (900, -1, 2**70, True, 1.0):
+        with pytest.raises(kvkit.KvkitError, match="start_pos: expected") as first:
+            anew(operator, new, cache, start)
+        with pytest.raises(kvkit.KvkitError) as known:
+            operator(new, cache, start)
+        assert str(known.value) == str(first.value)
+        assert_array_equal(cache, other)
+        operator(new, cache, 899)
+
+
+@pytest.mark.parametrize("places", ["new", "given", "in place"])
+def test_rotary_embedding(places, rng):
+    """Of a known form, at other positions and places; a broken call is refused as a first one."""
+    turn, out = kvkit.dynamic_batching.rotary_position_embedding, None
+    for first in ([3, 9], [4, 9], [70, 0]):
+        query, key = (
+            rng.standard_normal((3, 4, DIM), np.float32),
+            rng.standard_normal((3, 2, DIM), np.float32),
+        )
+        rotary.calls.clear()
+        wanted = turn(query.copy(), key.copy(), [0, 2, 3], first, None)
+        turn(query.copy(), key.copy(), [0, 1, 3], [1, 1], None)
+        for starts in ([0, 2, 3], np.array([0, 2, 3], np.int32)):
+            given = query.copy(), key.copy()
+            if places != "new":
+                out = given if places == "in place" else (np.empty_like(query), np.empty_like(key))
+            for got, right in zip(turn(*given, starts, first, None, out=out), wanted, strict=True):
+                assert_array_equal(got, right)
+    for broken in (([0, 2, 4], [0, 0]), ([0, 2, 3], [-1, 0]), ([0, 2, 3], [0.5, 1])):
+        with pytest.raises(kvkit.KvkitError, match=r"(seqstarts|start_pos): expected"):
+            turn(query, key, *broken, None)
+    with pytest.raises(kvkit.KvkitError, match="memory apart"):
+        turn(query, key, [0, 2, 3], first, None, out=(key.repeat(2, 1), query[:, :2]))

@@ -256,7 +256,7 @@ class PagedStep:
     def load(self, key, value, layer_idx, contexts):
         """Load contexts into arrays of such axes."""
         place = self._store.places[layer_idx]
-        cpu.launches.start(cpu.transfer.load(key, value, place, contexts, 1, new=True))
+        cpu.launches.start(cpu.transfer.load(key, value, place, contexts, 1))
 
     def equal(self, tokens, length):
         """The checked index tensors, for sequences of a length, the last tokens of which are the new ones."""
