@@ -17,7 +17,7 @@ from kvkit_cuda.attend import fragments, merge, panels, stored_tiles, tiles
 from kvkit_cuda.attend.decode_forms import form_of, suits
 from kvkit_cuda.attend.fragments import EVERYONE, LONGEST, LOWEST, visible
 from kvkit_cuda.attend.panels import WORDS
-from kvkit_cuda.attend.prefill import LN2, LOG2E, SHRINK, SIGNATURE
+from kvkit_cuda.attend.prefill import LN2, LOG2E, SIGNATURE
 from kvkit_cuda.attend.stored_tiles import KEYS, TOKENS, VALUES
 from kvkit_cuda.attend.tiles import CHUNK, put_word
 from kvkit_cuda.ground import device, memory, ptx
@@ -85,8 +85,9 @@ def attend(form):
         row = int32((lane & 3) * 2)
         scores, sums = cuda.local.array(held_scores, F32), cuda.local.array(held_sums, F32)
         top, total = cuda.local.array(rows, F32), cuda.local.array(rows, F32)
-        scale = numeric.float_of(np.uint32(task.scale)) * (np.float32(1) if weighed else LOG2E)
-        count = quotient(high - low + step - 1, step)
+        peaks = cuda.local.array(rows, F32)
+        scale = numeric.float_of(np.uint32(task.scale))
+        count, by = quotient(high - low + step - 1, step), tiles.reciprocal(task.page_size)
         for attempt in range(2):
             for i in range(held_sums):
                 sums[i] = np.float32(0)
@@ -95,7 +96,7 @@ def attend(form):
             number, place = np.int64(0), ring
             tile, begin = int32(-stages), int32(low + warp * TOKENS - stages * step)
             if count:
-                number = number_of(task, table, b, min(begin + stages * step + (lane & 15), high - 1))
+                number = number_of(task, by, table, b, min(begin + stages * step + (lane & 15), high - 1))
             while tile < count:  # before the first tile others are asked for
                 coming, comes = int32(begin + stages * step), tile + stages < count
                 if tile >= 0:
@@ -104,28 +105,23 @@ def attend(form):
                     times_keys(queries, place, anew(lane), words, scores)
                     meet()
                 if comes:
-                    fill_keys(
-                        place, number, bases[0], task.key_row, bases[1], task.cell_row, coming, high,
-                        anew(lane),
-                    )  # fmt: skip
+                    fill_keys(place, number, bases[0], task.key_row, bases[1], task.cell_row, anew(lane))
                 together()
                 at = int32(place + key_bytes)
                 if tile >= 0:
-                    for j in range(held_scores):
-                        scores[j] *= scale
                     if weighed:
+                        for j in range(held_scores):
+                            scores[j] *= scale
                         weighs(
                             task, seqstarts, kvstarts, slopes, anew(b), anew(head), anew(row), anew(last),
                             begin, anew(lane), scores,
                         )  # fmt: skip
-                        for j in range(held_scores):
-                            scores[j] *= LOG2E
                     if begin < since or begin + TOKENS > until:
                         hides(
                             task, seqstarts, kvstarts, anew(b), anew(row), anew(last), begin, high,
                             anew(lane), scores,
                         )  # fmt: skip
-                    softens(scores, sums, top, total, np.float32(attempt * SHRINK))
+                    softens(scores, sums, top, total, peaks, LOG2E if weighed else scale * LOG2E)
                     arrived()
                     meet()
                     if attempt == 0:
@@ -134,17 +130,16 @@ def attend(form):
                         times_carefully(scores, at, anew(lane), words, sums)
                     meet()
                 if comes:
-                    fill_values(
-                        at, number, bases[2], task.value_row, bases[3], task.cell_row, coming, high,
-                        anew(lane),
-                    )  # fmt: skip
-                    number = number_of(task, table, anew(b), min(coming + step + (anew(lane) & 15), high - 1))
+                    fill_values(at, number, bases[2], task.value_row, bases[3], task.cell_row, anew(lane))
+                    number = number_of(
+                        task, by, table, anew(b), min(int32(coming + step + (anew(lane) & 15)), int32(high - 1))
+                    )
                 together()
                 tile, begin = int32(tile + 1), int32(begin + step)
                 place = int32(place + stage_bytes)
                 if place == ring + stages * stage_bytes:
                     place = ring
-            shrink = np.float32(2.0**-SHRINK) if attempt else np.float32(1)
+            shrink = fragments.SMALLER if attempt else np.float32(1)
             if end(
                 task, seqstarts, anew(board), sums, top, total, shrink, anew(b), anew(head), anew(last),
                 anew(slot), anew(lane), anew(warp),
@@ -192,7 +187,7 @@ def ending(form):
                 new = larger(new, tops[w, thread])
             for w in range(warps):
                 whole += totals[w, thread] * power(tops[w, thread] - larger(new, LOWEST))
-            new, whole = new * LN2, whole * (np.float32(1) / shrink)
+            new *= LN2
             factors[thread] = np.float32(1)
             if slot >= 0:
                 at = merge.place(task, slot, all_rows, thread) + 4 * task.value_dim

@@ -71,7 +71,7 @@ def form(element, stored, cell, group, dim, value_dim, rows, weighs):
 
 def form_of(record, context, most_rows):
     """The form of the kernel for a call."""
-    weighs, sizes = record.cap or record.alibi or record.mask, (context.dim, context.value_dim)
+    sizes, weighs = (context.dim, context.value_dim), fragments.weighed(record)
     return form(context.packed, context.stored, context.cell, context.group, *sizes, most_rows, weighs)
 
 

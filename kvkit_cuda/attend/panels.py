@@ -16,7 +16,7 @@ A chunk is 4 words (see `stored_tiles`).
 import numpy as np
 
 from kvkit.jit import shared
-from kvkit_cuda.attend.fragments import EVERYONE, rotate
+from kvkit_cuda.attend.fragments import EVERYONE, SMALLER, rotate
 from kvkit_cuda.attend.stored_tiles import KEYS, VALUES, both, reader, start
 from kvkit_cuda.ground import device, memory, ptx
 from kvkit_cuda.ground.ptx import high, low
@@ -114,7 +114,9 @@ def multiply_values(form):
 
 
 def multiply_carefully(form):
-    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity."""
+    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity. Weights are
+    smaller, so that sums stay finite.
+    """
     tile, rows, columns, width = form.values, form.thread_rows, form.columns, form.width
     panels, begin, read, turn = tile.panels(VALUES), start(tile, VALUES), reader(tile, VALUES), rotate(form)
     two, exchange = both(form.element), device.exchange
@@ -124,7 +126,7 @@ def multiply_carefully(form):
             for other in range(8):
                 place = begin(at, column * 8 + ((lane >> 2) ^ other), lane >> 2 & 7)
                 for r in range(rows):
-                    weight = exchange(EVERYONE, weights[r * columns], 4 * other)
+                    weight = exchange(EVERYONE, weights[r * columns], 4 * other) * SMALLER
                     if weight != ZERO:
                         for panel in range(panels):
                             read(place, 0, panel, words, 0)

@@ -80,17 +80,16 @@ def values(element, stored, cell, group, dim):
 
 
 def fill(tile):
-    """(at, number, rows, row_step, cells, cells_step, begin, high, lane): begin to copy a tile.
+    """(at, number, rows, row_step, cells, cells_step, lane): begin to copy a tile.
 
-    A lane's `number` is the row of the cache that holds its token, from `begin` on; those from `high` on are
-    not read.
+    A lane's `number` is the row of the cache that holds its token, or that of some token.
     """
     step, units, words, cell_step = tile.step, tile.row_bytes // 16, tile.cell_words, tile.cell_step
     from_lane, copy, copy_word = device.from_lane, ptx.copy, ptx.copy_word
 
-    def fill(at, number, rows, row_step, cells, cells_step, begin, high, lane):
+    def fill(at, number, rows, row_step, cells, cells_step, lane):
         first, place = lane >> 3 & 3, lane & 7
-        rows, cells, left = rows + 16 * place, cells + 4 * place, high - begin - first
+        rows, cells = rows + 16 * place, cells + 4 * place
         cells_at = int32(at + TOKENS * step + first * cell_step + 4 * place)
         at = int32(at + first * step + 16 * place)
         for i in range(0, TOKENS, 4):
@@ -98,11 +97,11 @@ def fill(tile):
             source = rows + row * np.int64(np.uint32(row_step))
             for j in range(0, units, 8):
                 if j + place < units:
-                    copy(int32(at + (i * step + 16 * j)), source + 16 * j, 16 if i < left else 0)
+                    copy(int32(at + (i * step + 16 * j)), source + 16 * j)
             source = cells + row * np.int64(np.uint32(cells_step))
             for j in range(0, words, 8):
                 if j + place < words:
-                    copy_word(int32(cells_at + (i * cell_step + 4 * j)), source + 4 * j, 4 if i < left else 0)
+                    copy_word(int32(cells_at + (i * cell_step + 4 * j)), source + 4 * j)
 
     return device.part(fill)
 

@@ -195,9 +195,9 @@ def halves(operation):
 
 
 def copies(size, kind):
-    """(target, source, size): begin to copy so many bytes to shared memory; the last `size` 0 means zeros."""
-    text = f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;"
-    begin = instruction(text, [], [OFFSET, ADDRESS, OFFSET], ordered=True)
+    """(target, source): begin to copy so many bytes to shared memory."""
+    text = f"cp.async.{kind}.shared.global [$0], [$1], {size};"
+    begin = instruction(text, [], [OFFSET, ADDRESS], ordered=True)
     read, write = memory.load(size, size), memory.store(size, size, memory.SHARED)
 
     @shared
@@ -205,16 +205,16 @@ def copies(size, kind):
         write(target, np.uint64(2**64 - 1), np.uint64(2**64 - 1))
 
     @shared
-    def fill(target, source, size):
+    def fill(target, source):
         low, high = read(source)
-        write(target, low if size else np.uint64(0), high if size else np.uint64(0))
+        write(target, low, high)
 
-    def emulation(target, source, size):
+    def emulation(target, source):
         spoil(target)
-        groups()[-1].append(functools.partial(fill, target, source, size))
+        groups()[-1].append(functools.partial(fill, target, source))
 
-    def copy(target, source, size):
-        begin(np.int32(target), source, np.int32(size))
+    def copy(target, source):
+        begin(np.int32(target), source)
 
     return either(emulation, copy)
 

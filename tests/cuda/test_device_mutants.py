@@ -51,10 +51,10 @@ def launched(module, call, monkeypatch):
     found, seen = [], host.launch
     wanted = module.compiled.__wrapped__.__module__
 
-    def launch(kernel, blocks, threads, stream, arguments):
+    def launch(kernel, blocks, threads, stream, arguments, shared=0):
         if kernel.function.__module__ == wanted:
-            found.append((kernel.program, blocks, threads, arguments))
-        seen(kernel, blocks, threads, stream, arguments)
+            found.append((kernel.program, blocks, threads, arguments, shared))
+        seen(kernel, blocks, threads, stream, arguments, shared)
 
     monkeypatch.setattr(host, "launch", launch)
     call()
@@ -62,7 +62,7 @@ def launched(module, call, monkeypatch):
     return one
 
 
-def outcome(program, blocks, threads, arguments, memory, order, outputs):
+def outcome(program, blocks, threads, arguments, shared, memory, order, outputs):
     """What a launch leaves in the outputs; None if it is at fault."""
     for array in outputs:
         array.view(np.uint8).fill(0xEE)
@@ -70,7 +70,7 @@ def outcome(program, blocks, threads, arguments, memory, order, outputs):
     machine.memory = memory
     threads = threads if isinstance(threads, tuple) else (threads,)
     try:
-        machine.launch(program, blocks, threads, host.words(arguments))
+        machine.launch(program, blocks, threads, host.words(arguments), shared)
     except Fault:
         return None
     return [array.tobytes() for array in outputs]
