@@ -34,13 +34,15 @@ def reciprocal(divisor):
     shift = int32(0)
     while (np.int64(1) << shift) < divisor:
         shift = int32(shift + 1)
-    return np.uint32((np.uint64(1) << np.uint64(31 + shift)) // np.uint64(divisor) + np.uint64(1)), shift
+    factor = (np.uint64(1) << np.uint64(31 + shift)) // np.uint64(divisor) + np.uint64(1)
+    return ptx.anew(int32(np.uint32(factor))), shift
 
 
 @device.inlined
 def multiplied(x, by):
     """The quotient of a number below 2^31 (Granlund and Montgomery, 1994)."""
-    return int32(np.uint32((np.uint64(np.uint32(x)) * np.uint64(by[0])) >> np.uint64(31)) >> np.uint32(by[1]))
+    product = np.uint64(np.uint32(x + x)) * np.uint64(np.uint32(by[0]))
+    return int32(np.uint32(product >> np.uint64(32)) >> np.uint32(by[1]))
 
 
 @device.inlined

@@ -176,19 +176,24 @@ def packed(element):
 
 @functools.cache
 def halves(operation):
-    """(x, y) -> "sub" or "mul" of the two float16 elements of words, each rounded."""
-    emit = instruction(f"{operation}.rn.f16x2 $0, $1, $2;", [WORD], [WORD] * 2)
-    compute = {"sub": np.subtract, "mul": np.multiply}[operation]
+    """(x, y) -> "sub" or "mul" of the two float16 elements of words, (x, y, z) -> "fma", each rounded once."""
+    compute = {"sub": np.subtract, "mul": np.multiply, "fma": lambda x, y, z: x * y + z}[operation]
+    count = 3 if operation == "fma" else 2
+    places = ", ".join(f"${i}" for i in range(count + 1))
+    emit = instruction(f"{operation}.rn.f16x2 {places};", [WORD], [WORD] * count)
 
-    def emulation(x, y):
-        x, y = (np.array([word], np.uint32).view(np.float16) for word in (x, y))
+    def emulation(*words):
+        numbers = [np.array([word], np.uint32).view(np.float16).astype(np.float64) for word in words]
         with np.errstate(all="ignore"):
-            return compute(x, y).view(np.uint32)[0]
+            return compute(*numbers).astype(np.float16).view(np.uint32)[0]
 
-    def halves(x, y):
+    def two(x, y):
         return emit(x, y)
 
-    return either(emulation, halves)
+    def three(x, y, z):
+        return emit(x, y, z)
+
+    return either(emulation, three if operation == "fma" else two)
 
 
 # Copies
