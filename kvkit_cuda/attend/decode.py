@@ -231,7 +231,8 @@ def put_pair(address, word):
 
 @functools.cache
 def compiled(form):
-    return device.kernel(attend(form), SIGNATURE, form, device.CROWDED)
+    options = device.CROWDED | {"max_registers": form.registers}
+    return device.kernel(attend(form), SIGNATURE, form, options)
 
 
 def prepare(record, context, tables, most_rows, stream):

@@ -132,7 +132,10 @@ def fill(keys, values):
     A lane's `number` is the row of the cache that holds its token, or that of some token. At `bases` it
     says where keys, values and the scales of both lie, of row 0.
     """
-    units, cells = (max(each.row_bytes for each in (keys, values)) // 16, max(keys.cell_bytes, values.cell_bytes))
+    units, cells = (
+        max(each.row_bytes for each in (keys, values)) // 16,
+        max(keys.cell_bytes, values.cell_bytes),
+    )
     unit, from_lane, begin_values = keys.unit, device.from_lane, keys.bytes
     rows_by, cells_by = threads_of(units), threads_of(cells // unit)
     copy, copy_cells = ptx.copy, ptx.copy if unit == 16 else ptx.copy_word
@@ -152,7 +155,9 @@ def fill(keys, values):
 
         return device.inlined(copied)
 
-    copy_keys, copy_values = (copied(rows_by, n, s, 16, copy) for n, s in ((key_units, key_step), (value_units, value_step)))
+    copy_keys, copy_values = (
+        copied(rows_by, n, s, 16, copy) for n, s in ((key_units, key_step), (value_units, value_step))
+    )
     copy_key_cells, copy_value_cells = (
         copied(cells_by, n, s, unit, copy_cells)
         for n, s in ((key_cells, key_cell_step), (value_cells, value_cell_step))
@@ -280,7 +285,11 @@ def taker(tile):
     """(begin, tokens, piece, words, i): a piece of codes as it is, and its scales."""
     step, cell_step, within = tile.step, tile.cell_step, within_row(tile)
     cell_bytes, group, regular = BY_NAME[tile.cell].bytes(1), tile.group // CHUNK, tile.regular
-    size, cells_size, chunk_bytes = tile.piece * tile.chunk_bytes, tile.piece_cells * cell_bytes, tile.chunk_bytes
+    size, cells_size, chunk_bytes = (
+        tile.piece * tile.chunk_bytes,
+        tile.piece_cells * cell_bytes,
+        tile.chunk_bytes,
+    )
     load = memory.load(size, size, space=memory.SHARED)
     load_cells = memory.load(cells_size, cells_size, space=memory.SHARED)
     pace, words_of, words_of_cells = tile.piece * tile.pace, -(-size // 4), -(-cells_size // 4)
@@ -288,12 +297,22 @@ def taker(tile):
     @shared
     def loaded(address):
         low, high = load(address)
-        return np.uint32(low), np.uint32(low >> np.uint64(32)), np.uint32(high), np.uint32(high >> np.uint64(32))
+        return (
+            np.uint32(low),
+            np.uint32(low >> np.uint64(32)),
+            np.uint32(high),
+            np.uint32(high >> np.uint64(32)),
+        )
 
     @shared
     def loaded_cells(address):
         low, high = load_cells(address)
-        return np.uint32(low), np.uint32(low >> np.uint64(32)), np.uint32(high), np.uint32(high >> np.uint64(32))
+        return (
+            np.uint32(low),
+            np.uint32(low >> np.uint64(32)),
+            np.uint32(high),
+            np.uint32(high >> np.uint64(32)),
+        )
 
     def take(begin, tokens, piece, words, i):
         rows, cells, chunk, _ = begin
@@ -372,7 +391,12 @@ def scaling(tile):
     """(words, i, j, chunk) -> the scales of two pieces for a chunk; (two codes as float16s, they) -> what the
     codes mean, as a word.
     """
-    element, cell, group, halves = tile.element, tile.cell, tile.group // CHUNK, BY_NAME[tile.cell].bytes(1) == 2
+    element, cell, group, halves = (
+        tile.element,
+        tile.cell,
+        tile.group // CHUNK,
+        BY_NAME[tile.cell].bytes(1) == 2,
+    )
     low, high = ptx.low, ptx.high
 
     def words_of(words, i, j, chunk):

@@ -179,7 +179,9 @@ class Launch:
         """The same, to be launched for other addresses."""
         begins = np.cumsum([0, *(len(words((each,))) for each in self.arguments)])
         owners = {int(begins[i]) + j: name for (i, j), name in self.owners.items()}
-        return Prepared(self.kernel, self.blocks, self.threads, self.arguments, owners, self.grow, self.shared)
+        return Prepared(
+            self.kernel, self.blocks, self.threads, self.arguments, owners, self.grow, self.shared
+        )
 
 
 class Prepared:

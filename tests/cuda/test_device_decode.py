@@ -108,7 +108,8 @@ def test_groups_of_copies():
 @pytest.mark.parametrize("element", DTYPES)
 @pytest.mark.parametrize("cell", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("stored", "group", "dim", "panel"), [("int8", 8, 64, 4), ("int8", 24, 96, 8), ("int4", 16, 96, 4), ("int4", 8, 128, 8)]
+    ("stored", "group", "dim", "panel"),
+    [("int8", 8, 64, 4), ("int8", 24, 96, 8), ("int4", 16, 96, 4), ("int4", 8, 128, 8)],
 )
 def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, panel, rng):
     """Every code, with scales of every size, becomes what `numeric.dequantize` makes of it."""
