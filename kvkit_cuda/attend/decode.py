@@ -231,8 +231,7 @@ def put_pair(address, word):
 
 @functools.cache
 def compiled(form):
-    options = device.CROWDED | {"max_registers": form.registers}
-    return device.kernel(attend(form), SIGNATURE, form, options)
+    return device.kernel(attend(form), SIGNATURE, form, device.CROWDED)
 
 
 def prepare(record, context, tables, most_rows, stream):

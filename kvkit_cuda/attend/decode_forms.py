@@ -53,11 +53,6 @@ class Form:
         return self.keys.bytes + self.values.bytes
 
     @property
-    def registers(self):
-        """Most of a thread: with up to 8 rows 4 blocks of 128 threads share a multiprocessor, else 2."""
-        return 128 if self.blocks == 1 and max(self.keys.dim, self.values.dim) <= DIM else 255
-
-    @property
     def ring_bytes(self):
         """Of the tiles of a warp, and four addresses."""
         return self.stages * self.stage_bytes + 32

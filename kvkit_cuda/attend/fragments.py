@@ -92,7 +92,7 @@ def multiply(element, strips, columns):
 
 
 def in_turn(part, count):
-    """(.., i): what `part` does for each i below `count`, one after the other: compilers unroll no loop as long.
+    """(.., i): what `part` does for each i below `count`, in turn: compilers unroll no loop as long.
 
     It takes four arguments before i.
     """
@@ -153,8 +153,8 @@ def multiply_values(form):
 
 
 def multiply_carefully(form):
-    """(weights, values, lane, a, sums): the same in float32, leaving out values without weight: one of 0 hides
-    NaN and infinity. Weights are smaller, so that sums stay finite.
+    """(weights, values, lane, a, sums): the same in float32, leaving out values without weight: one of 0
+    hides NaN and infinity. Weights are smaller, so that sums stay finite.
     """
     rows, columns, blocks = 2 * form.strips, form.tokens // 4, form.value_dim // 8
     at, exchange, two, turn = (
@@ -184,7 +184,7 @@ def multiply_carefully(form):
 def soften(form):
     """(scores, sums, top, total, peaks, scale): scores to weights, sums shrink as a top grows.
 
-    Times `scale`, which is positive, scores are powers of 2, and so are tops. `peaks` is for those of the tile.
+    Times `scale`, which is positive, scores are powers of 2, and so are tops. `peaks` are those of the tile.
     """
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.places.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger

@@ -63,7 +63,8 @@ def multiply_keys(form):
     tile, blocks, columns, product = form.keys, form.blocks, form.columns, ptx.product(form.element)
     panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
     whole, coded, begin = chunks % panel_chunks == 0, tile.cell is not None, start(tile)
-    read, take, widen = reader(tile), taker(tile) if coded else None, widener(tile) if coded else None
+    read = reader(tile)
+    take, widen = (taker(tile), widener(tile)) if coded else (read, read)
 
     def read_codes(place, panel, words):
         if panel % piece == 0:
@@ -101,11 +102,11 @@ def multiply_keys(form):
 
 
 def multiply_values(form):
-    """(weights, at, lane, mask, words, sums): weights, rounded to the type of the data, times the tile's values."""
+    """(weights, at, lane, mask, words, sums): weights, rounded to the data's type, times a tile's values."""
     tile, blocks, width, product = form.values, form.blocks, form.width, ptx.product(form.element)
     panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
     packed, turned, coded = ptx.packed(form.element), ptx.turned, tile.cell is not None
-    take, zipped = (taker(tile), zipper(tile)) if coded else (None, None)
+    take, zipped = (taker(tile), zipper(tile)) if coded else (read, read)
 
     def fetch_codes(place, panel, words):
         if panel % piece == 0:

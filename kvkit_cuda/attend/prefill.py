@@ -1,9 +1,9 @@
 """Attention of many rows through tensor cores: 16-bit queries over a cache of their type or of codes.
 
 A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
-rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while keys are
-multiplied the tile's values are copied to shared memory, and the next keys while the values are. Queries wait
-in shared memory, scores and sums stay in registers (see `fragments`).
+rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while one is
+multiplied the next one is copied to shared memory, and a block waits once for both. Queries are there too,
+scores and sums stay in registers (see `fragments`).
 """
 
 import functools

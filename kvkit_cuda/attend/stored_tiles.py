@@ -217,8 +217,8 @@ def four(address):
 
 
 def start(tile):
-    """(at, token, thread, mask) -> where a thread of a panel begins: its first chunk and its scale, the chunk's
-    number, and the mask of codes.
+    """(at, token, thread, mask) -> where a thread of a panel begins: its first chunk and its scale, the
+    chunk's number, and the mask of codes.
 
     They are made anew, so that what is further, in panels, is a constant away.
     """
@@ -344,7 +344,7 @@ def widener(tile):
 
 
 def zipper(tile):
-    """(begin, words, i, j, chunk, k) -> what the words k of two pieces make: their first elements, their last.
+    """(begin, words, i, j, chunk, k) -> words of two pieces: first elements of their words k, last ones.
 
     Codes are brought together before they are widened, with a pair of scales.
     """
@@ -411,7 +411,7 @@ def scaling(tile):
         return words_of, ptx.halves("mul")  # a product of float32s would be exact, and rounded once as well
 
     raw, cell_of = chunks.DECODE[cell]
-    packed, both_of, two = ptx.packed(element), both("float16"), both(cell) if halves else None
+    packed, both_of, two = ptx.packed(element), both("float16"), both(cell if halves else "float16")
     rounded = ptx.packed(cell) if halves and cell != element else None
 
     @shared

@@ -47,7 +47,7 @@ def multiplied(x, by):
 
 @device.inlined
 def number_of(task, by, table, b, position):
-    """The row of the cache that holds a position, as `index.row_of` has it; `by` is the reciprocal of a page."""
+    """The row of the cache that holds a position, as `index.row_of` has it; `by`: a page's reciprocal."""
     page = multiplied(position, by)
     return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(task.page_size))
 

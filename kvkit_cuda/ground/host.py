@@ -156,7 +156,7 @@ class Launch:
 
     `owners` says whose address an argument is, or a member of an argument that is a tuple, by their places.
     `grow` gives the first number of blocks for the step as it is then, and for whatever it may become if the
-    launch is captured (True). `scratch` is how much of that it takes, `shared` how much dynamic memory a block.
+    launch is captured (True). `scratch` is how much of that it takes, `shared` a block's dynamic memory.
     """
 
     __slots__ = ("arguments", "blocks", "grow", "kernel", "owners", "scratch", "shared", "stream", "threads")

@@ -85,7 +85,7 @@ def shared(size):
 
 @functools.cache
 def dynamic(size):
-    """() -> the address, a multiple of 128, of the memory that a launch gives each block: at most `size` bytes."""
+    """() -> the address, a multiple of 128, of what a launch gives each block: at most `size` bytes."""
 
     @intrinsic
     def place(typingctx):

@@ -176,8 +176,9 @@ def packed(element):
 
 @functools.cache
 def halves(operation):
-    """(x, y) -> "sub" or "mul" of the two float16 elements of words, (x, y, z) -> "fma", each rounded once."""
-    compute = {"sub": np.subtract, "mul": np.multiply, "fma": lambda x, y, z: x * y + z}[operation]
+    """(x, y) -> "sub" or "mul" of the two float16s of words, (x, y, z) -> "fma", rounded once."""
+    known: dict = {"sub": np.subtract, "mul": np.multiply, "fma": lambda x, y, z: x * y + z}
+    compute = known[operation]
     count = 3 if operation == "fma" else 2
     places = ", ".join(f"${i}" for i in range(count + 1))
     emit = instruction(f"{operation}.rn.f16x2 {places};", [WORD], [WORD] * count)

@@ -27,8 +27,8 @@ CASES = {  # the kernel; its call
     "prefill of codes": (prefill, SIZES | {"formats": INT8, "lengths": [(70, 30)]}),
     "plain": (plain, SIZES | {"formats": FP32, "lengths": [(100, 1)], "dim": 64, "softcap": 9.0}),
 }
-# A wait for copies that these calls do not need: the last one is for an empty part of a context, whose queries
-# are on their way still.
+# A wait for copies that these calls do not need: the last one is for an empty part of a context, whose
+# queries are on their way still.
 SPARED = {"prefill": 1, "prefill of codes": 1}
 HUGE = 3e38  # so that sums overflow, and are added up once more, with care
 

@@ -62,7 +62,7 @@ def ptxas():
 
 
 def texts_for(kernel, signature, capabilities):
-    """A kernel's PTX for some compute capabilities; NVVM makes the same for all of a family but for their name."""
+    """A kernel's PTX for some compute capabilities; NVVM makes the same for all of a family."""
     families = {each: max(first for first in FAMILIES if first <= each) for each in capabilities}
     firsts = list(dict.fromkeys(families.values()))
     made = dict(zip(firsts, device.ptx(kernel, signature, firsts), strict=True))
@@ -73,13 +73,13 @@ def retargeted(text, capability):
     return re.sub(r"(?m)^\.target sm_\w+", ".target sm_{}{}".format(*capability), text)
 
 
-def assemble(ptx, capability, folder, most=255):
-    """What ptxas says of a kernel: (bytes of stack and spills, registers, of which there may be so many)."""
+def assemble(ptx, capability, folder):
+    """What ptxas says of a kernel: (bytes of stack and spills, registers)."""
     source = folder / "kernel.ptx"
     source.write_text(ptx)
     target = "sm_{}{}".format(*capability)
     done = subprocess.run(
-        [ptxas(), "-v", f"-arch={target}", f"-maxrregcount={most}", source, "-o", folder / "kernel.cubin"],
+        [ptxas(), "-v", f"-arch={target}", source, "-o", folder / "kernel.cubin"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -18,9 +18,9 @@ DECODE = {
 }
 
 
-def counted(kernel, signature, folder, most=255):
+def counted(kernel, signature, folder):
     (text,) = device.ptx(kernel, signature, [CAPABILITY])
-    assemble(text, CAPABILITY, folder, most)
+    assemble(text, CAPABILITY, folder)
     return main_loop(folder / "kernel.cubin")
 
 
@@ -37,6 +37,6 @@ def test_decode(stored, tmp_path):
     """16 tokens, heads of 128, scales of 8 codes each."""
     cell, stored, expected, most = DECODE[stored]
     form = test_cuda_decode_ptx.form(cell=cell, stored=stored)
-    products, instructions = counted(decode.attend(form), decode.SIGNATURE, tmp_path, form.registers)
+    products, instructions = counted(decode.attend(form), decode.SIGNATURE, tmp_path)
     assert products == expected
     assert instructions <= most
