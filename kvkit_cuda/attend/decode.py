@@ -17,8 +17,8 @@ from kvkit_cuda.attend import fragments, merge, panels, stored_tiles, tiles
 from kvkit_cuda.attend.decode_forms import form_of, suits
 from kvkit_cuda.attend.fragments import EVERYONE, LONGEST, LOWEST, visible
 from kvkit_cuda.attend.panels import WORDS
-from kvkit_cuda.attend.prefill import LN2, LOG2E, SHRINK, SIGNATURE
-from kvkit_cuda.attend.stored_tiles import KEYS, TOKENS, VALUES
+from kvkit_cuda.attend.prefill import LN2, LOG2E, SIGNATURE
+from kvkit_cuda.attend.stored_tiles import TOKENS, VALUES
 from kvkit_cuda.attend.tiles import CHUNK, put_word
 from kvkit_cuda.ground import device, memory, ptx
 from kvkit_cuda.moves import chunks
@@ -30,21 +30,24 @@ F32, U32 = types.float32, types.uint32
 
 int32, quotient, number_of, put_float = device.int32, tiles.quotient, tiles.number_of, chunks.write("float32")
 _read_sums, _write_pair = memory.load(8, 8, space=memory.SHARED), memory.store(4, 4)
+_write_addresses = memory.store(16, 16, memory.SHARED)
 
 
 def attend(form):
     """The kernel of a form."""
     rows, blocks, stages = form.thread_rows, form.blocks, form.stages
     held_scores, held_sums = rows * form.columns, rows * form.width
-    held_queries = blocks * form.keys.panels(KEYS) * 4
+    held_queries = blocks * form.keys.panels * 4
     key_bytes, stage_bytes, step = form.keys.bytes, form.stage_bytes, form.warps * TOKENS
     place_of_tiles, read_queries = memory.shared(form.shared_bytes), panels.query_reader(form.keys)
-    fill_keys, fill_values = stored_tiles.fill(form.keys), stored_tiles.fill(form.values)
+    fill_tile = stored_tiles.fill(form.keys, form.values)
     times_keys, times_values = panels.multiply_keys(form), panels.multiply_values(form)
     times_carefully, softens = panels.multiply_carefully(form), fragments.soften(form)
     weighs, hides, end = fragments.weigh(form), fragments.hide(form), ending(form)
     weighed, meet, anew = form.weighs, device.meet, ptx.anew
-    together, arrived = ptx.together, ptx.all_but(2 * stages - 1)
+    code_mask, last_place = stored_tiles.code_mask(form.keys), (stages - 1) * stage_bytes
+    bases, ring_bytes = stages * stage_bytes, form.ring_bytes
+    together, arrived = ptx.together, ptx.all_but(stages - 1)
 
     def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
         if cuda.blockIdx.x >= items[items.shape[0] - 1]:
@@ -72,79 +75,66 @@ def attend(form):
             at = task.query + b * task.query_sequence + (start + token) * task.query_token
             at += (head * task.group + min(here, last) - token * task.group) * task.query_head
             read_queries(at, here <= last, lane, words, queries, block)
-        bases = cuda.shared.array(4, types.int64)  # registers are scarce
-        if lane == 0 and warp == 0:
-            cells = b * task.cell_sequence + head * task.cell_head
-            bases[0] = task.keys + b * task.key_sequence + head * task.key_head
-            bases[1] = task.key_cells + cells
-            bases[2] = task.values + b * task.value_sequence + head * task.value_head
-            bases[3] = task.value_cells + cells
-        cuda.syncthreads()
         board = int32(place_of_tiles())
-        ring = int32(board + warp * (stages * stage_bytes))
+        ring = anew(int32(board + warp * ring_bytes))
         row = int32((lane & 3) * 2)
+        mask = anew(int32(code_mask | cuda.threadIdx.z))  # 0, but a constant would be moved in for each use
         scores, sums = cuda.local.array(held_scores, F32), cuda.local.array(held_sums, F32)
         top, total = cuda.local.array(rows, F32), cuda.local.array(rows, F32)
-        scale = numeric.float_of(np.uint32(task.scale)) * (np.float32(1) if weighed else LOG2E)
-        count = quotient(high - low + step - 1, step)
+        peaks = cuda.local.array(rows, F32)
+        scale = numeric.float_of(np.uint32(task.scale))
+        by = tiles.reciprocal(task.page_size)
         for attempt in range(2):
             for i in range(held_sums):
                 sums[i] = np.float32(0)
             for r in range(rows):
                 top[r], total[r] = numeric.MINUS_INF, np.float32(0)
-            number, place = np.int64(0), ring
-            tile, begin = int32(-stages), int32(low + warp * TOKENS - stages * step)
-            if count:
-                number = number_of(task, table, b, min(begin + stages * step + (lane & 15), high - 1))
-            while tile < count:  # before the first tile others are asked for
-                coming, comes = int32(begin + stages * step), tile + stages < count
-                if tile >= 0:
+            if lane == 0:  # where all begins; registers are scarce
+                cells = b * task.cell_sequence + head * task.cell_head
+                put_addresses(
+                    int32(ring + bases),
+                    task.keys + b * task.key_sequence + head * task.key_head,
+                    task.values + b * task.value_sequence + head * task.value_head,
+                )
+                put_addresses(int32(ring + bases + 16), task.key_cells + cells, task.value_cells + cells)
+            meet()
+            number, place, begin = int32(0), ring, int32(low + warp * TOKENS - stages * step)
+            if begin + stages * step < high:
+                position = min(int32(begin + stages * step + (lane & 15)), int32(high - 1))
+                number = int32(number_of(task, by, table, b, position))
+            while begin < high:  # before the first tile others are asked for
+                coming = int32(begin + stages * step)
+                if begin >= low:
                     arrived()
                     meet()
-                    times_keys(queries, place, anew(lane), words, scores)
-                    meet()
-                if comes:
-                    fill_keys(
-                        place, number, bases[0], task.key_row, bases[1], task.cell_row, coming, high,
-                        anew(lane),
-                    )  # fmt: skip
-                together()
-                at = int32(place + key_bytes)
-                if tile >= 0:
-                    for j in range(held_scores):
-                        scores[j] *= scale
+                    times_keys(queries, place, anew(lane), mask, words, scores)
                     if weighed:
+                        for j in range(held_scores):
+                            scores[j] *= scale
                         weighs(
                             task, seqstarts, kvstarts, slopes, anew(b), anew(head), anew(row), anew(last),
                             begin, anew(lane), scores,
                         )  # fmt: skip
-                        for j in range(held_scores):
-                            scores[j] *= LOG2E
                     if begin < since or begin + TOKENS > until:
                         hides(
                             task, seqstarts, kvstarts, anew(b), anew(row), anew(last), begin, high,
                             anew(lane), scores,
                         )  # fmt: skip
-                    softens(scores, sums, top, total, np.float32(attempt * SHRINK))
-                    arrived()
-                    meet()
+                    softens(scores, sums, top, total, peaks, LOG2E if weighed else scale * LOG2E)
+                    at = int32(place + key_bytes)
                     if attempt == 0:
-                        times_values(scores, at, anew(lane), words, sums)
+                        times_values(scores, at, anew(lane), mask, words, sums)
                     else:
-                        times_carefully(scores, at, anew(lane), words, sums)
+                        times_carefully(scores, at, anew(lane), mask, words, sums)
                     meet()
-                if comes:
-                    fill_values(
-                        at, number, bases[2], task.value_row, bases[3], task.cell_row, coming, high,
-                        anew(lane),
-                    )  # fmt: skip
-                    number = number_of(task, table, anew(b), min(coming + step + (anew(lane) & 15), high - 1))
+                if coming < high:
+                    fill_tile(place, number, int32(ring + bases), task, anew(lane))
+                    position = min(int32(coming + step + (anew(lane) & 15)), int32(high - 1))
+                    number = int32(number_of(task, by, table, b, position))
                 together()
-                tile, begin = int32(tile + 1), int32(begin + step)
-                place = int32(place + stage_bytes)
-                if place == ring + stages * stage_bytes:
-                    place = ring
-            shrink = np.float32(2.0**-SHRINK) if attempt else np.float32(1)
+                begin = int32(begin + step)
+                place = int32(ring if place == int32(ring + last_place) else place + stage_bytes)
+            shrink = fragments.SMALLER if attempt else np.float32(1)
             if end(
                 task, seqstarts, anew(board), sums, top, total, shrink, anew(b), anew(head), anew(last),
                 anew(slot), anew(lane), anew(warp),
@@ -160,7 +150,7 @@ def ending(form):
     row_of, distances = form.places.row, form.places.distances
     all_rows, row_bytes, threads = form.rows, 4 * form.values.dim, form.warps * WARP
     exchange, power, larger, packed = device.exchange, ptx.power, ptx.larger, ptx.packed(form.element)
-    pairs, chunks_of_row = tile.dim // 2, tile.chunks
+    pairs, chunks_of_row, times, pace = tile.dim // 2, tile.chunks, tile.first(1), tile.pace
 
     def end(task, seqstarts, board, sums, top, total, shrink, b, head, last, slot, lane, warp):
         """Whether all is finite, or cannot be."""
@@ -181,7 +171,7 @@ def ending(form):
                 new = larger(new, tops[w, here])
             factor = power(top[r] - larger(new, LOWEST))
             for i in range(width):
-                chunk, k, half = i // VALUES * VALUES + (lane >> 2), i % VALUES // 2, i % 2
+                chunk, k, half = (lane >> 2) * times + i // VALUES * pace, i % VALUES // 2, i % 2
                 e = chunk * CHUNK + k // apart * 2 * apart + k % apart + half * apart
                 if here <= last and chunk < chunks_of_row:
                     at = board + (warp * all_rows + here) * row_bytes + 4 * e
@@ -192,7 +182,7 @@ def ending(form):
                 new = larger(new, tops[w, thread])
             for w in range(warps):
                 whole += totals[w, thread] * power(tops[w, thread] - larger(new, LOWEST))
-            new, whole = new * LN2, whole * (np.float32(1) / shrink)
+            new *= LN2
             factors[thread] = np.float32(1)
             if slot >= 0:
                 at = merge.place(task, slot, all_rows, thread) + 4 * task.value_dim
@@ -227,6 +217,11 @@ def ending(form):
 def two_sums(address):
     both, _ = _read_sums(address)
     return numeric.float_of(np.uint32(both)), numeric.float_of(np.uint32(both >> np.uint64(32)))
+
+
+@shared
+def put_addresses(at, one, other):
+    _write_addresses(at, np.uint64(one), np.uint64(other))
 
 
 @shared

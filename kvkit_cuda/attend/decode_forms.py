@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from kvkit.formats import BY_NAME
-from kvkit_cuda.attend import forms, fragments, stored_tiles
-from kvkit_cuda.attend.stored_tiles import TOKENS, VALUES, Tile
+from kvkit_cuda.attend import forms, fragments
+from kvkit_cuda.attend.fragments import LONGEST
+from kvkit_cuda.attend.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile
 
 WARPS = 4  # of a block, if their tiles fit
 SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
@@ -41,7 +42,7 @@ class Form:
 
     @property
     def width(self):
-        return VALUES * self.values.panels(VALUES)
+        return VALUES * self.values.panels
 
     @property
     def places(self):
@@ -52,16 +53,22 @@ class Form:
         return self.keys.bytes + self.values.bytes
 
     @property
+    def ring_bytes(self):
+        """Of the tiles of a warp, and four addresses."""
+        return self.stages * self.stage_bytes + 32
+
+    @property
     def shared_bytes(self):
-        """Of the tiles; in the end the sums of all warps take their place."""
-        sums = self.rows * self.values.dim * 4
-        return self.warps * max(self.stages * self.stage_bytes, sums)
+        """Of all warps; in the end their sums take the place."""
+        return self.warps * max(self.ring_bytes, self.rows * self.values.dim * 4)
 
 
-def form(element, stored, cell, group, dim, value_dim, rows, weighs):
+def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
     """The form of a kernel: as many warps, and as many tiles for each, as shared memory holds."""
-    keys = stored_tiles.keys(element, stored, cell, group, dim)
-    values = stored_tiles.values(element, stored, cell, group, value_dim)
+    keys, values = (
+        Tile(element, stored, cell, group, size, panel, unit)
+        for size, panel in ((dim, KEYS), (value_dim, VALUES))
+    )
     most, each = WARPS, keys.bytes + values.bytes
     while most * each > SHARED_MEMORY:
         most //= 2
@@ -71,8 +78,10 @@ def form(element, stored, cell, group, dim, value_dim, rows, weighs):
 
 def form_of(record, context, most_rows):
     """The form of the kernel for a call."""
-    weighs, sizes = record.cap or record.alibi or record.mask, (context.dim, context.value_dim)
-    return form(context.packed, context.stored, context.cell, context.group, *sizes, most_rows, weighs)
+    sizes, weighs = (context.dim, context.value_dim), fragments.weighed(record)
+    kinds = context.packed, context.stored, context.cell, context.group
+    unit = next(unit for unit in UNITS if cells_suit(record, context, sizes, unit))
+    return form(*kinds, *sizes, most_rows, weighs, unit)
 
 
 def suits(record, context, steps, most_rows):
@@ -81,12 +90,15 @@ def suits(record, context, steps, most_rows):
     most = ROWS if max(sizes) <= DIM else forms.ROWS
     whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
     near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.cell_row))
+    near &= steps.rows < LONGEST
     fits = fragments.suits(record, context, steps, most_rows, 16) and most_rows <= most
-    return fits and whole and near and (context.cell is None or cells_suit(record, context, sizes))
+    return fits and whole and near and cells_suit(record, context, sizes, UNITS[-1])
 
 
-def cells_suit(record, context, sizes):
-    """Whether scales are whole words."""
+def cells_suit(record, context, sizes, unit):
+    """Whether scales are whole units."""
+    if context.cell is None:
+        return True
     cells = (record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head,
              *(BY_NAME[context.cell].bytes(size // context.group) for size in sizes))  # fmt: skip
-    return not any(number % 4 for number in cells)
+    return not any(number % unit for number in cells)

@@ -22,6 +22,9 @@ STRIP = 16  # rows that a warp multiplies at once
 EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
 LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
 LOWEST = np.float32(numeric.LOWEST)
+INFINITY = 0x7F800000  # in bits
+SHRINK = 40  # binary digits by which careful weights are smaller
+SMALLER = np.float32(2.0**-SHRINK)
 int32, quotient = device.int32, tiles.quotient
 
 
@@ -66,6 +69,12 @@ def suits(record, context, steps, most_rows, alignment):
     return whole and known and short and aligned
 
 
+def weighed(record):
+    """Whether scores are more than products: capped, biased or masked, or larger for smaller products."""
+    positive = 0 < record.scale < INFINITY
+    return bool(record.cap or record.alibi or record.mask or not positive)
+
+
 @functools.cache
 def multiply(element, strips, columns):
     """(a, b0, b1, c, block): c = a b + c for every strip, in a block of 8 columns of c [row, column]."""
@@ -82,40 +91,61 @@ def multiply(element, strips, columns):
     return device.inlined(multiply)
 
 
-def multiply_keys(form):
-    """(queries, keys, warp, lane, a, scores): scores of a tile of tokens."""
-    steps, tokens, strips = form.dim // 16, form.tokens, form.strips
-    at, load, add = tiles.place(form.dim), ptx.matrices(False), multiply(form.element, strips, tokens)
+def in_turn(part, count):
+    """(.., i): what `part` does for each i below `count`, in turn: compilers unroll no loop as long.
 
-    def multiply_keys(queries, keys, warp, lane, a, scores):
+    It takes four arguments before i.
+    """
+    if count == 1:
+        return part
+    half = count // 2
+    first, second = in_turn(part, half), in_turn(part, count - half)
+
+    def both(a, b, c, d, i):
+        first(a, b, c, d, i)
+        second(a, b, c, d, i + half)
+
+    return device.part(both)
+
+
+def multiply_keys(form):
+    """(queries, keys, a, scores): scores of a tile of tokens; where the thread's rows of both begin."""
+    tokens, strips, row = form.tokens, form.strips, tiles.row_bytes(form.dim)
+    on, load, add = tiles.further(form.dim), ptx.matrices(False), multiply(form.element, strips, tokens)
+
+    def step(queries, keys, a, scores, pair):
+        queries, keys = on(queries, pair), on(keys, pair)
+        for strip in range(strips):
+            i = 4 * strip
+            a[i], a[i + 1], a[i + 2], a[i + 3] = load(queries, strip * STRIP * row)
+        for block in range(0, tokens // 8, 2):
+            b0, b1, b2, b3 = load(keys, 8 * block * row)
+            add(a, b0, b1, scores, block)
+            add(a, b2, b3, scores, block + 1)
+
+    steps = in_turn(device.part(step), form.dim // 16)
+
+    def multiply_keys(queries, keys, a, scores):
         for i in range(strips * tokens // 2):
             scores[i] = np.float32(0)
-        for step in range(steps):
-            for strip in range(strips):
-                row, i = (warp * strips + strip) * STRIP + (lane & 15), 4 * strip
-                a[i], a[i + 1], a[i + 2], a[i + 3] = load(queries, at(row, 2 * step + (lane >> 4)))
-            for block in range(0, tokens // 8, 2):
-                row = 8 * block + (lane >> 4) * 8 + (lane & 7)
-                b0, b1, b2, b3 = load(keys, at(row, 2 * step + (lane >> 3 & 1)))
-                add(a, b0, b1, scores, block)
-                add(a, b2, b3, scores, block + 1)
+        steps(queries, keys, a, scores, 0)
 
     return device.part(multiply_keys)
 
 
 def multiply_values(form):
-    """(weights, values, lane, a, sums): weights, rounded to the type of the data, times the tile's values."""
-    tokens, dim, strips = form.tokens, form.value_dim, form.strips
-    at, load, add = tiles.place(dim), ptx.matrices(True), multiply(form.element, strips, dim)
+    """(weights, values, a, sums): weights, rounded to the type of the data, times the tile's values."""
+    tokens, dim, strips, row = form.tokens, form.value_dim, form.strips, tiles.row_bytes(form.value_dim)
+    on, load, add = tiles.further(dim), ptx.matrices(True), multiply(form.element, strips, dim)
     packed, width = ptx.packed(form.element), tokens // 4
 
-    def multiply_values(weights, values, lane, a, sums):
+    def multiply_values(weights, values, a, sums):
         for step in range(tokens // 16):
             for i in range(4 * strips):
                 j = (i // 4 * 2 + i % 2) * width + 4 * step + i % 4 // 2 * 2
                 a[i] = packed(weights[j], weights[j + 1])
             for block in range(0, dim // 8, 2):
-                b0, b1, b2, b3 = load(values, at(16 * step + (lane & 15), block + (lane >> 4)))
+                b0, b1, b2, b3 = load(on(values, block // 2), 16 * step * row)
                 add(a, b0, b1, sums, block)
                 add(a, b2, b3, sums, block + 1)
 
@@ -123,7 +153,9 @@ def multiply_values(form):
 
 
 def multiply_carefully(form):
-    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity."""
+    """(weights, values, lane, a, sums): the same in float32, leaving out values without weight: one of 0
+    hides NaN and infinity. Weights are smaller, so that sums stay finite.
+    """
     rows, columns, blocks = 2 * form.strips, form.tokens // 4, form.value_dim // 8
     at, exchange, two, turn = (
         tiles.place(form.value_dim),
@@ -137,7 +169,7 @@ def multiply_carefully(form):
             for other in range(4):
                 token = column // 2 * 8 + ((lane ^ other) & 3) * 2 + column % 2
                 for row in range(rows):
-                    weight = exchange(EVERYONE, weights[row * columns], other)
+                    weight = exchange(EVERYONE, weights[row * columns], other) * SMALLER
                     if weight != np.float32(0):
                         for block in range(blocks):
                             low, high = two(values + at(token, block) + (lane & 3) * 4)
@@ -150,28 +182,37 @@ def multiply_carefully(form):
 
 
 def soften(form):
-    """(scores, sums, top, total, shift): scores, times log2(e), to weights; sums shrink as a top grows."""
+    """(scores, sums, top, total, peaks, scale): scores to weights, sums shrink as a top grows.
+
+    Times `scale`, which is positive, scores are powers of 2, and so are tops. `peaks` are those of the tile.
+    """
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.places.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger
 
-    def soften(scores, sums, top, total, shift):
+    def soften(scores, sums, top, total, peaks, scale):
+        grown = False
         for row in range(rows):
-            peak = top[row]
-            for i in range(row * columns, (row + 1) * columns):
+            peak = scores[row * columns]
+            for i in range(row * columns + 1, (row + 1) * columns):
                 peak = larger(peak, scores[i])
             for distance in distances:
                 peak = larger(peak, exchange(EVERYONE, peak, distance))
-            base = larger(peak, LOWEST)
-            factor = power(top[row] - base)
-            top[row] = peak
-            base += shift
-            added = np.float32(0)
+            peaks[row] = larger(top[row], peak * scale)
+            grown |= peaks[row] != top[row]
+        if grown:
+            for row in range(rows):
+                factor = power(top[row] - larger(peaks[row], LOWEST))
+                top[row] = peaks[row]
+                total[row] *= factor
+                for i in range(row * width, (row + 1) * width):
+                    sums[i] *= factor
+        for row in range(rows):
+            base = larger(top[row], LOWEST)
+            added = base - base  # NaN for a top that is infinite
             for i in range(row * columns, (row + 1) * columns):
-                scores[i] = power(scores[i] - base)
+                scores[i] = power(scores[i] * scale - base)
                 added += scores[i]
-            total[row] = total[row] * factor + added
-            for i in range(row * width, (row + 1) * width):
-                sums[i] *= factor
+            total[row] += added
 
     return device.part(soften)
 

@@ -96,11 +96,11 @@ def compiled(packed, rows):
     return device.kernel(merge(packed, rows), SIGNATURE, (packed, rows))
 
 
-def prepare(kernel, record, packed, tables, rows, block, stream, most=0):
+def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0):
     """Launches: of a kernel over tiles of so many rows, and of the merge if contexts are split.
 
     A call is split into at most so many parts (0: as many as `tables` has it). A lasting step may come to
-    have more of them, or to be split.
+    have more of them, or to be split. `shared` is how much dynamic memory a block of the kernel takes.
     """
     work, key = tables.work(record, rows, most)
     slots = work.most_slots if tables.lasting else work.split
@@ -119,7 +119,8 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0):
         return tokens * record.heads * record.group if captured or work.split else 0
 
     tokens, read = tables.steps.tokens, ("seqstarts", "kvstarts", "table", *names)
-    launches = [launch(kernel, (work.count, 1), block, arguments=arguments(*read), grow=items)]
+    first = launch(kernel, (work.count, 1), block, arguments=arguments(*read), grow=items, shared=shared)
+    launches = [first]
     if slots:
         each, read = compiled(packed, rows), ("seqstarts", *names[:2])
         launches.append(launch(each, (tokens, 1), (THREADS, 1), arguments=arguments(*read), grow=outputs))

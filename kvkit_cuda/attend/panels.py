@@ -16,12 +16,13 @@ A chunk is 4 words (see `stored_tiles`).
 import numpy as np
 
 from kvkit.jit import shared
-from kvkit_cuda.attend.fragments import EVERYONE, rotate
-from kvkit_cuda.attend.stored_tiles import KEYS, VALUES, both, reader, start
+from kvkit_cuda.attend.fragments import EVERYONE, SMALLER, rotate
+from kvkit_cuda.attend.stored_tiles import PIECE, VALUES, both, reader, start, taker, widener, zipper
 from kvkit_cuda.ground import device, memory, ptx
 from kvkit_cuda.ground.ptx import high, low
 
-WORDS, ZERO = 20, np.float32(0)  # words that a thread holds on their way to a product
+B = 4 * PIECE  # the words behind those of values: weights
+WORDS, ZERO = B + 4, np.float32(0)  # words that a thread holds on their way to a product
 _read_query = memory.load(16, 16)
 
 
@@ -36,12 +37,12 @@ def query_reader(tile):
 
     A thread's queries lie as [block of 8 rows, panel, word].
     """
-    apart, panels, whole = tile.apart, tile.panels(KEYS), tile.chunks % KEYS == 0
-    chunks_of_row = tile.chunks
+    apart, panels, whole = tile.apart, tile.panels, tile.chunks % tile.panel == 0
+    chunks_of_row, first, pace = tile.chunks, tile.first(1), tile.pace
 
     def read(address, there, lane, words, queries, block):
         for panel in range(panels):
-            chunk = KEYS * panel + (lane & 3)
+            chunk = (lane & 3) * first + panel * pace
             for k in range(4):
                 words[k] = np.uint32(0)
             if there and (whole or chunk < chunks_of_row):
@@ -58,19 +59,34 @@ def query_reader(tile):
 
 
 def multiply_keys(form):
-    """(queries, at, lane, words, scores): scores of a tile of tokens."""
+    """(queries, at, lane, mask, words, scores): scores of a tile of tokens."""
     tile, blocks, columns, product = form.keys, form.blocks, form.columns, ptx.product(form.element)
-    panels, chunks, whole = tile.panels(KEYS), tile.chunks, tile.chunks % KEYS == 0
-    begin, read = start(tile, KEYS), reader(tile, KEYS)
+    panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
+    whole, coded, begin = chunks % panel_chunks == 0, tile.cell is not None, start(tile)
+    read = reader(tile)
+    take, widen = (taker(tile), widener(tile)) if coded else (read, read)
 
-    def multiply_keys(queries, at, lane, words, scores):
+    def read_codes(place, panel, words):
+        if panel % piece == 0:
+            take(place, 0, panel // piece, words, 8)
+            take(place, 8, panel // piece, words, 8 + PIECE)
+        for k in range(4):
+            words[k] = widen(place, words, 8, panel % piece, k)
+            words[4 + k] = widen(place, words, 8 + PIECE, panel % piece, k)
+
+    def read_floats(place, panel, words):
+        for half in range(2):
+            read(place, 8 * half, panel, words, 4 * half)
+
+    fetch = device.inlined(read_codes if coded else read_floats)
+
+    def multiply_keys(queries, at, lane, mask, words, scores):
         for i in range(2 * blocks * columns):
             scores[i] = ZERO
-        place = begin(at, lane >> 2 & 7, lane & 3)
+        place = begin(at, lane >> 2 & 7, lane & 3, mask)
         for panel in range(panels):
-            for half in range(2):
-                read(place, 8 * half, panel, words, 4 * half)
-            if not whole and KEYS * panel + (lane & 3) >= chunks:  # not even NaN
+            fetch(place, panel, words)
+            if not whole and panel_chunks * panel + (lane & 3) >= chunks:  # not even NaN
                 for k in range(8):
                     words[k] = np.uint32(0)
             for block in range(blocks):
@@ -86,26 +102,46 @@ def multiply_keys(form):
 
 
 def multiply_values(form):
-    """(weights, at, lane, words, sums): weights, rounded to the type of the data, times the tile's values."""
+    """(weights, at, lane, mask, words, sums): weights, rounded to the data's type, times a tile's values."""
     tile, blocks, width, product = form.values, form.blocks, form.width, ptx.product(form.element)
-    panels, begin, read = tile.panels(VALUES), start(tile, VALUES), reader(tile, VALUES)
-    packed, turned, b = ptx.packed(form.element), ptx.turned, 16  # b: the words behind 16 of values
+    panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
+    packed, turned, coded = ptx.packed(form.element), ptx.turned, tile.cell is not None
+    take, zipped = (taker(tile), zipper(tile)) if coded else (read, read)
 
-    def multiply_values(weights, at, lane, words, sums):
+    def fetch_codes(place, panel, words):
+        if panel % piece == 0:
+            for i in range(4):
+                take(place, (i >> 1) * 8 + (i & 1), panel // piece, words, PIECE * i)
+
+    def fetch_floats(place, panel, words):
+        for i in range(4):
+            read(place, (i >> 1) * 8 + (i & 1), panel, words, 4 * i)
+
+    def pairs_of_codes(place, words, panel, k):
+        a0, a1 = zipped(place, words, 0, PIECE, panel % piece, k)
+        a2, a3 = zipped(place, words, 2 * PIECE, 3 * PIECE, panel % piece, k)
+        return a0, a1, a2, a3
+
+    def pairs_of_floats(place, words, panel, k):
+        one, other, third, last = words[k], words[4 + k], words[8 + k], words[12 + k]
+        return low(one, other), high(one, other), low(third, last), high(third, last)
+
+    fetch = device.inlined(fetch_codes if coded else fetch_floats)
+    pairs = device.inlined(pairs_of_codes if coded else pairs_of_floats)
+
+    def multiply_values(weights, at, lane, mask, words, sums):
         for i in range(2 * blocks):
             j = i // 2 * 4 + i % 2
-            words[b + i] = turned(packed(weights[j], weights[j + 2]))
-        place = begin(at, (lane & 3) * 2, lane >> 2 & 7)
+            words[B + i] = turned(packed(weights[j], weights[j + 2]))
+        place = begin(at, (lane & 3) * 2, lane >> 2 & 7, mask)
         for panel in range(panels):
-            for i in range(4):
-                read(place, (i >> 1) * 8 + (i & 1), panel, words, 4 * i)
+            fetch(place, panel, words)
             for k in range(4):
-                a0, a1 = low(words[k], words[4 + k]), high(words[k], words[4 + k])
-                a2, a3 = low(words[8 + k], words[12 + k]), high(words[8 + k], words[12 + k])
+                a0, a1, a2, a3 = pairs(place, words, panel, k)
                 for block in range(blocks):
                     i = 2 * block * width + panel * VALUES + 2 * k
                     j = i + width
-                    b0, b1 = words[b + 2 * block], words[b + 2 * block + 1]
+                    b0, b1 = words[B + 2 * block], words[B + 2 * block + 1]
                     sums[i], sums[j], sums[i + 1], sums[j + 1] = product(
                         a0, a1, a2, a3, b0, b1, sums[i], sums[j], sums[i + 1], sums[j + 1]
                     )
@@ -114,17 +150,19 @@ def multiply_values(form):
 
 
 def multiply_carefully(form):
-    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity."""
+    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity. Weights are
+    smaller, so that sums stay finite.
+    """
     tile, rows, columns, width = form.values, form.thread_rows, form.columns, form.width
-    panels, begin, read, turn = tile.panels(VALUES), start(tile, VALUES), reader(tile, VALUES), rotate(form)
+    panels, begin, read, turn = tile.panels, start(tile), reader(tile), rotate(form)
     two, exchange = both(form.element), device.exchange
 
-    def multiply_carefully(weights, at, lane, words, sums):
+    def multiply_carefully(weights, at, lane, mask, words, sums):
         for column in range(columns):
             for other in range(8):
-                place = begin(at, column * 8 + ((lane >> 2) ^ other), lane >> 2 & 7)
+                place = begin(at, column * 8 + ((lane >> 2) ^ other), lane >> 2 & 7, mask)
                 for r in range(rows):
-                    weight = exchange(EVERYONE, weights[r * columns], 4 * other)
+                    weight = exchange(EVERYONE, weights[r * columns], 4 * other) * SMALLER
                     if weight != ZERO:
                         for panel in range(panels):
                             read(place, 0, panel, words, 0)

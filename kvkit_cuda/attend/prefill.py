@@ -1,14 +1,14 @@
 """Attention of many rows through tensor cores: 16-bit queries over a cache of their type or of codes.
 
 A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
-rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while keys are
-multiplied the tile's values are copied to shared memory, and the next keys while the values are. Queries wait
-in shared memory, scores and sums stay in registers (see `fragments`).
+rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while one is
+multiplied the next one is copied to shared memory, and a block waits once for both. Queries are there too,
+scores and sums stay in registers (see `fragments`).
 """
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import cuda, types
@@ -21,9 +21,8 @@ from kvkit_cuda.ground import device, memory, ptx
 from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, WARP, sequence_of
 
-WARPS = 4  # of a block
+WARPS = 8  # of a block
 PARTS = 512  # into which a call is split, if they are no shorter than `tables.LEAST_PART`
-SHRINK = 40  # binary digits by which careful weights are smaller: their sums stay finite
 F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
@@ -63,53 +62,62 @@ class Form:
 
     @property
     def query_bytes(self):
-        """Of the rows of a block; outputs take the same place."""
-        rows = WARPS * self.strips * STRIP
-        return rows * max(tiles.row_bytes(self.dim), tiles.row_bytes(self.value_dim))
+        """Of the rows of a warp; outputs take the same place."""
+        return self.strips * STRIP * max(tiles.row_bytes(self.dim), tiles.row_bytes(self.value_dim))
 
     @property
     def key_bytes(self):
         return self.tokens * tiles.row_bytes(self.dim)
 
     @property
+    def stage_bytes(self):
+        """Of a tile of keys and one of values."""
+        return self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
+
+    @property
     def shared_bytes(self):
-        return self.query_bytes + self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
+        """Of a block that is as large as may be."""
+        return self.bytes_of(WARPS)
+
+    def bytes_of(self, warps):
+        return 2 * self.stage_bytes + warps * self.query_bytes
 
 
 def form(element, stored, cell, dim, value_dim, weighs):
     """The form of a kernel: as many rows and tokens as registers and shared memory hold."""
     longest, most = max(dim, value_dim), 64 if weighs else (96 if cell else 128)
-    strips, tokens = 2 if longest <= most else 1, 32 if longest <= 192 else 16
-    return Form(element, stored, cell, dim, value_dim, strips, tokens, bool(weighs))
+    strips = 2 if longest <= most else 1
+    made = Form(element, stored, cell, dim, value_dim, strips, 32, bool(weighs))
+    return made if made.shared_bytes <= device.SHARED_MEMORY else replace(made, tokens=16)
 
 
 def form_of(record, context):
     """The form of the kernel for a call."""
-    weighs, sizes = record.cap or record.alibi or record.mask, (context.dim, context.value_dim)
-    return form(context.packed, context.stored, context.cell, *sizes, weighs)
+    sizes = context.dim, context.value_dim
+    return form(context.packed, context.stored, context.cell, *sizes, fragments.weighed(record))
 
 
-def fill(form, side):
-    """(task, tile, number, b, head, begin, high, thread): begin to load a tile of keys (0) or values (1).
+def fill(form):
+    """(task, stage, number, keys, values, cells, thread): begin to load a tile of keys and values.
 
-    A lane's `number` is the row of the cache that holds its token of the tile.
+    A lane's `number` is the row of the cache that holds its token of the tile, or that of some token; `keys`
+    and `values` are where those of row 0 lie, as are `cells`, from the first scale of keys, or of values, on.
     """
-    dim, tokens, from_lane = (form.dim, form.value_dim)[side], form.tokens, device.from_lane
-    load = tiles.copy_row(dim)
+    tokens, from_lane, key_bytes = form.tokens, device.from_lane, form.key_bytes
+    load_keys, load_values = tiles.copy_row(form.dim), tiles.copy_row(form.value_dim)
     if form.cell:
-        load = tiles.widen_row(dim, form.element, form.stored, form.cell)
+        codes = form.element, form.stored, form.cell
+        load_keys, load_values = tiles.widen_row(form.dim, *codes), tiles.widen_row(form.value_dim, *codes)
 
-    def fill(task, tile, number, b, head, begin, high, thread):
-        if side == 0:
-            at, step = task.keys + b * task.key_sequence + head * task.key_head, task.key_row
-            cells = task.key_cells
-        else:
-            at, step = task.values + b * task.value_sequence + head * task.value_head, task.value_row
-            cells = task.value_cells
-        cells += b * task.cell_sequence + head * task.cell_head
-        for r in range(thread >> 3, tokens, cuda.blockDim.y * (WARP // 8)):
-            row, size = from_lane(number, r), 16 if begin + r < high else 0
-            load(tile, r, at + row * step, cells + row * task.cell_row, task.cell_group, size, thread & 7)
+    def fill(task, stage, number, keys, values, cells, thread):
+        r = int32(thread >> 3)
+        while r < tokens:
+            row, place = from_lane(number, r), thread & 7
+            each = cells + row * task.cell_row
+            load_keys(stage, r, keys + row * task.key_row, task.key_cells + each, task.cell_group, place)
+            at = values + row * task.value_row
+            load_values(stage + key_bytes, r, at, task.value_cells + each, task.cell_group, place)
+            r = int32(r + cuda.blockDim.y * (WARP // 8))
 
     return device.part(fill)
 
@@ -123,8 +131,9 @@ def attend(form):
         2 * strips,
         2 * strips * width,
     )
-    query_bytes, key_bytes, block = form.query_bytes, form.key_bytes, memory.shared(form.shared_bytes)
-    fill_queries, fill_keys, fill_values = tiles.copy_row(form.dim), fill(form, 0), fill(form, 1)
+    key_bytes, stage_bytes, block = form.key_bytes, form.stage_bytes, memory.dynamic(form.shared_bytes)
+    fill_queries, fill_tile = tiles.copy_row(form.dim), fill(form)
+    key_place, value_place = tiles.place(form.dim), tiles.place(form.value_dim)
     store_row, put, packed = (
         tiles.store_row(form.value_dim),
         tiles.put(form.value_dim),
@@ -154,29 +163,44 @@ def attend(form):
         unit = count - 1 - (unit - head * count)  # rows that see most come first
         first, last = int32(unit * rows), int32(seqlen * task.group - 1)
         slot = int32(slots[b] + (head * count + unit) * parts + part if parts > 1 else -1)
-        low, until = visible(task, b, seqlen, kvlen, quotient(first, task.group))
-        since, high = visible(task, b, seqlen, kvlen, quotient(min(first + rows - 1, last), task.group))
+        low, _ = visible(task, b, seqlen, kvlen, quotient(first, task.group))
+        _, high = visible(task, b, seqlen, kvlen, quotient(min(first + rows - 1, last), task.group))
+        # What the first row of a warp sees, and the last one.
+        own = int32(first + cuda.threadIdx.y * strips * STRIP)
+        since, until = visible(task, b, seqlen, kvlen, quotient(min(own, last), task.group))
+        end = min(own + strips * STRIP - 1, last)
+        all_since, end = visible(task, b, seqlen, kvlen, quotient(end, task.group))
         if parts > 1:
             part_tokens = slots[slots.shape[0] - 1]
             low = min(low + part * part_tokens, high)
             high = min(high, low + part_tokens)
-            until = min(until, high)
-        low, high, since, until = int32(low), int32(high), int32(since), int32(until)
+        low, high, since, all_since = int32(low), int32(high), int32(since), int32(all_since)
+        until, end = int32(min(until, high)), int32(min(end, high) if own <= last else 0)
 
-        queries = block()
-        keys, values = queries + query_bytes, queries + query_bytes + key_bytes
-        for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
+        stage = int32(block())
+        both, queries = int32(2 * stage + stage_bytes), int32(stage + 2 * stage_bytes)
+        r = int32(thread >> 3)
+        while r < rows:
             row = min(first + r, last)
             token = quotient(row, task.group)
             at = task.query + b * task.query_sequence + (start + token) * task.query_token
             at += (head * task.group + row - token * task.group) * task.query_head
-            fill_queries(queries, r, at, 0, 1, 16 if first + r <= last else 0, thread & 7)
+            fill_queries(queries, r, at, 0, 1, thread & 7)
+            r = int32(r + cuda.blockDim.y * (WARP // 8))
 
         a, scores = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         sums = cuda.local.array(held_sums, F32)
         top, total = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
-        scale = numeric.float_of(np.uint32(task.scale)) * (np.float32(1) if weighed else LOG2E)
-        shrink = np.float32(1)
+        peaks = cuda.local.array(held_rows, F32)
+        scale = numeric.float_of(np.uint32(task.scale))
+        keys = task.keys + b * task.key_sequence + head * task.key_head
+        values = task.values + b * task.value_sequence + head * task.value_head
+        cells = b * task.cell_sequence + head * task.cell_head
+        first_key = key_place((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
+        first_value = int32(key_bytes + value_place(lane & 15, lane >> 4))
+        first_query = int32(queries + key_place((thread >> 5) * strips * STRIP + (lane & 15), lane >> 4))
+        by, final = tiles.reciprocal(task.page_size), int32(high - 1)
+        odd, shrink = np.float32(0), np.float32(1)
         for attempt in range(2):
             for i in range(held_sums):
                 sums[i] = np.float32(0)
@@ -184,45 +208,35 @@ def attend(form):
                 top[r], total[r] = numeric.MINUS_INF, np.float32(0)
             number, begin = np.int64(0), low
             if low < high:
-                number = number_of(task, table, b, min(low + lane, high - 1))
-                fill_keys(task, keys, number, b, head, low, high, thread)
+                number = number_of(task, by, table, b, min(int32(low + lane), final))
+                fill_tile(task, stage, number, keys, values, cells, thread)
+                number = number_of(task, by, table, b, min(int32(low + tokens + lane), final))
             while begin < high:
                 arrived()
                 cuda.syncthreads()
-                fill_values(task, values, number, anew(b), anew(head), begin, high, anew(thread))
-                number = number_of(task, table, anew(b), min(begin + tokens + lane, high - 1))
-                times_keys(queries, keys, thread >> 5, anew(lane), a, scores)
-                arrived()
-                cuda.syncthreads()
-                if begin + tokens < high:
-                    fill_keys(task, keys, number, anew(b), anew(head), begin + tokens, high, anew(thread))
-                for i in range(held_scores):
-                    scores[i] *= scale
-                row = row_of_thread(first, anew(thread))
-                if weighed:
-                    weighs(
-                        task,
-                        seqstarts,
-                        kvstarts,
-                        slopes,
-                        anew(b),
-                        anew(head),
-                        row,
-                        last,
-                        begin,
-                        anew(lane),
-                        scores,
-                    )
-                    for i in range(held_scores):
-                        scores[i] *= LOG2E
-                if begin < since or begin + tokens > until:
-                    hides(task, seqstarts, kvstarts, anew(b), row, last, begin, high, anew(lane), scores)
-                softens(scores, sums, top, total, np.float32(attempt * SHRINK))
-                if attempt == 0:
-                    times_values(scores, values, anew(lane), a, sums)
-                else:
-                    times_carefully(scores, values, anew(lane), a, sums)
-                begin = int32(begin + tokens)
+                here, coming, stage = stage, int32(begin + tokens), int32(both - stage)
+                if coming < high:
+                    fill_tile(task, stage, number, keys, values, cells, thread)
+                    number = number_of(task, by, table, b, min(int32(coming + tokens + lane), final))
+                if begin < end and coming > since:
+                    times_keys(first_query, int32(here + first_key), a, scores)
+                    if weighed:
+                        for i in range(held_scores):
+                            scores[i] *= scale
+                        row = row_of_thread(first, anew(thread))
+                        weighs(
+                            task, seqstarts, kvstarts, slopes, anew(b), anew(head), row, last, begin,
+                            anew(lane), scores,
+                        )  # fmt: skip
+                    if begin < all_since or coming > until:
+                        row = row_of_thread(first, anew(thread))
+                        hides(task, seqstarts, kvstarts, anew(b), row, last, begin, high, anew(lane), scores)
+                    softens(scores, sums, top, total, peaks, LOG2E if weighed else scale * LOG2E)
+                    if attempt == 0:
+                        times_values(scores, int32(here + first_value), a, sums)
+                    else:
+                        times_carefully(scores, int32(here + key_bytes), anew(lane), a, sums)
+                begin = coming
 
             odd = np.float32(0)
             for i in range(held_sums):
@@ -230,12 +244,12 @@ def attend(form):
             arrived()
             if not cuda.syncthreads_or(int32(odd != np.float32(0))):
                 break
-            shrink = np.float32(2.0**-SHRINK)
+            shrink = fragments.SMALLER
 
         start, row = seqstarts[anew(b)], row_of_thread(first, thread)
         for r in range(held_rows):
             whole = total[r] + exchange(EVERYONE, total[r], 1)
-            total[r] = (whole + exchange(EVERYONE, whole, 2)) * (np.float32(1) / shrink)
+            total[r] = whole + exchange(EVERYONE, whole, 2)
         for r in range(held_rows):  # by turns, as a loop this long cannot name registers
             here = row + (r >> 1) * STRIP + (r & 1) * 8
             factor, top[0] = np.float32(0), top[0] * LN2
@@ -287,4 +301,5 @@ def prepare(record, context, tables, most_rows, stream):
     rows = warps * form.strips * STRIP
     record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
     block = WARP, warps
-    return merge.prepare(compiled(form), record, context.packed, tables, rows, block, stream, PARTS)
+    shared = form.bytes_of(warps)
+    return merge.prepare(compiled(form), record, context.packed, tables, rows, block, stream, PARTS, shared)

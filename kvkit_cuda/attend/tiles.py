@@ -29,10 +29,27 @@ def quotient(x, y):
 
 
 @device.inlined
-def number_of(task, table, b, position):
-    """The row of the cache that holds a position, as `index.row_of` has it."""
-    page = quotient(position, task.page_size)
-    return table[np.uint32(b), np.uint32(page)] + (position - page * task.page_size)
+def reciprocal(divisor):
+    """What `multiplied` takes for a division by a number below 2^31: a factor and a shift."""
+    shift = int32(0)
+    while (np.int64(1) << shift) < divisor:
+        shift = int32(shift + 1)
+    factor = (np.uint64(1) << np.uint64(31 + shift)) // np.uint64(divisor) + np.uint64(1)
+    return ptx.anew(int32(np.uint32(factor))), shift
+
+
+@device.inlined
+def multiplied(x, by):
+    """The quotient of a number below 2^31 (Granlund and Montgomery, 1994)."""
+    product = np.uint64(np.uint32(x + x)) * np.uint64(np.uint32(by[0]))
+    return int32(np.uint32(product >> np.uint64(32)) >> np.uint32(by[1]))
+
+
+@device.inlined
+def number_of(task, by, table, b, position):
+    """The row of the cache that holds a position, as `index.row_of` has it; `by`: a page's reciprocal."""
+    page = multiplied(position, by)
+    return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(task.page_size))
 
 
 def row_bytes(dim):
@@ -51,18 +68,37 @@ def place(dim):
     return device.inlined(place)
 
 
+@functools.cache
+def further(dim):
+    """(address, pairs) -> that of the chunk so many pairs of chunks on in its row, from an even chunk or the
+    one behind it in the first 4 pairs; `pairs` is a constant.
+
+    Tiles begin at multiples of 128 bytes, so that chunks in their turned places differ in bits.
+    """
+    turned, pair, whole = dim % BANKS == 0, 2 * 2 * CHUNK, 2 * BANKS
+
+    def further(address, pairs):
+        if turned:
+            return int32((address ^ (pairs * pair % whole)) + pairs * pair // whole * whole)
+        return int32(address + pairs * pair)
+
+    return device.inlined(further)
+
+
 def code_bytes(stored):
     return CODES * BY_NAME[stored].bits // 8
 
 
 @functools.cache
 def copy_row(dim):
-    """(tile, row, address, cells, cell_group, size, thread): begin to copy; `size` is 16, or 0 for zeros."""
-    at, copy = place(dim), ptx.copy
+    """(tile, row, address, cells, cell_group, thread): begin to copy."""
+    at, copy, step, chunks_of_row = place(dim), ptx.copy, 2 * CHUNK * 8, dim // CHUNK
 
-    def copy_row(tile, row, address, cells, cell_group, size, thread):
-        for chunk in range(thread, dim // CHUNK, 8):
-            copy(tile + at(row, chunk), address + 16 * chunk, size)
+    def copy_row(tile, row, address, cells, cell_group, thread):
+        target, source = int32(tile + at(row, thread)), address + 16 * thread
+        for chunk in range(0, chunks_of_row, 8):
+            if chunk + 8 <= chunks_of_row or chunk + thread < chunks_of_row:
+                copy(int32(target + chunk // 8 * step), source + chunk // 8 * step)
 
     return device.inlined(copy_row)
 
@@ -71,21 +107,23 @@ def copy_row(dim):
 def widen_row(dim, element, stored, cell):
     """The same for codes: they are there when it returns."""
     at, piece_bytes, cell_bytes = place(dim), code_bytes(stored), BY_NAME[cell].bytes(1)
-    widen = widen_codes(element, stored, cell)
+    widen, pieces = widen_codes(element, stored, cell), dim // CODES
 
-    def widen_row(tile, row, address, cells, cell_group, size, thread):
-        for piece in range(thread, dim // CODES, 8):
-            first = cells + quotient(piece * CODES, cell_group) * cell_bytes
-            second = cells + quotient(piece * CODES + CHUNK, cell_group) * cell_bytes
-            targets = tile + at(row, 2 * piece), tile + at(row, 2 * piece + 1)
-            widen(address + piece * piece_bytes, first, second, size, targets[0], targets[1])
+    def widen_row(tile, row, address, cells, cell_group, thread):
+        for begin in range(0, pieces, 8):
+            piece = begin + thread
+            if begin + 8 <= pieces or piece < pieces:
+                first = cells + quotient(piece * CODES, cell_group) * cell_bytes
+                second = cells + quotient(piece * CODES + CHUNK, cell_group) * cell_bytes
+                targets = tile + at(row, 2 * piece), tile + at(row, 2 * piece + 1)
+                widen(address + piece * piece_bytes, first, second, targets[0], targets[1])
 
     return device.inlined(widen_row)
 
 
 @functools.cache
 def widen_codes(element, stored, cell):
-    """(codes, first cell, second cell, size, first target, second target): 16 codes become two chunks."""
+    """(codes, first cell, second cell, first target, second target): 16 codes become two chunks."""
     bits, encode = BY_NAME[stored].bits, chunks.ENCODE[element]
     (raw, code_of), (raw_cell, cell_of) = chunks.DECODE[stored], chunks.DECODE[cell]
     size = code_bytes(stored)
@@ -93,7 +131,7 @@ def widen_codes(element, stored, cell):
     write = memory.store(16, 16, memory.SHARED)
 
     @shared
-    def widen(codes, first, second, size, first_target, second_target):
+    def widen(codes, first, second, first_target, second_target):
         low, high = read(codes)
         for chunk in range(2):
             cell_bits, _ = read_cell(second if chunk else first)
@@ -102,7 +140,7 @@ def widen_codes(element, stored, cell):
             for i in range(CHUNK):
                 code = code_of(raw(chunks.field(low, high, (chunk * CHUNK + i) * bits)))
                 word = np.uint64(encode(numeric.dequantize(element, cell, code, step)))
-                word = (word if size else np.uint64(0)) << np.uint64(i % 4 * 16)
+                word <<= np.uint64(i % 4 * 16)
                 words = (words[0] | word, words[1]) if i < 4 else (words[0], words[1] | word)
             write(second_target if chunk else first_target, words[0], words[1])
 

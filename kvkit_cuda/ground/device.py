@@ -21,6 +21,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
 CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that as many blocks as can be run at once
 WARP = 32
+SHARED_MEMORY = 99 * 1024  # of a block, on every device that is supported
 
 
 # Functions
@@ -77,6 +78,13 @@ def ptx(function, signature, capabilities):
 BOARDS: tuple[dict, dict] = {}, {}
 
 
+def _meet_simulated():
+    thread = threading.current_thread()
+    block, place = thread._manager, thread.thread_id  # type: ignore[attr-defined]
+    size = min(WARP, int(np.prod(block._block_dim)) - (place - place % WARP))
+    block.__dict__.setdefault(("warp", place // WARP), threading.Barrier(size)).wait()
+
+
 def told(value):
     """(lane, values): what each lane of a simulated warp tells the others; its threads call it together.
 
@@ -86,7 +94,7 @@ def told(value):
     thread.turn = turn = not getattr(thread, "turn", False)  # type: ignore[attr-defined]
     board, place = BOARDS[turn], thread.thread_id  # type: ignore[attr-defined]
     board[place] = value
-    thread.syncthreads()  # type: ignore[attr-defined]
+    _meet_simulated()
     first = place - place % WARP
     return place % WARP, [board.get(i) for i in range(first, first + WARP)]
 
@@ -149,10 +157,6 @@ def _from_lane_simulated(value, lane):
 
 def _from_lane(value, lane):
     return cuda.shfl_sync(0xFFFFFFFF, value, lane)
-
-
-def _meet_simulated():
-    threading.current_thread().syncthreads()  # type: ignore[attr-defined]
 
 
 def _meet():

@@ -12,7 +12,7 @@ from numba import cuda
 from kvkit.checks.words import describe, wrong
 from kvkit.errors import DeviceError
 from kvkit_cuda.ground import needs
-from kvkit_cuda.ground.device import SIMULATED
+from kvkit_cuda.ground.device import SHARED_MEMORY, SIMULATED
 
 LEGACY_DEFAULT = 1  # the default stream by its address, as protocols have it; numba's 0 is none of theirs
 BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
@@ -156,36 +156,43 @@ class Launch:
 
     `owners` says whose address an argument is, or a member of an argument that is a tuple, by their places.
     `grow` gives the first number of blocks for the step as it is then, and for whatever it may become if the
-    launch is captured (True). `scratch` is how much of that it takes.
+    launch is captured (True). `scratch` is how much of that it takes, `shared` a block's dynamic memory.
     """
 
-    __slots__ = ("arguments", "blocks", "grow", "kernel", "owners", "scratch", "stream", "threads")
+    __slots__ = ("arguments", "blocks", "grow", "kernel", "owners", "scratch", "shared", "stream", "threads")
 
-    def __init__(self, kernel, blocks, threads, stream, arguments, owners=None, grow=None, scratch=0):
+    def __init__(
+        self, kernel, blocks, threads, stream, arguments, owners=None, grow=None, scratch=0, shared=0
+    ):
         self.kernel, self.blocks, self.threads, self.stream = kernel, blocks, threads, stream
-        self.arguments, self.owners, self.grow, self.scratch = arguments, owners or {}, grow, scratch
+        self.arguments, self.owners, self.grow = arguments, owners or {}, grow
+        self.scratch, self.shared = scratch, shared
 
     def __call__(self):
         blocks = self.blocks
         if self.grow:
             blocks = self.grow(capturing(self.stream)), *blocks[1:]
         if all(blocks):
-            launch(self.kernel, blocks, self.threads, self.stream, self.arguments)
+            launch(self.kernel, blocks, self.threads, self.stream, self.arguments, self.shared)
 
     def prepared(self):
         """The same, to be launched for other addresses."""
         begins = np.cumsum([0, *(len(words((each,))) for each in self.arguments)])
         owners = {int(begins[i]) + j: name for (i, j), name in self.owners.items()}
-        return Prepared(self.kernel, self.blocks, self.threads, self.arguments, owners, self.grow)
+        return Prepared(
+            self.kernel, self.blocks, self.threads, self.arguments, owners, self.grow, self.shared
+        )
 
 
 class Prepared:
     """A launch whose arguments are numbers, in memory that the driver reads."""
 
-    __slots__ = ("function", "grid", "grow", "numbers", "owners", "parameters", "places")
+    __slots__ = ("function", "grid", "grow", "numbers", "owners", "parameters", "places", "shared")
 
-    def __init__(self, kernel, blocks, threads, arguments, owners=(), grow=None):
-        self.function, self.owners = loaded(kernel, current()), owners
+    def __init__(self, kernel, blocks, threads, arguments, owners=(), grow=None, shared=0):
+        self.function, self.owners, self.shared = loaded(kernel, current()), owners, shared
+        if shared:
+            allow_shared(self.function)
         threads = threads if isinstance(threads, tuple) else (threads,)
         self.grid = (*blocks, 1, 1)[:3], (*threads, 1, 1)[:3]
         self.numbers = np.array([bits(word) for word in words(arguments)], np.int64)
@@ -198,15 +205,16 @@ class Prepared:
         if self.grow is not None:
             x = self.grow(captured)
         if x:
-            check(launch_kernel()(self.function, x, y, z, *threads, 0, stream, self.parameters, 0))
+            launched = self.function, x, y, z, *threads, self.shared, stream, self.parameters, 0
+            check(launch_kernel()(*launched))
 
 
-def launch(kernel, blocks, threads, stream, arguments):
+def launch(kernel, blocks, threads, stream, arguments, shared=0):
     """Run a kernel."""
     if SIMULATED:
         kernel[blocks, threads, stream](*arguments)
     else:
-        Prepared(kernel, blocks, threads, arguments).start(stream.handle)
+        Prepared(kernel, blocks, threads, arguments, shared=shared).start(stream.handle)
 
 
 @functools.cache
@@ -226,6 +234,14 @@ def loaded(kernel, which):
     (overload,) = kernel.overloads.values()
     overload.bind()
     return driver().binding.CUfunction(int(overload.library.get_cufunc().handle))
+
+
+@functools.cache
+def allow_shared(function):
+    """Let launches of a function ask for more shared memory than the 48 KiB that need no asking."""
+    binding = driver().binding
+    most = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(binding.cuFuncSetAttribute(function, most, SHARED_MEMORY))
 
 
 def bits(word):

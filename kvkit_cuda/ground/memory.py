@@ -15,6 +15,7 @@ from kvkit_cuda.ground import device
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
 GLOBAL, SHARED = 1, 3  # address spaces
+LINE = 128  # bytes in all banks of shared memory
 WORD = {1: ir.IntType(8), 2: ir.IntType(16), 4: I32, 8: I64, 16: ir.VectorType(I64, 2)}
 
 
@@ -78,5 +79,28 @@ def shared(size):
     def simulated():
         place = device.simulated_memory(size + 16).ctypes.data
         return place + -place % 16
+
+    return simulated if device.SIMULATED else place
+
+
+@functools.cache
+def dynamic(size):
+    """() -> the address, a multiple of 128, of what a launch gives each block: at most `size` bytes."""
+
+    @intrinsic
+    def place(typingctx):
+        def codegen(context, builder, signature, values):
+            name, kind = "kvkit_dynamic", ir.ArrayType(ir.IntType(8), 0)
+            block = builder.module.globals.get(name)
+            if block is None:
+                block = cgutils.add_global_variable(builder.module, kind, name, SHARED)
+                block.linkage, block.align = "external", LINE
+            return builder.ptrtoint(block, I64)
+
+        return types.int64(), codegen
+
+    def simulated():
+        place = device.simulated_memory(size + LINE).ctypes.data
+        return place + -place % LINE
 
     return simulated if device.SIMULATED else place

@@ -176,28 +176,34 @@ def packed(element):
 
 @functools.cache
 def halves(operation):
-    """(x, y) -> "sub" or "mul" of the two float16 elements of words, each rounded."""
-    emit = instruction(f"{operation}.rn.f16x2 $0, $1, $2;", [WORD], [WORD] * 2)
-    compute = {"sub": np.subtract, "mul": np.multiply}[operation]
+    """(x, y) -> "sub" or "mul" of the two float16s of words, (x, y, z) -> "fma", rounded once."""
+    known: dict = {"sub": np.subtract, "mul": np.multiply, "fma": lambda x, y, z: x * y + z}
+    compute = known[operation]
+    count = 3 if operation == "fma" else 2
+    places = ", ".join(f"${i}" for i in range(count + 1))
+    emit = instruction(f"{operation}.rn.f16x2 {places};", [WORD], [WORD] * count)
 
-    def emulation(x, y):
-        x, y = (np.array([word], np.uint32).view(np.float16) for word in (x, y))
+    def emulation(*words):
+        numbers = [np.array([word], np.uint32).view(np.float16).astype(np.float64) for word in words]
         with np.errstate(all="ignore"):
-            return compute(x, y).view(np.uint32)[0]
+            return compute(*numbers).astype(np.float16).view(np.uint32)[0]
 
-    def halves(x, y):
+    def two(x, y):
         return emit(x, y)
 
-    return either(emulation, halves)
+    def three(x, y, z):
+        return emit(x, y, z)
+
+    return either(emulation, three if operation == "fma" else two)
 
 
 # Copies
 
 
 def copies(size, kind):
-    """(target, source, size): begin to copy so many bytes to shared memory; the last `size` 0 means zeros."""
-    text = f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;"
-    begin = instruction(text, [], [OFFSET, ADDRESS, OFFSET], ordered=True)
+    """(target, source): begin to copy so many bytes to shared memory."""
+    text = f"cp.async.{kind}.shared.global [$0], [$1], {size};"
+    begin = instruction(text, [], [OFFSET, ADDRESS], ordered=True)
     read, write = memory.load(size, size), memory.store(size, size, memory.SHARED)
 
     @shared
@@ -205,16 +211,16 @@ def copies(size, kind):
         write(target, np.uint64(2**64 - 1), np.uint64(2**64 - 1))
 
     @shared
-    def fill(target, source, size):
+    def fill(target, source):
         low, high = read(source)
-        write(target, low if size else np.uint64(0), high if size else np.uint64(0))
+        write(target, low, high)
 
-    def emulation(target, source, size):
+    def emulation(target, source):
         spoil(target)
-        groups()[-1].append(functools.partial(fill, target, source, size))
+        groups()[-1].append(functools.partial(fill, target, source))
 
-    def copy(target, source, size):
-        begin(np.int32(target), source, np.int32(size))
+    def copy(target, source):
+        begin(np.int32(target), source)
 
     return either(emulation, copy)
 

@@ -25,7 +25,7 @@ REFUSED = 900
 machines = [Machine() for _ in range(DEVICES)]
 libraries: dict = {}  # of compiled code, by the driver's addresses of their kernels
 programs: dict = {}
-launches: list = []  # (program, grid, block, device, arguments)
+launches: list = []  # (program, grid, block, device, arguments, shared memory)
 errors: list = []
 
 
@@ -51,7 +51,7 @@ def launched(kernel, form, device, parameters):
         program, arguments = programs[kernel], []
         for i, (kind, _) in enumerate(program.parameters):
             arguments.append(number(Type(kind), ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[i]))
-        launches.append((program, tuple(form[:3]), tuple(form[3:6]), device, arguments))
+        launches.append((program, tuple(form[:3]), tuple(form[3:6]), device, arguments, form[6]))
     except BaseException as error:
         errors.append(error)
         return -1
@@ -64,9 +64,9 @@ def number(kind, place):
 
 
 def run(which):
-    program, blocks, threads, device, arguments = launches[which]
+    program, blocks, threads, device, arguments, shared = launches[which]
     try:
-        machines[device].launch(program, blocks, threads, arguments)
+        machines[device].launch(program, blocks, threads, arguments, shared)
     except BaseException as error:
         errors.append(error)
         return 1

@@ -60,7 +60,7 @@ def test_operations_of_two_halves(operation, rng):
 
 
 def test_groups_of_copies():
-    """A thread has what it has waited for, by 16 bytes or 4, or zeros; the simulator spoils the rest."""
+    """A thread has what it has waited for, by 16 bytes or 4; the simulator spoils the rest."""
     given = np.arange(1, 32 * 16 + 1, dtype=np.uint32).reshape(32, 16)
     block, copy, copy_word = memory.shared(32 * 64), ptx.copy, ptx.copy_word
     together, all_but_one, arrived, load = (
@@ -79,19 +79,17 @@ def test_groups_of_copies():
     def kernel(places, words):
         i = cuda.threadIdx.x
         at, source = block() + 64 * i, places[0, 0] + 64 * i
-        copy(at, source, 16)
-        copy_word(at + 16, source + 16, 4)
-        copy_word(at + 20, source + 20, 0)
+        copy(at, source)
+        copy_word(at + 16, source + 16)
         together()
-        copy(at + 32, source + 32, 0)
-        copy(at + 48, source + 48, 16)
+        copy(at + 48, source + 48)
         together()
         all_but_one()
-        for j in range(6):
+        for j in range(5):
             words[i, j] = look(at + 4 * j)
         words[i, 6] = look(at + 60) if early else 0
         arrived()
-        for j in range(8, 16):
+        for j in range(12, 16):
             words[i, j] = look(at + 4 * j)
 
     there = cuda.to_device(given)
@@ -100,7 +98,7 @@ def test_groups_of_copies():
     if device.SIMULATED:
         assert (got[:, 6] == 2**32 - 1).all()
     got[:, 6] = given[:, 6]
-    given[:, [5, 7, 8, 9, 10, 11]] = 0
+    given[:, [5, 7, 8, 9, 10, 11]] = 0  # where nobody looks
     assert_same(got, given)
 
 
@@ -110,12 +108,13 @@ def test_groups_of_copies():
 @pytest.mark.parametrize("element", DTYPES)
 @pytest.mark.parametrize("cell", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("stored", "group", "dim", "panel"), [("int8", 8, 64, 4), ("int8", 24, 96, 8), ("int4", 16, 96, 4)]
+    ("stored", "group", "dim", "panel"),
+    [("int8", 8, 64, 4), ("int8", 24, 96, 8), ("int4", 16, 96, 4), ("int4", 8, 128, 8)],
 )
 def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, panel, rng):
     """Every code, with scales of every size, becomes what `numeric.dequantize` makes of it."""
     dtype, groups = BY_NAME[cell].dtype, dim // group
-    tile = {4: stored_tiles.keys, 8: stored_tiles.values}[panel](element, stored, cell, group, dim)
+    tile = stored_tiles.Tile(element, stored, cell, group, dim, panel, unit=16)
     codes = rng.permutation(np.tile(np.arange(256, dtype=np.uint8), dim // 16)).view(np.int8).reshape(16, dim)
     codes = codes if stored == "int8" else codes >> 4
     packed = codes if stored == "int8" else (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
@@ -124,22 +123,22 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, p
     rows, cells = image[: 16 * tile.step].reshape(16, -1), image[16 * tile.step :].reshape(16, -1)
     rows[:, : packed.shape[1]], cells[:, : scales[0].nbytes] = packed.view(np.uint8), scales.view(np.uint8)
     size, block, copy, arrived = tile.bytes, memory.shared(tile.bytes), ptx.copy, ptx.arrived
-    begin, read = stored_tiles.start(tile, panel), stored_tiles.reader(tile, panel)
-    panels = tile.panels(panel)
+    begin, read = stored_tiles.start(tile), stored_tiles.reader(tile)
+    panels, first, pace, mask = tile.panels, tile.first(1), tile.pace, stored_tiles.code_mask(tile)
 
     def kernel(places, words):
         i, at = cuda.threadIdx.x, block()
         for j in range(16 * i, size, 16 * 32):
-            copy(at + j, places[0, 0] + j, 16)
+            copy(at + j, places[0, 0] + j)
         arrived()
         cuda.syncthreads()
-        held = cuda.local.array(4, types.uint32)
+        held = cuda.local.array(12, types.uint32)
         for token in range(0, 16, 8):
             for j in range(panels):
                 for chunk in range(i >> 3, panel, 4):
-                    read(begin(at, i & 7, chunk), token, j, held, 0)
+                    read(begin(at, i & 7, chunk, mask), token, j, held, 0)
                     for k in range(4):
-                        words[token + (i & 7), 4 * (j * panel + chunk) + k] = held[k]
+                        words[token + (i & 7), 4 * (chunk * first + j * pace) + k] = held[k]
 
     there = cuda.to_device(image)
     place = np.array([[host.address(there)]], np.int64)
@@ -311,7 +310,7 @@ def test_results_are_the_same_bits_for_any_company(element, rng, taken):
 
 def test_which_calls_are_taken():
     """16-bit data in the cache, whole fragments, aligned rows, few of them."""
-    record, steps = Task(*[0] * len(Task._fields)), SimpleNamespace(kvstarts=np.array([0, 99]))
+    record, steps = Task(*[0] * len(Task._fields)), SimpleNamespace(kvstarts=np.array([0, 99]), rows=99)
     context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
 
     codes = {"stored": "int8", "cell": "float16", "group": 16}

@@ -69,9 +69,9 @@ class Kernel:
         return Program(text)
 
 
-def launch(kernel, blocks, threads, stream, arguments):
+def launch(kernel, blocks, threads, stream, arguments, shared=0):
     threads = threads if isinstance(threads, tuple) else (threads,)
-    machine.launch(kernel.program, blocks, threads, host.words(arguments))
+    machine.launch(kernel.program, blocks, threads, host.words(arguments), shared)
 
 
 def upload(array, stream):

@@ -23,8 +23,15 @@ SPECIAL = {
 NEVER = 2**62
 
 
-# The most that a launch may have: threads of a block, along each axis; blocks; bytes of shared memory.
-THREADS, AXES, BLOCKS, SHARED = 1024, (1024, 1024, 64), (2**31 - 1, 2**16 - 1, 2**16 - 1), 48 << 10
+# The most that a launch may have: threads of a block, along each axis; blocks; bytes of shared memory, if no
+# launch asks for more, and on every device.
+THREADS, AXES, BLOCKS, SHARED, ALL_SHARED = (
+    1024,
+    (1024, 1024, 64),
+    (2**31 - 1, 2**16 - 1, 2**16 - 1),
+    48 << 10,
+    99 << 10,
+)
 
 
 # Programs
@@ -51,6 +58,8 @@ class Program:
             self.size += -self.size % int(align)
             self.shared[name] = self.size
             self.size += int(size)
+        for align, name in re.findall(r"\.extern\s+\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[\]", text):
+            self.shared[name] = self.size + -self.size % int(align)  # where what a launch gives begins
         self.labels, self.code = {}, []
         for line in re.split(r"[;\n]", body[body.index("{") + 1 : body.rindex("}")]):
             line = line.strip()
@@ -89,23 +98,28 @@ class Machine:
         self.memory, self.order = Memory(), order
         self.elements = {}
 
-    def launch(self, program, blocks, threads, arguments):
-        """Run the entry of a program; arguments are numbers, one for each parameter."""
+    def launch(self, program, blocks, threads, arguments, shared=0):
+        """Run the entry of a program; arguments are numbers, one for each parameter.
+
+        Blocks have so many bytes of `shared` memory beside what the program has.
+        """
         if len(arguments) != len(program.parameters):
             raise Fault(f"{len(program.parameters)} parameters, {len(arguments)} arguments")
         blocks, threads = ((*size, 1, 1)[:3] for size in (blocks, threads))
         limits = zip((*blocks, *threads), (*BLOCKS, *AXES), strict=True)
         if not all(0 < size <= most for size, most in limits) or np.prod(threads) > THREADS:
             raise Fault(f"a launch of {blocks} blocks of {threads} threads")
-        if program.size > SHARED:
-            raise Fault(f"{program.size} bytes of shared memory")
+        begin = max(program.shared.values(), default=0)
+        size = max(program.size, begin + shared) if shared else program.size
+        if program.size > SHARED or size > ALL_SHARED:
+            raise Fault(f"{size} bytes of shared memory")
         parameters = {
             name: str(Type(kind).bits(argument))
             for (kind, name), argument in zip(program.parameters, arguments, strict=True)
         }
         log = Log()
         for index in np.ndindex(*blocks[::-1]):
-            Block(self, program, blocks, threads, index[::-1], parameters, log).run()
+            Block(self, program, blocks, threads, index[::-1], parameters, log, size).run()
         log.check()
 
     def array(self, kind):
@@ -117,7 +131,7 @@ class Machine:
 class Block:
     """The threads of a block."""
 
-    def __init__(self, machine, program, blocks, threads, index, parameters, log):
+    def __init__(self, machine, program, blocks, threads, index, parameters, log, size):
         self.machine, self.program, self.parameters, self.log = machine, program, parameters, log
         self.count = int(np.prod(threads))
         self.lanes = self.count + -self.count % WARP
@@ -134,7 +148,7 @@ class Block:
         self.special["%laneid"] = (thread % WARP).astype(np.uint32)
         self.registers, self.known = {}, {}  # by name: bits, and which threads have written them
         self.active = thread < 0
-        self.shared = Shared(program.size)
+        self.shared = Shared(size)
         self.copies, self.groups = [], np.zeros(self.lanes, np.int64)
         self.live = thread < self.count
         warps = thread // WARP == np.arange(self.lanes // WARP)[:, None]

@@ -138,6 +138,9 @@ def fused(opcode, sources, value):
         exact.restype, exact.argtypes = ctypes.c_double, [ctypes.c_double] * 3
         operands = (value(source, Type("f64")) for source in sources)
         return np.array([exact(*numbers) for numbers in zip(*operands, strict=True)])
+    if opcode[1:] == ("rn", "f16x2"):
+        words = (np.ascontiguousarray(value(source, Type("b32"))) for source in sources)
+        return rounded_to_odd(*(word.view(np.float16) for word in words)).astype(np.float16).view(np.uint32)
     if opcode[-1] != "f32" or opcode[1] not in ("rn", "rm", "rz"):
         raise NotImplementedError(opcode)
     exact = rounded_to_odd(*(value(source, Type("f32")) for source in sources))

@@ -113,13 +113,13 @@ def mma(block, at, threads):
 def cp(block, at, threads):
     word = at.opcode[2]
     if word in ("cg", "ca"):
-        target, source, size, taken = at.operands
+        target, source, size, *taken = at.operands  # the last one, if it is there, is how much is not zeros
         begin(
             block,
             block.place(target),
             block.place(source),
             int(size),
-            block.value(taken, Type("u32")),
+            block.value(*(taken or [size]), Type("u32")),
             threads,
             at,
         )

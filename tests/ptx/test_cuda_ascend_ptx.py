@@ -3,10 +3,9 @@
 import re
 
 import pytest
-from test_cuda_ptx import REGISTERS, assemble
+from test_cuda_ptx import REGISTERS, assemble, texts_for
 
 from kvkit_cuda.attend import bias
-from kvkit_cuda.ground import device
 from kvkit_cuda.moves import means, pieces
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -22,9 +21,7 @@ QUICK = ("move 16", "move 1", "mean float16", "bias")
 def test_kernel(name, tmp_path, capabilities):
     """No spills, no float64, and moves of 16 bytes in one instruction."""
     walk, variant, signature = KERNELS[name]
-    for text, capability in zip(
-        device.ptx(walk(variant), signature, capabilities), capabilities, strict=True
-    ):
+    for text, capability in zip(texts_for(walk(variant), signature, capabilities), capabilities, strict=True):
         assert not re.search(r"\.f64|\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
         if variant == 16:
             for access in (r"ld\.global\.nc", r"st\.global"):

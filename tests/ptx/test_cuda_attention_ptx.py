@@ -3,11 +3,10 @@
 import re
 
 import pytest
-from test_cuda_ptx import CODES, MOVED, assemble
+from test_cuda_ptx import CODES, MOVED, assemble, texts_for
 
 from kvkit.checks.records import Context
 from kvkit_cuda.attend import forms, merge, plain, task
-from kvkit_cuda.ground import device
 
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -52,7 +51,7 @@ QUICK = {form("float16", "float16", None, 4): 208, form("float16", "int8", "floa
 def check(kernel, signature, folder, capabilities):
     """Its PTX, and the most registers of a thread."""
     most = 0
-    texts = device.ptx(kernel, signature, capabilities)
+    texts = texts_for(kernel, signature, capabilities)
     for text, capability in zip(texts, capabilities, strict=True):
         assert ".target sm_{}{}\n".format(*capability) in text
         assert not re.search(r"\.f64|\.local\b|\bcall\b", text)

@@ -3,9 +3,8 @@
 import re
 
 import pytest
-from test_cuda_ptx import REGISTERS, assemble
+from test_cuda_ptx import REGISTERS, assemble, texts_for
 
-from kvkit_cuda.ground import device
 from kvkit_cuda.positions import alibi, angles, index, rotary
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -31,7 +30,7 @@ OTHERS = [variant for variant in OTHERS if " ".join(map(str, variant)) not in QU
 def check(name, walk, signature, folder, capabilities):
     """No spills, no float64 but in the angles, no fused sums, and 16 bytes in one instruction."""
     wide = name.endswith((" 4", " 8"))
-    for text, capability in zip(device.ptx(walk, signature, capabilities), capabilities, strict=True):
+    for text, capability in zip(texts_for(walk, signature, capabilities), capabilities, strict=True):
         assert (".f64" in text) is (name == "angles")
         assert not re.search(r"\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
         assert not re.search(r"fma\.\w+\.f32", text)

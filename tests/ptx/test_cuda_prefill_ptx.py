@@ -4,12 +4,13 @@ import itertools
 import re
 
 import pytest
-from test_cuda_ptx import assemble
+from conftest import TARGETS
+from test_cuda_ptx import assemble, texts_for
 
 from kvkit_cuda.attend import prefill
-from kvkit_cuda.ground import device
+from kvkit_cuda.ground import device, memory
 
-SHARED_MEMORY = 48 * 1024  # of a block, without asking for more
+REGISTERS, GRAIN = 64 * 1024, 8 * 32  # of a multiprocessor; those of a warp are given by so many
 CACHES = [(None, "{}"), *itertools.product(("float16", "bfloat16", "float32"), ("int8", "int4"))]
 SIZES = [*range(16, 257, 16)]
 
@@ -35,13 +36,13 @@ EVERY = [
 
 
 def check(form, folder, capabilities):
-    texts = device.ptx(prefill.attend(form), prefill.SIGNATURE, capabilities)
+    texts = texts_for(prefill.attend(form), prefill.SIGNATURE, capabilities)
     short = {"float16": "f16", "bfloat16": "bf16"}[form.element]
     for text, capability in zip(texts, capabilities, strict=True):
         assert f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32" in text
         assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in text
         assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in text
-        assert re.search(r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16,", text)
+        assert re.search(r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16;", text)
         assert re.search(r"st\.global\.v(2\.\w64|4\.\w32)", text)
         if form.cell:
             wide = r"v2\.\w32|\w64" if form.stored == "int4" else r"v2\.\w64|v4\.\w32"
@@ -50,8 +51,7 @@ def check(form, folder, capabilities):
         assert not re.search(r"\.f64|\.local\b|\bcall\b", text)
         frame, registers = assemble(text, capability, folder)
         assert frame == [0, 0, 0], form
-        assert registers <= 255
-    assert form.shared_bytes <= SHARED_MEMORY
+        assert (registers * 32 + -registers * 32 % GRAIN) * prefill.WARPS <= REGISTERS
 
 
 @pytest.mark.parametrize("form", QUICK, ids=str)
@@ -67,4 +67,15 @@ def test_every_other_kernel(form, tmp_path, capabilities):
 
 def test_every_size_fits():
     for dim, value_dim in itertools.product(SIZES, SIZES):
-        assert form(dim=dim, value_dim=value_dim).shared_bytes <= SHARED_MEMORY
+        for cell, weighs in itertools.product((None, "float16"), (0, 1)):
+            stored = "int4" if cell else "float16"
+            made = form(cell=cell, stored=stored, dim=dim, value_dim=value_dim, weighs=weighs)
+            assert made.shared_bytes <= device.SHARED_MEMORY
+            assert not made.stage_bytes % memory.LINE
+
+
+def test_every_device_has_the_shared_memory():
+    """CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": KiB of a block."""
+    most = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+    assert set(most) == {*TARGETS[0], *TARGETS[1]}
+    assert min(most.values()) * 1024 == device.SHARED_MEMORY

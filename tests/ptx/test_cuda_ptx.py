@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import TARGETS
 
 from kvkit.formats import BY_NAME
 from kvkit.formats.elements import BLOCKS, FLOATS8
@@ -48,6 +49,7 @@ QUICK = [
     ("store", "float16", "e4m3", "float32", 8, True),
     ("store", "float16", "q4_0", None, 32, False),
 ]
+FAMILIES = (8, 0), (10, 0)  # the first of those for which NVVM makes the same PTX
 REGISTERS = 80  # of a thread: three blocks of 256 threads share a multiprocessor
 
 
@@ -57,6 +59,18 @@ def ptxas():
     folders = [Path(folder) for folder in packages.submodule_search_locations] if packages else []
     found = [path for folder in folders for path in folder.glob("*/bin/ptxas")]
     return str(found[0]) if found else shutil.which("ptxas")
+
+
+def texts_for(kernel, signature, capabilities):
+    """A kernel's PTX for some compute capabilities; NVVM makes the same for all of a family."""
+    families = {each: max(first for first in FAMILIES if first <= each) for each in capabilities}
+    firsts = list(dict.fromkeys(families.values()))
+    made = dict(zip(firsts, device.ptx(kernel, signature, firsts), strict=True))
+    return [retargeted(made[families[each]], each) for each in capabilities]
+
+
+def retargeted(text, capability):
+    return re.sub(r"(?m)^\.target sm_\w+", ".target sm_{}{}".format(*capability), text)
 
 
 def assemble(ptx, capability, folder):
@@ -78,7 +92,7 @@ def assemble(ptx, capability, folder):
 
 def check(variant, folder, capabilities):
     direction, packed, stored, cell, span, *_ = variant
-    texts = device.ptx(transfer.walk(*variant), transfer.SIGNATURE, capabilities)
+    texts = texts_for(transfer.walk(*variant), transfer.SIGNATURE, capabilities)
     for text, capability in zip(texts, capabilities, strict=True):
         assert ".target sm_{}{}\n".format(*capability) in text
         assert ".f64" not in text
@@ -106,6 +120,16 @@ def test_kernel(variant, tmp_path, capabilities):
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in QUICK], ids=str)
 def test_every_other_kernel(variant, tmp_path, capabilities):
     check(variant, tmp_path, capabilities)
+
+
+def test_families():
+    """What is compiled for one compute capability of a family is what is compiled for each."""
+    kernel = transfer.walk("load", "int8", "int8", None, 16)
+    capabilities = sorted([*TARGETS[0], *TARGETS[1]])
+    texts = dict(zip(capabilities, device.ptx(kernel, transfer.SIGNATURE, capabilities), strict=True))
+    for each, text in texts.items():
+        first = max(first for first in FAMILIES if first <= each)
+        assert text == retargeted(texts[first], each)
 
 
 def test_all_variants_are_known():

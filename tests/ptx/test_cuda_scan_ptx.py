@@ -1,10 +1,9 @@
 """The kernels that check index tensors compile without a device, into what a GPU runs well."""
 
 import pytest
-from test_cuda_ptx import assemble
+from test_cuda_ptx import assemble, texts_for
 
 from kvkit_cuda.calls import scan
-from kvkit_cuda.ground import device
 
 KERNELS = {
     "copy of int32": (scan.copy(4), scan.COPY, 256),
@@ -17,7 +16,7 @@ REGISTERS = 64 * 1024  # of a multiprocessor
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel(name, tmp_path, capabilities):
     kernel, signature, threads = KERNELS[name]
-    for text, capability in zip(device.ptx(kernel, signature, capabilities), capabilities, strict=True):
+    for text, capability in zip(texts_for(kernel, signature, capabilities), capabilities, strict=True):
         assert ".target sm_{}{}\n".format(*capability) in text
         assert ".f64" not in text
         frame, registers = assemble(text, capability, tmp_path)

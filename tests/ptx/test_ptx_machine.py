@@ -87,6 +87,17 @@ COPY = "and.b32 %r2, %r1, 3; setp.ne.s32 %p1, %r2, 0; cvt.u32.u64 %r3, %rd6;" + 
 LOAD = "ld.shared.u32 %r4, [%rd6]; st.global.u32 [%rd4], %r4;"
 
 
+def test_memory_that_a_launch_gives():
+    program = Program(
+        ".extern .shared .align 128 .b8 d[];\n.visible .entry f(\n.param .u64 a\n)\n{\n"
+        ".shared .align 16 .b8 s[16];\nmov.b32 %r1, 7;\nst.shared.u32 [d+60], %r1;\nret;\n}"
+    )
+    Machine().launch(program, (1,), (32,), [0], 64)
+    for given, message in ((60, "out of bounds"), (99 * 1024, "shared memory")):
+        with pytest.raises(Fault, match=message):
+            Machine().launch(program, (1,), (32,), [0], given)
+
+
 @pytest.mark.parametrize("wait", ["cp.async.wait_all;", "cp.async.commit_group; cp.async.wait_group 0;"])
 def test_copies(wait):
     keep = "bar.sync 0; ld.shared.u32 %r4, [%rd6]; shl.b32 %r4, %r4, 1; add.s64 %rd9, %rd4, 128;"
@@ -290,4 +301,7 @@ def test_floats():
     pairs = np.array([[3, 65504], [0.1, -1]], np.float16).view(np.uint32).ravel()
     product = computed("mul.rn.f16x2", pairs, pairs).view(np.float16).reshape(2, 2)
     assert product.tolist() == [[9, np.inf], [float(np.float16(0.1) * np.float16(0.1)), 1]]
+    parts = ([1024 + 240, 1], [0.0625, 1 + 2**-10], [-72, 2**-11 + 2**-22])
+    parts = (np.array(each, np.float16).view(np.uint32) for each in parts)
+    assert computed("fma.rn.f16x2", *parts).view(np.float16).tolist() == [7, 1 + 2**-9]
     assert computed("copysign.f32", -one, nan[1:].repeat(2)).tolist() == [-2, -2]

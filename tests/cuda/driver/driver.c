@@ -88,7 +88,7 @@ int cuCtxGetDevice(int *device) {
 
 /* Modules and kernels */
 
-typedef struct { void *library; char name[]; } Kernel;
+typedef struct { void *library; Number shared; char name[]; } Kernel; /* the most dynamic memory of a launch */
 
 int cuLibraryLoadData(void **library, const void *code, void *a, void **b, Number c, void *d, void **e, Number f) {
     if (capturing()) return REFUSED;
@@ -105,6 +105,7 @@ int cuModuleGetGlobal_v2(Place *place, size_t *size, void *module, const char *n
 int cuLibraryGetKernel(Kernel **kernel, void *library, const char *name) {
     *kernel = malloc(sizeof(Kernel) + strlen(name) + 1);
     (*kernel)->library = library;
+    (*kernel)->shared = 48 << 10;
     strcpy((*kernel)->name, name);
     return OK;
 }
@@ -114,7 +115,11 @@ int cuKernelGetLibrary(void **library, Kernel *kernel) { *library = kernel->libr
 int cuKernelGetName(const char **name, Kernel *kernel) { *name = kernel->name; return OK; }
 int cuFuncGetModule(void **module, Kernel *function) { *module = function->library; return OK; }
 int cuFuncGetAttribute(int *value, int which, void *function) { *value = which ? 0 : 1024; return OK; }
-int cuFuncSetAttribute(void *function, int which, int value) { return OK; }
+int cuFuncSetAttribute(Kernel *function, int which, int value) {
+    if (which == MAX_DYNAMIC_SHARED && (value < 0 || value > 99 << 10)) return INVALID;
+    if (which == MAX_DYNAMIC_SHARED) function->shared = value;
+    return OK;
+}
 int cuKernelSetAttribute(int which, int value, void *kernel, int device) { return OK; }
 int cuKernelGetAttribute(int *value, int which, void *kernel, int device) { *value = which ? 0 : 1024; return OK; }
 
@@ -124,7 +129,7 @@ int cuLaunchKernel(Kernel *kernel, Number gx, Number gy, Number gz, Number bx, N
                    void *stream, void **parameters, void **extra) {
     Number form[7] = {gx, gy, gz, bx, by, bz, shared};
     if (!gx || !gy || !gz || !bx || !by || !bz || gy > 65535 || gz > 65535 || gx > 2147483647u) return INVALID;
-    if (bx > 1024 || by > 1024 || bz > 64 || (uint64_t)bx * by * bz > 1024 || shared > 232448) return INVALID;
+    if (bx > 1024 || by > 1024 || bz > 64 || (uint64_t)bx * by * bz > 1024 || shared > kernel->shared) return INVALID;
     counts[LAUNCHES]++;
     return enqueue_launch(stream, kernel, form, parameters);
 }
