@@ -21,6 +21,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
 CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that as many blocks as can be run at once
 WARP = 32
+PATIENCE = 120  # seconds that a thread of a simulated warp waits for others, which may have failed
 SHARED_MEMORY = 99 * 1024  # of a block, on every device that is supported
 
 
@@ -75,28 +76,39 @@ def ptx(function, signature, capabilities):
     return [code.get_asm_str(cc=capability) for capability in capabilities]
 
 
-BOARDS: tuple[dict, dict] = {}, {}
-
-
-def _meet_simulated():
-    thread = threading.current_thread()
-    block, place = thread._manager, thread.thread_id  # type: ignore[attr-defined]
-    size = min(WARP, int(np.prod(block._block_dim)) - (place - place % WARP))
-    block.__dict__.setdefault(("warp", place // WARP), threading.Barrier(size)).wait()
-
-
-def told(value):
-    """(lane, values): what each lane of a simulated warp tells the others; its threads call it together.
+class Meeting(threading.Barrier):
+    """Where threads of a simulated warp wait for each other, and what each one says.
 
     Two boards take turns, so that nobody writes what another one still reads.
     """
+
+    def __init__(self, lanes):
+        super().__init__(len(lanes), timeout=PATIENCE)
+        self.lanes, self.turns, self.boards = lanes, dict.fromkeys(lanes, 0), ({}, {})
+
+    def tell(self, lane, value):
+        self.turns[lane] ^= 1
+        board = self.boards[self.turns[lane]]
+        board[lane] = value
+        self.wait()
+        return [board.get(i) for i in range(WARP)]
+
+
+def told(value, members=-1):
+    """(lane, values): what each lane of a simulated warp tells the others; these members call it together."""
     thread = threading.current_thread()
-    thread.turn = turn = not getattr(thread, "turn", False)  # type: ignore[attr-defined]
-    board, place = BOARDS[turn], thread.thread_id  # type: ignore[attr-defined]
-    board[place] = value
-    _meet_simulated()
-    first = place - place % WARP
-    return place % WARP, [board.get(i) for i in range(first, first + WARP)]
+    block, place = thread._manager, thread.thread_id  # type: ignore[attr-defined]
+    members, warp, lane = int(members) & 2**WARP - 1, place // WARP, place % WARP
+    meeting = block.__dict__.get((warp, members))
+    if meeting is None:
+        there = min(WARP, int(np.prod(block._block_dim)) - warp * WARP)
+        made = Meeting([i for i in range(there) if members >> i & 1])
+        meeting = block.__dict__.setdefault((warp, members), made)
+    return lane, meeting.tell(lane, value)
+
+
+def _meet_simulated():
+    told(None)
 
 
 def simulated_memory(size):
@@ -106,7 +118,7 @@ def simulated_memory(size):
 
 
 def _exchange_simulated(members, value, distance):
-    lane, values = told(value)
+    lane, values = told(value, members)
     return values[lane ^ distance]
 
 
