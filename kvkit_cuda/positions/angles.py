@@ -100,7 +100,7 @@ def far(call, tokens):
     ones[..., ::2] = 1
     table = np.empty_like(ones)
     moves = (ones, table), (ones[:, :0], table[:, :0])
-    call_of = "float32", moves, call.starts, call.first, call.turned, True, False, None, call.scaling, True
+    call_of = "float32", moves, call.starts, call.first, call.turned, True, False, None, call.scaling
     cpu.launches.start(cpu.rotary.prepare(*call_of))
     return table
 
