@@ -46,7 +46,12 @@ LATE = {
     "kvkit_cuda.ground.device": {"numba.cuda"},  # the simulator has none of these
     "kvkit_cuda.ground.host": {"numba.cuda.cudadrv", "cuda.core.utils"},
     "kvkit_cuda.ground.compiled": {"cuda.bindings", "cuda.pathfinder", "numba_cuda"},
-    "kvkit_cuda.ground.needs": {"numba", "numba.cuda.cudadrv", "cuda.core"},  # known to be there by then
+    "kvkit_cuda.ground.needs": {
+        "kvkit",
+        "numba",
+        "numba.cuda.cudadrv",
+        "cuda.core",
+    },  # known to be there by then
     "kvkit.tools.comparing": {"matplotlib.figure"},  # optional
     "kvkit.tools.vectors.exporting": {"onnx"},  # optional
     "kvkit.tools.studies.plots": {"matplotlib", "matplotlib.figure"},  # optional

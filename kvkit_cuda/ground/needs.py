@@ -81,15 +81,14 @@ def capability(name, found):
 def libraries():
     """Raise unless what NVVM compiles is what nvJitLink links: an older one does not know its PTX."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
-    from numba import cuda
 
     extra = "cuda" if toolkit_version() > 12 else f"cuda{toolkit_version()}"
     remedy = f"{INSTALL.format(extra=extra)} --upgrade in a fresh environment, without a toolkit in CUDA_HOME"
     try:
-        code, _ = cuda.compile_ptx(lambda: None, (), cc=OLDEST)
+        code = small_ptx()
     except Exception as error:
         got = f"none that works ({first_line(error)})"
-        raise missing("NVIDIA's compiler (NVVM)", got, remedy) from None
+        raise missing("NVIDIA's compiler (NVVM) of CUDA 12.5 or later", got, remedy) from None
     try:
         options = LinkerOptions(arch=f"sm_{OLDEST[0]}{OLDEST[1]}")
         Linker(ObjectCode.from_ptx(code.encode()), options=options).link("cubin")
@@ -98,6 +97,15 @@ def libraries():
         got = f"one that fails ({first_line(error)})"
         expected = f"a linker (nvJitLink) for the PTX of NVVM, {version[1:]}"
         raise missing(expected, got, remedy) from None
+
+
+def small_ptx():
+    """What NVVM makes of a formula that all kernels share; before CUDA 12.5 it knows no floats of 16 bits."""
+    from numba import cuda, types
+
+    from kvkit import numeric
+
+    return cuda.compile_ptx(numeric.half_to_float, (types.uint16,), device=True, cc=OLDEST)[0]
 
 
 def first_line(error):

@@ -68,9 +68,8 @@ def test_a_stream_waits_for_other_streams_only(events):
 
 def test_a_linker_older_than_its_compiler_is_refused(monkeypatch):
     """The real one is given the PTX of a compiler to come; what it says is told, with a remedy."""
-    ptx, _ = cuda.compile_ptx(lambda: None, (), cc=(8, 0))
-    newer = re.sub(r"(?m)^\.version .*", ".version 99.9", ptx)
-    monkeypatch.setattr(cuda, "compile_ptx", lambda *_, **__: (newer, None))
+    newer = re.sub(r"(?m)^\.version .*", ".version 99.9", needs.small_ptx())
+    monkeypatch.setattr(needs, "small_ptx", lambda: newer)
     words = r"linker \(nvJitLink\) for the PTX of NVVM, version 99.9, got one that fails \(.*\): pip install"
     with pytest.raises(DeviceError, match=words):
         needs.libraries.__wrapped__()
@@ -78,7 +77,8 @@ def test_a_linker_older_than_its_compiler_is_refused(monkeypatch):
 
 def test_a_compiler_that_is_missing(monkeypatch):
     monkeypatch.setattr(cuda, "compile_ptx", lambda *_, **__: 1 / 0)
-    with pytest.raises(DeviceError, match=r"expected NVIDIA's compiler \(NVVM\), got none that works"):
+    words = r"expected NVIDIA's compiler \(NVVM\) of CUDA 12.5 or later, got none that works"
+    with pytest.raises(DeviceError, match=words):
         needs.libraries.__wrapped__()
 
 
