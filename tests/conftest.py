@@ -37,6 +37,12 @@ def backend():
 
 
 @pytest.fixture
+def microsecond():
+    """What limits on the cost of a call are multiples of: more than a microsecond where Python is slow."""
+    return max(1.0, surroundings.pace() / 20e-6) * 1e-6
+
+
+@pytest.fixture
 def poison():
     """Outputs full of 0xFF, and arrays amid such memory, which has not changed when the test ends."""
     memory = surroundings.Poison()

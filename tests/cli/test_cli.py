@@ -635,6 +635,7 @@ def chunks(array):
 members.chunks = chunks
 sys.argv[1:] = {args}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or nohup
 start()
 """
 
