@@ -449,12 +449,13 @@ def test_a_process_that_stops_answering(called, tmp_path):
 def test_an_interrupt_ends_a_call_at_once(rng, tmp_path, cluster, transport):
     """Nobody knows what the shards have done then, so that the cache refuses all else."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
+    here = threading.main_thread().ident, signal.SIGINT  # as Ctrl-C comes, not to the thread of a timer
     given = cluster if transport == "actors" else None
     with ShardedCache(given, *SIZES, **SMALL, shards=2, transport=transport) as cache:
         new = filled(cache, PagedCache(64, 4, *SIZES, np.float32), tmp_path)
         process = cache.about()[1]["process"]
         os.kill(process, signal.SIGSTOP)
-        threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+        threading.Timer(0.5, signal.pthread_kill, here).start()
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             cache.attend(np.repeat(new, GROUP, 1), 0)
