@@ -10,6 +10,7 @@ SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for pa
 
 RECORDS = {"_asdict", "_fields", "_make", "_replace"}  # named tuples' public names
 FOREIGN = {  # what has no public name where it comes from
+    "integrations/dask/actors.py": {"client._run"},  # with a timeout
     "integrations/transformers/cache.py": {"config._attn_implementation"},
     "integrations/transformers/studying.py": {"config._attn_implementation"},
     "jit.py": {"_codegen._data_layout", "_codegen._module_pass_manager", "whole._library"},

@@ -489,6 +489,16 @@ def test_a_worker_that_dies(called, tmp_path, cluster):
         steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1, 4))
 
 
+@pytest.mark.slow
+def test_a_worker_that_has_just_died_gets_no_shard(tmp_path, cluster):
+    other = PagedCache(64, 4, *SIZES, np.float32)
+    with ShardedCache(cluster, *SIZES, **SMALL) as cache:
+        filled(cache, other, tmp_path)
+        os.kill(cache.about()[1]["process"], signal.SIGKILL)
+        with ShardedCache.load(cluster, tmp_path, timeout=20) as again:
+            steps(again, other, np.random.default_rng(1), np.float32, tokens=(1, 4))
+
+
 @pytest.mark.model
 def test_a_model_on_three_workers_one_of_which_is_killed():
     script = Path(__file__).parents[2] / "examples" / "smollm2_sharded.py"

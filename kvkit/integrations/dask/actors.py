@@ -1,6 +1,7 @@
 """Shards as actors of Dask, in turn on the workers of a cluster."""
 
 import asyncio
+import os
 
 import distributed
 
@@ -15,7 +16,7 @@ class Actors(Transport):
     def __init__(self, client, arguments, timeout):
         if client.asynchronous:
             raise wrong("client", "one that is not asynchronous", describe(client))
-        workers = sorted(client.nthreads())
+        workers = answering(client, timeout)
         if not workers:
             raise wrong("client", "one whose cluster has workers", "none")
         where = [workers[i % len(workers)] for i in range(len(arguments))]
@@ -63,3 +64,13 @@ class Actors(Transport):
 
     def close(self):
         self._shards = self._futures = []
+
+
+def answering(client, timeout):
+    """Addresses of workers; of those that the scheduler has not missed yet none that is dead."""
+    ask = {"on_error": "return", "callback_timeout": timeout}
+    try:
+        said = client.sync(client._run, os.getpid, **ask)
+    except TimeoutError:
+        return sorted(client.nthreads())  # one is there and says nothing: whoever needs it will tell
+    return sorted(worker for worker, answer in said.items() if not isinstance(answer, Exception))
