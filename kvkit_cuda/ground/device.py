@@ -84,7 +84,8 @@ class Meeting(threading.Barrier):
 
     def __init__(self, lanes):
         super().__init__(len(lanes), timeout=PATIENCE)
-        self.lanes, self.turns, self.boards = lanes, dict.fromkeys(lanes, 0), ({}, {})
+        self.turns = dict.fromkeys(lanes, 0)
+        self.boards: tuple[dict, dict] = {}, {}
 
     def tell(self, lane, value):
         self.turns[lane] ^= 1
