@@ -15,21 +15,14 @@ A chunk is 4 words (see `stored_tiles`).
 
 import numpy as np
 
-from kvkit.jit import shared
 from kvkit_cuda.attend.fragments import EVERYONE, SMALLER, rotate
-from kvkit_cuda.attend.stored_tiles import PIECE, VALUES, both, reader, start, taker, widener, zipper
+from kvkit_cuda.attend.stored_tiles import PIECE, VALUES, both, four_of, reader, start, taker, widener, zipper
 from kvkit_cuda.ground import device, memory, ptx
 from kvkit_cuda.ground.ptx import high, low
 
 B = 4 * PIECE  # the words behind those of values: weights
 WORDS, ZERO = B + 4, np.float32(0)  # words that a thread holds on their way to a product
-_read_query = memory.load(16, 16)
-
-
-@shared
-def four_of_memory(address):
-    low, high = _read_query(address)
-    return np.uint32(low), np.uint32(low >> np.uint64(32)), np.uint32(high), np.uint32(high >> np.uint64(32))
+four_of_memory = four_of(memory.load(16, 16))
 
 
 def query_reader(tile):

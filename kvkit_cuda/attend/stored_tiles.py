@@ -24,7 +24,6 @@ LINE = 32  # most bytes of a run of keys; half as many of values
 UNITS = 16, 4  # bytes that scales are copied by
 PIECE = 8  # words of a piece of codes: up to 4 of codes, then those of their scales
 int32, quotient, anew = device.int32, tiles.quotient, ptx.anew
-_read_chunk = memory.load(16, 16, space=memory.SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +192,9 @@ def fill(keys, values):
     return device.part(fill)
 
 
+_read_chunk = memory.load(16, 16, space=memory.SHARED)
+
+
 @shared
 def two_addresses(at):
     one, other = _read_chunk(at)
@@ -210,10 +212,23 @@ def threads_of(units):
     return next((n for n in (1, 2, 4) if units <= n), 8)
 
 
-@shared
-def four(address):
-    low, high = _read_chunk(address)
-    return np.uint32(low), np.uint32(low >> np.uint64(32)), np.uint32(high), np.uint32(high >> np.uint64(32))
+def four_of(load):
+    """(address) -> what a load of up to 16 bytes gives, as four words."""
+
+    @shared
+    def four(address):
+        low, high = load(address)
+        return (
+            np.uint32(low),
+            np.uint32(low >> np.uint64(32)),
+            np.uint32(high),
+            np.uint32(high >> np.uint64(32)),
+        )
+
+    return four
+
+
+four = four_of(_read_chunk)
 
 
 def start(tile):
@@ -290,29 +305,9 @@ def taker(tile):
         tile.piece_cells * cell_bytes,
         tile.chunk_bytes,
     )
-    load = memory.load(size, size, space=memory.SHARED)
-    load_cells = memory.load(cells_size, cells_size, space=memory.SHARED)
+    loaded = four_of(memory.load(size, size, space=memory.SHARED))
+    loaded_cells = four_of(memory.load(cells_size, cells_size, space=memory.SHARED))
     pace, words_of, words_of_cells = tile.piece * tile.pace, -(-size // 4), -(-cells_size // 4)
-
-    @shared
-    def loaded(address):
-        low, high = load(address)
-        return (
-            np.uint32(low),
-            np.uint32(low >> np.uint64(32)),
-            np.uint32(high),
-            np.uint32(high >> np.uint64(32)),
-        )
-
-    @shared
-    def loaded_cells(address):
-        low, high = load_cells(address)
-        return (
-            np.uint32(low),
-            np.uint32(low >> np.uint64(32)),
-            np.uint32(high),
-            np.uint32(high >> np.uint64(32)),
-        )
 
     def take(begin, tokens, piece, words, i):
         rows, cells, chunk, _ = begin
