@@ -128,18 +128,31 @@ def test_chunks_give_the_same_bits_on_any_workers(rng, client):
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    {
-        "query": {"query": np.zeros((1, 1, 3, 8), np.float32)},
-        "value": {"value": np.zeros((1, 4, 2, 8), np.float32)},
-        "key": {"key": np.zeros((1, 5, 2, 8), np.float32)},
-        "attn_mask": {"attn_mask": np.zeros((1, 4), bool)},
-    }.items(),
+    [
+        ("query", np.zeros((1, 1, 3, 8), np.float32)),
+        ("query", np.zeros((1, 1, 4, 8))),
+        ("value", np.zeros((1, 4, 2, 8), np.float32)),
+        ("key", np.zeros((1, 5, 2, 8), np.float32)),
+        ("attn_mask", np.zeros((1, 4), bool)),
+        ("attn_mask", np.zeros((1, 5), np.int32)),
+        ("window", 5),
+        ("window", (-5, 0)),
+        ("softcap", -1.0),
+        ("sinks", np.zeros(3, np.float32)),
+    ],
 )
 def test_arrays_that_do_not_fit(name, change):
     key = da.zeros((1, 5, 2, 8), dtype=np.float32)
     given = {"query": np.zeros((1, 1, 4, 8), np.float32), "key": key, "value": key}
     with pytest.raises(KvkitError, match=f"^{name}: expected "):
-        attend(**given | change)
+        attend(**given | {name: change})
+
+
+def test_chunks_of_unknown_sizes():
+    key = da.zeros((1, 5, 2, 8), dtype=np.float32)
+    some = key[:, key[0, :, 0, 0] > 0]
+    with pytest.raises(KvkitError, match=r"^key: expected chunks of known sizes"):
+        attend(np.zeros((1, 1, 4, 8), np.float32), some, some)
 
 
 def steps(cache, other, rng, dtype, tokens=(1, 1, 7, 1, 20, 1), options=({},), atol=2e-6, batch=BATCH):
@@ -253,9 +266,11 @@ def test_traffic_does_not_know_the_context(client):
         assert set(sent[9:]) == {2 * new.nbytes + 3 * (2 * query.nbytes + lse) + 2 * 3 * HEAD.size}
 
 
-def test_saved_and_loaded_on_other_workers(rng, client, tmp_path):
-    other = PagedCache(64, 4, *SIZES, np.float32)
-    with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=16, shards=4) as cache:
+@pytest.mark.parametrize(("stored", "kept"), [("float32", {}), ("int8", {"quant_bit": 8})])
+def test_saved_and_loaded_on_other_workers(rng, client, tmp_path, stored, kept):
+    sizes = {"page_size": 4, "num_blocks": 16, "dtype": np.float32}
+    other = PagedCache(64, 4, *SIZES, np.float32, **kept)
+    with ShardedCache(client, *SIZES, format=stored, **sizes, shards=4) as cache:
         steps(cache, other, rng, np.float32, tokens=(5,))
         cache.save(tmp_path)
         cache.save(tmp_path)
@@ -325,11 +340,19 @@ def test_what_a_cache_refuses(client, tmp_path):
         assert cache.attend(new, 0).shape == new.shape  # the step is still open
         with pytest.raises(KvkitError, match=r"^save: expected all layers .* got layers \[1\]"):
             cache.save(tmp_path)
-    for options in ({"format": "float8"}, {"split": "pages"}, {"transport": "mail"}, {"shards": 0}):
+    for options in (
+        {"format": "float8"},
+        {"split": "pages"},
+        {"transport": "mail"},
+        {"shards": 0},
+        {"dtype": "float64"},
+        {"timeout": -1},
+    ):
         with pytest.raises(KvkitError, match=f"^{next(iter(options))}: expected"):
             ShardedCache(client, *SIZES, **options)
-    with pytest.raises(KvkitError, match=r"^client: expected a distributed\.Client, got None"):
-        ShardedCache(None, *SIZES)
+    for other in None, "tcp://scheduler:8786":
+        with pytest.raises(KvkitError, match=r"^client: expected a distributed\.Client, got "):
+            ShardedCache(other, *SIZES)
 
 
 def test_a_folder_that_is_none(client, tmp_path):

@@ -11,6 +11,9 @@ import dask.array as da
 import numpy as np
 
 import kvkit
+from kvkit.cache.paged.store import float_format
+from kvkit.checks.attention import weights
+from kvkit.checks.masks import no_mask
 from kvkit.checks.words import describe, wrong
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import parts
@@ -82,11 +85,21 @@ def attend(
     heads, group = query.shape[2], query.shape[2] // key.shape[2]
     query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
     mask = _mask(attn_mask, query, key)
-    slopes = kvkit.alibi_slope(num_heads=heads) if is_alibi else None
-    options = {"is_causal": is_causal, "window": tuple(window)}
-    options |= {"softmax_scale": softmax_scale, "softcap": softcap}
+    how = weights(
+        query,
+        None,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    slopes = kvkit.alibi_slope(num_heads=heads) if how.alibi else None
+    options = {"is_causal": how.causal, "window": (how.left, how.right)}
+    options |= {"softmax_scale": how.scale, "softcap": how.softcap}
     past = key.shape[1] - query.shape[1]
-    seen = slice(window[0], 0 if is_causal or is_alibi else window[1])  # before and behind a query
+    seen = slice(how.left, 0 if how.causal or how.alibi else how.right)  # before and behind a query
     partial, merge = dask.delayed(_partial, pure=False), dask.delayed(_merge, pure=False)
     queries, keys, values = (array.to_delayed()[..., 0] for array in (query, key, value))
     starts = [_ranges(key.chunks[axis]) for axis in (0, 1)]
@@ -107,7 +120,7 @@ def attend(
                     past + rows.start,
                     tokens.start,
                     None if mask is None else _piece(mask, starts[0][b], part, rows, tokens),
-                    sinks=None if sinks is None or m else np.asarray(sinks)[part],
+                    sinks=None if sinks is None or m else sinks[part],
                     **own,
                     **options,
                 )
@@ -146,11 +159,15 @@ def _checked(query, key, value):
         raise wrong("key", "a dask array; kvkit.multi_head_attention takes others", describe(key))
     query = query if isinstance(query, da.Array) else da.from_array(query, chunks=-1)
     value = value if isinstance(value, da.Array) else da.from_array(value, chunks=-1)
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if any(map(math.isnan, array.shape)):
+            raise wrong(name, "chunks of known sizes (compute_chunk_sizes)", describe(array))
     if value.shape[:3] != key.shape[:3]:
         raise wrong("value", f"shape {key.shape[:3]} before its elements, as key has", value.shape)
     batch, _, heads, dim = key.shape
     if (query.shape[0], query.shape[3]) != (batch, dim) or not heads or query.shape[2] % heads:
         raise wrong("query", f"shape [{batch}, S, a multiple of {heads}, {dim}]", query.shape)
+    float_format("query", query.dtype.name)
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             raise wrong(name, f"dtype {query.dtype}, that of query", array.dtype)
@@ -160,9 +177,9 @@ def _checked(query, key, value):
 
 def _mask(mask, query, key):
     """A mask with all its axes, the last two of which may not be guessed."""
-    if mask is None:
+    if no_mask(BY_NAME[query.dtype.name], mask):
         return None
-    mask, wanted = np.asarray(mask), (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    wanted = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if not 2 <= mask.ndim <= 4:
         raise wrong("attn_mask", "2 to 4 axes", describe(mask))
     mask = mask[(None,) * (4 - mask.ndim)]

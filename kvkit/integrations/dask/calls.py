@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import distributed
 import numpy as np
 
 import kvkit
+from kvkit.cache.paged.store import float_format
 from kvkit.checks import attention
 from kvkit.checks.values import integer, text
 from kvkit.checks.words import describe, wrong
@@ -22,7 +24,7 @@ def arguments(given):
     sizes = {name: integer(name, given[name], 1) for name in names}
     interleave = sizes["page_size"] if given["interleave"] is None else given["interleave"]
     kept = given["format"] if given["format"] in map(str, FLOATS) else "float16"
-    dtype = np.dtype(given["dtype"] or kept).name
+    dtype = float_format("dtype", given["dtype"] or kept).name
     return given | sizes | {"dtype": dtype, "interleave": integer("interleave", interleave, 1)}
 
 
@@ -38,7 +40,7 @@ def of_shard(cache, heads):
 def shards(client, count, transport):
     """How many there are."""
     text("transport", transport, ("actors", "pipes"))
-    if (client is None) != (transport == "pipes"):
+    if (transport == "pipes") != (client is None) or not isinstance(client, distributed.Client | None):
         wanted = "None, with transport='pipes'" if transport == "pipes" else "a distributed.Client"
         raise wrong("client", wanted, describe(client))
     if count is None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks import index_tensors
-from kvkit.checks.values import integer
+from kvkit.checks.values import integer, positive
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.formats.elements import BY_NAME
@@ -112,6 +112,7 @@ class ShardedCache:
                 "shards": calls.shards(client, shards, transport),
             }
         )
+        timeout = positive("timeout", timeout)
         count, interleave = self._arguments["shards"], self._arguments["interleave"]
         heads = self._arguments["num_kv_heads"]
         self._division = Division(count, interleave if split == "tokens" else 0, heads)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import multiprocessing.resource_tracker
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +49,7 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
         names = list(names)
         if not names:
             return
-        futures = client.map(function, names, *arguments, pure=False)
+        futures = client.map(functools.partial(refused, function), names, *arguments, pure=False)
         try:
             for name, future in zip(names, futures, strict=True):
                 yield answer(name, future)
@@ -56,16 +59,37 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
     return mapped
 
 
+def refused(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function, or the `KvkitError` it raises: what a task raises, workers print whole."""
+    try:
+        return function(*arguments)
+    except KvkitError as error:
+        return error
+
+
 def answer(name: str, future: Any) -> Any:
     """The result of a task."""
     error = future.exception()
     if error is None:
-        return future.result()
+        result = future.result()
+        if isinstance(result, KvkitError):
+            raise result
+        return result
     if isinstance(error, (distributed.KilledWorker, distributed.client.FutureCancelledError, OSError)):
         raise wrong(str(name), "the result of its task", f"{type(error).__name__} ({error})") from error
-    if not isinstance(error, KvkitError):
-        error.add_note(f"in the task of {name}")
+    error.add_note(f"in the task of {name}")
     raise error
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits; processes that start meanwhile, which a terminal interrupts too, never hear of it."""
+    multiprocessing.resource_tracker.ensure_running()  # lets interrupts through when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -77,12 +101,13 @@ def started(address: str) -> Iterator[Callable[..., Iterator[Any]]]:
         if not (count.isascii() and count.isdecimal()) or not 0 < int(count[:6]) <= 1024:
             raise wrong("--dask", "an ADDRESS, local, or local:N of 1 to 1024 processes", address)
         where: Any = {"n_workers": int(count), "threads_per_worker": 1, "dashboard_address": ":0"}
-        where |= {"silence_logs": logging.ERROR}
+        where |= {"silence_logs": logging.CRITICAL}
     else:
         where = {"address": address, "timeout": 10}
-    try:
-        client = distributed.Client(**where)
-    except (OSError, ValueError, TypeError) as error:
-        raise wrong("--dask", "a cluster that answers", f"{address} ({error})") from error
-    with client:
+    with contextlib.ExitStack() as opened:
+        try:
+            with interrupts_held():
+                client = opened.enter_context(distributed.Client(**where))
+        except (OSError, ValueError, TypeError) as error:
+            raise wrong("--dask", "a cluster that answers", f"{address} ({error})") from error
         yield mapper(client)
