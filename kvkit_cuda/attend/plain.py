@@ -385,7 +385,7 @@ def compiled(form):
     return device.kernel(attend(form), SIGNATURE, form)
 
 
-def suits(record, context, steps, most_rows):
+def suits(record, context, reach, most_rows):
     return True
 
 
