@@ -258,6 +258,7 @@ def main(path, only, rounds):
         import torch
 
         host.require()
+        host.require_device(host.current())
     except (ImportError, kvkit_cuda.DeviceError) as error:
         raise click.ClickException(str(error)) from None
     if device.SIMULATED or not torch.cuda.is_available():

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvkit import checks
 from kvkit.checks import validation
-from kvkit.checks.index_tensors import index
+from kvkit.checks.index_tensors import INT64_MAX, index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.records import Context, Steps
 from kvkit.checks.tensors import FORMATS, in_one_place, step, tensor
@@ -178,8 +178,14 @@ def steps_of(key, value, table, lengths, starts):
     own = None if keys[1:] == values[1:] else table * values.page
     return Steps(
         starts, kvstarts, lengths, lengths, table * keys.page, key.shape[ROW],
-        int(starts[-1]), int(kvstarts[-1]), 0, value_table=own,
+        int(starts[-1]), int(kvstarts[-1]), end(key, keys), value_table=own,
     )  # fmt: skip
+
+
+def end(pool, place):
+    """More than the number of any row of a pool; where pages come in descending order those are negative."""
+    pages, rows = pool.shape[:2]
+    return INT64_MAX if place.page < 0 else (pages - 1) * place.page + (rows - 1) * place.step + 1
 
 
 # Tables

@@ -84,14 +84,14 @@ def form_of(record, context, most_rows):
     return form(*kinds, *sizes, most_rows, weighs, unit)
 
 
-def suits(record, context, steps, most_rows):
+def suits(record, context, reach, most_rows):
     """Whether a call is taken: few rows of 16-bit data or codes, whole fragments, rows of whole copies."""
     sizes = context.dim, context.value_dim
     most = ROWS if max(sizes) <= DIM else forms.ROWS
     whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
     near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.cell_row))
-    near &= steps.rows < LONGEST
-    fits = fragments.suits(record, context, steps, most_rows, 16) and most_rows <= most
+    near &= reach.rows < LONGEST
+    fits = fragments.suits(record, context, reach, most_rows, 16) and most_rows <= most
     return fits and whole and near and cells_suit(record, context, sizes, UNITS[-1])
 
 

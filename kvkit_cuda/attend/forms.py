@@ -42,7 +42,8 @@ class Form:
     def ahead(self):
         """Tokens that a team takes at once: as many as there are registers for what it holds of them."""
         held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
-        if self.cell or self.pieces > 1 or not self.packed == self.stored == self.values:
+        full = held == ELEMENTS or self.pieces > 1
+        if self.cell or full or not self.packed == self.stored == self.values:
             most = MIXED // 2 if mixed(self.packed, self.cell) else ELEMENTS
         return max(1, min(4, 16 // self.rows, most // held, 32 // self.span))
 

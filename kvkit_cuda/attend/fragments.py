@@ -52,7 +52,7 @@ BY_ROWS = _places(
 BY_TOKENS = _places(lambda r: (r >> 1) * 8 + (r & 1), lambda i: i * 8, lambda lane: lane >> 2, (4, 8, 16))
 
 
-def suits(record, context, steps, most_rows, alignment):
+def suits(record, context, reach, most_rows, alignment):
     """Whether data can be multiplied so: of 16 bits or codes, whole fragments, and rows that are aligned."""
     sizes, group = (context.dim, context.value_dim), context.group
     whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
@@ -60,7 +60,7 @@ def suits(record, context, steps, most_rows, alignment):
         context.stored == context.packed
         or (context.cell and group % tiles.CHUNK == 0 and not BY_NAME[context.stored].minifloat)
     )
-    short = not record.free and int(np.diff(steps.kvstarts).max(initial=0)) < LONGEST and most_rows < LONGEST
+    short = not record.free and max(reach.context, most_rows) < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
               record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
     packed = (record.query, record.query_sequence, record.query_token, record.query_head,

@@ -133,8 +133,10 @@ def attend(form):
                         adjust(task, facts, begin + block, cap, weights)
                     hide(block, count, weights)
                     soften(weights, top, total, factor, shrink)
-                    for p in range(pieces):
+                    p = 0
+                    while p < pieces:
                         shrink_sums(sums, p * rows * span, factor)
+                        p += 1
                     times_values(
                         task, values, value_cells, cells_of, found_values, block, count, weights, sums
                     )
@@ -212,6 +214,7 @@ def multiplying(form):
     span, free = form.span, form.free
     stored_bytes, widen = chunk_of(form, form.stored)
     multiply, add_others = scores.multiply(rows, span), device.add_others(rows * ahead)
+    turn = turning(form)
 
     @device.inlined
     def times_keys(task, keys, cells, cells_of, found, block, count, queries, products):
@@ -220,19 +223,37 @@ def multiplying(form):
             products[i] = np.float32(0)
         for t in range(ahead):
             row = found[min(block + t * teams + cuda.threadIdx.y, count - 1)]
-            for p in range(pieces):
+            p = 0
+            while p < pieces:
                 chunk = p * lanes + cuda.threadIdx.x
                 if chunk * span < task.dim:
                     at = keys + row * task.key_row
                     at += chunk * (span * task.key_element if free else stored_bytes)
                     widen(at, cells + row * task.cell_row + cells_of[p], elements)
-                    multiply(elements, queries, p * rows * span, products, t * rows)
+                    multiply(elements, queries, p * rows * span, products, 0)
+                p += 1
+            turn(products)
         distance = 1
         while distance < lanes:
             add_others(products, distance)
             distance *= 2
 
     return times_keys
+
+
+def turning(form):
+    """The scores of a team, a token on: a loop that counts no tokens need not be unrolled."""
+    rows, last = form.rows, form.ahead - 1
+
+    @device.inlined
+    def turn(scores):
+        for r in range(rows):
+            first = scores[r]
+            for t in range(last):
+                scores[t * rows + r] = scores[(t + 1) * rows + r]
+            scores[last * rows + r] = first
+
+    return turn
 
 
 def adjusting(form):
@@ -287,20 +308,23 @@ def adding(form):
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
     span, free = form.span, form.free
     stored_bytes, widen = chunk_of(form, form.values)
-    add = scores.add(rows, span)
+    add, turn = scores.add(rows, span), turning(form)
 
     @device.inlined
     def times_values(task, values, cells, cells_of, found, block, count, weights, sums):
         elements = cuda.local.array(span, F32)
         for t in range(ahead):
             row = found[min(block + t * teams + cuda.threadIdx.y, count - 1)]
-            for p in range(pieces):
+            p = 0
+            while p < pieces:
                 chunk = p * lanes + cuda.threadIdx.x
                 if chunk * span < task.value_dim:
                     at = values + row * task.value_row
                     at += chunk * (span * task.value_element if free else stored_bytes)
                     widen(at, cells + row * task.cell_row + cells_of[p], elements)
-                    add(elements, sums, p * rows * span, weights, t * rows)
+                    add(elements, sums, p * rows * span, weights, 0)
+                p += 1
+            turn(weights)
 
     return times_values
 
@@ -347,10 +371,12 @@ def ending(form):
             for t in range(teams):
                 new = max(new, tops[t, r])
             factor = weight(top[r], new) * value_scale
-            for p in range(pieces):
+            p = 0
+            while p < pieces:
                 for i in range(span):
                     at = (p * rows + r) * span + i
                     sums[at] *= factor
+                p += 1
         odd = 0
         for piece in range(0, pieces, at_once):
             if piece:  # what the last turn wrote has been read
@@ -385,7 +411,7 @@ def compiled(form):
     return device.kernel(attend(form), SIGNATURE, form)
 
 
-def suits(record, context, steps, most_rows):
+def suits(record, context, reach, most_rows):
     return True
 
 

@@ -288,10 +288,10 @@ def compiled(form):
     return device.kernel(attend(form), SIGNATURE, form)
 
 
-def suits(record, context, steps, most_rows):
+def suits(record, context, reach, most_rows):
     """Whether tensor cores take a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
     alignment = 16 if context.cell is None else tiles.code_bytes(context.stored)
-    return most_rows > forms.ROWS and fragments.suits(record, context, steps, most_rows, alignment)
+    return most_rows > forms.ROWS and fragments.suits(record, context, reach, most_rows, alignment)
 
 
 def prepare(record, context, tables, most_rows, stream):

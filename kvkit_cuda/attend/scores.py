@@ -1,7 +1,8 @@
 """What happens to the scores of a tile: products, masks and the online softmax, as formulas of one thread.
 
 Arrays are registers: queries and sums [rows, span] from a place on, weights [tokens, rows], and [rows]. All
-loops have constant bounds.
+loops have constant bounds. Those over tokens, here, and over pieces, in `plain`, say `while`: for compute
+capability 10.0 and later NVVM unrolls some loops over a `range` not, and registers become memory.
 """
 
 import functools
@@ -44,15 +45,19 @@ def soften(rows, tokens):
     def soften(scores, top, total, factor, shrink):
         for r in range(rows):
             new = top[r]
-            for t in range(tokens):
+            t = 0
+            while t < tokens:
                 new = max(new, scores[t * rows + r])
+                t += 1
             factor[r] = numeric.weight(top[r], new)
             top[r] = new
             total[r] *= factor[r]
-            for t in range(tokens):
+            t = 0
+            while t < tokens:
                 weight = numeric.weight(scores[t * rows + r], new)
                 total[r] += weight
                 scores[t * rows + r] = weight * shrink
+                t += 1
 
     return soften
 

@@ -4,6 +4,7 @@ Beside it go the tables of the step, which are on the device already, so that a 
 """
 
 from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -31,6 +32,18 @@ OWNED = {
     "out": "result 0", "lse": "result 1", "partials": "scratch",
 }  # fmt: skip
 OWNERS = {(0, Task._fields.index(field)): name for field, name in OWNED.items()}
+
+
+class Reach(NamedTuple):
+    """How far what kernels may hold in 32 bits goes, in whatever step takes the place of a call's own."""
+
+    rows: int  # more than the number of any row
+    context: int  # of the longest one
+
+
+def reach(steps, rows):
+    """That of a step of so many rows; each page of its table holds no more."""
+    return Reach(rows, steps.table.shape[1] * min(steps.page_size, rows))
 
 
 def task(query, out, lse, context, page_size, decoding, weights):

@@ -9,10 +9,12 @@ from kvkit_cuda.ground import host
 KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; the last one suits any
 
 
-def prepare(query, out, lse, context, tables, decoding, weights, stream):
+def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
     """Launches that compute attention into `out` and, unless None, `lse`; all arrays lie on the device.
 
-    A kernel is a module with `suits(record, context, steps, most_rows)` and `prepare(record, context, tables,
+    There are so many `rows`, whatever the step needs of them: another one may take its place.
+
+    A kernel is a module with `suits(record, context, reach, most_rows)` and `prepare(record, context, tables,
     most_rows, stream)`, where `most_rows` is the number of query heads of new tokens that share a key head in
     some sequence. After the first call of its form a call with these `tables` copies and allocates nothing.
     """
@@ -21,7 +23,8 @@ def prepare(query, out, lse, context, tables, decoding, weights, stream):
     if is_free(context, steps, weights):
         record = record._replace(**freedom(context, tables, weights, stream))
     most_rows = int(np.diff(steps.seqstarts).max(initial=0)) * record.group
-    kernel = next(kernel for kernel in KERNELS if kernel.suits(record, context, steps, most_rows))
+    reach = task.reach(steps, rows)
+    kernel = next(kernel for kernel in KERNELS if kernel.suits(record, context, reach, most_rows))
     return kernel.prepare(record, context, tables, most_rows, stream) if most_rows else []
 
 

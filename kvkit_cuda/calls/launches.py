@@ -55,10 +55,11 @@ def attend(there):
     """Attention, after an append if the call has a cache."""
     call, tables, stream = there.call, there.tables, there.stream
     out, lse = (*there.outputs, None)[:2]
-    layer, context = there.layer, call.context
+    layer, context, rows = there.layer, call.context, tables.steps.rows
     if layer:
-        context = context._replace(sides=layer.sides)
-    launches = attention.prepare(call.query, out, lse, context, tables, call.decoding, call.weights, stream)
+        context, rows = context._replace(sides=layer.sides), layer.capacity[1]
+    given = call.decoding, call.weights, rows, stream
+    launches = attention.prepare(call.query, out, lse, context, tables, *given)
     if layer:
         key, value = call.current
         launches.insert(0, transfer.store(key, value, layer, tables, stream))

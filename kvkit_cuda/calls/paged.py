@@ -53,7 +53,8 @@ def prepare(call, outputs, owners, stream):
         weights = twin.biased(weights, scores)
     query = query.reshape(*entries, query.shape[2])
     context = pools.context_of(call.fmt, *caches)
-    attend = attention.prepare(query, out, lse, context, tables, len(call.lengths), weights, stream)
+    given = len(call.lengths), weights, tables.steps.rows, stream
+    attend = attention.prepare(query, out, lse, context, tables, *given)
     if offset is not None and scores.size:
         (table,) = tables.of(("table",), stream)
         before.append(

@@ -25,17 +25,16 @@ NATIVE = not SIMULATED  # whether calls that repeat may go to the driver at once
 
 @functools.cache
 def require():
-    """Raise unless kernels can run."""
+    """Raise unless there is a device."""
     if not SIMULATED:
         needs.driver()
-        needs.libraries()
 
 
 @functools.cache
 def require_device(which):
-    """Raise unless they can on this device."""
+    """Raise unless kernels can run on it, the current one."""
     if not SIMULATED:
-        needs.capability(name(), cuda.get_current_device().compute_capability)
+        needs.device(name(), tuple(cuda.get_current_device().compute_capability))
 
 
 def name():

@@ -14,13 +14,21 @@ from kvkit.errors import DeviceError
 
 OLDEST = 8, 0  # compute capability of a device whose tensor cores take bfloat16
 DRIVERS = {12: "525 (Linux) or 528 (Windows)", 13: "580"}  # the oldest ones, by CUDA's major version
+FIRST = {
+    (10, 0): "12.8",
+    (10, 3): "12.9",
+    (11, 0): "13.0",
+    (12, 0): "12.8",
+    (12, 1): "12.9",
+}  # CUDA that has them
+HALVES = "12.5"  # the first CUDA that compiles kernels with floats of 16 bits, for all that came before
 INSTALL = "pip install 'kvkit-kernels[{extra}]'"
 
 
 def told():
     """What is missing of all that kernels need, in a list of messages."""
     found = []
-    for need in (packages, driver, libraries):
+    for need in (packages, driver, devices):
         try:
             need()
         except DeviceError as error:
@@ -69,6 +77,21 @@ def toolkit_version():
     return int(metadata.version("cuda-bindings").partition(".")[0])
 
 
+def devices():
+    """Raise unless kernels can be made for each GPU; without any, for the oldest one."""
+    from numba import cuda
+
+    there = [(each.name, each.compute_capability) for each in cuda.gpus] if cuda.is_available() else []
+    for name, found in there or [("", OLDEST)]:
+        device(str(name), tuple(found))
+
+
+def device(name, found):
+    """Raise unless kernels can be made for a GPU of that name and compute capability."""
+    capability(name, found)
+    libraries(found)
+
+
 def capability(name, found):
     """Raise unless a device is new enough."""
     if tuple(found) < OLDEST:
@@ -78,34 +101,43 @@ def capability(name, found):
 
 
 @functools.cache
-def libraries():
-    """Raise unless what NVVM compiles is what nvJitLink links: an older one does not know its PTX."""
+def libraries(found):
+    """Raise unless NVVM compiles for a compute capability, and nvJitLink links that for it.
+
+    Older ones do not know the device, and an older linker does not know the PTX.
+    """
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     extra = "cuda" if toolkit_version() > 12 else f"cuda{toolkit_version()}"
     remedy = f"{INSTALL.format(extra=extra)} --upgrade in a fresh environment, without a toolkit in CUDA_HOME"
+    first = FIRST.get(found, HALVES if found < min(FIRST) else None)
+    release = f"of CUDA {first} or later" if first else "of a later CUDA"
+    release += f", for compute capability {found[0]}.{found[1]}"
     try:
-        code = small_ptx()
+        code = small_ptx(found)
     except Exception as error:
         got = f"none that works ({first_line(error)})"
-        raise missing("NVIDIA's compiler (NVVM) of CUDA 12.5 or later", got, remedy) from None
+        raise missing(f"NVIDIA's compiler (NVVM) {release}", got, remedy) from None
     try:
-        options = LinkerOptions(arch=f"sm_{OLDEST[0]}{OLDEST[1]}")
+        options = LinkerOptions(arch=f"sm_{found[0]}{found[1]}")
         Linker(ObjectCode.from_ptx(code.encode()), options=options).link("cubin")
     except Exception as error:
         (version,) = [line for line in code.splitlines() if line.startswith(".version")]
         got = f"one that fails ({first_line(error)})"
-        expected = f"a linker (nvJitLink) for the PTX of NVVM, {version[1:]}"
+        expected = f"a linker (nvJitLink) {release} and the PTX of NVVM, {version[1:]}"
         raise missing(expected, got, remedy) from None
 
 
-def small_ptx():
-    """What NVVM makes of a formula that all kernels share; before CUDA 12.5 it knows no floats of 16 bits."""
+def small_ptx(found):
+    """What NVVM makes of a formula that all kernels share, for a compute capability.
+
+    numba-cuda compiles for an earlier one where its libraries do not know that.
+    """
     from numba import cuda, types
 
     from kvkit import numeric
 
-    return cuda.compile_ptx(numeric.half_to_float, (types.uint16,), device=True, cc=OLDEST)[0]
+    return cuda.compile_ptx(numeric.half_to_float, (types.uint16,), device=True, cc=found)[0]
 
 
 def first_line(error):

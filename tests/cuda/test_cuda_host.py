@@ -68,18 +68,26 @@ def test_a_stream_waits_for_other_streams_only(events):
 
 def test_a_linker_older_than_its_compiler_is_refused(monkeypatch):
     """The real one is given the PTX of a compiler to come; what it says is told, with a remedy."""
-    newer = re.sub(r"(?m)^\.version .*", ".version 99.9", needs.small_ptx())
-    monkeypatch.setattr(needs, "small_ptx", lambda: newer)
-    words = r"linker \(nvJitLink\) for the PTX of NVVM, version 99.9, got one that fails \(.*\): pip install"
+    newer = re.sub(r"(?m)^\.version .*", ".version 99.9", needs.small_ptx(needs.OLDEST))
+    monkeypatch.setattr(needs, "small_ptx", lambda found: newer)
+    words = r" and the PTX of NVVM, version 99.9, got one that fails \(.*\): pip install"
     with pytest.raises(DeviceError, match=words):
-        needs.libraries.__wrapped__()
+        needs.libraries.__wrapped__(needs.OLDEST)
+
+
+def test_libraries_older_than_the_device_are_refused(monkeypatch):
+    """Here those that are installed, for a device to come."""
+    monkeypatch.setitem(needs.FIRST, (99, 0), "99.8")
+    words = r"linker \(nvJitLink\) of CUDA 99.8 or later, for compute capability 99.0 and .*: pip install"
+    with pytest.raises(DeviceError, match=words):
+        needs.device("GPU", (99, 0))
 
 
 def test_a_compiler_that_is_missing(monkeypatch):
     monkeypatch.setattr(cuda, "compile_ptx", lambda *_, **__: 1 / 0)
-    words = r"expected NVIDIA's compiler \(NVVM\) of CUDA 12.5 or later, got none that works"
+    words = r"expected NVIDIA's compiler \(NVVM\) of CUDA 12.8 or later, for .* 12.0, got none that works"
     with pytest.raises(DeviceError, match=words):
-        needs.libraries.__wrapped__()
+        needs.libraries.__wrapped__((12, 0))
 
 
 def test_numba_cuda_that_is_missing(monkeypatch):

@@ -16,7 +16,8 @@ from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, s
 from kvkit.formats import BY_NAME
 from kvkit.jit import shared
 from kvkit_cuda.attend import decode, decode_forms, stored_tiles
-from kvkit_cuda.attend.task import Task
+from kvkit_cuda.attend.fragments import LONGEST
+from kvkit_cuda.attend.task import Reach, Task
 from kvkit_cuda.calls import tables
 from kvkit_cuda.ground import device, host, memory, ptx
 
@@ -310,24 +311,24 @@ def test_results_are_the_same_bits_for_any_company(element, rng, taken):
 
 def test_which_calls_are_taken():
     """16-bit data in the cache, whole fragments, aligned rows, few of them."""
-    record, steps = Task(*[0] * len(Task._fields)), SimpleNamespace(kvstarts=np.array([0, 99]), rows=99)
+    record = Task(*[0] * len(Task._fields))
     context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
 
     codes = {"stored": "int8", "cell": "float16", "group": 16}
 
-    def suits(rows=4, kvlen=99, at=None, **changes):
-        steps.kvstarts[1] = kvlen
+    def suits(rows=4, reach=(99, 99), at=None, **changes):
         changed = SimpleNamespace(**vars(context) | changes)
-        return decode.suits(record._replace(**at or {}), changed, steps, rows)
+        return decode.suits(record._replace(**at or {}), changed, Reach(*reach), rows)
 
     assert suits()
     assert suits(rows=16)
     assert suits(rows=8, dim=256)
-    assert suits(kvlen=2**31 - 2**10 - 1)
+    assert suits(reach=(LONGEST - 1, LONGEST - 1))
     assert suits(**codes, at={"cell_row": 4})
     assert suits(**codes | {"stored": "int4"})
     for refused in (
-        {"rows": 17}, {"rows": 9, "value_dim": 144}, {"kvlen": 2**31}, {"dim": 24}, {"dim": 272},
+        {"rows": 17}, {"rows": 9, "value_dim": 144}, {"reach": (LONGEST, 99)}, {"reach": (99, LONGEST)},
+        {"dim": 24}, {"dim": 272},
         {"packed": "float32", "stored": "float32"}, {"stored": "bfloat16"}, {"value_dim": 8},
         {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"key_row": 8}}, {"at": {"out_token": 4}},
         codes | {"group": 4}, codes | {"at": {"key_row": 8}}, codes | {"at": {"cell_row": 2}},

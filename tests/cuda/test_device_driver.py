@@ -14,14 +14,15 @@ import pytest
 import scenes
 import stand_in
 from device_arrays import Array, Capsule
-from numba import cuda
+from numba import cuda, types
 from scenes import Formats, assert_all_same
 
 import kvkit
 import kvkit_cuda
+from kvkit.checks import caches
 from kvkit_cuda import warm
-from kvkit_cuda.calls import arrays
-from kvkit_cuda.ground import compiled, device, host
+from kvkit_cuda.calls import arrays, attention
+from kvkit_cuda.ground import compiled, device, host, memory
 from kvkit_cuda.positions import index
 
 HALF = Formats("fp16", "fp16")
@@ -354,6 +355,52 @@ def test_a_plan_serves_the_device_of_a_calls_arrays(rng):
         assert host.current() == 0
         with cuda.gpus[1]:
             assert all((a.copy_to_host() == b).all() for a, b in zip(model.out, first, strict=True))
+
+
+def test_a_kernel_is_chosen_for_all_steps_that_may_follow(model, monkeypatch):
+    """By the rows of the cache and of the page table: those of decode hold row numbers in 32 bits."""
+    chosen: list = []
+    monkeypatch.setattr(caches, "apart", lambda *_: None)  # a cache of 128 GiB is all memory that there is
+    for kernel in attention.KERNELS:
+        monkeypatch.setattr(kernel, "prepare", lambda *_, name=kernel.__name__: chosen.append(name) or [])
+    model.lengths = np.array((5, 3))
+    for rows, page, name in ((2**30, PAGE, "decode"), (2**31, PAGE, "plain"), (2**30, 2**30, "plain")):
+        shape = rows, *model.there.shape[1:]
+        cache = Array(arrays.addressed(host.address(model.there), shape, None, model.there.dtype))
+        step = model.step() | {"page_size": page, "cachestarts": np.array([[0, 64], [32, 64]])}
+        plan = kvkit_cuda.dynamic_batching.plan(**step)
+        with stand_in.idle():
+            plan.multi_head_cache_attention(*model.new, cache, **SIZES, layer_idx=0)
+        assert chosen.pop() == f"kvkit_cuda.attend.{name}", (rows, page)
+
+
+# Shared memory
+
+
+def test_more_shared_memory_than_48_kib_is_asked_for(monkeypatch):
+    """As the driver has it: of each function, before a launch that takes more."""
+    size = device.SHARED_MEMORY
+    place, write, read = (
+        memory.dynamic(size),
+        memory.store(8, 8, memory.SHARED),
+        memory.load(8, 8, space=memory.SHARED),
+    )
+
+    def last(out):
+        at = place() + size - 8
+        write(at, np.uint64(2026), np.uint64(0))
+        out[0] = np.int64(read(at)[0])
+
+    kernel, out = device.kernel(last, types.void(types.int64[::1])), cuda.to_device(np.zeros(1, np.int64))
+    launch = host.Launch(kernel, (1, 1), 1, host.stream(None), (out,), shared=size)
+    with monkeypatch.context() as patched:
+        patched.setattr(host, "allow_shared", lambda function: None)
+        with pytest.raises(kvkit_cuda.DeviceError, match="expected the driver to take a launch"):
+            launch()
+    for run in (launch, lambda: launch.prepared().start(launch.stream.handle)):
+        run()
+        assert out.copy_to_host() == [2026]
+        out.copy_to_device(np.zeros(1, np.int64))
 
 
 # What is missing

@@ -16,7 +16,8 @@ from scenes import Formats
 from tensor_cores import DTYPES, F32, U32, check, elements, forms_taken, run, slow, static, word
 
 from kvkit_cuda.attend import prefill, tiles
-from kvkit_cuda.attend.task import Task
+from kvkit_cuda.attend.fragments import LONGEST
+from kvkit_cuda.attend.task import Reach, Task
 from kvkit_cuda.calls import tables
 from kvkit_cuda.ground import device, host, memory, ptx
 
@@ -260,21 +261,21 @@ def test_warps(warps, rng, taken, monkeypatch):
 
 def test_which_calls_are_taken():
     """16-bit data in the cache or codes of them, whole fragments, aligned rows, more than a few."""
-    record, steps = Task(*[0] * len(Task._fields)), SimpleNamespace(kvstarts=np.array([0, 99]))
+    record = Task(*[0] * len(Task._fields))
     context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
     codes = {"stored": "int8", "cell": "float32", "group": 16}
 
-    def suits(rows=9, kvlen=99, at=None, **changes):
-        steps.kvstarts[1] = kvlen
+    def suits(rows=9, reach=(99, 99), at=None, **changes):
         changed = SimpleNamespace(**vars(context) | changes)
-        return prefill.suits(record._replace(**at or {}), changed, steps, rows)
+        return prefill.suits(record._replace(**at or {}), changed, Reach(*reach), rows)
 
     assert suits()
     assert suits(**codes)
     assert suits(**codes | {"stored": "int4", "group": 8}, at={"keys": 8})
-    assert suits(kvlen=2**31 - 2**10 - 1)
+    assert suits(reach=(2**40, LONGEST - 1))
     for refused in (
-        {"rows": 8}, {"kvlen": 2**31}, {"packed": "float32", "stored": "float32"}, {"stored": "bfloat16"},
+        {"rows": 8}, {"reach": (LONGEST, LONGEST)}, {"packed": "float32", "stored": "float32"},
+        {"stored": "bfloat16"},
         {"dim": 24}, {"dim": 272}, {"value_dim": 8}, codes | {"group": 4}, codes | {"group": 12},
         codes | {"at": {"key_row": 8}}, {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"out_token": 4}},
     ):  # fmt: skip

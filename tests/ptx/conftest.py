@@ -2,11 +2,12 @@
 
 import pytest
 
-# Those that the package supports: the first of the generations that there are, quickly, then the others.
-TARGETS = [(8, 0), (9, 0)], [(8, 6), (8, 9), (10, 0), (12, 0)]
+TARGETS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]  # those that the package supports
+QUICK = [(8, 0), (9, 0)]
+OTHERS = [each for each in TARGETS if each not in QUICK]
 
 
-@pytest.fixture(params=[TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.slow)], ids=["", "others"])
+@pytest.fixture(params=[QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
 def capabilities(request):
-    """Some of the compute capabilities."""
+    """Some of the compute capabilities: the first of two generations, quickly, then the others."""
     return request.param

@@ -70,20 +70,33 @@ def test_a_linker_takes_what_its_release_or_an_earlier_one_compiles(tmp_path):
     compilers = COMPILERS | {installed("nvidia-nvvm"): None}
     linkers = LINKERS | {installed("nvidia-nvjitlink"): None}
     texts = {release: run("compile", package, tmp_path) for release, package in compilers.items()}
+    for compiler, (_, _, said_of_newer) in texts.items():
+        assert_newer(said_of_newer, compiler, "NVIDIA's compiler (NVVM)")
     for linker, package in linkers.items():
         answers = run("link", package, tmp_path, texts)
         assert list(answers) == list(compilers)
-        for compiler, (said, failure) in answers.items():
+        for compiler, (said, failure, said_of_newer) in answers.items():
             fits = number(linker) >= number(compiler)
             assert [said is None, failure is None] == [fits, fits], (compiler, linker, said, failure)
+            assert_newer(said_of_newer, linker, "a linker (nvJitLink)", fits)
             if not fits:
                 (line,) = [line for line in texts[compiler][1].splitlines() if line.startswith(".version")]
-                assert f"for the PTX of NVVM, {line[1:]}, got one that fails" in said
+                assert f"and the PTX of NVVM, {line[1:]}, got one that fails" in said
                 assert f"Unsupported {line};" in said
                 assert f"Unsupported {line};" in failure
 
 
+def assert_newer(said, release, what, fits=True):
+    """What is said of a library that would be used for a device of compute capability 12.0."""
+    known = number(release) >= (12, 8)
+    assert (said is None) == (known and fits)
+    assert known or f"{what} of CUDA 12.8 or later, for compute capability 12.0" in said
+
+
 def test_a_compiler_that_knows_no_halves_is_refused(tmp_path):
-    said, failure = run("compile", LAST_WITHOUT_HALVES, tmp_path)
+    said, failure, _ = run("compile", LAST_WITHOUT_HALVES, tmp_path)
     assert failure.startswith("ERROR_INVALID_IR")
-    assert "(NVVM) of CUDA 12.5 or later, got none that works (ERROR_INVALID_IR" in said
+    assert (
+        "(NVVM) of CUDA 12.5 or later, for compute capability 8.0, got none that works (ERROR_INVALID_IR"
+        in said
+    )

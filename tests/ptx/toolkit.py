@@ -13,30 +13,37 @@ from kvkit.errors import DeviceError
 from kvkit_cuda.ground import device, needs
 from kvkit_cuda.moves import transfer
 
+NEWER = 12, 0  # which CUDA 12.8 is the first to know
 KERNEL = "store", "float16", "int8", "float32", 8  # with divisions, and exchanges in a warp
 
 
 def compiled(_):
-    """The PTX that `needs` looks at, and a kernel's; else what `needs` says, and how the kernel fails."""
+    """The PTX that `needs` looks at, and a kernel's; else what `needs` says, and how the kernel fails.
+
+    Behind them is what `needs` says for `NEWER`, or None.
+    """
     try:
         (text,) = device.ptx(transfer.walk(*KERNEL), transfer.SIGNATURE, [needs.OLDEST])
     except nvvm.nvvmError as error:
-        return said(), str(error)
-    return needs.small_ptx(), text
+        return said(needs.OLDEST), str(error), said(NEWER)
+    return needs.small_ptx(needs.OLDEST), text, said(NEWER)
 
 
 def linked(texts):
-    """By compiler: what `needs` says of it and this linker, how the linker fails on its kernel; or None."""
+    """By compiler: what `needs` says of it and this linker, how the linker fails on its kernel; or None.
+
+    Behind them is what `needs` says for `NEWER`.
+    """
     answers = {}
-    for compiler, (small, kernel) in texts.items():
-        needs.small_ptx = lambda small=small: small
-        answers[compiler] = said(), failure(kernel)
+    for compiler, (small, kernel, _) in texts.items():
+        needs.small_ptx = lambda found, small=small: small
+        answers[compiler] = said(needs.OLDEST), failure(kernel), said(NEWER)
     return answers
 
 
-def said():
+def said(found):
     try:
-        needs.libraries.__wrapped__()
+        needs.libraries.__wrapped__(found)
     except DeviceError as error:
         return str(error)
     return None
