@@ -76,7 +76,9 @@ def run(
                 use_threads(threads)
             block.enter_context(watch.watched(source, contents.mapped))
             results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
-        changed = given({array.name: inputs[array.name] for array in op.inputs if array.inout})
+        changed = given(
+            {each.name: inputs[each.name] for each in op.inputs if each.changes(inputs[each.name])}
+        )
         outputs = given(dict(zip(op.returned(attributes), results, strict=not only_check)))
         outputs = {name: array for name, array in outputs.items() if name not in changed}
         watch.check(source, contents.mapped)

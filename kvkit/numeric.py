@@ -159,6 +159,14 @@ def largest_scale(cell, largest, limit):
 
 
 @shared
+def nearest_code(x):
+    """The int8 next to x, half way the even one; NaN is the least."""
+    x = x if x > np.float32(-128) else np.float32(-128)
+    x = x if x < np.float32(127) else np.float32(127)
+    return np.int8(bits_of(x + np.float32(ROUNDER)) & np.uint32(0xFF))
+
+
+@shared
 def inverse(scale):
     return np.float32(1) / scale if scale != np.float32(0) else np.float32(0)
 

@@ -5,7 +5,6 @@ Floats of 8 bits; and int8, if scales are given: where they are found `rows.py` 
 
 from typing import Any
 
-import numpy as np
 from numba import types
 
 from kvkit import numeric
@@ -13,22 +12,14 @@ from kvkit.cpu import memory
 from kvkit.cpu.simd import minifloats as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
-from kvkit.jit import helper, shared
+from kvkit.jit import helper
 
 put_int8 = memory.store(types.int8)
 
 
-@shared
-def nearest_code(x):
-    """The int8 next to x, half way the even one; NaN is the least."""
-    x = x if x > np.float32(-128) else np.float32(-128)
-    x = x if x < np.float32(127) else np.float32(127)
-    return np.int8(numeric.bits_of(x + np.float32(numeric.ROUNDER)) & np.uint32(0xFF))
-
-
 @helper
 def write_code(address, x):
-    put_int8(address, nearest_code(x))
+    put_int8(address, numeric.nearest_code(x))
 
 
 def scaled_row(packed, cache, scale, group, plain):

@@ -26,6 +26,11 @@ def _scale(name, about):
     return Input(name, FLOATS, shapes, about, optional=True, keyword=True)
 
 
+def _found_scale(name, about):
+    shapes = "(H)", "to be found: those of the pool without c, or with groups of it: (...)"
+    return Input(name, FLOATS, shapes, about, optional=True, keyword=True, found=True)
+
+
 PAGED_ATTENTION = Operator(
     "paged_attention",
     "Attend with packed queries to keys and values in pages, read where an engine has them.",
@@ -67,8 +72,8 @@ PAGED_APPEND = Operator(
         Input("value", T1, ("(tokens, H, Dv)",), "values of the new tokens, likewise", optional=True),
         *_pools(T1, inout=True),
         Input("slot_mapping", INDEX, ("(tokens)",), "the slot of each token; below 0: store nothing"),
-        _of_heads("key_scale", "H", "for formats of codes"),
-        _of_heads("value_scale", "H", "likewise"),
+        _found_scale("key_scale", "what keys are divided by, where they become codes"),
+        _found_scale("value_scale", "what values are divided by, likewise"),
     ),
     (),
 )

@@ -19,7 +19,8 @@ INDEX = ("int64", "int32")
 class Input:
     """An array argument. `shapes` lists the legal shapes; `inout` arrays are changed in place.
 
-    Inputs are passed by position, in order, but for those that are `keyword`.
+    Inputs are passed by position, in order, but for those that are `keyword`. Scales that are `found` go to
+    arrays of as many axes as a cache has; those of heads are given.
     """
 
     name: str
@@ -29,6 +30,11 @@ class Input:
     optional: bool = False
     inout: bool = False
     keyword: bool = False
+    found: bool = False
+
+    def changes(self, array):
+        """Whether an array given for it is changed in place."""
+        return self.inout or (self.found and getattr(array, "ndim", 0) > 1)
 
 
 @dataclass(frozen=True)

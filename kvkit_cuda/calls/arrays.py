@@ -160,7 +160,7 @@ def addressed(place, shape, strides, dtype, read_only=False):
     """A numpy array that says where elements lie; to read one would crash."""
     if dtype.kind == "V" and dtype.itemsize == 2:
         dtype = BFLOAT16.dtype  # protocols have no name for it
-    form = {"shape": tuple(shape), "strides": strides, "typestr": dtype.str, "version": 3}
+    form = {"shape": tuple(shape), "strides": strides, "typestr": f"|V{dtype.itemsize}", "version": 3}
     memory = Memory(form | {"data": (place or ALIGNED, read_only)})
     return np.asarray(memory).view(dtype)
 

@@ -14,7 +14,6 @@ from kvkit.checks.ascend import attention, blocks, matrices, reshape, tensors
 from kvkit.checks.attention import checked_attention, checked_cache_attention
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.outputs import Results
-from kvkit.checks.words import wrong
 
 ZEROS = -1  # the source row of what is not there
 
@@ -66,18 +65,6 @@ def stored(key, **given):
         tokens.transpose(1, 0, 2)[:, :, None] if call.mode else tokens[None] for tokens in call.tokens
     ]
     return Moves(tokens, call.caches, pieces[~mean], means=pieces[mean], averaged=call.averaged)
-
-
-def appended(**given):
-    call = paged.checked_append(**given)
-    names = [name for name in ("key", "value") if given[name] is not None]
-    for name, side in zip(names, call.sides, strict=True):
-        if side.packed != side.stored:
-            legal = f"dtype {side.stored}, as its pool has it: no kernel of the device codes on the way yet"
-            raise wrong(name, legal, side.packed)
-    found = call.pieces
-    pieces = stacked(found[:, slots.TOKEN], found[:, slots.SLOT], found[:, slots.COUNT])
-    return Moves([side.tokens[None] for side in call.sides], [side.pool for side in call.sides], pieces)
 
 
 def swapped(source, target, pairs):
@@ -139,7 +126,7 @@ CHECKED: dict[str, Callable] = {
     "multi_head_cache_attention": partial(static, checked=checked_cache_attention),
     "merge_attention_states": merge.checked,
     "paged_attention": paged.checked,
-    "paged_append": appended,
+    "paged_append": paged.checked_append,
     "swap_blocks": swapped,
     "rotary_position_embedding": positions.static_turn,
     "alibi_slope": slopes,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks import caches
+from kvkit.checks import caches, slots
 from kvkit_cuda.attend import merge
 from kvkit_cuda.calls import arrays, attention, paged
 from kvkit_cuda.calls.steps import Step
@@ -112,6 +112,24 @@ def move(there):
     if call.means is not None:
         launches.append(means.prepare(pairs, call.means, call.averaged, stream))
     return launches
+
+
+def append_to_pools(there):
+    """Tokens to the slots of pools: as they are, or as codes with scales that are found, or given."""
+    found, moves = there.call.pieces, []
+    for side in there.call.sides:
+        source, cells = side.tokens[None], side.cells
+        if side.packed == side.stored:
+            moves.append(pieces.moved(source, side.pool))
+            continue
+        if cells is not None and not side.group:
+            given = arrays.Operand(cells, False, None).moved(there.stream)
+            there.owners.append(given)
+            cells = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
+        formats = side.packed, side.stored, side.cell
+        moves.append(pieces.coded(source, side.pool, *formats, side.group, cells))
+    where = np.stack([found[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
+    return [pieces.launched(moves, where, there.stream)]
 
 
 def copy_blocks(there):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkit import dumps
-from kvkit.formats import INT8
 from kvkit.operators import OPERATORS
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
 from kvkit_cuda.ground import host
@@ -40,9 +39,19 @@ def no_scale(call):
 
 
 def numbers_of_heads(here):
-    """What heads are multiplied by; scales of codes lie beside those."""
-    coded = getattr(here["key_cache"].seen, "dtype", None) == INT8.dtype
-    return ("alibi_slopes",) if coded else ("alibi_slopes", "key_scale", "value_scale")
+    """What heads are multiplied by; scales of tokens lie beside their codes."""
+    return "alibi_slopes", *scales_of_heads(here)
+
+
+def scales_of_heads(here):
+    """Those that are not of as many axes as the pools of codes, and as large, but for the last axis."""
+    pools = {getattr(here[name].seen, "shape", ())[:-1] for name in ("key_cache", "value_cache")}
+    shapes = {name: getattr(here[name].seen, "shape", ()) for name in ("key_scale", "value_scale")}
+    return tuple(
+        name
+        for name, shape in shapes.items()
+        if len(shape) < 3 and not any(len(pool) > 1 and shape[: len(pool)] == pool for pool in pools)
+    )
 
 
 def given_scale(here):
@@ -60,6 +69,7 @@ MASK = Kind(launches.mask, ("attn_mask",))
 SLOPE = Kind(launches.slope)
 POSITION_INDEX = Kind(launches.position_index, idle=lambda call: ("sequences",))
 ATTEND_TO_PAGES = Kind(launches.attend, ("query",), read=numbers_of_heads)
+APPEND_TO_PAGES = Kind(launches.append_to_pools, ("key", "value"), read=scales_of_heads)
 MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 
@@ -77,7 +87,7 @@ KINDS = {
     "block_copy": COPY,
     "ascend.paged_attention": ATTEND_TO_BLOCKS,
     "paged_attention": ATTEND_TO_PAGES,
-    "paged_append": MOVE,
+    "paged_append": APPEND_TO_PAGES,
     "swap_blocks": COPY,
     "nd_to_nz": MOVE,
     "nz_to_nd": MOVE,
@@ -168,7 +178,7 @@ def run(op, step, values, stream, repeated=None):
         forms = list(call.results.forms.values())
         step.repeats.keep(repeated, repeats.Repeat(prepared, operands, forms, call.layer.capacity[1]))
     for each in op.inputs:
-        if each.inout and each.name in moved:
+        if each.name in moved and each.changes(here[each.name].seen):
             here[each.name].take(there[each.name], stream)
     for result, copy in zip(made, copies, strict=True):
         result.take(copy, stream)

@@ -50,6 +50,7 @@ def joined(low, high, word, place):
 # What an element's bits are, and the number they mean; then the bits of a number.
 DECODE = {fmt.name: (fmt.word.type, numeric.widening(fmt.name)) for fmt in (*FLOATS, *FLOATS8, INT8, INT4)}
 ENCODE = {fmt.name: numeric.narrowing(fmt.name) for fmt in (*FLOATS, *FLOATS8)}
+ENCODE["int8"] = numeric.nearest_code
 
 
 @functools.cache
@@ -174,7 +175,7 @@ def quantize(packed, stored, cell, span):
 
 @functools.cache
 def divide(packed, stored, cell, span, given):
-    """As `quantize`, of floats of 8 bits: quotients rounded once, by a scale that is stored or `given`."""
+    """As `quantize`, but quotients are rounded once, by a scale that is stored or `given`."""
     read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
     (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].limits[1]
     read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
@@ -197,7 +198,7 @@ def divide(packed, stored, cell, span, given):
         step = scale_of(scale, largest, first)
         new_low, new_high = np.uint64(0), np.uint64(0)
         for i in range(span):
-            code = np.uint64(encode(decode(raw(field(low, high, i * bits))) / step))
+            code = np.uint64(encode(decode(raw(field(low, high, i * bits))) / step)) & np.uint64(0xFF)
             new_low, new_high = joined(new_low, new_high, code, i * code_bits)
         write(cache, new_low, new_high)
 

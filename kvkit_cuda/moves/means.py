@@ -20,7 +20,6 @@ from kvkit_cuda.moves.pieces import (
     SOURCE,
     STEP,
     TARGET,
-    form,
     nothing,
     row_at,
     side,
@@ -79,7 +78,7 @@ def prepare(pairs, pieces, element, stream):
     if not len(pieces):
         return nothing
     dim, size = pairs[0][0].shape[3], pairs[0][0].itemsize
-    alike = [side(array, form(array), size) for pair in pairs for array in pair]
+    alike = [side(array, size) for pair in pairs for array in pair]
     (table,) = host.tables((pieces,), stream)
     blocks = min(-(-len(pieces) * dim // THREADS), host.most_blocks())
     arguments = (table, dim, *alike, *alike)[:6]

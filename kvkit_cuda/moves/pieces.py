@@ -1,9 +1,9 @@
-"""Rows between arrays in blocks, piece by piece: the bits as they are.
+"""Rows between arrays in blocks, piece by piece: the bits as they are, or floats as codes.
 
 Every array is [blocks, rows, heads, dim], of any strides, and its rows are counted through its blocks: a
 cache, packed tokens (one block of them, or a block for each head), matrices. A piece is a source row, a
-target row and a count of rows from there on; a source row below 0 is zeros. The kernel knows bytes only,
-which it moves in chunks.
+target row and a count of rows from there on; a source row below 0 is zeros. The kernel takes rows in chunks:
+of bytes, or of as many elements of source and target.
 """
 
 import functools
@@ -14,7 +14,8 @@ from numba import cuda, types
 from kvkit.index import page_of, rest_of_page, row_of, share
 from kvkit.jit import shared
 from kvkit_cuda.ground import device, host, memory
-from kvkit_cuda.moves.transfer import sequence_of
+from kvkit_cuda.moves import chunks
+from kvkit_cuda.moves.transfer import WARP, mates_of, on_chunk_of, sequence_of
 
 THREADS = 256  # of a block
 WIDEST = 16  # bytes of a chunk
@@ -26,16 +27,17 @@ ADDRESS, ROWS, BLOCK, ROW, PART, PART_STEP, STEP, CHUNKS = range(8)
 
 SIDE = types.UniTuple(types.int64, 8)
 INDEX1, INDEX2 = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-SIGNATURE = types.void(INDEX1, INDEX2, SIDE, SIDE, SIDE, SIDE)
+SIGNATURE = types.void(INDEX1, INDEX2, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, types.int64, types.int64)
 
 
-@functools.cache
 def mover(size):
-    """(source, its row stride, target, its row stride, rows, whether there is a source): chunks of rows."""
+    """What happens to a chunk of `size` bytes in some rows, of which there may be no source."""
     read, write = memory.load(size, size), memory.store(size, size)
 
     @shared
-    def move(source, source_row, target, target_row, rows, there):
+    def move(
+        source, source_row, target, target_row, cell, cell_row, rows, there, member, group, lanes, mates
+    ):
         low, high = np.uint64(0), np.uint64(0)
         for _ in range(rows):
             if there:
@@ -45,6 +47,22 @@ def mover(size):
             target += target_row
 
     return move
+
+
+def coder(packed, stored, cell, span, given):
+    """Likewise of `span` elements that become codes, member by member of a group with a scale."""
+    on_chunk = on_chunk_of("store", packed, stored, cell, span, given)
+
+    def move(
+        source, source_row, target, target_row, cell, cell_row, rows, there, member, group, lanes, mates
+    ):
+        for _ in range(rows):
+            on_chunk(source, target, cell, member, group, lanes, mates)
+            source += source_row
+            target += target_row
+            cell += cell_row
+
+    return device.inlined(move)
 
 
 @device.inlined
@@ -60,24 +78,30 @@ def chunk_at(side, chunk):
     return part * side[PART_STEP] + (chunk - part * side[PART]) * side[STEP]
 
 
-def walk(size):
-    """The kernel for chunks of `size` bytes."""
-    move = mover(size)
+def walk(variant):
+    """The kernel for chunks of so many bytes, or of floats that become codes."""
+    move = mover(*variant) if len(variant) == 1 else coder(*variant)
 
-    def walk(starts, pieces, from_keys, to_keys, from_values, to_values):
+    def walk(
+        starts, pieces, from_keys, to_keys, key_cells, from_values, to_values, value_cells, group, lanes
+    ):
         """Move every piece; `starts` [pieces + 1] are the rows before each.
 
-        Rows are shared out to teams of threads, of which each takes a chunk of a row and follows it.
+        Rows are shared out to teams of threads, of which each takes a chunk of a row and follows it. `group`
+        chunks share a scale, and the `lanes` threads that take them tell each other of it (0: each looks).
         """
         source = from_keys if cuda.blockIdx.y == 0 else from_values
         target = to_keys if cuda.blockIdx.y == 0 else to_values
+        cells = key_cells if cuda.blockIdx.y == 0 else value_cells
         team = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         teams = cuda.gridDim.x * cuda.blockDim.y
         total = starts[starts.shape[0] - 1]
         begin, end = share(total, team, teams), share(total, team + 1, teams)
         first = sequence_of(starts, begin)
+        mates = mates_of(cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x, lanes)
         for chunk in range(cuda.threadIdx.x, target[CHUNKS], cuda.blockDim.x):
             in_source, in_target = chunk_at(source, chunk), chunk_at(target, chunk)
+            in_cells, member = chunk_at(cells, chunk // group), chunk % group
             done, piece = begin, first
             while done < end:
                 while done >= starts[piece + 1]:
@@ -89,36 +113,45 @@ def walk(size):
                     row += done - starts[piece]
                     rows = min(rows, rest_of_page(row, source[ROWS]))
                     place = row_at(source, row) + in_source
-                to_place = row_at(target, to_row) + in_target
-                move(place, source[ROW], to_place, target[ROW], rows, there and chunk < source[CHUNKS])
+                to_place, cell = row_at(target, to_row) + in_target, row_at(cells, to_row) + in_cells
+                there = there and chunk < source[CHUNKS]
+                move(
+                    place, source[ROW], to_place, target[ROW], cell, cells[ROW], rows, there,
+                    member, group, lanes, mates,
+                )  # fmt: skip
                 done += rows
 
     return walk
 
 
 @functools.cache
-def compiled(size):
-    return device.kernel(walk(size), SIGNATURE, size)
+def compiled(variant):
+    return device.kernel(walk(variant), SIGNATURE, variant)
 
 
 def prepare(pairs, pieces, stream):
     """A launch that moves the pieces of one pair of arrays (source, target), or of two at once."""
+    return launched([moved(source, target) for source, target in pairs if target.size], pieces, stream)
+
+
+def launched(moves, pieces, stream):
+    """A launch of moves: what is alike, two at once."""
     pieces = pieces[pieces[:, COUNT] > 0]
-    moves = [sides(source, target) for source, target in pairs if target.size]
     if not len(pieces) or not moves:
         return nothing
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
     tables = host.tables((starts, pieces), stream)
     launches = []
-    for size in {size for size, *_ in moves}:
-        alike = [array for other, *arrays in moves if other == size for array in arrays]
-        chunks = max(target[CHUNKS] for target in alike[1::2])
+    for how in {how for how, _ in moves}:
+        variant, group, lanes = how
+        alike = [array for other, arrays in moves if other == how for array in arrays]
+        chunks = max(target[CHUNKS] for target in alike[1::3])
         team = min(THREADS, 1 << (chunks - 1).bit_length())
         teams = THREADS // team
         blocks = min(-(-int(starts[-1]) // teams), host.most_blocks())
-        grid, arguments = (blocks, len(alike) // 2), (*tables, *alike, *alike)[:6]
-        launches.append(host.Launch(compiled(size), grid, (team, teams), stream, arguments))
+        grid, arguments = (blocks, len(alike) // 3), (*tables, *(*alike, *alike)[:6], group, lanes)
+        launches.append(host.Launch(compiled(variant), grid, (team, teams), stream, arguments))
 
     def start():
         for launch in launches:
@@ -131,18 +164,40 @@ def nothing():
     """The launch of no pieces."""
 
 
-def sides(source, target):
-    """(bytes of a chunk, source, target): as many as 16 bytes hold, if rows and addresses are so aligned."""
-    arrays, size = (source, target), WIDEST
-    forms = [form(array) for array in arrays]
-    for array, (length, part_step, _) in zip(arrays, forms, strict=True):
-        far = [stride for stride, count in zip(array.strides, array.shape[:2], strict=False) if count > 1]
-        for number in (array.ctypes.data, length, part_step, *far):
-            size |= number
-    size &= -size  # the largest power of two that divides them all
-    if any(step != array.itemsize for array, (_, _, step) in zip(arrays, forms, strict=True)):
-        size = source.itemsize  # elements apart
-    return size, *(side(array, row, size) for array, row in zip(arrays, forms, strict=True))
+def moved(source, target):
+    """(how, its sides): chunks of 16 bytes, if rows and addresses are so aligned."""
+    size = min(aligned(source), aligned(target))
+    to = side(target, size)
+    return ((size,), 1, 0), (side(source, size), to, to)
+
+
+def coded(source, target, packed, stored, cell, group, cells):
+    """(how, its sides) where floats become codes; `cells` [blocks, rows, heads, groups] have their scales.
+
+    Without a cell there is none; those of `group` 0 are given, one for a row of a head.
+    """
+    dim, span, given = target.shape[3], chunks.widest(packed, stored), cell is not None and not group
+    sizes = [span * array.itemsize for array in (source, target)]
+    whole = dim % span == 0 and group % span == 0
+    if not whole or any(aligned(array) % size for array, size in zip((source, target), sizes, strict=True)):
+        span = chunks.smallest(stored)
+        sizes = [span * array.itemsize for array in (source, target)]
+    members = 1 if cell is None else (group or dim) // span
+    lanes = members if group and members <= WARP and members & (members - 1) == 0 else 0
+    ends = [side(array, size) for array, size in zip((source, target), sizes, strict=True)]
+    ends.append(ends[1] if cells is None else side(cells, cells.itemsize))
+    return ((packed, stored, cell, span, given), members, lanes), tuple(ends)
+
+
+def aligned(array):
+    """The largest power of two, 16 at most, that divides an array's address and strides."""
+    (length, part_step, step), size = form(array), WIDEST
+    if step != array.itemsize:
+        return array.itemsize
+    far = [stride for stride, count in zip(array.strides, array.shape[:2], strict=False) if count > 1]
+    for number in (array.ctypes.data, length, part_step, *far):
+        size |= number
+    return size & -size
 
 
 def form(array):
@@ -156,9 +211,9 @@ def form(array):
     return dim * size, head, step
 
 
-def side(array, row, size):
-    """An array as kernels see it, whose rows have a `form`."""
-    (_, rows, heads, dim), (length, part_step, step) = array.shape, row
+def side(array, size):
+    """An array as kernels see it, in chunks of `size` bytes."""
+    (_, rows, heads, dim), (length, part_step, step) = array.shape, form(array)
     chunks = heads * dim * array.itemsize // size
     apart = size if step == array.itemsize else step
     return array.ctypes.data, rows, *array.strides[:2], length // size, part_step, apart, chunks

@@ -35,8 +35,7 @@ def walk(direction, packed, stored, cell, span, given=False):
 
     A cell that is `given` is a whole row's, and a store finds none.
     """
-    kind = "given" if given and direction == "store" else cell is not None
-    on_chunk = ON_CHUNK[direction, kind](packed, stored, cell, span)
+    on_chunk = on_chunk_of(direction, packed, stored, cell, span, given)
     packed_bytes, stored_bytes = BY_NAME[packed].bytes(span), BY_NAME[stored].bytes(span)
     cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
 
@@ -53,6 +52,7 @@ def walk(direction, packed, stored, cell, span, given=False):
         total = starts[starts.shape[0] - 1]
         token, end = share(total, team, teams), share(total, team + 1, teams)
         sequence = sequence_of(starts, token)
+        mates = mates_of(cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x, lanes)
         while token < end:
             while token >= starts[sequence + 1]:
                 sequence += 1
@@ -67,7 +67,7 @@ def walk(direction, packed, stored, cell, span, given=False):
                 cache = at[4] + sequence * at[5] + row * at[6] + head * at[7] + chunk * stored_bytes
                 scale = at[8] + sequence * at[9] + row * at[10] + head * at[11] + chunk // group * cell_bytes
                 for _ in range(run):
-                    on_chunk(packed, cache, scale, member, group, lanes)
+                    on_chunk(packed, cache, scale, member, group, lanes, mates)
                     packed += at[2]
                     cache += at[6]
                     scale += at[10]
@@ -80,7 +80,7 @@ def store_floats(packed, stored, cell, span):
     block = BY_NAME[stored].block
     store = blocks.store(packed, stored) if block else chunks.store(packed, stored, span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes):
+    def on_chunk(packed, cache, scale, member, group, lanes, mates):
         store(packed, cache)
 
     return device.inlined(on_chunk)
@@ -90,7 +90,7 @@ def load_floats(packed, stored, cell, span):
     block = BY_NAME[stored].block
     load = blocks.load(packed, stored) if block else chunks.load(packed, stored, span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes):
+    def on_chunk(packed, cache, scale, member, group, lanes, mates):
         load(packed, cache)
 
     return device.inlined(on_chunk)
@@ -99,7 +99,7 @@ def load_floats(packed, stored, cell, span):
 def load_codes(packed, stored, cell, span):
     dequantize = chunks.dequantize(packed, stored, cell, span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes):
+    def on_chunk(packed, cache, scale, member, group, lanes, mates):
         dequantize(packed, cache, scale)
 
     return device.inlined(on_chunk)
@@ -111,15 +111,13 @@ def store_codes(packed, stored, cell, span):
         quantize = chunks.divide(packed, stored, cell, span, given=False)
     exchange, chunk_bytes = device.exchange, BY_NAME[packed].bytes(span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes):
+    def on_chunk(packed, cache, scale, member, group, lanes, mates):
         found = np.int32(0)
         for other in range(0 if lanes else -member, 1 if lanes else group - member):
             found = max(found, np.int32(largest(packed + other * chunk_bytes)))
-        lane = (cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x) % WARP
-        members = ((1 << lanes) - 1) << (lane & -lanes)
         distance = 1
         while distance < lanes:
-            found = max(found, np.int32(exchange(members, found, distance)))
+            found = max(found, np.int32(exchange(mates, found, distance)))
             distance *= 2
         quantize(packed, cache, scale, found, member == 0)
 
@@ -129,7 +127,7 @@ def store_codes(packed, stored, cell, span):
 def store_quotients(packed, stored, cell, span):
     divide = chunks.divide(packed, stored, cell, span, given=True)
 
-    def on_chunk(packed, cache, scale, member, group, lanes):
+    def on_chunk(packed, cache, scale, member, group, lanes, mates):
         divide(packed, cache, scale, np.int32(0), False)
 
     return device.inlined(on_chunk)
@@ -142,6 +140,18 @@ ON_CHUNK = {
     ("store", True): store_codes,
     ("load", True): load_codes,
 }
+
+
+@device.inlined
+def mates_of(thread, lanes):
+    """The threads of a warp that share a group with one, as a mask; `lanes` of them, or 0."""
+    return ((1 << lanes) - 1) << (thread % WARP & -lanes)
+
+
+def on_chunk_of(direction, packed, stored, cell, span, given):
+    """(packed, cache, scale address, member, group, lanes, mates): what happens to a chunk."""
+    kind = "given" if given and direction == "store" else cell is not None
+    return ON_CHUNK[direction, kind](packed, stored, cell, span)
 
 
 # Whose addresses those of keys and of values are.

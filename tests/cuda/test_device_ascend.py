@@ -23,9 +23,9 @@ def sizes(monkeypatch):
     """The chunk sizes of the kernels that are used."""
     found, compiled = [], pieces.compiled
 
-    def watched(size):
-        found.append(size)
-        return compiled(size)
+    def watched(variant):
+        found.append(*variant)
+        return compiled(variant)
 
     monkeypatch.setattr(pieces, "compiled", watched)
     return found

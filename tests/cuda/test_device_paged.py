@@ -13,6 +13,7 @@ from test_paged_attention import EXTRAS, Scene, mask_of
 
 import kvkit
 import kvkit_cuda
+from kvkit.formats.elements import BY_NAME
 
 # Values that have rows of their own; elements apart; what tensor cores would take.
 QUICK = "shared pages", "content apart"
@@ -88,6 +89,34 @@ def test_appends(engine, rng):
         memory[...] = old
     assert kvkit_cuda.paged_append(*new, *pools.given, slots, layout=pools.layout) == pools.given
     assert bytes_of(pools) == expected
+
+
+@pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["none", "head", "found"])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
+@pytest.mark.parametrize("engine", ["flash-attn", "content apart"])
+def test_appends_codes(engine, name, kind, dtype, rng):
+    """The bytes that the CPU writes, and no byte else; attention to them is the same, too."""
+    if (kind, name) == ("none", "int8") or (kind, engine) == ("found", "content apart"):
+        return
+    _, new, slots = append_scene(rng, engine, dtype, dim=48)
+    new = [(rng.standard_normal(x.shape) * [[[0.1], [300]]]).astype(x.dtype) for x in new]
+    codes = pool_scenes.made(engine, 5, 4, 2, 48, 48, BY_NAME[name].dtype)
+    beside = pool_scenes.made(engine, 5, 4, 2, 3, 3, np.float16)
+    for memory in (*codes.memory, *beside.memory):
+        memory.view(np.uint8)[...] = 0
+    scales = {"none": [None, None], "head": [np.float32([0.125, 3]), 0.5], "found": beside.given}[kind]
+    how = {"layout": codes.layout} | dict(zip(("key_scale", "value_scale"), scales, strict=True))
+    kvkit.paged_append(*new, *codes.given, slots, **how)
+    expected = bytes_of(codes), bytes_of(beside)
+    query = rng.standard_normal((1, 4, 48)).astype(new[0].dtype)
+    seen = query, *codes.given, [[2, 1]], [6]
+    attended = kvkit.paged_attention(*seen, **how)
+    for memory in (*codes.memory, *beside.memory):
+        memory.view(np.uint8)[...] = 0
+    assert kvkit_cuda.paged_append(*new, *codes.given, slots, **how) == codes.given
+    assert (bytes_of(codes), bytes_of(beside)) == expected
+    assert_near(contents(kvkit_cuda.paged_attention(*seen, **how)), attended, 2e-2 * abs(attended).max())
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (6,), (6, 2, 3, 2, 4)])

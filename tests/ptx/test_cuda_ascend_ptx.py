@@ -9,10 +9,12 @@ from kvkit_cuda.attend import bias
 from kvkit_cuda.moves import means, pieces
 
 FLOATS = ("float32", "float16", "bfloat16")
-KERNELS = {f"move {size}": (pieces.walk, size, pieces.SIGNATURE) for size in (16, 8, 4, 2, 1)}
+KERNELS = {f"move {size}": (pieces.walk, (size,), pieces.SIGNATURE) for size in (16, 8, 4, 2, 1)}
+CODES = {"given": ("float16", "e4m3", "float32", 8, True), "found": ("bfloat16", "int8", "float16", 8, False)}
+KERNELS |= {f"codes {name}": (pieces.walk, variant, pieces.SIGNATURE) for name, variant in CODES.items()}
 KERNELS["bias"] = (lambda _: bias.walk, None, bias.SIGNATURE)
 KERNELS |= {f"mean {element}": (means.walk, element, means.SIGNATURE) for element in FLOATS}
-QUICK = ("move 16", "move 1", "mean float16", "bias")
+QUICK = ("move 16", "codes found", "mean float16", "bias")
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ def test_kernel(name, tmp_path, capabilities):
     walk, variant, signature = KERNELS[name]
     for text, capability in zip(texts_for(walk(variant), signature, capabilities), capabilities, strict=True):
         assert not re.search(r"\.f64|\.ftz|\.approx|div\.full|\.local\b|\bcall\b", text)
-        if variant == 16:
+        if variant == (16,):
             for access in (r"ld\.global\.nc", r"st\.global"):
                 assert re.search(access + r"\.v(2\.\w64|4\.\w32)", text)
         if variant is None:

@@ -65,5 +65,5 @@ def quotients(source, target, cell):
 
 
 def nearest_codes(x):
-    """See `nearest_code` of `cpu/minifloats.py`."""
+    """See `numeric.nearest_code`."""
     return (x.max(-128.0).min(127.0) + float(ROUNDER)).as_bits().cast("trunc", I8)
