@@ -35,8 +35,10 @@ demo: $(VENV)/kvkit
 	then set -x; $(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64; \
 	else echo "No language model is installed for examples/smollm2.py: make test-model does that (93 MB)."; fi
 
-# A process for each core; threads of a process that wait leave theirs to the others.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
+# A process for each core; threads of a process that wait leave theirs to the others. Bytecode is kept, beside
+# the packages, whatever the environment says: the tests start hundreds of processes.
+KEPT := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
+PYTEST := $(KEPT) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
 # kvkit_cuda on a machine that runs PTX, over a stand-in for the driver and in the CUDA simulator, each in
 # processes of its own; then the rest.

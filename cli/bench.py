@@ -13,6 +13,8 @@ import numba
 import numpy as np
 from llvmlite import binding
 
+from kvkit.checks.words import wrong
+from kvkit.errors import brief
 from kvkit.version import __version__
 from kvkit_cli import (
     bench_ascend,
@@ -58,8 +60,12 @@ def bench(folder, only, rounds):
       kvkit bench --json benchmarks/results
     """
     title = f"{numba.get_num_threads()} threads of {binding.get_host_cpu_name()}; medians of {rounds}"
-    for suite, cases in SUITES.items():
-        chosen = [case for case in cases if only in f"{suite} {case.name}"]
+    suites = {
+        suite: [case for case in cases if only in f"{suite} {case.name}"] for suite, cases in SUITES.items()
+    }
+    if not any(suites.values()):
+        raise wrong("--only", f"text of a case of the suites {', '.join(SUITES)}", brief(only))
+    for suite, chosen in suites.items():
         if not chosen:
             continue
         table = show.table(title, "case", "µs", "GB/s", "Gop/s", "as fast as", "goals missed")
@@ -69,7 +75,7 @@ def bench(folder, only, rounds):
             table.add_row(*row(results[-1]))
         show.console(width=None if sys.stdout.isatty() else 130).print(table)
         if folder:
-            write(folder / f"{suite}.json", results, rounds, [case.name for case in cases])
+            write(folder / f"{suite}.json", results, rounds, [case.name for case in SUITES[suite]])
 
 
 def measure(case, rounds):

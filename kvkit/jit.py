@@ -8,7 +8,6 @@ from, an upgrade or another machine leads to new code.
 
 import ctypes
 import functools
-import gc
 import hashlib
 import operator
 import pickle
@@ -29,7 +28,7 @@ from numba.core.runtime import rtsys
 from numba.core.typing.context import Context
 from numba.core.typing.ctypes_utils import to_ctypes
 
-from kvkit import kept, sources, turns, waiting
+from kvkit import garbage, kept, sources, turns, waiting
 
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
 pointer_at = ctypes.c_void_p.from_address
@@ -91,15 +90,11 @@ def callback(function, signature, key=(), parallel=False):
 
 
 def compiled(function, signature, options):
-    """The code of a function; garbage, which Numba makes little of, is not looked for meanwhile."""
+    """The code of a function. Numba makes little garbage."""
     pipeline = WholeCompiler if numba.__version__.startswith(KNOWN) else compiler.Compiler
-    whole, collects = ccallback.CFunc(function, signature, {}, dict(options), pipeline), gc.isenabled()
-    gc.disable()
-    try:
+    whole = ccallback.CFunc(function, signature, {}, dict(options), pipeline)
+    with garbage.left_alone():
         whole.compile()
-    finally:
-        if collects:
-            gc.enable()
     return Code(whole.native_name, whole._library, signature)  # type: ignore[attr-defined]
 
 
@@ -165,8 +160,16 @@ def loaded(file, signature):
 def save(file, module, code):
     """Keep code, unless the sources it comes from have changed meanwhile."""
     if file and sources.digest_of(module, sources.texts()) == sources.digest(module):
-        library = code.library.serialize_using_object_code()
-        kept.save(file, pickle.dumps((code.name, needed(llvm.parse_bitcode(library[2][1])), library)))
+        name, kind, (machine_code, bitcode) = code.library.serialize_using_object_code()
+        names = needed(llvm.parse_bitcode(bitcode))
+        if numba.__version__.startswith(KNOWN):
+            bitcode = outline(code.name)
+        kept.save(file, pickle.dumps((code.name, names, (name, kind, (machine_code, bitcode)))))
+
+
+def outline(name):
+    """Bitcode that defines nothing but a name: all that a loader of machine code asks it for."""
+    return llvm.parse_assembly(f'define void @"{name}"() {{ ret void }}').as_bitcode()
 
 
 def needed(module):

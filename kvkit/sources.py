@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 TWIN = PACKAGE.with_name("kvkit_cuda")
-IMPORT = re.compile(rb"^\s*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|import (kvkit[\w., ]*))", re.M)
+IMPORT = re.compile(rb"^[ \t]*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|import (kvkit[\w., ]*))", re.M)
 
 
 def texts():

@@ -15,7 +15,7 @@ HOUSE = Path(kvkit.__file__).parents[1]
 FLOORS = (
     "errors version dumps",  # 0
     "checks.words",
-    "typed sources kept turns waiting formats compression spare",  # 1
+    "typed sources kept turns waiting garbage formats compression spare",  # 1
     "foreign",
     "layouts jit",
     "operators",

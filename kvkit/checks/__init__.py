@@ -3,10 +3,10 @@
 The passes over index tensors are compiled; each is imported, and Numba with it, when it is first used.
 """
 
-import importlib
+from kvkit import garbage
 
 
 def __getattr__(name):
     if name in ("position_scan", "scan", "slots", "table_rules"):
-        return importlib.import_module(f"kvkit.checks.{name}")
+        return garbage.imported(f"kvkit.checks.{name}")
     raise AttributeError(name)

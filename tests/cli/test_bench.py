@@ -7,6 +7,7 @@ import click
 import numpy as np
 import pytest
 
+from kvkit.errors import KvkitError
 from kvkit_cli import (
     bench,
     bench_attention,
@@ -210,3 +211,8 @@ def test_shares_and_times():
     assert show.times("read", 0.756) == "76%"
     assert show.times("torch", 2.95) == "3.0x"
     assert show.times("torch", None) == "not installed"
+
+
+def test_text_that_no_case_has():
+    with pytest.raises(KvkitError, match="--only: expected text of a case of the suites cpu, attention"):
+        bench.bench.callback(None, "no such case", 1)

@@ -166,13 +166,14 @@ def one(rng, formats=FP16, past=70, seqlen=1, **options):
 
 
 @pytest.mark.parametrize("formats", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("past", [0, 15, 100])
+@pytest.mark.parametrize("past", [0, pytest.param(15, marks=slow), 100])
 def test_contexts(formats, past, rng, taken):
     check(one(rng, formats, past), taken)
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqlen"), [(1, 1), (4, 1), (3, 2), (8, 1), pytest.param(9, 1, marks=slow), (3, 4), (16, 1)]
+    ("heads", "seqlen"),
+    [(1, 1), (4, 1), pytest.param(3, 2, marks=slow), (8, 1), pytest.param(9, 1, marks=slow), (3, 4), (16, 1)],
 )
 def test_rows(heads, seqlen, rng, taken):
     check(one(rng, heads=heads, seqlen=seqlen), taken)
@@ -215,7 +216,7 @@ def test_options(options, rng, taken):
     check(one(rng, **options), taken)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, bool])
+@pytest.mark.parametrize("dtype", [pytest.param(np.float16, marks=slow), np.float32, bool])
 def test_masks(dtype, rng, taken):
     call = one(rng, past=38, seqlen=2)
     call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (1, 2, 2, 43), dtype)

@@ -173,7 +173,7 @@ def test_options(options, rng, taken):
     check(static(rng, **options), taken)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, bool])
+@pytest.mark.parametrize("dtype", [np.float16, pytest.param(np.float32, marks=slow), bool])
 def test_masks(dtype, rng, taken):
     call = static(rng)
     call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (1, 2, 10, 33), dtype)
@@ -188,7 +188,7 @@ def test_a_mask_of_packed_sequences(rng, taken):
     check(call, taken)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(np.float32, marks=slow), np.float16])
 def test_sinks(dtype, rng, taken):
     check(static(rng, sinks=normal(rng, 2, dtype)), taken)
 

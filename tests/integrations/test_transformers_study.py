@@ -46,6 +46,23 @@ def judged(net, cache=None):
     return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).exp()), logits.argmax(1)
 
 
+def test_a_scheme_is_made_once():
+    made = []
+
+    class Plain:
+        def __init__(self):
+            made.append(self)
+
+        def encode(self, x):
+            return {"codes": x}
+
+        def decode(self, arrays):
+            return arrays["codes"]
+
+    assert study(model("llama"), IDS, [Plain]).summary[0].agreement == 1.0
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_scheme_over_a_model(name):
     net = model(name)

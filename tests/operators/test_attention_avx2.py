@@ -16,16 +16,25 @@ from kvkit.jit import cpu_target
 
 assert "haswell" in cpu_target.target_context.codegen().magic_tuple()
 rng = np.random.default_rng(0)
-for formats in (scenes.FP32, scenes.FP16, scenes.INT8):
-    scenes.check(scenes.dynamic_cache(rng, formats, [(0, 40), (700, 1), (9, 5)], heads=8, kv_heads=2, dim=80))
-for bits, group, cell in ((4, 2, "fp16"), (4, 32, "fp32"), (4, 64, "bf16"), (8, 128, "bf16")):
-    formats = scenes.Formats("fp32", "int8", cell, bits, group)
-    scenes.check(scenes.dynamic_cache(rng, formats, [(60, 1), (9, 2)], heads=8, kv_heads=4, dim=128))
+{calls}
+print("near enough")
+"""
+CALLS = {
+    "floats": """
 scenes.check(scenes.dynamic(rng, scenes.BF16, is_alibi=True, dim=17, value_dim=5))
 call = scenes.static(rng, scenes.FP32, 70, 9, window=(40, -1), softcap=3.0, sinks=np.ones(4, np.float32))
 scenes.check(call.but(attn_mask=scenes.static_mask(rng, call, (4, 9), pad=3)))
-print("near enough")
-"""
+""",
+    "caches": """
+for formats in (scenes.FP16, scenes.INT8):
+    scenes.check(scenes.dynamic_cache(rng, formats, [(0, 40), (700, 1), (9, 5)], heads=8, kv_heads=2, dim=80))
+""",
+    "codes": """
+for bits, group, cell in ((4, 2, "fp16"), (4, 32, "fp32"), (4, 64, "bf16"), (8, 128, "bf16")):
+    formats = scenes.Formats("fp32", "int8", cell, bits, group)
+    scenes.check(scenes.dynamic_cache(rng, formats, [(60, 1), (9, 2)], heads=8, kv_heads=4, dim=128))
+""",
+}
 
 
 def has_avx2():
@@ -34,13 +43,19 @@ def has_avx2():
 
 
 @pytest.mark.skipif(not has_avx2(), reason="needs a CPU with AVX2")
-def test_avx2():
+@pytest.mark.parametrize(
+    "name", ["caches", *(pytest.param(n, marks=pytest.mark.slow) for n in ("floats", "codes"))]
+)
+def test_avx2(name):
     variables = {
         "NUMBA_CPU_NAME": "haswell",
         "NUMBA_CPU_FEATURES": FEATURES,
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | variables, capture_output=True, text=True
+        [sys.executable, "-c", SCRIPT.format(calls=CALLS[name])],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (0, "near enough\n"), done.stderr

@@ -42,11 +42,13 @@ def codes_times_scales(call, monkeypatch):
 
 
 LARGEST = 3, 10
+SLOW = dict.fromkeys(ODD_GROUPS[1::2], pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("formats", "deviation", "factor"),
-    [(f, *LARGEST) for f in FORMATS] + [(f, *pair) for f in SAME_TYPES for pair in ((3, 1), (1, 10))],
+    [pytest.param(f, *LARGEST, marks=SLOW.get(f, ())) for f in FORMATS]
+    + [(f, *pair) for f in SAME_TYPES for pair in ((3, 1), (1, 10))],
     ids=str,
 )
 def test_large_scores(formats, deviation, factor, rng, monkeypatch):

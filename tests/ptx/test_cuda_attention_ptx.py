@@ -74,7 +74,9 @@ def check_form(made, folder, capabilities):
     return registers
 
 
-@pytest.mark.parametrize("made", QUICK, ids=str)
+@pytest.mark.parametrize(
+    "made", [PAGES, *(pytest.param(made, marks=pytest.mark.slow) for made in QUICK if made != PAGES)], ids=str
+)
 def test_kernel(made, tmp_path, capabilities):
     assert made in FORMS
     assert made.span * {"float16": 16, "int8": 8}[made.stored] == 128

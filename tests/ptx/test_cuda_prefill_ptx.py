@@ -54,7 +54,9 @@ def check(form, folder, capabilities):
         assert (registers * 32 + -registers * 32 % GRAIN) * prefill.WARPS <= REGISTERS
 
 
-@pytest.mark.parametrize("form", QUICK, ids=str)
+@pytest.mark.parametrize(
+    "form", [*(pytest.param(made, marks=pytest.mark.slow) for made in QUICK[:-1]), QUICK[-1]], ids=str
+)
 def test_kernel(form, tmp_path, capabilities):
     check(form, tmp_path, capabilities)
 

@@ -7,14 +7,16 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvkit import tools
 from kvkit.checks.words import wrong
 from kvkit.foreign import tensor_of
 from kvkit.integrations.transformers.attention import attention_forward
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.integrations.transformers.masks import attention_mask
+from kvkit.tools.studies import sources
 from kvkit.tools.studies.measures import QUERIES
 from kvkit.tools.studies.schemes import listed
+from kvkit.tools.studies.studying import studied
+from kvkit.tools.tasks import Made
 
 NAME = "kvkit-study"
 
@@ -73,7 +75,7 @@ def study(model, ids, schemes, *, progress=None):
 
     own = read(model, ids, kept)
     done(1)
-    found = tools.study(arrays_of(seen), schemes)
+    found = studied(Made(sources.opened, arrays_of(seen), None, None), Made(list, wanted))
     summary = []
     for number, ((_, *sides), one) in enumerate(zip(wanted, found.summary, strict=True), 2):
         coded = read(model, ids, through(*sides))

@@ -187,6 +187,13 @@ def study(
     [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
     """
     wanted, given = Made(listed, schemes), Made(sources.opened, source, layout, sizes)
+    return studied(given, wanted, progress, mapper)
+
+
+def studied(
+    given: Made, wanted: Made, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
+) -> Study:
+    """The same of an opened source and listed schemes."""
     names, count = [name for name, *_ in wanted.it], given.it.count
     titles = [f"{given.it.name}, layer {i}" for i in range(count)]
     layers: list[StudiedLayer] = []
