@@ -23,7 +23,7 @@ call_queries, call_integer_sums = memory.call(3), memory.call(14)
 
 @helper
 def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
-    """Queries of every tile as float32 times the scale: [row, dim] in order, or [dim, row] if wide."""
+    """Queries of every tile as float32 times the scale, as products want them: [dim, row] if wide."""
     lines_at, dim = scratch + task.lines, task.padded_dim
     _, _, query_rows = sequence(task, b)
     start = get(task.seqstarts + 8 * b)
@@ -193,8 +193,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
     panels, panel = wide_values + most * value_bytes // 2, most * 16  # of pairs; bytes of one
     pieces = tiles if by_head else 1
-    soon = there + 8 * (most + 16)  # addresses of keys that come next; of the values of these
-    value_soon = soon + 8 * (pieces * most + 8)
+    soon = there + 8 * (most + 16)  # addresses of the keys that come next, which sums ask for
+    value_soon = soon + 8 * (pieces * most + 8)  # of this block's values, which scores ask for
     first_key, first_value = keys + head * task.key_head, values + head * task.value_head
     if task.own_places:
         value_here = value_soon + 8 * (pieces * most + 8)
@@ -205,7 +205,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     find_rows(task, task.table, task.key_step, b, low, min(low + most, high), here)
     if task.own_places:
         find_rows(task, task.value_table, task.value_step, b, low, min(low + most, high), value_here)
-    # Heads that share nothing widened are done together: softmax of one waits for itself only.
+    # Heads read in place are done together: one waits for its softmax while others go on.
     together = tiles if by_head and not (widens or careful) else 1
     block_bytes = 4 * tile * most
     begin = low
