@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import kvkit
+from kvkit import spare
 from kvkit.layouts import pmx
 from kvkit_cli import bench_ggml, bench_peers
 from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
@@ -129,7 +130,7 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
     cache, scale = filled(task, kind, order, where["cachestarts"], page)
     size = task.batch * task.length * token_bytes(task, kind)
     turns = [(cache, scale)]
-    turns += [(cache.copy(), scale if scale is None else scale.copy()) for _ in range(1, sets(size))]
+    turns += [(copied(cache), scale if scale is None else scale.copy()) for _ in range(1, sets(size))]
 
     data = DTYPES[data or ("float16" if task.quant or kind == MINIFLOAT else kind)]
     attributes = {"num_heads": task.heads, "num_kv_heads": task.kv_heads, "head_dim": DIM}
@@ -169,7 +170,8 @@ def filled(task, kind, order, starts, page):
     sizes = {"b": task.batch, "l": 1, "kv": 2, "n": rows * (1 if static else task.batch), "h": task.kv_heads}
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
     coded = kind == MINIFLOAT
-    cache = np.zeros((*shape, task.stored.shape[-1]), np.int8 if task.quant or coded else DTYPES[kind])
+    element = np.int8 if task.quant or coded else DTYPES[kind]
+    cache = spare.zeros((*shape, task.stored.shape[-1]), element)
     scale = np.full((*shape, DIM // task.coded), task.step, np.float16) if task.quant else None
     axes = "l", *(["b"] if static else []), "kv", "n", "h", "c"
     view = cache.transpose([order.at[axis] for axis in axes])[0]
@@ -187,6 +189,12 @@ def filled(task, kind, order, starts, page):
     if coded:
         return cache.view(np.uint8), np.full((2, task.kv_heads), HEAD_SCALE, np.float32)
     return cache, scale
+
+
+def copied(cache):
+    copy = spare.zeros(cache.shape, cache.dtype)
+    copy[:] = cache
+    return copy
 
 
 def tokens_first(array):

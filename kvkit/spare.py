@@ -75,3 +75,10 @@ class Spare:
 
 results = Spare(int(os.environ.get(VARIABLE, 2**29)))
 empty = results.empty
+
+
+def zeros(shape, dtype):
+    """As `numpy.zeros`, from the beginning of a cache line on: numpy's own begin 16 bytes behind one."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + ALIGNED, np.uint8)
+    return np.ndarray(shape, dtype, memory, -memory.ctypes.data % ALIGNED)

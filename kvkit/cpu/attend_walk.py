@@ -23,13 +23,13 @@ call_queries, call_integer_sums = memory.call(3), memory.call(14)
 
 @helper
 def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
-    """Queries of every tile as float32 times the scale: [row, dim] in order, or [dim, row] if wide."""
+    """Queries of every tile as float32 times the scale, as products want them: [dim, row] if wide."""
     lines_at, dim = scratch + task.lines, task.padded_dim
     _, _, query_rows = sequence(task, b)
     start = get(task.seqstarts + 8 * b)
     for t in range(tiles):
         target = scratch + task.queries + t * tile * dim * 4
-        place = lines_at if tile == WIDE or task.orders else target
+        place = target if task.integers and tile != WIDE else lines_at
         first, kv = (0, head + t) if by_head else (row + t * tile, head)
         scale_at = task.key_scales + b * task.scale_sequence + kv * task.scale_head
         attention.clear(place, tile * dim)
@@ -48,13 +48,21 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
                 attention.times(target, target, WIDE * dim, scale_at)
         elif task.integers:
             call_queries(get_queries(task, tile), target, dim, integers_at(task, scratch, t, tile))
-        elif task.orders:
-            order = task.orders + 8 * tile * dim
-            for r in range(tile):
-                for i in range(dim):
-                    put_float(
-                        target + 4 * (r * dim + i), get_float(place + 4 * (r * dim + get(order + 8 * i)))
-                    )
+        else:
+            in_panels(place, target, tile, dim, task.orders)
+
+
+@helper
+def in_panels(source, target, tile, dim, orders):
+    """Query rows [row, dim] as [dim / LANES, row, LANES], in the order of `orders` if there are such."""
+    if not orders:
+        attention.panels(source, target, tile, dim)
+        return
+    order, panel = orders + 8 * tile * dim, 4 * attention.LANES
+    for r in range(tile):
+        for i in range(dim):
+            at = target + (i // attention.LANES * tile + r) * panel + 4 * (i % attention.LANES)
+            put_float(at, get_float(source + 4 * (r * dim + get(order + 8 * i))))
 
 
 @helper
@@ -185,24 +193,29 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
     panels, panel = wide_values + most * value_bytes // 2, most * 16  # of pairs; bytes of one
     pieces = tiles if by_head else 1
-    soon = there + 8 * (most + 16)
+    soon = there + 8 * (most + 16)  # addresses of the keys that come next, which sums ask for
+    value_soon = soon + 8 * (pieces * most + 8)  # of this block's values, which scores ask for
     first_key, first_value = keys + head * task.key_head, values + head * task.value_head
-    value_soon, beside = soon, task.values - task.keys
     if task.own_places:
-        value_here = soon + 8 * (pieces * most + 8)
+        value_here = value_soon + 8 * (pieces * most + 8)
         value_there = value_here + 8 * (most + 16)
-        value_soon, beside = value_there + 8 * (most + 16), 0
-        for i in range(0, 8 * pieces * most, 8):
-            put(value_soon + i, values)
     for i in range(0, 8 * pieces * most, 8):
         put(soon + i, keys)
+        put(value_soon + i, values)
     find_rows(task, task.table, task.key_step, b, low, min(low + most, high), here)
     if task.own_places:
         find_rows(task, task.value_table, task.value_step, b, low, min(low + most, high), value_here)
+    # Heads read in place are done together: one waits for its softmax while others go on.
+    together = tiles if by_head and not (widens or careful) else 1
+    block_bytes = 4 * tile * most
     begin = low
     while begin < high:
         count = min(most, high - begin)
         ahead = min(most, high - begin - count)
+        if not widens:
+            find_addresses(
+                first_value, task.value_row, value_here, count, pieces, task.value_head, value_soon
+            )  # fmt: skip
         if ahead > 0:
             after = begin + count
             find_rows(task, task.table, task.key_step, b, after, after + ahead, there)
@@ -210,97 +223,108 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                 find_addresses(first_key, task.key_row, there, ahead, pieces, task.key_head, soon)
             if task.own_places:
                 find_rows(task, task.value_table, task.value_step, b, after, after + ahead, value_there)
-                if not widens:
-                    find_addresses(
-                        first_value, task.value_row, value_there, ahead, pieces, task.value_head, value_soon
-                    )
-        for t in range(tiles):
-            at, first = (head + t, 0) if by_head else (head, row + t * tile)
+        for begun in range(0, tiles, together):
+            first = 0 if by_head else row + begun * tile
             live = min(tile, query_rows - first)
-            end = visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[1]
-            seen = min(count, end - begin)
-            state = 4 * t * lanes
-            top, total = scratch + task.top + state, scratch + task.total + state
-            key, key_row, numbers = keys + at * task.key_head, task.key_row, here
-            value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
-            cell, value_cell = key_cells + at * task.cell_head, value_cells + at * task.cell_head
-            if pairs and t == 0:
-                copy_rows(
-                    task, key, key_row, here, task.key_step, count, wide_keys, key_bytes // 2, task.dim
-                )  # fmt: skip
-                copy_rows(
-                    task, value, value_row, value_here, task.value_step, count,
-                    wide_values, value_bytes // 2, task.value_dim,
-                )  # fmt: skip
-                call_pair_values(
-                    task.pair_values, wide_values, value_bytes // 2, count, task.padded_value_dim,
-                    panels, panel,
-                )  # fmt: skip
-            if (widens or (integers and careful)) and not pairs and (by_head or t == 0):
-                widen_rows(
-                    task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
-                    here, task.key_step, count, wide_keys, key_bytes, task.dim,
-                )  # fmt: skip
-            if (widens or careful) and not pairs and (by_head or t == 0):
-                widen_rows(
-                    task, task.value_to_float, value, value_row, task.value_element, value_cell,
-                    task.cell_row, value_here, task.value_step, count,
-                    wide_values, value_bytes, task.value_dim,
-                )  # fmt: skip
-            if task.cell_bytes and task.together and not widens:
-                ask_for_cells(
-                    task, key_cells + head * task.cell_head, value_cells + head * task.cell_head, pieces,
-                    there, t * ahead // tiles, (t + 1) * ahead // tiles,
-                )  # fmt: skip
-            if seen > 0:
+            seen = min(count, visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[1] - begin)
+            adjusts = online.adjusts(task, b, live, first, begin, seen, seqlen, kvlen)
+            whole = -(-seen // 8) * 8
+            for t in range(begun, begun + together):
+                at = head + t if by_head else head
+                key, key_row, numbers = keys + at * task.key_head, task.key_row, here
+                value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
+                cell, value_cell = key_cells + at * task.cell_head, value_cells + at * task.cell_head
+                if pairs and t == 0:
+                    copy_rows(
+                        task, key, key_row, here, task.key_step, count, wide_keys, key_bytes // 2, task.dim
+                    )  # fmt: skip
+                    copy_rows(
+                        task, value, value_row, value_here, task.value_step, count,
+                        wide_values, value_bytes // 2, task.value_dim,
+                    )  # fmt: skip
+                    call_pair_values(
+                        task.pair_values, wide_values, value_bytes // 2, count, task.padded_value_dim,
+                        panels, panel,
+                    )  # fmt: skip
+                if (widens or (integers and careful)) and not pairs and (by_head or t == 0):
+                    widen_rows(
+                        task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
+                        here, task.key_step, count, wide_keys, key_bytes, task.dim,
+                    )  # fmt: skip
+                if (widens or careful) and not pairs and (by_head or t == 0):
+                    widen_rows(
+                        task, task.value_to_float, value, value_row, task.value_element, value_cell,
+                        task.cell_row, value_here, task.value_step, count,
+                        wide_values, value_bytes, task.value_dim,
+                    )  # fmt: skip
+                if task.cell_bytes and task.together and not widens:
+                    ask_for_cells(
+                        task, key_cells + head * task.cell_head, value_cells + head * task.cell_head, pieces,
+                        there, t * ahead // tiles, (t + 1) * ahead // tiles,
+                    )  # fmt: skip
+                if seen <= 0:
+                    continue
                 if widens:
                     key, key_row, numbers = wide_keys, key_bytes, task.counting
-                    value, value_row, value_numbers = wide_values, value_bytes, task.counting
-                whole = -(-seen // 8) * 8
                 queries = scratch + task.queries + t * tile * key_bytes
+                block = scores + (t - begun) * block_bytes
                 if pairs:
                     call_pairs(
                         task.pair_scores, scratch + task.query_pairs + t * tile * (key_bytes // 2), key,
-                        key_bytes // 2, whole, task.padded_dim, scores, scale_at,
+                        key_bytes // 2, whole, task.padded_dim, block, scale_at,
                     )  # fmt: skip
                 elif integers and careful:
-                    online.careful_scores(
-                        queries, wide_keys, key_bytes, seen, task.padded_dim, scores, tile
-                    )  # fmt: skip
+                    online.careful_scores(queries, wide_keys, key_bytes, seen, task.padded_dim, block, tile)
                 else:
                     if integers:
                         queries = integers_at(task, scratch, t, tile)
                     call_scores(
                         score_code, queries, key, key_row, cell, task.cell_row, numbers,
-                        soon + 8 * t * most, 0, whole, task.padded_dim, scores,
+                        value_soon + 8 * t * most, 0, whole, task.padded_dim, block,
                     )  # fmt: skip
-                online.adjust(task, b, scores, tile, live, first, at, begin, seen, seqlen, kvlen)
+                if adjusts:
+                    online.adjust(task, b, block, tile, live, first, at, begin, seen, seqlen, kvlen)
+            if seen <= 0:
+                continue
+            if not integers or careful:
+                for t in range(begun, begun + together):
+                    state = 4 * t * lanes
+                    online.softmax(
+                        scores + (t - begun) * block_bytes, tile, seen, scratch + task.top + state,
+                        scratch + task.total + state, factor + (t - begun) * 4 * lanes,
+                    )  # fmt: skip
+            for t in range(begun, begun + together):
+                at = head + t if by_head else head
+                value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
+                value_cell = value_cells + at * task.cell_head
+                if widens:
+                    value, value_row, value_numbers = wide_values, value_bytes, task.counting
                 sums = scratch + task.sums + t * tile * value_bytes
+                block, shrink = scores + (t - begun) * block_bytes, factor + (t - begun) * 4 * lanes
                 if integers and not careful:
-                    online.fill_vector(scores, seen * tile)
+                    online.fill_vector(block, seen * tile)
+                    state = 4 * t * lanes
                     call_integer_sums(
-                        sum_code, scores, value, value_row, value_cell, task.cell_row, value_numbers,
-                        value_soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor, top,
-                        total,
+                        sum_code, block, value, value_row, value_cell, task.cell_row, value_numbers,
+                        soon + 8 * t * most, 0, seen, task.padded_value_dim, sums, shrink,
+                        scratch + task.top + state, scratch + task.total + state,
                     )  # fmt: skip
-                    continue
-                online.softmax(scores, tile, seen, top, total, factor)
-                if careful:
+                elif careful:
                     put_float(scratch + task.lines, SHRINK)
-                    attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.lines)
+                    attention.times(block, block, -(-seen * tile // 16) * 16, scratch + task.lines)
                     online.careful_sums(
-                        scores, wide_values, value_bytes, seen, task.padded_value_dim, sums, factor, tile
+                        block, wide_values, value_bytes, seen, task.padded_value_dim, sums, shrink, tile
                     )
                 elif pairs:
-                    call_pair_rows(task.pair_rows, scores, seen, scores)
+                    call_pair_rows(task.pair_rows, block, seen, block)
                     call_pairs(
-                        task.pair_sums, scores, panels, panel, (seen + 1) // 2, task.padded_value_dim, sums,
-                        factor,
+                        task.pair_sums, block, panels, panel, (seen + 1) // 2, task.padded_value_dim, sums,
+                        shrink,
                     )  # fmt: skip
                 else:
                     call_sums(
-                        sum_code, scores, value, value_row, value_cell, task.cell_row, value_numbers,
-                        value_soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor,
+                        sum_code, block, value, value_row, value_cell, task.cell_row, value_numbers,
+                        soon + 8 * t * most, 0, seen, task.padded_value_dim, sums, shrink,
                     )  # fmt: skip
         here, there = there, here
         value_here, value_there = value_there, value_here

@@ -54,8 +54,8 @@ def scratch_offsets(dim, value_dim, narrow_rows, block, pairs, integers):
     sizes = {  # numbers and addresses: of keys, then of values
         "numbers": 4 * 8 * (WIDE_BLOCK + 16)
         + 16 * (max(WIDE_BLOCK, block * narrow_rows // attend.NARROW) + 8),
-        "scores": 4 * WIDE * (WIDE_BLOCK + LANES),
-        "factor": 4 * WIDE,
+        "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
+        "factor": 8 * rows,
         "top": 8 * rows,  # narrow tiles have at least 16 lanes
         "total": 8 * rows,
         "queries": 4 * rows * dim,

@@ -60,15 +60,21 @@ def fold(top, total, row, tile):
 
 
 @helper
+def adjusts(task, b, live, first, begin, count, seqlen, kvlen):
+    """Whether `adjust` has anything to do."""
+    return (
+        task.cap != 0
+        or task.alibi != 0
+        or task.slopes != 0
+        or task.mask != 0
+        or begin < visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[0]
+        or begin + count > visible(task, b, seqlen, kvlen, first // task.group)[1]
+    )
+
+
+@helper
 def adjust(task, b, scores, tile, live, first, kv, begin, count, seqlen, kvlen):
     """Cap the scores, then add what hides or weighs keys: a score of -inf is an absent key."""
-    plain = not (task.cap or task.alibi or task.slopes or task.mask)
-    if (
-        plain
-        and begin >= visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[0]
-        and begin + count <= visible(task, b, seqlen, kvlen, first // task.group)[1]
-    ):
-        return
     if task.cap:
         cap(scores, -(-count * tile // LANES), task.cap_at)
     for r in range(live):

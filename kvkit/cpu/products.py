@@ -46,8 +46,9 @@ def scores(rows, stored="float32", cell=None, group=0, exact=False, plain=False)
 
     For 1, 2, 4, 8 or 32 rows. `ahead` and `shift` are hints (see `narrow_scores`).
 
-    Narrow: queries [row, dim], ordered (see `orders`) but for the plain form; keys in the cache, token t at
-    keys + numbers[t] * key_row. Wide: queries [dim, row], keys in scratch, token t at keys + t * key_row.
+    Narrow: queries [dim / LANES, row, LANES], ordered (see `orders`), for the plain form [row, dim] as they
+    are; keys in the cache, token t at keys + numbers[t] * key_row. Wide: queries [dim, row], keys in scratch,
+    token t at keys + t * key_row.
     """
     key = ("scores", rows, stored, cell, group, exact, plain)
     if plain:

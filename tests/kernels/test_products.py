@@ -203,6 +203,8 @@ def same(array):
 def narrow_scores(rng, rows, kept, queries, cache, place=same, **form):
     """([token, row], the values of the tokens): scores of whole tiles, written between guards."""
     numbers, (tokens, dim) = place(padded_numbers(cache, rows)), cache.values.shape
+    if not form.get("plain"):  # [dim / 16, row, 16]
+        queries = np.ascontiguousarray(queries.reshape(rows, -1, 16).swapaxes(0, 1))
     ahead, queries = place(anywhere(rng, len(numbers))), place(queries)
     scores, untouched = guarded((len(numbers), rows))
     products.scores(rows, *kept, **form).ctypes(

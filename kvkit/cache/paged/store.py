@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from kvkit import spare
 from kvkit.checks import attention, caches, tensors
 from kvkit.checks.values import choice, integer, text
 from kvkit.checks.words import describe, wrong
@@ -44,7 +45,7 @@ class PagedStore:
         sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # which files have, too
-        self.cache = np.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
+        self.cache = spare.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
         self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype) if bits else None
         # As operators name them, but for the layer.
         self.attributes = {

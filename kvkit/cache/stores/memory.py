@@ -2,9 +2,7 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvkit import cpu
+from kvkit import cpu, spare
 from kvkit.checks import attention, tensors
 from kvkit.checks.words import wrong
 from kvkit.formats import FLOATS, Element
@@ -55,7 +53,7 @@ class Store:
     def _arrays(self):
         batch, heads, key_dim, value_dim, fmt = self.geometry
         shape = batch, heads, self.capacity
-        return np.zeros((*shape, key_dim), fmt.dtype), np.zeros((*shape, value_dim), fmt.dtype)
+        return spare.zeros((*shape, key_dim), fmt.dtype), spare.zeros((*shape, value_dim), fmt.dtype)
 
     def write(self, row, key_states, value_states):
         """Write new tokens to the rows from `row` on."""

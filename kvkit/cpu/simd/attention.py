@@ -58,8 +58,8 @@ def chunk_vectors(rows, stored, cell, group):
     element = BY_NAME[stored]
     if element.block:
         return min(4, tile_columns(rows))
-    if not (cell or element.minifloat):
-        return 1
+    if not (cell or element.minifloat):  # a line: whose parts are read together
+        return LINE * 8 // element.bits // LANES
     most = min(4, tile_columns(rows))
     return next(n for n in (most, 2, 1) if not group or n * LANES % group == 0 or group % (n * LANES) == 0)
 
@@ -223,12 +223,13 @@ def number_at(b, address, i):
 
 @functools.cache
 def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
-    """(queries [row, dim], keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
+    """(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
 
-    scores [token, row] = queries, in their `order`, times keys. `numbers` are the rows of the cache that
-    hold the tokens, a multiple of `tile_tokens`. `ahead` are addresses that, with `shift`, are needed soon,
-    a key's length at each: asking for them between the products keeps the memory busy. Rows that lie `like`
-    others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
+    scores [token, row] = queries, [dim / LANES, row, LANES] in their `order`, times keys. `numbers` are the
+    rows of the cache that hold the tokens, a multiple of `tile_tokens`. `ahead` are addresses that, with
+    `shift`, are needed soon, a key's length at each. They are asked for line by line between the products:
+    32 lines in a row fill the buffers that the products' own loads wait for. Rows that lie `like` others, see
+    `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
     """
     chunk = chunk_reader(stored, cell, group, rounds, like)
     rows_like = like or (stored, cell, group)
@@ -242,17 +243,23 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
             at = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
             soon = key_at if like else [number_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
-            with loop(b, size, LINE) as i:
-                for address in soon:
-                    prefetch(b, b.add(b.add(shift, address), i))
+            lines = BY_NAME[stored].bytes(most * LANES) // LINE  # of a chunk
+            if not lines:  # arithmetic is bound to take longer
+                with loop(b, size, LINE) as i:
+                    for address in soon:
+                        prefetch(b, b.add(b.add(shift, address), i))
             cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
-            sums, query_row = Slots(b, zeros(b, LANES, tokens * rows)), b.mul(dim, I64(4))
+            sums = Slots(b, zeros(b, LANES, tokens * rows))
 
             def add(i, vectors):
+                here = b.add(shift, bytes_of(b, stored, i))
+                for line in range(lines):
+                    for address in soon:
+                        prefetch(b, b.add(b.add(here, address), I64(LINE * line)))
                 key = [chunk(b, *at, i, vectors, dim) for at in zip(key_at, cell_at, strict=True)]
                 for m in range(vectors):
-                    at = b.add(queries, b.mul(b.add(i, I64(m * LANES)), I64(4)))
-                    query = [read(b, b.add(at, b.mul(query_row, I64(r))), F32, LANES) for r in range(rows)]
+                    at = b.add(queries, b.mul(b.add(i, I64(m * LANES)), I64(4 * rows)))
+                    query = [read(b, b.add(at, I64(4 * LANES * r)), F32, LANES) for r in range(rows)]
                     for t in range(tokens):
                         vector = key[t](m)
                         for r in range(rows):
@@ -509,6 +516,16 @@ def transpose(b, source, source_row, target, target_row):
         rows = mixed
     for r, row in enumerate(rows):
         write(b, b.add(target, b.mul(target_row, I64(r))), row)
+
+
+@micro_kernel(4)
+def panels(b, source, target, rows, dim):
+    """[row, dim] to [dim / LANES, row, LANES]."""
+    with loop(b, rows) as r:
+        line, panel = b.add(source, b.mul(b.mul(r, dim), I64(4))), b.add(target, b.mul(r, I64(LINE)))
+        with loop(b, dim, LANES) as i:
+            at = b.mul(i, I64(4))
+            write(b, b.add(panel, b.mul(at, rows)), read(b, b.add(line, at), F32, LANES))
 
 
 @micro_kernel(4)
