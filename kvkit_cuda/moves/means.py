@@ -40,8 +40,10 @@ def mean(element):
     def mean(source, row, count, target):
         total = np.float32(0)
         for _ in range(count // AHEAD):
-            for i in range(AHEAD):
+            i = 0
+            while i < AHEAD:
                 total += read(source + i * row)
+                i += 1
             source += AHEAD * row
         for i in range(count % AHEAD):
             total += read(source + i * row)
