@@ -15,7 +15,7 @@ from kvkit_cuda.moves import chunks
 from kvkit_cuda.moves.transfer import INDEX1, INDEX2, sequence_of
 
 THREADS = 128  # of a block; a block takes a row
-SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1)
+SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
 STATE = 3  # floats behind the sums of a row: its top, its total and what its weights were multiplied by
 
 
@@ -54,11 +54,11 @@ def ended(task, b, start, head, row, top, total, shrink):
     return numeric.share_of(less, total, np.float32(1) / shrink)
 
 
-def merge(packed, rows):
-    """The kernel for outputs of a format, and tiles of so many rows. A block takes a row of the output."""
+def merge(packed):
+    """The kernel for outputs of a format. A block takes a row of the output; tiles have so many rows."""
     write, packed_bytes = chunks.write(packed), BY_NAME[packed].bytes(1)
 
-    def merge(task, seqstarts, items, slots):
+    def merge(task, seqstarts, items, slots, rows):
         position = cuda.blockIdx.x // (task.heads * task.group)
         query = cuda.blockIdx.x - position * (task.heads * task.group)
         b = sequence_of(seqstarts, position)
@@ -92,8 +92,8 @@ def merge(packed, rows):
 
 
 @functools.cache
-def compiled(packed, rows):
-    return device.kernel(merge(packed, rows), SIGNATURE, (packed, rows))
+def compiled(packed):
+    return device.kernel(merge(packed), SIGNATURE, packed)
 
 
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0):
@@ -122,8 +122,8 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=
     first = launch(kernel, (work.count, 1), block, arguments=arguments(*read), grow=items, shared=shared)
     launches = [first]
     if slots:
-        each, read = compiled(packed, rows), ("seqstarts", *names[:2])
-        launches.append(launch(each, (tokens, 1), (THREADS, 1), arguments=arguments(*read), grow=outputs))
+        each, given = compiled(packed), (*arguments("seqstarts", *names[:2]), rows)
+        launches.append(launch(each, (tokens, 1), (THREADS, 1), arguments=given, grow=outputs))
     return launches
 
 

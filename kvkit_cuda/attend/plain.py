@@ -295,10 +295,12 @@ def hiding(form):
 
     @device.inlined
     def hide(block, count, products):
-        for t in range(ahead):
+        t = 0
+        while t < ahead:
             for r in range(rows):
                 if block + t * teams + cuda.threadIdx.y >= count:
                     products[t * rows + r] = numeric.MINUS_INF
+            t += 1
 
     return hide
 

@@ -124,6 +124,7 @@ class Repeat:
         self.written = [name for name in operands if name in WRITTEN or name not in INPUTS]
         self.size = max([launch.scratch for launch in launches], default=0)
         self.moved, self.shared = [], []  # numbers of launches: addresses of operands, of scratch
+        self.places = {}  # those that the numbers have, once a call has set them
         for launch in self.launches:
             for at, name in launch.owners.items():
                 if name == host.SCRATCH:
@@ -144,15 +145,15 @@ class Repeat:
             forms = zip(self.results, self.forms, strict=True)
             new = {name: self.like(*form, host.stream(number)) for name, form in forms}
             arrays, places = arrays | new, places | {name: face(new[name])(new[name])[1] for name in new}
-        if self.overlaps(places):
-            return None
         handle = host.handle(number)
         with RUNNING:
+            if places != self.places:
+                if self.overlaps(places):
+                    return None
+                self.move(places)
             captured = host.is_captured(handle)
             if not captured:
                 self.order(call, step, number)
-            for numbers, at, name, offset in self.moved:
-                numbers[at] = places[name] + offset
             if self.shared:
                 scratch = SCRATCH.of(self.size, self.device, number)
                 for numbers, at in self.shared:
@@ -160,6 +161,12 @@ class Repeat:
             for launch in self.launches:
                 launch.start(handle, captured)
         return [arrays[name] for name in self.results]
+
+    def move(self, places):
+        """Make the launches those of operands at other places."""
+        for numbers, at, name, offset in self.moved:
+            numbers[at] = places[name] + offset
+        self.places = places
 
     def overlaps(self, places):
         """Whether something that is written may overlap anything."""
