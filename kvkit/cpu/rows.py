@@ -17,7 +17,7 @@ from kvkit.formats.elements import BY_NAME
 from kvkit.jit import callback, helper
 
 LANES = panels.LANES
-MANY = 16  # panels whose scales are found before their codes: 4 to 8 KB, which stay in the nearest cache
+MANY = 16  # panels whose scales are found before their codes: their 4 KB stay in the nearest cache
 SIGNATURE = types.void(*[types.int64] * 13)
 STORE, LOAD, READ = "store", "load", "read"
 
@@ -151,8 +151,8 @@ def quantized_row(packed, cache, scale, group):
 def quantized_panels(packed, cache, scale, group, groups):
     """`quantized_row` in panels of `groups` groups, MANY at a time.
 
-    First the maxima of their groups, then scales, 16 at once whichever panels they are of, then the codes. And
-    panels are read token by token, as they are packed, but written head by head, since a head's tokens may
+    First the maxima of their groups, then scales, 16 at once whichever panels they are of, then the codes.
+    Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
     be neighbours in the cache.
     """
     maxima = panels.maxima(packed, group, groups)

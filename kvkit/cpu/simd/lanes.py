@@ -312,21 +312,27 @@ def unpack_nibbles(pairs):
 
 
 def packed_codes(vectors, largest, nibbles):
-    """int32 lanes as int8 codes of at most a size, or as nibbles of pairs, the even code in the low one."""
+    """int32 lanes as codes of at most a size: as bytes, or as nibbles in pairs, the even code in the low one.
+
+    Of four vectors instructions that saturate make one, with four lanes of each in turn. Nibbles come from
+    numbers that need not saturate.
+    """
     if len(vectors) % 4 or not machine.has_integers():
         codes = [x.call("smax", -largest).call("smin", largest) for x in vectors]
         codes = codes if len(codes) % 4 else [joined(four) for four in fours(codes)]
         codes = [x.cast("trunc", I8) for x in codes]
         return [paired_nibbles(x) for x in codes] if nibbles else codes
-    codes = [_saturated(four) for four in fours(vectors)]  # four lanes of each vector in turn
+    codes = [_saturated(four) for four in fours(vectors)]
     if not nibbles:
         turns = [4 * lane + vector for vector in range(4) for lane in range(4)]
         return [x.call("smax", -largest).as_bits().pick(turns) for x in codes]
     words = [_called("pmaddubs.w", I16, x & 15, Lanes(x.builder, x.of([1, 16] * 32))) for x in codes]
+    two = len(words) % 2 == 0
     turns = [8 * lane + 4 * half + vector for half in range(2) for vector in range(4) for lane in range(4)]
-    several = pairs(words) if len(words) % 2 == 0 else [(x, x) for x in words]
-    count = 32 if len(words) % 2 == 0 else 16
-    return [_called("packuswb", I8, *two).as_bits(16).pick(turns[:count]) for two in several]
+    bytes_ = [
+        _called("packuswb", I8, x, y) for x, y in (pairs(words) if two else zip(words, words, strict=True))
+    ]
+    return [x.as_bits(16).pick(turns if two else turns[:16]) for x in bytes_]
 
 
 def paired_nibbles(codes):

@@ -12,7 +12,6 @@ from kvkit.cpu.simd.lanes import (
     I16,
     I32,
     RAW,
-    Lanes,
     micro_kernel,
     narrow,
     pairs,
@@ -21,7 +20,6 @@ from kvkit.cpu.simd.lanes import (
     write,
 )
 from kvkit.formats.elements import BY_NAME
-from kvkit.numeric import ROUNDER
 
 LANES = 16
 WIDEST = 128  # elements of a quantizing panel, unless a single group is wider: what fits in the registers
@@ -96,7 +94,11 @@ def maxima(source, group, groups):
 
 @functools.cache
 def scales(source, codes, cell):
-    """(maxima, scales, reciprocals, cells): of 16 groups."""
+    """(maxima, scales, reciprocals, cells): of 16 groups, the cells as they are stored.
+
+    Of 16-bit sources the rounding absorbs the error of a product with 1 / qmax (`test_numeric.py` tries all
+    maxima), and only the reciprocals are needed.
+    """
     qmax = float(BY_NAME[codes].limits[1])
 
     @micro_kernel(4)
@@ -114,7 +116,7 @@ def scales(source, codes, cell):
 
 @functools.cache
 def quantize(source, codes, cell, group, groups):
-    """(source, scales, reciprocals, scaled cells, codes, cells): the codes and the stored scales of a panel.
+    """(source, scales, reciprocals, new cells, codes, cells): the codes and the stored scales of a panel.
 
     Quotients come from products with the reciprocal of the scale and equal true division bit for bit. For
     16-bit sources the rounding to 11 or 8 bits absorbs the error of the product (`test_numeric.py`
@@ -124,10 +126,8 @@ def quantize(source, codes, cell, group, groups):
     qmax, code_bytes = BY_NAME[codes].limits[1], BY_NAME[codes].bytes(group * groups)
 
     @micro_kernel(6)
-    def quantize(
-        b, source_address, scale_address, inverse_address, scaled_address, code_address, cell_address
-    ):
-        write(b, cell_address, read(b, scaled_address, RAW[cell], groups))
+    def quantize(b, source_address, scale_address, inverse_address, new_address, code_address, cell_address):
+        write(b, cell_address, read(b, new_address, RAW[cell], groups))
         integers = []
         for i, x in enumerate(panel_lanes(b, source_address, source, group * groups)):
             scale = of_groups(b, scale_address, i, group, groups)
@@ -201,9 +201,8 @@ def larger(x, y):
 
 def group_maxima_16bit(b, address, group, groups):
     """`group_maxima` of magnitudes in memory: their bits compare as integers, two of them a lane."""
-    lanes = min(LANES, groups * group // 2)
-    if group > LANES and group % 32:
-        lanes = 8
+    odd = group > LANES and group % (2 * LANES)  # so many vectors of 16 lanes and half of one
+    lanes = LANES // 2 if odd else min(LANES, groups * group // 2)
     words = [
         read(b, at(b, address, i * lanes * 4), I32, lanes) & 0x7FFF7FFF
         for i in range(groups * group // 2 // lanes)
