@@ -11,13 +11,13 @@ from typing import Any
 from numba import types
 
 from kvkit import numeric
-from kvkit.cpu import blocks, memory, minifloats
+from kvkit.cpu import blocks, machine, memory, minifloats
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.jit import callback, helper
 
 LANES = panels.LANES
-MANY = 16  # panels whose scales are found before their codes: 4 to 8 KB, which stay in the nearest cache
+MANY = 16  # panels whose scales are found before their codes: their 4 KB stay in the nearest cache
 SIGNATURE = types.void(*[types.int64] * 13)
 STORE, LOAD, READ = "store", "load", "read"
 
@@ -47,7 +47,7 @@ def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, 
         transfer = row_by_row(quantized_row(packed, cache, scale, group))
     else:
         transfer = quantized_panels(packed, cache, scale, group, groups)
-    key = (direction, packed, cache, scale, group, groups, stream, plain)
+    key = (direction, packed, cache, scale, group, groups, stream, plain, machine.has_integers())
     return callback(transfer, SIGNATURE, key)
 
 
@@ -149,52 +149,84 @@ def quantized_row(packed, cache, scale, group):
 
 
 def quantized_panels(packed, cache, scale, group, groups):
-    """`quantized_row` in panels of `groups` groups: the scales of MANY panels, then their codes.
+    """`quantized_row` in panels of `groups` groups, MANY at a time.
 
-    One panel after the other would wait for the divisions in each. And panels are read token by token, as
-    they are packed, but written head by head where a head's tokens are neighbours in the cache.
+    First the maxima of their groups, then scales, 16 at once whichever panels they are of, then the codes.
+    Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
+    be neighbours in the cache.
     """
-    scales = panels.scales(packed, cache, group, groups)
+    maxima = panels.maxima(packed, group, groups)
+    scales = panels.scales(packed, cache, scale)
     quantize = panels.quantize(packed, cache, scale, group, groups)
     rest = helper(quantized_row(packed, cache, scale, group))
-    get, put = memory.load(types.int64), memory.store(types.int64)
-    where = panels.FACTOR_BYTES  # an entry is a panel's factors, then the addresses of elements, codes, cells
-    entry_bytes = where + 24
-    scratch = memory.scratch(MANY * entry_bytes)
     step = groups * group
     packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
-    cell_step = BY_NAME[scale].bytes(groups)
+    largest_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    largest_step, cell_step = groups * largest_bytes, groups * cell_bytes
+    room = 4 * (MANY * groups + LANES)  # for a number of each group
+    scratch = memory.scratch(4 * room)
+
+    def find_maxima(packed, packed_token, packed_head, tokens, heads, across, largest):
+        for token in range(tokens):
+            for head in range(heads):
+                source = packed + token * packed_token + head * packed_head
+                for _ in range(across):
+                    maxima(source, largest)
+                    source += packed_step
+                    largest += largest_step
+
+    def write_codes(
+        packed, packed_token, packed_head, cache, cache_token, cache_head,
+        scale, scale_token, scale_head, tokens, heads, across, divisors,
+    ):  # fmt: skip
+        for head in range(heads):
+            for token in range(tokens):
+                source = packed + token * packed_token + head * packed_head
+                target = cache + token * cache_token + head * cache_head
+                cell = scale + token * scale_token + head * scale_head
+                first = (token * heads + head) * across
+                for panel in range(first, first + across):
+                    divisor = divisors + 4 * groups * panel
+                    quantize(
+                        source, divisor, divisor + room, divisors + 2 * room + cell_step * panel, target, cell
+                    )
+                    source += packed_step
+                    target += code_step
+                    cell += cell_step
+
+    find_maxima, write_codes = helper(find_maxima), helper(write_codes)
 
     def transfer(
         packed, packed_token, packed_head, cache, cache_token, cache_head,
         scale, scale_token, scale_head, tokens, heads, repeat, dim,
     ):  # fmt: skip
-        in_row = dim // step
-        in_token = heads * in_row
-        many = MANY if in_token > MANY or in_token == 0 else MANY // in_token * in_token
-        apart = in_token if cache_head > cache_token else 1
-        left, token, head, panel = tokens * in_token, 0, 0, 0
-        entries = scratch()
-        while left > 0:
-            count = min(left, many)
-            for entry in range(entries, entries + count * entry_bytes, entry_bytes):
-                source = packed + token * packed_token + head * packed_head + panel * packed_step
-                scales(source, entry)
-                target = cache + token * cache_token + head * cache_head + panel * code_step
-                cells = scale + token * scale_token + head * scale_head + panel * cell_step
-                put(entry + where, source)
-                put(entry + where + 8, target)
-                put(entry + where + 16, cells)
-                panel += 1
-                if panel == in_row:
-                    panel, head = 0, head + 1
-                    if head == heads:
-                        head, token = 0, token + 1
-            for first in range(min(apart, count)):
-                for i in range(first, count, apart):
-                    entry = entries + i * entry_bytes
-                    quantize(get(entry + where), entry, get(entry + where + 8), get(entry + where + 16))
-            left -= count
+        in_row, largest = dim // step, scratch()
+        divisors = largest + room  # scales; behind them reciprocals, and scales as they are stored
+        wide = max(1, min(in_row, MANY))
+        high = max(1, min(heads, MANY // wide))
+        long = MANY // (wide * high)
+        token = 0
+        while token < tokens:
+            head = 0
+            while head < heads:
+                panel = 0
+                while panel < in_row:
+                    source = packed + token * packed_token + head * packed_head + panel * packed_step
+                    size = min(long, tokens - token), min(high, heads - head), min(wide, in_row - panel)
+                    find_maxima(source, packed_token, packed_head, *size, largest)
+                    for i in range(0, size[0] * size[1] * size[2] * groups, LANES):
+                        scales(largest + i * largest_bytes, divisors + 4 * i, divisors + room + 4 * i,
+                               divisors + 2 * room + i * cell_bytes)  # fmt: skip
+                    write_codes(
+                        source, packed_token, packed_head,
+                        cache + token * cache_token + head * cache_head + panel * code_step,
+                        cache_token, cache_head,
+                        scale + token * scale_token + head * scale_head + panel * cell_step,
+                        scale_token, scale_head, *size, divisors,
+                    )  # fmt: skip
+                    panel += wide
+                head += high
+            token += long
         if in_row * step < dim:
             for token in range(tokens):
                 for head in range(heads):

@@ -178,5 +178,21 @@ def test_products_with_reciprocals_round_like_quotients(t1):
         rounded = (x / s).astype(DTYPES[t1])
         ratio = x * inverse
         assert (ratio.astype(DTYPES[t1]) == rounded).all()
-        product = ratio * np.float32(2**24 / count / 2 + 1)
-        assert (product - (product - ratio) == rounded.astype(np.float32)).all()
+        half = np.uint32(2**22 // count)
+        nearest = (ratio.view(np.uint32) + half) & ~(2 * half - np.uint32(1))
+        assert (nearest.view(np.float32) == rounded.astype(np.float32)).all()
+
+
+@narrow_formats
+@pytest.mark.parametrize("qmax", [127, 7])
+def test_scales_from_products_are_those_from_quotients(t1, qmax):
+    """Of every finite maximum; subnormal scales are below the smallest one."""
+    dtype = DTYPES[t1]
+    x = PATTERNS[: 2**15].view(dtype).astype(np.float32)
+    x = x[np.isfinite(x)]
+    smallest = np.float32(BY_NAME[dtype.name].smallest_scale)
+    product, quotient = (
+        np.maximum(cast(scale, dtype).astype(np.float32), smallest)
+        for scale in (x * np.float32(1 / qmax), x / np.float32(qmax))
+    )
+    assert (product == quotient).all()

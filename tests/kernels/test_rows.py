@@ -1,5 +1,7 @@
 """The machine code of `rows`: vector, streaming and plain forms, called by address, write the same bytes."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import scenes
 from scenes import DIMS, DTYPES, FLOATS, GROUPS, MOVED, QUANTIZED, Formats, assert_same
 from surroundings import carve
 
+from kvkit.cpu import machine
 from kvkit.cpu.rows import MANY, rows
 from kvkit.cpu.simd.panels import groups_in_panel
 
@@ -203,3 +206,27 @@ def test_quantize_every_number(t1, bit, largest):
     pairs = np.stack([np.full_like(x, top), x], axis=1)
     pairs = np.concatenate([pairs, pairs[:, ::-1]])
     check_stores(formats, pairs.reshape(1, 1, -1))
+
+
+@pytest.mark.parametrize("t1", ["fp16", "bf16"])
+@pytest.mark.parametrize("bit", [8, 4])
+@pytest.mark.parametrize("lower", [False, True], ids=["as_it_is", "lower"])
+def test_every_maximum_in_every_lane(t1, bit, lower, monkeypatch):
+    """Also with what a lesser processor has; then infinities and NaNs, which change no other group."""
+    if lower:
+        monkeypatch.setattr(machine, "has_integers", lambda: False)
+        monkeypatch.setattr(sys.modules[__name__], "rows", rows.__wrapped__)
+    formats = Formats(t1, "int8", t1, bit, 8)
+    top = every_finite(DTYPES[t1])
+    top = top[: len(top) // 128 * 128]
+    x = np.where(np.arange(8) % 2, 0.4, -0.7) * top.astype(np.float32)[:, None]
+    x[np.arange(len(top)), np.arange(len(top)) // 16 % 8] = top
+    x = x.astype(DTYPES[t1]).reshape(1, 1, -1)
+    check_stores(formats, x)
+    marked = x.reshape(-1)[: 16 * 17 * 8].copy().reshape(16, 17 * 8)  # in each group of a panel once
+    marked[:, 3], marked[:, 5] = np.nan, np.inf
+    got = [side.reshape(-1, side.size // 272) for side in stored(formats, marked.reshape(1, 1, -1), False)]
+    expected = [side.reshape(-1, side.size // 272) for side in oracle(formats, marked.reshape(1, 1, -1))]
+    others = np.arange(272) % 17 != 0
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one[others], other[others])

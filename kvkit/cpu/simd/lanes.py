@@ -13,6 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvkit.cpu import machine
 from kvkit.formats.elements import BY_NAME, FLOAT16, FLOAT32
 
 F32, F16 = ir.FloatType(), ir.HalfType()
@@ -40,7 +41,8 @@ class Lanes:
     def call(self, name, *others):
         values = [self.value, *map(self.of, others)]
         signature = ir.FunctionType(self.type, [self.type] * len(values))
-        full = f"llvm.{name}.v{self.count}f32"
+        kind = "f" if self.type.element == F32 else "i"
+        full = f"llvm.{name}.v{self.count}{kind}{BITS[self.type.element]}"
         function = cgutils.get_or_insert_function(self.builder.module, signature, full)
         return Lanes(self.builder, self.builder.call(function, values))
 
@@ -309,29 +311,49 @@ def unpack_nibbles(pairs):
     return low.pick((lane // 2 + lane % 2 * pairs.count for lane in range(2 * pairs.count)), high)
 
 
-def low_bytes(vectors):
-    """The lowest byte of every 32-bit lane, in order. Four vectors make one full vector of bytes."""
-    if len(vectors) % 4:
-        bytes_ = [vector.as_bits(8) for vector in vectors]
-        return [vector.pick(range(0, vector.count, 4)) for vector in bytes_]
-    return [_four_low_bytes([v.as_bits() for v in vectors[i : i + 4]]) for i in range(0, len(vectors), 4)]
+def packed_codes(vectors, largest, nibbles):
+    """int32 lanes as codes of at most a size: as bytes, or as nibbles in pairs, the even code in the low one.
+
+    Of four vectors instructions that saturate make one, with four lanes of each in turn. Nibbles come from
+    numbers that need not saturate.
+    """
+    if len(vectors) % 4 or not machine.has_integers():
+        codes = [x.call("smax", -largest).call("smin", largest) for x in vectors]
+        codes = codes if len(codes) % 4 else [joined(four) for four in fours(codes)]
+        codes = [x.cast("trunc", I8) for x in codes]
+        return [paired_nibbles(x) for x in codes] if nibbles else codes
+    codes = [_saturated(four) for four in fours(vectors)]
+    if not nibbles:
+        turns = [4 * lane + vector for vector in range(4) for lane in range(4)]
+        return [x.call("smax", -largest).as_bits().pick(turns) for x in codes]
+    words = [_called("pmaddubs.w", I16, x & 15, Lanes(x.builder, x.of([1, 16] * 32))) for x in codes]
+    two = len(words) % 2 == 0
+    turns = [8 * lane + 4 * half + vector for half in range(2) for vector in range(4) for lane in range(4)]
+    bytes_ = [
+        _called("packuswb", I8, x, y) for x, y in (pairs(words) if two else zip(words, words, strict=True))
+    ]
+    return [x.as_bits(16).pick(turns if two else turns[:16]) for x in bytes_]
 
 
-def _four_low_bytes(words):
-    merged = words[0]
-    for place, word in enumerate(words[1:], 1):
-        kept = (1 << 8 * place) - 1
-        merged = (merged & kept) | ((word << 8 * place) & ~kept)
-    count = words[0].count
-    return merged.as_bits(8).pick(lane * 4 + vector for vector in range(4) for lane in range(count))
+def paired_nibbles(codes):
+    words = codes.as_bits(16)
+    return ((words & 0x0F) | ((words >> 4) & 0xF0)).cast("trunc", I8)
 
 
-def pack_nibbles(vectors):
-    """int8 codes to half as many bytes, the even code in the low nibble; of two vectors one."""
-    packed = [((x.as_bits(16) & 0x0F) | ((x.as_bits(16) >> 4) & 0xF0)).as_bits(8) for x in vectors]
-    if len(packed) % 2:
-        return [x.pick(range(0, x.count, 2)) for x in packed]
-    return [x.pick(range(0, 2 * x.count, 2), y) for x, y in pairs(packed)]
+def _saturated(four):
+    return _called("packsswb", I8, *(_called("packssdw", I16, x, y) for x, y in pairs(four)))
+
+
+def _called(name, element, x, y):
+    """An instruction of AVX-512 BW, of vectors of 64 bytes to one."""
+    result = ir.VectorType(element, 512 // BITS[element])
+    signature = ir.FunctionType(result, [x.type, y.type])
+    function = cgutils.get_or_insert_function(x.builder.module, signature, f"llvm.x86.avx512.{name}.512")
+    return Lanes(x.builder, x.builder.call(function, [x.value, y.value]))
+
+
+def fours(vectors):
+    return [vectors[i : i + 4] for i in range(0, len(vectors), 4)]
 
 
 def pairs(vectors):

@@ -12,7 +12,6 @@ from kvkit.cpu.simd.lanes import (
     I16,
     I32,
     RAW,
-    Lanes,
     micro_kernel,
     narrow,
     pairs,
@@ -21,11 +20,9 @@ from kvkit.cpu.simd.lanes import (
     write,
 )
 from kvkit.formats.elements import BY_NAME
-from kvkit.numeric import ROUNDER
 
 LANES = 16
 WIDEST = 128  # elements of a quantizing panel, unless a single group is wider: what fits in the registers
-FACTOR_BYTES = 2 * 4 * LANES  # of the factors of a panel's groups: reciprocals, then scales
 
 
 def lanes_divide(group):
@@ -79,60 +76,84 @@ def groups_in_panel(group, groups):
     return fitting[0] if fitting else fewest
 
 
-def panel_lanes(b, address, source, group, groups):
-    size = BY_NAME[source].bytes(1)
-    offsets = range(0, groups * group * size, LANES * size)
-    return [widen(read(b, at(b, address, offset), RAW[source], LANES), source) for offset in offsets]
+@functools.cache
+def maxima(source, group, groups):
+    """(source, target): the largest magnitude of each group of a panel, as raw elements."""
+
+    @micro_kernel(2)
+    def maxima(b, source_address, target_address):
+        if source == "float32":
+            vectors = panel_lanes(b, source_address, source, group * groups)
+            largest = group_maxima([abs(x) for x in vectors], group)
+        else:
+            largest = group_maxima_16bit(b, source_address, group, groups)
+        write(b, target_address, largest)
+
+    return maxima
 
 
 @functools.cache
-def scales(source, codes, group, groups):
-    """(source, factors): of each group of a panel the reciprocal of its scale, then the scale, in float32."""
+def scales(source, codes, cell):
+    """(maxima, scales, reciprocals, cells): of 16 groups, the cells as they are stored.
+
+    Of 16-bit sources the rounding absorbs the error of a product with 1 / qmax (`test_numeric.py` tries all
+    maxima), and only the reciprocals are needed.
+    """
     qmax = float(BY_NAME[codes].limits[1])
 
-    @micro_kernel(2)
-    def scales(b, source_address, factor_address):
-        if source == "float32" or group >= LANES:
-            largest = group_maxima(
-                [abs(x) for x in panel_lanes(b, source_address, source, group, groups)], group
-            )
-        else:
-            largest = group_maxima_16bit(b, source_address, source, group, groups)
-        scale = round_to(source, largest / qmax).max(BY_NAME[source].smallest_scale)
-        write(b, factor_address, 1.0 / scale)
-        write(b, at(b, factor_address, FACTOR_BYTES // 2), scale)
+    @micro_kernel(4)
+    def scales(b, maxima_address, scale_address, inverse_address, cell_address):
+        largest = widen(read(b, maxima_address, RAW[source], LANES), source)
+        scale = largest / qmax if source == "float32" else largest * (1 / qmax)
+        scale = round_to(source, scale).max(BY_NAME[source].smallest_scale)
+        write(b, inverse_address, 1.0 / scale)
+        write(b, cell_address, narrow(scale, cell))
+        if source == "float32":
+            write(b, scale_address, scale)
 
     return scales
 
 
 @functools.cache
 def quantize(source, codes, cell, group, groups):
-    """(source, factors, codes, cells): the codes and the stored scales of a panel.
+    """(source, scales, reciprocals, new cells, codes, cells): the codes and the stored scales of a panel.
 
     Quotients come from products with the reciprocal of the scale and equal true division bit for bit. For
     16-bit sources the rounding to 11 or 8 bits absorbs the error of the product (`test_numeric.py`
     tries all pairs of significands); for float32 two corrections round it as Markstein's theorem says
     (IBM J. Res. Dev. 34, 1990).
     """
-    qmax = float(BY_NAME[codes].limits[1])
+    qmax, code_bytes = BY_NAME[codes].limits[1], BY_NAME[codes].bytes(group * groups)
 
-    @micro_kernel(4)
-    def quantize(b, source_address, factor_address, code_address, cell_address):
-        inverse = read(b, factor_address, F32, groups)
-        scale = read(b, at(b, factor_address, FACTOR_BYTES // 2), F32, groups)
-        write(b, cell_address, narrow(scale, cell))
+    @micro_kernel(6)
+    def quantize(b, source_address, scale_address, inverse_address, new_address, code_address, cell_address):
+        write(b, cell_address, read(b, new_address, RAW[cell], groups))
         integers = []
-        for i, x in enumerate(panel_lanes(b, source_address, source, group, groups)):
-            own = [(i * LANES + lane) // group for lane in range(LANES)]
-            ratio = quotient(source, x, scale.pick(own), inverse.pick(own))
-            if source == "bfloat16":  # no finite group of the others leaves [-qmax, qmax]
-                ratio = ratio.max(-qmax).min(qmax)
-            integers.append(ratio + ROUNDER)
-        packed = lanes.low_bytes(integers)
-        for i, vector in enumerate(lanes.pack_nibbles(packed) if codes == "int4" else packed):
-            write(b, at(b, code_address, i * vector.count), vector)
+        for i, x in enumerate(panel_lanes(b, source_address, source, group * groups)):
+            scale = of_groups(b, scale_address, i, group, groups)
+            inverse = of_groups(b, inverse_address, i, group, groups)
+            ratio = quotient(source, x, scale, inverse)
+            integers.append(ratio.call("rint").cast("fptosi", I32))
+        packed = lanes.packed_codes(integers, qmax, codes == "int4")
+        for i, vector in enumerate(packed):
+            write(b, at(b, code_address, i * code_bytes // len(packed)), vector)
 
     return quantize
+
+
+def of_groups(b, address, i, group, groups):
+    """Of numbers for each group those of lanes from i * LANES on."""
+    if group >= LANES:
+        return lanes.broadcast(b, at(b, address, i * LANES // group * 4), LANES)
+    own = [(i * LANES + lane) // group for lane in range(LANES)]
+    return read(b, address, F32, groups).pick(own)
+
+
+def panel_lanes(b, address, source, count):
+    size = BY_NAME[source].bytes(1)
+    return [
+        widen(read(b, at(b, address, i * size), RAW[source], LANES), source) for i in range(0, count, LANES)
+    ]
 
 
 def at(b, address, offset):
@@ -146,9 +167,9 @@ def round_to(element, x):
 def quotient(element, x, scale, inverse):
     """x / scale as a number of the element format, exact where it can round to a code other than 0."""
     ratio = x * inverse
-    if element != "float32":  # Veltkamp's split keeps the leading bits; no ratio here is half way between two
-        product = ratio * (2.0 ** (24 - BY_NAME[element].significant) + 1)
-        return product - (product - ratio)
+    if element != "float32":  # no ratio here is half way between two
+        cut = 24 - BY_NAME[element].significant
+        return (ratio.as_bits().plus(1 << cut - 1) & -(1 << cut)).cast("bitcast", F32)
     for _ in range(2):
         ratio = (-ratio).fma(scale, x).fma(inverse, ratio)
     return ratio
@@ -156,9 +177,9 @@ def quotient(element, x, scale, inverse):
 
 def group_maxima(vectors, group):
     """The largest of each group of neighbouring lanes, one lane a group."""
-    wide = max(1, group // LANES)
-    vectors = [functools.reduce(Lanes.max, vectors[i : i + wide]) for i in range(0, len(vectors), wide)]
-    for _ in range(min(group, LANES).bit_length() - 1):
+    wide = max(1, group // vectors[0].count)
+    vectors = [functools.reduce(larger, vectors[i : i + wide]) for i in range(0, len(vectors), wide)]
+    for _ in range(min(group, vectors[0].count).bit_length() - 1):
         if len(vectors) > 1:
             vectors = [larger_neighbours(x, y) for x, y in pairs(vectors)]
         else:
@@ -169,19 +190,22 @@ def group_maxima(vectors, group):
 def larger_neighbours(x, y=None):
     """Of lanes 0 and 1, 2 and 3, ... of one vector or two in a row, the larger each."""
     count = x.count if y is None else 2 * x.count
-    even, odd = x.pick(range(0, count, 2), y), x.pick(range(1, count, 2), y)
+    return larger(x.pick(range(0, count, 2), y), x.pick(range(1, count, 2), y))
+
+
+def larger(x, y):
     if x.type.element == I32:  # two 16-bit numbers a lane
-        return even.as_bits(16).max(odd.as_bits(16)).as_bits(32)
-    return even.max(odd)
+        return x.as_bits(16).max(y.as_bits(16)).as_bits(32)
+    return x.max(y)
 
 
-def group_maxima_16bit(b, address, source, group, groups):
+def group_maxima_16bit(b, address, group, groups):
     """`group_maxima` of magnitudes in memory: their bits compare as integers, two of them a lane."""
-    lanes = min(LANES, groups * group // 2)
+    odd = group > LANES and group % (2 * LANES)  # so many vectors of 16 lanes and half of one
+    lanes = LANES // 2 if odd else min(LANES, groups * group // 2)
     words = [
         read(b, at(b, address, i * lanes * 4), I32, lanes) & 0x7FFF7FFF
         for i in range(groups * group // 2 // lanes)
     ]
     both = group_maxima(words, group // 2)
-    largest = both.as_bits(16).max((both >> 16).as_bits(16)).as_bits(32).cast("trunc", I16)
-    return widen(largest.cast("bitcast", RAW[source]), source)
+    return larger(both, both >> 16).cast("trunc", I16)
