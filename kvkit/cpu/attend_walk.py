@@ -6,6 +6,7 @@ from numba import types
 from kvkit import numeric
 from kvkit.cpu import memory, online
 from kvkit.cpu.attend_units import WIDE, sequence
+from kvkit.cpu.integers import WIDE_SCALES
 from kvkit.cpu.online import visible
 from kvkit.cpu.simd import attention
 from kvkit.index import page_of, rest_of_page, row_of
@@ -18,7 +19,8 @@ get, put = memory.load(types.int64), memory.store(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 call_pair_rows, call_pair_values, call_pairs = memory.call(3), memory.call(6), memory.call(7)
 call_scores, call_sums, call_rows = memory.call(11), memory.call(12), memory.call(13)
-call_queries, call_integer_sums = memory.call(3), memory.call(14)
+call_queries, call_integer_sums = memory.call(3), memory.call(15)
+call_wide_scores, call_unfold = memory.call(5), memory.call(8)
 
 
 @helper
@@ -46,6 +48,8 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
             if task.pairs:  # they are exact, so that scores are scaled instead
                 call_pair_rows(task.pair_rows, target, dim, scratch + task.query_pairs + t * tile * dim * 2)
                 attention.times(target, target, WIDE * dim, scale_at)
+            elif task.integers:
+                call_queries(task.integer_queries, target, dim, integers_at(task, scratch, t, tile))
         elif task.integers:
             call_queries(get_queries(task, tile), target, dim, integers_at(task, scratch, t, tile))
         elif task.orders:
@@ -164,7 +168,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     attention.clear(scratch + task.sums, tiles * tile * task.padded_value_dim)
     wide = tile == WIDE
     pairs = wide and task.pairs and not careful
-    integers = task.integers and not wide
+    integers = task.integers and not careful
+    even = True  # the scales of a block's values
     scale_at = task.key_scales + b * task.scale_sequence + head * task.scale_head
     widens, most = wide or task.widens, task.wide_block if wide else task.block
     if widens and (task.dim < task.padded_dim or task.value_dim < task.padded_value_dim):
@@ -236,12 +241,22 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     task.pair_values, wide_values, value_bytes // 2, count, task.padded_value_dim,
                     panels, panel,
                 )  # fmt: skip
-            if (widens or (integers and careful)) and not pairs and (by_head or t == 0):
+            if integers and wide and t == 0:
+                call_unfold(
+                    task.integer_keys, key, key_row, cell, task.cell_row, here, -(-count // 8) * 8,
+                    task.padded_dim, wide_keys,
+                )  # fmt: skip
+                call_unfold(
+                    task.integer_values, value, value_row, value_cell, task.cell_row, value_here, count,
+                    task.padded_value_dim, wide_values,
+                )  # fmt: skip
+                even = get_float(wide_values + WIDE_SCALES * task.padded_value_dim) >= np.float32(0)
+            if (widens or (task.integers and careful)) and not (pairs or integers) and (by_head or t == 0):
                 widen_rows(
                     task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
                     here, task.key_step, count, wide_keys, key_bytes, task.dim,
                 )  # fmt: skip
-            if (widens or careful) and not pairs and (by_head or t == 0):
+            if (widens or careful) and not pairs and (by_head or t == 0) and not (integers and even):
                 widen_rows(
                     task, task.value_to_float, value, value_row, task.value_element, value_cell,
                     task.cell_row, value_here, task.value_step, count,
@@ -263,9 +278,14 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                         task.pair_scores, scratch + task.query_pairs + t * tile * (key_bytes // 2), key,
                         key_bytes // 2, whole, task.padded_dim, scores, scale_at,
                     )  # fmt: skip
-                elif integers and careful:
+                elif task.integers and careful and not wide:
                     online.careful_scores(
                         queries, wide_keys, key_bytes, seen, task.padded_dim, scores, tile
+                    )  # fmt: skip
+                elif integers and wide:
+                    call_wide_scores(
+                        task.integer_scores, integers_at(task, scratch, t, tile), wide_keys, whole,
+                        task.padded_dim, scores,
                     )  # fmt: skip
                 else:
                     if integers:
@@ -276,18 +296,31 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     )  # fmt: skip
                 online.adjust(task, b, scores, tile, live, first, at, begin, seen, seqlen, kvlen)
                 sums = scratch + task.sums + t * tile * value_bytes
-                if integers and not careful:
+                if integers and wide and even:
+                    call_unfold(
+                        task.integer_sums, scores, wide_values, seen, task.padded_value_dim, sums, factor,
+                        top, total,
+                    )  # fmt: skip
+                    continue
+                if integers and not wide:
                     online.fill_vector(scores, seen * tile)
                     call_integer_sums(
                         sum_code, scores, value, value_row, value_cell, task.cell_row, value_numbers,
                         value_soon + 8 * t * most, beside, seen, task.padded_value_dim, sums, factor, top,
-                        total,
+                        total, wide_values,
                     )  # fmt: skip
-                    continue
+                    if not get_float(factor + 4 * attention.LANES) < 0:
+                        continue
+                    widen_rows(
+                        task, task.value_to_float, value, value_row, task.value_element, value_cell,
+                        task.cell_row, value_numbers, task.value_step, seen,
+                        wide_values, value_bytes, task.value_dim,
+                    )  # fmt: skip
                 online.softmax(scores, tile, seen, top, total, factor)
-                if careful:
-                    put_float(scratch + task.lines, SHRINK)
-                    attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.lines)
+                if careful or (integers and not wide):
+                    if careful:
+                        put_float(scratch + task.lines, SHRINK)
+                        attention.times(scores, scores, -(-seen * tile // 16) * 16, scratch + task.lines)
                     online.careful_sums(
                         scores, wide_values, value_bytes, seen, task.padded_value_dim, sums, factor, tile
                     )

@@ -105,7 +105,7 @@ def check_scores(rng, rows, form, tokens, place=same):
 
 def check_sums(rng, rows, form, tokens, place=same, before=0.0):
     """Two blocks: what was there before is weighed against the scores of this one."""
-    cache, whole = Rows(rng, form, tokens, place), -(-tokens * rows // 16) * 16 // rows
+    cache, whole = Rows(rng, form, tokens, place), -(-tokens // 16) * 16
     numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
     logits = (rng.standard_normal((tokens, rows)) * 3).astype(np.float32)
     logits[0] = -np.inf
@@ -117,9 +117,11 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0):
     state[0] = before
     state[1, :rows] = 1
     factors = place(np.zeros(32, np.float32))
+    memory = np.zeros(max(32768, 256 * cache.dim), np.uint8)
     call(
         integers.sums(rows, *form), place(scores.copy()), cache.codes, cache.codes.shape[1], cache.cells,
         cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, state[0], state[1],
+        memory,
     )  # fmt: skip
     untouched()
     top = np.maximum(logits.max(0), np.float32(before))
