@@ -6,7 +6,7 @@ from numba import types
 from kvkit import numeric
 from kvkit.cpu import memory, online
 from kvkit.cpu.attend_units import WIDE, sequence
-from kvkit.cpu.integers import WIDE_SCALES
+from kvkit.cpu.integers import scales_of
 from kvkit.cpu.online import visible
 from kvkit.cpu.simd import attention
 from kvkit.index import page_of, rest_of_page, row_of
@@ -250,7 +250,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     task.integer_values, value, value_row, value_cell, task.cell_row, value_here, count,
                     task.padded_value_dim, wide_values,
                 )  # fmt: skip
-                even = get_float(wide_values + WIDE_SCALES * task.padded_value_dim) >= np.float32(0)
+                even = get_float(scales_of(wide_values, task.padded_value_dim)) >= np.float32(0)
             if (widens or (task.integers and careful)) and not (pairs or integers) and (by_head or t == 0):
                 widen_rows(
                     task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,

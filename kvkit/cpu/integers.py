@@ -9,7 +9,7 @@ from kvkit.cpu import memory
 from kvkit.cpu.products import SCORES
 from kvkit.cpu.simd import integers, wide_integers
 from kvkit.formats.elements import BY_NAME
-from kvkit.jit import callback
+from kvkit.jit import callback, helper
 
 WIDTHS = 128, 64  # elements of a row at a time
 STORED = {"int8": WIDTHS, "int4": WIDTHS[:1], "q8_0": WIDTHS, "q4_0": WIDTHS[:1]}
@@ -17,7 +17,6 @@ QUERIES = types.void(*[types.int64] * 3)
 SUMS = types.void(*[types.int64] * 15)
 UNFOLDED = types.void(*[types.int64] * 8)
 WIDE_SCORES = types.void(*[types.int64] * 5)
-WIDE_SCALES = 4 * integers.MOST_TOKENS // 2  # bytes for each element that wide values take, before scales
 
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
@@ -117,16 +116,22 @@ def wide_keys(*form):
     return callback(keys, UNFOLDED, ("wide integer keys", *form))
 
 
+@helper
+def scales_of(values, dim):
+    """Where the scales of wide values are."""
+    return values + (4 * dim + 64) * (integers.MOST_TOKENS // 2)
+
+
 @functools.cache
 def wide_values(*form):
     """(values, value_row, cells, cell_row, numbers, count, dim, target): in 512 * dim bytes.
 
-    The float32 `UNEVEN` of them is less than 0 where scales are too uneven, and nothing else is there.
+    The float32 at their `scales_of` is -1 where these are too uneven, and nothing else is there.
     """
     fixed_scales, unfolded = integers.fixed_scales(*form), wide_integers.unfolded_values(*form)
 
     def values(values, value_row, cells, cell_row, numbers, count, dim, target):
-        scales = target + WIDE_SCALES * dim
+        scales = scales_of(target, dim)
         fixed_scales(values, value_row, cells, cell_row, numbers, count, dim, scales)
         if get_float(scales) >= 0:
             unfolded(values, value_row, numbers, count, dim, target)
@@ -152,7 +157,7 @@ def wide_sums(*form):
 
     def sums(scores, values, count, dim, sums, factors, top, total):
         wide_integers.softmax(scores, count, top, total, factors)
-        of_block(scores, values, values + WIDE_SCALES * dim, count, dim, sums, factors)
+        of_block(scores, values, scales_of(values, dim), count, dim, sums, factors)
 
     return callback(sums, UNFOLDED, ("wide integer sums", *form))
 

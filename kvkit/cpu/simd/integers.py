@@ -59,8 +59,11 @@ def dot(sums, codes, bytes_):
 
 
 def dot_pairs(sums, x, y):
-    """Sums, and the products of two vectors of 16-bit integers: two a lane."""
-    return called("llvm.x86.avx512.vpdpwssd.512", WORDS, sums, x.as_bits(), y.as_bits())
+    """Sums, and the products of two vectors of 16-bit integers: two a lane.
+
+    They saturate, which these never reach: of the other instruction LLVM makes two where several are in a row.
+    """
+    return called("llvm.x86.avx512.vpdpwssds.512", WORDS, sums, x.as_bits(), y.as_bits())
 
 
 def times(x, y):

@@ -43,8 +43,7 @@ from kvkit.cpu.simd.lanes import (
 
 HALVES = WIDE // LANES
 ROW = 4 * WIDE  # bytes of a number, or a pair, for every row
-TOKENS = 4  # that accumulators are there for
-MOST_STEP = 32  # elements of a row without a loop
+TOKENS = 8  # that accumulators are there for
 
 
 class Eights:
@@ -60,7 +59,7 @@ class Eights:
         if codes.bits == 8:
             self.elements = list(range(8))
             self.pairs = [(2 * k, 2 * k + 1) for k in range(4)]
-            self.keys = [4 * k for k in range(4)]  # offsets of their words
+            self.keys = [4 * k for k in range(4)]  # offsets of words
             self.values = [4 * c for c in range(4)] + [BYTES + 4 * c for c in range(4)]
         else:
             self.elements = [
@@ -173,40 +172,48 @@ def scores(stored, cell, group, width):
     """(queries, keys, count, dim, scores): [token, WIDE], of a multiple of 8 tokens."""
     codes = Codes(stored, cell, group, width)
     eights, group = Eights(codes), codes.group
-    run, step = min(group, width), min(group, MOST_STEP)
+    run = min(group, width)
 
     @micro_kernel(5)
     def scores(b, queries, keys, count, dim, scores):
         factor, key_row = halves(b, queries), b.mul(dim, I64(4))
         with loop(b, count, TOKENS) as first:
             row = [b.add(keys, b.mul(b.add(first, I64(t)), key_row)) for t in range(TOKENS)]
-            totals = Slots(b, zeros(b, LANES, TOKENS * HALVES))
+            to = b.add(scores, b.mul(first, I64(ROW)))
+            for place in range(TOKENS * HALVES):
+                write(b, b.add(to, I64(BYTES * place)), zeros(b, LANES)[0])
             with loop(b, dim, run) as i:
                 sums = Slots(b, [nothing(b)] * (TOKENS * HALVES))
-                with loop(b, I64(run), step) as j:
-                    begin = b.add(i, j)
-                    for eight in range(0, step, 8):
-                        at = b.add(begin, I64(eight))
-                        query_at = b.add(b.add(queries, I64(ROW)), b.mul(at, I64(ROW // 2)))
-                        offset = eights.key(b, at)
-                        for k in range(4):
-                            query = halves(b, b.add(query_at, I64(ROW * k)), I32)
-                            for t in range(TOKENS):
-                                key = word_at(b, b.add(b.add(row[t], offset), I64(eights.keys[k])))
-                                for half in range(HALVES):
-                                    place = t * HALVES + half
-                                    sums[place] = dot_pairs(sums[place], query[half], key)
+                with loop(b, I64(run), 8) as j:
+                    eight = b.add(i, j)
+                    query_at = b.add(b.add(queries, I64(ROW)), b.mul(eight, I64(ROW // 2)))
+                    offset = eights.key(b, eight)
+                    key_at = [b.add(at, offset) for at in row]
+                    for k in range(4):
+                        query = halves(b, b.add(query_at, I64(ROW * k)), I32)
+                        for t in range(TOKENS):
+                            key = word_at(b, b.add(key_at[t], I64(eights.keys[k])))
+                            for half in range(HALVES):
+                                place = t * HALVES + half
+                                sums[place] = dot_pairs(sums[place], query[half], key)
                 scale_at = b.add(b.mul(dim, I64(2)), b.mul(b.udiv(i, I64(group)), I64(4)))
                 for t in range(TOKENS):
                     scale = broadcast(b, b.add(row[t], scale_at), LANES)
                     for half in range(HALVES):
                         place = t * HALVES + half
-                        totals[place] = sums[place].cast("sitofp", F32).fma(scale, totals[place])
-            to = b.add(scores, b.mul(first, I64(ROW)))
+                        at = b.add(to, I64(BYTES * place))
+                        whole = sums[place].cast("sitofp", F32).fma(scale, read(b, at, F32, LANES))
+                        write(b, at, whole)
             for place in range(TOKENS * HALVES):
-                write(b, b.add(to, I64(BYTES * place)), totals[place] * factor[place % HALVES])
+                at = b.add(to, I64(BYTES * place))
+                write(b, at, read(b, at, F32, LANES) * factor[place % HALVES])
 
     return scores
+
+
+def pair_bytes(b, dim):
+    """From the values of two tokens to the next: no power of two, for such compete for places in the cache."""
+    return b.add(b.mul(dim, I64(4)), I64(BYTES))
 
 
 @functools.cache
@@ -223,7 +230,7 @@ def unfolded_values(stored, cell, group, width):
             rows = [
                 b.add(values, b.mul(number_at(b, numbers, b.add(token, I64(t))), value_row)) for t in (0, 1)
             ]
-            to = b.add(target, b.mul(token, b.mul(dim, I64(2))))
+            to = b.add(target, b.mul(b.lshr(token, I64(1)), pair_bytes(b, dim)))
             with loop(b, dim, width) as i:
                 both = (eights.unfold(b, codes.begin(b, row, i)) for row in rows)
                 for k, (even, odd) in enumerate(zip(*both, strict=True)):
@@ -280,7 +287,7 @@ def sums(stored, cell, group, width):
     def sums(b, weights, values, scales_at, count, dim, sums, factors):
         scales = Scales(codes, dim)
         shrink, grow = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
-        pairs, step = b.lshr(b.add(count, I64(1)), I64(1)), b.mul(dim, I64(4))
+        pairs, step = b.lshr(b.add(count, I64(1)), I64(1)), pair_bytes(b, dim)
         place, seen = lanes.room(b, ROW * MOST_TOKENS // 2)
         with loop(b, dim, run) as i:
             chunk = b.udiv(i, I64(width))
