@@ -6,7 +6,7 @@ scores  Queries are fixed point of 16 bits, relative to the largest of their row
 sums    Weights are fixed point of 16 bits, relative to the largest of the block, and so are scales; their
         products are multiplied with codes, two tokens a lane, and added up as integers over the block.
 
-What is not finite in queries and scales comes out as what is not finite in scores and sums.
+What is not finite in queries and scales comes out as NaN in scores, and as what is not finite in sums.
 """
 
 import functools
@@ -360,7 +360,7 @@ def scores(rows, stored, cell, group, width):
                         product = (high[k] << 8).plus(low[k]).cast("sitofp", F32)
                         sums[k] = product.fma(scale[k // form.vectors].pick(groups), sums[k])
             total = sums_of([sums[k] for k in range(tokens * form.vectors)], form.apart) * factor
-            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
+            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total.fma(0.0, total))  # NaN of infinity
 
     return scores
 

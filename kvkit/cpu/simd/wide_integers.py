@@ -206,7 +206,8 @@ def scores(stored, cell, group, width):
                         write(b, at, whole)
             for place in range(TOKENS * HALVES):
                 at = b.add(to, I64(BYTES * place))
-                write(b, at, read(b, at, F32, LANES) * factor[place % HALVES])
+                total = read(b, at, F32, LANES) * factor[place % HALVES]
+                write(b, at, total.fma(0.0, total))  # NaN of infinity
 
     return scores
 
