@@ -27,7 +27,7 @@ call_wide_scores, call_unfold = memory.call(5), memory.call(8)
 def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
     """Queries of every tile as float32 times the scale: [row, dim] in order, or [dim, row] if wide."""
     lines_at, dim = scratch + task.lines, task.padded_dim
-    _, _, query_rows = sequence(task, b)
+    seqlen, _, query_rows = sequence(task, b)
     start = get(task.seqstarts + 8 * b)
     for t in range(tiles):
         target = scratch + task.queries + t * tile * dim * 4
@@ -48,7 +48,7 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
             if task.pairs:  # they are exact, so that scores are scaled instead
                 call_pair_rows(task.pair_rows, target, dim, scratch + task.query_pairs + t * tile * dim * 2)
                 attention.times(target, target, WIDE * dim, scale_at)
-            elif task.integers:
+            elif task.integers and seqlen == 1:
                 call_queries(task.integer_queries, target, dim, integers_at(task, scratch, t, tile))
         elif task.integers:
             call_queries(get_queries(task, tile), target, dim, integers_at(task, scratch, t, tile))
@@ -168,7 +168,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     attention.clear(scratch + task.sums, tiles * tile * task.padded_value_dim)
     wide = tile == WIDE
     pairs = wide and task.pairs and not careful
-    integers = task.integers and not careful
+    integers = task.integers and not careful and (seqlen == 1 or not wide)
     even = True  # the scales of a block's values
     scale_at = task.key_scales + b * task.scale_sequence + head * task.scale_head
     widens, most = wide or task.widens, task.wide_block if wide else task.block

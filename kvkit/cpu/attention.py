@@ -242,7 +242,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
                 )
             else:
                 numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
-    if whole and tiles & WIDE:
+    if whole and tiles & WIDE and query.shape[-2] // heads > attend.NARROW:  # some may be of one token
         for name, code in integers.wide_addresses(stored, (context.cell, context.group, whole)).items():
             numbers[AT[name]] = code
     counters = np.zeros(units + 1, np.int64)

@@ -166,7 +166,8 @@ def wide_addresses(stored, form):
     """The addresses of the five, by the names of the task's fields."""
     key, value = stored
     codes = {
-        "queries": wide_queries(key, *form), "keys": wide_keys(key, *form), "values": wide_values(value, *form),
+        "queries": wide_queries(key, *form), "keys": wide_keys(key, *form),
+        "values": wide_values(value, *form),
         "scores": wide_scores(key, *form), "sums": wide_sums(value, *form),
     }  # fmt: skip
     return {"integer_" + name: code.address for name, code in codes.items()}

@@ -4,7 +4,8 @@ scores  Queries are fixed point of 16 bits, relative to the largest of their row
         multiplied a lane, once with the high bytes of a query and once with the low ones, and added up as
         integers as long as they share a scale. Lanes of a quarter of a vector hold up to four rows.
 sums    Weights are fixed point of 16 bits, relative to the largest of the block, and so are scales; their
-        products are multiplied with codes, two tokens a lane, and added up as integers over the block.
+        products are multiplied with codes, two tokens a lane, and added up as integers over the block. A
+        scale far above the others' mean would leave these few bits: such blocks are left to floats.
 
 What is not finite in queries and scales comes out as NaN in scores, and as what is not finite in sums.
 """
@@ -61,7 +62,7 @@ def dot(sums, codes, bytes_):
 def dot_pairs(sums, x, y):
     """Sums, and the products of two vectors of 16-bit integers: two a lane.
 
-    They saturate, which these never reach: of the other instruction LLVM makes two where several are in a row.
+    They saturate, which these never do: of the other instruction LLVM makes two where several are in a row.
     """
     return called("llvm.x86.avx512.vpdpwssds.512", WORDS, sums, x.as_bits(), y.as_bits())
 
@@ -198,7 +199,8 @@ def weight_of(x):
     """e to the power of lanes up to 0, within 3e-6 of itself; what is less than e^-55 may be e^-55."""
     power = x * math.log2(math.e)
     power = Lanes(
-        x.builder, x.builder.select(x.builder.fcmp_ordered("<", power.value, x.of(-80.0)), x.of(-80.0), power.value)
+        x.builder,
+        x.builder.select(x.builder.fcmp_ordered("<", power.value, x.of(-80.0)), x.of(-80.0), power.value),
     )
     shifted = power + ROUNDER
     rest = power - (shifted - ROUNDER)
@@ -408,7 +410,7 @@ def softmax(rows):
 
 
 class Scales:
-    """Where `fixed_scales` leave what they found: 40 * dim + 64 bytes."""
+    """Where `fixed_scales` leaves what it found: 40 * dim + 64 bytes."""
 
     def __init__(self, codes, dim):
         self.codes, self.dim = codes, dim
@@ -430,10 +432,10 @@ def paired(even, odd):
 
 @functools.cache
 def fixed_scales(stored, cell, group, width):
-    """(values, value_row, cells, cell_row, numbers, count, dim, target): scales of a block as 16-bit integers.
+    """(values, value_row, cells, cell_row, numbers, count, dim, target): 16-bit integers of a block's scales.
 
-    They are relative to the largest of their group; see `Scales`. The float32 at the target is -1 where one is
-    too large for that, 0 elsewhere. Behind the last token there is anything.
+    They are relative to the largest of their group; see `Scales`. The float32 at the target is -1 where one
+    is too large for that (see `UNEVEN`), 0 elsewhere. Behind the last token there is anything.
     """
     codes = Codes(stored, cell, group, width)
     count_of, size = codes.scales, BY_NAME[codes.cell].bytes(1)
@@ -505,7 +507,7 @@ def fixed_scales(stored, cell, group, width):
 
 @functools.cache
 def sums(rows, stored, cell, group, width):
-    """`attention.narrow_sums` of the weights and factors of `softmax`, with `fixed_scales` and memory to work in.
+    """`attention.narrow_sums` of the weights and factors of `softmax`, with `fixed_scales` and scratch.
 
     Tokens that fill the last vector of weights have weights of 0, and numbers.
     """

@@ -1,7 +1,7 @@
-"""Wide products over codes by integers (AVX-512 VNNI): 32 query rows, two elements or tokens of one row a lane.
+"""Wide products over codes by integers (AVX-512 VNNI): two elements, or tokens, of one query row a lane.
 
-scores  Keys are unfolded to 16-bit integers, queries are [dim / 2, row, 2], fixed point of 16 bits relative to
-        the largest of their row. What shares a scale is added up as integers.
+scores  Keys are unfolded to 16-bit integers, queries are [dim / 2, row, 2], fixed point of 16 bits relative
+        to the largest of their row. What shares a scale is added up as integers.
 sums    Values of two tokens side by side, [token / 2, dim, 2], times weights that are multiplied with their
         scales first, as in `integers`.
 """
@@ -49,8 +49,8 @@ TOKENS = 8  # that accumulators are there for
 class Eights:
     """How eight neighbouring codes of a row lie when they are unfolded: words of two 16-bit integers.
 
-    No lane moves to another quarter of a vector. For keys two codes of a row share a word, for values the codes
-    of two tokens.
+    No lane moves to another quarter of a vector. For keys two codes of a row share a word, for values the
+    codes of two tokens.
     """
 
     def __init__(self, codes):
@@ -62,9 +62,7 @@ class Eights:
             self.keys = [4 * k for k in range(4)]  # offsets of words
             self.values = [4 * c for c in range(4)] + [BYTES + 4 * c for c in range(4)]
         else:
-            self.elements = [
-                2 * (c // 4) + c % 4 // 2 + 16 * (c % 2) if self.apart else c for c in range(8)
-            ]
+            self.elements = [2 * (c // 4) + c % 4 // 2 + 16 * (c % 2) if self.apart else c for c in range(8)]
             self.pairs = [(self.elements[k], self.elements[k + 4]) for k in range(4)]
             self.keys = [BYTES * k for k in range(4)]
             self.values = [2 * BYTES * (c % 4) + 4 * (c // 4) for c in range(8)]
@@ -213,13 +211,13 @@ def scores(stored, cell, group, width):
 
 
 def pair_bytes(b, dim):
-    """From the values of two tokens to the next: no power of two, for such compete for places in the cache."""
+    """From the values of two tokens to the next: no power of two, or they compete for places in the cache."""
     return b.add(b.mul(dim, I64(4)), I64(BYTES))
 
 
 @functools.cache
 def unfolded_values(stored, cell, group, width):
-    """(values, value_row, numbers, count, dim, target): [token / 2, dim, 2], behind the last token anything."""
+    """(values, value_row, numbers, count, dim, target): [token / 2, dim, 2], then anything."""
     codes = Codes(stored, cell, group, width)
     eights = Eights(codes)
     words = [[8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
@@ -244,38 +242,41 @@ def unfolded_values(stored, cell, group, width):
 
 @micro_kernel(5)
 def softmax(b, scores, count, top, total, factors):
-    """`integers.softmax` of scores [token, WIDE]: weights [token / 2, row, 2], a last odd token's other is 0."""
-    pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
+    """`integers.softmax` of scores [token, WIDE]: weights [token / 2, row, 2], 0 behind a last odd one."""
     for half in range(HALVES):
-        at, offset = b.add(scores, I64(BYTES * half)), I64(BYTES * half)
-        before = read(b, b.add(top, offset), F32, LANES)
-        largest = Slots(b, [read(b, at, F32, LANES)])
-        with loop(b, count) as i:
-            largest[0] = largest[0].max(read(b, b.add(at, b.mul(i, I64(ROW))), F32, LANES))
-        new, here = before.max(largest[0]), largest[0].max(LOWEST)
-        base = new.max(LOWEST)
-        shrink, grow = exp(before - base), exp(here - base)
-        sums = Slots(b, zeros(b, LANES))
+        offset = I64(BYTES * half)
+        half_softmax(b, count, *(b.add(at, offset) for at in (scores, top, total, factors)))
 
-        def weight(token):
-            score = read(b, b.add(at, b.mul(token, I64(ROW))), F32, LANES)
-            rounded = weight_of(score - here).fma(float(LARGEST_WEIGHT), ROUNDER)
-            sums[0] = sums[0] + (rounded - ROUNDER)
-            return rounded.as_bits()
 
-        with loop(b, pairs) as i:
-            token = b.mul(i, I64(2))
-            words = paired(weight(token), weight(b.add(token, I64(1))))
-            write(b, b.add(at, b.mul(i, I64(ROW))), words)
-        with b.if_then(b.icmp_signed("!=", odd, I64(0))):
-            words = weight(b.mul(pairs, I64(2))) & 0xFFFF
-            write(b, b.add(at, b.mul(pairs, I64(ROW))), words)
-        write(b, b.add(top, offset), new)
-        total_at = b.add(total, offset)
-        whole = read(b, total_at, F32, LANES).fma(shrink, sums[0] * grow * (1 / LARGEST_WEIGHT))
-        write(b, total_at, whole)
-        write(b, b.add(factors, offset), shrink)
-        write(b, b.add(factors, I64(ROW + BYTES * half)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
+def half_softmax(b, count, scores, top, total, factors):
+    """Of 16 rows."""
+    pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
+    before = read(b, top, F32, LANES)
+    largest = Slots(b, [read(b, scores, F32, LANES)])
+    with loop(b, count) as i:
+        largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(ROW))), F32, LANES))
+    new, here = before.max(largest[0]), largest[0].max(LOWEST)
+    base = new.max(LOWEST)
+    shrink, grow = exp(before - base), exp(here - base)
+    sums = Slots(b, zeros(b, LANES))
+
+    def weight(token):
+        score = read(b, b.add(scores, b.mul(token, I64(ROW))), F32, LANES)
+        rounded = weight_of(score - here).fma(float(LARGEST_WEIGHT), ROUNDER)
+        sums[0] = sums[0] + (rounded - ROUNDER)
+        return rounded.as_bits()
+
+    with loop(b, pairs) as i:
+        token = b.mul(i, I64(2))
+        words = paired(weight(token), weight(b.add(token, I64(1))))
+        write(b, b.add(scores, b.mul(i, I64(ROW))), words)
+    with b.if_then(b.icmp_signed("!=", odd, I64(0))):
+        words = weight(b.mul(pairs, I64(2))) & 0xFFFF
+        write(b, b.add(scores, b.mul(pairs, I64(ROW))), words)
+    write(b, top, new)
+    write(b, total, read(b, total, F32, LANES).fma(shrink, sums[0] * grow * (1 / LARGEST_WEIGHT)))
+    write(b, factors, shrink)
+    write(b, b.add(factors, I64(ROW)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
 
 
 @functools.cache
