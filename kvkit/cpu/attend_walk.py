@@ -6,6 +6,7 @@ from numba import types
 from kvkit import numeric
 from kvkit.cpu import memory, online
 from kvkit.cpu.attend_units import WIDE, sequence
+from kvkit.cpu.integers import scales_of
 from kvkit.cpu.online import visible
 from kvkit.cpu.simd import attention
 from kvkit.index import page_of, rest_of_page, row_of
@@ -18,14 +19,15 @@ get, put = memory.load(types.int64), memory.store(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 call_pair_rows, call_pair_values, call_pairs = memory.call(3), memory.call(6), memory.call(7)
 call_scores, call_sums, call_rows = memory.call(11), memory.call(12), memory.call(13)
-call_queries, call_integer_sums = memory.call(3), memory.call(14)
+call_queries, call_integer_sums = memory.call(3), memory.call(15)
+call_wide_scores, call_unfold = memory.call(5), memory.call(8)
 
 
 @helper
 def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
     """Queries of every tile as float32 times the scale, as products want them: [dim, row] if wide."""
     lines_at, dim = scratch + task.lines, task.padded_dim
-    _, _, query_rows = sequence(task, b)
+    seqlen, _, query_rows = sequence(task, b)
     start = get(task.seqstarts + 8 * b)
     for t in range(tiles):
         target = scratch + task.queries + t * tile * dim * 4
@@ -46,6 +48,8 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
             if task.pairs:  # they are exact, so that scores are scaled instead
                 call_pair_rows(task.pair_rows, target, dim, scratch + task.query_pairs + t * tile * dim * 2)
                 attention.times(target, target, WIDE * dim, scale_at)
+            elif task.integers and seqlen == 1:
+                call_queries(task.integer_queries, target, dim, integers_at(task, scratch, t, tile))
         elif task.integers:
             call_queries(get_queries(task, tile), target, dim, integers_at(task, scratch, t, tile))
         else:
@@ -172,7 +176,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     attention.clear(scratch + task.sums, tiles * tile * task.padded_value_dim)
     wide = tile == WIDE
     pairs = wide and task.pairs and not careful
-    integers = task.integers and not wide
+    integers = task.integers and not careful and (seqlen == 1 or not wide)
+    even = True  # the scales of a block's values
     scale_at = task.key_scales + b * task.scale_sequence + head * task.scale_head
     widens, most = wide or task.widens, task.wide_block if wide else task.block
     if widens and (task.dim < task.padded_dim or task.value_dim < task.padded_value_dim):
@@ -246,12 +251,23 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                         task.pair_values, wide_values, value_bytes // 2, count, task.padded_value_dim,
                         panels, panel,
                     )  # fmt: skip
-                if (widens or (integers and careful)) and not pairs and (by_head or t == 0):
+                if integers and wide and t == 0:
+                    call_unfold(
+                        task.integer_keys, key, key_row, cell, task.cell_row, here, -(-count // 8) * 8,
+                        task.padded_dim, wide_keys,
+                    )  # fmt: skip
+                    call_unfold(
+                        task.integer_values, value, value_row, value_cell, task.cell_row, value_here, count,
+                        task.padded_value_dim, wide_values,
+                    )  # fmt: skip
+                    even = get_float(scales_of(wide_values, task.padded_value_dim)) >= np.float32(0)
+                widened = (by_head or t == 0) and not pairs
+                if widened and (widens or (task.integers and careful)) and not integers:
                     widen_rows(
                         task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
                         here, task.key_step, count, wide_keys, key_bytes, task.dim,
                     )  # fmt: skip
-                if (widens or careful) and not pairs and (by_head or t == 0):
+                if widened and (widens or careful) and not (integers and even):
                     widen_rows(
                         task, task.value_to_float, value, value_row, task.value_element, value_cell,
                         task.cell_row, value_here, task.value_step, count,
@@ -273,8 +289,13 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                         task.pair_scores, scratch + task.query_pairs + t * tile * (key_bytes // 2), key,
                         key_bytes // 2, whole, task.padded_dim, block, scale_at,
                     )  # fmt: skip
-                elif integers and careful:
+                elif task.integers and careful and not wide:
                     online.careful_scores(queries, wide_keys, key_bytes, seen, task.padded_dim, block, tile)
+                elif integers and wide:
+                    call_wide_scores(
+                        task.integer_scores, integers_at(task, scratch, t, tile), wide_keys, whole,
+                        task.padded_dim, block,
+                    )  # fmt: skip
                 else:
                     if integers:
                         queries = integers_at(task, scratch, t, tile)
@@ -286,7 +307,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     online.adjust(task, b, block, tile, live, first, at, begin, seen, seqlen, kvlen)
             if seen <= 0:
                 continue
-            if not integers or careful:
+            if not integers or (wide and not even):
                 for t in range(begun, begun + together):
                     state = 4 * t * lanes
                     online.softmax(
@@ -294,21 +315,36 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                         scratch + task.total + state, factor + (t - begun) * 4 * lanes,
                     )  # fmt: skip
             for t in range(begun, begun + together):
-                at = head + t if by_head else head
+                at, state = head + t if by_head else head, 4 * t * lanes
+                top, total = scratch + task.top + state, scratch + task.total + state
                 value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
                 value_cell = value_cells + at * task.cell_head
                 if widens:
                     value, value_row, value_numbers = wide_values, value_bytes, task.counting
                 sums = scratch + task.sums + t * tile * value_bytes
                 block, shrink = scores + (t - begun) * block_bytes, factor + (t - begun) * 4 * lanes
-                if integers and not careful:
+                if integers and wide and even:
+                    call_unfold(
+                        task.integer_sums, block, wide_values, seen, task.padded_value_dim, sums, shrink,
+                        top, total,
+                    )  # fmt: skip
+                elif integers and not wide:
                     online.fill_vector(block, seen * tile)
-                    state = 4 * t * lanes
                     call_integer_sums(
                         sum_code, block, value, value_row, value_cell, task.cell_row, value_numbers,
-                        soon + 8 * t * most, 0, seen, task.padded_value_dim, sums, shrink,
-                        scratch + task.top + state, scratch + task.total + state,
+                        soon + 8 * t * most, 0, seen, task.padded_value_dim, sums, shrink, top, total,
+                        wide_values,
                     )  # fmt: skip
+                    if get_float(shrink + 4 * attention.LANES) < 0:
+                        widen_rows(
+                            task, task.value_to_float, value, value_row, task.value_element, value_cell,
+                            task.cell_row, value_numbers, task.value_step, seen,
+                            wide_values, value_bytes, task.value_dim,
+                        )  # fmt: skip
+                        online.softmax(block, tile, seen, top, total, shrink)
+                        online.careful_sums(
+                            block, wide_values, value_bytes, seen, task.padded_value_dim, sums, shrink, tile
+                        )
                 elif careful:
                     put_float(scratch + task.lines, SHRINK)
                     attention.times(block, block, -(-seen * tile // 16) * 16, scratch + task.lines)

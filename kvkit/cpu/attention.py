@@ -28,6 +28,7 @@ LATER = (
     "unit_tiles", "part_tokens", "units", "items", "parts", "tiles", "products",
     "scores1", "scores2", "scores4", "scores8", "scores32", "sums1", "sums2", "sums4", "sums8", "sums32",
     "queries1", "queries2", "queries4", "queries8",
+    "integer_queries", "integer_keys", "integer_values", "integer_scores", "integer_sums",
     "counters", "partials", "scratch",
 )  # fmt: skip
 
@@ -55,7 +56,7 @@ def scratch_offsets(dim, value_dim, narrow_rows, block, pairs, integers):
         "numbers": 4 * 8 * (WIDE_BLOCK + 16)
         + 16 * (max(WIDE_BLOCK, block * narrow_rows // attend.NARROW) + 8),
         "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
-        "factor": 8 * rows,
+        "factor": 8 * rows + 8 * WIDE,
         "top": 8 * rows,  # narrow tiles have at least 16 lanes
         "total": 8 * rows,
         "queries": 4 * rows * dim,
@@ -241,6 +242,9 @@ def prepare(query, out, lse, context, steps, decoding, weights):
                 )
             else:
                 numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
+    if whole and tiles & WIDE and query.shape[-2] // heads > attend.NARROW:  # some may be of one token
+        for name, code in integers.wide_addresses(stored, (context.cell, context.group, whole)).items():
+            numbers[AT[name]] = code
     counters = np.zeros(units + 1, np.int64)
     numbers[AT["counters"]] = address(counters)
     part_bytes, scratch_bytes = parts * fixed["part_bytes"], fixed["scratch_bytes"]

@@ -1,20 +1,24 @@
-"""Narrow products over codes by integers as machine code, which only some processors have (see `machine`)."""
+"""Products over codes by integers as machine code, which only some processors have (see `machine`)."""
 
 import functools
 
+import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.products import SCORES
-from kvkit.cpu.simd import integers
+from kvkit.cpu.simd import integers, wide_integers
 from kvkit.formats.elements import BY_NAME
-from kvkit.jit import callback
+from kvkit.jit import callback, helper
 
 WIDTHS = 128, 64  # elements of a row at a time
 STORED = {"int8": WIDTHS, "int4": WIDTHS[:1], "q8_0": WIDTHS, "q4_0": WIDTHS[:1]}
-MOST_TOKENS = 64  # of a block
 QUERIES = types.void(*[types.int64] * 3)
-SUMS = types.void(*[types.int64] * 14)
+SUMS = types.void(*[types.int64] * 15)
+UNFOLDED = types.void(*[types.int64] * 8)
+WIDE_SCORES = types.void(*[types.int64] * 5)
+
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 def width(stored, cell, group, dims):
@@ -56,21 +60,26 @@ def scores(rows, *form):
 
 @functools.cache
 def sums(rows, *form):
-    """`products.sums` of scores, with `top` and `total` of the online softmax behind the other arguments.
+    """`products.sums` of scores, with `top` and `total` of the online softmax, and memory to work in.
 
-    Scores of whole vectors are overwritten.
+    Where scales are too uneven it leaves all as it is, but for -1 in the second vector of factors. Scores of
+    whole vectors are overwritten; the memory is 256 * dim bytes, at least 32768.
     """
-    softmax, of_block = integers.softmax(rows), integers.sums(rows, *form)
-    scratch = memory.scratch(integers.scratch_bytes(rows, MOST_TOKENS, *form))
+    fixed_scales, softmax = integers.fixed_scales(*form), integers.softmax(rows)
+    of_block = integers.sums(rows, *form)
 
     def sums(
         scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
-        top, total,
+        top, total, scratch,
     ):  # fmt: skip
+        fixed_scales(values, value_row, cells, cell_row, numbers, count, dim, scratch)
+        if get_float(scratch) < 0:
+            put_float(factors + 4 * integers.LANES, np.float32(-1))
+            return
         softmax(scores, -(-count * rows // integers.LANES), top, total, factors)
         of_block(
-            scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
-            scratch(),
+            scores, values, value_row, numbers, ahead, shift, count, dim, sums, factors, scratch,
+            scratch + 64 + 40 * dim,
         )  # fmt: skip
 
     return callback(sums, SUMS, ("integer sums", rows, *form))
@@ -82,3 +91,83 @@ def addresses(rows, stored, form):
     return (
         queries(rows, key, *form).address, scores(rows, key, *form).address, sums(rows, value, *form).address,
     )  # fmt: skip
+
+
+@functools.cache
+def wide_queries(*form):
+    """(queries [dim, WIDE], dim, target): as `wide_scores` want them, in 64 * dim + 128 bytes."""
+
+    fixed = wide_integers.fixed_queries(*form)
+
+    def queries(queries, dim, target):
+        fixed(queries, dim, target)
+
+    return callback(queries, QUERIES, ("wide integer queries", *form))
+
+
+@functools.cache
+def wide_keys(*form):
+    """(keys, key_row, cells, cell_row, numbers, count, dim, target): 4 * dim bytes for each token."""
+    unfolded = wide_integers.unfolded_keys(*form)
+
+    def keys(keys, key_row, cells, cell_row, numbers, count, dim, target):
+        unfolded(keys, key_row, cells, cell_row, numbers, count, dim, target)
+
+    return callback(keys, UNFOLDED, ("wide integer keys", *form))
+
+
+@helper
+def scales_of(values, dim):
+    """Where the scales of wide values are."""
+    return values + (4 * dim + 64) * (integers.MOST_TOKENS // 2)
+
+
+@functools.cache
+def wide_values(*form):
+    """(values, value_row, cells, cell_row, numbers, count, dim, target): in 512 * dim bytes.
+
+    The float32 at their `scales_of` is -1 where these are too uneven, and nothing else is there.
+    """
+    fixed_scales, unfolded = integers.fixed_scales(*form), wide_integers.unfolded_values(*form)
+
+    def values(values, value_row, cells, cell_row, numbers, count, dim, target):
+        scales = scales_of(target, dim)
+        fixed_scales(values, value_row, cells, cell_row, numbers, count, dim, scales)
+        if get_float(scales) >= 0:
+            unfolded(values, value_row, numbers, count, dim, target)
+
+    return callback(values, UNFOLDED, ("wide integer values", *form))
+
+
+@functools.cache
+def wide_scores(*form):
+    """(queries, keys, count, dim, scores): [token, WIDE], of a multiple of 8 tokens."""
+    of_block = wide_integers.scores(*form)
+
+    def scores(queries, keys, count, dim, scores):
+        of_block(queries, keys, count, dim, scores)
+
+    return callback(scores, WIDE_SCORES, ("wide integer scores", *form))
+
+
+@functools.cache
+def wide_sums(*form):
+    """(scores, values, count, dim, sums, factors, top, total): sums [dim, WIDE]; scores are overwritten."""
+    of_block = wide_integers.sums(*form)
+
+    def sums(scores, values, count, dim, sums, factors, top, total):
+        wide_integers.softmax(scores, count, top, total, factors)
+        of_block(scores, values, scales_of(values, dim), count, dim, sums, factors)
+
+    return callback(sums, UNFOLDED, ("wide integer sums", *form))
+
+
+def wide_addresses(stored, form):
+    """The addresses of the five, by the names of the task's fields."""
+    key, value = stored
+    codes = {
+        "queries": wide_queries(key, *form), "keys": wide_keys(key, *form),
+        "values": wide_values(value, *form),
+        "scores": wide_scores(key, *form), "sums": wide_sums(value, *form),
+    }  # fmt: skip
+    return {"integer_" + name: code.address for name, code in codes.items()}

@@ -16,6 +16,7 @@ TASK = Record(
     "part_tokens units items parts tiles products",
     "rounds key_to_float value_to_float query_to_float float_to_out",
     "scores1 scores2 scores4 scores8 scores32 sums1 sums2 sums4 sums8 sums32",
+    "integer_queries integer_keys integer_values integer_scores integer_sums",
     "integers queries1 queries2 queries4 queries8",
     "pairs pair_rows pair_values pair_scores pair_sums copy_row",
     "partials part_bytes counting scratch scratch_bytes",

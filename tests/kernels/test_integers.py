@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import kvkit
 from kvkit import steps
 from kvkit.cpu import integers, machine
+from kvkit.cpu.attention import WIDE, WIDE_BLOCK
 from kvkit.repeats import Repeats
 
 pytestmark = [
@@ -40,9 +41,12 @@ def same(array):
 
 
 class Rows:
-    """Codes at scattered places of a cache, all else in it NaN, and what they stand for."""
+    """Codes at scattered places of a cache, all else in it NaN, and what they stand for.
 
-    def __init__(self, rng, form, tokens, place=same):
+    A `spike` is how many times as large as those of other tokens the scales of some are.
+    """
+
+    def __init__(self, rng, form, tokens, place=same, spike=1):
         stored, cell, group, width = form
         self.dim = max(2 * width, group)
         capacity = 2 * tokens + 1
@@ -51,6 +55,7 @@ class Rows:
         largest = 127 if stored in ("int8", "q8_0") else 7
         codes = rng.integers(-largest - 1, largest + 1, (tokens, self.dim)).astype(np.int8)
         scales = rng.uniform(-1, 1, (tokens, self.dim // size)).astype(np.float32)
+        scales[rng.integers(0, tokens, 2)] *= spike
         kind = kvkit.formats.BY_NAME[cell or "float16"].dtype
         scales = scales.astype(kind)
         self.values = codes * np.repeat(scales.astype(np.float64), size, 1)
@@ -103,54 +108,121 @@ def check_scores(rng, rows, form, tokens, place=same):
     assert (np.abs(scores[:tokens] - expected) <= bound).all()
 
 
-def check_sums(rng, rows, form, tokens, place=same, before=0.0):
-    """Two blocks: what was there before is weighed against the scores of this one."""
-    cache, whole = Rows(rng, form, tokens, place), -(-tokens * rows // 16) * 16 // rows
+class Block:
+    """Scores of a block [tokens, rows], what was there before, and what both come to.
+
+    What was there before is weighed against the scores.
+    """
+
+    def __init__(self, rng, rows, cache, tokens, before):
+        self.logits = (rng.standard_normal((tokens, rows)) * 3).astype(np.float32)
+        self.logits[0] = -np.inf
+        self.start = rng.standard_normal((rows, cache.dim)).astype(np.float32)
+        self.state = np.zeros((2, max(rows, 16)), np.float32)
+        self.state[0] = before
+        self.state[1, :rows] = 1
+        self.top = np.maximum(self.logits.max(0), np.float32(before))
+        self.weights = np.exp(self.logits.astype(np.float64) - self.top)
+        self.shrink = np.exp(before - self.top.astype(np.float64))
+        self.expected = self.start * self.shrink[:, None] + self.weights.T @ cache.values
+        units = 1.5 * WEIGHT * self.weights.max(0)[:, None]
+        self.bound = tokens * units * cache.largest + 1e-5 * np.abs(self.expected).max()
+
+    def check(self, sums):
+        assert (np.abs(sums - self.expected) <= self.bound).all()
+        assert_array_equal(self.state[0][: len(self.top)], self.top)
+        total = self.state[1].reshape(-1, len(self.top)).sum(0)
+        assert_allclose(total, self.shrink + self.weights.sum(0), rtol=1e-5, atol=len(self.logits) * WEIGHT)
+
+
+def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1):
+    """True, unless scales are too uneven: then nothing is done."""
+    cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens * rows // 16) * 16 // rows
     numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
-    logits = (rng.standard_normal((tokens, rows)) * 3).astype(np.float32)
-    logits[0] = -np.inf
+    block = Block(rng, rows, cache, tokens, before)
     scores = np.full((whole, rows), -np.inf, np.float32)
-    scores[:tokens] = logits
-    start = rng.standard_normal((rows, cache.dim)).astype(np.float32)
-    sums, untouched = guarded(start.shape, start)
-    state = np.zeros((2, 16), np.float32)
-    state[0] = before
-    state[1, :rows] = 1
-    factors = place(np.zeros(32, np.float32))
+    scores[:tokens] = block.logits
+    scores = place(scores)
+    sums, untouched = guarded(block.start.shape, block.start)
+    factors, memory = place(np.zeros(32, np.float32)), np.zeros(max(32768, 256 * cache.dim), np.uint8)
     call(
-        integers.sums(rows, *form), place(scores.copy()), cache.codes, cache.codes.shape[1], cache.cells,
-        cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, state[0], state[1],
+        integers.sums(rows, *form), scores, cache.codes, cache.codes.shape[1], cache.cells,
+        cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, *block.state, memory,
     )  # fmt: skip
     untouched()
-    top = np.maximum(logits.max(0), np.float32(before))
-    weights = np.exp(logits.astype(np.float64) - top)
-    shrink = np.exp(before - top.astype(np.float64))
-    expected = start * shrink[:, None] + weights.T @ cache.values
-    bound = tokens * 1.5 * WEIGHT * cache.largest * weights.max(0)[:, None] + 1e-5 * np.abs(expected).max()
-    assert (np.abs(sums - expected) <= bound).all()
-    assert_array_equal(state[0][:rows], top)
-    total = state[1].reshape(-1, rows).sum(0)
-    assert_allclose(total, shrink + weights.sum(0), rtol=1e-5, atol=tokens * WEIGHT)
+    if factors[16] < 0:
+        assert_array_equal(scores[:tokens], block.logits)
+        assert_array_equal(sums, block.start)
+        return False
+    block.check(sums)
+    return True
+
+
+def check_wide(rng, form, tokens, place=same, before=0.0, spike=1):
+    """Scores and sums of 32 rows, likewise."""
+    cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens // 8) * 8
+    numbers = place(cache.numbers_for(whole))
+    rows = cache.codes, cache.codes.shape[1], cache.cells, cache.cells.shape[1], numbers
+    queries = place((rng.standard_normal((cache.dim, WIDE)) * 2.0 ** rng.integers(-9, 9)).astype(np.float32))
+    fixed, untouched_queries = guarded((16 * cache.dim + 32,))
+    keys, untouched_keys = guarded((whole, cache.dim))
+    scores, untouched = guarded((whole, WIDE))
+    call(integers.wide_queries(*form), queries, cache.dim, fixed)
+    call(integers.wide_keys(*form), *rows, whole, cache.dim, keys)
+    call(integers.wide_scores(*form), fixed, keys, whole, cache.dim, scores)
+    for check in (untouched_queries, untouched_keys, untouched):
+        check()
+    bound = (0.5 * QUERY + 2**-20) * np.abs(cache.values).sum(1)[:, None] * np.abs(queries).max(0)
+    assert (np.abs(scores[:tokens] - cache.values @ queries.astype(np.float64)) <= bound).all()
+
+    block = Block(rng, WIDE, cache, tokens, before)
+    scores[:tokens] = block.logits
+    sums, untouched = guarded(block.start.T.shape, block.start.T)
+    values, untouched_values = guarded((WIDE_BLOCK, cache.dim))
+    call(integers.wide_values(*form), *rows, tokens, cache.dim, values)
+    untouched_values()
+    at = integers.scales_of.py_func(values.ctypes.data, cache.dim) - values.ctypes.data
+    if values.view(np.uint8).reshape(-1)[at:][:4].view(np.float32) < 0:
+        return False
+    factors = place(np.zeros(64, np.float32))
+    call(integers.wide_sums(*form), scores, values, tokens, cache.dim, sums, factors, *block.state)
+    untouched()
+    block.check(sums.T)
+    return True
 
 
 @forms
 def test_products(rows, form, rng):
     for tokens in (1, 8, 29, 64):
         check_scores(rng, rows, form, tokens)
-        check_sums(rng, rows, form, tokens)
+        assert check_sums(rng, rows, form, tokens)
     check_sums(rng, rows, form, 16, before=40.0)  # a block that hardly matters
     check_sums(rng, rows, form, 16, before=-40.0)
+    assert not check_sums(rng, rows, form, 64, spike=1e4)
+
+
+each_form = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+@each_form
+def test_wide_products(form, rng):
+    for tokens in (1, 29, 128):
+        assert check_wide(rng, form, tokens)
+    check_wide(rng, form, 16, before=40.0)
+    check_wide(rng, form, 16, before=-40.0)
+    assert not check_wide(rng, form, 64, spike=1e4)
 
 
 @needs_borders
-@forms
 @pytest.mark.parametrize("where", [BEGIN, END])
-def test_products_read_nothing_outside(rows, form, where, rng):
+def test_products_read_nothing_outside(where, rng):
     def place(array):
         return at_border(array, where)
 
-    check_scores(rng, rows, form, 5, place)
-    check_sums(rng, rows, form, 5, place)
+    for i, form in enumerate(FORMS):
+        check_scores(rng, 1 << i % 4, form, 5, place)
+        check_sums(rng, 1 << i % 4, form, 5, place)
+        check_wide(rng, form, 5, place)
 
 
 def attended(query, cache, scale, codes, group, **given):
@@ -176,7 +248,7 @@ def without(monkeypatch, function):
 
 
 @pytest.mark.parametrize("given", [{}, {"softcap": 5.0}, {"is_alibi": True}, {"window": (50, 0)}], ids=str)
-@pytest.mark.parametrize(("bits", "group", "heads"), [(8, 8, 8), (4, 32, 16)])
+@pytest.mark.parametrize(("bits", "group", "heads"), [(8, 8, 8), (4, 32, 16), (8, 32, 36)])
 def test_attention_is_as_without(bits, group, heads, given, rng, monkeypatch):
     """At large scores, too: what is between is the fixed point of queries, and of weights."""
     query, cache, scale = problem(rng, bits, group, heads)
@@ -194,9 +266,9 @@ def test_attention_is_as_without(bits, group, heads, given, rng, monkeypatch):
 
 @pytest.mark.parametrize("where", ["query", "key scale", "value scale"])
 @pytest.mark.parametrize("number", [np.nan, -np.inf], ids=str)
-@pytest.mark.parametrize("hidden", [False, True])
-def test_what_is_not_finite_ends_as_without(where, number, hidden, rng, monkeypatch):
-    query, cache, scale = problem(rng, 8, 8, 8)
+@pytest.mark.parametrize(("hidden", "heads"), [(False, 8), (True, 8), (True, 40)])
+def test_what_is_not_finite_ends_as_without(where, number, hidden, heads, rng, monkeypatch):
+    query, cache, scale = problem(rng, 8, 8, heads)
     mask = np.ones((1, cache.shape[3]), bool)
     mask[:, 7] = not hidden
     if where == "query":
@@ -211,6 +283,31 @@ def test_what_is_not_finite_ends_as_without(where, number, hidden, rng, monkeypa
     got, expected = run(), without(monkeypatch, run)
     assert_array_equal(np.isfinite(got), np.isfinite(expected))
     assert_allclose(got.astype(float), expected.astype(float), atol=2**-10)
+
+
+@pytest.mark.parametrize("weight", [0.0, -8.0])
+@pytest.mark.parametrize("heads", [8, 40])
+def test_a_huge_scale_costs_other_values_nothing(heads, weight, rng):
+    """Values of a token are 10,000 times as large: errors are those of weights, each times its own value."""
+    query, cache, scale = problem(rng, 8, 8, heads, length=64)
+    cache[:, :, 1, 7, :, ::2] = 0
+    cache[:, :, :, -1] = 0  # the new token, as it will be
+    scale[:, :, 1, 7] *= 1e4
+    scale[:, :, :, -1] = 0
+    bias = np.zeros((1, 64), np.float32)
+    bias[:, 7] = weight
+    got = attended(query, cache, scale, 8, 8, attn_mask=bias, softmax_scale=2**-6)
+    keys, values = (
+        (cache[:, 0, side] * np.repeat(scale[:, 0, side].astype(np.float64), 8, -1)).repeat(heads // 2, 2)
+        for side in (0, 1)
+    )
+    scores = np.einsum("bhd,bthd->bht", query[:, 0].astype(np.float64), keys) * 2**-6 + bias
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    total = weights.sum(-1)[..., None]
+    expected = np.einsum("bht,bthd->bhd", weights, values) / total
+    magnitude = np.abs(values).sum(1) / total
+    error = np.abs(got[:, 0] - expected)
+    assert (error <= WEIGHT * magnitude + 2**-11 * np.abs(expected) + 2**-24).all()
 
 
 def test_threads_do_not_matter(rng):

@@ -4,17 +4,20 @@ scores  Queries are fixed point of 16 bits, relative to the largest of their row
         multiplied a lane, once with the high bytes of a query and once with the low ones, and added up as
         integers as long as they share a scale. Lanes of a quarter of a vector hold up to four rows.
 sums    Weights are fixed point of 16 bits, relative to the largest of the block, and so are scales; their
-        products are multiplied with codes, two tokens a lane, and added up as integers over the block.
+        products are multiplied with codes, two tokens a lane, and added up as integers over the block. A
+        scale far above the others' mean would leave these few bits: such blocks are left to floats.
 
-What is not finite in queries and scales comes out as what is not finite in scores and sums.
+What is not finite in queries and scales comes out as NaN in scores, and as what is not finite in sums.
 """
 
 import functools
 import itertools
+import math
 
 from llvmlite import ir
 from numba.core import cgutils
 
+from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.attention import LANES, LINE, LOWEST, bytes_of, number_at, tile_tokens
 from kvkit.cpu.simd.lanes import (
     F32,
@@ -27,6 +30,7 @@ from kvkit.cpu.simd.lanes import (
     Slots,
     broadcast,
     exp,
+    fill,
     joined,
     loop,
     micro_kernel,
@@ -43,6 +47,8 @@ BYTES = 64  # of a vector
 WORDS = ir.VectorType(I32, LANES)
 LARGEST_QUERY = 127 * 256 + 127  # high and low bytes have signs
 LARGEST_WEIGHT = 2**15 - 1
+MOST_TOKENS = 128  # of a block
+UNEVEN = 8.0  # times their mean: a larger scale would leave the others of a block too few bits
 LEAST = 2.0**-100  # what is smaller counts as 0: reciprocals stay finite
 ROUNDER = 1.5 * 2.0**23  # added, it leaves an integer in the low bits
 ROUNDER_BITS = 0x4B400000
@@ -54,8 +60,11 @@ def dot(sums, codes, bytes_):
 
 
 def dot_pairs(sums, x, y):
-    """Sums, and the products of two vectors of 16-bit integers: two a lane."""
-    return called("llvm.x86.avx512.vpdpwssd.512", WORDS, sums, x.as_bits(), y.as_bits())
+    """Sums, and the products of two vectors of 16-bit integers: two a lane.
+
+    They saturate, which these never do: of the other instruction LLVM makes two where several are in a row.
+    """
+    return called("llvm.x86.avx512.vpdpwssds.512", WORDS, sums, x.as_bits(), y.as_bits())
 
 
 def times(x, y):
@@ -184,6 +193,21 @@ class Codes:
         size = BY_NAME[self.cell].bytes(1)
         first = b.add(cells, b.mul(b.udiv(i, I64(self.group)), I64(size)))
         return read(b, first, RAW[self.cell], self.scales)
+
+
+def weight_of(x):
+    """e to the power of lanes up to 0, within 3e-6 of itself; what is less than e^-55 may be e^-55."""
+    power = x * math.log2(math.e)
+    power = Lanes(
+        x.builder,
+        x.builder.select(x.builder.fcmp_ordered("<", power.value, x.of(-80.0)), x.of(-80.0), power.value),
+    )
+    shifted = power + ROUNDER
+    rest = power - (shifted - ROUNDER)
+    series = Lanes(x.builder, x.of(9.570099413394928e-3))
+    for coefficient in (5.591785907745361e-2, 0.240247443318367, 0.6931217908859253, 0.9999992847442627):
+        series = series.fma(rest, coefficient)
+    return series.as_bits().plus(shifted.as_bits() << 23).cast("bitcast", F32)
 
 
 def side_by_side(rows, half):
@@ -338,7 +362,7 @@ def scores(rows, stored, cell, group, width):
                         product = (high[k] << 8).plus(low[k]).cast("sitofp", F32)
                         sums[k] = product.fma(scale[k // form.vectors].pick(groups), sums[k])
             total = sums_of([sums[k] for k in range(tokens * form.vectors)], form.apart) * factor
-            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
+            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total.fma(0.0, total))  # NaN of infinity
 
     return scores
 
@@ -372,7 +396,7 @@ def softmax(rows):
         shrink, grow = exp(before - base), exp(here - base)
         sums = Slots(b, zeros(b, LANES))
         with loop(b, vectors) as i:
-            weight = exp(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - here)
+            weight = weight_of(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - here)
             rounded = weight.fma(float(LARGEST_WEIGHT), ROUNDER)
             sums[0] = sums[0] + (rounded - ROUNDER)
             pairs = rounded.as_bits(16).pick(2 * lane for lane in order)
@@ -385,9 +409,105 @@ def softmax(rows):
     return softmax
 
 
+class Scales:
+    """Where `fixed_scales` leaves what it found: 40 * dim + 64 bytes."""
+
+    def __init__(self, codes, dim):
+        self.codes, self.dim = codes, dim
+        self.largest = BYTES  # offset; a vector of each chunk: those of its groups, again and again
+        self.chunk = 2 * codes.scales * MOST_TOKENS  # bytes of a chunk's scales: [token / 2, group, 2]
+
+    def largest_at(self, b, at, chunk):
+        return b.add(at, b.add(I64(self.largest), b.mul(chunk, I64(BYTES))))
+
+    def pairs_at(self, b, at, chunk):
+        first = b.add(b.add(at, I64(self.largest)), self.dim)
+        return b.add(first, b.mul(chunk, I64(self.chunk)))
+
+
+def paired(even, odd):
+    """Integers of two tokens in the halves of a word."""
+    return (even & 0xFFFF) | (odd << 16)
+
+
+@functools.cache
+def fixed_scales(stored, cell, group, width):
+    """(values, value_row, cells, cell_row, numbers, count, dim, target): 16-bit integers of a block's scales.
+
+    They are relative to the largest of their group; see `Scales`. The float32 at the target is -1 where one
+    is too large for that (see `UNEVEN`), 0 elsewhere. Behind the last token there is anything.
+    """
+    codes = Codes(stored, cell, group, width)
+    count_of, size = codes.scales, BY_NAME[codes.cell].bytes(1)
+
+    @micro_kernel(8)
+    def fixed_scales(b, values, value_row, cells, cell_row, numbers, count, dim, target):
+        scales = Scales(codes, dim)
+        span = LANES // count_of  # tokens of a vector
+        vectors = b.udiv(b.add(count, I64(span - 1)), I64(span))
+        here, floats = (lanes.room(b, MOST_TOKENS * count_of * n) for n in (size, 4))
+        uneven = Slots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))])
+
+        def raw(token, i):
+            number = number_at(b, numbers, token)
+            at = codes.begin(b, b.add(values, b.mul(number, value_row)), i)
+            return codes.raw_scales(b, at, b.add(cells, b.mul(number, cell_row)), i)
+
+        with loop(b, dim, width) as i:
+            chunk = b.udiv(i, I64(width))
+            if count_of < LANES:
+                last = b.add(here[0], b.mul(b.sub(vectors, I64(1)), I64(size * LANES)))
+                write(b, last, Lanes(b, ir.Constant(ir.VectorType(I8, size * LANES), None)))
+                with loop(b, count) as token:
+                    write(b, b.add(here[0], b.mul(token, I64(size * count_of))), raw(token, i))
+            found = Slots(b, zeros(b, LANES, 2))
+            with loop(b, vectors) as v:
+                if count_of < LANES:
+                    scale = read(b, b.add(here[1], b.mul(v, I64(size * LANES))), RAW[codes.cell], LANES)
+                else:
+                    scale = raw(v, i)
+                scale = widen(scale, codes.cell)
+                write(b, b.add(floats[0], b.mul(v, I64(BYTES))), scale)
+                found[0], found[1] = found[0].max(abs(scale)), found[1] + abs(scale)
+            largest, total = found[0], found[1]
+            for distance in (8, 4, 2, 1):
+                if distance >= count_of:
+                    turned = [(lane + distance) % LANES for lane in range(LANES)]
+                    largest, total = largest.max(largest.pick(turned)), total + total.pick(turned)
+            many = fill(b, b.sitofp(count, F32), LANES)
+            above = b.fcmp_ordered(">", (largest * many).value, (total * UNEVEN).value)
+            uneven[0] = uneven[0] | Lanes(b, above)
+            write(b, scales.largest_at(b, target, chunk), total.fma(0.0, largest))
+            reciprocal = float(LARGEST_WEIGHT) / largest.max(LEAST)
+            to = scales.pairs_at(b, target, chunk)
+            at_once = 2 if count_of == LANES else 1  # vectors, that hold pairs of tokens
+            with loop(b, vectors, at_once) as v:
+                at = b.add(floats[1], b.mul(v, I64(BYTES)))
+                numbers_of = [
+                    read(b, b.add(at, I64(BYTES * k)), F32, LANES).fma(reciprocal, ROUNDER).as_bits()
+                    for k in range(at_once)
+                ]
+                if at_once == 2:
+                    words = paired(*numbers_of)
+                else:
+                    lanes_of = range(LANES)
+                    words = paired(
+                        *(
+                            numbers_of[0].pick(lane for lane in lanes_of if lane // count_of % 2 == odd)
+                            for odd in range(2)
+                        )
+                    )
+                write(b, b.add(to, b.mul(v, I64(BYTES // 2))), words)
+        any_ = b.icmp_signed("!=", b.bitcast(uneven[0].value, I16), I16(0))
+        flag = b.select(any_, ir.Constant(F32, -1.0), ir.Constant(F32, 0.0))
+        b.store(flag, b.inttoptr(target, F32.as_pointer())).align = 4
+
+    return fixed_scales
+
+
 @functools.cache
 def sums(rows, stored, cell, group, width):
-    """`attention.narrow_sums` of the weights and factors of `softmax`, and `scratch_bytes` to work in.
+    """`attention.narrow_sums` of the weights and factors of `softmax`, with `fixed_scales` and scratch.
 
     Tokens that fill the last vector of weights have weights of 0, and numbers.
     """
@@ -397,47 +517,33 @@ def sums(rows, stored, cell, group, width):
     most_rows = min(rows, LANES // len(parts[0]))
     most_parts = min(len(parts), max(1, LANES // (most_rows * len(parts[0]))))
     pairs = min(at_once // 2, max(1, LANES // count_of))  # that share a vector of scales
-    bits = 32 if BY_NAME[codes.cell].bytes(1) == 4 else 16
 
-    def largest_scales(b, value_at, cells_at, count, i):
-        """The largest scale of each group, which is not finite if one is not."""
-        largest = Slots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(bits), count_of), [0] * count_of))])
-        with loop(b, count) as token:
-            raw = codes.raw_scales(b, value_at(token), cells_at(token), i).as_bits(bits)
-            largest[0] = largest[0].max(raw & (1 << bits - 1) - 1)
-        raw = RAW[codes.cell]
-        return widen(largest[0].cast("bitcast", raw), codes.cell)
-
-    def weigh(b, weights, value_at, cells_at, count, i, largest, target):
-        """Weights times scales, relative to the largest: [token / 2, row, scale, 2]."""
-        reciprocal = float(LARGEST_WEIGHT) / largest.max(LEAST)
-        reciprocal = reciprocal.pick(lane % count_of for lane in range(pairs * count_of))
-
-        def integers(tokens):
-            raw = [codes.raw_scales(b, value_at(token), cells_at(token), i) for token in tokens]
-            return widen(joined(raw), codes.cell).fma(reciprocal, ROUNDER).as_bits()
-
+    def weigh(b, weights, scales, count, target):
+        """Weights times scales: [token / 2, row, scale, 2]."""
         with loop(b, count, at_once) as first:
-            weight = read(b, b.add(weights, b.mul(first, I64(2 * rows))), I32, LANES // 2)  # [pair, row]
+            weights_at = b.add(weights, b.mul(first, I64(2 * rows)))
+            weight = read(b, weights_at, I32, LANES // 2)  # [pair, row]
+            scales_at = b.add(scales, b.mul(first, I64(2 * count_of)))
             to = b.add(target, b.mul(first, I64(2 * rows * count_of)))
-            tokens = [b.add(first, I64(t)) for t in range(at_once)]
             for begin in range(0, at_once // 2, pairs):
-                even, odd = (integers(tokens[2 * begin + k :][: 2 * pairs : 2]) for k in range(2))
-                scale = (even & 0xFFFF) | (odd << 16)
+                scale = read(b, b.add(scales_at, I64(4 * begin * count_of)), I32, pairs * count_of)
                 order = list(itertools.product(range(pairs), range(rows), range(count_of)))
                 size = min(LANES, len(order))
                 for k in range(0, len(order), size):
-                    of_scale = scale.pick(p * count_of + g for p, _, g in order[k : k + size])
-                    of_weight = weight.pick((begin + p) * rows + r for p, r, _ in order[k : k + size])
-                    write(b, b.add(to, I64(4 * (begin * rows * count_of + k))), times(of_scale, of_weight))
+                    chosen = order[k : k + size]
+                    of_scale = scale.pick(p * count_of + g for p, _, g in chosen)
+                    of_weight = [(begin + p) * rows + r for p, r, _ in chosen]
+                    if len(set(of_weight)) == 1:
+                        word = word_at(b, b.add(weights_at, I64(4 * of_weight[0])))
+                    else:
+                        word = weight.pick(of_weight)
+                    write(b, b.add(to, I64(4 * (begin * rows * count_of + k))), times(of_scale, word))
 
     @micro_kernel(13)
     def sums(
-        b, weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
-        scratch,
-    ):  # fmt: skip
-        def cells_at(token):
-            return b.add(cells, b.mul(number_at(b, numbers, token), cell_row))
+        b, weights, values, value_row, numbers, ahead, shift, count, dim, sums, factors, scales_at, scratch
+    ):
+        scales = Scales(codes, dim)
 
         def of_chunk(chosen, chosen_rows, i, largest):
             columns = [elements for part in chosen for elements in parts[part]]
@@ -488,21 +594,12 @@ def sums(rows, stored, cell, group, width):
             return read(b, at, I32, count_of).pick(groups)
 
         with loop(b, dim, width) as i:
-
-            def value_at(token):
-                row = b.add(values, b.mul(number_at(b, numbers, token), value_row))
-                return codes.begin(b, row, i)
-
-            largest = largest_scales(b, value_at, cells_at, count, i)
-            weigh(b, weights, value_at, cells_at, count, i, largest, scratch)
+            chunk = b.udiv(i, I64(width))
+            largest = read(b, scales.largest_at(b, scales_at, chunk), F32, LANES)
+            weigh(b, weights, scales.pairs_at(b, scales_at, chunk), count, scratch)
             for part in range(0, len(parts), most_parts):
                 for row in range(0, rows, most_rows):
                     chosen = range(part, part + most_parts)
                     of_chunk(chosen, range(row, row + most_rows), i, largest)
 
     return sums
-
-
-def scratch_bytes(rows, tokens, *form):
-    """What `sums` of so many tokens need."""
-    return 2 * rows * Codes(*form).scales * (-(-tokens // LANES) * LANES)

@@ -1,0 +1,324 @@
+"""Wide products over codes by integers (AVX-512 VNNI): two elements, or tokens, of one query row a lane.
+
+scores  Keys are unfolded to 16-bit integers, queries are [dim / 2, row, 2], fixed point of 16 bits relative
+        to the largest of their row. What shares a scale is added up as integers.
+sums    Values of two tokens side by side, [token / 2, dim, 2], times weights that are multiplied with their
+        scales first, as in `integers`.
+"""
+
+import functools
+
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.attention import LANES, LOWEST, WIDE, number_at
+from kvkit.cpu.simd.integers import (
+    BYTES,
+    LARGEST_WEIGHT,
+    LEAST,
+    MOST_TOKENS,
+    ROUNDER,
+    Codes,
+    Scales,
+    dot_pairs,
+    nothing,
+    paired,
+    times,
+    weight_of,
+    word_at,
+)
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Slots,
+    broadcast,
+    exp,
+    loop,
+    micro_kernel,
+    read,
+    widen,
+    write,
+    zeros,
+)
+
+HALVES = WIDE // LANES
+ROW = 4 * WIDE  # bytes of a number, or a pair, for every row
+TOKENS = 8  # that accumulators are there for
+
+
+class Eights:
+    """How eight neighbouring codes of a row lie when they are unfolded: words of two 16-bit integers.
+
+    No lane moves to another quarter of a vector. For keys two codes of a row share a word, for values the
+    codes of two tokens.
+    """
+
+    def __init__(self, codes):
+        self.codes = codes
+        self.apart = bool(codes.block and codes.block.halves)  # nibbles of a byte
+        if codes.bits == 8:
+            self.elements = list(range(8))
+            self.pairs = [(2 * k, 2 * k + 1) for k in range(4)]
+            self.keys = [4 * k for k in range(4)]  # offsets of words
+            self.values = [4 * c for c in range(4)] + [BYTES + 4 * c for c in range(4)]
+        else:
+            self.elements = [2 * (c // 4) + c % 4 // 2 + 16 * (c % 2) if self.apart else c for c in range(8)]
+            self.pairs = [(self.elements[k], self.elements[k + 4]) for k in range(4)]
+            self.keys = [BYTES * k for k in range(4)]
+            self.values = [2 * BYTES * (c % 4) + 4 * (c // 4) for c in range(8)]
+
+    def first(self, b, i):
+        """The first of the eight that are the i-th ones, i a multiple of 8."""
+        if self.apart:
+            return b.add(b.and_(i, I64(-32)), b.lshr(b.and_(i, I64(31)), I64(1)))
+        return i
+
+    def key(self, b, i):
+        """Their offset in an unfolded key."""
+        if self.codes.bits == 8:
+            return b.mul(i, I64(2))
+        width = self.codes.width
+        return b.add(b.mul(b.and_(i, I64(-width)), I64(2)), b.lshr(b.and_(i, I64(width - 1)), I64(1)))
+
+    def value(self, b, i):
+        """Their offset in unfolded values."""
+        if self.codes.bits == 8:
+            return b.add(b.mul(b.and_(i, I64(-32)), I64(4)), b.mul(b.and_(i, I64(31)), I64(2)))
+        width = self.codes.width
+        chunk, j = b.mul(b.and_(i, I64(-width)), I64(4)), b.lshr(b.and_(i, I64(width - 1)), I64(3))
+        quarter, half, place = b.lshr(j, I64(2)), b.and_(b.lshr(j, I64(1)), I64(1)), b.and_(j, I64(1))
+        offset = b.add(b.mul(quarter, I64(16)), b.add(b.mul(half, I64(BYTES)), b.mul(place, I64(8))))
+        return b.add(chunk, offset)
+
+    def unfold(self, b, at):
+        """Codes of a chunk as 16-bit integers, 32 a vector."""
+        codes = self.codes
+        if codes.bits == 8:
+            return [codes.bytes(b, at, k, 32).cast("sext", I16) for k in range(0, codes.width, 32)]
+        words = codes.bytes(b, at, 0, BYTES)
+        if codes.block and codes.block.less:
+            words = words.apply("xor", 0x88)
+        words = words.as_bits(16)
+        return [(words << 12 - 4 * n if n < 3 else words).signed_rshift(12) for n in range(4)]
+
+
+def halves(b, address, element=F32):
+    return [read(b, b.add(address, I64(BYTES * half)), element, LANES) for half in range(HALVES)]
+
+
+@functools.cache
+def fixed_queries(stored, cell, group, width):
+    """(queries [dim, WIDE], dim, target): factors of the rows, then integers."""
+    eights = Eights(Codes(stored, cell, group, width))
+
+    @micro_kernel(3)
+    def fixed_queries(b, queries, dim, target):
+        make_queries(b, eights, queries, dim, target)
+
+    return fixed_queries
+
+
+def make_queries(b, eights, queries, dim, target):
+    largest, odd = Slots(b, zeros(b, LANES, HALVES)), Slots(b, zeros(b, LANES, HALVES))
+    with loop(b, dim) as i:
+        for half, query in enumerate(halves(b, b.add(queries, b.mul(i, I64(ROW))))):
+            largest[half] = largest[half].max(abs(query))
+            odd[half] = query.fma(0.0, odd[half])  # NaN, if one is not finite
+    reciprocal = []
+    for half in range(HALVES):
+        factor = (largest[half] + odd[half]) * (1 / LARGEST_WEIGHT)
+        write(b, b.add(target, I64(BYTES * half)), factor)
+        reciprocal.append(float(LARGEST_WEIGHT) / largest[half].max(LEAST))
+    with loop(b, dim, 8) as i:
+        first = b.add(queries, b.mul(eights.first(b, i), I64(ROW)))
+        to = b.add(b.add(target, I64(ROW)), b.mul(i, I64(ROW // 2)))
+        for k, pair in enumerate(eights.pairs):
+            both = [halves(b, b.add(first, I64(ROW * element))) for element in pair]
+            for half in range(HALVES):
+                words = paired(*(x[half].fma(reciprocal[half], ROUNDER).as_bits() for x in both))
+                write(b, b.add(to, I64(ROW * k + BYTES * half)), words)
+
+
+@functools.cache
+def unfolded_keys(stored, cell, group, width):
+    """(keys, key_row, cells, cell_row, numbers, count, dim, target): rows of 4 * dim bytes.
+
+    They are integers, and from their middle on scales as float32.
+    """
+    codes = Codes(stored, cell, group, width)
+    eights = Eights(codes)
+
+    @micro_kernel(8)
+    def unfolded_keys(b, keys, key_row, cells, cell_row, numbers, count, dim, target):
+        with loop(b, count) as token:
+            number = number_at(b, numbers, token)
+            row, cell_at = b.add(keys, b.mul(number, key_row)), b.add(cells, b.mul(number, cell_row))
+            to = b.add(target, b.mul(token, b.mul(dim, I64(4))))
+            scales_to = b.add(to, b.mul(dim, I64(2)))
+            with loop(b, dim, width) as i:
+                at = codes.begin(b, row, i)
+                for k, vector in enumerate(eights.unfold(b, at)):
+                    write(b, b.add(to, b.mul(b.add(i, I64(32 * k)), I64(2))), vector)
+                scale = widen(codes.raw_scales(b, at, cell_at, i), codes.cell)
+                write(b, b.add(scales_to, b.mul(b.udiv(i, I64(codes.group)), I64(4))), scale)
+
+    return unfolded_keys
+
+
+@functools.cache
+def scores(stored, cell, group, width):
+    """(queries, keys, count, dim, scores): [token, WIDE], of a multiple of 8 tokens."""
+    codes = Codes(stored, cell, group, width)
+    eights, group = Eights(codes), codes.group
+    run = min(group, width)
+
+    @micro_kernel(5)
+    def scores(b, queries, keys, count, dim, scores):
+        factor, key_row = halves(b, queries), b.mul(dim, I64(4))
+        with loop(b, count, TOKENS) as first:
+            row = [b.add(keys, b.mul(b.add(first, I64(t)), key_row)) for t in range(TOKENS)]
+            to = b.add(scores, b.mul(first, I64(ROW)))
+            for place in range(TOKENS * HALVES):
+                write(b, b.add(to, I64(BYTES * place)), zeros(b, LANES)[0])
+            with loop(b, dim, run) as i:
+                sums = Slots(b, [nothing(b)] * (TOKENS * HALVES))
+                with loop(b, I64(run), 8) as j:
+                    eight = b.add(i, j)
+                    query_at = b.add(b.add(queries, I64(ROW)), b.mul(eight, I64(ROW // 2)))
+                    offset = eights.key(b, eight)
+                    key_at = [b.add(at, offset) for at in row]
+                    for k in range(4):
+                        query = halves(b, b.add(query_at, I64(ROW * k)), I32)
+                        for t in range(TOKENS):
+                            key = word_at(b, b.add(key_at[t], I64(eights.keys[k])))
+                            for half in range(HALVES):
+                                place = t * HALVES + half
+                                sums[place] = dot_pairs(sums[place], query[half], key)
+                scale_at = b.add(b.mul(dim, I64(2)), b.mul(b.udiv(i, I64(group)), I64(4)))
+                for t in range(TOKENS):
+                    scale = broadcast(b, b.add(row[t], scale_at), LANES)
+                    for half in range(HALVES):
+                        place = t * HALVES + half
+                        at = b.add(to, I64(BYTES * place))
+                        whole = sums[place].cast("sitofp", F32).fma(scale, read(b, at, F32, LANES))
+                        write(b, at, whole)
+            for place in range(TOKENS * HALVES):
+                at = b.add(to, I64(BYTES * place))
+                total = read(b, at, F32, LANES) * factor[place % HALVES]
+                write(b, at, total.fma(0.0, total))  # NaN of infinity
+
+    return scores
+
+
+def pair_bytes(b, dim):
+    """From the values of two tokens to the next: no power of two, or they compete for places in the cache."""
+    return b.add(b.mul(dim, I64(4)), I64(BYTES))
+
+
+@functools.cache
+def unfolded_values(stored, cell, group, width):
+    """(values, value_row, numbers, count, dim, target): [token / 2, dim, 2], then anything."""
+    codes = Codes(stored, cell, group, width)
+    eights = Eights(codes)
+    words = [[8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
+    side_by_side = [[word + 32 * token for word in half for token in (0, 1)] for half in words]
+
+    @micro_kernel(6)
+    def unfolded_values(b, values, value_row, numbers, count, dim, target):
+        with loop(b, count, 2) as token:
+            rows = [
+                b.add(values, b.mul(number_at(b, numbers, b.add(token, I64(t))), value_row)) for t in (0, 1)
+            ]
+            to = b.add(target, b.mul(b.lshr(token, I64(1)), pair_bytes(b, dim)))
+            with loop(b, dim, width) as i:
+                both = (eights.unfold(b, codes.begin(b, row, i)) for row in rows)
+                for k, (even, odd) in enumerate(zip(*both, strict=True)):
+                    at = b.add(to, b.mul(b.add(i, I64(32 * k)), I64(4)))
+                    for half, order in enumerate(side_by_side):
+                        write(b, b.add(at, I64(BYTES * half)), even.pick(order, odd))
+
+    return unfolded_values
+
+
+@micro_kernel(5)
+def softmax(b, scores, count, top, total, factors):
+    """`integers.softmax` of scores [token, WIDE]: weights [token / 2, row, 2], 0 behind a last odd one."""
+    for half in range(HALVES):
+        offset = I64(BYTES * half)
+        half_softmax(b, count, *(b.add(at, offset) for at in (scores, top, total, factors)))
+
+
+def half_softmax(b, count, scores, top, total, factors):
+    """Of 16 rows."""
+    pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
+    before = read(b, top, F32, LANES)
+    largest = Slots(b, [read(b, scores, F32, LANES)])
+    with loop(b, count) as i:
+        largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(ROW))), F32, LANES))
+    new, here = before.max(largest[0]), largest[0].max(LOWEST)
+    base = new.max(LOWEST)
+    shrink, grow = exp(before - base), exp(here - base)
+    sums = Slots(b, zeros(b, LANES))
+
+    def weight(token):
+        score = read(b, b.add(scores, b.mul(token, I64(ROW))), F32, LANES)
+        rounded = weight_of(score - here).fma(float(LARGEST_WEIGHT), ROUNDER)
+        sums[0] = sums[0] + (rounded - ROUNDER)
+        return rounded.as_bits()
+
+    with loop(b, pairs) as i:
+        token = b.mul(i, I64(2))
+        words = paired(weight(token), weight(b.add(token, I64(1))))
+        write(b, b.add(scores, b.mul(i, I64(ROW))), words)
+    with b.if_then(b.icmp_signed("!=", odd, I64(0))):
+        words = weight(b.mul(pairs, I64(2))) & 0xFFFF
+        write(b, b.add(scores, b.mul(pairs, I64(ROW))), words)
+    write(b, top, new)
+    write(b, total, read(b, total, F32, LANES).fma(shrink, sums[0] * grow * (1 / LARGEST_WEIGHT)))
+    write(b, factors, shrink)
+    write(b, b.add(factors, I64(ROW)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
+
+
+@functools.cache
+def sums(stored, cell, group, width):
+    """(weights, values, scales, count, dim, sums, factors): sums [dim, WIDE] of unfolded values."""
+    codes = Codes(stored, cell, group, width)
+    eights, run = Eights(codes), min(codes.group, width)
+
+    @micro_kernel(7)
+    def sums(b, weights, values, scales_at, count, dim, sums, factors):
+        scales = Scales(codes, dim)
+        shrink, grow = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
+        pairs, step = b.lshr(b.add(count, I64(1)), I64(1)), pair_bytes(b, dim)
+        place, seen = lanes.room(b, ROW * MOST_TOKENS // 2)
+        with loop(b, dim, run) as i:
+            chunk = b.udiv(i, I64(width))
+            of_group = b.mul(b.udiv(b.urem(i, I64(width)), I64(codes.group)), I64(4))
+            scale_at = b.add(scales.pairs_at(b, scales_at, chunk), of_group)
+            with loop(b, pairs) as pair:
+                scale = word_at(b, b.add(scale_at, b.mul(pair, I64(4 * codes.scales))))
+                at = b.mul(pair, I64(ROW))
+                for half, weight in enumerate(halves(b, b.add(weights, at), I32)):
+                    write(b, b.add(place, b.add(at, I64(BYTES * half))), times(weight, scale))
+            largest = broadcast(b, b.add(scales.largest_at(b, scales_at, chunk), of_group), LANES)
+            growth = [largest * x for x in grow]
+            with loop(b, I64(run), 8) as j:
+                eight = b.add(i, j)
+                value_at = b.add(values, eights.value(b, eight))
+                totals = Slots(b, [nothing(b)] * (8 * HALVES))
+                with loop(b, pairs) as pair:
+                    weight = halves(b, b.add(seen, b.mul(pair, I64(ROW))), I32)
+                    at = b.add(value_at, b.mul(pair, step))
+                    for c, offset in enumerate(eights.values):
+                        value = word_at(b, b.add(at, I64(offset)))
+                        for half in range(HALVES):
+                            k = c * HALVES + half
+                            totals[k] = dot_pairs(totals[k], weight[half], value)
+                first = b.add(sums, b.mul(eights.first(b, eight), I64(ROW)))
+                for c, element in enumerate(eights.elements):
+                    for half in range(HALVES):
+                        into = b.add(first, I64(ROW * element + BYTES * half))
+                        whole = totals[c * HALVES + half].cast("sitofp", F32) * growth[half]
+                        write(b, into, read(b, into, F32, LANES).fma(shrink[half], whole))
+
+    return sums
