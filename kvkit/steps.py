@@ -45,7 +45,11 @@ class Step:
         """Take the place of the last step, for index tensors of its form; False if they break a rule."""
         steps = self._sequences.steps
         kept = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
-        for ours, given in zip(kept, tensors, strict=True):
+        pairs = [*zip(kept, tensors, strict=True)]
+        # Layers of a model come with the same tensors.
+        if tokens == steps.tokens and all(ours.tobytes() == given.tobytes() for ours, given in pairs):
+            return True
+        for ours, given in pairs:
             np.copyto(ours.reshape(given.shape), given)
         if steps.seqstarts[0] or steps.kvstarts[0] or steps.seqstarts[-1] != tokens:
             return False

@@ -44,23 +44,23 @@ def queries(rows, *form):
 
 
 @functools.cache
-def scores(rows, *form):
+def scores(rows, near, *form):
     """`products.scores` of such queries; `form` is of the codes: (stored, cell, group, width)."""
-    of_block = integers.scores(rows, *form)
+    of_block = integers.scores(rows, near, *form)
 
     def scores(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
         of_block(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores)
 
-    return callback(scores, SCORES, ("integer scores", rows, *form))
+    return callback(scores, SCORES, ("integer scores", rows, near, *form))
 
 
 @functools.cache
-def sums(rows, *form):
+def sums(rows, near, *form):
     """`products.sums` of scores, with `top` and `total` of the online softmax behind the other arguments.
 
     Scores of whole vectors are overwritten.
     """
-    softmax, of_block = integers.softmax(rows), integers.sums(rows, *form)
+    softmax, of_block = integers.softmax(rows), integers.sums(rows, near, *form)
     scratch = memory.scratch(integers.scratch_bytes(rows, MOST_TOKENS, *form))
 
     def sums(
@@ -73,12 +73,14 @@ def sums(rows, *form):
             scratch(),
         )  # fmt: skip
 
-    return callback(sums, SUMS, ("integer sums", rows, *form))
+    return callback(sums, SUMS, ("integer sums", rows, near, *form))
 
 
-def addresses(rows, stored, form):
+def addresses(rows, near, stored, form):
     """The addresses of the three, over keys and values `stored` as two formats."""
     key, value = stored
     return (
-        queries(rows, key, *form).address, scores(rows, key, *form).address, sums(rows, value, *form).address,
-    )  # fmt: skip
+        queries(rows, key, *form).address,
+        scores(rows, near, key, *form).address,
+        sums(rows, near, value, *form).address,
+    )

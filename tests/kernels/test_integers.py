@@ -92,7 +92,7 @@ def check_scores(rng, rows, form, tokens, place=same):
     call(integers.queries(rows, *form), queries, cache.dim, fixed)
     scores, untouched = guarded((whole, rows))
     call(
-        integers.scores(rows, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells,
+        integers.scores(rows, True, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells,
         cache.cells.shape[1], numbers, ahead, 0, whole, cache.dim, scores,
     )  # fmt: skip
     untouched_queries()
@@ -118,8 +118,9 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0):
     state[1, :rows] = 1
     factors = place(np.zeros(32, np.float32))
     call(
-        integers.sums(rows, *form), place(scores.copy()), cache.codes, cache.codes.shape[1], cache.cells,
-        cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, state[0], state[1],
+        integers.sums(rows, True, *form), place(scores.copy()), cache.codes, cache.codes.shape[1],
+        cache.cells, cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors,
+        state[0], state[1],
     )  # fmt: skip
     untouched()
     top = np.maximum(logits.max(0), np.float32(before))

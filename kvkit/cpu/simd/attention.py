@@ -40,6 +40,7 @@ LOWEST = -3.4028234663852886e38
 # Tokens, or elements, by vectors of rows: accumulators that fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
+NEAR = 5 * 1024  # bytes before a row is multiplied it is asked for, where those of a head follow each other
 FEW = 16  # tokens whose values are unfolded, then weighed: both in short loops that keep all units busy
 
 
@@ -222,13 +223,14 @@ def number_at(b, address, i):
 
 
 @functools.cache
-def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
+def narrow_scores(rows, stored, cell, group, rounds=(), like=None, near=False):
     """(queries [row, dim], keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
 
     scores [token, row] = queries, in their `order`, times keys. `numbers` are the rows of the cache that
     hold the tokens, a multiple of `tile_tokens`. `ahead` are addresses that, with `shift`, are needed soon,
-    a key's length at each: asking for them between the products keeps the memory busy. Rows that lie `like`
-    others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
+    or, if `near`, very soon, a key's length at each: asking for them between the products keeps the memory
+    busy. Rows that lie `like` others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes
+    behind.
     """
     chunk = chunk_reader(stored, cell, group, rounds, like)
     rows_like = like or (stored, cell, group)
@@ -244,7 +246,7 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
             soon = key_at if like else [number_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
             with loop(b, size, LINE) as i:
                 for address in soon:
-                    prefetch(b, b.add(b.add(shift, address), i))
+                    prefetch(b, b.add(b.add(shift, address), i), near)
             cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
             sums, query_row = Slots(b, zeros(b, LANES, tokens * rows)), b.mul(dim, I64(4))
 
@@ -270,11 +272,11 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
 
 
 @functools.cache
-def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
+def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False, near=False):
     """(weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors).
 
-    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` as in `narrow_scores`, and
-    `neighbours` as `like` there.
+    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` and `near` as in
+    `narrow_scores`, and `neighbours` as `like` there.
     """
     chunk, most = chunk_reader(stored, cell, group, rounds), chunk_vectors(rows, stored, cell, group)
     widest, fewest = tile_columns(rows), fewest_vectors(stored)
@@ -309,7 +311,7 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
                 soon = row if neighbours else number_at(b, ahead, token)
                 soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
                 for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
-                    prefetch(b, b.add(soon, I64(offset)))
+                    prefetch(b, b.add(soon, I64(offset)), near)
                 return row, cell_at
 
             def add(token, value, cell_at):
