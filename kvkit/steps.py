@@ -4,8 +4,6 @@ Calls that bring their own index tensors, or none, have such a step too: each ta
 its form.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvkit import checks, cpu, launch, spare
@@ -13,7 +11,7 @@ from kvkit.checks import validation
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.index_tensors import INT64_MAX, equal
 from kvkit.checks.key_value_cache import checked_key_value_cache
-from kvkit.checks.sequences import INDEX, Static, in_cache
+from kvkit.checks.sequences import INDEX, Packed, Static, in_cache
 from kvkit.checks.values import integer
 from kvkit.repeats import Guarded, Repeats, form, is_pair, members, unaligned
 
@@ -57,7 +55,7 @@ class Step:
         rule, rows, _, _ = checks.scan.scan(steps, INT64_MAX)
         if rule:
             return False
-        self._sequences = replace(self._sequences, steps=steps._replace(rows=rows))
+        self._sequences = Packed(steps._replace(rows=rows), self._sequences.decoding)
         self._number += 1
         return True
 
