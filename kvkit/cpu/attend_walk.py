@@ -80,8 +80,8 @@ def turn(source, source_row, rows, columns, target, target_row):
 
 
 @helper
-def find_rows(task, table, step, b, begin, end, numbers):
-    """The rows of the cache that hold positions begin..end of a sequence, then the last one 16 times more.
+def find_rows(task, table, step, b, begin, end, count, numbers):
+    """The rows of the cache that hold positions begin..end, then the last one again: in all count + 16.
 
     Neighbours are `step` numbers apart, and pages begin at those that the table has.
     """
@@ -94,7 +94,7 @@ def find_rows(task, table, step, b, begin, end, numbers):
             put(numbers + 8 * (position - begin + i), number + i * step)
         position += run
         number += (run - 1) * step
-    for i in range(end - begin, end - begin + 16):
+    for i in range(end - begin, count + 16):
         put(numbers + 8 * i, number)
 
 
@@ -106,6 +106,13 @@ def find_addresses(base, stride, numbers, count, pieces, piece, addresses):
         return
     for i in range(count):
         attention.steps(base + get(numbers + 8 * i) * stride, piece, pieces, addresses + 8 * i * pieces)
+
+
+@helper
+def ask_for_rows(base, stride, size, numbers, count):
+    """The first rows, which nobody has asked for."""
+    for i in range(count):
+        attention.ask_for(base + get(numbers + 8 * i) * stride, size)
 
 
 @helper
@@ -191,43 +198,49 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
         task.value_cells + b * task.cell_sequence,
     )
     scores, factor = scratch + task.scores, scratch + task.factor
-    here = scratch + task.numbers
-    there = here + 8 * (most + 16)
-    value_here, value_there = here, there
+    lead = 0 if widens else task.lead
+    here = value_here = scratch + task.numbers
     wide_keys, wide_values = scratch + task.wide_keys, scratch + task.wide_values
     key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
     panels, panel = wide_values + most * value_bytes // 2, most * 16  # of pairs; bytes of one
     pieces = tiles if by_head else 1
-    soon = there + 8 * (most + 16)  # addresses of the keys that come next, which sums ask for
-    value_soon = soon + 8 * (pieces * most + 8)  # of this block's values, which scores ask for
-    first_key, first_value = keys + head * task.key_head, values + head * task.value_head
+    soon = here + 8 * (most + lead + 16)  # addresses of keys, then of values
+    value_soon = soon + 8 * (pieces * most + 8)
     if task.own_places:
         value_here = value_soon + 8 * (pieces * most + 8)
-        value_there = value_here + 8 * (most + 16)
-    for i in range(0, 8 * pieces * most, 8):
-        put(soon + i, keys)
-        put(value_soon + i, values)
-    find_rows(task, task.table, task.key_step, b, low, min(low + most, high), here)
-    if task.own_places:
-        find_rows(task, task.value_table, task.value_step, b, low, min(low + most, high), value_here)
+    # Scores ask for the keys that come next, and sums for the values. Where heads take turns scores ask for
+    # the values of the turn, and sums for the keys of the next.
+    score_soon, sum_soon, beside = soon, soon, task.values - task.keys
+    if task.together:
+        score_soon, beside = value_soon, 0
+    elif task.own_places:
+        sum_soon, beside = value_soon, 0
+    first_key, first_value = keys + head * task.key_head, values + head * task.value_head
+    if not (lead or wide):  # floats of this block, which are there
+        for i in range(0, 8 * pieces * most, 8):
+            put(soon + i, keys)
+            put(value_soon + i, values)
     # Heads read in place are done together: one waits for its softmax while others go on.
     together = tiles if by_head and not (widens or careful) else 1
-    block_bytes = 4 * tile * most
+    block_bytes = -(-4 * tile * most // 64) * 64
     begin = low
     while begin < high:
         count = min(most, high - begin)
-        ahead = min(most, high - begin - count)
-        if not widens:
-            find_addresses(
-                first_value, task.value_row, value_here, count, pieces, task.value_head, value_soon
-            )  # fmt: skip
-        if ahead > 0:
-            after = begin + count
-            find_rows(task, task.table, task.key_step, b, after, after + ahead, there)
-            if not widens:
-                find_addresses(first_key, task.key_row, there, ahead, pieces, task.key_head, soon)
-            if task.own_places:
-                find_rows(task, task.value_table, task.value_step, b, after, after + ahead, value_there)
+        known = min(count + lead, high - begin)
+        find_rows(task, task.table, task.key_step, b, begin, begin + known, lead + count, here)
+        if task.own_places:
+            find_rows(
+                task, task.value_table, task.value_step, b, begin, begin + known, lead + count, value_here
+            )
+        if lead:
+            ahead = here + 8 * lead
+            find_addresses(first_key, task.key_row, ahead, count, pieces, task.key_head, soon)
+            if task.together or task.own_places:
+                ahead = value_here + (0 if task.together else 8 * lead)
+                find_addresses(first_value, task.value_row, ahead, count, pieces, task.value_head, value_soon)
+            if begin == low and pieces == 1:
+                ask_for_rows(first_key, task.key_row, task.key_bytes, here, min(lead, count))
+                ask_for_rows(first_value, task.value_row, task.value_bytes, value_here, min(lead, count))
         for begun in range(0, tiles, together):
             first = 0 if by_head else row + begun * tile
             live = min(tile, query_rows - first)
@@ -276,7 +289,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                 if task.cell_bytes and task.together and not widens:
                     ask_for_cells(
                         task, key_cells + head * task.cell_head, value_cells + head * task.cell_head, pieces,
-                        there, t * ahead // tiles, (t + 1) * ahead // tiles,
+                        here + 8 * count, t * (known - count) // tiles, (t + 1) * (known - count) // tiles,
                     )  # fmt: skip
                 if seen <= 0:
                     continue
@@ -301,7 +314,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                         queries = integers_at(task, scratch, t, tile)
                     call_scores(
                         score_code, queries, key, key_row, cell, task.cell_row, numbers,
-                        value_soon + 8 * t * most, 0, whole, task.padded_dim, block,
+                        score_soon + 8 * t * count, 0, whole, task.padded_dim, block,
                     )  # fmt: skip
                 if adjusts:
                     online.adjust(task, b, block, tile, live, first, at, begin, seen, seqlen, kvlen)
@@ -332,8 +345,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                     online.fill_vector(block, seen * tile)
                     call_integer_sums(
                         sum_code, block, value, value_row, value_cell, task.cell_row, value_numbers,
-                        soon + 8 * t * most, 0, seen, task.padded_value_dim, sums, shrink, top, total,
-                        wide_values,
+                        sum_soon + 8 * t * count, beside, seen, task.padded_value_dim, sums, shrink,
+                        top, total, wide_values,
                     )  # fmt: skip
                     if get_float(shrink + 4 * attention.LANES) < 0:
                         widen_rows(
@@ -360,10 +373,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
                 else:
                     call_sums(
                         sum_code, block, value, value_row, value_cell, task.cell_row, value_numbers,
-                        soon + 8 * t * most, 0, seen, task.padded_value_dim, sums, shrink,
+                        sum_soon + 8 * t * count, beside, seen, task.padded_value_dim, sums, shrink,
                     )  # fmt: skip
-        here, there = there, here
-        value_here, value_there = value_there, value_here
         begin += most
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvkit.cpu import attend, integers, machine, pairs, products
 from kvkit.cpu.launches import Arena, Launch, address, share_out, threads
 from kvkit.cpu.rows import LOAD, READ, rows
-from kvkit.cpu.simd.attention import LANES, WIDE
+from kvkit.cpu.simd.attention import LANES, NEAR, WIDE
 from kvkit.cpu.task import TASK
 from kvkit.formats.elements import BY_NAME, coarser
 from kvkit.layouts.places import packed_strides
@@ -19,6 +19,7 @@ BLOCK, WIDE_BLOCK = 64, 128  # tokens
 # Tokens on which heads that lie side by side take turns, and the bytes of a turn: with the next one, which is
 # asked for meanwhile, they take half of a second cache of 1 MB.
 TURN, TURN_BYTES = 32, 2**18
+LEADS = 8, 40  # tokens before one is multiplied it is asked for, at least and at most
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
 SMALL = 2**15  # products; below it one thread is done before a second one is awake
 AT = TASK.at
@@ -53,8 +54,7 @@ def scratch_offsets(dim, value_dim, narrow_rows, block, pairs, integers):
     """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
     rows, longest = max(narrow_rows, attend.TILES * WIDE), max(dim, value_dim)
     sizes = {  # numbers and addresses: of keys, then of values
-        "numbers": 4 * 8 * (WIDE_BLOCK + 16)
-        + 16 * (max(WIDE_BLOCK, block * narrow_rows // attend.NARROW) + 8),
+        "numbers": 16 * (WIDE_BLOCK + 16) + 16 * (block * narrow_rows // attend.NARROW + 8),
         "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
         "factor": 8 * rows + 8 * WIDE,
         "top": 8 * rows,  # narrow tiles have at least 16 lanes
@@ -96,6 +96,8 @@ def fixed_fields(
     """
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
     block = turn(token_bytes(stored, cell, group, heads, dim, value_dim)) if together else BLOCK
+    longest = max(BY_NAME[side].bytes(size) for side, size in zip(stored, (dim, value_dim), strict=True))
+    lead = min(max(NEAR // max(longest, 1), LEADS[0]), LEADS[1])
     narrow_rows = attend.NARROW * (heads if together else 1)
     paired = {packed, *stored} == {"bfloat16"} and not widen and machine.has_pairs()
     direction = LOAD if exact or cell in (None, "float32") else READ
@@ -114,6 +116,7 @@ def fixed_fields(
         "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
         "cell_bytes": dim // (group or dim) * BY_NAME[cell].bytes(1) if cell else 0,
         "together": together, "block": block, "wide_block": WIDE_BLOCK,
+        "lead": 0 if widen else block if together else lead,
         "least_part": LEAST_PART, "most_parts": PARTS, "rounds": rounds,
         "key_to_float": widened[0], "value_to_float": widened[1],
         "query_to_float": rows(LOAD, "float32", packed).address,
@@ -124,12 +127,12 @@ def fixed_fields(
 
 
 @functools.cache
-def product(rows, wide_formats, stored, *scales):
+def product(rows, wide_formats, stored, *form):
     """The addresses of both products of a tile, over keys and values `stored` as two formats."""
     if rows == WIDE or wide_formats:
         return products.scores(rows).address, products.sums(rows).address
     key, value = stored
-    return products.scores(rows, key, *scales).address, products.sums(rows, value, *scales).address
+    return products.scores(rows, key, *form).address, products.sums(rows, value, *form).address
 
 
 OWNERS = {
@@ -238,10 +241,10 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             elif whole and tile != WIDE:
                 form = context.cell, context.group, whole
                 numbers[AT["queries1"] + i], numbers[at], numbers[at + 5] = integers.addresses(
-                    tile, stored, form
+                    tile, not together, stored, form
                 )
             else:
-                numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact)
+                numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact, not together)
     if whole and tiles & WIDE and query.shape[-2] // heads > attend.NARROW:  # some may be of one token
         for name, code in integers.wide_addresses(stored, (context.cell, context.group, whole)).items():
             numbers[AT[name]] = code

@@ -48,25 +48,25 @@ def queries(rows, *form):
 
 
 @functools.cache
-def scores(rows, *form):
+def scores(rows, near, *form):
     """`products.scores` of such queries; `form` is of the codes: (stored, cell, group, width)."""
-    of_block = integers.scores(rows, *form)
+    of_block = integers.scores(rows, near, *form)
 
     def scores(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
         of_block(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores)
 
-    return callback(scores, SCORES, ("integer scores", rows, *form))
+    return callback(scores, SCORES, ("integer scores", rows, near, *form))
 
 
 @functools.cache
-def sums(rows, *form):
+def sums(rows, near, *form):
     """`products.sums` of scores, with `top` and `total` of the online softmax, and memory to work in.
 
     Where scales are too uneven it leaves all as it is, but for -1 in the second vector of factors. Scores of
     whole vectors are overwritten; the memory is 256 * dim bytes, at least 32768.
     """
     fixed_scales, softmax = integers.fixed_scales(*form), integers.softmax(rows)
-    of_block = integers.sums(rows, *form)
+    of_block = integers.sums(rows, near, *form)
 
     def sums(
         scores, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors,
@@ -82,15 +82,17 @@ def sums(rows, *form):
             scratch + 64 + 40 * dim,
         )  # fmt: skip
 
-    return callback(sums, SUMS, ("integer sums", rows, *form))
+    return callback(sums, SUMS, ("integer sums", rows, near, *form))
 
 
-def addresses(rows, stored, form):
+def addresses(rows, near, stored, form):
     """The addresses of the three, over keys and values `stored` as two formats."""
     key, value = stored
     return (
-        queries(rows, key, *form).address, scores(rows, key, *form).address, sums(rows, value, *form).address,
-    )  # fmt: skip
+        queries(rows, key, *form).address,
+        scores(rows, near, key, *form).address,
+        sums(rows, near, value, *form).address,
+    )
 
 
 @functools.cache

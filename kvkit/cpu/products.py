@@ -41,16 +41,16 @@ def orders(stored, cell, group, dim):
 
 
 @functools.cache
-def scores(rows, stored="float32", cell=None, group=0, exact=False, plain=False):
+def scores(rows, stored="float32", cell=None, group=0, exact=False, near=False, plain=False):
     """(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
 
-    For 1, 2, 4, 8 or 32 rows. `ahead` and `shift` are hints (see `narrow_scores`).
+    For 1, 2, 4, 8 or 32 rows. `ahead`, `shift` and `near` are hints (see `narrow_scores`).
 
     Narrow: queries [dim / LANES, row, LANES], ordered (see `orders`), for the plain form [row, dim] as they
     are; keys in the cache, token t at keys + numbers[t] * key_row. Wide: queries [dim, row], keys in scratch,
     token t at keys + t * key_row.
     """
-    key = ("scores", rows, stored, cell, group, exact, plain)
+    key = ("scores", rows, stored, cell, group, exact, near, plain)
     if plain:
         return callback(plain_scores(rows, stored, cell, group, exact), SCORES, key)
     if rows == WIDE:
@@ -60,17 +60,18 @@ def scores(rows, stored="float32", cell=None, group=0, exact=False, plain=False)
             wide(queries, keys, key_row, count, dim, scores)
 
     else:
-        scores = passed_on(attention.narrow_scores(rows, stored, cell, group, (cell,) if exact else ()))
+        rounds = (cell,) if exact else ()
+        scores = passed_on(attention.narrow_scores(rows, stored, cell, group, rounds, near=near))
     return callback(scores, SCORES, key)
 
 
 @functools.cache
-def sums(rows, stored="float32", cell=None, group=0, exact=False, plain=False):
+def sums(rows, stored="float32", cell=None, group=0, exact=False, near=False, plain=False):
     """(weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors).
 
     sums = sums * factors + weights times values; narrow sums are [row, dim], wide ones [dim, row].
     """
-    key = ("sums", rows, stored, cell, group, exact, plain)
+    key = ("sums", rows, stored, cell, group, exact, near, plain)
     if plain:
         return callback(plain_sums(rows, stored, cell, group, exact), SUMS, key)
     if rows == WIDE:
@@ -82,7 +83,8 @@ def sums(rows, stored="float32", cell=None, group=0, exact=False, plain=False):
             wide(weights, values, value_row, count, dim, sums, factors)
 
     else:
-        narrow = attention.narrow_sums(rows, stored, cell, group, (cell,) if exact else ())
+        rounds = (cell,) if exact else ()
+        narrow = attention.narrow_sums(rows, stored, cell, group, rounds, near=near)
 
         def sums(
             weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors

@@ -117,17 +117,17 @@ def stored_as(codes):
 def scores(count, codes):
     """`products.scores` of so many rows: queries in the order that the codes want them in."""
     *like, rounds = stored_as(codes)
-    floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like))
-    coded = simd.narrow_scores(count, *like, rounds, tuple(like))
-    tile, soon, shared = simd.tile_tokens(count), attention.BLOCK, codes.tokens > 1
+    floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=True)
+    coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=True)
+    tile, shared = simd.tile_tokens(count), codes.tokens > 1
 
     @helper
     def of_run(queries, row, step, cells, cell_row, numbers, tokens, dim, scores):
         if cells == 0:
-            floats(queries, row, step, 0, 0, numbers, 0, soon * step, tokens, dim, scores)
+            floats(queries, row, step, 0, 0, numbers, 0, simd.NEAR, tokens, dim, scores)
         else:  # scales that all tokens share are then read once for a tile
             coded(
-                queries, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, soon * step,
+                queries, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, simd.NEAR,
                 tokens, dim, scores,
             )  # fmt: skip
 
@@ -151,17 +151,17 @@ def scores(count, codes):
 @functools.cache
 def sums(count, codes):
     """`products.sums` of so many rows."""
-    floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True)
-    coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True)
-    soon, shared = attention.BLOCK, codes.tokens > 1
+    floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True, near=True)
+    coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True, near=True)
+    shared = codes.tokens > 1
 
     @helper
     def of_run(weights, row, step, cells, cell_row, numbers, tokens, dim, sums, factors):
         if cells == 0:
-            floats(weights, row, step, 0, 0, numbers, 0, soon * step, tokens, dim, sums, factors)
+            floats(weights, row, step, 0, 0, numbers, 0, simd.NEAR, tokens, dim, sums, factors)
         else:
             coded(
-                weights, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, soon * step,
+                weights, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, simd.NEAR,
                 tokens, dim, sums, factors,
             )  # fmt: skip
 

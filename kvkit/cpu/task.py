@@ -12,7 +12,7 @@ TASK = Record(
     "key_scales value_scales scale_sequence scale_head slopes slopes_sequence",
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group dim value_dim padded_dim padded_value_dim key_bytes value_bytes cell_bytes",
-    "orders together widens block wide_block least_part most_parts unit_tiles",
+    "orders together widens block lead wide_block least_part most_parts unit_tiles",
     "part_tokens units items parts tiles products",
     "rounds key_to_float value_to_float query_to_float float_to_out",
     "scores1 scores2 scores4 scores8 scores32 sums1 sums2 sums4 sums8 sums32",

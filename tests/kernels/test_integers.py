@@ -97,7 +97,7 @@ def check_scores(rng, rows, form, tokens, place=same):
     call(integers.queries(rows, *form), queries, cache.dim, fixed)
     scores, untouched = guarded((whole, rows))
     call(
-        integers.scores(rows, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells,
+        integers.scores(rows, True, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells,
         cache.cells.shape[1], numbers, ahead, 0, whole, cache.dim, scores,
     )  # fmt: skip
     untouched_queries()
@@ -146,7 +146,7 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1):
     sums, untouched = guarded(block.start.shape, block.start)
     factors, memory = place(np.zeros(32, np.float32)), np.zeros(max(32768, 256 * cache.dim), np.uint8)
     call(
-        integers.sums(rows, *form), scores, cache.codes, cache.codes.shape[1], cache.cells,
+        integers.sums(rows, True, *form), scores, cache.codes, cache.codes.shape[1], cache.cells,
         cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, *block.state, memory,
     )  # fmt: skip
     untouched()

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvkit import cpu, spare
 from kvkit.checks import attention, tensors
 from kvkit.checks.words import wrong
@@ -21,9 +23,26 @@ class Geometry(NamedTuple):
         sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"
         return f"{sizes} of {self.fmt}"
 
+    def fits(self, key_states, value_states):
+        """Whether these are plainly such keys and values, as in nearly every call."""
+        if not type(key_states) is type(value_states) is np.ndarray:
+            return False
+        if not key_states.dtype == value_states.dtype == self.fmt.dtype:
+            return False
+        batch, heads, key_dim, value_dim, _ = self
+        new = key_states.shape[2:3]
+        return key_states.shape == (batch, heads, *new, key_dim) and value_states.shape == (
+            batch,
+            heads,
+            *new,
+            value_dim,
+        )
+
 
 def geometry(key_states, value_states, frozen):
     """The geometry of new keys and values, which is the `frozen` one unless that is None."""
+    if frozen is not None and frozen.fits(key_states, value_states):
+        return frozen
     fmt = tensors.tensor("key_states", key_states, FLOATS, 4)
     if tensors.tensor("value_states", value_states, FLOATS, 4) is not fmt:
         raise wrong("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)

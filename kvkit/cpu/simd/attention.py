@@ -40,6 +40,7 @@ LOWEST = -3.4028234663852886e38
 # Tokens, or elements, by vectors of rows: accumulators that fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
+NEAR = 5 * 1024  # bytes before a row is multiplied it is asked for, where those of a head follow each other
 FEW = 16  # tokens whose values are unfolded, then weighed: both in short loops that keep all units busy
 
 
@@ -222,14 +223,14 @@ def number_at(b, address, i):
 
 
 @functools.cache
-def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
+def narrow_scores(rows, stored, cell, group, rounds=(), like=None, near=False):
     """(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
 
     scores [token, row] = queries, [dim / LANES, row, LANES] in their `order`, times keys. `numbers` are the
     rows of the cache that hold the tokens, a multiple of `tile_tokens`. `ahead` are addresses that, with
-    `shift`, are needed soon, a key's length at each. They are asked for line by line between the products:
-    32 lines in a row fill the buffers that the products' own loads wait for. Rows that lie `like` others, see
-    `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
+    `shift`, are needed soon, or, if `near`, very soon, a key's length at each. They are asked for line by
+    line between the products: 32 lines in a row fill the buffers that the products' own loads wait for. Rows
+    that lie `like` others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
     """
     chunk = chunk_reader(stored, cell, group, rounds, like)
     rows_like = like or (stored, cell, group)
@@ -247,7 +248,7 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
             if not lines:  # arithmetic is bound to take longer
                 with loop(b, size, LINE) as i:
                     for address in soon:
-                        prefetch(b, b.add(b.add(shift, address), i))
+                        prefetch(b, b.add(b.add(shift, address), i), near)
             cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
             sums = Slots(b, zeros(b, LANES, tokens * rows))
 
@@ -255,7 +256,7 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
                 here = b.add(shift, bytes_of(b, stored, i))
                 for line in range(lines):
                     for address in soon:
-                        prefetch(b, b.add(b.add(here, address), I64(LINE * line)))
+                        prefetch(b, b.add(b.add(here, address), I64(LINE * line)), near)
                 key = [chunk(b, *at, i, vectors, dim) for at in zip(key_at, cell_at, strict=True)]
                 for m in range(vectors):
                     at = b.add(queries, b.mul(b.add(i, I64(m * LANES)), I64(4 * rows)))
@@ -277,11 +278,11 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None):
 
 
 @functools.cache
-def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
+def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False, near=False):
     """(weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors).
 
-    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` as in `narrow_scores`, and
-    `neighbours` as `like` there.
+    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` and `near` as in
+    `narrow_scores`, and `neighbours` as `like` there.
     """
     chunk, most = chunk_reader(stored, cell, group, rounds), chunk_vectors(rows, stored, cell, group)
     widest, fewest = tile_columns(rows), fewest_vectors(stored)
@@ -316,7 +317,7 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False):
                 soon = row if neighbours else number_at(b, ahead, token)
                 soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
                 for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
-                    prefetch(b, b.add(soon, I64(offset)))
+                    prefetch(b, b.add(soon, I64(offset)), near)
                 return row, cell_at
 
             def add(token, value, cell_at):

@@ -314,7 +314,7 @@ def fixed_queries(rows, stored, cell, group, width):
 
 
 @functools.cache
-def scores(rows, stored, cell, group, width):
+def scores(rows, near, stored, cell, group, width):
     """`attention.narrow_scores` of such queries; `dim` is a multiple of `width`."""
     codes = Codes(stored, cell, group, width)
     form = Queries(rows, codes)
@@ -331,7 +331,7 @@ def scores(rows, stored, cell, group, width):
             for t in range(tokens):
                 soon = number_at(b, ahead, b.add(first, I64(t)))
                 with loop(b, size, LINE) as i:
-                    prefetch(b, b.add(b.add(shift, soon), i))
+                    prefetch(b, b.add(b.add(shift, soon), i), near)
             sums = Slots(b, zeros(b, LANES, tokens * form.vectors))
             with loop(b, dim, width) as i:
                 query = b.add(queries, b.add(I64(BYTES), b.mul(b.udiv(i, I64(width)), I64(chunk))))
@@ -506,7 +506,7 @@ def fixed_scales(stored, cell, group, width):
 
 
 @functools.cache
-def sums(rows, stored, cell, group, width):
+def sums(rows, near, stored, cell, group, width):
     """`attention.narrow_sums` of the weights and factors of `softmax`, with `fixed_scales` and scratch.
 
     Tokens that fill the last vector of weights have weights of 0, and numbers.
@@ -586,7 +586,7 @@ def sums(rows, stored, cell, group, width):
             if codes.bits == 8 or chosen.start == 0:
                 soon = codes.begin(b, b.add(number_at(b, ahead, token), shift), i)
                 for line in range(-(-first // LINE) * LINE, last, LINE):
-                    prefetch(b, b.add(soon, I64(line)))
+                    prefetch(b, b.add(soon, I64(line)), near)
 
         def of_groups(at, groups):
             if len(set(groups)) == 1:

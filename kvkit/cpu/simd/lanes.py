@@ -226,12 +226,12 @@ class _Loop:
         return self.range.__exit__(*error)
 
 
-def prefetch(builder, address):
-    """Ask for the cache line at an address."""
+def prefetch(builder, address, near=False):
+    """Ask for the cache line at an address, into the second cache or, if it is `near`, the first."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    builder.call(function, [pointer, I32(0), I32(1), I32(1)])
+    builder.call(function, [pointer, I32(0), I32(3 if near else 1), I32(1)])
 
 
 def widen(lanes, element):
