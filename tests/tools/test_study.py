@@ -188,11 +188,25 @@ def test_a_scheme_that_is_none(arrays, schemes, text):
 def test_data_that_is_none(arrays):
     with pytest.raises(KvkitError, match="source: expected an array 'cache' and its layout"):
         tools.study({"a": np.zeros(3)}, "fp8")
-    arrays["key"][1, 3, 0, 0] = np.nan
-    with pytest.raises(KvkitError, match=r"int4:g32, layer 1: .*finite"):
-        tools.study(arrays, "int4:g32")
     with pytest.raises(KvkitError, match="expected float32, float16 or bfloat16"):
         tools.study({"key": arrays["key"].view(np.uint16), "value": arrays["value"]}, "fp8")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["key", "query"])
+def test_numbers_that_are_not_finite_are_found_before_any_scheme_runs(arrays, name, number):
+    at = {"key": (1, 50, 2, 9), "query": (1, 1, 3, 2, 9)}[name]
+    arrays[name][at] = number
+    where = {"key": "keys", "query": "queries of sequence 1"}[name]
+    what = f"{'NaN' if np.isnan(number) else 'infinity'} in head 2, token {at[-3]}"
+    with pytest.raises(KvkitError, match=f"^arrays, layer 1, {where}: expected finite numbers, got {what}$"):
+        tools.study(arrays, "fp8,int4:g32")
+
+
+def test_a_scheme_whose_numbers_are_not_finite(arrays):
+    large = {"key": arrays["key"].astype(np.float32) * 1e6, "value": arrays["value"]}
+    with pytest.raises(KvkitError, match="fp16, layer 0: decode: expected finite numbers, got infinity"):
+        tools.study(large, "fp16")
 
 
 class Links(html.parser.HTMLParser):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvkit.checks.words import wrong
+
 PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
 ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it is 1
@@ -71,7 +73,8 @@ def through(scheme, side):
         arrays = scheme.encode(x)
         found = np.asarray(scheme.decode(arrays), np.float32)
         if found.shape != x.shape:
-            raise ValueError(f"decode: expected shape {x.shape}, got {found.shape}")
+            raise wrong("decode", f"shape {x.shape}", found.shape)
+        finite("decode", found, part.start)
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
         if codes is not None and codes.shape == x.shape:
             errors.add(x, found, codes, marked(scheme.format.code))
@@ -84,14 +87,32 @@ def through(scheme, side):
     return errors
 
 
-def outliers(side):
-    """Of each head, the largest mean magnitude of a channel over the median one; and all of them."""
+def outliers(name, side):
+    """Of each head, the largest mean magnitude of a channel over the median one; and all of them.
+
+    The first pass over a side, which refuses what is not finite.
+    """
     total = np.zeros((side.heads, side.dim))
     for part in pieces(side):
-        total += np.abs(side.read(part).astype(np.float32)).sum(0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            x = np.abs(side.read(part).astype(np.float32))
+            sums = x.sum(0)
+        if not np.isfinite(sums).all():
+            finite(name, x, part.start)
+            sums = x.sum(0, dtype=np.float64)
+        total += sums
     means = total / max(1, side.tokens)
     middle = np.median(means, 1)
     return np.divide(means.max(1), middle, out=np.ones(side.heads), where=middle > 0), means
+
+
+def finite(name, x, first=0):
+    """Check numbers [tokens, heads, dim], of which the first is that token."""
+    wrongs = np.argwhere(~np.isfinite(x))
+    if len(wrongs):
+        token, head, place = wrongs[0]
+        what = "NaN" if np.isnan(x[token, head, place]) else "infinity"
+        raise wrong(name, "finite numbers", f"{what} in head {head}, token {first + token}")
 
 
 def attended(query, key, value, scale):

@@ -30,7 +30,8 @@ class Cast:
     whole = False
 
     def encode(self, x):
-        return {"codes": x.astype(self.dtype)}
+        with np.errstate(over="ignore"):
+            return {"codes": x.astype(self.dtype)}
 
     def decode(self, arrays):
         return arrays["codes"].astype(np.float32)

@@ -234,17 +234,20 @@ def one_layer(given: Made, wanted: Made, title: str, i: int) -> StudiedLayer:
     outliers: list[Row] = []
     bits, sums = {}, {}
     with ThreadPoolExecutor(min(len(schemes) + 1, os.cpu_count() or 1)) as threads:
-        about = threads.submit(lambda: [measures.outliers(side) for side in (layer.key, layer.value)])
+        where = [f"{given.it.name}, {layer.name}, {side}" for side in ("keys", "values")]
+        found = threads.map(measures.outliers, where, (layer.key, layer.value))
+        (key_ratios, channels), (value_ratios, _) = found
+        for sequence, query in enumerate(layer.queries or ()):
+            measures.finite(f"{given.it.name}, {layer.name}, queries of sequence {sequence}", query)
         jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in schemes}
-        (key_ratios, channels), (value_ratios, _) = about.result()
         for side, ratios in (("keys", key_ratios), ("values", value_ratios)):
             outliers += [
                 {"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)}
                 for h, ratio in enumerate(ratios)
             ]
         for name, job in jobs.items():
-            found, bits[name], sums[name] = job.result()
-            rows += [{"scheme": name, "layer": layer.name, **row} for row in found]
+            its_rows, bits[name], sums[name] = job.result()
+            rows += [{"scheme": name, "layer": layer.name, **row} for row in its_rows]
     heads, tokens = layer.key.heads, layer.key.tokens
     elements = tokens * heads * (layer.key.dim + layer.value.dim)
     return StudiedLayer(layer.name, heads, tokens, elements, outliers, channels, rows, bits, sums)
