@@ -188,6 +188,8 @@ def test_a_scheme_that_is_none(arrays, schemes, text):
 def test_data_that_is_none(arrays):
     with pytest.raises(KvkitError, match="source: expected an array 'cache' and its layout"):
         tools.study({"a": np.zeros(3)}, "fp8")
+    with pytest.raises(KvkitError, match=r"seqstarts: expected integers .* 0 to 96, .* got \[5, 90\]"):
+        tools.study(arrays | {"seqstarts": np.array([5, 90])}, "fp8")
     with pytest.raises(KvkitError, match="expected float32, float16 or bfloat16"):
         tools.study({"key": arrays["key"].view(np.uint16), "value": arrays["value"]}, "fp8")
 

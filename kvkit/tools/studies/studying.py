@@ -14,6 +14,7 @@ import numpy as np
 
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
+from kvkit.tools import reading
 from kvkit.tools.studies import measures, report, sources
 from kvkit.tools.studies.schemes import listed
 from kvkit.tools.studies.words import WORST, table, worded
@@ -153,7 +154,7 @@ def study(
     source : path, mapping of arrays, or cache
         A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
         perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a
-        cache of `kvkit.cache`. Floats of 16 or 32 bits.
+        cache of `kvkit.cache`. Codes of a format that is known are decoded, some tokens at a time.
     schemes : str or sequence
         Separated by commas, or each for itself: a name of `kvkit.formats` with its options, as in
         "int4:g32"; that and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
@@ -207,9 +208,10 @@ def study(
     outliers = [row for layer in layers for row in layer.outliers]
     channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
     named = [layer.name for layer in layers]
-    return Study(
-        given.it.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, given.it.notes
-    )
+    notes = given.it.notes
+    if given.it.format:
+        notes = (f"the source is quantized ({given.it.format}): errors are those that come on top", *notes)
+    return Study(given.it.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, notes)
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ def one_layer(given: Made, wanted: Made, title: str, i: int) -> StudiedLayer:
 
 
 def one_scheme(
-    layer: sources.Layer, name: str, key_scheme: Any, value_scheme: Any
+    layer: reading.Layer, name: str, key_scheme: Any, value_scheme: Any
 ) -> tuple[list[Row], int, dict]:
     """Rows of a layer under a scheme; bits that it stores; squares of errors and numbers by side."""
     found: list[Row] = []
