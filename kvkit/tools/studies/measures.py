@@ -8,6 +8,7 @@ from kvkit.checks.words import wrong
 
 PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
+ALONE = 2**18  # multiplications of a product for which OpenBLAS starts no threads
 ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it is 1
 
 
@@ -136,6 +137,19 @@ def finite(name, x, first=0):
         raise wrong(name, "finite numbers", f"{what} in head {head}, token {first + token}")
 
 
+def product(rows, other):
+    """Of [heads, rows, k] and [heads, k, n], in parts that BLAS does in the thread that asks.
+
+    Schemes have the threads already, and those that OpenBLAS takes for larger parts wait by spinning.
+    """
+    out = np.empty((*rows.shape[:2], other.shape[2]), np.float32)
+    count = max(ALONE // other[0].size, 1)
+    for first in range(0, rows.shape[1], count):
+        part = slice(first, first + count)
+        np.matmul(rows[:, part], other, out=out[:, part])
+    return out
+
+
 class Attention:
     """Softmax of rows [heads, rows] over the tokens so far, and values with its weights."""
 
@@ -154,7 +168,7 @@ class Attention:
         np.exp(np.subtract(logits, most[..., None], out=logits), out=logits)
         self.total = self.total * shrunk + logits.sum(-1)
         self.out *= shrunk[..., None]
-        self.out += logits @ value
+        self.out += product(logits, value)
         return shrunk
 
     @property
@@ -186,7 +200,7 @@ def attended(layer, query, begin, end, *schemes):
     for part, *numbers in zip(parts, *(floats(side, parts) for side in sides), strict=True):
         coded = [decoded(scheme, scheme.encode(x), x) for scheme, x in zip(schemes, numbers, strict=True)]
         key, value, other_key, other_value = (x.swapaxes(0, 1) for x in (*numbers, *coded))
-        logits, others = rows @ key.swapaxes(1, 2), rows @ other_key.swapaxes(1, 2)
+        logits, others = (product(rows, side.swapaxes(1, 2)) for side in (key, other_key))
         change = others - logits
         hidden = np.arange(part.start, part.stop) - begin > last[:, None]
         if hidden.any():
