@@ -124,10 +124,14 @@ class Coded:
         return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name not in skipped)
 
     def codes(self, arrays):
-        """uint8: the codes of formats that keep them in an array, places in the format's table."""
-        if self.format.order or "codes" not in arrays:
+        """uint8 [coded tokens, heads, elements]: places in the format's table."""
+        if "codes" not in arrays:
             return None
-        return packing.from_arrays(self.format, np.ascontiguousarray(arrays["codes"]).view(np.uint8))
+        stored = np.ascontiguousarray(arrays["codes"]).view(np.uint8)
+        if self.format.order:
+            codes = packing.parts_of(self.format, stored)["codes"]
+            return codes.reshape(*stored.shape[:-1], -1)
+        return packing.from_arrays(self.format, stored)
 
 
 def schemes_named(text: str) -> tuple[Any, Any]:

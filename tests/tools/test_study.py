@@ -120,8 +120,8 @@ def test_floats_of_8_bits_that_saturate_are_counted(arrays):
     arrays["value"][0, :24, 1] = 500
     (one,) = tools.study(arrays, "e4m3").summary
     rows = [row for row in tools.study(arrays, "e4m3").rows if row["side"] == "values"]
-    assert [row["saturated"] for row in rows[:3]] == [0, 24 / TOKENS, 0]
-    assert one.saturated == pytest.approx(24 / TOKENS / (2 * LAYERS * HEADS))
+    assert [row["at_end"] for row in rows[:3]] == [0, 24 / TOKENS, 0]
+    assert one.at_end == pytest.approx(24 / TOKENS / (2 * LAYERS * HEADS))
 
 
 def test_sources_are_alike(rng, arrays, tmp_path):
@@ -153,7 +153,7 @@ def test_a_scheme_of_ones_own(arrays, tmp_path):
         "        return arrays['codes'].astype(np.float32)\n"
     )
     (one,) = tools.study(arrays, f"{path}:Half").summary
-    assert (one.bits, one.worst_error, one.saturated) == (16, 0, None)
+    assert (one.bits, one.worst_error, one.at_end) == (16, 0, None)
 
     @tools.scheme("signs")
     class Signs:

@@ -17,7 +17,7 @@ class Errors:
 
     def __init__(self, heads):
         self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
-        self.tokens = self.elements = 0
+        self.tokens = self.coded = 0
         self.marks = None
         self.bits = 0
 
@@ -34,10 +34,11 @@ class Errors:
         self.cosines += np.divide(both, norms, out=np.where(squares == back, 1.0, 0.0), where=norms > 0).sum(
             0
         )
-        self.tokens, self.elements = self.tokens + len(x), self.elements + x[:, 0].size
+        self.tokens += len(x)
         if codes is not None:
             found = marks[codes].sum(0).sum(-1)
             self.marks = found if self.marks is None else self.marks + found
+            self.coded += codes[:, 0].size
 
     def by_head(self):
         """A dict of numbers for each head."""
@@ -47,8 +48,8 @@ class Errors:
                 "relative_rms": float(np.sqrt(self.errors[h] / norm)) if norm else float(self.errors[h] > 0),
                 "largest_error": float(self.largest[h]),
                 "cosine": float(self.cosines[h] / max(1, self.tokens)),
-                "saturated": None if self.marks is None else int(self.marks[h]) % ZERO / self.elements,
-                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.elements,
+                "at_end": None if self.marks is None else int(self.marks[h]) % ZERO / self.coded,
+                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.coded,
             }
 
 
@@ -98,7 +99,7 @@ def through(scheme, side):
         found = decoded(scheme, arrays, x)
         finite("decode", found, part.start)
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
-        if codes is not None and codes.shape == x.shape:
+        if codes is not None and codes.size:
             errors.add(x, found, codes, marked(scheme.format.code))
         else:
             errors.add(x, found)
