@@ -4,10 +4,12 @@ import html.parser
 import json
 import shutil
 import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from kvkit import files, formats, tools
 from kvkit.cache import DynamicCache
@@ -244,11 +246,29 @@ def test_reports(arrays, tmp_path):
     assert links.found == []
     assert page.count("<svg") == 6  # three, for a light and a dark page
     assert "layer 1 head 2" in (tmp_path / "report.md").read_text()
+    cells = ["int4:g32", "layer 1", "2", "keys"]
+    assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}" in page
+    for name in ("largest error", "cosine", "at an end", "zero", "outlier ratio", "logit"):
+        assert f"<button>{name}</button>" in page
+
+
+def test_a_report_without_matplotlib(arrays, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    names = {path.name for path in tools.study(arrays, "fp8").save(tmp_path / "new")}
+    assert names == {"study.json", "report.md", "report.html"}
+    for name in names - {"study.json"}:
+        assert "no pictures: they need matplotlib" in (tmp_path / "new" / name).read_text()
+
+
+def test_an_output_that_is_no_folder_is_refused_before_the_work(arrays, tmp_path):
+    (tmp_path / "file").touch()
+    np.savez(tmp_path / "kv.npz", **arrays)
+    command = ["study", str(tmp_path / "kv.npz"), "--schemes", "none", "-o", str(tmp_path / "file" / "in")]
+    shown = CliRunner().invoke(main, command)
+    assert "output: expected a folder, or a place to make one" in shown.stderr
 
 
 def test_the_verb(arrays, tmp_path):
-    from click.testing import CliRunner
-
     path = tmp_path / "kv.npz"
     np.savez(path, **arrays)
     shown = CliRunner().invoke(main, ["study", str(path), "--schemes", "fp8,q4_0"])

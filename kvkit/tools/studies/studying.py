@@ -130,7 +130,7 @@ class Study:
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write study.json, report.md, plots, and report.html, which needs none of the others.
 
-        Plots want matplotlib, the extra ``plot``.
+        Plots want matplotlib, the extra ``plot``; without it the rest is written, and says so.
         """
         return report.written(self, Path(folder))
 
