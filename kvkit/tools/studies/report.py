@@ -24,8 +24,8 @@ CAPTIONS = {
     "channels": "Channels of keys: outliers are far to the right",
 }
 END = (
-    "At an end: codes at an end of their range. Where a scale comes of the largest of a group that one is there "
-    "by construction (of int8:g8 one in 8); under a scale of 1, as of fp8, these are the numbers that saturate"
+    "At an end: codes at an end of their range. Where a scale comes of the largest of a group that one is "
+    "there by construction (of int8:g8 one in 8); under a scale of 1, as of fp8, they have saturated"
 )
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
