@@ -8,6 +8,7 @@ import click
 from kvkit import tools
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError, brief
+from kvkit.tools.studies import plots, report
 from kvkit_cli import clusters, show
 from kvkit_cli.pairs import sizes_of
 
@@ -43,6 +44,10 @@ def study(file, model, text, tokens, schemes, output, layout, sizes, dask, as_js
       kvkit study pool.npy --layout vllm-lbnhc --sizes c=64 --schemes "fp8,int4:g32"
       kvkit study --model HuggingFaceTB/SmolLM2-135M --text book.txt -o report
     """
+    if output:
+        report.check(output)
+        if lacking := plots.missing():
+            click.echo(f"kvkit: {lacking}", err=True)
     if (file is None) == (model is None):
         raise wrong("study", "a FILE or --model", "none" if file is None else "both")
     if model is None:
@@ -53,10 +58,10 @@ def study(file, model, text, tokens, schemes, output, layout, sizes, dask, as_js
         if text is None or dask or layout or sizes:
             raise wrong("--model", "--text beside it, and no --layout, --sizes, --dask", "other options")
         found = of_model(model, text, tokens, schemes)
+    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
     if output:
         for path in found.save(output):
             click.echo(path, err=True)
-    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
 
 
 def of_model(name, text, tokens, schemes):

@@ -144,8 +144,8 @@ def elements_of(format, width):
     return elements
 
 
-def from_blocks(format, rows):
-    """The numbers of rows of blocks."""
+def parts_of(format, rows):
+    """The parts of rows of blocks [..., blocks, bytes], codes each for itself."""
     dim = elements_of(format, rows.shape[-1])
     elements = format.block or dim
     outer, sizes = rows.shape[:-1], widths(format, elements, format.cell)
@@ -153,7 +153,14 @@ def from_blocks(format, rows):
     ends = np.cumsum([*sizes.values()])[:-1]
     parts = dict(zip(sizes, np.split(blocks, ends, -1), strict=True))
     codes = unpacked(parts["codes"], format.code.bits, format.halves)
-    codes = with_high_bits(codes, parts["high"]) if "high" in parts else codes
+    return parts | {"codes": with_high_bits(codes, parts["high"]) if "high" in parts else codes}
+
+
+def from_blocks(format, rows):
+    """The numbers of rows of blocks."""
+    parts = parts_of(format, rows)
+    codes, outer = parts["codes"], rows.shape[:-1]
+    elements = codes.shape[-1]
     cells = {
         name: np.repeat(y, elements // max(1, y.shape[-1]), -1)
         for name in ("scale", "minimum")
@@ -162,7 +169,7 @@ def from_blocks(format, rows):
     }
     with np.errstate(over="ignore", invalid="ignore"):
         values = numbers(format, format.code.table[codes], cells["scale"], cells.get("minimum"))
-    values = values.reshape(*outer, dim)
+    values = values.reshape(*outer, elements_of(format, rows.shape[-1]))
     if format.tail:
         values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16).reshape(*outer, -1)), -1)
     return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,12 +63,27 @@ class Coded:
     format: Format
     rotation: str | None = None
     value: bool = False
+    ends: Any = None  # [2, heads, dim] of tokens that `over` has seen: each channel's extremes
 
     @property
     def whole(self) -> bool:
-        """Whether a scale spans all tokens."""
-        spans = self.format.per in ("tensor", "head") or self.format.find == "blocks16"
-        return spans or (self.format.per == "channel" and not self.format.group)
+        """Whether a scale spans all tokens, and nobody has seen them yet."""
+        format = self.format
+        spans = format.per in ("tensor", "head") or (format.find == "blocks16" and not format.whole)
+        return self.ends is None and (spans or (format.per == "channel" and not format.group))
+
+    def over(self, parts):
+        """The same for parts of these tokens [tokens, heads, dim], which have the scales of all of them."""
+        if not self.whole:
+            return self
+        low, high = np.inf, -np.inf
+        for x in parts:
+            x = self.turned(x)
+            low, high = np.minimum(low, x.min(0)), np.maximum(high, x.max(0))
+        return replace(self, ends=np.stack((low, high)))
+
+    def turned(self, x):
+        return rotate(x, self.rotation, value=self.value) if self.rotation else x
 
     @property
     def step(self) -> int:
@@ -77,10 +92,22 @@ class Coded:
         return max(self.format.group if self.format.per == "channel" else 1, by_tokens)
 
     def encode(self, x):
-        if self.rotation:
-            x = rotate(x, self.rotation, value=self.value)
+        x = self.turned(x)
+        if self.ends is not None:
+            # Scales come of extremes alone, so these two tokens give any part those of the whole.
+            arrays = encode(np.concatenate((self.ends, x)), self.format)
+            return {
+                name: array if name in self.shared else array[len(self.ends) :]
+                for name, array in arrays.items()
+            } | {"rest": x[:0]}
         fit = len(x) // self.step * self.step
         return (encode(x[:fit], self.format) if fit else {}) | {"rest": x[fit:]}
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The arrays that parts of `over` have in common."""
+        names = {"scale", self.format.beside, "whole"}
+        return ("whole",) if self.format.per == "group" else tuple(names)
 
     def decode(self, arrays):
         arrays = dict(arrays)
@@ -90,16 +117,21 @@ class Coded:
             x = rotate(x, self.rotation, what="output", value=self.value)
         return x
 
-    def stored(self, arrays, bits):
-        """Bits of the arrays; what stays as it is has `bits` an element."""
+    def stored(self, arrays, bits, first=True):
+        """Bits of the arrays; what stays as it is has `bits` an element, what parts share counts once."""
         rest = arrays["rest"].size * bits
-        return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name != "rest")
+        skipped = {"rest"} if first or self.ends is None else {"rest", *self.shared}
+        return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name not in skipped)
 
     def codes(self, arrays):
-        """uint8: the codes of formats that keep them in an array, places in the format's table."""
-        if self.format.order or "codes" not in arrays:
+        """uint8 [coded tokens, heads, elements]: places in the format's table."""
+        if "codes" not in arrays:
             return None
-        return packing.from_arrays(self.format, np.ascontiguousarray(arrays["codes"]).view(np.uint8))
+        stored = np.ascontiguousarray(arrays["codes"]).view(np.uint8)
+        if self.format.order:
+            codes = packing.parts_of(self.format, stored)["codes"]
+            return codes.reshape(*stored.shape[:-1], -1)
+        return packing.from_arrays(self.format, stored)
 
 
 def schemes_named(text: str) -> tuple[Any, Any]:

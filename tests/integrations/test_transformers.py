@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 from test_docs import run_examples
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers import StaticCache as TheirStaticCache
-from transformers_scenes import MODELS, expected, generated, logits, model, prompt
+from transformers_scenes import MODELS, SIZES, expected, generated, logits, model, prompt
 
 import kvkit.cache
 from kvkit.cache import QuantSpec
@@ -226,6 +233,27 @@ def test_codes_are_what_attention_reads(name):
     ours, theirs, exact = (torch.stack(found.logits[:3]) for found in (ours, theirs, exact))
     assert (theirs - exact).abs().max() > 1e-2
     assert (ours - theirs).abs().max() < 0.02 * (theirs - exact).abs().max()
+
+
+@pytest.mark.parametrize(("format", "group"), [("e4m3", 8), ("e5m2", 8), ("q8_0", 32)])
+def test_formats_are_attended_to_as_what_they_stand_for(format, group):
+    """Where they lie, and as arrays of floats: the same but for rounding. Nothing is padded, as above."""
+    torch.manual_seed(5)
+    net = LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=32)).eval()
+    inputs, spec = prompt(9, 9), QuantSpec(format=format, group=group)
+    caches = [
+        KvkitCache(net.config, "quantized", key=spec, value=spec, residual_length=2, sink=1) for _ in range(2)
+    ]
+    token = {"input_ids": torch.tensor([[7], [8]]), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
+    found = []
+    for attention, cache in zip(ATTENTIONS, caches, strict=True):
+        logits(net, attention, inputs, cache)
+        found.append(logits(net, attention, token, cache))
+    exact = DynamicCache(config=net.config)
+    logits(net, "eager", inputs, exact)
+    error = (found[1] - logits(net, "eager", token, exact)).abs().max()
+    assert error > 1e-3
+    assert (found[0] - found[1]).abs().max() < 0.02 * error
 
 
 @pytest.mark.parametrize("read_back", [False, True])

@@ -5,13 +5,16 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from kvkit import files, formats, tools
 from kvkit.cache import DynamicCache
 from kvkit.errors import KvkitError
+from kvkit.tools.studies import measures
 from kvkit_cli.main import main
 
 pytestmark = pytest.mark.cpu
@@ -119,8 +122,8 @@ def test_floats_of_8_bits_that_saturate_are_counted(arrays):
     arrays["value"][0, :24, 1] = 500
     (one,) = tools.study(arrays, "e4m3").summary
     rows = [row for row in tools.study(arrays, "e4m3").rows if row["side"] == "values"]
-    assert [row["saturated"] for row in rows[:3]] == [0, 24 / TOKENS, 0]
-    assert one.saturated == pytest.approx(24 / TOKENS / (2 * LAYERS * HEADS))
+    assert [row["at_end"] for row in rows[:3]] == [0, 24 / TOKENS, 0]
+    assert one.at_end == pytest.approx(24 / TOKENS / (2 * LAYERS * HEADS))
 
 
 def test_sources_are_alike(rng, arrays, tmp_path):
@@ -152,7 +155,7 @@ def test_a_scheme_of_ones_own(arrays, tmp_path):
         "        return arrays['codes'].astype(np.float32)\n"
     )
     (one,) = tools.study(arrays, f"{path}:Half").summary
-    assert (one.bits, one.worst_error, one.saturated) == (16, 0, None)
+    assert (one.bits, one.worst_error, one.at_end) == (16, 0, None)
 
     @tools.scheme("signs")
     class Signs:
@@ -178,9 +181,22 @@ def test_a_scheme_of_ones_own(arrays, tmp_path):
         ("int4:g48", "a multiple of 48"),
         ("nowhere.py:Mine", "scheme: expected a Python file"),
         ([object()], "scheme: expected methods encode and decode"),
+        ("syntax.py:A", r"syntax.py:A: expected a Python file that runs, got SyntaxError \(.*line 1"),
+        ("missing.py:A", r"missing.py:A: expected a Python file that runs, got ModuleNotFoundError"),
+        ("quits.py:A", r"quits.py:A: expected a Python file that runs, got SystemExit"),
+        ("takes.py:A", r"takes.py:A: expected a class without arguments, got TypeError \(.*'x'"),
+        ("takes.py:B", "takes.py: expected a class 'B'"),
     ],
 )
-def test_a_scheme_that_is_none(arrays, schemes, text):
+def test_a_scheme_that_is_none(arrays, schemes, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, source in {
+        "syntax": "class (:\n",
+        "missing": "import nowhere_at_all\n",
+        "quits": "raise SystemExit(3)\n",
+        "takes": "class A:\n    def __init__(self, x):\n        pass\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(source)
     with pytest.raises(KvkitError, match=text):
         tools.study(arrays, schemes)
 
@@ -188,11 +204,27 @@ def test_a_scheme_that_is_none(arrays, schemes, text):
 def test_data_that_is_none(arrays):
     with pytest.raises(KvkitError, match="source: expected an array 'cache' and its layout"):
         tools.study({"a": np.zeros(3)}, "fp8")
-    arrays["key"][1, 3, 0, 0] = np.nan
-    with pytest.raises(KvkitError, match=r"int4:g32, layer 1: .*finite"):
-        tools.study(arrays, "int4:g32")
+    with pytest.raises(KvkitError, match=r"seqstarts: expected integers .* 0 to 96, .* got \[5, 90\]"):
+        tools.study(arrays | {"seqstarts": np.array([5, 90])}, "fp8")
     with pytest.raises(KvkitError, match="expected float32, float16 or bfloat16"):
         tools.study({"key": arrays["key"].view(np.uint16), "value": arrays["value"]}, "fp8")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["key", "query"])
+def test_numbers_that_are_not_finite_are_found_before_any_scheme_runs(arrays, name, number):
+    at = {"key": (1, 50, 2, 9), "query": (1, 1, 3, 2, 9)}[name]
+    arrays[name][at] = number
+    where = {"key": "keys", "query": "queries of sequence 1"}[name]
+    what = f"{'NaN' if np.isnan(number) else 'infinity'} in head 2, token {at[-3]}"
+    with pytest.raises(KvkitError, match=f"^arrays, layer 1, {where}: expected finite numbers, got {what}$"):
+        tools.study(arrays, "fp8,int4:g32")
+
+
+def test_a_scheme_whose_numbers_are_not_finite(arrays):
+    large = {"key": arrays["key"].astype(np.float32) * 1e6, "value": arrays["value"]}
+    with pytest.raises(KvkitError, match="fp16, layer 0: decode: expected finite numbers, got infinity"):
+        tools.study(large, "fp16")
 
 
 class Links(html.parser.HTMLParser):
@@ -214,11 +246,29 @@ def test_reports(arrays, tmp_path):
     assert links.found == []
     assert page.count("<svg") == 6  # three, for a light and a dark page
     assert "layer 1 head 2" in (tmp_path / "report.md").read_text()
+    cells = ["int4:g32", "layer 1", "2", "keys"]
+    assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}" in page
+    for name in ("largest error", "cosine", "at an end", "zero", "outlier ratio", "logit"):
+        assert f"<button>{name}</button>" in page
+
+
+def test_a_report_without_matplotlib(arrays, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    names = {path.name for path in tools.study(arrays, "fp8").save(tmp_path / "new")}
+    assert names == {"study.json", "report.md", "report.html"}
+    for name in names - {"study.json"}:
+        assert "no pictures: they need matplotlib" in (tmp_path / "new" / name).read_text()
+
+
+def test_an_output_that_is_no_folder_is_refused_before_the_work(arrays, tmp_path):
+    (tmp_path / "file").touch()
+    np.savez(tmp_path / "kv.npz", **arrays)
+    command = ["study", str(tmp_path / "kv.npz"), "--schemes", "none", "-o", str(tmp_path / "file" / "in")]
+    shown = CliRunner().invoke(main, command)
+    assert "output: expected a folder, or a place to make one" in shown.stderr
 
 
 def test_the_verb(arrays, tmp_path):
-    from click.testing import CliRunner
-
     path = tmp_path / "kv.npz"
     np.savez(path, **arrays)
     shown = CliRunner().invoke(main, ["study", str(path), "--schemes", "fp8,q4_0"])
@@ -243,21 +293,35 @@ def test_the_page_sorts_in_a_browser(arrays, tmp_path):
     assert order == sorted(order)
 
 
-@pytest.mark.slow
-def test_a_large_file_is_studied_in_little_memory(tmp_path):
-    """Of a mapped file, less than two layers at a time."""
-    keys = np.random.default_rng(0).standard_normal((4, 8192, 8, 128), np.float32).astype(np.float16)
-    files.write(tmp_path / "kv.npz", {"key": keys, "value": keys})
-    script = (
-        "import resource, sys\nfrom kvkit import tools\n"
-        "import kvkit.tools.studies.studying, numpy as np\n"
-        "small = np.ones((1, 64, 1, 64), np.float16)\n"
-        "tools.study({'key': small, 'value': small}, 'fp8,int4:g32')\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "tools.study(sys.argv[1], 'fp8,int4:g32')\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "kv.npz")]
-    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
-    mapped = 2 * keys.nbytes  # pages of the file that were read count too
-    assert grown - mapped < 2 * 2 * keys[0].nbytes
+def test_a_layer_is_studied_in_less_than_twice_its_memory(rng, tmp_path):
+    """Also where a scale spans all tokens, and with queries; what is mapped is the file's."""
+    states = rng.standard_normal((2, 4096, 8, 128), np.float32).astype(np.float16)
+    query = rng.standard_normal((1, 1, 16, 16, 128), np.float32).astype(np.float16)
+    files.write(tmp_path / "kv.npz", {"key": states[:1], "value": states[1:], "query": query})
+    small = {"key": states[:1, :64], "value": states[1:, :64], "query": query}
+    layer, schemes = states.nbytes, "nvfp4,int4:g32"
+    del states
+    tools.study(small, schemes)  # makes tables
+    tracemalloc.start()
+    try:
+        tools.study(tmp_path / "kv.npz", schemes)
+        assert tracemalloc.get_traced_memory()[1] < 2 * layer
+    finally:
+        tracemalloc.stop()
+
+
+def test_parts_have_the_scales_of_the_whole(rng, monkeypatch):
+    arrays = {name: rng.standard_normal((1, 100, 3, 64)).astype(np.float16) for name in ("key", "value")} | {
+        "query": rng.standard_normal((1, 1, 4, 6, 64)).astype(np.float16)
+    }
+    schemes = "nvfp4,e4m3:head,int4:tensor,nvfp4+hadamard,kivi2"
+    expected = tools.study(arrays, schemes)
+    monkeypatch.setattr(measures, "PIECE", 32 * 3 * 64)
+    found = tools.study(arrays, schemes)
+    for one, other in zip(expected.rows, found.rows, strict=True):
+        assert one.keys() == other.keys()
+        for name, number in one.items():
+            assert number == (
+                other[name] if isinstance(number, str) else pytest.approx(other[name], rel=1e-3)
+            )
+    assert [one.bits for one in found.summary] == [one.bits for one in expected.summary]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvkit.checks.words import wrong
+
 PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
+ALONE = 2**18  # multiplications of a product for which OpenBLAS starts no threads
 ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it is 1
 
 
@@ -14,7 +17,7 @@ class Errors:
 
     def __init__(self, heads):
         self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
-        self.tokens = self.elements = 0
+        self.tokens = self.coded = 0
         self.marks = None
         self.bits = 0
 
@@ -31,10 +34,11 @@ class Errors:
         self.cosines += np.divide(both, norms, out=np.where(squares == back, 1.0, 0.0), where=norms > 0).sum(
             0
         )
-        self.tokens, self.elements = self.tokens + len(x), self.elements + x[:, 0].size
+        self.tokens += len(x)
         if codes is not None:
             found = marks[codes].sum(0).sum(-1)
             self.marks = found if self.marks is None else self.marks + found
+            self.coded += codes[:, 0].size
 
     def by_head(self):
         """A dict of numbers for each head."""
@@ -44,8 +48,8 @@ class Errors:
                 "relative_rms": float(np.sqrt(self.errors[h] / norm)) if norm else float(self.errors[h] > 0),
                 "largest_error": float(self.largest[h]),
                 "cosine": float(self.cosines[h] / max(1, self.tokens)),
-                "saturated": None if self.marks is None else int(self.marks[h]) % ZERO / self.elements,
-                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.elements,
+                "at_end": None if self.marks is None else int(self.marks[h]) % ZERO / self.coded,
+                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.coded,
             }
 
 
@@ -55,92 +59,184 @@ def marked(code):
     return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
 
-def pieces(side, step=1):
-    """Slices of the tokens of a side, some at a time."""
-    count = max(PIECE // (side.heads * side.dim) // step, 1) * step
-    return [slice(begin, min(begin + count, side.tokens)) for begin in range(0, side.tokens, count)]
+def pieces(begin, end, elements, step=1):
+    """Slices of tokens, whose elements are so many each, some at a time."""
+    count = max(PIECE // elements // step, 1) * step
+    return [slice(first, min(first + count, end)) for first in range(begin, end, count)]
+
+
+def floats(side, parts):
+    """float32 [tokens, heads, dim] of each slice."""
+    return (np.ascontiguousarray(side.read(part), np.float32) for part in parts)
+
+
+def divided(begin, end, *pairs):
+    """Schemes that may code parts of the tokens of their sides, and these parts, which all of them take."""
+    steps = [getattr(scheme, "step", 1) for scheme, _ in pairs]
+    elements = max(side.heads * side.dim for _, side in pairs)
+    parts = pieces(begin, end, elements, int(np.lcm.reduce(steps)))
+    schemes = [
+        scheme.over(floats(side, parts)) if hasattr(scheme, "over") else scheme for scheme, side in pairs
+    ]
+    whole = any(getattr(scheme, "whole", False) for scheme in schemes)
+    return schemes, [slice(begin, end)] if whole else parts
+
+
+def decoded(scheme, arrays, like):
+    """float32 of what a scheme gives back, which has to be numbers of that shape."""
+    found = np.asarray(scheme.decode(arrays), np.float32)
+    if found.shape != like.shape:
+        raise wrong("decode", f"shape {like.shape}", found.shape)
+    return found
 
 
 def through(scheme, side):
     """The tokens of a side, and as a scheme gives them back: errors, and bits that are stored."""
-    whole = getattr(scheme, "whole", False)
-    parts = [slice(0, side.tokens)] if whole else pieces(side, getattr(scheme, "step", 1))
+    (scheme,), parts = divided(0, side.tokens, (scheme, side))
     errors = Errors(side.heads)
-    for part in parts:
-        x = np.ascontiguousarray(side.read(part), np.float32)
+    for part, x in zip(parts, floats(side, parts), strict=True):
         arrays = scheme.encode(x)
-        found = np.asarray(scheme.decode(arrays), np.float32)
-        if found.shape != x.shape:
-            raise ValueError(f"decode: expected shape {x.shape}, got {found.shape}")
+        found = decoded(scheme, arrays, x)
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = found.sum()
+        if not np.isfinite(total):
+            finite("decode", found, part.start)
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
-        if codes is not None and codes.shape == x.shape:
+        if codes is not None and codes.size:
             errors.add(x, found, codes, marked(scheme.format.code))
         else:
             errors.add(x, found)
-        stored = getattr(scheme, "stored", None)
-        errors.bits += (
-            stored(arrays, side.bits) if stored else 8 * sum(np.asarray(a).nbytes for a in arrays.values())
-        )
+        if hasattr(scheme, "stored"):
+            errors.bits += scheme.stored(arrays, side.bits, first=not part.start)
+        else:
+            errors.bits += 8 * sum(np.asarray(array).nbytes for array in arrays.values())
     return errors
 
 
-def outliers(side):
-    """Of each head, the largest mean magnitude of a channel over the median one; and all of them."""
+def outliers(name, side):
+    """Of each head, the largest mean magnitude of a channel over the median one; and all of them.
+
+    The first pass over a side, which refuses what is not finite.
+    """
     total = np.zeros((side.heads, side.dim))
-    for part in pieces(side):
-        total += np.abs(side.read(part).astype(np.float32)).sum(0)
+    for part in pieces(0, side.tokens, side.heads * side.dim):
+        with np.errstate(invalid="ignore", over="ignore"):
+            x = np.abs(side.read(part).astype(np.float32))
+            sums = x.sum(0)
+        if not np.isfinite(sums).all():
+            finite(name, x, part.start)
+            sums = x.sum(0, dtype=np.float64)
+        total += sums
     means = total / max(1, side.tokens)
     middle = np.median(means, 1)
     return np.divide(means.max(1), middle, out=np.ones(side.heads), where=middle > 0), means
 
 
-def attended(query, key, value, scale):
-    """Logits, weights and outputs of queries of the last tokens, causally: float32 [queries, heads, ...]."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (np.repeat(side, group, 1) for side in (key, value))
-    logits = np.einsum("qhd,khd->qhk", query, key) * scale
-    hidden = np.arange(len(key)) > np.arange(len(key) - len(query), len(key))[:, None]
-    logits = np.where(hidden[:, None], -np.inf, logits)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return logits, weights, np.einsum("qhk,khd->qhd", weights, value)
+def finite(name, x, first=0):
+    """Check numbers [tokens, heads, dim], of which the first is that token."""
+    wrongs = np.argwhere(~np.isfinite(x))
+    if len(wrongs):
+        token, head, place = wrongs[0]
+        what = "NaN" if np.isnan(x[token, head, place]) else "infinity"
+        raise wrong(name, "finite numbers", f"{what} in head {head}, token {first + token}")
 
 
-def through_attention(layer, key_scheme, value_scheme):
+def product(rows, other):
+    """Of [heads, rows, k] and [heads, k, n], in parts that BLAS does in the thread that asks.
+
+    Schemes have the threads already, and those that OpenBLAS takes for larger parts wait by spinning.
+    """
+    out = np.empty((*rows.shape[:2], other.shape[2]), np.float32)
+    count = max(ALONE // other[0].size, 1)
+    for first in range(0, rows.shape[1], count):
+        part = slice(first, first + count)
+        np.matmul(rows[:, part], other, out=out[:, part])
+    return out
+
+
+class Attention:
+    """Softmax of rows [heads, rows] over the tokens so far, and values with its weights."""
+
+    def __init__(self, heads, rows, dim):
+        self.most = np.full((heads, rows), -np.inf, np.float32)
+        self.total, self.top = np.zeros((heads, rows)), np.zeros((heads, rows), np.int64)
+        self.out = np.zeros((heads, rows, dim), np.float32)
+
+    def add(self, logits, value, first):
+        """Make weights of logits [heads, rows, tokens], in their place; what weights before shrink by."""
+        top = logits.argmax(-1)
+        most = np.take_along_axis(logits, top[..., None], -1)[..., 0]
+        self.top = np.where(most > self.most, first + top, self.top)
+        most = np.maximum(most, self.most)
+        shrunk, self.most = np.exp(self.most - most), most
+        np.exp(np.subtract(logits, most[..., None], out=logits), out=logits)
+        self.total = self.total * shrunk + logits.sum(-1)
+        self.out *= shrunk[..., None]
+        self.out += product(logits, value)
+        return shrunk
+
+    @property
+    def output(self):
+        return self.out / self.total[..., None]
+
+    @property
+    def log_sum(self):
+        return self.most + np.log(self.total)
+
+
+def attended(layer, query, begin, end, *schemes):
+    """What coded keys and values of a sequence do to attention of its last queries, causally.
+
+    By query row: the query heads of a key head are rows of one product, over some tokens at a time.
+
+    Returns
+    -------
+    dict of str to ndarray [heads, rows]
+    """
+    sides = layer.key, layer.value
+    heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
+    rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
+    rows = rows / np.float32(np.sqrt(dim))
+    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # that each row sees
+    exact, found = (Attention(heads, rows.shape[1], layer.value.dim) for _ in range(2))
+    logit, divergence = np.zeros((2, *exact.total.shape))
+    schemes, parts = divided(begin, end, *zip(schemes, sides, strict=True))
+    for part, *numbers in zip(parts, *(floats(side, parts) for side in sides), strict=True):
+        coded = [decoded(scheme, scheme.encode(x), x) for scheme, x in zip(schemes, numbers, strict=True)]
+        key, value, other_key, other_value = (x.swapaxes(0, 1) for x in (*numbers, *coded))
+        logits, others = (product(rows, side.swapaxes(1, 2)) for side in (key, other_key))
+        change = others - logits
+        hidden = np.arange(part.start, part.stop) - begin > last[:, None]
+        if hidden.any():
+            change[:, hidden] = 0
+            logits[:, hidden] = others[:, hidden] = -np.inf
+        logit += np.abs(change).sum(-1)
+        shrunk = exact.add(logits, value, part.start)
+        divergence = divergence * shrunk - np.einsum("hrt,hrt->hr", logits, change)
+        found.add(others, other_value, part.start)
+    return {
+        "logit": logit / (last + 1),
+        "kl": np.maximum(divergence / exact.total - exact.log_sum + found.log_sum, 0),
+        "output": ((found.output - exact.output) ** 2).sum(-1),
+        "norm": (exact.output**2).sum(-1),
+        "top_changed": found.top != exact.top,
+    }
+
+
+def through_attention(layer, *schemes):
     """By key head: what coded keys and values do to attention of the queries that are known."""
-    heads = layer.key.heads
-    sums, count = {name: np.zeros(heads) for name in ("logit", "kl", "output", "norm", "top_changed")}, 0
+    sums: dict[str, np.ndarray] = {}
+    count = 0
     for query, begin, end in zip(layer.queries, layer.starts, layer.starts[1:], strict=False):
         query = np.asarray(query[-QUERIES:], np.float32)
-        sides = [
-            np.ascontiguousarray(side.read(slice(begin, end)), np.float32)
-            for side in (layer.key, layer.value)
-        ]
-        coded = [
-            np.asarray(scheme.decode(scheme.encode(x)), np.float32)
-            for scheme, x in zip((key_scheme, value_scheme), sides, strict=True)
-        ]
-        scale = 1 / np.sqrt(query.shape[-1])
-        exact, found = (attended(query, key, value, scale) for key, value in (sides, coded))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            terms = np.where(exact[1] > 0, exact[1] * np.log(exact[1] / np.maximum(found[1], 1e-30)), 0)
-            logit = np.where(np.isfinite(exact[0]), np.abs(found[0] - exact[0]), 0)
-        seen = np.isfinite(exact[0]).sum(-1)
-        changed = found[0].argmax(-1) != exact[0].argmax(-1)
-        by_query = {
-            "logit": logit.sum(-1) / seen,
-            "kl": terms.sum(-1),
-            "output": ((found[2] - exact[2]) ** 2).sum(-1),
-            "norm": (exact[2] ** 2).sum(-1),
-            "top_changed": changed.astype(float),
-        }
-        for name, numbers in by_query.items():  # [queries, query heads]
-            sums[name] += numbers.reshape(len(query), heads, -1).sum((0, 2))
-        count += len(query) * (query.shape[1] // heads)
-    for h in range(heads):
+        for name, numbers in attended(layer, query, begin, end, *schemes).items():
+            sums[name] = sums.get(name, np.zeros(1)) + numbers.sum(1, dtype=np.float64)
+        count += query.shape[0] * query.shape[1] // layer.key.heads
+    for h in range(layer.key.heads):
+        norm = sums["norm"][h]
         yield {
-            "logit_error": sums["logit"][h] / count,
-            "kl": sums["kl"][h] / count,
-            "output_error": float(np.sqrt(sums["output"][h] / sums["norm"][h])) if sums["norm"][h] else 0.0,
-            "top_changed": sums["top_changed"][h] / count,
+            "logit_error": float(sums["logit"][h] / count),
+            "kl": float(sums["kl"][h] / count),
+            "output_error": float(np.sqrt(sums["output"][h] / norm)) if norm else 0.0,
+            "top_changed": float(sums["top_changed"][h] / count),
         }

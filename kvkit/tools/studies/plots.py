@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from kvkit.errors import KvkitError
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.studying import Study
 
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
-MOST_MAPS = 8
+MAPS = 8  # in a row
 COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+
+
+def missing() -> str | None:
+    """What pictures want that is not there."""
+    found = (
+        importlib.util.find_spec("matplotlib")
+        if "matplotlib" not in sys.modules
+        else sys.modules["matplotlib"]
+    )
+    return None if found else "no pictures: they need matplotlib, pip install 'kvkit-kernels[plot]'"
 
 
 def pictures(study: Study, page: str = "light") -> dict[str, str]:
     """Name -> SVG: errors by layer and head, error against bytes, channels of keys."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KvkitError(
-            "matplotlib: expected for plots, got none: pip install 'kvkit-kernels[plot]'"
-        ) from error
+    import matplotlib
+    from matplotlib.figure import Figure
 
     ink = INK[page]
     with matplotlib.rc_context(style(ink)):
@@ -52,12 +57,15 @@ def svg(figure: Any) -> str:
 
 def error_maps(study: Study, Figure: Any) -> Any:
     """A map for each scheme: keys and values by layer and head."""
-    shown = study.summary[:MOST_MAPS]
-    figure = Figure(figsize=(2.2 * len(shown) + 1, 1.2 + 0.16 * len(study.layers)), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(1, len(shown), sharey=True))
+    count = len(study.summary)
+    wide, high = min(count, MAPS), -(-count // MAPS)
+    figure = Figure(figsize=(2.2 * wide + 1, (1.2 + 0.16 * len(study.layers)) * high), layout="constrained")
+    axes = figure.subplots(high, wide, sharey=True, squeeze=False).ravel()
+    for ax in axes[count:]:
+        ax.set_axis_off()
     number = {layer: i for i, layer in enumerate(study.layers)}
     found = []
-    for one in shown:
+    for one in study.summary:
         table = np.zeros((len(study.layers), 2 * study.heads))
         for row in study.rows:
             if row["scheme"] == one.scheme and row["side"] != "attention":
@@ -66,7 +74,7 @@ def error_maps(study: Study, Figure: Any) -> Any:
                 ]
         found.append(table)
     most = max(table.max() for table in found) or 1.0
-    for ax, one, table in zip(axes, shown, found, strict=True):
+    for ax, one, table in zip(axes, study.summary, found, strict=False):
         image = ax.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
         ax.axvline(study.heads - 0.5, color="white", linewidth=1)
         ax.set_title(one.scheme, fontsize=9)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import html
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkit.checks.words import wrong
+from kvkit.errors import brief
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
-from kvkit.tools.studies.words import table, worded
+from kvkit.tools.studies.words import Table, by_head, table, worded
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.studying import Study
@@ -19,6 +23,10 @@ CAPTIONS = {
     "pareto": "Error of the worst head against size; no scheme is better in both than those that are joined",
     "channels": "Channels of keys: outliers are far to the right",
 }
+END = (
+    "At an end: codes at an end of their range. Where a scale comes of the largest of a group that one is "
+    "there by construction (of int8:g8 one in 8); under a scale of 1, as of fp8, they have saturated"
+)
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
 @media (prefers-color-scheme: dark) { :root { --ink: #d7dee6; --paper: #14181d; --line: #36404a; } }
@@ -43,7 +51,7 @@ for (const table of document.querySelectorAll("table")) {
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     const value = row => {
       const text = row.cells[i].textContent, number = parseFloat(text.replace(/,/g, ""));
-      return i && !isNaN(number) ? number : text;
+      return i && !isNaN(number) ? number : text.replace(/\\d+/g, digits => digits.padStart(6, "0"));
     };
     const order = (a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (down ? -1 : 1);
     table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
@@ -52,14 +60,25 @@ for (const table of document.querySelectorAll("table")) {
 """
 
 
+def check(folder: Path) -> None:
+    """Whether a report can be written there; to be asked before long work."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise wrong("output", "a folder, or a place to make one", brief(folder))
+
+
 def written(study: Study, folder: Path) -> list[Path]:
-    """Write all files of a report; their paths."""
+    """Write all files of a report; their paths. Without matplotlib there are no pictures, which it says."""
+    check(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {page: plots.pictures(study, page) for page in ("light", "dark")}
+    lacking = plots.missing()
+    drawn = {page: {} if lacking else plots.pictures(study, page) for page in ("light", "dark")}
+    if lacking:
+        study = replace(study, notes=(*study.notes, lacking))
     texts = {f"{name}.svg": text for name, text in drawn["light"].items()}
     texts |= {
         "study.json": json.dumps(study.to_dict(), indent=1) + "\n",
-        "report.md": markdown(study),
+        "report.md": markdown(study, list(drawn["light"])),
         "report.html": page(study, drawn),
     }
     for name, text in texts.items():
@@ -68,7 +87,7 @@ def written(study: Study, folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def markdown(study: Study) -> str:
+def markdown(study: Study, pictures: list[str]) -> str:
     heads, rows = table(study.summary)
     lines = [
         f"# {study.source}",
@@ -80,17 +99,23 @@ def markdown(study: Study) -> str:
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", f"{study.budget()[0].upper()}{study.budget()[1:]}.", "", "## The three worst heads", ""]
     lines += [f"- {one.scheme}: {', '.join(map(worded, study.worst(one.scheme)))}" for one in study.summary]
-    lines += ["", *(f"![{caption}]({name}.svg)\n" for name, caption in CAPTIONS.items())]
+    lines += ["", *(f"![{caption}]({name}.svg)\n" for name, caption in CAPTIONS.items() if name in pictures)]
     lines += [f"Note: {note}.\n" for note in study.notes]
     return "\n".join(lines)
 
 
-def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
-    """HTML that needs no other file and no network."""
-    heads, rows = table(study.summary)
+def sortable(cells: Table) -> str:
+    """A table whose headings sort it."""
+    heads, rows = cells
     said = html.escape
     head = "".join(f"<th><button>{said(name)}</button></th>" for name in heads)
     body = "".join(f"<tr>{''.join(f'<td>{said(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
+    """HTML that needs no other file and no network."""
+    said = html.escape
     worst = "".join(
         f"<li>{said(one.scheme)}: {said(', '.join(map(worded, study.worst(one.scheme))))}</li>"
         for one in study.summary
@@ -99,6 +124,7 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
         f"<figure>{''.join(f'<div class={page}>{drawn[page][name]}</div>' for page in drawn)}"
         f"<figcaption>{said(caption)}</figcaption></figure>"
         for name, caption in CAPTIONS.items()
+        if name in drawn["light"]
     )
     notes = "".join(f"<p>Note: {said(note)}</p>" for note in study.notes)
     title = f"{said(study.source)}: kvkit study"
@@ -112,10 +138,13 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
 <body>
 <h1>{said(study.source)}</h1>
 <p>{about} {said(study.budget()[0].upper() + study.budget()[1:])}.</p>
-<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+{sortable(table(study.summary))}
 <h2>The three worst heads</h2>
 <ul>{worst}</ul>
 {figures}
+<h2>By layer, head and side</h2>
+{sortable(by_head(study))}
+<p>{said(END)}.</p>
 {notes}
 <script>{SCRIPT}</script>
 </body>

@@ -30,7 +30,8 @@ class Cast:
     whole = False
 
     def encode(self, x):
-        return {"codes": x.astype(self.dtype)}
+        with np.errstate(over="ignore"):
+            return {"codes": x.astype(self.dtype)}
 
     def decode(self, arrays):
         return arrays["codes"].astype(np.float32)
@@ -39,13 +40,13 @@ class Cast:
 def parsed(text: Any) -> tuple[Any, Any]:
     """The scheme of keys and that of values: of "int4:g32+hadamard", "mine.py:Scheme", or an object."""
     if not isinstance(text, str):
-        made = checked(text() if isinstance(text, type) else text, getattr(text, "name", type(text).__name__))
+        made = checked(instance(text, text.__name__) if isinstance(text, type) else text, name_of(text))
         return made, made
     if text in REGISTERED:
         return schemes_named(text)
     path, _, name = text.rpartition(":")
     if path.endswith(".py"):
-        made = checked(loaded(path, name)(), text)
+        made = checked(instance(loaded(path, name), text), text)
         return made, made
     word = re.split("[:+]", text)[0]
     told = ALIASES.get(word, word)
@@ -64,10 +65,32 @@ def loaded(path: str, name: str) -> Any:
         raise wrong("scheme", "a Python file", brief(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever a file of one's own does
+        raise wrong(
+            f"scheme {brief(path)}:{brief(name)}", "a Python file that runs", caused(error)
+        ) from error
     if not isinstance(getattr(module, name, None), type):
-        raise wrong("scheme", f"a class {brief(name)} in {brief(path)}", "none of the name")
+        raise wrong(f"scheme {brief(path)}", f"a class {brief(repr(name))}", "none of the name")
     return getattr(module, name)
+
+
+def instance(made: type, name: str) -> Any:
+    """One of a class."""
+    try:
+        return made()
+    except Exception as error:
+        raise wrong(f"scheme {brief(name)}", "a class without arguments", caused(error)) from error
+
+
+def caused(error: BaseException) -> str:
+    return f"{type(error).__name__} ({brief(error)})"
+
+
+def name_of(scheme: Any) -> str:
+    """Of a class or an object that says none."""
+    return str(getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__)))
 
 
 def listed(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
@@ -76,12 +99,7 @@ def listed(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
     items = [item.strip() if isinstance(item, str) else item for item in items]
     found = []
     for item in filter(None, items):
-        name = (
-            item
-            if isinstance(item, str)
-            else getattr(item, "name", getattr(item, "__name__", type(item).__name__))
-        )
-        found.append((str(name), *parsed(item)))
+        found.append((item if isinstance(item, str) else name_of(item), *parsed(item)))
     if not found:
         raise wrong("schemes", "one or more, as in 'fp8,int8:g8,int4:g32+hadamard'", describe(schemes))
     if len({name for name, *_ in found}) < len(found):

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
+from kvkit.tools import reading
 from kvkit.tools.studies import measures, report, sources
 from kvkit.tools.studies.schemes import listed
 from kvkit.tools.studies.words import WORST, table, worded
@@ -39,8 +40,14 @@ class Summary:
         Relative root mean square: of what comes back, over all heads.
     worst_error : float
         That of the worst head.
-    saturated : float or None
-        Share of codes at an end of their range; None where codes are not seen.
+    largest_error : float
+        Of a number, in any head.
+    cosine : float
+        Of a token in a head and the same as it comes back: the mean over all.
+    at_end, zero : float or None
+        Shares of codes at an end of their range, and of those that stand for 0; None where codes are not
+        seen. Where a scale comes of the largest of a group, that one is at an end by construction: one in 8
+        of int8:g8. Of e4m3 and e5m2 with a scale of 1 all that are there have saturated, or just not.
     kl, top_changed, output_error, logit_error : float or None
         Means over queries: divergence of the weights, in nats; how often another key has the largest weight;
         relative error of outputs; mean error of a logit. None without queries.
@@ -55,7 +62,10 @@ class Summary:
     key_error: float
     value_error: float
     worst_error: float
-    saturated: float | None = None
+    largest_error: float
+    cosine: float
+    at_end: float | None = None
+    zero: float | None = None
     kl: float | None = None
     top_changed: float | None = None
     output_error: float | None = None
@@ -76,7 +86,7 @@ class Study:
     summary : list of Summary
         A scheme each, as they were given.
     rows : list of dict
-        By scheme, layer, head and side: relative_rms, largest_error, cosine, saturated, zero; by scheme,
+        By scheme, layer, head and side: relative_rms, largest_error, cosine, at_end, zero; by scheme,
         layer and head, with the side "attention": logit_error, kl, output_error, top_changed.
     outliers : list of dict
         Of the data, by layer, head and side: the largest mean magnitude of a channel over the median one.
@@ -120,13 +130,13 @@ class Study:
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write study.json, report.md, plots, and report.html, which needs none of the others.
 
-        Plots want matplotlib, the extra ``plot``.
+        Plots want matplotlib, the extra ``plot``; without it the rest is written, and says so.
         """
         return report.written(self, Path(folder))
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
-        parts.append(columns(*table(self.summary), MOST))
+        parts.append(columns(*table(self.summary, wide=False), MOST))
         lines = []
         for one in self.summary:
             heads = ", ".join(worded(row) for row in self.worst(one.scheme))
@@ -153,7 +163,7 @@ def study(
     source : path, mapping of arrays, or cache
         A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
         perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a
-        cache of `kvkit.cache`. Floats of 16 or 32 bits.
+        cache of `kvkit.cache`. Codes of a format that is known are decoded, some tokens at a time.
     schemes : str or sequence
         Separated by commas, or each for itself: a name of `kvkit.formats` with its options, as in
         "int4:g32"; that and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
@@ -214,9 +224,10 @@ def studied(
     outliers = [row for layer in layers for row in layer.outliers]
     channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
     named = [layer.name for layer in layers]
-    return Study(
-        given.it.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, given.it.notes
-    )
+    notes = given.it.notes
+    if given.it.format:
+        notes = (f"the source is quantized ({given.it.format}): errors are those that come on top", *notes)
+    return Study(given.it.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, notes)
 
 
 @dataclass(frozen=True)
@@ -241,24 +252,27 @@ def one_layer(given: Made, wanted: Made, title: str, i: int) -> StudiedLayer:
     outliers: list[Row] = []
     bits, sums = {}, {}
     with ThreadPoolExecutor(min(len(schemes) + 1, os.cpu_count() or 1)) as threads:
-        about = threads.submit(lambda: [measures.outliers(side) for side in (layer.key, layer.value)])
+        where = [f"{given.it.name}, {layer.name}, {side}" for side in ("keys", "values")]
+        found = threads.map(measures.outliers, where, (layer.key, layer.value))
+        (key_ratios, channels), (value_ratios, _) = found
+        for sequence, query in enumerate(layer.queries or ()):
+            measures.finite(f"{given.it.name}, {layer.name}, queries of sequence {sequence}", query)
         jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in schemes}
-        (key_ratios, channels), (value_ratios, _) = about.result()
         for side, ratios in (("keys", key_ratios), ("values", value_ratios)):
             outliers += [
                 {"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)}
                 for h, ratio in enumerate(ratios)
             ]
         for name, job in jobs.items():
-            found, bits[name], sums[name] = job.result()
-            rows += [{"scheme": name, "layer": layer.name, **row} for row in found]
+            its_rows, bits[name], sums[name] = job.result()
+            rows += [{"scheme": name, "layer": layer.name, **row} for row in its_rows]
     heads, tokens = layer.key.heads, layer.key.tokens
     elements = tokens * heads * (layer.key.dim + layer.value.dim)
     return StudiedLayer(layer.name, heads, tokens, elements, outliers, channels, rows, bits, sums)
 
 
 def one_scheme(
-    layer: sources.Layer, name: str, key_scheme: Any, value_scheme: Any
+    layer: reading.Layer, name: str, key_scheme: Any, value_scheme: Any
 ) -> tuple[list[Row], int, dict]:
     """Rows of a layer under a scheme; bits that it stores; squares of errors and numbers by side."""
     found: list[Row] = []
@@ -282,7 +296,7 @@ def one_scheme(
 def summed(name: str, rows: list[Row], bits: float, bytes_per_token: float, totals: Mapping) -> Summary:
     own = [row for row in rows if row["scheme"] == name]
     sides = [row for row in own if row["side"] != "attention"]
-    ends = [row["saturated"] for row in sides if row["saturated"] is not None]
+    codes = {name: [row[name] for row in sides if row[name] is not None] for name in ("at_end", "zero")}
     errors = {
         side: float(np.sqrt(wrongs / squares)) if squares else 0.0
         for side, (wrongs, squares) in totals.items()
@@ -299,6 +313,8 @@ def summed(name: str, rows: list[Row], bits: float, bytes_per_token: float, tota
         errors["keys"],
         errors["values"],
         max(row["relative_rms"] for row in sides),
-        float(np.mean(ends)) if ends else None,
+        max(row["largest_error"] for row in sides),
+        float(np.mean([row["cosine"] for row in sides])),
+        **{name: float(np.mean(shares)) if shares else None for name, shares in codes.items()},
         **means,
     )

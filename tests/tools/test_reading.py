@@ -1,0 +1,96 @@
+"""Layers of files as floats: those that the caches had which were saved, or whose codes these are."""
+
+import llama_state
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from kvkit import files, formats, tools
+from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, QuantSpec
+from kvkit.errors import KvkitError
+from kvkit.tools.reading import opened
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, BATCH, HEADS, TOKENS, DIM = 2, 2, 3, 40, 64
+
+
+def quantized(**spec):
+    return QuantizedCache(LAYERS, *2 * [QuantSpec(**spec)], residual_length=8, sink=2)
+
+
+def paged(**options):
+    return PagedCache(16, 16, LAYERS, HEADS, DIM, np.float16, **options)
+
+
+@pytest.mark.parametrize(
+    ("cache", "format"),
+    [
+        (DynamicCache(), None),
+        (quantized(bits=8), "uint8"),
+        (quantized(format="q8_0"), "q8_0"),
+        (paged(), None),
+        (paged(quant_bit=8), "int8:g8"),
+        (paged(quant_bit=4, quant_group=32), "int4:g32"),
+        (paged(quant_format="e4m3"), "e4m3"),
+        (paged(quant_format="q8_0"), "q8_0"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_saved_cache_is_what_it_was(rng, tmp_path, cache, format):
+    for i in range(LAYERS):
+        cache.update(*rng.standard_normal((2, BATCH, HEADS, TOKENS, DIM)).astype(np.float16), i)
+    cache.save(tmp_path / "cache.npz")
+    for found in (opened(tmp_path / "cache.npz"), opened(cache)):
+        assert (found.count, found.format) == (LAYERS, format)
+        for i, layer in enumerate(cache.layers):
+            read = found.layer(i)
+            assert read.starts == [0, TOKENS, 2 * TOKENS]
+            for side, expected in zip((read.key, read.value), layer.stored(), strict=True):
+                part = slice(TOKENS - 5, TOKENS + 7)  # of both sequences
+                expected = expected.swapaxes(1, 2).reshape(-1, HEADS, DIM)[part]
+                assert (side.tokens, side.heads, side.dim, side.bits) == (2 * TOKENS, HEADS, DIM, 16)
+                assert np.array_equal(side.read(part).astype(np.float16), expected)
+    (note,) = tools.study(cache, "fp8").notes or ("",)
+    assert (format is not None) == (f"the source is quantized ({format})" in note)
+
+
+def test_a_state_of_llama_cpp(rng, tmp_path):
+    x = rng.standard_normal((LAYERS, 2, TOKENS, HEADS * DIM)).astype(np.float32)
+    codes = formats.encode(x, "q8_0")["codes"]
+    layers = [tuple((8, [row.tobytes() for row in side]) for side in layer) for layer in codes]
+    cells = [(i, [0], []) for i in range(TOKENS)]
+    data = llama_state.head(False, 2, list(range(TOKENS))) + llama_state.memory([(cells, layers)], 0)
+    (tmp_path / "state.bin").write_bytes(data)
+    found = opened(tmp_path / "state.bin", sizes={"h": HEADS})
+    assert found.format == "q8_0"
+    expected = formats.decode(codes, "q8_0").reshape(LAYERS, 2, TOKENS, HEADS, DIM)
+    assert np.array_equal(found.layer(1).value.read(slice(30, None)), expected[1, 1, 30:])
+
+
+def test_a_quantized_prompt_cache_of_mlx(rng, tmp_path):
+    x = rng.standard_normal((LAYERS, 2, 1, HEADS, TOKENS, DIM)).astype(np.float16)
+    coded = formats.encode(x, "mlx4:g64")
+    parts = coded["codes"].view(np.uint32), coded["scale"], coded["minimum"]
+    tensors = {
+        f"{i}.{kv}.{part}": np.ascontiguousarray(array[i, kv])
+        for part, array in enumerate(parts)
+        for i in range(LAYERS)
+        for kv in range(2)
+    }
+    said = {f"0.{i}.{j}": text for i in range(LAYERS) for j, text in enumerate((str(TOKENS), "64", "4"))}
+    said |= {f"2.{i}": "QuantizedKVCache" for i in range(LAYERS)}
+    safetensors.numpy.save_file(tensors, tmp_path / "mlx.safetensors", said)
+    found = opened(tmp_path / "mlx.safetensors")
+    assert found.format == "mlx4:g64"
+    expected = formats.decode(coded, "mlx4:g64")[1, 0, 0].swapaxes(0, 1)
+    assert np.array_equal(found.layer(1).key.read(slice(None)), expected)
+
+
+def test_codes_that_cannot_be_read():
+    codes = np.zeros((1, 2, 5, HEADS, DIM), np.int8)
+    with pytest.raises(KvkitError, match="format: expected one that the file names, for its codes, got int8"):
+        opened({"cache": codes}, "| l kv n h c")
+    said = files.Description("| l kv b n h c", format="kivi_key2")
+    with pytest.raises(KvkitError, match="format: expected one whose tokens are decoded each for itself"):
+        opened(files.Contents({"cache": codes[:, :, None]}, {}, description=said))
