@@ -39,7 +39,9 @@ def grouped(x, per, group):
 
 
 def ungrouped(groups, shape, per):
-    """What `grouped` parted, in its shape; not of heads, whose scales are found and then spread."""
+    """What `grouped` parted, in its shape."""
+    if per == "head":
+        return np.moveaxis(groups.reshape(shape[-2], *shape[:-2], shape[-1]), 0, -2)
     return (np.moveaxis(groups, -1, 1) if per == "channel" else groups).reshape(shape)
 
 

@@ -107,12 +107,12 @@ def schemes_named(text: str) -> tuple[Any, Any]:
     if text in REGISTERED:
         made = REGISTERED[text]()
         return made, made
-    told, _, rotation = text.partition("+")
+    told, turned, rotation = text.partition("+")
     if told.startswith("kivi") and told.split(":")[0] not in NAMED:
         sides = [told.replace("kivi", f"kivi_{side}", 1) for side in ("key", "value")]
     else:
         sides = [told, told]
-    if rotation:
+    if turned:
         rotation_named(rotation)
     key, value = (of_format(side) for side in sides)
     return Coded(text, key, rotation or None), Coded(text, value, rotation or None, value=True)

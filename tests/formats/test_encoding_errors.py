@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvkit import KvkitError
-from kvkit.formats import decode, encode, named
+from kvkit.formats import decode, encode, named, rotate
+from kvkit.formats.schemes import schemes_named
 
 X = np.ones((4, 2, 32), np.float32)
 NAN = np.where(np.arange(32) == 5, np.nan, X)
@@ -12,9 +13,24 @@ CODES = np.zeros((4, 2, 32), np.uint8)
 
 REFUSED = {
     "unknown": (lambda: encode(X, "q9_0"), r"format: expected one of e4m3, e5m2, .*, got 'q9_0'"),
-    "option": (lambda: encode(X, "int4:g"), r"format: expected options gN, .*, got 'int4:g'"),
+    "option": (lambda: encode(X, "int4:g"), r"format: expected options among gN, .*, for int4, got 'g'"),
     "keyword": (lambda: named("int4", gruop=8), r"options: expected names among cell, .*, got 'gruop'"),
-    "channel": (lambda: named("q8_0:channel"), r"format: expected codes of kvkit for .*, got 'q8_0'"),
+    "a size of groups": (lambda: named("q8_0:g16"), r"format: expected no options, for q8_0, got 'g16'"),
+    "a sharing": (lambda: named("lmdeploy_int8:group"), r"format: expected no options, .*, got 'group'"),
+    "a rounding": (lambda: named("iq4_nl:rint"), r"format: expected no options, for iq4_nl, got 'rint'"),
+    "a rounding of int8": (
+        lambda: named("e4m3_token_head:trunc"),
+        r"format: expected options among rint, for e4m3_token_head, got 'trunc'",
+    ),
+    "an exponent": (lambda: encode(X, "nvfp4:ceil"), r"format: expected no options, .*, got 'ceil'"),
+    "per": (lambda: encode(X, "int4", per="page"), r"format: expected options among gN, .*, got 'page'"),
+    "rounding": (lambda: named("int4", rounding="even"), r"format: expected options .*, got 'rint'"),
+    "field": (lambda: named("int4", per="g8"), r"format: expected options among .*, got 'g8'"),
+    "plus": (lambda: schemes_named("int4+"), r"rotation: expected hadamard, .*, got ''"),
+    "what": (
+        lambda: rotate(X, "hadamard", what="key"),
+        r"what: expected 'stored', 'query' or 'output', got 'key'",
+    ),
     "missing": (lambda: encode(X, "ort_int8"), r"scale: expected a number or an array, .*, got None"),
     "nan": (lambda: encode(X, "e4m3", scale=np.nan), r"scale: expected finite numbers, got NaN"),
     "infinite": (lambda: encode(X, "nvfp4", scale=np.inf), r"scale: expected finite numbers, got infinity"),
