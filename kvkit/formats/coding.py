@@ -92,7 +92,7 @@ def encode(x, format, *, scale=None, **options):
         if not np.isfinite(packing.from_cells(arrays[name], format).astype(np.float32)).all():
             raise wrong("x", f"numbers whose {name} {cell} holds, for {format}", f"up to {np.abs(x).max():g}")
     if format.find == "blocks16" and whole != 1:
-        arrays["whole"] = whole
+        arrays["whole"] = np.asarray(whole)
     return arrays
 
 

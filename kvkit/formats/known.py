@@ -223,7 +223,7 @@ def named(format, **options):
         if name not in NAMED:
             raise wrong("format", f"one of {', '.join(NAMED)}", brief(repr(format)))
         made = NAMED[name]
-    told = [(None, word) for word in words]
+    told: list[tuple[str | None, str]] = [(None, word) for word in words]
     for field, value in options.items():
         if field not in OPTIONS:
             raise wrong("options", f"names among {', '.join(OPTIONS)}", brief(repr(field)))

@@ -63,12 +63,17 @@ class Coded:
     format: Format
     rotation: str | None = None
     value: bool = False
+    scale: float | None = None  # for formats that take one
 
     @property
     def whole(self) -> bool:
         """Whether a scale spans all tokens."""
-        spans = self.format.per in ("tensor", "head") or self.format.find == "blocks16"
-        return spans or (self.format.per == "channel" and not self.format.group)
+        of_whole = self.format.find == "blocks16" and not self.format.whole and self.scale is None
+        return (
+            of_whole
+            or self.format.per in ("tensor", "head")
+            or (self.format.per == "channel" and not self.format.group)
+        )
 
     @property
     def step(self) -> int:
@@ -80,7 +85,7 @@ class Coded:
         if self.rotation:
             x = rotate(x, self.rotation, value=self.value)
         fit = len(x) // self.step * self.step
-        return (encode(x[:fit], self.format) if fit else {}) | {"rest": x[fit:]}
+        return (encode(x[:fit], self.format, scale=self.scale) if fit else {}) | {"rest": x[fit:]}
 
     def decode(self, arrays):
         arrays = dict(arrays)
@@ -102,8 +107,11 @@ class Coded:
         return packing.from_arrays(self.format, np.ascontiguousarray(arrays["codes"]).view(np.uint8))
 
 
-def schemes_named(text: str) -> tuple[Any, Any]:
-    """The scheme of keys and that of values: a registered one, or a format as in "int4:g32+hadamard"."""
+def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
+    """The scheme of keys and that of values: a registered one, or a format as in "int4:g32+hadamard".
+
+    Formats that take a scale may have one that is a number.
+    """
     if text in REGISTERED:
         made = REGISTERED[text]()
         return made, made
@@ -115,7 +123,10 @@ def schemes_named(text: str) -> tuple[Any, Any]:
     if turned:
         rotation_named(rotation)
     key, value = (of_format(side) for side in sides)
-    return Coded(text, key, rotation or None), Coded(text, value, rotation or None, value=True)
+    if scale is not None and key.find not in ("given", "blocks16"):
+        raise wrong("scale", f"None, for {text}", describe(scale))
+    rotated = rotation or None
+    return Coded(text, key, rotated, scale=scale), Coded(text, value, rotated, value=True, scale=scale)
 
 
 def of_format(text: str) -> Format:
