@@ -116,17 +116,21 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
         made = REGISTERED[text]()
         return made, made
     told, turned, rotation = text.partition("+")
-    if told.startswith("kivi") and told.split(":")[0] not in NAMED:
-        sides = [told.replace("kivi", f"kivi_{side}", 1) for side in ("key", "value")]
-    else:
-        sides = [told, told]
     if turned:
         rotation_named(rotation)
-    key, value = (of_format(side) for side in sides)
+    key, value = formats_named(told)
     if scale is not None and key.find not in ("given", "blocks16"):
         raise wrong("scale", f"None, for {text}", describe(scale))
     rotated = rotation or None
     return Coded(text, key, rotated, scale=scale), Coded(text, value, rotated, value=True, scale=scale)
+
+
+def formats_named(text: str) -> tuple[Format, Format]:
+    """The format of keys and that of values, which are others for "kivi2" and "kivi4"."""
+    if text.startswith("kivi") and text.split(":")[0] not in NAMED:
+        key, value = (of_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
+        return key, value
+    return of_format(text), of_format(text)
 
 
 def of_format(text: str) -> Format:

@@ -73,7 +73,7 @@ class PagedStore:
             "quantization": [bits, group, self.cell.name] if bits else quant_format,
         }
         if scale is not None:
-            geometry["scale"] = [group, self.cell.name] if self.found else self.scale.tolist()
+            geometry["scale"] = [group, self.cell.name] if self.found else np.asarray(self.scale).tolist()
         self.identity = json.dumps(geometry).encode()
 
     def _find_places(self):
