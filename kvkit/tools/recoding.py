@@ -12,19 +12,23 @@ from kvkit.cache import load
 from kvkit.checks.words import describe, wrong
 from kvkit.files import Contents, Description
 from kvkit.files.arrays import CACHE
+from kvkit.files.paths import check_target
 from kvkit.formats import BY_NAME, decode, encode
 from kvkit.formats.elements import BY_DTYPE, FLOATS, FLOATS8
-from kvkit.formats.schemes import formats_named
+from kvkit.formats.schemes import Coded, formats_named
 from kvkit.tools.inspecting import viewed
 
 LINE = "l kv | b n h c"
 BESIDE = "scale", "minimum", "zero", "whole"
+SOME = 2048  # tokens that are encoded at a time
 FLOAT8 = {element.dtype: element.name for element in FLOATS8}
 
 
 def recoded(source, contents, target, format, from_format, from_layout, sizes, progress):
     """(arrays unless they are written, description, the format that was, bytes) of a cache coded again."""
     coded = None if format in map(str, FLOATS) else formats_named(format)
+    if target is not None:
+        check_target(target)
     layers, count, said, kept, before = layers_of(source, contents, from_format, from_layout, sizes)
     made, size = {}, sum(array.nbytes for array in contents.arrays.values())
     with tempfile.TemporaryDirectory(dir=None if target is None else Path(target).parent) as folder:
@@ -33,7 +37,7 @@ def recoded(source, contents, target, format, from_format, from_layout, sizes, p
                 if coded is None:
                     parts = {"codes": np.asarray(x, BY_NAME[format].dtype)}
                 else:
-                    each = [encode(np.ascontiguousarray(rows), coded[side]) for rows in x]
+                    each = [encoded(rows, coded[side]) for rows in x]
                     parts = {name: np.stack([arrays[name] for arrays in each]) for name in each[0]}
                 for name, array in parts.items():
                     name = f"{CACHE if name == 'codes' else name}.{i}.{side}"
@@ -49,6 +53,19 @@ def recoded(source, contents, target, format, from_format, from_layout, sizes, p
             files.write(target, kept | made, said)
             kept = made = {}
     return kept | made, said, before, total
+
+
+def encoded(rows, format):
+    """What `encode` gives, of some tokens at a time where no scale is found from all."""
+    scheme = Coded(str(format), format)
+    step = len(rows) if scheme.whole else max(SOME // scheme.step, 1) * scheme.step
+    pieces = [
+        encode(np.ascontiguousarray(rows[i : i + step]), format)
+        for i in range(0, max(len(rows), 1), max(step, 1))
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def on_disk(array, path):

@@ -6,7 +6,7 @@ import pytest
 
 from kvkit import KvkitError, files, formats
 from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
-from kvkit.tools import convert
+from kvkit.tools import convert, recoding
 
 LAYERS, B, TOKENS, HEADS, D = 2, 2, 32, 2, 64
 SAID = files.Description("l kv | b n h c", rope_applied=True)
@@ -18,7 +18,8 @@ def cache(rng):
 
 
 @pytest.mark.parametrize("name", ["q8_0", "e4m3:head", "kivi2", "mlx4", "nvfp4", "lmdeploy_int4", "bfloat16"])
-def test_there_and_back(cache, name, tmp_path):
+def test_there_and_back(cache, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(recoding, "SOME", 8)  # so that it takes several pieces
     source, coded = tmp_path / "source.npz", tmp_path / "coded.safetensors"
     files.write(source, {"cache": [list(layer) for layer in cache], "tokens": np.arange(3)}, SAID)
     done = convert(source, coded, format=name)
