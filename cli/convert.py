@@ -33,7 +33,7 @@ PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong wit
 def convert(
     sources, target, before, after, form, coded, sizes, page_size, tables, verify, dask, as_json, quiet
 ):
-    """Move a cache from layout to layout, bit for bit; or, with --format, code it again.
+    """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads; its cache is the array cache, or arrays cache.0, cache.0.1 and
     so on where its layout has lists. OUT is a .npz, .npy or .safetensors file, whole or untouched; of several
