@@ -20,7 +20,9 @@ PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong wit
 @click.argument("sources", metavar="IN...", type=PATH, nargs=-1, required=True)
 @click.argument("target", metavar="OUT", type=PATH)
 @click.option("--from", "before", metavar="NAME", help="The layout of IN, if it does not say its own.")
-@click.option("--to", "after", metavar="NAME", required=True, help="The layout of OUT: see kvkit layouts.")
+@click.option("--to", "after", metavar="NAME", help="The layout of OUT: see kvkit layouts.")
+@click.option("--format", "form", metavar="NAME", help="Or how OUT holds numbers: float16, q8_0, int4:g32...")
+@click.option("--from-format", "coded", metavar="NAME", help="What codes in IN are, if it does not say so.")
 @click.option("--sizes", metavar="AXIS=N,...", help="Lengths of axes that shapes do not tell: h=8.")
 @click.option("--page-size", metavar="N|longest", help="New pages for all sequences.")
 @click.option("--tables", metavar="FILE", type=PATH, help="Page tables, if they are not in IN.")
@@ -28,8 +30,10 @@ PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong wit
 @clusters.on_cluster
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of several files, by their names.")
 @click.option("--quiet", is_flag=True, help="Print nothing.")
-def convert(sources, target, before, after, sizes, page_size, tables, verify, dask, as_json, quiet):
-    """Move a cache from layout to layout, bit for bit.
+def convert(
+    sources, target, before, after, form, coded, sizes, page_size, tables, verify, dask, as_json, quiet
+):
+    """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads; its cache is the array cache, or arrays cache.0, cache.0.1 and
     so on where its layout has lists. OUT is a .npz, .npy or .safetensors file, whole or untouched; of several
@@ -37,15 +41,20 @@ def convert(sources, target, before, after, sizes, page_size, tables, verify, da
     sequences that tables tell (block_tables and context_lens, or kv_indptr, kv_indices and kv_last_page_len,
     or cells of llama.cpp; without tables a sequence for each b); one page for each if it is longest.
 
+    With --format floats, codes that a file names (a state of llama.cpp, a saved cache) or --from-format does
+    become what a format of kvkit holds, layer by layer, as "l kv | b n h c".
+
     \b
     Examples:
       kvkit convert prompt.safetensors pool.npz --to vllm-lbnhc --page-size 16
       kvkit convert pool.npz old.npz --from vllm-lbnhc --to vllm-flash-attention --verify
+      kvkit convert slot.bin cache.safetensors --format float16 --sizes h=8
       kvkit convert dumps/*.npz converted --to hf --dask local
     """
     targets = targets_of(sources, target)
     options = {"from_layout": before, "to_layout": after, "sizes": sizes_of(sizes), "verify": verify}
     options |= {"page_size": pages_of(page_size), "tables_from": tables}
+    options |= {"format": form, "from_format": coded}
     with clusters.mapper(dask) as mapper:
         work = partial(one_file, options=options, quiet=quiet, alone=dask is None)
         said = {}
@@ -83,6 +92,10 @@ def one_file(source, target, options, quiet, alone):
     contents = files.read(source)
     total = sum(array.nbytes for array in contents.arrays.values())
     quiet = quiet or not alone
+    if options["format"] is not None:
+        with clusters.naming(source), show.progress(f"coding {source.name}", total, quiet) as advance:
+            done = tools.convert(source, target, **options, progress=stepwise(advance))
+        return replace(done, arrays={})
     with clusters.naming(source), watch.watched(source, contents.mapped if alone else None):
         with show.progress(f"moving {source.name}", total, quiet) as advance:
             done = tools.convert(contents, None, **options, progress=stepwise(advance))

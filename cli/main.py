@@ -18,7 +18,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "warm": ("kvkit_cli.warm", "Compile ahead what calls would wait for."),
     "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
     "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
-    "convert": ("kvkit_cli.convert", "Move a cache from layout to layout, bit for bit."),
+    "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "study": ("kvkit_cli.study", "Say what schemes of quantization cost a cache, head by head."),
     "draw": ("kvkit_cli.draw", "Draw a layout, or whose the rows of a cache in a file are."),
     "check": ("kvkit_cli.check", "Say what cannot be right in page tables, slots, layouts, scales and data."),

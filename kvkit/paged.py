@@ -64,10 +64,10 @@ def paged_attention(
         or give views of it, without that axis.
     key_scale, value_scale : float or ndarray, optional
         What keys and values are multiplied by: a number, or one for each head, [num_kv_heads], in each
-        sequence, [B, num_kv_heads]; int8 asks for it. Of codes also a float for each token and head, of the
-        axes and the order of the pool without c, or with one for groups of its elements (as it has to have
-        where its shape were one of those above); of equal strides for both sides, whose codes are then of one
-        type.
+        sequence, [B, num_kv_heads], all finite; int8 asks for it. Of codes also a float for each token and
+        head, of the axes and the order of the pool without c, or with one for groups of its elements (as it
+        has to have where its shape were one of those above); of equal strides for both sides, whose codes are
+        then of one type; it is not searched for NaN.
     is_causal : bool
         A query sees no key behind its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional

@@ -141,7 +141,10 @@ def scales_of(key_scale, value_scale, batch, heads, factor):
 
 def scale_of(name, scale, batch, heads):
     if isinstance(scale, np.ndarray):
-        return of_sequences(name, scale, batch, heads, "heads of a cache")
+        cells = of_sequences(name, scale, batch, heads, "heads of a cache")
+        if not np.isfinite(cells).all():
+            raise wrong(name, "finite numbers", "NaN" if np.isnan(cells).any() else "infinity")
+        return cells
     return np.full((1, 1), number(name, scale), np.float32)
 
 

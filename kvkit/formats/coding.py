@@ -5,7 +5,7 @@ import numpy as np
 from kvkit.errors import brief, wrong
 from kvkit.formats import packing
 from kvkit.formats.elements import BY_DTYPE, FLOATS
-from kvkit.formats.groups import grouped, shapes, spread, ungrouped
+from kvkit.formats.groups import fits, grouped, shapes, spread, ungrouped
 from kvkit.formats.known import named
 from kvkit.formats.scales import RULES, calibrated, rounded_codes
 
@@ -40,12 +40,13 @@ def encode(x, format, *, scale=None, **options):
     Raises
     ------
     KvkitError
-        An unknown format or option; a scale that is missing, not finite or of another shape; data of another
-        dtype, or a head that is no multiple of a group; numbers that are not finite for codes that have none.
+        An unknown format or option; a scale that is missing, not above 0, not finite or of another shape;
+        data of another dtype, or a head that is no multiple of a group; numbers that are not finite, for
+        codes that have none or scales that are found from them; numbers too large for the type of scales.
 
     Notes
     -----
-    Floats of 8 bits saturate, also infinities, and NaN stays NaN.
+    Floats of 8 bits with a scale that is given, or 1, saturate, also infinities, and NaN stays NaN.
 
     Examples
     --------
@@ -61,32 +62,37 @@ def encode(x, format, *, scale=None, **options):
     True
     """
     format = named(format, **options)
-    x, dtype = numbers(x, format)
+    found = format.find != "given" or isinstance(scale, str) or (scale is None and format.per != "")
+    x, dtype = numbers(x, format, found)
     x, tail = (x[..., : -format.tail], x[..., -format.tail :]) if format.tail else (x, None)
     per, whole, beside = format.per, np.float32(1), None
     with np.errstate(over="ignore", invalid="ignore"):
         if format.find == "given":
             per, cells = given(format, scale, x)
+            above_zero("scale", cells)
             ratio = x / spread(cells, x.shape, per)
         else:
             if format.find == "blocks16":
                 whole = of_whole(format, scale, x)
             elif scale is not None:
                 raise wrong("scale", f"None, for {format}", brief(repr(scale)))
-            ratio, *found = RULES[format.find](grouped(x, per, format.group), format, dtype, whole)
+            ratio, *parts = RULES[format.find](grouped(x, per, format.group), format, dtype, whole)
             ratio = ungrouped(ratio, x.shape, per)
-            cells, beside = (None if cell is None else cell[..., 0] for cell in found)
+            cells, beside = (None if cell is None else cell[..., 0] for cell in parts)
         codes = rounded_codes(ratio, format)
-    cell = format.cell or BY_DTYPE[dtype]
-    if format.order:
-        return {"codes": packing.in_blocks(format, codes, cells, beside, tail, cell)}
-    arrays = {"codes": packing.in_arrays(format, codes)}
-    if format.find != "given" or scale is not None or format.per:
-        arrays["scale"] = packing.cells(cells, cell)
-    if beside is not None:
-        arrays[format.beside] = packing.cells(beside, cell)
+        cell = format.cell or BY_DTYPE[dtype]
+        if format.order:
+            return {"codes": packing.in_blocks(format, codes, cells, beside, tail, cell)}
+        arrays = {"codes": packing.in_arrays(format, codes)}
+        if found or scale is not None:
+            arrays["scale"] = packing.cells(cells, cell)
+        if beside is not None:
+            arrays[format.beside] = packing.cells(beside, cell)
+    for name in [*arrays][1:]:
+        if not np.isfinite(packing.from_cells(arrays[name], format).astype(np.float32)).all():
+            raise wrong("x", f"numbers whose {name} {cell} holds, for {format}", f"up to {np.abs(x).max():g}")
     if format.find == "blocks16" and whole != 1:
-        arrays["whole"] = whole
+        arrays["whole"] = np.asarray(whole)
     return arrays
 
 
@@ -127,8 +133,9 @@ def decode(arrays, format, **options):
     format = named(format, **options)
     arrays = dict(arrays) if isinstance(arrays, dict) else {"codes": arrays}
     codes = part(arrays, "codes", format)
-    if codes.dtype.hasobject or not codes.ndim:
-        raise wrong("codes", "an array of bytes", f"dtype {codes.dtype} and {codes.ndim} axes")
+    if codes.dtype.kind in "fcO" or codes.ndim < fewest(format):
+        wanted = f"bytes of {fewest(format)} axes or more, for {format}"
+        raise wrong("codes", wanted, f"dtype {codes.dtype} and {codes.ndim} axes")
     codes = np.ascontiguousarray(codes).view(np.uint8)
     if format.order:
         return packing.from_blocks(format, codes)
@@ -137,27 +144,35 @@ def decode(arrays, format, **options):
         scale = part(arrays, "scale", format) if format.per else arrays.get("scale")
         per, cells = given(format, scale, values)
     else:
-        cells = read(arrays, "scale", format) * np.float32(arrays.get("whole", 1))
-    beside = spread(read(arrays, format.beside, format), values.shape, per) if format.beside else None
+        whole = single("whole", arrays.get("whole", 1), format)
+        cells = read(arrays, "scale", format, values.shape) * whole
+    beside = read(arrays, format.beside, format, values.shape) if format.beside else None
+    beside = None if beside is None else spread(beside, values.shape, per)
     return packing.numbers(format, values, spread(cells, values.shape, per), beside)
 
 
-def numbers(x, format):
-    """Data as float32, and their dtype."""
+def fewest(format):
+    """Axes of numbers."""
+    return 2 if format.per in ("head", "channel") else 1
+
+
+def numbers(x, format, found):
+    """Data as float32, and their dtype; finite where scales are found from them."""
     x = np.asarray(x)
     if x.dtype not in [one.dtype for one in FLOATS]:
         raise wrong("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
-    fewest = 2 if format.per == "channel" else 1
-    if x.ndim < fewest:
-        raise wrong("x", f"{fewest} axes or more, for {format}", x.ndim)
+    if x.ndim < fewest(format):
+        raise wrong("x", f"{fewest(format)} axes or more, for {format}", x.ndim)
     dtype, x = x.dtype, np.ascontiguousarray(x, np.float32)
-    takes_all = format.code.significant and format.find in ("given", "token", "normal")
-    if not takes_all and not np.isfinite(x).all():
-        raise wrong("x", f"finite numbers, for {format}", "NaN" if np.isnan(x).any() else "infinity")
+    if (found or not format.code.significant) and not np.isfinite(x).all():
+        place = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+        what = "NaN" if np.isnan(x[place]) else "infinity"
+        scaled = " with a scale that is found" if format.find == "given" and found else ""
+        raise wrong("x", f"finite numbers, for {format}{scaled}", f"{what} at {place}")
     in_byte = 8 // format.code.bits if 8 % format.code.bits == 0 else 1
     by_tokens = format.along == "tokens"
     elements = max(format.group if format.per == "group" else 1, format.block, 1 if by_tokens else in_byte)
-    if (x.shape[-1] - format.tail) % elements or x.shape[-1] < format.tail:
+    if (x.shape[-1] - format.tail) % elements or x.shape[-1] <= format.tail:
         more = f" and {format.tail} more" if format.tail else ""
         raise wrong("x", f"a head of a multiple of {elements} elements{more}, for {format}", x.shape[-1])
     tokens = max(format.group if format.per == "channel" else 1, in_byte if by_tokens else 1)
@@ -184,9 +199,8 @@ def given(format, scale, x):
     cells = finite("scale", scale)
     if cells.size == 1:
         return "tensor", cells.reshape(())
-    for per, shape in legal.items():
-        of_groups = per == "group" and cells.shape[:-1] == shape[:-1] and x.shape[-1] % cells.shape[-1] == 0
-        if cells.shape == shape or of_groups:
+    for per in legal:
+        if fits(cells, x.shape, per):
             return per, cells
     by = ", ".join(f"{shape} by {per}" for per, shape in legal.items())
     raise wrong("scale", f"shape {by}", cells.shape)
@@ -195,14 +209,24 @@ def given(format, scale, x):
 def of_whole(format, scale, x):
     """The scale of the whole of nvfp4, which its block scales are in units of."""
     if scale is not None:
-        cells = finite("scale", scale)
-        if cells.size != 1:
-            raise wrong("scale", f"a number, for {format}", f"shape {cells.shape}")
-        return np.float32(cells.reshape(()))
+        return above_zero("scale", single("scale", scale, format))
     if format.whole == 1:
         return np.float32(1)
     top = np.abs(x).max(initial=0) / np.float32(448)
     return top if top > 0 else np.float32(1)
+
+
+def single(name, cells, format):
+    cells = finite(name, cells)
+    if cells.size != 1:
+        raise wrong(name, f"a number, for {format}", f"shape {cells.shape}")
+    return np.float32(cells.reshape(()))
+
+
+def above_zero(name, cells):
+    if not np.all(cells > 0):
+        raise wrong(name, "numbers above 0", np.min(cells))
+    return cells
 
 
 def finite(name, numbers):
@@ -222,6 +246,10 @@ def part(arrays, name, format):
     return np.asarray(arrays[name])
 
 
-def read(arrays, name, format):
-    """float32 of scales, or of what is beside them, as `packing.cells` stored them."""
-    return finite(name, packing.from_cells(part(arrays, name, format), format))
+def read(arrays, name, format, shape):
+    """float32 of scales, or of what is beside them, of numbers of a shape, as `packing.cells` stored them."""
+    cells = finite(name, packing.from_cells(part(arrays, name, format), format))
+    if not fits(cells, shape, format.per):
+        wanted = shapes(shape, format.group, [format.per])[format.per]
+        raise wrong(name, f"shape {wanted}, for {format} and such codes", cells.shape)
+    return cells

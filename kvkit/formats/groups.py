@@ -25,6 +25,16 @@ def shapes(shape, group, pers):
     return {per: known[per] for per in pers if per not in ("head", "channel") or len(shape) > 1}
 
 
+def fits(cells, shape, per):
+    """Whether scales are those of numbers of a shape, whatever the size of groups."""
+    cut = {"group": len(shape) - 1, "channel": 0}.get(per)
+    if cut is None or cells.ndim < len(shape):
+        return cells.shape == shapes(shape, 0, [per]).get(per)
+    parts, whole = cells.shape[cut : cut + 1], shape[cut]
+    others = cells.shape[:cut] + cells.shape[cut + 1 :] == shape[:cut] + shape[cut + 1 :]
+    return others and (parts == (whole,) or (parts > (0,) and whole % parts[0] == 0))
+
+
 def grouped(x, per, group):
     """[*scales, members]"""
     if per == "tensor":
@@ -32,14 +42,16 @@ def grouped(x, per, group):
     if per == "head":
         return np.moveaxis(x, -2, 0).reshape(x.shape[-2], -1)
     if per == "group":
-        return x.reshape(*x.shape[:-1], -1, group)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
     if per == "channel" and group:
-        return np.moveaxis(x.reshape(-1, group, *x.shape[1:]), 1, -1)
+        return np.moveaxis(x.reshape(len(x) // group, group, *x.shape[1:]), 1, -1)
     return np.moveaxis(x.reshape(-1, *x.shape[-2:]), 0, -1) if per == "channel" else x
 
 
 def ungrouped(groups, shape, per):
-    """What `grouped` parted, in its shape; not of heads, whose scales are found and then spread."""
+    """What `grouped` parted, in its shape."""
+    if per == "head":
+        return np.moveaxis(groups.reshape(shape[-2], *shape[:-2], shape[-1]), 0, -2)
     return (np.moveaxis(groups, -1, 1) if per == "channel" else groups).reshape(shape)
 
 

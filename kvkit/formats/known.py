@@ -40,6 +40,8 @@ E8M0 = Element("e8m0", BYTE, 8, limits=(0, 254), numbers=(*(2.0 ** (e - 127) for
 
 PER = "tensor", "head", "token", "group", "channel"
 EXPONENTS = "floor", "ceil"
+CELLS = "float32", "float16", "bfloat16"
+ROUNDINGS = {"trunc": "trunc", "rint": "even"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Format:
         The scale of all that scales of blocks are in units of: 1, or 0 where it is found.
     asks : bool
         Whether a caller has to give the scale.
+    takes : tuple of str
+        The options that may stand behind its name, as `named` has them; "gN" is any size of groups.
     source : str
         Whose format it is.
     """
@@ -103,6 +107,7 @@ class Format:
     tail: int = 0
     whole: float = 1
     asks: bool = False
+    takes: tuple[str, ...] = ()
     source: str = "kvkit"
 
     def __str__(self):
@@ -117,11 +122,19 @@ def ggml(name, code, find, order, rounding, cell=FLOAT16, **fields: Any):
 
 ALL = (
     # Floats of 8 bits, with the scale that a caller gives or asks for: every engine's default.
-    Format("e4m3", E4M3, "given", per=""),
-    Format("e5m2", E5M2, "given", per=""),
+    *(
+        Format(code.name, code, "given", per="", takes=("gN", "tensor", "head", "token", "group"))
+        for code in (E4M3, E5M2)
+    ),
     # kvkit's own codes, as the PMX operators (int8, int4) and quantized caches store them.
-    *(Format(code.name, code, "pmx", group=8 if code is INT8 else 32) for code in (INT8, INT4, INT2)),
-    *(Format(code.name, code, "span", beside="minimum") for code in (UINT8, UINT4, UINT2)),
+    *(
+        Format(code.name, code, "pmx", group=8 if code is INT8 else 32, takes=("gN", *PER, *CELLS))
+        for code in (INT8, INT4, INT2)
+    ),
+    *(
+        Format(code.name, code, "span", beside="minimum", takes=("gN", *PER, *CELLS))
+        for code in (UINT8, UINT4, UINT2)
+    ),
     ggml("q8_0", INT8, "largest", ("scale", "codes"), "away"),
     ggml("q4_0", FULL_INT4, "signed", ("scale", "codes"), "up"),
     ggml("q4_1", UINT4, "least", ("scale", "minimum", "codes"), "up", beside="minimum"),
@@ -131,10 +144,10 @@ ALL = (
     # vLLM: a scale for each head of a token, behind its codes.
     *(
         Format(
-            f"{code}_token_head", code, "token", per="token", group=0, rounding=rounding,
-            order=("codes", "scale"), source="vLLM",
+            f"{code}_token_head", code, "token", per="token", group=0, rounding=ROUNDINGS[takes[0]],
+            order=("codes", "scale"), takes=takes, source="vLLM",
         )
-        for code, rounding in ((INT8, "trunc"), (E4M3, "even"))
+        for code, takes in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
     ),
     *(
         Format(f"lmdeploy_{code.name[1:]}", code, "zero", None, "zero", "token", 0, "up", halves=True,
@@ -142,20 +155,22 @@ ALL = (
         for code in (UINT8, UINT4)
     ),
     *(
-        Format(f"mlx{code.bits}", code, "edge", None, "minimum", group=64, source="MLX, affine")
+        Format(f"mlx{code.bits}", code, "edge", None, "minimum", group=64, takes=("g32", "g64", "g128"),
+               source="MLX, affine")
         for code in (UINT2, UINT4, UINT8)
     ),
     Format("mlx_mxfp4", E2M1, "power", E8M0, rounding="lower", exponent="ceil", source="MLX"),
     Format("mlx_mxfp8", E4M3, "power", E8M0, exponent="ceil", source="MLX"),
     Format("mlx_nvfp4", E2M1, "blocks16", E4M3, group=16, rounding="lower", source="MLX"),
     *(
-        Format(f"kivi_{side}{code.bits}", code, "kivi", FLOAT16, "minimum", per, along=along, source="KIVI")
+        Format(f"kivi_{side}{code.bits}", code, "kivi", FLOAT16, "minimum", per, along=along, takes=("gN",),
+               source="KIVI")
         for code in (UINT2, UINT4)
         for side, per, along in (("key", "channel", "tokens"), ("value", "group", "head"))
     ),
     Format("nvfp4", E2M1, "blocks16", E4M3, group=16, whole=0, source="FlashInfer, NVIDIA"),
-    Format("mxfp4", E2M1, "power", E8M0, exponent="floor", source="OCP MX"),
-    Format("mxfp8", E4M3, "power", E8M0, exponent="floor", source="OCP MX"),
+    Format("mxfp4", E2M1, "power", E8M0, exponent="floor", takes=("g16", "g32", *EXPONENTS), source="OCP MX"),
+    Format("mxfp8", E4M3, "power", E8M0, exponent="floor", takes=EXPONENTS, source="OCP MX"),
     *(
         Format(f"ort_{code}", code, "given", per="", group=0, asks=True, source="onnxruntime")
         for code in (FULL_INT8, FULL_INT4)
@@ -165,7 +180,13 @@ ALL = (
 )  # fmt: skip
 NAMED = {format.name: format for format in ALL}
 OPTIONS = "cell", "exponent", "group", "per", "rounding"
-ROUNDINGS = {"trunc": "trunc", "rint": "even"}
+FIELDS = {
+    **{word: ("per", word) for word in PER},
+    **{word: ("exponent", word) for word in EXPONENTS},
+    **{word: ("rounding", rounding) for word, rounding in ROUNDINGS.items()},
+    **{word: ("cell", BY_NAME[word]) for word in CELLS},
+}
+WORDS = {rounding: word for word, rounding in ROUNDINGS.items()}
 
 
 def named(format, **options):
@@ -174,9 +195,10 @@ def named(format, **options):
     Parameters
     ----------
     format : str or Format
-        A name of `NAMED`, then, each behind a colon: `g` and the size of groups; "tensor", "head", "token",
-        "channel", what shares a scale; "floor" or "ceil", the rule of exponents; "trunc" or "rint", how
-        codes are rounded; "float32", "float16" or "bfloat16", how scales are stored.
+        A name of `NAMED`, then, each behind a colon, what its `takes` lists: `g` and the size of groups;
+        "tensor", "head", "token", "group", "channel", what shares a scale; "floor" or "ceil", the rule of
+        exponents; "trunc" or "rint", how codes are rounded; "float32", "float16" or "bfloat16", how scales
+        are stored.
     **options
         The same by keyword, as fields of `Format`: cell, exponent, group, per, rounding.
 
@@ -187,7 +209,7 @@ def named(format, **options):
     Raises
     ------
     KvkitError
-        The name or an option is none.
+        The name is none, or an option is none of the format's.
 
     Examples
     --------
@@ -195,33 +217,30 @@ def named(format, **options):
     >>> formats.named("int4:g64").group
     64
     """
+    made, words = format, []
     if not isinstance(format, Format):
         name, *words = str(format).split(":")
         if name not in NAMED:
             raise wrong("format", f"one of {', '.join(NAMED)}", brief(repr(format)))
-        options = dict(option(word, format) for word in words) | options
-        format = NAMED[name]
-        changed = {"name": ":".join((name, *words))} if words else {}
-        if options.get("per") == "channel" and format.find not in ("pmx", "span"):
-            raise wrong("format", "codes of kvkit for scales by channel", brief(repr(name)))
-        options |= changed
-    for name in options.keys() - {"name"}:
-        if name not in OPTIONS:
-            raise wrong("options", f"names among {', '.join(OPTIONS)}", brief(repr(name)))
-    return replace(format, **options)
+        made = NAMED[name]
+    told: list[tuple[str | None, str]] = [(None, word) for word in words]
+    for field, value in options.items():
+        if field not in OPTIONS:
+            raise wrong("options", f"names among {', '.join(OPTIONS)}", brief(repr(field)))
+        told.append((field, f"g{value}" if field == "group" else WORDS.get(str(value), str(value))))
+    fields = {}
+    for expected, word in told:
+        field, value = option(word)
+        known = word in made.takes or (field == "group" and "gN" in made.takes)
+        if not known or expected not in (None, field):
+            legal = f"options among {', '.join(made.takes)}" if made.takes else "no options"
+            raise wrong("format", f"{legal}, for {made}", brief(repr(word)))
+        fields[field] = value
+    return replace(made, name=":".join((made.name, *words)), **fields)
 
 
-def option(word, format):
-    """(field, value) of an option in a name."""
-    if word[:1] == "g" and word[1:].isdecimal() and int(word[1:]):
+def option(word):
+    """(field, value) of an option in a name; of what is none, no field."""
+    if word[:1] == "g" and word.isascii() and word[1:].isdecimal() and int(word[1:]):
         return "group", int(word[1:])
-    if word in PER:
-        return "per", word
-    if word in EXPONENTS:
-        return "exponent", word
-    if word in ROUNDINGS:
-        return "rounding", ROUNDINGS[word]
-    if word in ("float32", "float16", "bfloat16"):
-        return "cell", BY_NAME[word]
-    legal = "gN, tensor, head, token, channel, floor, ceil, trunc, rint, or a float type of scales"
-    raise wrong("format", f"options {legal}", brief(repr(format)))
+    return FIELDS.get(word, (None, None))

@@ -50,8 +50,7 @@ def as_bytes(numbers, element):
     """uint8 [..., n * size] of float32 [..., n] as an element stores them."""
     if element.name == "e8m0":
         return (np.frexp(numbers)[1] + 126).astype(np.uint8)
-    stored = np.ascontiguousarray(numbers.astype(element.dtype))
-    return stored.view(np.uint8).reshape(*stored.shape[:-1], -1)
+    return np.ascontiguousarray(numbers.astype(element.dtype)).view(np.uint8)
 
 
 def from_bytes(data, element):
@@ -125,8 +124,11 @@ def in_blocks(format, codes, scales, beside, tail, cell):
             parts.append(as_bytes(tail[..., None, :], BFLOAT16))
         else:
             numbers = scales if name == "scale" else beside
-            parts.append(as_bytes(numbers.reshape(*codes.shape[:-1], -1), cell))
-    return np.concatenate(parts, -1).reshape(*outer, -1)
+            parts.append(
+                as_bytes(numbers.reshape(*codes.shape[:-1], elements // (format.group or elements)), cell)
+            )
+    blocks = np.concatenate(parts, -1)
+    return blocks.reshape(*outer, blocks.shape[-2] * blocks.shape[-1])
 
 
 def elements_of(format, width):
@@ -171,7 +173,7 @@ def from_blocks(format, rows):
         values = numbers(format, format.code.table[codes], cells["scale"], cells.get("minimum"))
     values = values.reshape(*outer, elements_of(format, rows.shape[-1]))
     if format.tail:
-        values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16).reshape(*outer, -1)), -1)
+        values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16)[..., 0, :]), -1)
     return values
 
 

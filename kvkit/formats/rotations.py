@@ -93,7 +93,13 @@ def rotation_named(name):
     if name is None or isinstance(name, Rotation):
         return name
     known, _, block = str(name).partition(":")
-    if known == "hadamard" and block.isdecimal() and int(block) > 0 and int(block) & int(block) - 1 == 0:
+    if (
+        known == "hadamard"
+        and block.isascii()
+        and block.isdecimal()
+        and int(block) > 0
+        and int(block) & int(block) - 1 == 0
+    ):
         return Rotation(str(name), (int(block), int(block)))
     if name not in ROTATIONS:
         raise wrong(
@@ -128,6 +134,8 @@ def rotate(x, rotation, *, what=STORED, value=False):
     array([[0.5, 0.5, 0.5, 0.5]], dtype=float32)
     """
     x, rotation = np.asarray(x, np.float32), rotation_named(rotation)
+    if what not in (STORED, QUERY, OUTPUT):
+        raise wrong("what", f"{STORED!r}, {QUERY!r} or {OUTPUT!r}", brief(repr(what)))
     if rotation is None:
         return x
     dim = x.shape[-1]

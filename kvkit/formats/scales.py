@@ -27,10 +27,11 @@ def magnitude(x):
     x = np.abs(x)
     while x.shape[-1] in (2, 4, 8, 16):
         x = np.maximum(x[..., ::2], x[..., 1::2])
-    return x.max(-1, keepdims=True)
+    return x.max(-1, keepdims=True, initial=0)
 
 
 def extremes(x):
+    x = x if x.shape[-1] else np.zeros((*x.shape[:-1], 1), x.dtype)  # of no tokens
     return x.min(-1, keepdims=True), x.max(-1, keepdims=True)
 
 

@@ -63,14 +63,18 @@ class Coded:
     format: Format
     rotation: str | None = None
     value: bool = False
+    scale: float | None = None  # for formats that take one
     ends: Any = None  # [2, heads, dim] of tokens that `over` has seen: each channel's extremes
 
     @property
     def whole(self) -> bool:
         """Whether a scale spans all tokens, and nobody has seen them yet."""
-        format = self.format
-        spans = format.per in ("tensor", "head") or (format.find == "blocks16" and not format.whole)
-        return self.ends is None and (spans or (format.per == "channel" and not format.group))
+        of_whole = self.format.find == "blocks16" and not self.format.whole and self.scale is None
+        return self.ends is None and (
+            of_whole
+            or self.format.per in ("tensor", "head")
+            or (self.format.per == "channel" and not self.format.group)
+        )
 
     def over(self, parts):
         """The same for parts of these tokens [tokens, heads, dim], which have the scales of all of them."""
@@ -95,13 +99,13 @@ class Coded:
         x = self.turned(x)
         if self.ends is not None:
             # Scales come of extremes alone, so these two tokens give any part those of the whole.
-            arrays = encode(np.concatenate((self.ends, x)), self.format)
+            arrays = encode(np.concatenate((self.ends, x)), self.format, scale=self.scale)
             return {
                 name: array if name in self.shared else array[len(self.ends) :]
                 for name, array in arrays.items()
             } | {"rest": x[:0]}
         fit = len(x) // self.step * self.step
-        return (encode(x[:fit], self.format) if fit else {}) | {"rest": x[fit:]}
+        return (encode(x[:fit], self.format, scale=self.scale) if fit else {}) | {"rest": x[fit:]}
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -134,20 +138,30 @@ class Coded:
         return packing.from_arrays(self.format, stored)
 
 
-def schemes_named(text: str) -> tuple[Any, Any]:
-    """The scheme of keys and that of values: a registered one, or a format as in "int4:g32+hadamard"."""
+def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
+    """The scheme of keys and that of values: a registered one, or a format as in "int4:g32+hadamard".
+
+    Formats that take a scale may have one that is a number.
+    """
     if text in REGISTERED:
         made = REGISTERED[text]()
         return made, made
-    told, _, rotation = text.partition("+")
-    if told.startswith("kivi") and told.split(":")[0] not in NAMED:
-        sides = [told.replace("kivi", f"kivi_{side}", 1) for side in ("key", "value")]
-    else:
-        sides = [told, told]
-    if rotation:
+    told, turned, rotation = text.partition("+")
+    if turned:
         rotation_named(rotation)
-    key, value = (of_format(side) for side in sides)
-    return Coded(text, key, rotation or None), Coded(text, value, rotation or None, value=True)
+    key, value = formats_named(told)
+    if scale is not None and key.find not in ("given", "blocks16"):
+        raise wrong("scale", f"None, for {text}", describe(scale))
+    rotated = rotation or None
+    return Coded(text, key, rotated, scale=scale), Coded(text, value, rotated, value=True, scale=scale)
+
+
+def formats_named(text: str) -> tuple[Format, Format]:
+    """The format of keys and that of values, which are others for "kivi2" and "kivi4"."""
+    if text.startswith("kivi") and text.split(":")[0] not in NAMED:
+        key, value = (of_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
+        return key, value
+    return of_format(text), of_format(text)
 
 
 def of_format(text: str) -> Format:

@@ -1,7 +1,7 @@
 """Tools for whoever brings up a device or debugs an engine: functions whose results print themselves.
 
     inspect     what is in a file, or in arrays
-    convert     a cache from layout to layout, into another file
+    convert     a cache from layout to layout, or format to format, into another file
     draw        layouts and the rows of caches, for a terminal or a page
     check       whether page tables, slots, layouts, scales and data can be right
     diff        where two caches or outputs differ, and why

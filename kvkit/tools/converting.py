@@ -1,4 +1,4 @@
-"""`convert`: a cache in a file, from layout to layout, into another file."""
+"""`convert`: a cache in a file, from layout to layout or format to format, into another file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvkit import files, layouts
 from kvkit.checks.words import wrong
 from kvkit.files import Contents, Description
 from kvkit.layouts import tables
+from kvkit.tools import recoding
 from kvkit.tools.inspecting import Source, pages_of, taken, viewed
 from kvkit.tools.text import size
 
@@ -38,7 +39,8 @@ class Conversion:
     Attributes
     ----------
     arrays : dict
-        The cache in its new layout, ``"cache"`` as the layout has it; its tables; all else as it was.
+        The cache in its new layout, ``"cache"`` as the layout has it; its tables; all else as it was. None of
+        numbers that were coded again, into a file.
     description : Description
         What is said of it.
     before : str
@@ -47,6 +49,8 @@ class Conversion:
         Of its elements.
     verified : bool
         Whether it was read back and compared.
+    format : str, optional
+        What held its numbers, if they were coded again.
     """
 
     arrays: dict[str, Any]
@@ -54,16 +58,21 @@ class Conversion:
     before: str
     bytes: int
     verified: bool
+    format: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without the arrays."""
         said = self.description.to_dict()
-        return {"from": self.before, "to": said, "bytes": self.bytes, "verified": self.verified}
+        found = {"from": self.before, "to": said, "bytes": self.bytes, "verified": self.verified}
+        return found | ({"from_format": self.format} if self.format else {})
 
     def __str__(self) -> str:
         said = ", ".join(f"{axis} {count}" for axis, count in self.description.sizes.items())
         compared = ", read back and equal bit for bit" if self.verified else ""
-        return f"{self.before} -> {self.description.layout} ({said}): {size(self.bytes)}{compared}"
+        changed = self.before, self.description.layout
+        if self.format:
+            changed = self.format, self.description.format
+        return f"{changed[0]} -> {changed[1]} ({said}): {size(self.bytes)}{compared}"
 
 
 def convert(
@@ -71,7 +80,9 @@ def convert(
     target: str | os.PathLike[str] | None,
     *,
     from_layout: str | None = None,
-    to_layout: str,
+    to_layout: str | None = None,
+    format: str | None = None,
+    from_format: str | None = None,
     sizes: Mapping[str, int] | None = None,
     page_size: int | str | None = None,
     tables_from: Source | None = None,
@@ -88,8 +99,16 @@ def convert(
         A .npz, .npy or .safetensors file to write; it is whole or untouched.
     from_layout : str, optional
         How the cache lies, if its file does not say so.
-    to_layout : str
+    to_layout : str, optional
         A line, or a name that `kvkit.layouts.parse` knows.
+    format : str, optional
+        In the place of a layout: how the numbers are to be held, ``"float16"``, ``"float32"``, ``"bfloat16"``
+        or a format, as `kvkit.formats.encode` takes it (``"kivi2"`` names both sides). The cache then lies as
+        ``"l kv | b n h c"``, its elements encoded for each b, and what `encode` returns beside codes is
+        ``scale.LAYER.KV`` and so on. A layer at a time; a file that `Cache.save` or `PagedCache.save` wrote
+        is loaded, and of a paged one the rows are converted.
+    from_format : str, optional
+        What codes in the source are, if its file does not say so; floats are what they are.
     sizes : mapping, optional
         Of the axes l, b, n, h, c that shapes do not tell.
     page_size : int or "longest", optional
@@ -124,6 +143,16 @@ def convert(
     hf -> vllm-lbnhc (l 2, b 2, n 4, h 3, c 8): 960 B
     """
     contents = source if isinstance(source, Contents) else taken(source)
+    if (to_layout is None) == (format is None):
+        raise wrong("to_layout", "a layout, or a format in its place", f"{to_layout!r} and {format!r}")
+    if to_layout is None or format is not None:
+        if page_size is not None or tables_from is not None or verify:
+            raise wrong("page_size", "no page_size, tables_from or verify, with a format", "one of them")
+        line = contents.description.layout or from_layout or recoding.LINE
+        arrays, said, coded, total = recoding.recoded(
+            source, contents, target, format, from_format, from_layout, sizes, progress
+        )
+        return Conversion(arrays, said, line, total, False, coded)
     before = layout_of(contents, from_layout)
     known = dict(contents.description.sizes) | dict(sizes or {})
     named = {name: found for name in PARTS if (found := files.nested(contents.arrays, name)) is not None}

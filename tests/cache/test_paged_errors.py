@@ -116,6 +116,9 @@ def test_out_of_blocks_leaves_the_storage_alone(rng):
         ({"quant_bit": 8, "scale_dtype": np.int8}, "scale_dtype"),
         ({"quant_format": "e4m3fn"}, "quant_format"),
         ({"quant_format": "e4m3", "quant_bit": 8}, "quant_bit"),
+        ({"quant_format": "e4m3", "scale": [1, 0]}, "scale"),
+        ({"quant_format": "e4m3", "scale": "head"}, "scale"),
+        ({"quant_format": "q8_0", "scale": 1.0}, "scale"),
         ({"cache_layout": 4}, "cache_layout"),
         ({"salt": "model"}, "salt"),
     ],
@@ -139,6 +142,7 @@ def test_what_decides_the_first_hash():
         {}, {"page_size": 2}, {"num_layers": 2}, {"num_kv_heads": 1}, {"head_dim": 8}, {"quant_bit": 4},
         {"quant_bit": 0}, {"quant_group": 4}, {"scale_dtype": np.float32}, {"dtype": np.float32},
         {"salt": b"model"}, {"quant_bit": 0, "quant_format": "e4m3"},
+        {"quant_bit": 0, "quant_format": "e4m3", "scale": 2.0},
     ]  # fmt: skip
     chains = [PagedCache(**{**usual, **change}).blocks.add().chain[0] for change in changes]
     assert len(set(chains)) == len(changes)

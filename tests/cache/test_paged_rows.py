@@ -54,15 +54,24 @@ def stored(head):
     return reference.dequantize(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
 
 
-@pytest.mark.parametrize("name", ["e4m3", "q8_0"])
-def test_formats_with_their_scales_inside(name, rng, tmp_path):
+SCALES = {"sides": [0.01, 0.02], "heads": [[[0.01, 0.02], [0.03, 0.04]]]}
+
+
+@pytest.mark.parametrize("name", ["e4m3", "q8_0", "sides", "heads", "found"])
+def test_formats(name, rng, tmp_path):
     """What comes back is what numpy makes of the format; files, copies and forks keep it."""
-    cache = PagedCache(16, P, 1, 2, 32, np.float16, quant_format=name)
+    how = {"scale": SCALES.get(name, name), "quant_group": 32, "scale_dtype": np.float32}
+    shared, name, how = (None, name, {}) if name in ("e4m3", "q8_0") else (name, "e4m3", how)
+    cache = PagedCache(16, P, 1, 2, 32, np.float16, quant_format=name, **how)
     states = [normal(rng, 2, 2, 7, 32, dtype=np.float16) for _ in range(2)]
-    wanted = [
-        formats.decode(formats.encode(side.astype(np.float32), name), name).astype(np.float16)
-        for side in states
-    ]
+    wanted = []
+    for i, side in enumerate(states):  # [B, H, tokens, D]: scales of a token's head
+        scale = {None: None, "found": "token"}.get(shared, SCALES.get(shared))
+        if shared in SCALES:
+            of_side = np.float32(scale).reshape(2, -1)[i]
+            scale = np.ascontiguousarray(np.broadcast_to(of_side[:, None], (2, 2, 7)))
+        arrays = formats.encode(side.astype(np.float32), name, scale=scale)
+        wanted.append(formats.decode(arrays, name).astype(np.float16))
     for view, want in zip(cache.update(*states, 0), wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(view), want)
     cache.save(tmp_path / "cache.npz")

@@ -13,6 +13,8 @@ SPECS = {
     "q8_0": QuantSpec(format="q8_0"),
     "rotated": QuantSpec(format="e4m3", group=64, param_dtype="float32", rotation="hadamard"),
     "vllm": QuantSpec(format="q8_0", rotation="vllm"),
+    "scale of 1": QuantSpec(format="e5m2", scale=1),
+    "scales of heads": QuantSpec(format="e4m3", scale=(0.5, 2.0)),
 }
 
 
@@ -31,9 +33,10 @@ def filled(spec, states, sink=SINK, residual=RESIDUAL):
 def read(x, spec, value):
     """What comes back of coded tokens."""
     turned = formats.rotate(x, spec.rotation, value=value)
-    arrays = formats.encode(
-        turned, spec.format, **({"scale": "group", "group": 64} if spec.format == "e4m3" else {})
-    )
+    how = {"scale": "group", "group": 64} if spec.format == "e4m3" else {}
+    if spec.scale is not None:  # [B, H, tokens, D]: scales of a token's head
+        how = {"scale": np.ones(x.shape[:-1], np.float32) * np.float32(spec.scale).reshape(-1, 1)}
+    arrays = formats.encode(turned, spec.format, **how)
     return formats.rotate(formats.decode(arrays, spec.format), spec.rotation, what="output", value=value)
 
 

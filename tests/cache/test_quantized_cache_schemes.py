@@ -140,11 +140,11 @@ def test_batch(rng):
     assert cache.layers[0].batch_size == 3
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int4:g32:channel+hadamard", "kivi2"])
+@pytest.mark.parametrize("name", ["mxfp4", "int4:g32:channel+hadamard", "kivi2", "nvfp4"])
 def test_formats(rng, name):
     """As `formats` has them, which is tested there; in float16."""
     states = tokens(rng, 40, batch=1, dtype=np.float16)
-    how = QuantSpec(format=name, group=32)
+    how = QuantSpec(format=name, group=32, scale=0.002 if name == "nvfp4" else None)
     cache = QuantizedCache(1, how, how, 0, 0)
     cache.update(*states, 0)
     assert cache.layers[0].nbytes < 0.5 * sum(side.nbytes for side in states)
@@ -176,6 +176,11 @@ def test_no_files(rng, tmp_path):
         ({"format": "kivi4", "group": 16}, "group: expected a multiple of 32, .* got 16"),
         ({"format": "thirds", "rotation": "hadamard"}, "rotation: expected None, for 'thirds'"),
         ({"format": "nowhere.py:Mine"}, "format: expected"),
+        ({"format": "nvfp4"}, "format: expected a scheme of some tokens at a time, got 'nvfp4'"),
+        ({"format": "ort_int8"}, "scale: expected a number, for 'ort_int8', got None"),
+        ({"format": "int4", "scale": 1.0}, "scale: expected None, for int4, got float 1.0"),
+        ({"format": "q8_0", "scale": 1.0}, "scale: expected None: codes have scales that are found, got 1.0"),
+        ({"format": "e4m3", "scale": (1.0, 0.0)}, "scale: expected numbers above 0, got 0.0"),
     ],
 )
 def test_refused(how, message):

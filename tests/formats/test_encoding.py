@@ -184,6 +184,20 @@ def test_own_codes_by_channel(rng):
         )
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "uint4"])
+def test_own_codes_with_a_scale_that_many_share(rng, name):
+    """What shares a scale is a group of rows that lie so."""
+    x = rng.standard_normal((5, 3, 64)).astype(F32)
+    turned = np.ascontiguousarray(x.swapaxes(0, 1))
+    for per, rows in (("tensor", x.reshape(1, -1)), ("head", turned.reshape(3, -1)), ("token", x)):
+        arrays = encode(x, f"{name}:{per}")
+        group = encode(rows, f"{name}:g{rows.shape[-1]}")
+        np.testing.assert_array_equal(arrays["scale"].ravel(), group["scale"].ravel())
+        expected = decode(group, name).reshape(turned.shape if per == "head" else x.shape)
+        got = decode(arrays, f"{name}:{per}")
+        np.testing.assert_array_equal(got.swapaxes(0, 1) if per == "head" else got, expected)
+
+
 @pytest.mark.parametrize("code", ["e4m3", "e5m2"])
 def test_scales_that_are_given_or_found(rng, code):
     x = rng.standard_normal((5, 3, 64)).astype(F32)

@@ -4,19 +4,40 @@ import numpy as np
 import pytest
 
 from kvkit import KvkitError
-from kvkit.formats import decode, encode, named
+from kvkit.formats import NAMED, decode, encode, named, rotate
+from kvkit.formats.schemes import schemes_named
 
 X = np.ones((4, 2, 32), np.float32)
-NAN = np.where(np.arange(32) == 5, np.nan, X)
+NAN = np.where(np.arange(32) == 5, np.nan, X).astype(np.float32)
 CODES = np.zeros((4, 2, 32), np.uint8)
 
 REFUSED = {
     "unknown": (lambda: encode(X, "q9_0"), r"format: expected one of e4m3, e5m2, .*, got 'q9_0'"),
-    "option": (lambda: encode(X, "int4:g"), r"format: expected options gN, .*, got 'int4:g'"),
+    "option": (lambda: encode(X, "int4:g"), r"format: expected options among gN, .*, for int4, got 'g'"),
     "keyword": (lambda: named("int4", gruop=8), r"options: expected names among cell, .*, got 'gruop'"),
-    "channel": (lambda: named("q8_0:channel"), r"format: expected codes of kvkit for .*, got 'q8_0'"),
+    "a size of groups": (lambda: named("q8_0:g16"), r"format: expected no options, for q8_0, got 'g16'"),
+    "a sharing": (lambda: named("lmdeploy_int8:group"), r"format: expected no options, .*, got 'group'"),
+    "a rounding": (lambda: named("iq4_nl:rint"), r"format: expected no options, for iq4_nl, got 'rint'"),
+    "a rounding of int8": (
+        lambda: named("e4m3_token_head:trunc"),
+        r"format: expected options among rint, for e4m3_token_head, got 'trunc'",
+    ),
+    "an exponent": (lambda: encode(X, "nvfp4:ceil"), r"format: expected no options, .*, got 'ceil'"),
+    "per": (lambda: encode(X, "int4", per="page"), r"format: expected options among gN, .*, got 'page'"),
+    "rounding": (lambda: named("int4", rounding="even"), r"format: expected options .*, got 'rint'"),
+    "field": (lambda: named("int4", per="g8"), r"format: expected options among .*, got 'g8'"),
+    "plus": (lambda: schemes_named("int4+"), r"rotation: expected hadamard, .*, got ''"),
+    "what": (
+        lambda: rotate(X, "hadamard", what="key"),
+        r"what: expected 'stored', 'query' or 'output', got 'key'",
+    ),
     "missing": (lambda: encode(X, "ort_int8"), r"scale: expected a number or an array, .*, got None"),
     "nan": (lambda: encode(X, "e4m3", scale=np.nan), r"scale: expected finite numbers, got NaN"),
+    "zero": (lambda: encode(X, "e4m3", scale=0), r"scale: expected numbers above 0, got 0.0"),
+    "below zero": (
+        lambda: encode(X, "e5m2", scale=np.float32([1, -1])),
+        r"scale: expected numbers above 0, got -1.0",
+    ),
     "infinite": (lambda: encode(X, "nvfp4", scale=np.inf), r"scale: expected finite numbers, got infinity"),
     "word": (lambda: encode(X, "e4m3", scale="page"), r"scale: expected one of tensor, .*, got 'page'"),
     "shape": (
@@ -28,7 +49,19 @@ REFUSED = {
     "head": (lambda: encode(X[..., :24], "q8_0"), r"x: expected a head of a multiple of 32 .*, got 24"),
     "tail": (lambda: encode(X, "ds_mla"), r"x: expected a head of .* 128 elements and 64 more, .* got 32"),
     "tokens": (lambda: encode(X, "kivi_key2"), r"x: expected a multiple of 32 tokens, .*, got 4"),
-    "data": (lambda: encode(NAN, "q8_0"), r"x: expected finite numbers, for q8_0, got NaN"),
+    "data": (lambda: encode(NAN, "q8_0"), r"x: expected finite numbers, for q8_0, got NaN at \(0, 0, 5\)"),
+    "infinity that a scale is found from": (
+        lambda: encode(np.where(np.isnan(NAN), np.inf, X).astype(np.float32), "e4m3", scale="head"),
+        r"x: expected finite numbers, for e4m3 with a scale .*, got infinity at \(0, 0, 5\)",
+    ),
+    "large": (
+        lambda: encode(X * np.float32(1e6), "kivi_value2"),
+        r"x: expected numbers whose minimum float16 holds, for kivi_value2, got up to 1e\+06",
+    ),
+    "nothing but a tail": (
+        lambda: encode(np.ones((4, 64), np.float32), "ds_mla"),
+        r"x: expected a head of .*, got 64",
+    ),
     "codes": (lambda: decode({}, "e4m3"), r"codes: expected an array, for e4m3, got None"),
     "no scale": (lambda: decode({"codes": CODES}, "int8"), r"scale: expected an array, for int8, got None"),
     "no scale of e4m3": (lambda: decode(CODES, "e4m3:head"), r"scale: expected an array, .*, got None"),
@@ -36,6 +69,19 @@ REFUSED = {
         lambda: decode({"codes": CODES, "scale": np.array([1, np.nan])}, "e4m3"),
         r"scale: expected finite numbers, got NaN",
     ),
+    "scale of groups": (
+        lambda: decode({"codes": CODES, "scale": np.ones((4, 2, 3), np.float32)}, "int8"),
+        r"scale: expected shape \(4, 2, 4\), for int8 and such codes, got \(4, 2, 3\)",
+    ),
+    "scale of heads": (
+        lambda: decode({"codes": CODES, "scale": np.ones(3, np.float32)}, "int8:head"),
+        r"scale: expected shape \(2,\), for int8:head and such codes, got \(3,\)",
+    ),
+    "minimum": (
+        lambda: decode(encode(X, "uint8") | {"minimum": np.ones((4, 1, 1), np.float32)}, "uint8"),
+        r"minimum: expected shape \(4, 2, 1\), for uint8 and such codes, got \(4, 1, 1\)",
+    ),
+    "numbers": (lambda: decode(X, "int8"), r"codes: expected bytes of .*, got dtype float32 and 3 axes"),
     "rows": (lambda: decode(CODES, "q8_0"), r"codes: expected rows of whole blocks, .*, got 32 bytes"),
 }
 
@@ -51,3 +97,11 @@ def test_infinities_and_nan_where_codes_have_them():
     x = np.array([[np.inf, -np.inf, np.nan, 1]], np.float32)
     np.testing.assert_array_equal(decode(encode(x, "e4m3"), "e4m3"), [[448, -448, np.nan, 1]])
     np.testing.assert_array_equal(decode(encode(x, "e5m2"), "e5m2"), [[57344, -57344, np.nan, 1]])
+
+
+def test_no_tokens():
+    for name in (*NAMED, "int4:head", "uint8:tensor", "e4m3:head"):
+        x = np.zeros((0, 2, 576 if name == "ds_mla" else 64), np.float32)
+        arrays = encode(x, name, scale=1.0 if name.startswith("ort") else None)
+        assert arrays["codes"].size == 0
+        assert decode(arrays, name).shape == x.shape

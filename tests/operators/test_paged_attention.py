@@ -213,6 +213,7 @@ def test_codes_with_their_scales(form, queries, rng):
         ("key_scale", {"key_scale": None, "value_scale": None}),
         ("key_scale", {"key_scale": 0.5}),
         ("key_scale", {"key_scale": np.ones(heads + 1, np.float32)}),
+        ("value_scale", {"value_scale": np.full(heads, np.nan, np.float32)}),
     ):
         with pytest.raises(KvkitError, match=f"^{name}: expected "):
             scene.run(**more | {"key_scale": scales[0], "value_scale": scales[1]} | wrong)

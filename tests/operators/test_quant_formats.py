@@ -54,6 +54,22 @@ def test_what_is_stored_and_returned(rng, name, shared):
     assert not cache[:, :, :, 10:].any()
 
 
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_what_is_not_finite_stays_in_its_block(rng, name):
+    """An infinity makes the scale of its block infinite; NaN is stored as some number."""
+    for bad in (np.nan, np.inf):
+        x = normal(rng, 1, 1, H, D)
+        expected = formats.encode(x, name)["codes"]
+        x[..., 3] = bad
+        cache = np.zeros((1, 1, 2, 1, H, BY_NAME[name].bytes(D)), np.uint8)
+        kvkit.key_value_cache(x, x, 0, cache, None, quant_format=name)
+        own, other = np.split(cache[:, 0, 0], 2, -1)
+        np.testing.assert_array_equal(other, np.split(expected, 2, -1)[1])
+        assert np.isfinite(own[..., :2].view(np.float16)).all() == np.isnan(bad)
+        if name == "q8_0" and np.isnan(bad):
+            assert not own[..., 2 + 3].any()
+
+
 def softmax_over(query, keys, values):
     """Attention of queries [S, HEADS, D] in float64, causal."""
     out = np.zeros(query.shape)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvkit.checks.values import choice, integer
+from kvkit.checks.values import choice, integer, number
 from kvkit.checks.words import wrong
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, STORED
@@ -38,8 +38,13 @@ class QuantSpec:
         In the place of codes of `bits` and their `scheme`: ``"e4m3"`` or ``"e5m2"``, floats of 8 bits times
         a scale, the largest magnitude of `group` neighbouring elements over the largest code; or ggml's
         blocks of 32 elements, ``"q8_0"`` or ``"q4_0"``. Or a scheme: the name of a class of one's own (see
-        `kvkit.formats.scheme`), or any other format, as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``. It is
-        given `group` tokens at a time, goes through numpy, and is slower: each step decodes the whole layer.
+        `kvkit.formats.scheme`), or any other format, as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``, whose
+        scale is not found from all tokens. It is given `group` tokens at a time, goes through numpy, and is
+        slower: each step decodes the whole layer.
+    scale : float or tuple of float, optional
+        Of e4m3 and e5m2, what codes are multiplied with, as engines have it: 1, or another number, or one for
+        each head; no scale is found or stored then. Likewise a number for ``"ort_int8"`` and ``"ort_int4"``,
+        and for all of ``"nvfp4"``, which ask for it.
     rotation : str, optional
         What turns rows before they are stored, and queries and outputs, so that no channel stands out:
         ``"hadamard"``, in blocks ``"hadamard:64"``, ``"llama.cpp"`` or ``"vllm"`` as those do (see
@@ -59,6 +64,7 @@ class QuantSpec:
     param_dtype: Literal["float16", "float32"] = "float16"
     format: str | None = None
     rotation: str | None = None
+    scale: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         choice("bits", self.bits, (8, 4, 2))
@@ -72,12 +78,27 @@ class QuantSpec:
         if self.format and self.axis == "channel":
             raise wrong("axis", f"'token', for format '{self.format}'", "'channel'")
         rotation_named(self.rotation)
+        if self.scale is not None:
+            self._check_scale()
         if self.by_scheme:
             self._check_scheme()
 
+    def _check_scale(self):
+        scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
+        for scale in scales:
+            if not number("scale", scale) > 0:
+                raise wrong("scale", "numbers above 0", scale)
+        element = STORED.get(str(self.format))
+        if not scales or not (element.minifloat if element else self.by_scheme):
+            raise wrong("scale", "None: codes have scales that are found", repr(self.scale))
+        if isinstance(self.scale, list):  # of a file
+            object.__setattr__(self, "scale", tuple(self.scale))
+
     def _check_scheme(self):
         for scheme in self.schemes():
-            step = getattr(scheme, "step", 1)
+            step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
+            if self.scale is None and getattr(format, "asks", False):
+                raise wrong("scale", f"a number, for {self.format!r}", "None")
             if getattr(scheme, "whole", False):
                 found = f"{self.format!r}, which sees all at once"
                 raise wrong("format", "a scheme of some tokens at a time", found)
@@ -94,7 +115,7 @@ class QuantSpec:
 
     def schemes(self) -> tuple[Any, Any]:
         """The scheme of keys and that of values."""
-        return schemes_named(str(self.format))
+        return schemes_named(str(self.format), self.scale)
 
     def bytes_per_token(self, head_dim: int) -> float:
         """Bytes of a coded token and head: codes, and its part of scales; by a scheme, mean of both sides."""
@@ -105,6 +126,7 @@ class QuantSpec:
         cell = BY_NAME[self.param_dtype].bytes(1)
         if self.format:
             element = STORED[self.format]
-            return float(element.bytes(head_dim) + (0 if element.block else head_dim * cell / self.group))
+            apart = not element.block and self.scale is None
+            return float(element.bytes(head_dim) + apart * head_dim * cell / self.group)
         cells = (1 if self.scheme == "sym" else 2) * cell
         return head_dim * self.bits / 8 + head_dim * cells / self.group

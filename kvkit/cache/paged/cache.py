@@ -36,9 +36,13 @@ class PagedCache(BaseCache):
     quant_bit, quant_group : int
         0 stores them as they are, 8 and 4 store codes with one scale for each ``quant_group`` elements.
     quant_format : {None, "e4m3", "e5m2", "q8_0", "q4_0"}
-        Stores floats of 8 bits, without scales, or blocks of ggml, which have theirs inside.
+        Stores floats of 8 bits, or blocks of ggml, which have their scales inside.
+    scale : None, float, array of floats or "found"
+        Of floats of 8 bits, what codes are multiplied with, 1 if None: a number, one for keys and one for
+        values, [2], for each head, [2, num_kv_heads], in each layer, [num_layers, 2, num_kv_heads]. Or one
+        for each ``quant_group`` elements (a head of a token, if that is `head_dim`) that is found.
     scale_dtype : dtype
-        Of the scales.
+        Of scales that are found.
     cache_layout : int
         Axis order of the storage, as in `kvkit.dynamic_batching.key_value_cache`.
     salt : bytes
@@ -47,7 +51,7 @@ class PagedCache(BaseCache):
     Attributes
     ----------
     cache, scale : ndarray
-        The storage, a PMX cache of ``num_blocks * page_size`` rows; scale is None if ``quant_bit`` is 0.
+        The storage, a PMX cache of ``num_blocks * page_size`` rows, and its scales, or None.
     blocks : BlockAllocator
         The sequences: `add`, `extend`, `fork`, `crop`, `free`. Their steps begin with the cache's own
         `begin_step`, which copies what a step must not write.
@@ -104,6 +108,7 @@ class PagedCache(BaseCache):
         scale_dtype: DTypeLike = np.float16,
         cache_layout: int = 3,
         salt: bytes = b"",
+        scale: Any = None,
     ) -> None:
         super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
@@ -118,6 +123,7 @@ class PagedCache(BaseCache):
             scale_dtype,
             cache_layout,
             quant_format,
+            scale,
         )
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = octets("salt", salt)
@@ -198,6 +204,8 @@ class PagedCache(BaseCache):
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
         formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
         names = "quant_bit", "quant_group", "quant_format", "cache_layout"
+        if store.attributes["quant_format"] and store.scale is not None:
+            formats["scale"] = "found" if store.found else store.scale.tolist()
         return sizes | formats | {name: store.attributes[name] for name in names}
 
     @alone

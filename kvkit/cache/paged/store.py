@@ -30,6 +30,7 @@ class PagedStore:
         scale_dtype,
         cache_layout,
         quant_format=None,
+        scale=None,
     ):
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
         self.cell = float_format("scale_dtype", scale_dtype)
@@ -46,7 +47,16 @@ class PagedStore:
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # which files have, too
         self.cache = spare.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
-        self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype) if bits else None
+        self.found = bool(bits) or (
+            isinstance(scale, str) and scale == "found"
+        )  # scales of groups, which lie as the codes do
+        if scale is not None and not stored.minifloat:
+            raise wrong("scale", "None, but for quant_format 'e4m3' and 'e5m2'", describe(scale))
+        self.scale: np.ndarray | None = None
+        if self.found:
+            self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype)
+        elif scale is not None:
+            self.scale = given(scale, self.num_layers, self.heads)
         # As operators name them, but for the layer.
         self.attributes = {
             "num_layer": self.num_layers,
@@ -63,6 +73,8 @@ class PagedStore:
             "dtype": self.format.name,
             "quantization": [bits, group, self.cell.name] if bits else quant_format,
         }
+        if scale is not None:
+            geometry["scale"] = [group, self.cell.name] if self.found else np.asarray(self.scale).tolist()
         self.identity = json.dumps(geometry).encode()
 
     def _find_places(self):
@@ -73,7 +85,7 @@ class PagedStore:
                 self.heads,
                 self.dim,
                 self.cache,
-                self.scale,
+                self.scale_of(layer_idx),
                 DYNAMIC,
                 layer_idx=layer_idx,
                 **self.attributes,
@@ -85,9 +97,13 @@ class PagedStore:
             {"cache": key_address, "scale": cell_address}
             for (key_address, _, _, _, cell_address, *_), _ in (place.sides for place in self.places)
         ]
-        arrays = (self.cache,) if self.scale is None else (self.cache, self.scale)
+        arrays = (self.cache, self.scale) if self.found else (self.cache,)
         layout = DYNAMIC[self.attributes["cache_layout"]]
         self.blocks = [in_blocks(array, layout, self.page_size) for array in arrays]
+
+    def scale_of(self, layer_idx):
+        """Scales as operators take them: of all layers where they are found, of one where they are given."""
+        return self.scale if self.scale is None or self.found else self.scale[layer_idx]
 
     def __getstate__(self):
         found = "places", "contexts", "addresses", "blocks"
@@ -105,12 +121,28 @@ class PagedStore:
 
     def apart(self, layer_idx, inputs):
         """Check that an append does not write its inputs, which have names."""
-        caches.written_apart(self.cache, self.scale, self.places[layer_idx], list(inputs.items()))
+        caches.written_apart(
+            self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
+        )
 
     def empty(self, *outer):
         """New keys and values."""
         shape = *outer, self.heads, self.dim
         return np.empty(shape, self.format.dtype), np.empty(shape, self.format.dtype)
+
+
+def given(scale, layers, heads):
+    """float32 [layers, 2, heads] of scales for all, [2], [2, heads] or [layers, 2, heads]."""
+    try:
+        numbers = np.array(scale, np.float32)
+        numbers = numbers[:, None] if numbers.shape == (2,) else numbers
+        scales = np.ascontiguousarray(np.broadcast_to(numbers, (layers, 2, heads)))
+    except (TypeError, ValueError):
+        legal = f"'found', a number, or numbers [2], [2, {heads}] or [{layers}, 2, {heads}]"
+        raise wrong("scale", legal, describe(scale)) from None
+    if not (np.isfinite(scales) & (scales > 0)).all():
+        raise wrong("scale", "finite numbers above 0", describe(scale))
+    return scales
 
 
 def float_format(name, dtype):

@@ -48,10 +48,15 @@ class Side:
         batch, heads, _, dim = shape
         element, by_token = BY_DTYPE[dtype].name, spec.axis == "token"
         block = STORED[spec.format].block if spec.format else None
+        self.scales = None  # that are given
+        if spec.scale is not None:
+            self.scales = np.array(spec.scale, np.float32).reshape(-1)
+            if len(self.scales) not in (1, heads):
+                raise wrong(name, f"a scale, or one for each of {heads} heads", len(self.scales))
         if not spec.format and dim * spec.bits % 8:
             raise wrong(name, f"a head size whose {spec.bits}-bit codes fill bytes", dim)
         group = block.elements if block else spec.group
-        if by_token and dim % group:
+        if by_token and self.scales is None and dim % group:
             raise wrong(name, f"a head size that groups of {group} divide", dim)
         group, self.rotation = group if by_token else 1, rotation_named(spec.rotation)
         if self.rotation:
@@ -60,8 +65,9 @@ class Side:
         self.spec, self.dtype, self.sink, self.residual = spec, dtype, sink, residual
         self.is_value = name == "value"
         symmetric = spec.format is not None or spec.scheme == "sym"
+        cell, group = (spec.param_dtype, group) if self.scales is None else ("float32", 0)
         self.format = kernels().Codes(
-            element, spec.bits, symmetric, spec.param_dtype, group, self.block, spec.format or ""
+            element, spec.bits, symmetric, cell, group, self.block, spec.format or ""
         )
         kernels().encode(self.format), self.widening(rounds=False)  # compiled before anything changes
         self.length = self.coded = self.seen = self.blocks = 0
@@ -71,7 +77,7 @@ class Side:
         self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # the position of its first token
         width = STORED[spec.format].bytes(dim) if spec.format else dim * spec.bits // 8
         self.codes = np.empty((batch, heads, 0, width), np.uint8)
-        cells = 0 if block else dim // group * (1 if symmetric else 2)
+        cells = 0 if block or not group else dim // group * (1 if symmetric else 2)
         self.cells = np.empty((batch, heads, 0, cells), BY_NAME[spec.param_dtype].dtype)
         self.block_of = np.empty(0, np.int64)  # of each code
 
@@ -182,11 +188,11 @@ class Side:
         tokens, first = blocks * self.block, self.end - self.start
         batch, heads, _, dim = self.shape
         source = self.tail[:, :, first:]
-        target, cells = self.codes[:, :, self.coded :], self.cells[:, :, self.blocks :]
+        target = self.codes[:, :, self.coded :]
         at: list[int] = []
-        for array, rows in ((source, self.block), (target, self.block), (cells, 1)):
-            sequence, head, row = array.strides[:3]
-            at += cpu.launches.address(array), sequence, rows * row, head
+        places = place(source, 0), place(target, 0), self.cells_at(-self.blocks)
+        for (address, sequence, head, row), rows in zip(places, (self.block, self.block, 1), strict=True):
+            at += address, sequence, rows * row, head
         code, elements = kernels().encode(self.format).address, batch * heads * tokens * dim
         cpu.launches.start(kernels().prepare(code, batch, blocks, at, heads, dim, elements))
         self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
@@ -289,6 +295,12 @@ class Side:
         """The machine code that makes float32 of codes: rounded as arrays are, or as attention reads them."""
         return kernels().widen(self.format, rounds=rounds).address
 
+    def cells_at(self, position):
+        """`place` of scales."""
+        if self.scales is None:
+            return place(self.cells, position)
+        return cpu.launches.address(self.scales), 0, self.scales.strides[0] * (len(self.scales) > 1), 0
+
     def described(self, table=None, rounds=False):
         """The table, or a new one, of where that lies what the latest view sees."""
         batch, heads, length, _ = self.shape
@@ -298,7 +310,7 @@ class Side:
         table[-SEGMENT_FIELDS:] = (
             sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
             sink + self.seen, self.widening(rounds), *place(self.codes, sink),
-            *place(self.cells, 0 if blocks else sink), blocks,
+            *self.cells_at(0 if blocks else sink), blocks,
             length, floats, *place(self.tail, self.start), 0, 0, 0, 0, 0,
         )  # fmt: skip
         return table

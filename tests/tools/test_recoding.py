@@ -1,0 +1,82 @@
+"""Caches coded again: `convert` writes what `encode` gives, and reads what `decode` does."""
+
+import llama_state
+import numpy as np
+import pytest
+
+from kvkit import KvkitError, files, formats
+from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
+from kvkit.tools import convert, recoding
+
+LAYERS, B, TOKENS, HEADS, D = 2, 2, 32, 2, 64
+SAID = files.Description("l kv | b n h c", rope_applied=True)
+
+
+@pytest.fixture
+def cache(rng):
+    return rng.standard_normal((LAYERS, 2, B, TOKENS, HEADS, D)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "e4m3:head", "kivi2", "mlx4", "nvfp4", "lmdeploy_int4", "bfloat16"])
+def test_there_and_back(cache, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(recoding, "SOME", 8)  # so that it takes several pieces
+    source, coded = tmp_path / "source.npz", tmp_path / "coded.safetensors"
+    files.write(source, {"cache": [list(layer) for layer in cache], "tokens": np.arange(3)}, SAID)
+    done = convert(source, coded, format=name)
+    found = files.read(coded)
+    assert (done.format, found.description.format, found.description.rope_applied) == ("float32", name, True)
+    assert done.bytes == sum(array.nbytes for array in found.arrays.values()) - found.arrays["tokens"].nbytes
+    back = convert(coded, None, format="float32")
+    for i, layer in enumerate(cache):
+        for side, x in enumerate(layer):
+            one = name.replace("kivi2", ("kivi_key2", "kivi_value2")[side])
+            if one == "bfloat16":
+                expected = x.astype(formats.BY_NAME[one].dtype).astype(np.float32)
+            else:
+                expected = np.stack([formats.decode(formats.encode(rows, one), one) for rows in x])
+            np.testing.assert_array_equal(back.arrays[f"cache.{i}.{side}"], expected)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "paged"])
+def test_saved_caches(cache, kind, tmp_path):
+    spec = QuantSpec(format="e4m3", group=D)
+    held = QuantizedCache(LAYERS, spec, spec, 8, 2, read_back=True)
+    if kind == "paged":
+        held = PagedCache(8, 16, LAYERS, HEADS, D, np.float32, quant_format="q8_0")
+    for i, layer in enumerate(cache):
+        held.update(*layer.swapaxes(2, 3), i)
+    held.save(tmp_path / "saved.npz")
+    done = convert(tmp_path / "saved.npz", None, format="float32")
+    for i, layer in enumerate(held.layers):
+        for side, states in enumerate((layer.keys, layer.values)):
+            rows = done.arrays[f"cache.{i}.{side}"].swapaxes(1, 2)
+            np.testing.assert_array_equal(rows, np.asarray(states))
+
+
+def test_a_state_of_llama_cpp(cache, tmp_path):
+    coded = formats.encode(cache[:, :, 0], "q8_0")["codes"].reshape(LAYERS, 2, TOKENS, -1)
+    layers = [[(8, [row.tobytes() for row in side]) for side in layer] for layer in coded]
+    stream = [(t, [0]) for t in range(TOKENS)], layers
+    path = tmp_path / "state.bin"
+    path.write_bytes(llama_state.head(False, 2, []) + llama_state.memory([stream], 0))
+    done = convert(path, None, format="float32", sizes={"h": HEADS})
+    for i, layer in enumerate(coded.reshape(LAYERS, 2, TOKENS, HEADS, -1)):
+        for side, codes in enumerate(layer):
+            np.testing.assert_array_equal(done.arrays[f"cache.{i}.{side}"][0], formats.decode(codes, "q8_0"))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"format": "q9_0"}, "format: expected one of"),
+        ({}, "to_layout: expected a layout, or a format"),
+        ({"format": "q8_0", "to_layout": "hf"}, "to_layout: expected a layout, or a format"),
+        ({"format": "q8_0", "verify": True}, "page_size: expected no page_size, tables_from or verify"),
+        ({"format": "ort_int8"}, "scale: expected a number"),
+        ({"format": "float32", "from_layout": "| b kv n h c"}, "from_format: expected what these codes are"),
+    ],
+)
+def test_refused(how, message):
+    arrays = {"cache": np.zeros((1, 2, 4, 1, 34), np.uint8 if "from_layout" in how else np.float32)}
+    with pytest.raises(KvkitError, match=message):
+        convert(arrays, None, **{"from_layout": "| b kv n h c"} | how)
