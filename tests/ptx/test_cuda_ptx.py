@@ -134,5 +134,5 @@ def test_families():
 def test_all_variants_are_known():
     """A format that is new to the package is new to these tests."""
     assert len(set(VARIANTS)) == len(VARIANTS) == 2 * 2 * (10 + 18) + 2 * 2 * 5 + 2 * 2 * 2
-    assert set(chunks.ENCODE) == {*FLOATS, *map(str, FLOATS8)}
+    assert set(chunks.ENCODE) == {*FLOATS, *map(str, FLOATS8), "int8"}
     assert {name for variant in VARIANTS for name in variant[1:3]} == {*chunks.DECODE, *map(str, BLOCKS)}

@@ -5,6 +5,7 @@ import pytest
 from cache_model import KINDS
 
 from kvkit.cache import DynamicLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from kvkit.spare import ALIGNED
 
 LAYERS = {
     "dynamic": DynamicLayer,
@@ -30,6 +31,11 @@ def append(layer, *values, **more):
 def stored(layer):
     assert np.array_equal(layer.keys, -layer.values)
     return layer.keys.ravel().tolist()
+
+
+def room(keys):
+    """How many rows the memory has that keys are a view of; it begins at a cache line within some more."""
+    return (keys.base.nbytes - ALIGNED) // (keys.nbytes // keys.shape[2])
 
 
 def filled(kind, count=5, batch=2, heads=3, dims=(4, 6), dtype=np.float16):
