@@ -1,6 +1,14 @@
 """Lists of arrays, as layouts with several arrays have them, and the names of their members in a file."""
 
 CACHE = "cache"
+BESIDE = {  # beside a cache of codes: the names in a file, and what `kvkit.formats.encode` calls them
+    "scale": "scale",
+    "scales": "scale",
+    "minimum": "minimum",
+    "minima": "minimum",
+    "zero": "zero",
+    "whole": "whole",
+}
 
 
 def named(source, name=CACHE):
