@@ -29,7 +29,7 @@ from kvkit.formats.elements import FLOATS8
 from kvkit.formats.known import Format
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
-from kvkit.tools.inspecting import pages_of, taken, viewed
+from kvkit.tools.inspecting import TABLES, pages_of, taken, viewed
 
 LINE = "l kv | b n h c"  # of codes, and of what `encode` returns beside them, as `convert` writes them
 ORDER = "the file has no tables: all blocks are taken for sequences"
@@ -134,6 +134,8 @@ def of_cache(cache: Any) -> Layers:
 
 def of_saved(name: str, contents: Contents, about: list[Any]) -> Layers:
     """A file of `Cache.save`, whose layers are restored one at a time."""
+    if not about:
+        raise wrong("source", "a cache that has tokens", "an empty one")
 
     def layer(i):
         return of_states(i, loading.restored(name, i, about[i], contents.arrays))
@@ -185,8 +187,8 @@ def of_layout(
         for name, part in BESIDE.items()
         if formats and (found := files.nested(contents.arrays, name)) is not None
     }
-    if formats and layout == LINE:
-        parts, page_size = as_encoded({"codes": cache} | beside), None
+    if formats and layout == LINE and not any(name.startswith(TABLES) for name in contents.arrays):
+        parts, pages = as_encoded({"codes": cache} | beside), None
     else:
         views, lengths = viewed(cache, layout, known)
         if views is None:
@@ -196,11 +198,10 @@ def of_layout(
                 raise wrong("format", "one whose tokens are decoded each for itself", told)
         own = {axis: count for axis, count in known.items() if axis not in "cv"}
         parts = {"codes": views} | {part: viewed(found, layout, own)[0] for part, found in beside.items()}
-        page_size = lengths.get("n")
+        pages = pages_of(contents, lengths.get("n"))
     if formats and isinstance(scale := paged(contents).get("arguments", {}).get("scale"), list):
         parts["scale"] = KV(*np.swapaxes(np.asarray(scale, np.float32), 0, 1))  # of each head
-    codes, pages = parts["codes"], pages_of(contents, page_size)
-    rows = None if pages is None else pages[1].rows()
+    codes, rows = parts["codes"], None if pages is None else pages[1].rows()
 
     def side(which, i):
         arrays = {part: getattr(found, which)[i] for part, found in parts.items()}
@@ -223,10 +224,9 @@ def of_layout(
         key, value = side("keys", i), side("values", i)
         if key.tokens != value.tokens:
             raise wrong("values", f"{key.tokens} tokens, as keys have", value.tokens)
-        if pages:
-            return Layer(f"layer {i}", key, value, pages[1].starts().tolist())
-        rows = np.cumsum([0, *map(len, codes.keys[i])])
-        return Layer(f"layer {i}", key, value, (rows * (key.tokens // max(rows[-1], 1))).tolist())
+        starts = pages[1].starts() if pages else np.cumsum([0, *map(len, codes.keys[i])])
+        starts *= key.tokens // max(starts[-1], 1)  # a row of codes may have several tokens
+        return Layer(f"layer {i}", key, value, starts.tolist())
 
     notes = tuple(note for note in contents.notes if note != llama.HEADS)
     if pages is None and len(codes.keys[0]) > 1 and "cache" not in contents.metadata:
@@ -257,7 +257,9 @@ def leaves(found: Any) -> list[np.ndarray]:
 
 def format_said(contents: Contents, told: str | None, dtypes: set[np.dtype]) -> str:
     """What the codes of a file are: somebody says so, or they are floats of 8 bits."""
-    told = told or paged_format(paged(contents).get("arguments", {})) or contents.description.format
+    if told is not None:
+        return told
+    told = paged_format(paged(contents).get("arguments", {})) or contents.description.format
     if told is None and isinstance(types := contents.metadata.get("types"), list):
         coded = [each for each in types if each not in map(str, FLOATS)]
         told = coded[0] if len(coded) == 1 else None
@@ -288,6 +290,8 @@ def of_floats(name: str, sequences: Sequence[np.ndarray]) -> Side:
 
 def of_sequences(name: str, sequences: Sequence[Mapping[str, np.ndarray]], format: Format | None) -> Side:
     """The same of codes and what is beside them: arrays [tokens, heads, ...] by name."""
+    if not sequences:
+        raise wrong(name, "a sequence or more", "none")
     each = in_row(format)
     starts = np.cumsum([0, *(len(one["codes"]) * each for one in sequences)]).tolist()
 

@@ -68,11 +68,13 @@ def encoded(side, start, count, form):
         raise wrong("source", f"a multiple of {form.step} tokens, for {form.name}", count)
     form = form.over(side.read(part) for part in parts)
     pieces = [form.encode(side.read(part)) for part in parts]
-    shared = ("rest", *form.shared) if form.ends is not None else ("rest",)
-    found = {name: np.concatenate([one[name] for one in pieces]) for name in pieces[0].keys() - set(shared)}
-    if not form.format.whole:
-        found["whole"] = np.asarray(np.float32(1))  # which `encode` leaves out
-    return found | {name: pieces[0][name] for name in shared[1:] if name in pieces[0]}
+    shared = form.shared if form.ends is not None else ()
+    found = {} if form.format.whole else {"whole": np.asarray(np.float32(1))}  # which `encode` leaves out
+    return found | {
+        name: array if name in shared else np.concatenate([one[name] for one in pieces])
+        for name, array in pieces[0].items()
+        if name != "rest"
+    }
 
 
 def on_disk(array, path):

@@ -47,6 +47,16 @@ def test_there_and_back(cache, name, tmp_path, monkeypatch):
             np.testing.assert_array_equal(rows.astype(np.float32), expected.reshape(-1, HEADS, D)[part])
 
 
+def test_scales_move_with_their_codes(cache):
+    coded = convert({"cache": list(cache)}, None, from_layout="l | kv b n h c", format="uint4:g32")
+    found = files.Contents(coded.arrays, {}, description=coded.description)
+    moved = convert(found, None, to_layout="vllm-lbnhc", page_size=8)
+    pool = files.Contents(files.flat(moved.arrays), {}, description=moved.description)
+    for kv in ("key", "value"):
+        one, other = (getattr(opened(source).layer(1), kv).read(slice(None)) for source in (found, pool))
+        np.testing.assert_array_equal(one, other)
+
+
 def test_sequences_of_tables(cache):
     pool = cache.reshape(LAYERS, 2, 8, 8, HEADS, D)  # pages of 8 tokens
     tables = {"block_tables": np.array([[7, 2], [0, 2]]), "context_lens": np.array([11, 11])}
