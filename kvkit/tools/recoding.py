@@ -39,8 +39,8 @@ def recoded(contents, target, format, from_format, from_layout, sizes, progress)
                 each = [encoded(side, start, lengths[0], forms[kv]) for start in starts[:-1]]
                 for part in each[0]:
                     name = f"{CACHE if part == 'codes' else part}.{i}.{kv}"
-                    array = np.stack([arrays[part] for arrays in each])
-                    made[name] = array if target is None else on_disk(array, Path(folder) / name)
+                    pieces = [piece for one in each for piece in one[part]]
+                    made[name] = in_one(pieces, len(each), target and Path(folder) / name)
             if progress is not None:
                 progress(size * (i + 1) // found.count, size)
         named = {"l": found.count, "b": len(lengths), "n": lengths[0], "h": side.heads}
@@ -59,27 +59,33 @@ def recoded(contents, target, format, from_format, from_layout, sizes, progress)
 
 
 def encoded(side, start, count, form):
-    """What `encode` returns of a sequence, which is read some tokens at a time."""
+    """What `encode` returns of a sequence, in pieces: it is read some tokens at a time."""
     step = max(SOME // form.step, 1) * form.step if isinstance(form, Coded) else SOME
     parts = [slice(i, min(i + step, start + count)) for i in range(start, start + count, step)]
     if not isinstance(form, Coded):
-        return {"codes": np.concatenate([side.read(part).astype(form.dtype) for part in parts])}
+        return {"codes": [side.read(part).astype(form.dtype) for part in parts]}
     if count % form.step:
         raise wrong("source", f"a multiple of {form.step} tokens, for {form.name}", count)
     form = form.over(side.read(part) for part in parts)
-    pieces = [form.encode(side.read(part)) for part in parts]
-    shared = form.shared if form.ends is not None else ()
-    found = {} if form.format.whole else {"whole": np.asarray(np.float32(1))}  # which `encode` leaves out
-    return found | {
-        name: array if name in shared else np.concatenate([one[name] for one in pieces])
-        for name, array in pieces[0].items()
-        if name != "rest"
-    }
+    shared = () if form.ends is None else form.shared
+    found = {} if form.format.whole else {"whole": [np.asarray(np.float32(1))]}  # which `encode` leaves out
+    for part in parts:
+        for name, array in form.encode(side.read(part)).items():
+            if name in shared:
+                found[name] = [array]
+            elif name != "rest":
+                found.setdefault(name, []).append(array)
+    return found
 
 
-def on_disk(array, path):
-    """The array in a file of its own, so that a whole cache need not fit into memory."""
-    if not array.size:
-        return array
-    array.tofile(path)
-    return np.memmap(path, array.dtype, "r", shape=array.shape)
+def in_one(pieces, count, path):
+    """Pieces of so many sequences as one array; in a file, so that a whole cache need not fit into memory."""
+    shape = pieces[0].shape
+    if len(pieces) > count:
+        shape = sum(map(len, pieces)) // count, *shape[1:]
+    if path is None or not pieces[0].size:
+        return np.concatenate(pieces, axis=None).reshape(count, *shape)
+    with open(path, "wb") as file:
+        for piece in pieces:
+            piece.tofile(file)
+    return np.memmap(path, pieces[0].dtype, "r", shape=(count, *shape))
