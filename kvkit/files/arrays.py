@@ -1,6 +1,10 @@
 """Lists of arrays, as layouts with several arrays have them, and the names of their members in a file."""
 
 CACHE = "cache"
+BESIDE = {  # names of arrays beside codes in a file: what `kvkit.formats.encode` calls them
+    "scale": "scale", "minimum": "minimum", "zero": "zero", "whole": "whole",
+    "scales": "scale", "minima": "minimum",
+}  # fmt: skip
 
 
 def named(source, name=CACHE):

@@ -12,23 +12,12 @@ import numpy as np
 from kvkit import files, layouts
 from kvkit.checks.words import wrong
 from kvkit.files import Contents, Description
+from kvkit.files.arrays import BESIDE, CACHE
 from kvkit.layouts import tables
 from kvkit.tools import recoding
-from kvkit.tools.inspecting import Source, pages_of, taken, viewed
+from kvkit.tools.inspecting import TABLES, Source, pages_of, taken, viewed
 from kvkit.tools.text import size
 
-PARTS = "cache", "scales", "minima"  # nested arrays of one layout
-TABLES = (
-    "sequences.",
-    "published.",
-    "blocks",
-    "block_tables",
-    "context_lens",
-    "page_size",
-    "kv_",
-    "slots",
-    "cache_cells.",
-)  # how names of tables begin
 LONGEST = "longest"  # a page for each sequence
 
 
@@ -103,10 +92,11 @@ def convert(
         A line, or a name that `kvkit.layouts.parse` knows.
     format : str, optional
         In the place of a layout: how the numbers are to be held, ``"float16"``, ``"float32"``, ``"bfloat16"``
-        or a format, as `kvkit.formats.encode` takes it (``"kivi2"`` names both sides). The cache then lies as
-        ``"l kv | b n h c"``, its elements encoded for each b, and what `encode` returns beside codes is
-        ``scale.LAYER.KV`` and so on. A layer at a time; a file that `Cache.save` or `PagedCache.save` wrote
-        is loaded, and of a paged one the rows are converted.
+        or a format, as `kvkit.formats.encode` takes it (``"kivi2"`` names both sides; kvkit's own codes have
+        scales of 16 bits). The cache then lies as ``"l kv | b n h c"``, a b for each sequence, all of one
+        length; each b is encoded for itself, and what `encode` returns beside codes is ``scale.LAYER.KV`` and
+        so on, which `study` reads. Of tables the sequences' rows are converted, of what `PagedCache.save`
+        wrote those of its rows.
     from_format : str, optional
         What codes in the source are, if its file does not say so; floats are what they are.
     sizes : mapping, optional
@@ -150,17 +140,19 @@ def convert(
             raise wrong("page_size", "no page_size, tables_from or verify, with a format", "one of them")
         line = contents.description.layout or from_layout or recoding.LINE
         arrays, said, coded, total = recoding.recoded(
-            source, contents, target, format, from_format, from_layout, sizes, progress
+            contents, target, format, from_format, from_layout, sizes, progress
         )
         return Conversion(arrays, said, line, total, False, coded)
     before = layout_of(contents, from_layout)
     known = dict(contents.description.sizes) | dict(sizes or {})
-    named = {name: found for name in PARTS if (found := files.nested(contents.arrays, name)) is not None}
-    if (cache := contents.cache) is not None:
-        named["cache"] = cache
-    else:
+    if (cache := contents.cache) is None:
         raise wrong("source", "arrays called cache, cache.0 and so on", ", ".join(contents.arrays) or "none")
-    pages, moved = moves(contents, named["cache"], before, known, page_size, tables_from)
+    named = {CACHE: cache}
+    for name in BESIDE:
+        found = files.nested(contents.arrays, name)
+        if found is not None and leaves(found)[0].ndim == leaves(cache)[0].ndim:  # its axes are the layout's
+            named[name] = found
+    pages, moved = moves(contents, cache, before, known, page_size, tables_from)
     total, done = sum(array.nbytes for name in named for array in leaves(named[name])), 0
     made: dict[str, Any] = {}
     for name, cache in named.items():

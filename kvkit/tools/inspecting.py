@@ -18,6 +18,10 @@ from kvkit.layouts import tables
 from kvkit.tools.text import columns, size
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
+TABLES = (  # how names of tables begin
+    "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
+    "cache_cells.",
+)  # fmt: skip
 SHOWN = 40  # arrays or layers in a text; all are in to_dict()
 TOLD = "description", "dtypes", "cache"  # of metadata, elsewhere
 SOME = 2**22  # elements that are looked at at once

@@ -3,7 +3,8 @@
 `opened` takes a path, arrays by name, `kvkit.files.Contents` or a cache object, and finds what lies there:
 
     arrays by a layout      as `kvkit.layouts.view` has them, with the tables beside them: the sequences' rows
-    codes among those       of the format that the file names: scales and minima are arrays of the same layout
+    codes among those       of the format that the file names: arrays of the same layout are beside them
+    codes by `convert`      what `kvkit.formats.encode` returns, for each layer, side and b
     a saved `Cache`         of quantized layers: a layer is restored when it is asked for
     a cache object          its layers
 
@@ -22,12 +23,15 @@ from kvkit import files
 from kvkit.cache import loading
 from kvkit.checks.words import describe, wrong
 from kvkit.files import Contents, llama
-from kvkit.formats import BY_DTYPE, FLOATS, NAMED, decode, named
+from kvkit.files.arrays import BESIDE
+from kvkit.formats import BY_DTYPE, FLOATS, NAMED, decode
 from kvkit.formats.elements import FLOATS8
 from kvkit.formats.known import Format
-from kvkit.tools.inspecting import pages_of, taken, viewed
+from kvkit.formats.schemes import Coded, formats_named
+from kvkit.layouts.views import KV
+from kvkit.tools.inspecting import TABLES, pages_of, taken, viewed
 
-BESIDE = "scale", "scales", "minima"  # names of arrays beside codes, of their layout
+LINE = "l kv | b n h c"  # of codes, and of what `encode` returns beside them, as `convert` writes them
 ORDER = "the file has no tables: all blocks are taken for sequences"
 
 
@@ -67,7 +71,12 @@ class Layers:
     notes: tuple[str, ...] = ()
 
 
-def opened(source: Any, layout: str | None = None, sizes: Mapping[str, int] | None = None) -> Layers:
+def opened(
+    source: Any,
+    layout: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    from_format: str | None = None,
+) -> Layers:
     """The layers of a file, of arrays by name, or of a cache object.
 
     Parameters
@@ -78,6 +87,8 @@ def opened(source: Any, layout: str | None = None, sizes: Mapping[str, int] | No
         How the cache lies, if its file does not say so.
     sizes : mapping, optional
         Of the axes l, b, n, h, c that shapes do not tell.
+    from_format : str, optional
+        What codes are, if their file does not say so.
 
     Returns
     -------
@@ -108,7 +119,7 @@ def opened(source: Any, layout: str | None = None, sizes: Mapping[str, int] | No
     about = contents.metadata.get("cache")
     if contents.cache is None and isinstance(about, dict) and isinstance(about.get("layers"), list):
         return of_saved(name, contents, about["layers"])
-    return of_layout(name, contents, layout or contents.description.layout, sizes)
+    return of_layout(name, contents, layout or contents.description.layout, sizes, from_format)
 
 
 def of_cache(cache: Any) -> Layers:
@@ -123,6 +134,8 @@ def of_cache(cache: Any) -> Layers:
 
 def of_saved(name: str, contents: Contents, about: list[Any]) -> Layers:
     """A file of `Cache.save`, whose layers are restored one at a time."""
+    if not about:
+        raise wrong("source", "a cache that has tokens", "an empty one")
 
     def layer(i):
         return of_states(i, loading.restored(name, i, about[i], contents.arrays))
@@ -153,78 +166,115 @@ def of_states(i: int, layer: Any) -> Layer:
     return Layer(f"layer {i}", of_floats("keys", list(keys)), of_floats("values", list(values)), starts)
 
 
-def of_layout(name: str, contents: Contents, layout: str | None, sizes: Mapping[str, int] | None) -> Layers:
+def of_layout(
+    name: str,
+    contents: Contents,
+    layout: str | None,
+    sizes: Mapping[str, int] | None,
+    from_format: str | None,
+) -> Layers:
     """The cache of a file, as its layout says; of tables the rows that sequences have."""
     cache = contents.cache
     if cache is None or layout is None:
         wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
         raise wrong("source", wanted, ", ".join(list(contents.arrays)[:8]))
+    coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
+    told = format_said(contents, from_format, coded) if coded else None
+    formats = formats_named(told) if told else None
     known = dict(contents.description.sizes) | dict(sizes or {})
-    views, lengths = viewed(cache, layout, known)
-    if views is None:
-        raise wrong("layout", "one whose content is not split (kvkit convert makes one)", layout)
-    parts = {"codes": views}
-    for beside in BESIDE:
-        if (found := files.nested(contents.arrays, beside)) is not None:
-            own = {axis: count for axis, count in known.items() if axis not in "cv"}
-            parts["scale" if beside != "minima" else beside] = viewed(found, layout, own)[0]
-    pages = pages_of(contents, lengths.get("n"))
-    rows = None if pages is None else pages[1].rows()
-    coded = {each.dtype for side in (views.keys, views.values) for each in leaves(side)} - floats()
-    format = format_of(contents, coded) if coded else None
-    notes = tuple(note for note in contents.notes if note != llama.HEADS)
+    beside = {
+        part: found
+        for name, part in BESIDE.items()
+        if formats and (found := files.nested(contents.arrays, name)) is not None
+    }
+    if formats and layout == LINE and not any(name.startswith(TABLES) for name in contents.arrays):
+        parts, pages = as_encoded({"codes": cache} | beside), None
+    else:
+        views, lengths = viewed(cache, layout, known)
+        if views is None:
+            raise wrong("layout", "one whose content is not split (kvkit convert makes one)", layout)
+        for one in formats or ():
+            if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
+                raise wrong("format", "one whose tokens are decoded each for itself", told)
+        own = {axis: count for axis, count in known.items() if axis not in "cv"}
+        parts = {"codes": views} | {part: viewed(found, layout, own)[0] for part, found in beside.items()}
+        pages = pages_of(contents, lengths.get("n"))
+    if formats and isinstance(scale := paged(contents).get("arguments", {}).get("scale"), list):
+        parts["scale"] = KV(*np.swapaxes(np.asarray(scale, np.float32), 0, 1))  # of each head
+    codes, rows = parts["codes"], None if pages is None else pages[1].rows()
 
     def side(which, i):
         arrays = {part: getattr(found, which)[i] for part, found in parts.items()}
-        own = format if leaves(arrays["codes"])[0].dtype in coded else None
-        arrays = arrays if own else {"codes": arrays["codes"]}
+        own = formats and formats[which == "values"]
+        if leaves(arrays["codes"])[0].dtype not in coded:
+            arrays, own = {"codes": arrays["codes"]}, None
         if isinstance(arrays["codes"], tuple) or rows is None:
             sequences = [dict(zip(arrays, each, strict=True)) for each in zip(*arrays.values(), strict=True)]
             return of_sequences(which, sequences, own)
         size = arrays["codes"].shape[1]
 
-        def taken(part):
+        def read(part):
             at = rows[part] // size, rows[part] % size
-            return {name: array[at] for name, array in arrays.items()}
+            some = {part: x[at] if x.ndim > 1 else x for part, x in arrays.items()}
+            return decode(some, own) if own else some["codes"]
 
-        return made(taken, len(rows), own, which)
+        return made(which, read, len(rows), own)
 
     def layer(i):
         key, value = side("keys", i), side("values", i)
-        starts = pages[1].starts() if pages else np.cumsum([0, *map(len, views.keys[i])])
+        if key.tokens != value.tokens:
+            raise wrong("values", f"{key.tokens} tokens, as keys have", value.tokens)
+        starts = pages[1].starts() if pages else np.cumsum([0, *map(len, codes.keys[i])])
+        starts *= key.tokens // max(starts[-1], 1)  # a row of codes may have several tokens
         return Layer(f"layer {i}", key, value, starts.tolist())
 
-    if pages is None and len(views.keys[0]) > 1 and "cache" not in contents.metadata:
+    notes = tuple(note for note in contents.notes if note != llama.HEADS)
+    if pages is None and len(codes.keys[0]) > 1 and "cache" not in contents.metadata:
         notes = (*notes, ORDER)
-    return Layers(name, len(views.keys), layer, None if format is None else str(format), notes)
+    format = " and ".join(dict.fromkeys(map(str, formats or ()))) or None
+    return Layers(name, len(codes.keys), layer, format, notes)
+
+
+def as_encoded(parts: Mapping[str, Any]) -> dict[str, KV]:
+    """Codes and what is beside them as LINE has them, without views: their other axes are the format's."""
+    found, shapes = {}, set()
+    try:
+        for part, cache in parts.items():
+            keys, values = zip(*(map(np.asarray, pair) for pair in cache), strict=True)
+            found[part] = KV(keys, values)
+            shapes |= {(len(keys), len(array)) for array in keys + values}
+        fits = len(shapes) == 1 and {array.ndim for array in leaves(parts["codes"])} == {4}
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise wrong("cache", f"arrays as '{LINE}' has them, and as many b of {', '.join(parts)}", "others")
+    return found
 
 
 def leaves(found: Any) -> list[np.ndarray]:
     return list(files.flat({"": found if isinstance(found, np.ndarray) else list(found)}).values())
 
 
-def floats() -> set[np.dtype]:
-    return {one.dtype for one in FLOATS}
-
-
-def format_of(contents: Contents, dtypes: set[np.dtype]) -> Format:
-    """What the codes of a file are: it says so, or they are floats of 8 bits."""
-    about = contents.metadata.get("cache")
-    told = contents.description.format
-    if isinstance(about, dict) and isinstance(paged := about.get("paged"), dict):
-        told = paged_format(paged["arguments"])
-    elif told is None and isinstance(types := contents.metadata.get("types"), list):
+def format_said(contents: Contents, told: str | None, dtypes: set[np.dtype]) -> str:
+    """What the codes of a file are: somebody says so, or they are floats of 8 bits."""
+    if told is not None:
+        return told
+    told = paged_format(paged(contents).get("arguments", {})) or contents.description.format
+    if told is None and isinstance(types := contents.metadata.get("types"), list):
         coded = [each for each in types if each not in map(str, FLOATS)]
         told = coded[0] if len(coded) == 1 else None
-    by_dtype = {one.dtype: one.name for one in FLOATS8}
-    if told is None or told.split(":")[0] not in NAMED:
-        told = by_dtype.get(min(dtypes, key=str), told) if len(dtypes) == 1 else told
+    if len(dtypes) == 1 and (told is None or told.split(":")[0] not in NAMED):
+        told = {one.dtype: one.name for one in FLOATS8}.get(min(dtypes, key=str), told)
     if told is None:
-        raise wrong("format", "one that the file names, for its codes", ", ".join(map(str, dtypes)))
-    found = named(told)
-    if found.along == "tokens" or (found.find != "given" and found.per in ("tensor", "head", "channel")):
-        raise wrong("format", "one whose tokens are decoded each for itself", told)
-    return found
+        raise wrong("from_format", "one that the file names, for its codes", ", ".join(map(str, dtypes)))
+    return told
+
+
+def paged(contents: Contents) -> Mapping[str, Any]:
+    """What a file of `PagedCache.save` says of it; nothing of other files."""
+    about = contents.metadata.get("cache")
+    found = about.get("paged") if isinstance(about, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def paged_format(about: Mapping[str, Any]) -> str | None:
@@ -240,37 +290,47 @@ def of_floats(name: str, sequences: Sequence[np.ndarray]) -> Side:
 
 def of_sequences(name: str, sequences: Sequence[Mapping[str, np.ndarray]], format: Format | None) -> Side:
     """The same of codes and what is beside them: arrays [tokens, heads, ...] by name."""
-    starts = np.cumsum([0, *(len(one["codes"]) for one in sequences)]).tolist()
-
-    def taken(part):
-        begin, end, _ = part.indices(starts[-1])
-        pieces = [
-            {part: array[max(begin - start, 0) : end - start] for part, array in one.items()}
-            for one, start, stop in zip(sequences, starts, starts[1:], strict=False)
-            if start < end and begin < stop
-        ] or [{part: array[:0] for part, array in sequences[0].items()}]
-        if len(pieces) == 1:
-            return pieces[0]
-        return {part: np.concatenate([piece[part] for piece in pieces]) for part in pieces[0]}
-
-    return made(taken, starts[-1], format, name)
-
-
-def made(
-    taken: Callable[[slice], Mapping[str, np.ndarray]], tokens: int, format: Format | None, name: str
-) -> Side:
-    """A side whose arrays, of a slice of the tokens, are floats or codes of a format."""
+    if not sequences:
+        raise wrong(name, "a sequence or more", "none")
+    each = in_row(format)
+    starts = np.cumsum([0, *(len(one["codes"]) * each for one in sequences)]).tolist()
 
     def read(part):
-        arrays = dict(taken(part))
-        if format is None:
-            return arrays["codes"]
-        if "minima" in arrays:
-            arrays[format.beside or "minima"] = arrays.pop("minima")
-        return decode(arrays, format)
+        begin, end, _ = part.indices(starts[-1])
+        pieces = [
+            decoded(one, max(begin - start, 0), min(end, stop) - start, format)
+            for one, start, stop in zip(sequences, starts, starts[1:], strict=False)
+            if start < end and begin < stop
+        ] or [decoded(sequences[0], 0, 0, format)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    return made(name, read, starts[-1], format)
+
+
+def in_row(format: Format | None) -> int:
+    """Tokens in a row of codes."""
+    return 8 // format.code.bits if format is not None and format.along == "tokens" else 1
+
+
+def decoded(arrays: Mapping[str, np.ndarray], begin: int, end: int, format: Format | None) -> np.ndarray:
+    """Some tokens of a sequence; what shares a scale is decoded together."""
+    if format is None:
+        return arrays["codes"][begin:end]
+    step = Coded(format.name, format).step
+    low, high = begin // step * step, -(-end // step) * step
+    per = format.per or ("token" if not format.asks and np.ndim(arrays.get("scale", 0)) > 1 else "tensor")
+    beside = {"group": 1, "token": 1, "channel": format.group}.get(per, 0)
+    cut = {}
+    for part, array in arrays.items():
+        tokens = {"codes": in_row(format), "whole": 0}.get(part, beside) if array.ndim else 0
+        cut[part] = array[low // tokens : high // tokens] if tokens else array
+    return decode(cut, format)[begin - low : end - low]
+
+
+def made(name: str, read: Callable[[slice], np.ndarray], tokens: int, format: Format | None) -> Side:
+    """A side that is read so; of its tokens none are read here."""
     one = read(slice(0))
-    if one.dtype not in floats():
+    if BY_DTYPE.get(one.dtype) not in FLOATS:
         raise wrong(
             name, "float32, float16 or bfloat16, or codes of a format that the file names", describe(one)
         )

@@ -32,7 +32,7 @@ def paged(**options):
         (paged(), None),
         (paged(quant_bit=8), "int8:g8"),
         (paged(quant_bit=4, quant_group=32), "int4:g32"),
-        (paged(quant_format="e4m3"), "e4m3"),
+        (paged(quant_format="e4m3", scale=[0.01, 0.02]), "e4m3"),
         (paged(quant_format="q8_0"), "q8_0"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,

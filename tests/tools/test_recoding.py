@@ -6,7 +6,9 @@ import pytest
 
 from kvkit import KvkitError, files, formats
 from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
+from kvkit.formats.schemes import of_format
 from kvkit.tools import convert, recoding
+from kvkit.tools.reading import opened
 
 LAYERS, B, TOKENS, HEADS, D = 2, 2, 32, 2, 64
 SAID = files.Description("l kv | b n h c", rope_applied=True)
@@ -17,9 +19,13 @@ def cache(rng):
     return rng.standard_normal((LAYERS, 2, B, TOKENS, HEADS, D)).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["q8_0", "e4m3:head", "kivi2", "mlx4", "nvfp4", "lmdeploy_int4", "bfloat16"])
+NAMES = "q8_0", "int8:g32", "uint4:g32", "e4m3:head", "kivi2", "mlx4", "nvfp4", "lmdeploy_int4", "bfloat16"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(cache, name, tmp_path, monkeypatch):
     monkeypatch.setattr(recoding, "SOME", 8)  # so that it takes several pieces
+    cache[0, 0, 1] = 0  # so that nvfp4 has no scale of the whole there
     source, coded = tmp_path / "source.npz", tmp_path / "coded.safetensors"
     files.write(source, {"cache": [list(layer) for layer in cache], "tokens": np.arange(3)}, SAID)
     done = convert(source, coded, format=name)
@@ -27,14 +33,40 @@ def test_there_and_back(cache, name, tmp_path, monkeypatch):
     assert (done.format, found.description.format, found.description.rope_applied) == ("float32", name, True)
     assert done.bytes == sum(array.nbytes for array in found.arrays.values()) - found.arrays["tokens"].nbytes
     back = convert(coded, None, format="float32")
+    read, part = opened(coded), slice(TOKENS - 5, TOKENS + 7)  # of both sequences
     for i, layer in enumerate(cache):
         for side, x in enumerate(layer):
             one = name.replace("kivi2", ("kivi_key2", "kivi_value2")[side])
             if one == "bfloat16":
                 expected = x.astype(formats.BY_NAME[one].dtype).astype(np.float32)
             else:
+                one = of_format(one)  # scales of 16 bits, of kvkit's own codes
                 expected = np.stack([formats.decode(formats.encode(rows, one), one) for rows in x])
             np.testing.assert_array_equal(back.arrays[f"cache.{i}.{side}"], expected)
+            rows = (read.layer(i).key, read.layer(i).value)[side].read(part)
+            np.testing.assert_array_equal(rows.astype(np.float32), expected.reshape(-1, HEADS, D)[part])
+
+
+def test_scales_move_with_their_codes(cache):
+    coded = convert({"cache": list(cache)}, None, from_layout="l | kv b n h c", format="uint4:g32")
+    found = files.Contents(coded.arrays, {}, description=coded.description)
+    moved = convert(found, None, to_layout="vllm-lbnhc", page_size=8)
+    pool = files.Contents(files.flat(moved.arrays), {}, description=moved.description)
+    for kv in ("key", "value"):
+        one, other = (getattr(opened(source).layer(1), kv).read(slice(None)) for source in (found, pool))
+        np.testing.assert_array_equal(one, other)
+
+
+def test_sequences_of_tables(cache):
+    pool = cache.reshape(LAYERS, 2, 8, 8, HEADS, D)  # pages of 8 tokens
+    tables = {"block_tables": np.array([[7, 2], [0, 2]]), "context_lens": np.array([11, 11])}
+    done = convert({"cache": pool} | tables, None, from_layout="| l kv b n h c", format="float16")
+    assert (done.description.sizes["n"], len(done.arrays)) == (11, 2 * LAYERS)  # and no tables
+    rows = np.concatenate([pool[1, 0, 0], pool[1, 0, 2, :3]])
+    np.testing.assert_array_equal(done.arrays["cache.1.0"][1], rows.astype(np.float16))
+    tables["context_lens"] = np.array([11, 10])
+    with pytest.raises(KvkitError, match="source: expected sequences of one length, got 11, 10"):
+        convert({"cache": pool} | tables, None, from_layout="| l kv b n h c", format="float16")
 
 
 @pytest.mark.parametrize("kind", ["quantized", "paged"])
@@ -73,7 +105,7 @@ def test_a_state_of_llama_cpp(cache, tmp_path):
         ({"format": "q8_0", "to_layout": "hf"}, "to_layout: expected a layout, or a format"),
         ({"format": "q8_0", "verify": True}, "page_size: expected no page_size, tables_from or verify"),
         ({"format": "ort_int8"}, "scale: expected a number"),
-        ({"format": "float32", "from_layout": "| b kv n h c"}, "from_format: expected what these codes are"),
+        ({"format": "float32", "from_layout": "| b kv n h c"}, "from_format: expected one that the file"),
     ],
 )
 def test_refused(how, message):
