@@ -33,6 +33,17 @@ def tensor(name, array, legal, ndim):
     return fmt
 
 
+def float_format(name, dtype):
+    """The format of a float dtype."""
+    try:
+        fmt = BY_DTYPE.get(np.dtype(dtype))
+    except TypeError:
+        fmt = None
+    if fmt not in FLOATS:
+        raise wrong(name, FLOAT_NAMES, describe(dtype))
+    return fmt
+
+
 def said(dtype):
     """A dtype that is none of ours, and how people came by it."""
     return f"{dtype}{REMEDIES.get(dtype.name, '')}"

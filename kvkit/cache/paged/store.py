@@ -8,7 +8,7 @@ from kvkit import spare
 from kvkit.checks import attention, caches, tensors
 from kvkit.checks.values import choice, integer, text
 from kvkit.checks.words import describe, wrong
-from kvkit.formats.elements import BY_DTYPE, FLOATS, QUANTIZED, STORED
+from kvkit.formats.elements import QUANTIZED, STORED
 from kvkit.layouts.pmx import DYNAMIC
 
 BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
@@ -33,9 +33,9 @@ class PagedStore:
         scale=None,
     ):
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
-        self.cell = float_format("scale_dtype", scale_dtype)
+        self.cell = tensors.float_format("scale_dtype", scale_dtype)
         self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
-        self.format = float_format("dtype", dtype)
+        self.format = tensors.float_format("dtype", dtype)
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
         number = integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)
@@ -47,9 +47,8 @@ class PagedStore:
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # which files have, too
         self.cache = spare.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
-        self.found = bool(bits) or (
-            isinstance(scale, str) and scale == "found"
-        )  # scales of groups, which lie as the codes do
+        # Whether scales are those of groups, which lie as the codes do.
+        self.found = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
             raise wrong("scale", "None, but for quant_format 'e4m3' and 'e5m2'", describe(scale))
         self.scale: np.ndarray | None = None
@@ -143,17 +142,6 @@ def given(scale, layers, heads):
     if not (np.isfinite(scales) & (scales > 0)).all():
         raise wrong("scale", "finite numbers above 0", describe(scale))
     return scales
-
-
-def float_format(name, dtype):
-    """The format of a float dtype."""
-    try:
-        fmt = BY_DTYPE.get(np.dtype(dtype))
-    except TypeError:
-        fmt = None
-    if fmt not in FLOATS:
-        raise wrong(name, tensors.FLOAT_NAMES, describe(dtype))
-    return fmt
 
 
 def in_blocks(array, layout, page_size):

@@ -11,9 +11,9 @@ import dask.array as da
 import numpy as np
 
 import kvkit
-from kvkit.cache.paged.store import float_format
 from kvkit.checks.attention import weights
 from kvkit.checks.masks import no_mask
+from kvkit.checks.tensors import float_format
 from kvkit.checks.words import describe, wrong
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import parts

@@ -6,8 +6,8 @@ import distributed
 import numpy as np
 
 import kvkit
-from kvkit.cache.paged.store import float_format
 from kvkit.checks import attention
+from kvkit.checks.tensors import float_format
 from kvkit.checks.values import integer, text
 from kvkit.checks.words import describe, wrong
 from kvkit.formats.elements import BY_NAME, FLOATS, QUANTIZED, STORED
