@@ -98,8 +98,9 @@ class Tile:
 
     @property
     def piece(self):
-        """Chunks of a piece."""
-        return min(self.panels, 16 // self.chunk_bytes) if self.in_runs else 1
+        """Chunks of a piece: one of values that have a float32 for each chunk, as threads hold four pieces."""
+        dear = self.panel == VALUES and self.group == CHUNK and self.cell == "float32"
+        return min(self.panels, 16 // self.chunk_bytes) if self.in_runs and not dear else 1
 
     @property
     def piece_cells(self):

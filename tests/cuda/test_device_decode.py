@@ -237,23 +237,26 @@ def test_sinks(dtype, rng, taken):
 
 
 @pytest.mark.parametrize(
-    ("formats", "page_size"),
+    ("formats", "page_size", "dim"),
     [
-        (FP16, 5),
-        pytest.param(BF16, 0, marks=slow),
-        (Formats("fp16", "int8", "fp16", 8, 8), 7),
-        pytest.param(Formats("fp16", "int8", "fp32", 8, 32), 0, marks=slow),
-        pytest.param(Formats("bf16", "int8", "bf16", 8, 16), 0, marks=slow),
-        pytest.param(Formats("fp16", "int8", "bf16", 4, 16), 3, marks=slow),
-        pytest.param(Formats("bf16", "uint8", "fp16", 4, 8), 6, marks=slow),
+        (FP16, 5, 32),
+        pytest.param(BF16, 0, 32, marks=slow),
+        (Formats("fp16", "int8", "fp16", 8, 8), 7, 128),
+        pytest.param(Formats("fp16", "int8", "fp32", 8, 8), 0, 128, marks=slow),
+        pytest.param(Formats("fp16", "int8", "fp32", 8, 32), 0, 32, marks=slow),
+        pytest.param(Formats("bf16", "int8", "bf16", 8, 16), 0, 32, marks=slow),
+        pytest.param(Formats("fp16", "int8", "bf16", 4, 16), 3, 128, marks=slow),
+        pytest.param(Formats("bf16", "uint8", "fp16", 4, 8), 6, 128, marks=slow),
+        pytest.param(Formats("bf16", "uint8", "fp32", 4, 8), 6, 128, marks=slow),
     ],
     ids=str,
 )
-def test_caches(formats, page_size, rng, taken):
+def test_caches(formats, page_size, dim, rng, taken):
+    """Heads of 128 have runs of keys and of values, pieces of several chunks, and of one."""
     lengths = [(50, 1), (3, 4), (0, 2), (0, 0), (4, 0)]
     layout, mode = page_size % 4, int(page_size > 0)
     call = attention_scenes.dynamic_cache(
-        rng, formats, lengths, 2, 1, dim=32, layout=layout, mode=mode, page_size=max(page_size, 1), decoding=1
+        rng, formats, lengths, 2, 1, dim, layout=layout, mode=mode, page_size=max(page_size, 1), decoding=1
     )
     check(call, taken)
 
