@@ -12,7 +12,7 @@ from numba import cuda
 from ptx_machine import Machine, Program
 from ptx_memory import Memory
 
-from kvkit_cuda.calls import arrays
+from kvkit_cuda.calls import arrays, tables
 from kvkit_cuda.ground import device, host
 
 CAPABILITY = 9, 0
@@ -104,8 +104,9 @@ seen_before = arrays.operand
 
 @pytest.fixture(autouse=True)
 def fresh_memory():
-    """No test may use what an earlier one was allowed to."""
+    """No test may use what an earlier one was allowed to, scratch neither."""
     machine.memory = Memory()
+    tables.SCRATCH.clear()
 
 
 def pytest_configure():
