@@ -98,7 +98,7 @@ class Tile:
 
     @property
     def piece(self):
-        """Chunks of a piece: one of values that have a float32 for each chunk, as threads hold four pieces."""
+        """Chunks of a piece: one of values with a float32 for each chunk, as threads hold four pieces."""
         dear = self.panel == VALUES and self.group == CHUNK and self.cell == "float32"
         return min(self.panels, 16 // self.chunk_bytes) if self.in_runs and not dear else 1
 

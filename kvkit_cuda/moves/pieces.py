@@ -15,7 +15,7 @@ from kvkit.index import page_of, rest_of_page, row_of, share
 from kvkit.jit import shared
 from kvkit_cuda.ground import device, host, memory
 from kvkit_cuda.moves import chunks
-from kvkit_cuda.moves.transfer import WARP, mates_of, on_chunk_of, sequence_of
+from kvkit_cuda.moves.transfer import lanes_of, mates_of, on_chunk_of, sequence_of
 
 THREADS = 256  # of a block
 WIDEST = 16  # bytes of a chunk
@@ -183,7 +183,7 @@ def coded(source, target, packed, stored, cell, group, cells):
         span = chunks.smallest(stored)
         sizes = [span * array.itemsize for array in (source, target)]
     members = 1 if cell is None else (group or dim) // span
-    lanes = members if group and members <= WARP and members & (members - 1) == 0 else 0
+    lanes = lanes_of(members) if group else 0
     ends = [side(array, size) for array, size in zip((source, target), sizes, strict=True)]
     ends.append(ends[1] if cells is None else side(cells, cells.itemsize))
     return ((packed, stored, cell, span, given), members, lanes), tuple(ends)

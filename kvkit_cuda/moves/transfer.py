@@ -148,6 +148,11 @@ def mates_of(thread, lanes):
     return ((1 << lanes) - 1) << (thread % WARP & -lanes)
 
 
+def lanes_of(members, team=WARP):
+    """How many threads of a team tell each other of a group of so many chunks; 0 if each looks for itself."""
+    return members if members <= min(WARP, team) and members & (members - 1) == 0 else 0
+
+
 def on_chunk_of(direction, packed, stored, cell, span, given):
     """(packed, cache, scale address, member, group, lanes, mates): what happens to a chunk."""
     kind = "given" if given and direction == "store" else cell is not None
@@ -187,9 +192,9 @@ def prepare(direction, key, value, cache, tables, names, repeat, stream):
     span, given = span_of(cache, sides), cache.cell is not None and not cache.group
     kernel = compiled(direction, cache.packed, cache.stored, cache.cell, span, given)
     in_head, group = cache.dim // span, max((cache.dim if given else cache.group) // span, 1)
-    lanes = group if group <= WARP and group & (group - 1) == 0 and not given else 0
     tokens, heads = int(getattr(steps, names[0])[-1]), cache.heads
     team = min(THREADS, 1 << (heads * repeat * in_head - 1).bit_length())
+    lanes = 0 if given else lanes_of(group, team)
     teams = THREADS // team
     blocks = min(-(-tokens // teams), host.most_blocks())
     copies = tables.of((*names, "table"), stream) if tokens else ()
