@@ -34,15 +34,22 @@ def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
         place = target if task.integers and tile != WIDE else lines_at
         first, kv = (0, head + t) if by_head else (row + t * tile, head)
         scale_at = task.key_scales + b * task.scale_sequence + kv * task.scale_head
-        attention.clear(place, tile * dim)
-        for r in range(min(tile, query_rows - first)):
-            token, query = (first + r) // task.group, kv * task.group + (first + r) % task.group
+        live, r = min(tile, query_rows - first), 0
+        if live < tile or task.dim < dim:
+            attention.clear(place, tile * dim)
+        while r < live:  # rows of a token at a time
+            token, member = (first + r) // task.group, (first + r) % task.group
+            count = min(task.group - member, live - r)
             source = task.query + b * task.query_sequence
-            source += (start + token) * task.query_token + query * task.query_head
+            source += (start + token) * task.query_token + (kv * task.group + member) * task.query_head
             line = place + 4 * r * dim
-            call_rows(task.query_to_float, line, 0, 0, source, 0, 0, 0, 0, 0, 1, 1, 1, task.dim)
+            call_rows(
+                task.query_to_float, line, 4 * dim, 0, source, task.query_head, 0, 0, 0, 0,
+                count, 1, 1, task.dim,
+            )  # fmt: skip
             if not (tile == WIDE and task.pairs):
-                attention.times(line, line, dim, scale_at)
+                attention.times(line, line, count * dim, scale_at)
+            r += count
         if tile == WIDE:
             turn(lines_at, 4 * dim, WIDE, dim, target, 4 * WIDE)
             if task.pairs:  # they are exact, so that scores are scaled instead
@@ -81,7 +88,7 @@ def turn(source, source_row, rows, columns, target, target_row):
 
 @helper
 def find_rows(task, table, step, b, begin, end, count, numbers):
-    """The rows of the cache that hold positions begin..end, then the last one again: in all count + 16.
+    """The rows that hold positions begin..end, then the last one again: in all count + 16, and up to 7 more.
 
     Neighbours are `step` numbers apart, and pages begin at those that the table has.
     """
@@ -90,12 +97,10 @@ def find_rows(task, table, step, b, begin, end, count, numbers):
         page = page_of(position, task.page_size)
         number = get(table + b * task.table_row + 8 * page) + row_of(0, position, task.page_size) * step
         run = min(rest_of_page(position, task.page_size), end - position)
-        for i in range(run):
-            put(numbers + 8 * (position - begin + i), number + i * step)
+        attention.steps(number, step, run, numbers + 8 * (position - begin))
         position += run
         number += (run - 1) * step
-    for i in range(end - begin, count + 16):
-        put(numbers + 8 * i, number)
+    attention.steps(number, 0, count + 16 - (end - begin), numbers + 8 * (end - begin))
 
 
 @helper
@@ -204,7 +209,7 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
     key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
     panels, panel = wide_values + most * value_bytes // 2, most * 16  # of pairs; bytes of one
     pieces = tiles if by_head else 1
-    soon = here + 8 * (most + lead + 16)  # addresses of keys, then of values
+    soon = here + 8 * (most + lead + 24)  # addresses of keys, then of values
     value_soon = soon + 8 * (pieces * most + 8)
     if task.own_places:
         value_here = value_soon + 8 * (pieces * most + 8)
@@ -217,9 +222,8 @@ def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
         sum_soon, beside = value_soon, 0
     first_key, first_value = keys + head * task.key_head, values + head * task.value_head
     if not (lead or wide):  # floats of this block, which are there
-        for i in range(0, 8 * pieces * most, 8):
-            put(soon + i, keys)
-            put(value_soon + i, values)
+        attention.steps(keys, 0, pieces * most, soon)
+        attention.steps(values, 0, pieces * most, value_soon)
     # Heads read in place are done together: one waits for its softmax while others go on.
     together = tiles if by_head and not (widens or careful) else 1
     block_bytes = -(-4 * tile * most // 64) * 64

@@ -54,7 +54,7 @@ def scratch_offsets(dim, value_dim, narrow_rows, block, pairs, integers):
     """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
     rows, longest = max(narrow_rows, attend.TILES * WIDE), max(dim, value_dim)
     sizes = {  # numbers and addresses: of keys, then of values
-        "numbers": 16 * (WIDE_BLOCK + 16) + 16 * (block * narrow_rows // attend.NARROW + 8),
+        "numbers": 16 * (WIDE_BLOCK + 24) + 16 * (block * narrow_rows // attend.NARROW + 8),
         "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
         "factor": 8 * rows + 8 * WIDE,
         "top": 8 * rows,  # narrow tiles have at least 16 lanes
