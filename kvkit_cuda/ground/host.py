@@ -193,7 +193,7 @@ class Prepared:
     def __init__(self, kernel, blocks, threads, arguments, owners=(), grow=None, shared=0):
         self.function, self.owners, self.shared = loaded(kernel, current()), owners, shared
         if shared:
-            allow_shared(self.function)
+            allow_shared(self.function, current())
         threads = threads if isinstance(threads, tuple) else (threads,)
         self.grid = (*blocks, 1, 1)[:3], (*threads, 1, 1)[:3]
         self.numbers = np.array([bits(word) for word in words(arguments)], np.int64)
@@ -238,11 +238,12 @@ def loaded(kernel, which):
 
 
 @functools.cache
-def allow_shared(function):
-    """Let launches of a function ask for more shared memory than the 48 KiB that need no asking."""
+def allow_shared(function, which):
+    """Let launches on a device ask for more shared memory than the 48 KiB that need no asking."""
     binding = driver().binding
     most = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(binding.cuFuncSetAttribute(function, most, SHARED_MEMORY))
+    kernel = binding.CUkernel(int(function))  # which numba has, and a driver need not take for a function
+    check(binding.cuKernelSetAttribute(most, SHARED_MEMORY, kernel, which))
 
 
 def bits(word):

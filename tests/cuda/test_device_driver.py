@@ -493,7 +493,7 @@ def test_a_kernel_is_chosen_for_all_steps_that_may_follow(model, monkeypatch):
 
 
 def test_more_shared_memory_than_48_kib_is_asked_for(monkeypatch):
-    """As the driver has it: of each function, before a launch that takes more."""
+    """As the driver has it: of each kernel on each device, before a launch that takes more."""
     size = device.SHARED_MEMORY
     place, write, read = (
         memory.dynamic(size),
@@ -506,16 +506,19 @@ def test_more_shared_memory_than_48_kib_is_asked_for(monkeypatch):
         write(at, np.uint64(2026), np.uint64(0))
         out[0] = np.int64(read(at)[0])
 
-    kernel, out = device.kernel(last, types.void(types.int64[::1])), cuda.to_device(np.zeros(1, np.int64))
-    launch = host.Launch(kernel, (1, 1), 1, host.stream(None), (out,), shared=size)
-    with monkeypatch.context() as patched:
-        patched.setattr(host, "allow_shared", lambda function: None)
-        with pytest.raises(kvkit_cuda.DeviceError, match="expected the driver to take a launch"):
-            launch()
-    for run in (launch, lambda: launch.prepared().start(launch.stream.handle)):
-        run()
-        assert out.copy_to_host() == [2026]
-        out.copy_to_device(np.zeros(1, np.int64))
+    kernel = device.kernel(last, types.void(types.int64[::1]))
+    for which in range(2):
+        with cuda.gpus[which]:
+            out = cuda.to_device(np.zeros(1, np.int64))
+            launch = host.Launch(kernel, (1, 1), 1, host.stream(None), (out,), shared=size)
+            with monkeypatch.context() as patched:
+                patched.setattr(host, "allow_shared", lambda *_: None)
+                with pytest.raises(kvkit_cuda.DeviceError, match="expected the driver to take a launch"):
+                    launch()
+            for run in (launch, lambda launch=launch: launch.prepared().start(launch.stream.handle)):
+                run()
+                assert out.copy_to_host() == [2026]
+                out.copy_to_device(np.zeros(1, np.int64))
 
 
 # What is missing

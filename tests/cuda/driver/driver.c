@@ -88,7 +88,16 @@ int cuCtxGetDevice(int *device) {
 
 /* Modules and kernels */
 
-typedef struct { void *library; Number shared; char name[]; } Kernel; /* the most dynamic memory of a launch */
+/* A kernel is not its function: attributes are taken from either by calls of its own, and launches take both. */
+enum { KERNEL, FUNCTION };
+typedef struct Kernel Kernel;
+typedef struct { int kind; Kernel *kernel; } Function;
+struct Kernel {
+    Function self, function;
+    void *library;
+    Number shared[DEVICES]; /* the most dynamic memory of a launch */
+    char name[];
+};
 
 int cuLibraryLoadData(void **library, const void *code, void *a, void **b, Number c, void *d, void **e, Number f) {
     if (capturing()) return REFUSED;
@@ -104,32 +113,50 @@ int cuLibraryGetGlobal(Place *place, size_t *size, void *library, const char *na
 int cuModuleGetGlobal_v2(Place *place, size_t *size, void *module, const char *name) { return NOT_FOUND; }
 int cuLibraryGetKernel(Kernel **kernel, void *library, const char *name) {
     *kernel = malloc(sizeof(Kernel) + strlen(name) + 1);
+    (*kernel)->self = (Function){KERNEL, *kernel};
+    (*kernel)->function = (Function){FUNCTION, *kernel};
     (*kernel)->library = library;
-    (*kernel)->shared = 48 << 10;
+    for (int i = 0; i < DEVICES; i++) (*kernel)->shared[i] = 48 << 10;
     strcpy((*kernel)->name, name);
     return OK;
 }
 
-int cuKernelGetFunction(void **function, void *kernel) { *function = kernel; return OK; }
+int cuKernelGetFunction(void **function, Kernel *kernel) { *function = &kernel->function; return OK; }
 int cuKernelGetLibrary(void **library, Kernel *kernel) { *library = kernel->library; return OK; }
 int cuKernelGetName(const char **name, Kernel *kernel) { *name = kernel->name; return OK; }
-int cuFuncGetModule(void **module, Kernel *function) { *module = function->library; return OK; }
-int cuFuncGetAttribute(int *value, int which, void *function) { *value = which ? 0 : 1024; return OK; }
-int cuFuncSetAttribute(Kernel *function, int which, int value) {
+int cuKernelSetAttribute(int which, int value, Kernel *kernel, int device) {
+    if (kernel->self.kind != KERNEL) return NO_HANDLE;
+    if (device < 0 || device >= DEVICES) return NO_SUCH_DEVICE;
     if (which == MAX_DYNAMIC_SHARED && (value < 0 || value > 99 << 10)) return INVALID;
-    if (which == MAX_DYNAMIC_SHARED) function->shared = value;
+    if (which == MAX_DYNAMIC_SHARED) kernel->shared[device] = value;
     return OK;
 }
-int cuKernelSetAttribute(int which, int value, void *kernel, int device) { return OK; }
-int cuKernelGetAttribute(int *value, int which, void *kernel, int device) { *value = which ? 0 : 1024; return OK; }
+int cuKernelGetAttribute(int *value, int which, Kernel *kernel, int device) {
+    *value = which ? 0 : 1024;
+    return kernel->self.kind == KERNEL ? OK : NO_HANDLE;
+}
+int cuFuncGetModule(void **module, Function *function) {
+    *module = function->kernel->library;
+    return function->kind == FUNCTION ? OK : NO_HANDLE;
+}
+int cuFuncGetAttribute(int *value, int which, Function *function) {
+    *value = which ? 0 : 1024;
+    return function->kind == FUNCTION ? OK : NO_HANDLE;
+}
+int cuFuncSetAttribute(Function *function, int which, int value) {
+    if (function->kind != FUNCTION) return NO_HANDLE;
+    return cuKernelSetAttribute(which, value, function->kernel, current_device());
+}
 
 /* Launches */
 
-int cuLaunchKernel(Kernel *kernel, Number gx, Number gy, Number gz, Number bx, Number by, Number bz, Number shared,
+int cuLaunchKernel(Function *function, Number gx, Number gy, Number gz, Number bx, Number by, Number bz, Number shared,
                    void *stream, void **parameters, void **extra) {
     Number form[7] = {gx, gy, gz, bx, by, bz, shared};
+    Kernel *kernel = function->kernel;
+    if (current_device() < 0) return NO_CONTEXT;
     if (!gx || !gy || !gz || !bx || !by || !bz || gy > 65535 || gz > 65535 || gx > 2147483647u) return INVALID;
-    if (bx > 1024 || by > 1024 || bz > 64 || (uint64_t)bx * by * bz > 1024 || shared > kernel->shared) return INVALID;
+    if (bx > 1024 || by > 1024 || bz > 64 || (uint64_t)bx * by * bz > 1024 || shared > kernel->shared[current_device()]) return INVALID;
     counts[LAUNCHES]++;
     return enqueue_launch(stream, kernel, form, parameters);
 }

@@ -6,7 +6,7 @@
 typedef unsigned int Number;
 typedef uint64_t Place; /* in the memory of a device */
 
-enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 100, NO_SUCH_DEVICE = 101, NO_CONTEXT = 201,
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 100, NO_SUCH_DEVICE = 101, NO_CONTEXT = 201, NO_HANDLE = 400,
        NOT_FOUND = 500, BROKEN = 700, UNKNOWN = 801, REFUSED = 900, FORGOTTEN = 901, APART = 905, IMPLICIT = 906 };
 enum { ALLOCATIONS, FREES, COPIES, WAITS, LAUNCHES, MODULES, EVENTS, REFUSALS, COUNTERS };
 enum { DEVICES = 8, MAX_DYNAMIC_SHARED = 8 /* of the attributes of functions */ };
