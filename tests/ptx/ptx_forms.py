@@ -1,4 +1,4 @@
-"""The instructions that the machine takes: it computes them with these modifiers and operands, and no others."""
+"""The instructions that the machine takes, with the modifiers and operands that it computes; no others."""
 
 import re
 
