@@ -15,8 +15,9 @@ from device_arrays import Array
 from ptx_machine import Machine, instruction
 from ptx_memory import Fault
 
+import kvkit_cuda
 from kvkit_cuda.attend import decode, plain, prefill
-from kvkit_cuda.calls import tables
+from kvkit_cuda.calls import scan, tables
 from kvkit_cuda.ground import host
 
 SIZES = {"dim": 32, "heads": 2, "kv_heads": 1}
@@ -107,3 +108,18 @@ def test_attention(name, rng, monkeypatch):
     lost = survivors(launch, cuda_machine.machine.memory, (out.array, lse.array), votes)
     assert len(lost) == SPARED.get(name, 0), lost
     assert all("cp.async.wait_all" in text for text in lost)
+
+
+def test_scan(rng, monkeypatch):
+    """Page tables of which several warps look at the entries, and sort the runs that are stored."""
+    batch, pages, page_size, new = 8, 16, 4, 24
+    table = Array(rng.permutation(batch * pages).reshape(batch, pages) * page_size)
+    seqstarts, kvstarts = (np.arange(batch + 1) * length for length in (new, pages * page_size))
+    start_pos, modes = np.full(batch, pages * page_size - new), {"cache_mode": 1, "page_size": page_size}
+    launch = launched(
+        scan,
+        lambda: kvkit_cuda.dynamic_batching.plan(seqstarts, kvstarts, table, start_pos, **modes),
+        monkeypatch,
+    )
+    assert sum(1 for _ in waits(launch[0], True)) == 3
+    assert not survivors(launch, cuda_machine.machine.memory, [launch[3][-1].array], True)

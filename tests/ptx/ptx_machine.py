@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import ptx_warps
+from ptx_forms import known
 from ptx_memory import WARP, Fault, Log, Memory, Shared, every_byte
-from ptx_operations import OPERATIONS, Type, compute, raw
+from ptx_operations import Type, compute, raw
 
 SPECIAL = {
     f"%{name}.{axis}": (name, i)
@@ -62,26 +63,26 @@ class Program:
             self.shared[name] = self.size + -self.size % int(align)  # where what a launch gives begins
         self.labels, self.code = {}, []
         for line in re.split(r"[;\n]", body[body.index("{") + 1 : body.rindex("}")]):
-            line = line.strip()
+            line = line.strip().lstrip("{} \t")
             label = re.match(r"(\$?\w+):$", line)
             if label:
                 self.labels[label[1]] = len(self.code)
-            elif line and not line.startswith((".", "{", "}")):
+            elif line and not line.startswith("."):
                 self.code.append(instruction(line))
         self.code.append(instruction("ret"))
 
 
 def instruction(line):
-    guard, opcode, rest = re.match(r"(?:@(!?%\w+)\s+)?([\w.:]+)\s*(.*)", line, re.S).groups()
+    guard, opcode, rest = re.fullmatch(r"(?:@(!?%\w+)\s+)?(\S+)\s*(.*)", line).groups()
+    if not known(opcode, rest):
+        raise Fault(f"not known: {line}")
     found = re.findall(r"\{([^}]*)\}|\[([^\]]*)\]|([^,{}\[\]|\s]+)", rest)
     operands = tuple(
         tuple(word.strip() for word in group.split(",")) if group else (place or single).strip()
         for group, place, single in found
     )
     guard = guard or ""
-    return Instruction(
-        line, guard.lstrip("!"), guard.startswith("!"), tuple(opcode.replace("::", ".").split(".")), operands
-    )
+    return Instruction(line, guard.lstrip("!"), guard.startswith("!"), tuple(opcode.split(".")), operands)
 
 
 # Launches
@@ -201,7 +202,7 @@ class Block:
                 self.resume(pc + 1, active & ~chosen)
                 self.open_barriers()
                 return
-            if name in ("bar", "barrier") and "warp" not in at.opcode:
+            if name == "bar" and "warp" not in at.opcode:
                 if (chosen != active).any():
                     raise Fault(f"a barrier for some: {at.text}")
                 there = active.reshape(-1, WARP)
@@ -274,8 +275,6 @@ class Block:
         if name in self.INSTRUCTIONS:
             self.INSTRUCTIONS[name](self, at, threads)
             return
-        if name not in OPERATIONS:
-            raise NotImplementedError(at.text)
         target, *sources = at.operands
         self.assign(target, compute(at.opcode, sources, self.value), threads)
 
@@ -344,8 +343,6 @@ class Block:
 
     def atom(self, at, threads):
         kind, operation = Type(at.opcode[-1]), at.opcode[2]
-        if at.opcode[1] != "global" or len(at.opcode) != 4:
-            raise NotImplementedError(at.text)
         target, place, operand = at.operands
         places, values = self.place(place), self.value(operand, kind)
         self.machine.memory.check(places[threads], kind.size, at.text)
