@@ -19,9 +19,10 @@ allocates nothing there, if its arrays lie there and results are given as `out`.
 INTO = """into : Plan
     A plan of the same `seqstarts`, `page_size`, `cache_mode` and `decoding_batches`, whose page table has as
     many columns: it becomes the plan of this step, and its tables take the places of the last ones. Then
-    nothing is allocated, and a CUDA graph that captured calls of the plan's methods computes for this step
-    when it is replayed, on caches with rows enough. A call of the same form comes before one that is
-    captured, and graphs that share a stream are replayed on one.
+    nothing is allocated, if index tensors are on the host, and a CUDA graph that captured calls of the plan's
+    methods computes for this step when it is replayed, on caches with rows enough. `stream` is the one that
+    replays it. A call of the same form comes before each that is captured, and graphs that were captured on
+    one stream are replayed on one.
 """
 CHECK = """check : bool
     False for index tensors that a plan, for the same caches, has checked once. Then of their entries only

@@ -105,7 +105,8 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=
     work, key = tables.work(record, rows, most)
     slots = work.most_slots if tables.lasting else work.split
     scratch = slots * rows * (record.value_dim + STATE) * 4
-    record = record._replace(partials=SCRATCH.of(scratch, host.current(), host.number(stream)))
+    where = host.current(), host.number(stream), host.capturing(stream)
+    record = record._replace(partials=SCRATCH.of(scratch, *where))
     names = key.names()
     launch = functools.partial(host.Launch, stream=stream, owners=OWNERS, scratch=scratch)
 

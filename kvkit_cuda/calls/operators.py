@@ -118,9 +118,10 @@ def call(path, values):
     home = homes.of_call(values)
     with host.using(home.device):
         host.require_device(host.current())
-        stream = host.stream(home.stream if stream is None else stream)
+        named = home.stream if stream is None else stream
+        stream = host.stream(named)
         if path == "dynamic_batching.plan":
-            return steps.planned(**values, stream=stream)
+            return steps.planned(**values, stream=stream, named=named is not None)
         name = path.replace("Plan.", "")
         if step is None and name in TOKENS:
             given = {each: values.pop(each) for each in STEP if each in values}

@@ -152,10 +152,12 @@ class Repeat:
                     return None
                 self.move(places)
             captured = host.is_captured(handle)
-            if not captured:
-                self.order(call, step, number)
+            if captured:
+                step.on[self.device].captured = True
+            else:
+                self.order(call, step, number, stream)
             if self.shared:
-                scratch = SCRATCH.of(self.size, self.device, number)
+                scratch = SCRATCH.of(self.size, self.device, number, captured)
                 for numbers, at in self.shared:
                     numbers[at] = scratch
             for launch in self.launches:
@@ -179,11 +181,11 @@ class Repeat:
                     return True
         return False
 
-    def order(self, call, step, number):
-        """Let the stream come after those that wrote what it reads."""
+    def order(self, call, step, number, stream):
+        """Let the stream of that address, maybe given, come after those that wrote what it reads."""
         tables = step.on[self.device]
-        if number not in tables.users:
-            tables.follow(host.stream(number))
+        if number not in tables.ready:
+            tables.follow(host.stream(number if stream is None else stream))
         for producer in (*call.producers, call.stream or number):
             if producer != number:
                 host.wait_for(producer, host.stream(number))

@@ -145,7 +145,7 @@ def taken(step, wanted, stream, lasting):
     tables = Tables(step._replace(table=Table(there)), lasting, table=there)
     if wanted:
         tables.steps = tables.steps._replace(rows=rows_in_use(tables, runs, stream))
-    tables.written, tables.users = stream, {host.number(stream)}
+    tables.write(stream)
     return tables
 
 

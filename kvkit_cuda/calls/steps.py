@@ -31,16 +31,23 @@ class Step:
             self.on[device] = Tables(steps._replace(table=np.asarray(steps.table)), lasting)
         return self.on[device]
 
-    def follow(self, other, stream):
-        """Become another step of the same form, in the same places."""
+    def follow(self, other, stream, named):
+        """Become another step of the same form, in the same places, on a stream that was `named` or not."""
         for name, same in differences(self.sequences, other.sequences):
             if not same:
                 raise wrong("into", f"a plan of the same {name}", "another")
         room, wanted = (step.sequences.steps.table.shape for step in (self, other))
         if room[1] < wanted[1]:
             raise wrong("into", f"a plan with room for {wanted[1]} pages a sequence", room[1])
-        for tables in self.on.values():
-            tables.fill(other.sequences.steps, stream)
+        here = host.current()
+        for device, tables in self.on.items():
+            if tables.captured and device != here:
+                raise wrong("into", f"a plan whose graph is of device {here}, the current one", device)
+            if tables.captured and not named:
+                raise wrong("stream", "the one that replays the plan's graph", None)
+        for device, tables in self.on.items():
+            with host.using(device):
+                tables.fill(other.sequences.steps, stream if device == here else host.stream(None))
         self.sequences = other.sequences
         return self
 
@@ -65,6 +72,7 @@ def planned(
     cache_mode,
     page_size,
     stream,
+    named=False,
     check=True,
     into=None,
     tokens=None,
@@ -97,4 +105,4 @@ def planned(
     decoding = arrays.on_host("decoding_batches", decoding_batches, stream)
     packed = sequences.Packed(tables.steps, sequences.decoding(decoding, step))
     made = Step(packed, {host.current(): tables})
-    return made if earlier is None else earlier.follow(made, stream)
+    return made if earlier is None else earlier.follow(made, stream, named)

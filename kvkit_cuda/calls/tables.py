@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvkit import turns
 from kvkit.checks.words import wrong
 from kvkit.index import visible_range
 from kvkit_cuda.ground import host
@@ -17,7 +18,7 @@ class Tables:
     """The tables of a step, by name: copied to a device once, together, and kept there.
 
     Lasting ones serve calls on any stream, others only the one that they were copied on. They take another
-    step of the same form in the same places.
+    step of the same form in the same places. Calls of several threads may ask for them.
     """
 
     def __init__(self, steps, lasting, **there: object):
@@ -27,8 +28,11 @@ class Tables:
         self.there: dict[object, object] = {name: there[name] for name in there}
         self.copies: list[tuple[object, list]] = []  # memory, and the names of what lies there
         self.works: dict[object, Work] = {}
-        self.written: object = None  # by this stream
-        self.users: set[int] = set()  # streams that come after that
+        self.written: Any = None  # by this stream
+        self.ready: set[int] = set()  # streams that come after that, by address
+        self.users: dict[int, object] = {}  # those that read the tables since another step had them
+        self.captured = False  # whether a graph may read them
+        self.turn = turns.Turn()
 
     def contents(self, name):
         """A table on the host."""
@@ -46,46 +50,59 @@ class Tables:
 
     def of(self, names, stream):
         """Tables on the device; all that wait go there in one copy."""
-        if not all(name in self.there for name in names):
+        with self.turn:
             self.follow(stream)
-            waiting, self.waiting = self.waiting, []
-            arrays = [self.contents(name) for name in waiting]
-            memory = host.upload(host.together(arrays), stream)
-            self.copies.append((memory, waiting))
-            self.there |= dict(zip(waiting, host.parts(memory, arrays), strict=True))
-            self.written, self.users = stream, {host.number(stream)}
-        self.follow(stream)
-        return [self.there[name] for name in names]
+            if not all(name in self.there for name in names):
+                if host.capturing(stream):
+                    raise unprepared()
+                arrays = [self.contents(name) for name in self.waiting]
+                memory = host.upload(host.together(arrays), stream)
+                self.copies.append((memory, self.waiting))
+                self.there |= dict(zip(self.waiting, host.parts(memory, arrays), strict=True))
+                self.waiting = []
+                self.write(stream)
+            return [self.there[name] for name in names]
 
     def follow(self, stream):
-        """Let a stream come after the copies."""
-        if host.number(stream) not in self.users and not host.capturing(stream):
+        """Let a stream come after the copies; one that is captured does so when its graph is replayed."""
+        if host.capturing(stream):
+            self.captured = True
+        elif host.number(stream) not in self.ready:
             if self.written is not None:
                 host.wait_for(host.number(self.written), stream)
-            self.users.add(host.number(stream))
+            self.ready.add(host.number(stream))
+            self.users[host.number(stream)] = stream  # which lives as long
+
+    def write(self, stream):
+        """Note that a stream has written tables."""
+        self.written, self.ready = stream, {host.number(stream)}
+        self.users[host.number(stream)] = stream
 
     def fill(self, steps, stream):
         """Take the place of the last step, once the streams that use its tables are done with them."""
-        for user in self.users:
-            host.wait_for(user, stream)
-        self.steps = steps
-        for key, work in self.works.items():
-            work.share_out(steps, key)
-        for memory, names in self.copies:
-            host.fill(memory, [self.contents(name) for name in names], stream)
-        self.written, self.users = stream, {host.number(stream)}
+        with self.turn:
+            for user in self.users:
+                host.wait_for(user, stream)
+            self.steps = steps
+            for key, work in self.works.items():
+                work.share_out(steps, key)
+            for memory, names in self.copies:
+                host.fill(memory, [self.contents(name) for name in names], stream)
+            self.users = {}
+            self.write(stream)
 
     def work(self, task, rows, most=0):
         """How a call of attention is shared out in tiles of so many rows; its tables wait with the others."""
         reach = task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
         key = Key(rows, most or PARTS, *reach)
-        if key not in self.works:
-            self.works[key] = Work(self.steps, key)
-            self.waiting += [("items", key), ("slots", key)]
-        slopes = "slopes", task.heads * task.group
-        if slopes not in self.there and slopes not in self.waiting:
-            self.waiting.append(slopes)
-        return self.works[key], key
+        with self.turn:
+            if key not in self.works:
+                self.works[key] = Work(self.steps, key)
+                self.waiting += [("items", key), ("slots", key)]
+            slopes = "slopes", task.heads * task.group
+            if slopes not in self.there and slopes not in self.waiting:
+                self.waiting.append(slopes)
+            return self.works[key], key
 
 
 class Key(NamedTuple):
@@ -154,32 +171,36 @@ def span(key, b, seqlen, kvlen):
 class Scratch(dict):
     """Memory by device and stream, whose calls share it, one after the other.
 
-    What a captured graph may use is never given back: memory grows in powers of two.
+    What a captured stream gets is taken from the calls that had it, as graphs may be replayed on another one,
+    and never given back.
     """
 
     def __init__(self):
         self.owners: list = []  # of all memory
 
-    def of(self, size, device, number):
-        """The address of so much memory, for a device and the address of a stream.
-
-        A captured stream may get what an earlier call on another one had.
-        """
+    def of(self, size, device, number, captured):
+        """The address of so much memory, for a device and the address of a stream."""
         if not size:
             return 0
-        room, place = self.get((device, number), (0, 0))
+        key, own = (device, number, captured), (device, number, False)
+        room, place = self.get(key, (0, 0))
         if room >= size:
             return place
-        if host.is_captured(host.handle(number)):
-            rooms = [there for (where, _), there in self.items() if where == device and there[0] >= size]
+        if captured:
+            rooms = [each for each in self if each[::2] == own[::2] and self[each][0] >= size]
             if not rooms:
-                expected = "a call of this form on this device before it is captured"
-                raise wrong("stream", expected, "one that is captured")
-            return rooms[-1][1]
-        room = max(1 << 16, 1 << (size - 1).bit_length())
-        self.owners.append(host.empty(room, np.uint8, 0))
-        self[device, number] = room, host.address(self.owners[-1])
-        return self[device, number][1]
+                raise unprepared()
+            self[key] = self.pop(own if own in rooms else rooms[-1])
+        else:
+            room = max(1 << 16, 1 << (size - 1).bit_length())
+            self.owners.append(host.empty(room, np.uint8, 0))
+            self[key] = room, host.address(self.owners[-1])
+        return self[key][1]
 
 
 SCRATCH = Scratch()
+
+
+def unprepared():
+    """The error for a captured call that needs memory, which only others may take."""
+    return wrong("stream", "a call of this form on this device before each capture", "one that is captured")

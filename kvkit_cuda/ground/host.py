@@ -98,12 +98,14 @@ def stream(given):
         return cuda.legacy_default_stream()
     if hasattr(given, "synchronize") and hasattr(given, "handle"):
         return given if int(given.handle) else cuda.legacy_default_stream()
-    if hasattr(given, "__cuda_stream__"):
-        given = given.__cuda_stream__()[1]
+    number = given.__cuda_stream__()[1] if hasattr(given, "__cuda_stream__") else given
     for name in ("cuda_stream", "ptr"):  # torch, CuPy
-        given = getattr(given, name, given)
-    if isinstance(given, int) and not isinstance(given, bool):
-        return cuda.external_stream(given or LEGACY_DEFAULT)
+        number = getattr(number, name, number)
+    if isinstance(number, int) and not isinstance(number, bool):
+        found = cuda.external_stream(number or LEGACY_DEFAULT)
+        if not SIMULATED:
+            found.owner = given  # the driver's stream is gone with that
+        return found
     raise wrong("stream", "a CUDA stream or its address", describe(given))
 
 

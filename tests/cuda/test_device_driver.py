@@ -1,11 +1,14 @@
 """What kvkit_cuda asks of a driver, by way of numba-cuda: a stand-in counts it, orders it and refuses."""
 
 import ctypes
+import gc
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -152,6 +155,118 @@ def test_a_captured_graph_computes_the_next_token(model):
         replay(stream)
         stream.synchronize()
         model.check()
+
+
+def scratch_of(plan):
+    """Where the scratch of a plan's prepared calls lies."""
+    repeats = plan.step.repeats.values()
+    return {int(numbers[at]) for repeat in repeats for numbers, at in repeat.shared}
+
+
+def test_who_replays_a_graph_is_named(model):
+    """Nothing else would let the replay come after the next step's tables."""
+    stream = cuda.stream()
+    plan = kvkit_cuda.dynamic_batching.plan(**model.step())
+    model.run(plan, stream)
+    with stand_in.captured(stream):
+        model.run(plan, stream)
+    with pytest.raises(kvkit.KvkitError, match="stream: expected the one that replays the plan's graph"):
+        kvkit_cuda.dynamic_batching.plan(**model.step(), into=plan)
+    with (
+        cuda.gpus[1],
+        pytest.raises(kvkit.KvkitError, match="into: expected a plan whose graph is of device 1"),
+    ):
+        kvkit_cuda.dynamic_batching.plan(**model.step(), into=plan, stream=cuda.stream())
+
+
+def test_graphs_of_two_streams_share_no_scratch(rng):
+    """Neither with each other nor with calls that are not captured."""
+    found = []
+    for _ in range(2):
+        model, stream = Model(rng), cuda.stream()
+        plan = kvkit_cuda.dynamic_batching.plan(**model.step())
+        model.run(plan)
+        before = scratch_of(plan)
+        with stand_in.captured(stream):
+            model.run(plan, stream)
+        captured = scratch_of(plan)
+        model.run(plan)
+        found += [captured, scratch_of(plan)]
+        assert captured <= before
+    assert len(set.union(*found)) == 3  # of either graph, and the last one of other calls
+    assert found[0] != found[2]
+
+
+def test_a_capture_that_nothing_was_prepared_for(model):
+    """It is refused, and spoils nothing."""
+    plan, stream = kvkit_cuda.dynamic_batching.plan(**model.step()), cuda.stream()
+    with (
+        pytest.raises(kvkit.KvkitError, match="stream: expected a call of this form"),
+        stand_in.captured(stream),
+    ):
+        model.run(plan, stream)
+    model.run(plan)
+    model.check()
+
+
+def test_tables_that_did_not_arrive_are_copied_again(model, monkeypatch):
+    plan, upload = kvkit_cuda.dynamic_batching.plan(**model.step()), host.upload
+    monkeypatch.setattr(host, "upload", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.run(plan)
+    monkeypatch.setattr(host, "upload", upload)
+    model.run(plan)
+    model.check()
+
+
+def test_threads_share_a_plan_from_its_first_call(model, monkeypatch):
+    """One asks for tables while they are copied for another."""
+    plan, upload = kvkit_cuda.dynamic_batching.plan(**model.step()), host.upload
+    stream, found = cuda.stream(), []
+    other = threading.Thread(target=lambda: found.extend(plan.step.tables.of(("seqstarts",), stream)))
+
+    def slowly(*given):
+        monkeypatch.setattr(host, "upload", upload)
+        other.start()
+        other.join(0.5)
+        return upload(*given)
+
+    monkeypatch.setattr(host, "upload", slowly)
+    model.run(plan)
+    other.join()
+    assert found == plan.step.tables.of(("seqstarts",), stream)
+    model.check()
+
+
+def test_a_step_is_followed_from_another_device(rng):
+    """The tables of each device are filled on a stream of that."""
+    model = Model(rng)
+    with cuda.gpus[1]:
+        model.there = cuda.to_device(model.cache)
+        model.new = [cuda.to_device(array.copy_to_host()) for array in model.new]
+        model.out = [cuda.to_device(array.copy_to_host()) for array in model.out]
+    plan = None
+    for _ in range(3):
+        with cuda.gpus[1]:
+            model.tokens()
+        plan = kvkit_cuda.dynamic_batching.plan(**model.step(), into=plan)
+        model.run(plan)
+        with cuda.gpus[1]:
+            model.check()
+
+
+def test_streams_live_until_their_tables_are_filled_again(model):
+    """An event is recorded on each of them then."""
+    plan, stream = kvkit_cuda.dynamic_batching.plan(**model.step()), cuda.stream()
+    gone = weakref.ref(stream)
+    model.run(plan)
+    model.run(plan, stream)
+    del stream
+    gc.collect()
+    assert gone() is not None
+    plan = kvkit_cuda.dynamic_batching.plan(**model.step(), into=plan)
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_planned_call_takes_40_microseconds_of_the_host(model, microsecond):
@@ -423,6 +538,7 @@ def test_what_a_machine_lacks_is_said(setting, words):
     environment = os.environ | {f"STAND_IN_{name}": value for name, value in setting.items()}
     script = f"""
 import ctypes
+import gc
 import os
 import subprocess
 ctypes.CDLL({stand_in.driver._name!r}, mode=ctypes.RTLD_GLOBAL)
