@@ -209,6 +209,25 @@ def test_a_capture_that_nothing_was_prepared_for(model):
     model.check()
 
 
+@pytest.mark.parametrize("there", [(True, False), (True, True), (False, True)], ids=str)
+def test_a_page_table_takes_the_place_of_one_on_the_device(model, there):
+    """Whether it lies there itself or not."""
+    places = iter(there)
+
+    def step():
+        given = model.step()
+        return given | {"cachestarts": cuda.to_device(model.table) if next(places) else model.table}
+
+    plan = kvkit_cuda.dynamic_batching.plan(**step())
+    model.run(plan)
+    model.check()
+    model.tokens()
+    model.table[:, 0] = model.table[::-1, 0]
+    plan = kvkit_cuda.dynamic_batching.plan(**step(), into=plan)
+    model.run(plan)
+    model.check()
+
+
 def test_tables_that_did_not_arrive_are_copied_again(model, monkeypatch):
     plan, upload = kvkit_cuda.dynamic_batching.plan(**model.step()), host.upload
     monkeypatch.setattr(host, "upload", lambda *_: 1 / 0)
