@@ -48,7 +48,9 @@ def compiled():
     root, here, found = kept.root(), cache_folder(), {}
     for path in sorted(root.glob("*/*.bin")) if root else ():
         module, state = module_of(path.stem), path.stem.split("-")[-2]
-        if path.parent != here:
+        if path.name.startswith("kvkit_cuda"):
+            key = "kvkit_cuda", "GPUs"
+        elif path.parent != here:
             key = "all", "another CPU, Python or Numba"
         elif module and state == sources.digest(module)[:STATE]:
             key = module, THIS
@@ -76,7 +78,7 @@ def facts():
         "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vectors()}",
         "threads": f"{numba.get_num_threads()} of at most {numba.config.NUMBA_NUM_THREADS}",
         "threading layer": layer(),
-        "compile cache": cache(),
+        "compile cache": show.kept_in(cache_folder()),
         "backend cpu": "works",
         "backend cuda": cuda(),
     }
@@ -92,18 +94,6 @@ def layer():
     """The threading layer that Numba is told to take; it chooses when the first parallel kernel starts."""
     asked = numba.config.THREADING_LAYER
     return f"{asked}: the first of {', '.join(numba.config.THREADING_LAYER_PRIORITY)} that loads"
-
-
-def cache():
-    """Where compiled code is kept, or why none is."""
-    folder = cache_folder()
-    if folder is None:
-        return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
-    refusal = kept.refusal(folder)
-    if refusal:
-        return f"none is kept in {folder}: {refusal}"
-    sizes = [path.stat().st_size for path in folder.glob("*.bin")]
-    return f"{folder}: {len(sizes)} files, {show.size(sum(sizes))}"
 
 
 def cuda():

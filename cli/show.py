@@ -23,9 +23,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from kvkit import kept
 from kvkit.tools.text import size
 
-__all__ = ["console", "progress", "shape", "size", "suggestion", "table", "times"]
+__all__ = ["console", "kept_in", "progress", "shape", "size", "suggestion", "table", "times"]
 
 # What speeds are shares of.
 BOUNDS = "copy", "read", "contiguous", "matmul", "float16", "at 0", "the fewest", "the largest", "4 fourths"
@@ -75,6 +76,17 @@ def table(title, *columns):
     for i, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=i == 0)
     return made
+
+
+def kept_in(folder):
+    """Where compiled code is kept, or why none is."""
+    if folder is None:
+        return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
+    refusal = kept.refusal(folder)
+    if refusal:
+        return f"none is kept in {folder}: {refusal}"
+    sizes = [path.stat().st_size for path in folder.glob("*.bin")]
+    return f"{folder}: {len(sizes)} files, {size(sum(sizes))}"
 
 
 def shape(lengths):

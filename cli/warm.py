@@ -1,4 +1,4 @@
-"""`kvkit warm`: compile ahead, in processes of its own, what calls would wait for."""
+"""`kvkit warm`: compile ahead, in processes of its own, what calls would wait for, on the CPU or on a GPU."""
 
 import concurrent.futures
 import contextlib
@@ -19,6 +19,7 @@ from kvkit_cli.warming import CODES, Kind
 WHAT = "attention", "cache", "all"
 USUAL = "float16,int8,int4"
 GROUP = 8
+COUNT = click.IntRange(1)
 
 
 def kinds(texts, data, dim, queries):
@@ -39,28 +40,57 @@ def kinds(texts, data, dim, queries):
 @click.argument("what", type=click.Choice(WHAT), default="all", required=False)
 @click.option(
     "--formats", "texts", multiple=True, metavar="FORMAT,...",
-    help=f"Formats of caches; {USUAL} if not given. Codes with a group, as in int4/32; else of {GROUP}.",
+    help=f"Formats of caches; {USUAL} if not given. Codes with a group, as in int4/32; else of {GROUP}. "
+    "Their scales are float16.",
 )  # fmt: skip
 @click.option(
     "--data", type=click.Choice([fmt.name for fmt in formats.FLOATS]), default="float16", show_default=True,
     help="The type of keys and values that become codes.",
 )  # fmt: skip
-@click.option("--head-dim", "dim", default=128, show_default=True, help="Elements of a head.")
-@click.option("--queries", default=4, show_default=True, help="Query heads for each key head.")
+@click.option("--head-dim", "dim", type=COUNT, default=128, show_default=True, help="Elements of a head.")
+@click.option("--queries", type=COUNT, default=4, show_default=True, help="Query heads for each key head.")
+@click.option(
+    "--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+    help="What runs the code: this CPU, or the first GPU of this machine.",
+)  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def warm(what, texts, data, dim, queries, quiet):
+def warm(what, texts, data, dim, queries, backend, quiet):
     """Compile ahead what calls would wait for.
 
     Compiled code is kept, so that every process after this one starts at once; `kvkit info` shows where. As
-    many processes compile as there are CPUs.
+    many processes compile as there are CPUs. With --backend cuda they compile what steps over a cache in
+    pages take: appends, loads and attention together.
 
     \b
     Examples:
       kvkit warm
       kvkit warm attention --formats bfloat16 --head-dim 64
       kvkit warm cache --formats int8/64,int4/32 --data float32
+      kvkit warm --backend cuda --formats bfloat16,int8 --data bfloat16
     """
-    ahead(tasks(what, list(kinds(texts, data, dim, queries))), quiet)
+    chosen = list(kinds(texts, data, dim, queries))
+    if backend == "cpu":
+        ahead(tasks(what, chosen), quiet)
+        return
+    if what != "all":
+        raise KvkitError(f"{what}: --backend cuda compiles attention and cache together: leave {what} out")
+    name, folder = device()
+    ahead([[(f"kernels for a cache of {text}", "kernels", kind) for text, kind in chosen]], quiet)
+    if not quiet:
+        click.echo(f"for {name}; compile cache {show.kept_in(folder)}")
+
+
+def device():
+    """The GPU that kernels are compiled for, and where they are kept; an error if there is none."""
+    from kvkit_cuda.ground import needs
+
+    needs.packages()
+
+    from kvkit_cuda.ground import compiled, host
+
+    host.require()
+    host.require_device(host.current())
+    return host.name(), compiled.folder()
 
 
 def tasks(what, kinds):
@@ -86,10 +116,11 @@ def ahead(waves, quiet=False):
         process = idle.get()
         process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")
         process.stdin.flush()
-        if not process.stdout.readline():
+        said = process.stdout.readline().strip()
+        if not said:
             raise RuntimeError(f"compiling {name} failed")
         idle.put(process)
-        return name
+        return name + json.loads(said)
 
     with (
         contextlib.ExitStack() as started,

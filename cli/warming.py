@@ -1,4 +1,7 @@
-"""The calls that `kvkit warm` compiles for, in a process that it starts: a line asks, a line answers."""
+"""The calls that `kvkit warm` compiles for, in a process that it starts: a line asks, a line answers.
+
+A task returns what there is to say besides its name, or None.
+"""
 
 import json
 import signal
@@ -13,6 +16,7 @@ from kvkit import formats
 CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
 PROMPT = 40  # tokens, more than go one by one
 SIZES = 1, 8192  # tokens for one thread and for all
+SCALE = "float16"
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def empty(kind, rows):
     """An empty cache, and what operators have to know of it."""
     bits = CODES.get(kind.cache, 0)
     dtype, last = formats.BY_NAME[kind.cache].dtype, kind.dim * bits // 8 if bits else kind.dim
-    scale = np.zeros((1, 1, 2, rows, 1, kind.dim // kind.group), np.float16) if bits else None
+    scale = np.zeros((1, 1, 2, rows, 1, kind.dim // kind.group), SCALE) if bits else None
     cache = np.zeros((1, 1, 2, rows, 1, last), dtype)
     return {"cache": cache, "scale": scale, "quant_bit": bits, "quant_group": kind.group}
 
@@ -71,15 +75,23 @@ def step(kind):
     kvkit.dynamic_batching.plan([0, 1], [0, 1], [[0]], start_pos=[0], cache_mode=1, page_size=16)
 
 
-TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step)}
+def kernels(kind):
+    """Those of a GPU."""
+    from kvkit_cuda import warm
+
+    before = dict(warm.compiled.counts)
+    found = warm.warm(kind.cache, kind.group, kind.data, kind.dim, kind.queries, SCALE)
+    return ": " + ", ".join(f"{count - before[what]} {what}" for what, count in found.items())
+
+
+TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step, kernels)}
 
 
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one
     for line in sys.stdin:
         task, kind = json.loads(line)
-        TASKS[task](Kind(**kind))
-        print("done", flush=True)
+        print(json.dumps(TASKS[task](Kind(**kind)) or ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ LATE = {
     "cli.info": {"kvkit_cuda.ground"},  # the others: a verb loads what it needs, and no more
     "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},
     "cli.study": {"kvkit.integrations.transformers", "transformers", "transformers.utils.logging"},
+    "cli.warm": {"kvkit_cuda.ground"},
+    "cli.warming": {"kvkit_cuda"},
     "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls.checks"},
 }
 

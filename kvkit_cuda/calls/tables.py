@@ -86,7 +86,8 @@ class Tables:
             self.steps = steps
             for key, work in self.works.items():
                 work.share_out(steps, key)
-            for memory, names in self.copies:
+            given = [(self.there[name], [name]) for name in self.given]
+            for memory, names in (*self.copies, *given):
                 host.fill(memory, [self.contents(name) for name in names], stream)
             self.users = {}
             self.write(stream)

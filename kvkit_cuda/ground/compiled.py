@@ -30,11 +30,11 @@ class Folder:
 
     def file(self, signature):
         """The file of a kernel; None if none is kept."""
-        root, source = kept.root(), sources.digest(self.module)
-        if root is None or source is None:
+        there, source = folder(), sources.digest(self.module)
+        if there is None or source is None:
             return None
         variant = hashlib.sha256(f"{signature} {self.key} {source}".encode()).hexdigest()[:20]
-        return root / fingerprint() / f"{self.name}-{variant}.bin"
+        return there / f"{self.name}-{variant}.bin"
 
     def load_overload(self, signature, _):
         file = self.file(signature)
@@ -53,6 +53,12 @@ class Folder:
 
     def flush(self):
         pass
+
+
+def folder():
+    """Where kernels are kept; None if none are."""
+    root = kept.root()
+    return root and root / fingerprint()
 
 
 @functools.cache

@@ -343,7 +343,7 @@ def fill(there, arrays, stream):
     """Such arrays once more, in the place of the last ones."""
     contents = together(arrays).view(np.uint8)
     if SIMULATED:
-        there.copy_to_device(contents)
+        there.reshape(-1).view(np.uint8).copy_to_device(contents)
     else:
         driver().driver.cuMemcpyHtoDAsync(address(there), contents.ctypes.data, contents.size, stream.handle)
 

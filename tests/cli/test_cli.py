@@ -1,5 +1,6 @@
 """The command line: what it answers and how fast, what it writes, how it fails."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -342,11 +343,13 @@ def test_info_lists_what_is_compiled(tmp_path):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / f"kvkit-cpu-attend-work-{state}-{'1' * 20}.bin").write_bytes(b"code")
     (tmp_path / jit.fingerprint() / f"kvkit-gone-{name}").write_bytes(b"code")
+    (tmp_path / ("f" * 20) / f"kvkit_cuda-attend-plain-make-{'1' * 20}.bin").write_bytes(b"code")
     done = process("info", "--json", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path)})
     assert json.loads(done.stdout)["compiled"] == [
         {"of": "kvkit.cpu.attend", "for": "kvkit as it is", "variants": 1, "bytes": 4},
         {"of": "all", "for": "another CPU, Python or Numba", "variants": 1, "bytes": 4},
         {"of": "all", "for": "other sources of kvkit", "variants": 2, "bytes": 8},
+        {"of": "kvkit_cuda", "for": "GPUs", "variants": 1, "bytes": 4},
     ]
 
 
@@ -358,6 +361,8 @@ def test_info_lists_what_is_compiled(tmp_path):
         ("run key_value_cache --set quant", {"quant_bit=", "quant_format=", "quant_group="}),
         ("run key_value_cache IN.npz --set quant_bit=8 --set layer", {"layer_idx="}),
         ("run ascend.reshape_and_cache --set compress_type=KVHEAD_", {"compress_type=KVHEAD_ROPE"}),
+        ("warm --back", {"--backend"}),
+        ("warm --backend c", {"cpu", "cuda"}),
     ],
 )  # fmt: skip
 def test_completion(words, offered):
@@ -421,6 +426,26 @@ def test_warm_compiles_what_a_call_needs(tmp_path):
 )
 def test_warm_refuses(run, text, said):
     assert_fails(run("warm", "--formats", text), 2, f"--formats {text}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        ([], 1, "expected an NVIDIA GPU and its driver, got no driver (libcuda): install NVIDIA's driver"),
+        (["--formats", "int9"], 2, "--formats int9: expected one of"),
+        (["cache"], 2, "cache: --backend cuda compiles attention and cache together: leave cache out"),
+        (["--queries", 0], 2, "'--queries': 0 is not in the range x>=1"),
+    ],
+    ids=str,
+)
+def test_warm_for_a_gpu_refuses(run, args, code, said):
+    assert_fails(run("warm", "--backend", "cuda", *args), code, said)
+
+
+def test_warm_for_a_gpu_without_numba_cuda(run, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = "expected the package numba-cuda, got none: pip install 'kvkit-kernels[cuda]'"
+    assert_fails(run("warm", "--backend", "cuda"), 1, words)
 
 
 # Runs

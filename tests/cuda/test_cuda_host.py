@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,15 @@ def test_numba_cuda_that_is_missing(monkeypatch):
     with pytest.raises(DeviceError, match=r"numba-cuda, got none: pip install 'kvkit-kernels\[cuda\]'"):
         needs.packages()
     assert len(needs.told()) == 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tools/cuda.md"])
+def test_pages_name_the_drivers(page):
+    text = (Path(__file__).parents[2] / page).read_text()
+    extras = dict(re.findall(r"`(cuda(?:12)?)`[^`]* driver (.*?) or later", text))
+    expected = {"cuda": needs.DRIVERS[13], "cuda12": needs.DRIVERS[12]}
+    assert extras == expected
+    assert f"compute capability {'.'.join(map(str, needs.OLDEST))} or later" in " ".join(text.split())
 
 
 def test_all_that_is_missing_is_told():

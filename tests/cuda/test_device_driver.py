@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -204,6 +205,25 @@ def test_a_capture_that_nothing_was_prepared_for(model):
         stand_in.captured(stream),
     ):
         model.run(plan, stream)
+    model.run(plan)
+    model.check()
+
+
+@pytest.mark.parametrize("there", [(True, False), (True, True), (False, True)], ids=str)
+def test_a_page_table_takes_the_place_of_one_on_the_device(model, there):
+    """Whether it lies there itself or not."""
+    places = iter(there)
+
+    def step():
+        given = model.step()
+        return given | {"cachestarts": cuda.to_device(model.table) if next(places) else model.table}
+
+    plan = kvkit_cuda.dynamic_batching.plan(**step())
+    model.run(plan)
+    model.check()
+    model.tokens()
+    model.table[:, 0] = model.table[::-1, 0]
+    plan = kvkit_cuda.dynamic_batching.plan(**step(), into=plan)
     model.run(plan)
     model.check()
 
@@ -589,3 +609,25 @@ def test_kernels_are_compiled_ahead(cache):
         before = compiled.counts["compiled"]
         warm.warm(cache, dim=32, queries=1)
     assert compiled.counts["compiled"] == before
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead_by_the_command_line(tmp_path):
+    """In a process of its own, which says how many and where; the next one loads them."""
+    library = Path(stand_in.driver._name)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(library.parent), "KVKIT_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "kvkit_cli", "warm", "--backend", "cuda", "--formats", "float16"]
+
+    def said(*more):
+        done = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        kept = [path.parent for path in tmp_path.rglob("kvkit_cuda*.bin")]
+        return done.stdout, set(kept), len(kept)
+
+    how = "--head-dim", "32", "--queries", "2"
+    out, (folder,), count = said(*how)
+    expected = rf"1/1 kernels for a cache of float16: 0 loaded, {count} compiled, \d+\.\d s"
+    assert re.fullmatch(rf"{expected}\nfor Stand-in 0; compile cache {folder}: {count} files, .*\n", out)
+    out, *_ = said(*how)
+    assert f": {count} loaded, 0 compiled, " in out
+    assert said(*how, "-q") == ("", {folder}, count)
