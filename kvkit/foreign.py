@@ -18,7 +18,7 @@ from kvkit.formats.elements import BFLOAT16, FLOATS8
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 CPU = 1  # DLPack's number of it
-NUMPYS = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # of torch's types, by their names
+NUMPYS = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # of types that numpy has not
 
 
 def is_foreign(array):
@@ -76,12 +76,23 @@ def is_tensor(array):
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def of_tensor(tensor):
+def dtype_of(array):
+    """The dtype of an array's elements if numpy has none, else None."""
+    return NUMPYS.get(str(getattr(array, "dtype", None)).removeprefix("torch."))
+
+
+def in_integers(tensor):
+    """A tensor as what every protocol passes on: integers, where numpy has not its type."""
+    dtype = dtype_of(tensor)
+    if dtype is None:
+        return tensor
     torch = sys.modules["torch"]
-    dtype = NUMPYS.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype:  # which numpy has not, so that it crosses as integers
-        return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.int8).numpy().view(dtype)
-    return tensor.numpy()
+    return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.int8)
+
+
+def of_tensor(tensor):
+    array, dtype = in_integers(tensor).numpy(), dtype_of(tensor)
+    return array if dtype is None else array.view(dtype)
 
 
 def tensor_of(array):

@@ -33,6 +33,8 @@ STREAM = """stream : optional
     What to work on: a stream of numba, torch, CuPy or cuda.core, or its address. By default it is the current
     one of the first array's library, torch or CuPy, else the default stream. It comes after the streams that
     arrays are written by, as far as their libraries tell; the call does not wait, unless arrays are copied.
+    Keep arrays of the call, results too, until the stream is done with them, if it is not the current one of
+    their library: torch and CuPy reuse the memory of what is gone (`record_stream` of a tensor defers that).
 """
 NO_DEVICE = """DeviceError
     If there is no device.

@@ -17,7 +17,10 @@ REMEDIES = {
 DATA = (*FLOATS, INT8)  # what keys and values may be
 POOLED = (*DATA, *FLOATS8)  # what engines' pools may hold
 FORMATS = BY_DTYPE | {fmt.dtype: fmt for fmt in FLOATS8}
-FP8_REMEDY = ": array.view(ml_dtypes.float8_e4m3fn), if it holds such codes"
+FP8_REMEDY = (
+    ": array.view(ml_dtypes.float8_e4m3fn) of numpy's, torch.as_tensor(array).view(torch.float8_e4m3fn) of "
+    "others, if it holds such codes"
+)
 
 
 def tensor(name, array, legal, ndim):

@@ -11,6 +11,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
 from kvkit.checks.words import wrong
+from kvkit.foreign import dtype_of, in_integers, like, taken
 from kvkit.formats import BFLOAT16
 from kvkit_cuda.calls import homes
 from kvkit_cuda.ground import host
@@ -68,7 +69,7 @@ class Operand:
     def like(self, shape, dtype, stream):
         """A new array where this one is: numpy's, torch's, CuPy's or else numba's."""
         if not self.on_device:
-            return np.empty(shape, dtype)
+            return like(self.given, np.empty(shape, dtype))
         library = homes.library(self.given)
         if hasattr(self.given, "new_empty"):
             return self.given.new_empty(shape, dtype=getattr(sys.modules[library], dtype.name))
@@ -134,26 +135,29 @@ def operand(name, array, stream):
         if described.get("stream") is not None:
             host.wait_for(described["stream"], stream)
         place, read_only = described["data"]
-        found = place, described["shape"], described.get("strides"), np.dtype(described["typestr"]), read_only
-        owner = array
+        form, owner = (place, described["shape"], described.get("strides")), array
+        dtype = dtype_of(array) or np.dtype(described["typestr"])
     elif not hasattr(array, BY_DLPACK):
         return Operand(array, False, array, array)
     elif array.__dlpack_device__()[0] == CPU:
-        return Operand(by_numpy(name, array), False, array, array)
+        return Operand(taken(array, name), False, array, array)
     else:
-        *found, owner = host.by_dlpack(array, stream)
-    seen = addressed(*found)
+        passed_on = in_integers(array) if of_torch else array
+        *form, dtype, read_only, owner = by_dlpack(name, passed_on, stream)
+        dtype = dtype_of(array) or dtype
+    seen = addressed(*form, dtype, read_only)
     if any(number % seen.itemsize for number in (seen.ctypes.data, *seen.strides)):
         raise wrong(name, "elements at multiples of their size", f"address {seen.ctypes.data:#x}")
     return Operand(seen, True, owner, array)
 
 
-def by_numpy(name, array):
-    """A tensor on the host, as numpy sees it."""
+def by_dlpack(name, tensor, stream):
+    """A tensor of the device as `host.by_dlpack` tells it."""
     try:
-        return np.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise wrong(name, "a tensor that numpy can take", f"{type(array).__name__} ({error})") from None
+        return host.by_dlpack(tensor, stream)
+    except (BufferError, TypeError) as error:
+        kind = type(tensor).__name__
+        raise wrong(name, "a tensor that DLPack can pass on", f"{kind} ({error})") from None
 
 
 def addressed(place, shape, strides, dtype, read_only=False):

@@ -26,8 +26,9 @@ NOWHERE = Home()
 
 
 def library(array):
-    """The package that an array's type is of."""
-    return type(array).__module__.partition(".")[0]
+    """The package that an array's type is of; torch or CuPy also if it is derived from one of theirs."""
+    packages = [kind.__module__.partition(".")[0] for kind in type(array).__mro__]
+    return next((name for name in packages if name in ("torch", "cupy")), packages[0])
 
 
 def stream_of(array):

@@ -15,6 +15,7 @@ import kvkit
 import kvkit_cuda
 from kvkit import dumps
 from kvkit.checks import tensors
+from kvkit.foreign import taken
 from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
 from kvkit_cuda.ground import host
@@ -255,6 +256,20 @@ def test_accesses_are_aligned(name, place, span, rng, monkeypatch):
 def test_a_tensor_that_numpy_cannot_take(rng):
     odd = type("Odd", (OnTheHost,), {"__dlpack__": unsupported})
     refused(scenes.static(rng, HALF).but(current_key=odd(None)), "current_key", "Odd .no such type")
+
+
+@pytest.mark.parametrize("formats", [HALF, Formats("bf16", "bf16")], ids=str)
+def test_tensors_of_torch_on_the_host(formats, rng):
+    """They change in place, and results are tensors, too."""
+    torch = pytest.importorskip("torch")
+    scene = scenes.static(rng, formats)
+    expected, given = scene.oracle(), {}
+    for name in TENSORS[:3]:
+        bits = torch.from_numpy(scene[name].view(np.int16 if scene[name].itemsize == 2 else np.int32).copy())
+        given[name] = bits.view(getattr(torch, scene[name].dtype.name))
+    key, value = scene.but(**given).run()
+    assert type(key) is type(value) is torch.Tensor
+    assert_all_same((*map(taken, (key, value, given["cache"])), None), expected)
 
 
 def unsupported(self, **more):

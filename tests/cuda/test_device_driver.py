@@ -24,6 +24,7 @@ from scenes import Formats, assert_all_same
 import kvkit
 import kvkit_cuda
 from kvkit.checks import caches
+from kvkit.formats.elements import BY_NAME
 from kvkit_cuda import warm
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.ground import compiled, device, host, memory
@@ -315,11 +316,12 @@ def new_stream(flags=APART):
 
 
 class Given:
-    """An array of another library, which names its stream."""
+    """An array of another library, which names its stream, and its type as protocols can."""
 
-    def __init__(self, array, stream=None):
-        named = {"stream": stream and int(stream.handle)}
-        self.array, self.__cuda_array_interface__ = array, array.__cuda_array_interface__ | named
+    def __init__(self, array, stream=None, dtype=None):
+        self.array, self.dtype = array, np.dtype(dtype or array.dtype)
+        named = {"stream": stream and int(stream.handle), "typestr": self.dtype.str}
+        self.__cuda_array_interface__ = array.__cuda_array_interface__ | named
 
 
 class Tensor(Capsule):
@@ -327,11 +329,12 @@ class Tensor(Capsule):
 
     __module__ = "torch"
     current: ClassVar[dict] = {}  # stream, by device
-    is_cuda, requires_grad, dtype = True, False, "float16"
+    is_cuda, requires_grad = True, False
 
-    def __init__(self, array):
-        super().__init__(arrays.addressed(host.address(array), array.shape, None, array.dtype))
-        self.there, self.shape = array, array.shape
+    def __init__(self, array, dtype=None):
+        dtype = np.dtype(dtype or array.dtype)
+        super().__init__(arrays.addressed(host.address(array), array.shape, None, dtype))
+        self.there, self.shape, self.dtype = array, array.shape, f"torch.{dtype}"
         self.device = SimpleNamespace(index=host.device_of(host.address(array)))
         self.tensor.device[1] = self.device.index
 
@@ -348,8 +351,21 @@ class Tensor(Capsule):
     def stride(self):
         return ()
 
+    def view(self, dtype):
+        return Tensor(self.there, dtype)
+
     def new_empty(self, shape, dtype):
         return Tensor(cuda.device_array(shape, dtype))
+
+
+class Derived(Tensor):
+    """One of a package that derives its own."""
+
+    __module__ = "another.tensors"
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.there.__cuda_array_interface__
 
 
 @pytest.fixture
@@ -360,7 +376,8 @@ def torch(monkeypatch):
         return SimpleNamespace(cuda_stream=int(Tensor.current[device.index].handle))
 
     own = SimpleNamespace(current_stream=current_stream)
-    found = SimpleNamespace(__name__="torch", __version__="2.0", float16=np.float16, cuda=own)
+    types = {name: getattr(np, name) for name in ("float16", "int8", "int16")}
+    found = SimpleNamespace(__name__="torch", __version__="2.0", cuda=own, **types)
     monkeypatch.setitem(sys.modules, "torch", found)
     streams = {}
     for i in range(stand_in.DEVICES):
@@ -395,12 +412,13 @@ def test_an_array_that_names_its_stream(rng):
         assert (found == expected[0]).all() == bool(order)  # without an order it comes before
 
 
+@pytest.mark.parametrize("kind", [Tensor, Derived])
 @pytest.mark.parametrize("own", [False, True])
-def test_tensors_of_torch_are_in_the_order_of_its_current_stream(own, torch, rng):
+def test_tensors_of_torch_are_in_the_order_of_its_current_stream(own, kind, torch, rng):
     scene = scenes.static(rng, HALF)
     expected, current = scene.oracle(), Tensor.current[0]
-    new = {name: Tensor(late(scene[name], current)) for name in NEW}
-    cache = Tensor(late(scene["cache"], current))
+    new = {name: kind(late(scene[name], current)) for name in NEW}
+    cache = kind(late(scene["cache"], current))
     stand_in.counts()
     stream = new_stream() if own else None
     key, value = scene.but(**new, cache=cache).run(stream=stream)
@@ -440,6 +458,67 @@ def test_tensors_that_require_a_gradient_are_refused(torch, rng):
         kvkit.KvkitError, match=r"^current_key: expected a tensor without a gradient \(tensor.det"
     ):
         scene.but(current_key=key).run()
+
+
+# Floats of 8 bits, which protocols have no name for, or one that nobody reads
+
+
+def of_bytes(kind, array):
+    """The array on the device, late on the current stream if it is torch's, with the type that it has."""
+    words = array.view(f"i{array.itemsize}")
+    if kind is Tensor:
+        return Tensor(late(words, Tensor.current[0]), array.dtype)
+    return Given(cuda.to_device(words), dtype=array.dtype)
+
+
+def back(array):
+    if isinstance(array, Tensor):
+        return array.there.copy_to_host(stream=Tensor.current[0])
+    return getattr(array, "array", array).copy_to_host()
+
+
+eights = pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+libraries = pytest.mark.parametrize("kind", [Tensor, Given])
+
+
+@eights
+@libraries
+def test_pools_of_floats_of_8_bits(kind, name, torch, rng):
+    new = [rng.standard_normal((5, 1, 32)).astype(np.float16) for _ in range(2)]
+    pools = [np.zeros((3, 4, 1, 32), BY_NAME[name].dtype) for _ in range(2)]
+    query = rng.standard_normal((1, 2, 32)).astype(np.float16)
+    slots, how = [8, 9, 10, 11, 4], {"layout": "b n h c"}
+    there = [of_bytes(kind, pool) for pool in pools]
+    there_new = [of_bytes(kind, array) for array in new]
+    kvkit.paged_append(*new, *pools, slots, **how)
+    expected = kvkit.paged_attention(query, *pools, [[2, 1]], [5], **how)
+    assert kvkit_cuda.paged_append(*there_new, *there, slots, **how) == tuple(there)
+    assert all(back(one).tobytes() == other.tobytes() for one, other in zip(there, pools, strict=True))
+    got = kvkit_cuda.paged_attention(of_bytes(kind, query), *there, [[2, 1]], [5], **how)
+    assert np.abs(back(got).astype(np.float32) - expected.astype(np.float32)).max() < 2e-3
+
+
+@eights
+@libraries
+def test_caches_of_floats_of_8_bits(kind, name, torch, rng):
+    new = [rng.standard_normal((1, 2, 1, 16)).astype(np.float16) for _ in range(2)]
+    cache = np.zeros((1, 1, 2, 4, 1, 16), BY_NAME[name].dtype)
+    there, there_new = of_bytes(kind, cache), [of_bytes(kind, array) for array in new]
+    expected = kvkit.key_value_cache(*new, 0, cache, quant_format=name)
+    got = kvkit_cuda.key_value_cache(*there_new, 0, there, quant_format=name)
+    for one, other in zip((*got, there), (*expected, cache), strict=True):
+        assert back(one).tobytes() == other.tobytes()
+
+
+def test_bytes_that_are_no_floats_are_refused(torch):
+    """As are floats of 8 bits that nothing but DLPack passes on."""
+    query = cuda.to_device(np.zeros((1, 2, 32), np.float16))
+    pool = cuda.to_device(np.zeros((3, 4, 1, 32), np.uint8))
+    capsule = Capsule(arrays.addressed(host.address(pool), pool.shape, None, BY_NAME["e4m3"].dtype))
+    remedy = r"torch.as_tensor\(array\).view\(torch.float8_e4m3fn\) of others, if it holds such codes$"
+    for given, text in ((Given(pool), rf"uint8: .* {remedy}"), (capsule, "Capsule .Unsupported dtype")):
+        with pytest.raises(kvkit.KvkitError, match=rf"^key_cache: expected .*, got {text}"):
+            kvkit_cuda.paged_attention(query, given, given, [[2, 1]], [5], layout="b n h c")
 
 
 # Devices

@@ -1,6 +1,7 @@
 """Arrays of every kind on a device: those of a simulated one are the host's, which here do not say so."""
 
 import ctypes
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -31,7 +32,8 @@ bfloat16 = ml_dtypes.bfloat16
 class Capsule:
     """A tensor that only DLPack passes on. Its memory, its capsule and what that points to live as long."""
 
-    CUDA, FLOAT, INT, BFLOAT, BOOL = 2, 2, 0, 4, 6
+    CUDA = 2
+    CODES: ClassVar = {"i": 0, "float": 2, "bfloat16": 4, "b": 6, "float8_e4m3fn": 10, "float8_e5m2": 12}
 
     def __init__(self, array):
         self.array = array
@@ -44,8 +46,8 @@ class Capsule:
                 ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
             )  # fmt: skip
 
-        codes = {"i": self.INT, "b": self.BOOL}
-        code = self.BFLOAT if array.dtype == ml_dtypes.bfloat16 else codes.get(array.dtype.kind, self.FLOAT)
+        name = next((name for name in (array.dtype.name, array.dtype.kind) if name in self.CODES), "float")
+        code = self.CODES[name]
         numbers = ctypes.c_int64 * array.ndim
         self.kept = numbers(*array.shape), numbers(*(stride // array.itemsize for stride in array.strides))
         self.tensor = Tensor(
