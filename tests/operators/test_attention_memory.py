@@ -76,6 +76,7 @@ print(json.dumps(found))
 def test_no_array_of_the_contexts_size():
     """Keys of the context alone would be 32 MB in float16. Half the context is the first to be called."""
     limits = {"NUMBA_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    limits["NUMPY_MADVISE_HUGEPAGE"] = "0"  # or an array takes up to 4 MB more than it has
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=os.environ | limits, capture_output=True, text=True
     )
@@ -83,7 +84,7 @@ def test_no_array_of_the_contexts_size():
     found = json.loads(done.stdout)
     # What is measured: 16 MB are seen, and so are the keys and values that the other operator returns.
     assert 14 < found.pop("control") < 19
-    assert 60 < found.pop("key_value_cache") < 70
+    assert 63 < found.pop("key_value_cache") < 66
     assert len(found) == 8
     assert max(found.values()) < 4, found
 

@@ -14,7 +14,7 @@ from scenes import GARBAGE, INT64_MAX, LAYERS, assert_same
 from test_attention import at_an_odd_address, backwards, fused, guarded, heads_first
 
 import kvkit
-from kvkit import KvkitError
+from kvkit import KvkitError, checks
 from kvkit.dynamic_batching import plan
 
 LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
@@ -523,8 +523,14 @@ def test_a_tiny_step_takes_under_60_microseconds(formats, rng, microsecond):
     assert fastest(lambda: attend(step, call)) < 60 * microsecond
 
 
-def test_a_plan_saves_the_checks_of_many_sequences(rng):
-    lengths = [(100, 1)] * 256
-    call = scenes.dynamic_cache(rng, FP16, lengths, heads=1, kv_heads=1, dim=8, page_size=4)
-    step = planned(call)
-    assert fastest(lambda: attend(step, call), 30) < fastest(call.run, 30)
+def test_index_tensors_are_checked_with_the_plan_alone(rng, monkeypatch):
+    call = scenes.dynamic_cache(rng, FP16, [(30, 1), (5, 2)], heads=2, kv_heads=1, dim=8)
+    expected, step = call.run(), planned(call)
+
+    def checked(*args):
+        raise LookupError
+
+    monkeypatch.setattr(checks.scan, "scan", checked)
+    assert_same(attend(step, call), expected)
+    with pytest.raises(LookupError):
+        call.but(start_pos=call["start_pos"] - 1).run()
