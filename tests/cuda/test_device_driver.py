@@ -275,9 +275,20 @@ def test_a_step_is_followed_from_another_device(rng):
             model.check()
 
 
-def test_streams_live_until_their_tables_are_filled_again(model):
+class Wrapped:
+    """A stream as other libraries have it."""
+
+    def __init__(self):
+        self.stream = cuda.stream()
+
+    def __cuda_stream__(self):
+        return 0, int(self.stream.handle)
+
+
+@pytest.mark.parametrize("kind", [cuda.stream, Wrapped])
+def test_streams_live_until_their_tables_are_filled_again(kind, model):
     """An event is recorded on each of them then."""
-    plan, stream = kvkit_cuda.dynamic_batching.plan(**model.step()), cuda.stream()
+    plan, stream = kvkit_cuda.dynamic_batching.plan(**model.step()), kind()
     gone = weakref.ref(stream)
     model.run(plan)
     model.run(plan, stream)

@@ -15,7 +15,7 @@ enum { LAUNCH, COPY, FILL, WAIT };
 typedef struct Stream Stream;
 typedef struct { int kind, number; void *target, *source; int staged; size_t size; Stream *other; long until; } Work;
 typedef struct { Work *work; long count, room; } List;
-struct Stream { List list; long first, done; /* of all that it was ever given */ int device, flags, running, captured; };
+struct Stream { List list; long first, done; /* of all that it was ever given */ int device, flags, running, captured, gone; };
 typedef struct { Stream *stream; long until; int captured; } Event;
 
 static Stream streams[MOST_STREAMS], defaults[DEVICES], per_thread[DEVICES];
@@ -74,6 +74,7 @@ static void wait_for(Stream *stream, Stream *other, long until) {
 /* Work on a stream, behind what it has to wait for. */
 static int enqueue(void *handle, Work work) {
     Stream *stream = stream_of(handle), *usual = &defaults[stream->device];
+    if (stream->gone) return NO_HANDLE;
     if (captures && !stream->captured && !(stream->flags & NON_BLOCKING)) {
         counts[REFUSALS]++, lost = 1;
         return IMPLICIT;
@@ -135,7 +136,12 @@ int cuStreamCreate(void **handle, Number flags) {
 }
 
 int cuStreamCreateWithPriority(void **handle, Number flags, int priority) { return cuStreamCreate(handle, flags); }
-int cuStreamDestroy_v2(void *handle) { return run_stream(handle); }
+int cuStreamDestroy_v2(void *handle) {
+    int error = run_stream(handle);
+    stream_of(handle)->gone = 1;
+    return error;
+}
+
 int cuStreamQuery(void *handle) { return run_stream(handle); }
 int cuStreamGetFlags(void *handle, Number *flags) { *flags = stream_of(handle)->flags; return OK; }
 int cuStreamGetPriority(void *handle, int *priority) { *priority = 0; return OK; }
@@ -150,7 +156,7 @@ int cuStreamGetCtx(void *handle, void **context) {
 int cuStreamSynchronize(void *handle) {
     if (capturing()) return REFUSED;
     counts[WAITS]++;
-    return run_stream(handle);
+    return stream_of(handle)->gone ? NO_HANDLE : run_stream(handle);
 }
 
 int cuCtxSynchronize(void) {
@@ -166,6 +172,7 @@ int cuEventDestroy_v2(void *event) { free(event); return OK; }
 
 int cuEventRecord(Event *event, void *handle) {
     Stream *stream = stream_of(handle);
+    if (stream->gone) return NO_HANDLE;
     *event = (Event){stream, end(stream), stream->captured};
     return OK;
 }
@@ -174,6 +181,7 @@ int cuEventRecordWithFlags(Event *event, void *handle, Number flags) { return cu
 
 int cuStreamWaitEvent(void *handle, Event *event, Number flags) {
     Stream *stream = stream_of(handle);
+    if (stream->gone) return NO_HANDLE;
     if (stream->captured != event->captured) {
         counts[REFUSALS]++, lost = 1;
         return APART;
