@@ -13,7 +13,7 @@ HEADLINES = [
         for kind in ("float16", "bfloat16", "float32", "int8", "int4")
     ),
     "pages of 16, float16, layout 3",
-    "prefill float32, 2,048 tokens, 32 kv heads",
+    *(f"prefill {kind}, 2,048 tokens, 32 kv heads" for kind in ("float32", "bfloat16")),
     "prefill float32 from int8, 512 tokens after 8,192, 8 kv heads",
 ]
 PEERS = "torch", "torch folded", "onnxruntime", "ggml"

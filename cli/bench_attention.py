@@ -259,7 +259,10 @@ CASES = [
         )
         for heads in (8, 32)
     ),
-    Case("prefill float32, 2,048 tokens, 32 kv heads", prefill("float32"), {"torch same type": 1.3}),
+    *(
+        Case(f"prefill {kind}, 2,048 tokens, 32 kv heads", prefill(kind), {"torch same type": 1.3})
+        for kind in ("float32", "bfloat16")
+    ),
     Case(
         "prefill float32 from int8, 512 tokens after 8,192, 8 kv heads",
         chunk("int8", "float32"),
