@@ -184,7 +184,7 @@ class Repeat:
     def order(self, call, step, number, stream):
         """Let the stream of that address, maybe given, come after those that wrote what it reads."""
         tables = step.on[self.device]
-        if number not in tables.ready:
+        if host.key(number) not in tables.ready:
             tables.follow(host.stream(number if stream is None else stream))
         for producer in (*call.producers, call.stream or number):
             if producer != number:

@@ -29,7 +29,7 @@ class Tables:
         self.copies: list[tuple[object, list]] = []  # memory, and the names of what lies there
         self.works: dict[object, Work] = {}
         self.written: Any = None  # by this stream
-        self.ready: set[int] = set()  # streams that come after that, by address
+        self.ready: set[int] = set()  # streams that come after that, by key
         self.users: dict[int, object] = {}  # those that read the tables since another step had them
         self.captured = False  # whether a graph may read them
         self.turn = turns.Turn()
@@ -67,16 +67,19 @@ class Tables:
         """Let a stream come after the copies; one that is captured does so when its graph is replayed."""
         if host.capturing(stream):
             self.captured = True
-        elif host.number(stream) not in self.ready:
+            return
+        key = host.key(host.number(stream))
+        if key not in self.ready:
             if self.written is not None:
-                host.wait_for(host.number(self.written), stream)
-            self.ready.add(host.number(stream))
-            self.users[host.number(stream)] = stream  # which lives as long
+                host.wait_for(self.written, stream)
+            self.ready.add(key)
+            self.users[key] = stream  # which lives as long
 
     def write(self, stream):
         """Note that a stream has written tables."""
-        self.written, self.ready = stream, {host.number(stream)}
-        self.users[host.number(stream)] = stream
+        self.written = host.key(host.number(stream))
+        self.ready = {self.written}
+        self.users[self.written] = stream
 
     def fill(self, steps, stream):
         """Take the place of the last step, once the streams that use its tables are done with them."""
@@ -183,7 +186,8 @@ class Scratch(dict):
         """The address of so much memory, for a device and the address of a stream."""
         if not size:
             return 0
-        key, own = (device, number, captured), (device, number, False)
+        stream = host.key(number)
+        key, own = (device, stream, captured), (device, stream, False)
         room, place = self.get(key, (0, 0))
         if room >= size:
             return place

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from kvkit_cuda.ground import needs
 from kvkit_cuda.ground.device import SHARED_MEMORY, SIMULATED
 
 LEGACY_DEFAULT = 1  # the default stream by its address, as protocols have it; numba's 0 is none of theirs
+PER_THREAD_DEFAULT = 2  # likewise, of each thread another one
 BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
 SCRATCH = "scratch"  # whose address an argument may be
 NATIVE = not SIMULATED  # whether calls that repeat may go to the driver at once
@@ -120,11 +122,19 @@ def finish(stream):
         stream.synchronize()
 
 
+def key(number):
+    """What tells the stream of an address from all others: less than 0, of a thread's own default stream."""
+    return -threading.get_ident() if number == PER_THREAD_DEFAULT else number
+
+
 def wait_for(producer, stream):
-    """Let a stream wait for what another one, known by its address, was given so far; the host does not."""
-    if not SIMULATED and (producer or LEGACY_DEFAULT) != number(stream):
+    """Let a stream wait for what another one, known by its address or key, was given so far.
+
+    The host does not wait. Other threads' default streams cannot be named; the legacy one comes after them.
+    """
+    if not SIMULATED and (producer or LEGACY_DEFAULT) not in (number(stream), key(number(stream))):
         event = cuda.event(timing=False)
-        event.record(cuda.external_stream(producer or LEGACY_DEFAULT))
+        event.record(cuda.external_stream(max(producer, LEGACY_DEFAULT)))
         event.wait(stream)
 
 

@@ -198,6 +198,32 @@ def test_graphs_of_two_streams_share_no_scratch(rng):
     assert found[0] != found[2]
 
 
+def test_the_default_streams_of_threads_are_streams_of_their_own(model):
+    """They share no scratch, and each comes after the tables."""
+    plan, places, outs = kvkit_cuda.dynamic_batching.plan(**model.step()), [], []
+    model.run(plan, new_stream())
+    both = threading.Barrier(2)
+
+    def run():
+        model.run(plan, host.PER_THREAD_DEFAULT)
+        places.append(scratch_of(plan))
+        outs.append([out.copy_to_host(stream=cuda.per_thread_default_stream()) for out in model.out])
+        both.wait(60)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = places
+    assert len(first) == len(second) == 1
+    assert first != second
+    expected = [out.copy_to_host() for out in model.out]
+    model.check()
+    for found in outs:
+        assert np.array_equal(found, expected)
+
+
 def test_a_capture_that_nothing_was_prepared_for(model):
     """It is refused, and spoils nothing."""
     plan, stream = kvkit_cuda.dynamic_batching.plan(**model.step()), cuda.stream()

@@ -9,7 +9,7 @@ asked for that takes part in no graph: allocations, copies, waits. */
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_STREAMS = 256, NON_BLOCKING = 1, PER_THREAD = 2, FIRST = 4096 };
+enum { MOST_STREAMS = 256, MOST_THREADS = 16, NON_BLOCKING = 1, PER_THREAD = 2, FIRST = 4096 };
 enum { LAUNCH, COPY, FILL, WAIT };
 
 typedef struct Stream Stream;
@@ -18,14 +18,16 @@ typedef struct { Work *work; long count, room; } List;
 struct Stream { List list; long first, done; /* of all that it was ever given */ int device, flags, running, captured, gone; };
 typedef struct { Stream *stream; long until; int captured; } Event;
 
-static Stream streams[MOST_STREAMS], defaults[DEVICES], per_thread[DEVICES];
-static int made, captures, lost;
+static Stream streams[MOST_STREAMS], defaults[DEVICES], per_thread[MOST_THREADS][DEVICES];
+static int made, captures, lost, threads;
+static __thread int own; /* which of the threads it is, from 1 on */
 
 static Stream *stream_of(void *handle) {
     uintptr_t number = (uintptr_t)handle;
     int device = current_device() < 0 ? 0 : current_device();
     if (number > PER_THREAD) return &streams[number - FIRST];
-    Stream *stream = number == PER_THREAD ? &per_thread[device] : &defaults[device];
+    if (number == PER_THREAD && !own) own = 1 + threads++ % MOST_THREADS;
+    Stream *stream = number == PER_THREAD ? &per_thread[own - 1][device] : &defaults[device];
     stream->device = device;
     return stream;
 }
@@ -83,7 +85,8 @@ static int enqueue(void *handle, Work work) {
         for (int i = 0; i < made; i++)
             if (streams[i].device == stream->device && !(streams[i].flags & NON_BLOCKING))
                 wait_for(stream, &streams[i], end(&streams[i]));
-        wait_for(stream, &per_thread[stream->device], end(&per_thread[stream->device]));
+        for (int i = 0; i < MOST_THREADS; i++)
+            wait_for(stream, &per_thread[i][stream->device], end(&per_thread[i][stream->device]));
     } else if (!(stream->flags & NON_BLOCKING) && !stream->captured) {
         wait_for(stream, usual, end(usual));
     }
@@ -114,7 +117,7 @@ int run_all(void) {
     for (int i = 0; i < made; i++) if (!error) error = run(&streams[i], end(&streams[i]));
     for (int i = 0; i < DEVICES && !error; i++) {
         error = run(&defaults[i], end(&defaults[i]));
-        error = error ? error : run(&per_thread[i], end(&per_thread[i]));
+        for (int j = 0; j < MOST_THREADS && !error; j++) error = run(&per_thread[j][i], end(&per_thread[j][i]));
     }
     if (!error) release_memory();
     return error;
