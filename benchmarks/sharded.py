@@ -241,7 +241,7 @@ def main(tokens, workers, transports, long, path):
 @contextlib.contextmanager
 def cluster(workers, threads):
     """A client whose messages go to the workers themselves, not through the scheduler."""
-    options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": None}
+    options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster, direct_to_workers=True) as client:
         yield client
 

@@ -36,7 +36,7 @@ SIZES = LAYERS, HEADS, DIM
 def client():
     """Three workers in threads of this process."""
     with distributed.Client(
-        processes=False, n_workers=3, threads_per_worker=1, dashboard_address=None
+        processes=False, n_workers=3, threads_per_worker=1, dashboard_address=":0"
     ) as client:
         yield client
 

@@ -32,7 +32,7 @@ COMMAND = [sys.executable, "-m", "kvkit_cli"]
 def client():
     """Two workers in threads of this process."""
     with distributed.Client(
-        processes=False, n_workers=2, threads_per_worker=1, dashboard_address=None
+        processes=False, n_workers=2, threads_per_worker=1, dashboard_address=":0"
     ) as client:
         yield client
 

@@ -71,7 +71,7 @@ class ShardedCache:
     >>> from distributed import Client
     >>> from kvkit.integrations.dask import ShardedCache
     >>> tokens = np.ones((1, 2, 5, 16), np.float32)         # [batch, heads, tokens, dim]
-    >>> with Client(processes=False, n_workers=2, dashboard_address=None) as client:
+    >>> with Client(processes=False, n_workers=2, dashboard_address=":0") as client:
     ...     cache = ShardedCache(client, 1, 2, 16, format="float32", page_size=2, num_blocks=8)
     ...     cache.append(tokens, 3 * tokens, layer_idx=0)
     ...     output = cache.attend(tokens[:, :, -1:], layer_idx=0)

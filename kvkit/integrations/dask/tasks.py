@@ -39,7 +39,7 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
     >>> from distributed import Client
     >>> from kvkit.integrations.dask import mapper
     >>> keys = np.random.default_rng(0).standard_normal((2, 128, 3, 64)).astype(np.float16)
-    >>> with Client(processes=False, n_workers=2, dashboard_address=None) as client:
+    >>> with Client(processes=False, n_workers=2, dashboard_address=":0") as client:
     ...     found = kvkit.tools.study({"key": keys, "value": keys}, "fp8,int8:g8", mapper=mapper(client))
     >>> found.layers
     ['layer 0', 'layer 1']
