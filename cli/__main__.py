@@ -18,6 +18,8 @@ def start():
     except KeyboardInterrupt:
         sys.stderr.write("kvkit: interrupted\n")
         sys.exit(130)
+    finally:
+        exec("")  # Python ends by an interrupt that the last text it ran let out, though it was caught since
 
 
 def ended(number, frame):

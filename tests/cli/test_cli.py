@@ -1,5 +1,6 @@
 """The command line: what it answers and how fast, what it writes, how it fails."""
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -1250,6 +1251,7 @@ def test_a_full_disk(files):
 
 
 def break_operator(monkeypatch, error):
+    @functools.wraps(kvkit.key_value_cache)
     def broken(*args, **attributes):
         raise error
 
@@ -1267,10 +1269,17 @@ def test_interrupted(run, files, monkeypatch):
     assert (code, out, err.strip()) == (130, "", "kvkit: interrupted")
 
 
-@pytest.mark.parametrize("module", ["click", "numpy", "numba"])
-def test_interrupted_while_modules_are_imported(files, tmp_path, module):
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("click", "raise KeyboardInterrupt"),
+        ("numpy", "exec('raise KeyboardInterrupt')"),  # as in the text that dataclasses run
+        ("numba", "exec('raise KeyboardInterrupt')"),
+    ],
+)
+def test_interrupted_while_modules_are_imported(files, tmp_path, module, line):
     """Ctrl-C may come before anything of ours has run."""
-    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / f"{module}.py").write_text(line + "\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = process("run", "key_value_cache", files[0], "-o", files[1], env=environment)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "kvkit: interrupted")
