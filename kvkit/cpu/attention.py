@@ -10,7 +10,7 @@ import numpy as np
 from kvkit.cpu import attend, integers, machine, pairs, products
 from kvkit.cpu.launches import Arena, Launch, address, share_out, threads
 from kvkit.cpu.rows import LOAD, READ, rows
-from kvkit.cpu.simd.attention import LANES, NEAR, WIDE
+from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.task import TASK
 from kvkit.formats.elements import BY_NAME, coarser
 from kvkit.layouts.places import packed_strides
@@ -19,7 +19,7 @@ BLOCK, WIDE_BLOCK = 64, 128  # tokens
 # Tokens on which heads that lie side by side take turns, and the bytes of a turn: with the next one, which is
 # asked for meanwhile, they take half of a second cache of 1 MB.
 TURN, TURN_BYTES = 32, 2**18
-LEADS = 8, 40  # tokens before one is multiplied it is asked for, at least and at most
+LEAST_LEAD = 8  # tokens before one is multiplied it is asked for
 PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
 SMALL = 2**15  # products; below it one thread is done before a second one is awake
 AT = TASK.at
@@ -97,7 +97,8 @@ def fixed_fields(
     padded_dim, padded_value_dim = padded(dim), padded(value_dim)
     block = turn(token_bytes(stored, cell, group, heads, dim, value_dim)) if together else BLOCK
     longest = max(BY_NAME[side].bytes(size) for side, size in zip(stored, (dim, value_dim), strict=True))
-    lead = min(max(NEAR // max(longest, 1), LEADS[0]), LEADS[1])
+    ahead = machine.ahead()
+    lead = min(max(ahead.bytes // max(longest, 1), LEAST_LEAD), ahead.tokens)
     narrow_rows = attend.NARROW * (heads if together else 1)
     paired = {packed, *stored} == {"bfloat16"} and not widen and machine.has_pairs()
     direction = LOAD if exact or cell in (None, "float32") else READ
@@ -233,6 +234,7 @@ def prepare(query, out, lse, context, steps, decoding, weights):
     })  # fmt: skip
     schedule(numbers)
     units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
+    near = not together and machine.ahead().near
     for i, tile in enumerate((1, 2, 4, 8, WIDE)):
         if tiles & tile:
             at = AT["scores1"] + i
@@ -241,10 +243,10 @@ def prepare(query, out, lse, context, steps, decoding, weights):
             elif whole and tile != WIDE:
                 form = context.cell, context.group, whole
                 numbers[AT["queries1"] + i], numbers[at], numbers[at + 5] = integers.addresses(
-                    tile, not together, stored, form
+                    tile, near, stored, form
                 )
             else:
-                numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact, not together)
+                numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact, near)
     if whole and tiles & WIDE and query.shape[-2] // heads > attend.NARROW:  # some may be of one token
         for name, code in integers.wide_addresses(stored, (context.cell, context.group, whole)).items():
             numbers[AT[name]] = code

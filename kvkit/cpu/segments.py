@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 
 from kvkit.checks.records import Context
-from kvkit.cpu import attention, memory, products
+from kvkit.cpu import attention, machine, memory, products
 from kvkit.cpu.codes import cells_of
 from kvkit.cpu.launches import address
 from kvkit.cpu.products import SCORES, SUMS
@@ -116,18 +116,18 @@ def stored_as(codes):
 @functools.cache
 def scores(count, codes):
     """`products.scores` of so many rows: queries in the order that the codes want them in."""
-    *like, rounds = stored_as(codes)
-    floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=True)
-    coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=True)
-    tile, shared = simd.tile_tokens(count), codes.tokens > 1
+    (*like, rounds), ahead = stored_as(codes), machine.ahead()
+    floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=ahead.near)
+    coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=ahead.near)
+    tile, shared, shift = simd.tile_tokens(count), codes.tokens > 1, ahead.bytes
 
     @helper
     def of_run(queries, row, step, cells, cell_row, numbers, tokens, dim, scores):
         if cells == 0:
-            floats(queries, row, step, 0, 0, numbers, 0, simd.NEAR, tokens, dim, scores)
+            floats(queries, row, step, 0, 0, numbers, 0, shift, tokens, dim, scores)
         else:  # scales that all tokens share are then read once for a tile
             coded(
-                queries, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, simd.NEAR,
+                queries, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, shift,
                 tokens, dim, scores,
             )  # fmt: skip
 
@@ -151,17 +151,18 @@ def scores(count, codes):
 @functools.cache
 def sums(count, codes):
     """`products.sums` of so many rows."""
-    floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True, near=True)
-    coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True, near=True)
-    shared = codes.tokens > 1
+    ahead = machine.ahead()
+    floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True, near=ahead.near)
+    coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True, near=ahead.near)
+    shared, shift = codes.tokens > 1, ahead.bytes
 
     @helper
     def of_run(weights, row, step, cells, cell_row, numbers, tokens, dim, sums, factors):
         if cells == 0:
-            floats(weights, row, step, 0, 0, numbers, 0, simd.NEAR, tokens, dim, sums, factors)
+            floats(weights, row, step, 0, 0, numbers, 0, shift, tokens, dim, sums, factors)
         else:
             coded(
-                weights, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, simd.NEAR,
+                weights, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, shift,
                 tokens, dim, sums, factors,
             )  # fmt: skip
 

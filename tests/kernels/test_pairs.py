@@ -1,12 +1,15 @@
 """Wide products of bfloat16 in pairs, where the processor has them, against float64; calls without, too."""
 
+import functools
 import math
 
+import attention_scenes as scenes
 import ml_dtypes
 import numpy as np
 import pytest
 from borders import guarded
 from numpy.testing import assert_array_equal
+from scenes import assert_same
 
 import kvkit
 from kvkit.cpu import attention, machine, pairs
@@ -99,6 +102,19 @@ def test_what_is_wanted(monkeypatch):
     words = "KVKIT_CPU: expected avx512 or avx512vnni or avx512bf16, got '386'"
     with pytest.raises(kvkit.KvkitError, match=words):
         ask("avx512vnni")
+
+
+@pytest.mark.parametrize("formats", [scenes.FP16, scenes.INT8], ids=str)
+def test_how_soon_memory_is_asked_for_changes_no_bit(formats, rng, monkeypatch):
+    call = scenes.dynamic_cache(rng, formats, [(700, 1), (40, 2)], heads=8, kv_heads=4, dim=64, layout=3)
+    found = []
+    for name in "znver4", "cascadelake":
+        monkeypatch.setattr(machine, "ahead", functools.partial(machine.ahead_of, name))
+        attention.fixed_fields.cache_clear()
+        found.append(call.copy().run(return_lse=True))
+    attention.fixed_fields.cache_clear()
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
 
 
 if machine.has_pairs():

@@ -40,7 +40,6 @@ LOWEST = -3.4028234663852886e38
 # Tokens, or elements, by vectors of rows: accumulators that fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
-NEAR = 5 * 1024  # bytes before a row is multiplied it is asked for, where those of a head follow each other
 FEW = 16  # tokens whose values are unfolded, then weighed: both in short loops that keep all units busy
 
 
