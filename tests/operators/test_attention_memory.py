@@ -1,37 +1,18 @@
 """No keys or values of a context are made: the memory a call takes beside its inputs and outputs."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import attention_scenes as scenes
 import numpy as np
 import pytest
+from footprint import needs_status, sizes_by
 
 from kvkit import cpu
 
 GUARD = 4096  # bytes
 SCRIPT = """
-import json, sys
 import numpy as np, kvkit
+from footprint import extra
 
-CONTEXT, HEADS, KV_HEADS, DIM, PAGE, MB = 2**15, 16, 4, 128, 128, 2**20
-
-
-def kilobytes(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(name))
-
-
-def extra(action):
-    '''The most memory that an action maps at once, in MB: the process is filled up to its peak first.'''
-    ballast = np.empty((kilobytes("VmPeak") - kilobytes("VmSize") << 10) + MB, np.uint8)
-    before = kilobytes("VmPeak")
-    action()
-    assert ballast.size
-    return (kilobytes("VmPeak") - before) / 1024
+CONTEXT, HEADS, KV_HEADS, DIM, PAGE = 2**15, 16, 4, 128, 128
 
 
 def call(layout, seqlen, bit, context):
@@ -61,30 +42,21 @@ def call(layout, seqlen, bit, context):
     return attend, load
 
 
-found = {"control": extra(lambda: np.ones(16 * MB, np.uint8))}
+found = {}
 for layout in (0, 3):
     for seqlen in (1, 40):
         for bit in (0, 8):
             attend, load = call(layout, seqlen, bit, CONTEXT // 2)
             found[f"layout {layout}, {seqlen} tokens, quant_bit {bit}"] = extra(attend)
 found["key_value_cache"] = extra(load)
-print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+@needs_status
 def test_no_array_of_the_contexts_size():
     """Keys of the context alone would be 32 MB in float16. Half the context is the first to be called."""
-    limits = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    limits |= {"NUMBA_NUM_THREADS": "2", "KVKIT_SPARE_BYTES": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | limits, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    # What is measured: 16 MB are seen, and so are the keys and values that the other operator returns.
-    assert 16 <= found.pop("control") < 17
-    assert 64 <= found.pop("key_value_cache") < 72
+    found = sizes_by(SCRIPT)
+    assert 64 <= found.pop("key_value_cache") < 72  # the keys and values that it returns are seen
     assert len(found) == 8
     assert max(found.values()) < 4, found
 

@@ -1,0 +1,42 @@
+"""The memory that a process of its own maps while it acts: counted by the system, exact to the page."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+MB = 2**20
+STATUS = Path("/proc/self/status")
+ALLOCATORS = {
+    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
+    "KVKIT_SPARE_BYTES": "0", "NUMBA_NUM_THREADS": "2",
+}  # fmt: skip
+needs_status = pytest.mark.skipif(not STATUS.exists(), reason="reads memory from /proc")
+
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(name))
+
+
+def extra(action):
+    """The most memory that an action maps at once, in MB: the process is filled up to its peak first."""
+    ballast = np.empty((kilobytes("VmPeak") - kilobytes("VmSize") << 10) + MB, np.uint8)
+    before = kilobytes("VmPeak")
+    action()
+    assert ballast.size
+    return (kilobytes("VmPeak") - before) / 1024
+
+
+def sizes_by(script):
+    """What a script leaves in `found`, {name: MB}, once 16 MB have been seen as such."""
+    text = f"{script}\nimport json\nprint(json.dumps([extra(lambda: np.ones(16 * 2**20, np.uint8)), found]))"
+    variables = os.environ | ALLOCATORS | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    control, found = json.loads(done.stdout)
+    assert 16 <= control < 17
+    return found
