@@ -341,12 +341,14 @@ class Named:
 
 
 def test_streams(monkeypatch):
-    """Whoever makes a stream, its address counts; the legacy default stream is that of None."""
-    monkeypatch.setattr(cuda, "external_stream", lambda address: ("stream", address))
+    """Whoever makes a stream, its address counts, and it stays alive; that of None is the legacy default."""
+    monkeypatch.setattr(cuda, "external_stream", lambda address: Named(address=address))
     monkeypatch.setattr(cuda, "legacy_default_stream", lambda: "default")
     of_core = Named(__cuda_stream__=lambda: (0, 9))
     for given, expected in ((7, 7), (Named(cuda_stream=5), 5), (Named(ptr=6), 6), (of_core, 9), (0, 1)):
-        assert host.stream(given) == ("stream", expected)
+        stream = host.stream(given)
+        assert stream.address == expected
+        assert host.SIMULATED or stream.owner == given
     of_numba = Named(handle=3, synchronize=print)
     assert host.stream(of_numba) is of_numba
     assert host.stream(Named(handle=0, synchronize=print)) == host.stream(None) == "default"
