@@ -36,7 +36,7 @@ def sizes_by(script):
 
     Its second run is what counts: compiling takes memory, too.
     """
-    text = f"{script}\nimport json\nprint(json.dumps([extra(lambda: np.ones(16 * 2**20, np.uint8)), found]))"
+    text = f"{script}\nimport json\nprint(json.dumps([extra(lambda: np.ones({16 * MB}, np.uint8)), found]))"
     variables = os.environ | ALLOCATORS | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True)
