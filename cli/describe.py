@@ -1,7 +1,5 @@
 """`kvkit describe`: the table of one operator, for people."""
 
-import dataclasses
-
 import click
 
 from kvkit.operators import REQUIRED
@@ -25,7 +23,7 @@ def describe(operator, for_programs):
     """
     op = find(operator)
     if for_programs:
-        show.as_json(dataclasses.asdict(op) | {"attributes": list(map(attribute, op.attributes))})
+        show.as_json(op.to_dict() | {"attributes": list(map(attribute, op.attributes))})
         return
     show.out(f"{op.name}: {op.summary}\nSpecification: {op.source}\n")
     for table in (inputs(op), attributes(op), outputs(op)):

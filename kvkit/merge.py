@@ -16,11 +16,12 @@ repeats = Repeats(FEW)  # a call takes its own away as long as it lasts
 
 @in_kind
 def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
-    """Put attention over parts of a context together: several caches, machines, or a shared prefix.
+    """Put attention over parts of a context together.
 
-    Exact: the result is attention over all keys, whatever the parts and their order, up to float32
-    rounding. A part in which a query saw no key (lse -inf, or as FlashAttention 2 has it +inf) counts for
-    nothing. If sinks are used, give them to one part only.
+    Parts are several caches, machines, or a shared prefix. Exact: the result is attention over all keys,
+    whatever the parts and their order, up to float32 rounding. A part in which a query saw no key (lse
+    -inf, or as FlashAttention 2 has it +inf) counts for nothing. If sinks are used, give them to one
+    part only.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ def paged_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Attention of packed queries to keys and values in pages, read where an engine has them.
+    """Attend with packed queries to keys and values in pages, read where an engine has them.
 
     Nothing is appended and no context is copied: the pages hold all keys, those of the queries' own tokens
     too. The last query of a sequence has the position of its last key.
@@ -186,7 +186,9 @@ def paged_append(
 
 @in_kind
 def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
-    """Copy blocks from one cache to another, or within one: ``target[d]`` becomes ``source[s]``.
+    """Copy blocks from one cache to another, or within one.
+
+    For each pair (s, d) ``target[d]`` becomes ``source[s]``.
 
     Parameters
     ----------

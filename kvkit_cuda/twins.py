@@ -12,7 +12,7 @@ import textwrap
 
 import kvkit
 from kvkit.operators import OPERATORS
-from kvkit.operators.words import INDEX
+from kvkit.operators.arrays import INDEX
 from kvkit_cuda.ground import needs
 
 SHOWN = ("sequences",)  # index tensors of which nothing but the form matters

@@ -30,7 +30,7 @@ def paged_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Attention of one new token a sequence to all of its context in a cache in blocks.
+    """Attend with a token of each sequence to its context in a cache in blocks.
 
     Where each head keeps rows of its own (caches of one head, block tables for each sequence and head), query
     heads of key head h of sequence b read the rows of entry ``b * num_kv_head + h``.

@@ -25,7 +25,9 @@ def paged_cache_load(
     cache_format: Literal["ND", "NZ"] = "ND",
     out: tuple[Array, ...] | None = None,
 ) -> tuple[Array, Values]:
-    """Gather the contexts of sequences from a cache in blocks, packed one after the other.
+    """Gather the contexts of sequences from a cache in blocks.
+
+    They are packed one after the other.
 
     Parameters
     ----------
@@ -88,7 +90,9 @@ def paged_cache_load(
 def block_copy(
     key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
 ) -> tuple[Array, Values]:
-    """Copy blocks within a cache: ``dst[cum_sum[i - 1]:cum_sum[i]]`` become as block ``src[i]``.
+    """Copy blocks of a cache onto others of it.
+
+    Blocks ``dst[cum_sum[i - 1]:cum_sum[i]]`` become as block ``src[i]``.
 
     Parameters
     ----------

@@ -13,7 +13,9 @@ from kvkit.typed import Array
 
 @in_kind
 def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
-    """Matrices in groups of columns: NZ, whose groups are 32 bytes wide and whose rows come in sixteens.
+    """Put matrices into the NZ format: groups of columns, rows in sixteens.
+
+    A group is 32 bytes wide.
 
     Parameters
     ----------
@@ -56,7 +58,9 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
 
 @in_kind
 def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
-    """Matrices back from NZ: the inverse of `nd_to_nz`.
+    """Take matrices out of the NZ format.
+
+    This is the inverse of `nd_to_nz`.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ def reshape_and_cache(
     cache_format: Literal["ND", "NZ"] = "ND",
     empty_window: Literal["copy", "skip"] = "copy",
 ) -> tuple[Array, Values]:
-    """Store packed keys and values in the slots of a cache in blocks.
+    """Store packed keys and values in the slots of a cache in blocks, whole or compressed per head.
 
     Slot s is row ``s % block_size`` of block ``s // block_size``. A negative slot stores nothing.
 

@@ -22,7 +22,9 @@ def position_index(
     *,
     out: Array | None = None,
 ) -> Array:
-    """The position of every packed token: ``start_pos[b] + i`` for token ``seqstarts[b] + i``.
+    """The position of every packed token.
+
+    It is ``start_pos[b] + i`` for token ``seqstarts[b] + i``.
 
     Parameters
     ----------

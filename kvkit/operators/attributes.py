@@ -1,6 +1,6 @@
-"""What the attributes of the operators mean.
+"""The meanings of the operators' attributes.
 
-Which of them an operator has, in what order and with what defaults, the signature of its function says.
+The signature of a function says which of them it has, in what order and with what defaults.
 """
 
 import inspect
@@ -24,11 +24,12 @@ class Attribute:
     default: object = REQUIRED
 
     @property
-    def names(self):
+    def names(self) -> list[str]:
+        """The names of an integer's values."""
         return [name for name, _ in self.modes]
 
-    def of(self, default):
-        """The attribute of a function whose signature has this default, which tells the type where it can."""
+    def with_default(self, default: object) -> "Attribute":
+        """Return the attribute of a function with this default, which tells the type where it can."""
         for kind in KINDS:
             if isinstance(default, kind):
                 return replace(self, default=kind(default), kind=kind)

@@ -1,0 +1,111 @@
+"""An operator as data, read from the signature and the docstring of its function."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvkit.operators.arrays import Input, find_array, read_shapes
+from kvkit.operators.attributes import ATTRIBUTES, Attribute
+
+
+@dataclass(frozen=True)
+class Output:
+    """An array that the operator returns, always or if the attribute `only_with` is set."""
+
+    name: str
+    dtype: str
+    shape: str
+    about: str
+    only_with: str = ""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of kvkit: `name` is its path inside the package, `source` its specification.
+
+    One that has no outputs of its own returns the arrays that it changes. An optional array that is not given
+    comes back as None.
+    """
+
+    name: str
+    source: str
+    outputs: tuple[Output, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The first line of the function's docstring."""
+        return (inspect.getdoc(self.function()) or "").partition("\n")[0]
+
+    @functools.cached_property
+    def parameters(self) -> tuple[inspect.Parameter, ...]:
+        """All arguments of the function but `out`."""
+        parameters = inspect.signature(self.function()).parameters
+        return tuple(parameters[name] for name in parameters if name != "out")
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Input, ...]:
+        """The arrays among the arguments, and the numbers that may be arrays of shape ()."""
+        shapes = read_shapes(inspect.getdoc(self.function()) or "")
+        inputs = (find_array(self.name, each, bool(self.outputs), shapes) for each in self.parameters)
+        return tuple(array for array in inputs if array is not None)
+
+    @functools.cached_property
+    def attributes(self) -> tuple[Attribute, ...]:
+        """The other arguments, which are plain values given by keyword."""
+        arrays = {array.name for array in self.inputs}
+        return tuple(
+            ATTRIBUTES[p.name].with_default(p.default) for p in self.parameters if p.name not in arrays
+        )
+
+    def function(self, package: str = "kvkit") -> Callable[..., Any]:
+        """Return the function of this name in a package (`kvkit` or `kvkit_cuda`)."""
+        found: Callable[..., Any] = functools.reduce(
+            getattr, self.name.split("."), importlib.import_module(package)
+        )
+        return found
+
+    def returned(self, attributes: Mapping[str, object]) -> list[str]:
+        """Return the names of the arrays that a call with these attributes returns."""
+        outputs = [array.name for array in self.outputs if not array.only_with or attributes[array.only_with]]
+        return outputs or [array.name for array in self.inputs if array.inout]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of this but the attributes as plain values, for JSON."""
+        inputs, outputs = ([asdict(array) for array in arrays] for arrays in (self.inputs, self.outputs))
+        texts = {"name": self.name, "summary": self.summary, "source": self.source}
+        return {**texts, "inputs": inputs, "outputs": outputs}
+
+
+def key_value(tokens: str) -> tuple[Output, ...]:
+    """Return the outputs of operators that read a context back."""
+    shape, dtype = f"({tokens}, H*num_repeat, Dh)", "that of current_key"
+    return (
+        Output("key", dtype, shape, "past and current keys, as the cache gives them back"),
+        Output("value", dtype, shape, "past and current values, likewise"),
+    )
+
+
+def attention(tokens: str, dim: str) -> tuple[Output, ...]:
+    """Return the outputs of attention."""
+    about = "logarithms of the softmax denominators"
+    return (
+        Output("attn_output", "that of query", f"({tokens}, num_heads, {dim})", "weighted sums of values"),
+        Output("lse", "float32", f"({tokens}, num_heads)", about, only_with="return_lse"),
+    )
+
+
+def turned(tokens: str) -> tuple[Output, ...]:
+    """Return the outputs of rotary embedding."""
+    shape = f"({tokens}, heads, Dh)"
+    return (
+        Output("query", "that of query", shape, "queries, turned"),
+        Output("key", "that of query", shape, "keys, turned"),
+    )
+
+
+def mask(tokens: str, about: str) -> tuple[Output, ...]:
+    """Return the output of operators that make masks."""
+    return (Output("mask", "data_type", f"(num_heads, {tokens} up to a multiple of 16)", about),)
