@@ -1,6 +1,6 @@
 """A cache on many workers: what a step costs beside one process, what travels, and a model of more workers.
 
-    python benchmarks/sharded.py [--tokens 10000,100000] [--workers 1,2,4] [--transport pipes] [--json FILE]
+    python benchmarks/sharded.py [--tokens 10000,100000] [--workers 1,2,4] [--json FILE]
 
 A step is one layer of one sequence: 32 query heads, 8 key heads of 128 float16 elements, of which a token
 takes 4 KiB. Each row is the median of steps that alternate with those of one process over as many tokens;
@@ -9,7 +9,6 @@ Rows are added to those that FILE has, and tables are of all of them.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import platform
@@ -32,8 +31,7 @@ HEADS, KEY_HEADS, DIM, PAGE = 32, 8, 128, 64
 TOKEN = 2 * KEY_HEADS * DIM * 2  # bytes
 PIECE = 8192  # tokens appended at a time
 CHUNKS = 8  # of a dask array
-TRANSPORTS = "actors", "pipes"
-KEYS = "transport", "workers", "tokens a worker"
+KEYS = "workers", "tokens a worker"
 
 
 def filled(cache, append, tokens):
@@ -71,11 +69,11 @@ def one_process(tokens):
     return filled(cache, lambda cache, new: cache.update(new, new, 0), tokens)
 
 
-def steps(workers, tokens, transport, client, rng):
+def steps(workers, tokens, client, rng):
     """A row of the table: so many tokens on each worker."""
     blocks = -(-tokens // PAGE) + 1
     query = rng.standard_normal((1, HEADS, 1, DIM), np.float32).astype(np.float16)
-    options = {"shards": workers, "num_blocks": blocks, "page_size": PAGE, "transport": transport}
+    options = {"shards": workers, "num_blocks": blocks, "page_size": PAGE}
     with ShardedCache(client, 1, KEY_HEADS, DIM, **options) as cache:
         filled(cache, lambda cache, new: cache.append(new, new, 0), workers * tokens)
         cache.attend(query, 0)  # sends what is pending
@@ -100,7 +98,6 @@ def steps(workers, tokens, transport, client, rng):
             overhead=step,
         )
     return {
-        "transport": transport,
         "workers": workers,
         "tokens a worker": tokens,
         "step": times["step"],
@@ -138,13 +135,12 @@ def filled_array(tokens):
 def modelled(rows):
     """Milliseconds of a step on more workers: the slowest round trip, and a share of the bytes.
 
-    From what was measured with actors: the overhead by workers, as a line; and the bytes that one process
-    reads a second, shared by the workers of a machine.
+    From what was measured: the overhead by workers, as a line; and the bytes that one process reads a second,
+    shared by the workers of a machine.
     """
-    actors = [row for row in rows if row["transport"] == "actors"]
-    shortest = min(row["tokens a worker"] for row in actors)
+    shortest = min(row["tokens a worker"] for row in rows)
     counts, trips = zip(
-        *((row["workers"], row["overhead"]) for row in actors if row["tokens a worker"] == shortest),
+        *((row["workers"], row["overhead"]) for row in rows if row["tokens a worker"] == shortest),
         strict=True,
     )
     slope = max(0.0, np.polyfit(counts, trips, 1)[0]) if len(set(counts)) > 1 else 0.0
@@ -169,18 +165,18 @@ def measured(path):
 
 def tables(said):
     """What was measured, and the model, as texts."""
-    columns = "transport", "workers", "tokens a worker", "step, ms", "overhead, ms", "one process, ms"
+    columns = "workers", "tokens a worker", "step, ms", "overhead, ms", "one process, ms"
     table = Table(*columns, "round trip, ms", "bytes a step")
     for row in said["rows"]:
         times = (f"{row[name] / 1000:.2f}" for name in ("step", "overhead", "one process", "round trip"))
         size = f"{row['tokens a worker']:,}"
-        table.add_row(row["transport"], str(row["workers"]), size, *times, f"{row['traffic']:,}")
+        table.add_row(str(row["workers"]), size, *times, f"{row['traffic']:,}")
     yield table
     if "offline" in said:
         dask, process = (said["offline"][name] / 1000 for name in ("dask", "process"))
         size = said["offline"]["tokens"]
         yield f"dask arrays, {size:,} tokens: {dask:.0f} ms; one process {process:.0f} ms"
-    if not any(row["transport"] == "actors" for row in said["rows"]):
+    if not said["rows"]:
         return
     of, constants = modelled(said["rows"])
     sizes = 10**5, 10**6, 10**7, 10**8
@@ -201,33 +197,27 @@ def tables(said):
         title="The model, of workers on one machine, beside what was measured",
     )
     for row in said["rows"]:
-        if row["transport"] == "actors":
-            workers, size = row["workers"], row["workers"] * row["tokens a worker"]
-            table.add_row(
-                str(workers), f"{size:,}", f"{of(workers, size, 1):.1f}", f"{row['step'] / 1000:.1f}"
-            )
+        workers, size = row["workers"], row["workers"] * row["tokens a worker"]
+        table.add_row(str(workers), f"{size:,}", f"{of(workers, size, 1):.1f}", f"{row['step'] / 1000:.1f}")
     yield table
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--tokens", default="10000,100000", callback=numbers, show_default=True, help="On each worker.")
 @click.option("--workers", default="1,2,4", callback=numbers, show_default=True)
-@click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS), default=TRANSPORTS)
 @click.option(
     "--offline", "long", default=10**6, show_default=True, help="Tokens of the dask array; 0: none."
 )
 @click.option("--json", "path", type=click.Path(path_type=Path), help="File for the figures.")
-def main(tokens, workers, transports, long, path):
+def main(tokens, workers, long, path):
     """Measure steps of a sharded cache, attention over a dask array, and model more workers."""
     rng, console, said = np.random.default_rng(0), Console(width=110), measured(path)
     said["machine"] = {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()}
     rows = {tuple(row[name] for name in KEYS): row for row in said["rows"]}
-    for count, transport in itertools.product(workers, transports):
-        threads = max(1, (os.cpu_count() or 1) // count)
-        with contextlib.ExitStack() as stack:
-            client = stack.enter_context(cluster(count, threads)) if transport == "actors" else None
+    for count in workers:
+        with cluster(count, max(1, (os.cpu_count() or 1) // count)) as client:
             for each in tokens:
-                rows[transport, count, each] = steps(count, each, transport, client, rng)
+                rows[count, each] = steps(count, each, client, rng)
     said["rows"] = [rows[key] for key in sorted(rows)]
     if long:
         with cluster(1, os.cpu_count() or 1) as client:

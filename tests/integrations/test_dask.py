@@ -12,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,8 +22,7 @@ from kvkit.errors import KvkitError
 da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
-from kvkit.integrations.dask import ShardedCache, ShardError, attend, parts  # noqa: E402
-from kvkit.integrations.dask.messages import FORMS, HEAD, Receiver, Sender  # noqa: E402
+from kvkit.integrations.dask import ShardedCache, ShardError, attend, partial_attention  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -108,7 +106,7 @@ def test_attention_over_chunks(rng, options, chunks):
 def test_queries_before_a_chunk_see_nothing_of_it(rng):
     """And are no NaN, which (-inf) - (-inf) would be."""
     query, key = states(rng, 1, 4, 1, 8), states(rng, 1, 3, 1, 8)
-    out, lse = parts.partial(query, key, key, query_start=0, key_start=9)
+    out, lse = partial_attention.attend_part(query, key, key, query_start=0, key_start=9)
     assert not out.any()
     assert np.isneginf(lse).all()
     lonely = attend(query, da.from_array(key[:, :2], chunks=1), key[:, :2], return_lse=True)
@@ -213,7 +211,7 @@ def test_a_shard_that_has_no_tokens_any_more(rng, client):
 
 
 def test_a_long_prompt_is_masked_in_pieces(rng, client, monkeypatch):
-    monkeypatch.setattr(parts, "MASK_BYTES", 512)
+    monkeypatch.setattr(partial_attention, "MASK_BYTES", 512)
     other = PagedCache(64, 4, *SIZES, np.float32)
     with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=16) as cache:
         steps(cache, other, rng, np.float32, tokens=(23, 9), options=({}, {"window": (5, 0)}))
@@ -235,24 +233,6 @@ def test_masks_and_alibi_know_positions(rng, client):
             np.testing.assert_allclose(found, expected.swapaxes(1, 2), atol=2e-6)
 
 
-def test_messages_are_read_as_they_were_made(rng):
-    sender, receiver = Sender(), Receiver()
-    short = [rng.standard_normal((2, 3)).astype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16)]
-    arrays = [None, *short, np.ones((0, 4), bool), np.arange(12.0).reshape(3, 4).T]
-    sizes = []
-    for window in ((-1, -1), (4, 0), (-1, -1), *((i, 0) for i in range(FORMS)), (4, 0)):
-        message = sender.message(arrays, ("step", window), (7, window[0]))
-        sizes.append(len(message))
-        found, others, numbers, _ = receiver.read(message)
-        assert (others, numbers) == (("step", window), [7, window[0]])
-        assert found[0] is None
-        for one, other in zip(found[1:], arrays[1:], strict=True):
-            assert one.dtype == other.dtype
-            np.testing.assert_array_equal(one, other)
-    assert sizes[2] < sizes[0]  # a form that is known is not told again,
-    assert sizes[-1] == sizes[1]  # but one that was forgotten is
-
-
 def test_traffic_does_not_know_the_context(client):
     with ShardedCache(client, 1, HEADS, DIM, page_size=2, num_blocks=64) as cache:
         new, query = np.ones((1, HEADS, 1, DIM), np.float16), np.ones((1, HEADS * GROUP, 1, DIM), np.float16)
@@ -262,8 +242,9 @@ def test_traffic_does_not_know_the_context(client):
             cache.append(new, new, 0)
             cache.attend(query, 0)
             sent.append(cache.traffic - before)
-        lse = 4 * HEADS * GROUP + 8  # in bytes that are whole lines of 16
-        assert set(sent[9:]) == {2 * new.nbytes + 3 * (2 * query.nbytes + lse) + 2 * 3 * HEAD.size}
+        (steady,) = set(sent[9:])
+        arrays = 2 * new.nbytes + 3 * (2 * query.nbytes + 4 * HEADS * GROUP)
+        assert arrays < steady < arrays + 3 * 1000  # beside the forms of a call and of its result
 
 
 @pytest.mark.parametrize(("stored", "kept"), [("float32", {}), ("int8", {"quant_bit": 8})])
@@ -343,7 +324,7 @@ def test_what_a_cache_refuses(client, tmp_path):
     for options in (
         {"format": "float8"},
         {"split": "pages"},
-        {"transport": "mail"},
+        {"transport": "pipes"},
         {"shards": 0},
         {"dtype": "float64"},
         {"timeout": -1},
@@ -419,7 +400,7 @@ def lost(cache, call, *signals):
 
 
 def append(cache, new, folder):
-    """A long piece, more than a pipe takes of one who does not read."""
+    """A long piece, more than a socket takes of a worker that does not read."""
     long = np.repeat(new, 4000, 2)
     for layer_idx in range(LAYERS):
         cache.append(long, long, layer_idx)
@@ -436,45 +417,25 @@ CALLED = {
     "save": lambda cache, new, folder: cache.save(folder),
 }
 SMALL = {"format": "float32", "page_size": 4}
-PIPES = {"transport": "pipes", "timeout": 60}
-
-
-@pytest.mark.parametrize(
-    "called",
-    ["step", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLED if name != "step")],
-)
-def test_a_process_that_dies(called, tmp_path, client):
-    """It is named; the last save is whole, and goes on, here on other workers."""
-    other = PagedCache(64, 4, *SIZES, np.float32)
-    with ShardedCache(None, *SIZES, **SMALL, shards=2, num_blocks=4096, **PIPES) as cache:
-        new = filled(cache, other, tmp_path)
-        query = np.repeat(new, GROUP, 1)
-        given = query if called == "step" else new
-        assert lost(cache, lambda: CALLED[called](cache, given, tmp_path), signal.SIGKILL) < 59
-    assert len(list(tmp_path.iterdir())) == 2  # the last save, and sharded.json
-    with ShardedCache.load(client, tmp_path) as cache:
-        steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1,))
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of a lost worker
 @pytest.mark.parametrize("called", ["append", "step"])
-def test_a_process_that_stops_answering(called, tmp_path):
+def test_a_worker_that_stops_answering(called, tmp_path, cluster):
     other = PagedCache(64, 4, *SIZES, np.float32)
-    options = {"num_blocks": 4096, "transport": "pipes", "timeout": 20}
-    with ShardedCache(None, *SIZES, **SMALL, shards=2, **options) as cache:
+    with ShardedCache(cluster, *SIZES, **SMALL, num_blocks=4096, timeout=20) as cache:
         new = filled(cache, other, tmp_path)
         given = np.repeat(new, GROUP, 1) if called == "step" else new
         assert 20 <= lost(cache, lambda: CALLED[called](cache, given, tmp_path)) < 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["pipes", "actors"])
-def test_an_interrupt_ends_a_call_at_once(rng, tmp_path, cluster, transport):
+def test_an_interrupt_ends_a_call_at_once(rng, tmp_path, cluster):
     """Nobody knows what the shards have done then, so that the cache refuses all else."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
     here = threading.main_thread().ident, signal.SIGINT  # as Ctrl-C comes, not to the thread of a timer
-    given = cluster if transport == "actors" else None
-    with ShardedCache(given, *SIZES, **SMALL, shards=2, transport=transport) as cache:
+    with ShardedCache(cluster, *SIZES, **SMALL, shards=2) as cache:
         new = filled(cache, PagedCache(64, 4, *SIZES, np.float32), tmp_path)
         process = cache.about()[1]["process"]
         os.kill(process, signal.SIGSTOP)
@@ -489,9 +450,9 @@ def test_an_interrupt_ends_a_call_at_once(rng, tmp_path, cluster, transport):
 
 
 @pytest.mark.slow
-def test_a_slow_worker_is_waited_for(rng, tmp_path):
+def test_a_slow_worker_is_waited_for(rng, tmp_path, cluster):
     other = PagedCache(64, 4, *SIZES, np.float32)
-    with ShardedCache(None, *SIZES, **SMALL, shards=2, **PIPES) as cache:
+    with ShardedCache(cluster, *SIZES, **SMALL, shards=2) as cache:
         filled(cache, other, tmp_path)
         process = cache.about()[1]["process"]
         os.kill(process, signal.SIGSTOP)
@@ -499,15 +460,18 @@ def test_a_slow_worker_is_waited_for(rng, tmp_path):
         steps(cache, other, rng, np.float32, tokens=(1, 5))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of a lost worker
-@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize(
+    "called",
+    ["step", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLED if name != "step")],
+)
 def test_a_worker_that_dies(called, tmp_path, cluster):
     other = PagedCache(64, 4, *SIZES, np.float32)
     with ShardedCache(cluster, *SIZES, **SMALL, num_blocks=4096, timeout=60) as cache:
         new = filled(cache, other, tmp_path)
         given = np.repeat(new, GROUP, 1) if called == "step" else new
         assert lost(cache, lambda: CALLED[called](cache, given, tmp_path), signal.SIGKILL) < 61
+    assert len(list(tmp_path.iterdir())) == 2  # the last save, and sharded.json
     with ShardedCache.load(cluster, tmp_path) as cache:
         steps(cache, other, np.random.default_rng(1), np.float32, tokens=(1, 4))
 

@@ -16,7 +16,7 @@ from kvkit.checks.masks import no_mask
 from kvkit.checks.tensors import float_format
 from kvkit.checks.words import describe, wrong
 from kvkit.formats.elements import BY_NAME
-from kvkit.integrations.dask import parts
+from kvkit.integrations.dask import partial_attention
 from kvkit.typed import Array
 
 MERGED_BYTES = 2**20  # of results of chunks, which are put together in one task; two of any size
@@ -100,7 +100,7 @@ def attend(
     options |= {"softmax_scale": how.scale, "softcap": how.softcap}
     past = key.shape[1] - query.shape[1]
     seen = slice(how.left, 0 if how.causal or how.alibi else how.right)  # before and behind a query
-    partial, merge = dask.delayed(_partial, pure=False), dask.delayed(_merge, pure=False)
+    partial, merge = dask.delayed(_attend_chunk, pure=False), dask.delayed(_merge_chunks, pure=False)
     queries, keys, values = (array.to_delayed()[..., 0] for array in (query, key, value))
     starts = [_ranges(key.chunks[axis]) for axis in (0, 1)]
 
@@ -208,10 +208,12 @@ def _sees(rows, tokens, past, seen):
     return seen.stop < 0 or tokens.start <= last + seen.stop
 
 
-def _partial(*arguments, **options):
-    with parts.threads(parts.threads_of_worker()):
-        return parts.partial(*arguments, **options)
+def _attend_chunk(*arguments: Any, **options: Any) -> tuple[Array, Array]:
+    """Attend to one chunk on the threads of this worker."""
+    with partial_attention.kernel_threads(partial_attention.worker_threads()):
+        return partial_attention.attend_part(*arguments, **options)
 
 
-def _merge(*states):
-    return parts.merge(states, BY_NAME[states[0][0].dtype.name])
+def _merge_chunks(*states: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Merge the outputs and lse of chunks."""
+    return partial_attention.merge_parts(states, BY_NAME[states[0][0].dtype.name])

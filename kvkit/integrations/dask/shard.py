@@ -1,6 +1,9 @@
-"""What a worker holds of a sharded cache: a `PagedCache`, and which positions its tokens have."""
+"""One shard of a sharded cache: a `PagedCache` on a worker, and the positions of its tokens."""
+
+from __future__ import annotations
 
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -10,114 +13,125 @@ import numpy as np
 import kvkit.cache
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
-from kvkit.integrations.dask import parts
-from kvkit.integrations.dask.division import owned
-from kvkit.integrations.dask.messages import Receiver, Sender
+from kvkit.integrations.dask.checks import Attention
+from kvkit.integrations.dask.partial_attention import (
+    combine_masks,
+    kernel_threads,
+    position_mask,
+    queries_per_mask,
+    slice_mask,
+    worker_threads,
+)
+from kvkit.integrations.dask.placement import shard_positions
+from kvkit.typed import Array
 
 
-class Served:
-    """A shard that is asked by messages, the first of which makes it."""
+class ShardActor:
+    """Call methods of a `Shard` that the first call makes. Calls and results are pickled bytes."""
 
-    def __init__(self, *arguments):
-        self._arguments, self._shard = arguments, None
-        self._receiver, self._sender = Receiver(), Sender()
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._shard: Shard | None = None
 
-    def answer(self, message):
-        """(A KvkitError or None, what a method returns): who answers is not lost. Arrays go apart."""
-        arrays, (method, *others), numbers, name = self._receiver.read(message)
-        error = found = None
+    def answer(self, message: bytes) -> bytes:
+        """Return what the method returns, or a `KvkitError` that stands for what it raised."""
+        method, *arguments = pickle.loads(message)
+        result: Any
         try:
             self._shard = self._shard or Shard(*self._arguments)
-            given = (*numbers, *arrays) if arrays else ()
-            found = getattr(self._shard, method)(*given, *others)
-        except KvkitError as refused:
-            error = refused
-        except Exception as failed:
-            what = f"{type(failed).__name__} ({failed})"
-            error = wrong(f"shard {self._arguments[0]}", f"to {method}", what)
-        if isinstance(found, tuple):  # of arrays, whose shapes depend on those of the message
-            return self._sender.message(found, (None, None), name=name)
-        return self._sender.message((), (error, found))
+            result = getattr(self._shard, method)(*arguments)
+        except KvkitError as error:
+            result = error
+        except Exception as error:
+            reason = f"{type(error).__name__} ({error})"
+            result = wrong(f"shard {self._arguments[0]}", f"to {method}", reason)
+        return pickle.dumps(result, 5)
 
 
 class Shard:
-    """One of `shards` of a cache. With ``interleave`` 0 it has all tokens, of heads of its own."""
+    """Keep one of ``shards`` parts of a cache. With ``interleave`` 0 it has all tokens, of some key heads."""
 
-    def __init__(self, index, shards, interleave, sizes):
+    def __init__(self, index: int, shards: int, interleave: int, sizes: dict[str, Any]) -> None:
         self.index, self.shards, self.interleave = index, shards, interleave
         self.cache: Any = kvkit.cache.PagedCache(**sizes)
         self.seconds = 0.0
-        self._threads = parts.threads_of_worker()
-        self._positions = np.arange(0)
+        self._threads = worker_threads()
+        self._positions: Array = np.arange(0)
 
-    def about(self):
-        """The tokens and rows that it has, its process, and the seconds that attention has taken."""
+    def about(self) -> dict[str, Any]:
+        """Return the numbers of tokens and rows, the process, and the seconds that attention has taken."""
         layer = self.cache.layers[0]
         sizes = {"tokens": layer.get_seq_length(), "rows": layer.batch_size}
         return sizes | {"process": os.getpid(), "seconds": self.seconds}
 
-    def step(self, layer_idx, length, key, value, query, mask, slopes, sinks, *options):
-        """Append tokens to a layer, if there are any, and attend, if a query is given.
-
-        The queries are of the last tokens of the whole context, which has a length.
-        """
+    def step(
+        self, layer_idx: int, new: tuple[Array, Array] | None, length: int, call: Attention | None
+    ) -> tuple[Array, Array] | None:
+        """Append new keys and values to a layer, then attend with the last queries of ``length`` tokens."""
         layer = self.cache.layers[layer_idx]
-        with parts.threads(self._threads):
-            if key is not None:
-                layer.update(key, value)
-            if query is None or not layer.get_seq_length():
+        with kernel_threads(self._threads):
+            if new is not None:
+                layer.update(*new)
+            if call is None or not layer.get_seq_length():
                 return None
             begin = time.perf_counter()
-            found = self._attend(layer, query, length, mask, slopes, sinks, *options)
+            states = self._attend(layer, length, call)
             self.seconds += time.perf_counter() - begin
-            return found
+            return states
 
-    def _attend(self, layer, query, length, mask, slopes, sinks, window, softmax_scale, softcap):
-        options = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks, "return_lse": True}
+    def _attend(self, layer: Any, length: int, call: Attention) -> tuple[Array, Array]:
+        """Return outputs and lse of attention to the tokens that are here."""
+        query, mask = call.query, call.mask
+        options = {"softmax_scale": call.softmax_scale, "softcap": call.softcap, "sinks": call.sinks}
+        options |= {"return_lse": True}
         if mask is not None and mask.ndim == 2:
             mask = mask[:, None, None]
-        if not self.interleave and slopes is None:
-            return layer.attend(query, mask, window=window, **options)
+        if not self.interleave and call.slopes is None:
+            return layer.attend(query, mask, window=call.window, **options)
         tokens = query.shape[2]
-        hidden = tokens > 1 or slopes is not None or window != (-1, -1)
-        keys = self._keys(length) if hidden else ()
-        step = parts.rows_masked(len(keys), 1 if slopes is None else len(slopes))
-        found = []
-        for begin in range(0, tokens, step):
-            rows = slice(begin, min(begin + step, tokens))
-            bias = parts.cut(mask, rows, slice(None))
-            if hidden:
+        by_position = tokens > 1 or call.slopes is not None or call.window != (-1, -1)
+        keys = self._positions_below(length) if by_position else np.arange(0)
+        most = queries_per_mask(len(keys), 1 if call.slopes is None else len(call.slopes))
+        states = []
+        for begin in range(0, tokens, most):
+            rows = slice(begin, min(begin + most, tokens))
+            bias = slice_mask(mask, rows, slice(None))
+            if by_position:
                 queries = np.arange(rows.start, rows.stop) + length - tokens
-                bias = parts.both(parts.bias(queries, keys, True, window, slopes), bias)
+                bias = combine_masks(position_mask(queries, keys, True, call.window, call.slopes), bias)
             if bias is not None:
                 bias = bias[(None,) * (4 - bias.ndim)]
-            found.append(layer.attend(query[:, :, rows], bias, is_causal=False, **options))
-        if len(found) == 1:
-            return found[0]
-        return tuple(np.concatenate(side, 2) for side in zip(*found, strict=True))
+            states.append(layer.attend(query[:, :, rows], bias, is_causal=False, **options))
+        if len(states) == 1:
+            return states[0]
+        outputs, lses = zip(*states, strict=True)
+        return np.concatenate(outputs, 2), np.concatenate(lses, 2)
 
-    def _keys(self, length):
-        """The positions of the tokens that it has of so many."""
+    def _positions_below(self, length: int) -> Array:
+        """Return the positions of this shard's tokens among the first ``length`` of the context."""
         if not len(self._positions) or self._positions[-1] < length:
-            self._positions = owned(0, 2 * length, self.index, self.shards, self.interleave)
+            self._positions = shard_positions(0, 2 * length, self.index, self.shards, self.interleave)
         return self._positions[: np.searchsorted(self._positions, length)]
 
-    def crop(self, length):
-        """Forget a step that some layers have not seen, and all tokens from `length` on."""
+    def crop(self, length: int) -> None:
+        """Forget a step that some layers have not taken, and all tokens from ``length`` on."""
         self.cache.crop(0)
-        more = self.about()["tokens"] - length
+        surplus = self.about()["tokens"] - length
         if not length:
-            self.cache.reset()  # the next tokens may be of as many rows as the other shards have then
-        elif more:
-            self.cache.crop(-more)
+            self.cache.reset()  # the next tokens may have another number of rows
+        elif surplus:
+            self.cache.crop(-surplus)
 
-    def fork(self, indices):
+    def fork(self, indices: Array) -> None:
+        """Go on with these rows."""
         self.cache.select(indices)
 
-    def save(self, path):
+    def save(self, path: str) -> None:
+        """Write the shard into a file."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self.cache.save(path)
 
-    def load(self, path):
+    def load(self, path: str) -> int:
+        """Read the shard from a file; return its number of tokens."""
         self.cache = kvkit.cache.load(path)
         return self.about()["tokens"]

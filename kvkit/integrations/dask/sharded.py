@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
 import numpy as np
@@ -13,30 +14,35 @@ from kvkit.checks.values import integer, positive
 from kvkit.checks.words import wrong
 from kvkit.errors import KvkitError
 from kvkit.formats.elements import BY_NAME
-from kvkit.integrations.dask import calls, parts
-from kvkit.integrations.dask.actors import Actors
-from kvkit.integrations.dask.division import Division
-from kvkit.integrations.dask.pipes import Pipes
-from kvkit.integrations.dask.saved import Folder
-from kvkit.integrations.dask.tokens import Tokens
-from kvkit.integrations.dask.transports import ShardError
-from kvkit.repeats import Repeats, form
+from kvkit.integrations.dask.actors import ShardActors, ShardError
+from kvkit.integrations.dask.checks import (
+    Attention,
+    check_new_tokens,
+    checked_attention,
+    checked_sizes,
+    shard_count,
+    shard_sizes,
+)
+from kvkit.integrations.dask.folder import ShardFolder
+from kvkit.integrations.dask.open_step import OpenStep
+from kvkit.integrations.dask.partial_attention import merge_parts
+from kvkit.integrations.dask.placement import Placement
 from kvkit.turns import Turn
 from kvkit.typed import Array, FilePath
 
 
 class ShardedCache:
-    """Keys and values of rows of one length, on many workers; every worker attends to what it has.
+    """Keep keys and values of rows of one length on many workers, each of which attends to its own.
 
     Tokens stay where they were appended. With ``split="tokens"`` the token at a position is on worker
-    ``position // interleave % workers``, vLLM's rule for decode context parallelism; parts are merged in the
-    order of the shards. With ``split="heads"`` each worker has all tokens of some key heads. A layer takes
-    one round trip to all workers; what travels are the new tokens, the queries and the partial results.
+    ``position // interleave % workers``, vLLM's rule for decode context parallelism; partial results are
+    merged in the order of the shards. With ``split="heads"`` each worker has all tokens of some key heads. A
+    layer takes one round trip to all workers. New tokens, queries and partial results travel.
 
     Parameters
     ----------
-    client : distributed.Client or None
-        Each of its workers holds a shard, an actor. None with ``transport="pipes"``.
+    client : distributed.Client
+        Each of its workers holds a shard, a Dask actor.
     num_layers, num_kv_heads, head_dim : int
         Geometry of the model.
     format : str
@@ -52,9 +58,9 @@ class ShardedCache:
     quant_group : int
         Elements that share a scale, if there are codes.
     shards : int, optional
-        One a worker if not given; more take turns on the workers. With pipes 2.
-    transport : {"actors", "pipes"}
-        Dask's actors (1 to 2 ms a round trip), or processes of this machine behind pipes.
+        One for each worker if not given. More shards than workers are placed on the workers in turn.
+    transport : {"actors"}
+        Only Dask's actors are left: 1 to 2 ms a round trip.
     timeout : float
         Seconds within which every shard has to answer.
 
@@ -94,10 +100,10 @@ class ShardedCache:
         page_size: int = 64,
         quant_group: int = 8,
         shards: int | None = None,
-        transport: Literal["actors", "pipes"] = "actors",
+        transport: Literal["actors"] = "actors",
         timeout: float = 60.0,
     ) -> None:
-        self._arguments = calls.arguments(
+        self._arguments = checked_sizes(
             {
                 "num_layers": num_layers,
                 "num_kv_heads": num_kv_heads,
@@ -109,26 +115,26 @@ class ShardedCache:
                 "num_blocks": num_blocks,
                 "page_size": page_size,
                 "quant_group": quant_group,
-                "shards": calls.shards(client, shards, transport),
+                "shards": shard_count(client, shards, transport),
             }
         )
         timeout = positive("timeout", timeout)
         count, interleave = self._arguments["shards"], self._arguments["interleave"]
         heads = self._arguments["num_kv_heads"]
-        self._division = Division(count, interleave if split == "tokens" else 0, heads)
+        self._placement = Placement(count, interleave if split == "tokens" else 0, heads)
         self.num_layers = self._arguments["num_layers"]
         self._format = BY_NAME[self._arguments["dtype"]]
-        self._tokens = Tokens(self.num_layers)
-        self._turn, self._repeats = Turn(), Repeats()
-        self._broken: BaseException | None = None
-        each = [
-            (i, count, self._division.interleave, calls.of_shard(self._arguments, heads))
-            for i, heads in enumerate(self._division.heads)
+        self._tokens = OpenStep(self.num_layers)
+        self._lock = Turn()
+        self._failure: BaseException | None = None
+        arguments = [
+            (i, count, self._placement.interleave, shard_sizes(self._arguments, heads))
+            for i, heads in enumerate(self._placement.heads)
         ]
-        self._transport: Any = Pipes(each, timeout) if client is None else Actors(client, each, timeout)
+        self._actors = ShardActors(client, arguments, timeout)
 
     def append(self, key_states: Array, value_states: Array, layer_idx: int) -> None:
-        """Give a layer the keys and values of new tokens. They travel with the next `attend` of the layer.
+        """Give a layer the keys and values of new tokens. They travel with the layer's next `attend`.
 
         All layers take as many tokens before one takes more.
 
@@ -139,12 +145,12 @@ class ShardedCache:
         layer_idx : int
             A layer.
         """
-        with self._alone():
+        with self._exclusive():
             layer_idx = integer("layer_idx", layer_idx, 0, self.num_layers - 1)
-            calls.new_tokens(self._arguments, self._tokens.batch, key_states, value_states)
-            if self._tokens.whole:
-                self._settle("append")
-            self._tokens.take(layer_idx, key_states, value_states)
+            check_new_tokens(self._arguments, self._tokens.batch, key_states, value_states)
+            if self._tokens.complete:
+                self._commit("append")
+            self._tokens.add(layer_idx, key_states, value_states)
 
     def attend(
         self,
@@ -159,7 +165,7 @@ class ShardedCache:
         sinks: Array | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attend with the queries of the last tokens, causally: one round trip to all workers.
+        """Attend with the queries of the last tokens, causally, in one round trip to all workers.
 
         Parameters
         ----------
@@ -180,31 +186,39 @@ class ShardedCache:
         lse : ndarray of float32, shape [B, Hq, q]
             With ``return_lse``.
         """
-        with self._alone():
+        with self._exclusive():
             layer_idx = integer("layer_idx", layer_idx, 0, self.num_layers - 1)
-            length = self._tokens.seen(layer_idx)
-            how = is_alibi, window, softmax_scale, softcap
-            known = form((query,), (self._tokens.batch, *how)) if sinks is None else None
-            options = self._options(known, length, query, sinks, how)
-            mask = calls.mask(attention_mask, query.shape, length)
-            found = self._step(layer_idx, length, query, mask, options, None if mask is not None else known)
-            if self._division.interleave:
-                output, lse = parts.merge(found, self._format)
+            length = self._tokens.visible_tokens(layer_idx)
+            call = checked_attention(
+                self._arguments,
+                self._tokens.batch,
+                length,
+                query,
+                attention_mask,
+                is_alibi=is_alibi,
+                window=window,
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            parts = self._step(layer_idx, length, call)
+            if self._placement.interleave:
+                output, lse = merge_parts(parts, self._format)
             else:
-                output, lse = (np.concatenate(side, 1) for side in zip(*found, strict=True))
+                output, lse = (np.concatenate(side, 1) for side in zip(*parts, strict=True))
             return (output, lse) if return_lse else output
 
     def get_seq_length(self) -> int:
-        """Tokens that all layers have."""
+        """Return the number of tokens that all layers have."""
         return self._tokens.total
 
     def crop(self, length: SupportsIndex) -> None:
         """Keep the first ``length`` tokens; a step that some layers have not taken is forgotten."""
-        with self._alone():
+        with self._exclusive():
             kept = integer("length", length, 0, self.get_seq_length())
             if kept > self._tokens.length:
-                self._flush()
-            self._keep(kept)
+                self._send_pending()
+            self._crop_shards(kept)
 
     def fork(self, indices: ArrayLike) -> None:
         """Go on with these rows, each as often as it is named. No keys and values move.
@@ -214,13 +228,13 @@ class ShardedCache:
         indices : array_like of int
             Rows of the batch.
         """
-        with self._alone():
+        with self._exclusive():
             rows = index_tensors.index("indices", indices, 1)
             if not len(rows) or rows.min() < 0 or rows.max() >= self._tokens.batch:
                 raise wrong("indices", f"rows from 0 to {self._tokens.batch - 1}", rows.tolist())
-            self._settle("fork")
-            lengths = self._division.lengths(self._tokens.length)
-            self._ask([((), ("fork", rows)) if n else None for n in lengths])
+            self._commit("fork")
+            counts = self._placement.token_counts(self._tokens.length)
+            self._call([("fork", rows) if count else None for count in counts])
             self._tokens.batch = len(rows)
 
     def save(self, folder: FilePath) -> None:
@@ -234,10 +248,12 @@ class ShardedCache:
         folder : path
             Made if it is not there.
         """
-        with self._alone():
-            self._settle("save")
-            said = {"length": self._tokens.length, "batch": self._tokens.batch, "cache": self._arguments}
-            Folder(folder).save(lambda files: self._ask_of_files("save", files), self._division.count, said)
+        with self._exclusive():
+            self._commit("save")
+            manifest = {"length": self._tokens.length, "batch": self._tokens.batch, "cache": self._arguments}
+            ShardFolder(folder).write_save(
+                lambda files: self._call([("save", file) for file in files]), self._placement.count, manifest
+            )
 
     @classmethod
     def load(
@@ -245,21 +261,25 @@ class ShardedCache:
         client: Any,
         folder: FilePath,
         *,
-        transport: Literal["actors", "pipes"] = "actors",
+        transport: Literal["actors"] = "actors",
         timeout: float = 60.0,
     ) -> Self:
-        """The cache that was saved in a folder, on the workers that there are now.
+        """Return the cache that was saved in a folder, on the workers that there are now.
 
         Parameters
         ----------
-        client : distributed.Client or None
-            None with ``transport="pipes"``.
+        client : distributed.Client
+            Each of its workers holds a shard.
         folder : path
             That of `save`.
+        transport : {"actors"}
+            As in `ShardedCache`.
+        timeout : float
+            Seconds within which every shard has to answer.
         """
-        where: dict[str, Any] = {"transport": transport, "timeout": timeout}
+        options: dict[str, Any] = {"transport": transport, "timeout": timeout}
         try:
-            cache = cls(client, **Folder(folder).manifest()["cache"], **where)
+            cache = cls(client, **ShardFolder(folder).read_manifest()["cache"], **options)
         except TypeError as error:
             raise wrong(str(folder), "a cache that kvkit saved", f"another ({error})") from error
         try:
@@ -277,36 +297,37 @@ class ShardedCache:
         folder : path
             That of `save`.
         """
-        with self._alone():
-            where = Folder(folder)
-            said = where.manifest()
-            if said["cache"] != self._arguments:
-                raise wrong(str(folder), f"a cache of {self._arguments}", said["cache"])
-            expected = self._division.lengths(said["length"])
+        with self._exclusive():
+            saved = ShardFolder(folder)
+            manifest = saved.read_manifest()
+            if manifest["cache"] != self._arguments:
+                raise wrong(str(folder), f"a cache of {self._arguments}", manifest["cache"])
+            expected = self._placement.token_counts(manifest["length"])
+            files = saved.shard_files(manifest["save"], self._placement.count)
             try:
-                found = self._ask_of_files("load", where.files(said["save"], self._division.count))
-                if found != expected:
-                    raise wrong(str(folder), f"shards of {expected} tokens", found)
+                counts = self._call([("load", file) for file in files])
+                if counts != expected:
+                    raise wrong(str(folder), f"shards of {expected} tokens", counts)
             except KvkitError as error:
-                self._broken = error  # some shards have it, some do not
+                self._failure = error  # some shards have it, some do not
                 raise
-            self._tokens.begin(said["length"], said["batch"])
+            self._tokens.begin(manifest["length"], manifest["batch"])
 
     def about(self) -> list[dict[str, Any]]:
-        """Of each shard: its ``name``, ``tokens``, ``rows``, ``process``, and ``seconds`` in attention."""
-        with self._alone():
-            found = self._ask([((), ("about",))] * self._division.count)
-        return [{"name": name} | each for name, each in zip(self._transport.names, found, strict=True)]
+        """Return each shard's ``name``, ``tokens``, ``rows``, ``process``, and ``seconds`` in attention."""
+        with self._exclusive():
+            shards = self._call([("about",)] * self._placement.count)
+        return [{"name": name} | shard for name, shard in zip(self._actors.names, shards, strict=True)]
 
     @property
     def traffic(self) -> int:
-        """Bytes of messages to shards and back, so far."""
-        return self._transport.traffic
+        """The bytes of messages to shards and back, so far."""
+        return self._actors.traffic
 
     def close(self) -> None:
         """Let the shards go."""
-        self._transport.close()
-        self._broken = wrong("cache", "one that is open", "one that was closed")
+        self._actors.close()
+        self._failure = wrong("cache", "one that is open", "one that was closed")
 
     def __enter__(self) -> Self:
         return self
@@ -320,84 +341,61 @@ class ShardedCache:
         )
 
     @contextlib.contextmanager
-    def _alone(self):
-        """Other threads wait; a cache that lost a shard refuses."""
-        with self._turn:
-            if self._broken is not None:
-                why = str(self._broken) or type(self._broken).__name__
+    def _exclusive(self) -> Iterator[None]:
+        """Let other threads wait; refuse all calls of a cache that lost a shard."""
+        with self._lock:
+            if self._failure is not None:
+                why = str(self._failure) or type(self._failure).__name__
                 raise wrong("cache", "one whose shards all answer", f"one that failed ({why})")
             try:
                 yield
             except Exception:
                 raise
             except BaseException as error:  # Ctrl-C, anywhere in a call: shards may have done it or not
-                self._broken = error
+                self._failure = error
                 raise
 
-    def _options(self, known, length, query, sinks, how):
-        """Checked `Options`; those of calls of a known form are checked once."""
-        options = self._repeats.get(known)
-        if options is None or query.shape[2] > length:
-            names = "is_alibi", "window", "softmax_scale", "softcap"
-            given = dict(zip(names, how, strict=True))
-            options = calls.queries(self._arguments, self._tokens.batch, length, query, sinks, **given)
-            if known is not None:
-                self._repeats.keep(known, options)
-        return options
+    def _commit(self, caller: str) -> None:
+        """Send what is pending of a step that all layers have taken, and end the step."""
+        if self._tokens.complete:
+            self._send_pending()
+        self._tokens.commit(caller)
 
-    def _settle(self, what):
-        """The tokens of the step, which all layers have taken, are where they belong."""
-        if not self._tokens.whole:
-            self._tokens.settle(what)
-        self._flush()
-        self._tokens.settle(what)
-
-    def _flush(self):
+    def _send_pending(self) -> None:
+        """Append the pending keys and values of all layers."""
         for layer_idx in sorted(self._tokens.pending):
             self._step(layer_idx, self._tokens.length + self._tokens.step)
 
-    def _keep(self, length):
-        """Forget all that comes after so many tokens, on all shards."""
-        self._ask([((), ("crop", n)) for n in self._division.lengths(length)])
+    def _crop_shards(self, length: int) -> None:
+        """Keep the first ``length`` tokens of all shards."""
+        self._call([("crop", count) for count in self._placement.token_counts(length)])
         self._tokens.begin(length, self._tokens.batch)
 
-    def _step(self, layer_idx, length, query=None, mask=None, options=None, known=None):
-        """Append what a layer has pending, and attend, on every shard that has to do with it.
-
-        `known` is what decides on messages but for their bytes and the new tokens.
-        """
-        division, tokens = self._division, self._tokens
+    def _step(self, layer_idx: int, length: int, call: Attention | None = None) -> list[Any]:
+        """Append a layer's pending keys and values and attend, on every shard that has a part of either."""
+        placement, tokens = self._placement, self._tokens
         pending = tokens.pending.pop(layer_idx, None)
-        places = [None] * division.count
+        indices = [None] * placement.count
         if pending:
-            places = division.places(tokens.length, tokens.length + tokens.step)
-        asked: list[Any] = []
-        for i, (at, heads) in enumerate(zip(places, division.heads, strict=True)):
-            if at is None and query is None:
-                asked.append(None)
-                continue
-            key, value = (None, None) if at is None else (side[:, heads, at] for side in pending)
-            of_query, others = (None,) * 4, ()
-            if query is not None:
-                of_query = division.of_query(i, length, query, mask, options.slopes, options.sinks)
-                others = options[:3]
-            name = (known, key is not None and key.shape) if known else None
-            asked.append(((key, value, *of_query), ("step", *others), (layer_idx, length), name))
+            indices = placement.token_indices(tokens.length, tokens.length + tokens.step)
+        calls: list[tuple[Any, ...] | None] = []
+        for i, (at, heads) in enumerate(zip(indices, placement.heads, strict=True)):
+            new = None if at is None or pending is None else tuple(side[:, heads, at] for side in pending)
+            part = None if call is None else placement.shard_call(i, length, call)
+            calls.append(None if new is None and part is None else ("step", layer_idx, new, length, part))
         try:
-            return self._ask(asked)
+            return self._call(calls)
         except ShardError:
             raise
         except KvkitError:
-            self._keep(tokens.length)
+            self._crop_shards(tokens.length)
             raise
 
-    def _ask_of_files(self, method, files):
-        return self._ask([((), (method, file)) for file in files])
-
-    def _ask(self, asked):
+    def _call(self, calls: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        """Call methods of shards; a call that is interrupted or loses a shard ends the cache."""
         try:
-            return self._transport.ask(asked)
+            return self._actors.call(calls)
         except BaseException as error:
             if isinstance(error, ShardError) or not isinstance(error, KvkitError):
-                self._broken = error
+                self._failure = error
             raise

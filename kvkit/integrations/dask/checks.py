@@ -1,0 +1,102 @@
+"""Checks of a sharded cache's arguments: its sizes, new tokens, queries and masks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import distributed
+import numpy as np
+
+import kvkit
+from kvkit.checks import attention
+from kvkit.checks.tensors import float_format
+from kvkit.checks.values import integer, text
+from kvkit.checks.words import describe, wrong
+from kvkit.formats.elements import BY_NAME, FLOATS, QUANTIZED, STORED
+from kvkit.typed import Array
+
+CODES = {str(fmt): bits for bits, fmt in QUANTIZED.items()}
+FORMATS = *map(str, FLOATS), *CODES, *STORED
+
+
+class Attention(NamedTuple):
+    """The checked arguments of `ShardedCache.attend`, of all query heads."""
+
+    query: Array
+    mask: Array | None
+    window: tuple[int, int]
+    softmax_scale: float
+    softcap: float
+    slopes: Array | None
+    sinks: Array | None
+
+
+def checked_sizes(given: dict[str, Any]) -> dict[str, Any]:
+    """Check the arguments of a cache that its folder keeps; return them complete."""
+    text("format", given["format"], FORMATS)
+    text("split", given["split"], ("tokens", "heads"))
+    names = "num_layers", "page_size", "num_kv_heads", "head_dim", "num_blocks", "shards"
+    sizes = {name: integer(name, given[name], 1) for name in names}
+    interleave = sizes["page_size"] if given["interleave"] is None else given["interleave"]
+    default = given["format"] if given["format"] in map(str, FLOATS) else "float16"
+    dtype = float_format("dtype", given["dtype"] or default).name
+    return given | sizes | {"dtype": dtype, "interleave": integer("interleave", interleave, 1)}
+
+
+def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:
+    """Return the arguments of the `PagedCache` of a shard that has some key heads."""
+    names = "num_layers", "head_dim", "quant_group", "num_blocks", "page_size"
+    stored, count = cache["format"], heads.stop - heads.start
+    formats = {"quant_bit": CODES.get(stored, 0), "quant_format": stored if stored in STORED else None}
+    formats |= {"dtype": BY_NAME[cache["dtype"]].dtype, "num_kv_heads": count}
+    return {name: cache[name] for name in names} | formats
+
+
+def shard_count(client: Any, count: Any, transport: Any) -> int:
+    """Check where the shards are to be; return how many there are."""
+    if transport != "actors":
+        raise wrong("transport", "'actors', the only one now that there are no pipes", describe(transport))
+    if not isinstance(client, distributed.Client):
+        raise wrong("client", "a distributed.Client", describe(client))
+    return integer("shards", (len(client.nthreads()) or 1) if count is None else count, 1)
+
+
+def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_states: Any) -> None:
+    """Check new keys and values: of ``batch`` rows, or of any number of rows if it is 0."""
+    heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
+    for name, array in (("key_states", key_states), ("value_states", value_states)):
+        shape: tuple[int, ...] = getattr(array, "shape", ())
+        fits = len(shape) == 4 and shape[0] and shape[2] and (shape[1], shape[3]) == (heads, dim)
+        if not fits or shape[0] != (batch or shape[0]) or array.dtype.name != dtype:
+            raise wrong(name, f"{dtype} [{batch or 'B'}, {heads}, q, {dim}]", describe(array))
+    if key_states.shape != value_states.shape:
+        raise wrong("value_states", f"shape {key_states.shape}, that of the keys", value_states.shape)
+
+
+def checked_attention(
+    cache: dict[str, Any], batch: int, length: int, query: Any, mask: Any, *, is_alibi: Any, **options: Any
+) -> Attention:
+    """Check a call of attention with the last queries of ``length`` tokens."""
+    heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
+    shape: tuple[int, ...] = getattr(query, "shape", ())
+    fits = len(shape) == 4 and (shape[0], shape[3]) == (batch, dim) and 0 < shape[2] <= length
+    if not fits or not shape[1] or shape[1] % heads or query.dtype.name != dtype:
+        wanted = f"{dtype} [{batch}, a multiple of {heads}, at most {length}, {dim}]"
+        raise wrong("query", wanted, describe(query))
+    how = attention.weights(query.swapaxes(1, 2), None, is_alibi=is_alibi, **options)
+    slopes = kvkit.alibi_slope(num_heads=shape[1]) if how.alibi else None
+    check_mask(mask, shape, length)
+    return Attention(query, mask, (how.left, how.right), how.scale, how.softcap, slopes, how.sinks)
+
+
+def check_mask(mask: Any, shape: tuple[int, ...], length: int) -> None:
+    """Check a mask over ``length`` tokens for queries of a shape."""
+    if mask is None:
+        return
+    wanted = f"bool [{shape[0]}, {length}], or 4 axes right-aligned to {[*shape[:3], length]}"
+    if not isinstance(mask, np.ndarray) or mask.shape[-1:] != (length,):
+        raise wrong("attention_mask", wanted, describe(mask))
+    sizes = [(1, whole) for whole in shape[:3]] if mask.ndim == 4 else [shape[:1]]
+    is_form = mask.ndim == 4 or (mask.ndim == 2 and mask.dtype == np.bool_)
+    if not is_form or any(n not in fits for n, fits in zip(mask.shape, sizes, strict=False)):
+        raise wrong("attention_mask", wanted, describe(mask))

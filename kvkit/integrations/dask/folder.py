@@ -1,0 +1,63 @@
+"""The folder of a saved cache: a file for each shard, and a manifest that names the last save."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvkit.checks.words import wrong
+from kvkit.files.replace import replacing
+from kvkit.typed import FilePath
+
+VERSION = 1
+MANIFEST = "sharded.json"
+
+
+class ShardFolder:
+    """Read and write the saves of a cache in a folder that all workers see."""
+
+    def __init__(self, path: FilePath) -> None:
+        self.path = Path(path).absolute()
+
+    def shard_files(self, save: str, count: int) -> list[str]:
+        """Return the file of each shard in a save."""
+        return [str(self.path / save / f"shard-{i}.npz") for i in range(count)]
+
+    def read_manifest(self) -> dict[str, Any]:
+        """Return the last save's name, ``length``, ``batch``, and the arguments of its ``cache``."""
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_bytes())
+            version = manifest["format_version"]
+            if version == VERSION and not manifest.keys() >= {"save", "length", "batch", "cache"}:
+                raise KeyError(*manifest)
+            if version == VERSION and not re.fullmatch("[0-9a-f]{12}", manifest["save"]):
+                raise ValueError(manifest["save"])  # a folder elsewhere, which the next save would remove
+        except FileNotFoundError:
+            raise wrong(str(self.path), f"a folder with {MANIFEST}", "one without") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise wrong(str(self.path), f"a {MANIFEST} that kvkit wrote", "another file") from error
+        if version != VERSION:
+            raise wrong(str(self.path), f"{MANIFEST} of version {VERSION}", version)
+        return manifest
+
+    def write_save(self, write: Callable[[list[str]], Any], count: int, manifest: dict[str, Any]) -> None:
+        """``write`` the files of shards, then the manifest, then remove the save before."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        obsolete = self.read_manifest()["save"] if (self.path / MANIFEST).exists() else None
+        name = secrets.token_hex(6)
+        try:
+            write(self.shard_files(name, count))
+            with replacing(self.path / MANIFEST) as file:
+                manifest = {"format_version": VERSION, "save": name} | manifest
+                file.write(json.dumps(manifest, indent=2).encode() + b"\n")
+        except BaseException:
+            obsolete = name
+            raise
+        finally:
+            if obsolete:
+                shutil.rmtree(self.path / obsolete, ignore_errors=True)

@@ -1,0 +1,61 @@
+"""The tokens of a sharded cache: those that all layers have, and a step that layers take one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvkit.checks.words import wrong
+from kvkit.typed import Array
+
+
+class OpenStep:
+    """Count tokens: ``length`` are in all layers, ``step`` more in some layers, each of ``batch`` rows.
+
+    ``pending`` has the new keys and values of layers until the next call takes them to the shards.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self.begin(0, 0)
+
+    def begin(self, length: int, batch: int) -> None:
+        """Start with ``length`` tokens in all layers, and no step."""
+        self.length, self.batch, self.step = length, batch if length else 0, 0
+        self._taken: set[int] = set()
+        self.pending: dict[int, tuple[Array, Array]] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers have the tokens of the step."""
+        return len(self._taken) == self._layers
+
+    @property
+    def total(self) -> int:
+        """The number of tokens that all layers have."""
+        return self.length + self.step if self.complete else self.length
+
+    def visible_tokens(self, layer_idx: int) -> int:
+        """Return how many tokens queries of a layer see."""
+        if self._taken and layer_idx not in self._taken:
+            raise wrong("layer_idx", "a layer that has taken the tokens of the step", layer_idx)
+        return self.length + self.step
+
+    def add(self, layer_idx: int, key: Array, value: Array) -> None:
+        """Keep a copy of a layer's new keys and values: the caller may change the arrays."""
+        tokens = key.shape[2]
+        if layer_idx in self._taken:
+            raise wrong("layer_idx", "a layer that has not yet taken this step's tokens", layer_idx)
+        if self._taken and tokens != self.step:
+            raise wrong("key_states", f"{self.step} tokens, as in other layers", tokens)
+        self.pending[layer_idx] = np.array(key), np.array(value)
+        self._taken.add(layer_idx)
+        self.step, self.batch = tokens, len(key)
+
+    def commit(self, caller: str) -> None:
+        """End the step; refuse if only some layers have taken it."""
+        if self._taken and not self.complete:
+            missing = sorted(set(range(self._layers)) - self._taken)
+            raise wrong(
+                caller, "all layers to have taken the step's tokens", f"layers {missing} that have not"
+            )
+        self.begin(self.total, self.batch)

@@ -1,0 +1,154 @@
+"""Attention over a part of a context, with the positions of the whole context."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from distributed import get_worker
+
+import kvkit
+from kvkit.formats.elements import Element
+from kvkit.merge import merged
+from kvkit.typed import Array
+
+MASK_BYTES = 2**25  # of masks that exist at a time
+
+
+@contextlib.contextmanager
+def kernel_threads(count: int) -> Iterator[None]:
+    """Run kernels on ``count`` threads, or on as many as there are."""
+    before, count = numba.get_num_threads(), min(count, numba.config.NUMBA_NUM_THREADS)
+    if before != count:
+        numba.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before != count:
+            numba.set_num_threads(before)
+
+
+def worker_threads() -> int:
+    """Return the number of threads of the Dask worker that this runs on, or of kernels elsewhere."""
+    try:
+        return get_worker().state.nthreads
+    except ValueError:
+        return numba.get_num_threads()
+
+
+def position_mask(
+    queries: Array, keys: Array, is_causal: bool, window: tuple[int, int], slopes: Array | None
+) -> Array | None:
+    """Return what hides or weighs keys, from the positions of queries and keys.
+
+    It is None, bool [q, k], or float32 [heads, q, k], to be added.
+    """
+    left, right = window
+    distance = keys[None] - queries[:, None]  # [q, k]
+    visible = np.ones(distance.shape, bool)
+    if is_causal or slopes is not None:
+        visible &= distance <= 0
+    if left >= 0:
+        visible &= distance >= -left
+    if right >= 0:
+        visible &= distance <= right
+    if slopes is None:
+        return None if visible.all() else visible
+    return np.where(visible, slopes[:, None, None] * distance.astype(np.float32), np.float32(-np.inf))
+
+
+def queries_per_mask(keys: int, heads: int) -> int:
+    """Return how many queries get a mask at a time, over so many keys of so many heads."""
+    return max(1, MASK_BYTES // max(1, 8 * keys * heads))
+
+
+def combine_masks(one: Array | None, other: Array | None) -> Array | None:
+    """Return one mask for two. Each is None, boolean or added; axes are aligned at the right."""
+    if one is None or other is None:
+        return other if one is None else one
+    if one.dtype == other.dtype == np.bool_:
+        return one & other
+    one, other = (
+        np.where(mask, np.float32(0), np.float32(-np.inf))
+        if mask.dtype == np.bool_
+        else mask.astype(np.float32)
+        for mask in (one, other)
+    )
+    return one + other
+
+
+def slice_mask(mask: Array | None, rows: slice, keys: slice) -> Array | None:
+    """Return some rows and keys of a mask, whose axis of rows may be 1."""
+    return None if mask is None else mask[..., rows if mask.shape[-2] > 1 else slice(None), keys]
+
+
+def attend_part(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_start: int,
+    key_start: int,
+    attn_mask: Array | None = None,
+    *,
+    is_causal: bool = True,
+    slopes: Array | None = None,
+    window: tuple[int, int] = (-1, -1),
+    sinks: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Attend to neighbouring keys of a context; return outputs [B, S, Hq, Dv] and lse [B, S, Hq].
+
+    `query_start` and `key_start` are the positions of the first query and key; `attn_mask` covers the queries
+    and keys that are given.
+    """
+    batch, tokens, heads, dim = query.shape
+    count = key.shape[1]
+    out = np.zeros((batch, tokens, heads, value.shape[3]), query.dtype)
+    lse = np.full(out.shape[:3], -np.inf, np.float32)
+    if sinks is not None:
+        lse[...] = sinks
+    options |= {"num_heads": heads, "head_dim": dim, "num_kv_heads": key.shape[2], "sinks": sinks}
+
+    def attend_rows(rows: slice, keys: slice, mask: Array | None, is_causal: bool) -> None:
+        if rows.start < rows.stop and keys.start < keys.stop:
+            out[:, rows], lse[:, rows] = kvkit.multi_head_attention(
+                query[:, rows],
+                key[:, keys],
+                value[:, keys],
+                combine_masks(slice_mask(attn_mask, rows, keys), mask),
+                is_causal=is_causal,
+                return_lse=True,
+                **options,
+            )
+
+    offset = key_start - query_start  # of the first key, from the first query
+    causal = is_causal or slopes is not None
+    first = min(max(offset, 0), tokens) if causal else 0  # queries before it see nothing
+    if slopes is None and tuple(window) == (-1, -1):
+        whole = min(max(offset + count - 1, first), tokens) if causal else 0  # from here on all is seen
+        attend_rows(slice(first, whole), slice(0, whole - offset), None, True)
+        attend_rows(slice(whole, tokens), slice(0, count), None, False)
+        return out, lse
+    most = queries_per_mask(count, 1 if slopes is None else heads)
+    left, right = window[0], 0 if causal else window[1]
+    for begin in range(first, tokens, most):
+        end = min(begin + most, tokens)
+        low = max(0, begin - left - offset) if left >= 0 else 0
+        high = min(count, end + right - offset) if right >= 0 else count
+        if low < high:
+            keys = np.arange(low, high) + offset
+            mask = position_mask(np.arange(begin, end), keys, is_causal, window, slopes)
+            attend_rows(slice(begin, end), slice(low, high), mask, False)
+    return out, lse
+
+
+def merge_parts(parts: Sequence[tuple[Array, Array] | None], fmt: Element) -> tuple[Array, Array]:
+    """Merge outputs and lse of parts of a context; None is a part without tokens."""
+    states = [part for part in parts if part is not None]
+    if len(states) == 1:
+        return states[0]
+    outputs, lses = zip(*states, strict=True)
+    return merged(fmt, outputs, lses)

@@ -1,0 +1,64 @@
+"""Which shard of a cache has which tokens and heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.words import wrong
+from kvkit.integrations.dask.checks import Attention
+from kvkit.typed import Array
+
+
+class Placement:
+    """Deal tokens out to ``count`` shards, ``interleave`` in a row; with 0 each has all, of some heads."""
+
+    def __init__(self, count: int, interleave: int, heads: int) -> None:
+        self.count, self.interleave = count, interleave
+        if interleave:
+            self.heads = [slice(0, heads)] * count
+            return
+        if heads < count:
+            raise wrong("num_kv_heads", f"at least {count}, one a shard", heads)
+        self.heads = [slice(heads * i // count, heads * (i + 1) // count) for i in range(count)]
+
+    def token_counts(self, length: int) -> list[int]:
+        """Return how many of the first ``length`` tokens each shard has."""
+        each = self.interleave
+        if not each:
+            return [length] * self.count
+        rounds, rest = divmod(length, each * self.count)
+        return [rounds * each + min(max(rest - i * each, 0), each) for i in range(self.count)]
+
+    def token_indices(self, start: int, stop: int) -> list[Any]:
+        """Return what indexes each shard's tokens among those of [start, stop), None if it has none."""
+        if not self.interleave:
+            return [slice(None)] * self.count
+        if start // self.interleave == (stop - 1) // self.interleave:
+            owner = start // self.interleave % self.count
+            return [slice(None) if i == owner else None for i in range(self.count)]
+        own = (
+            shard_positions(start, stop, i, self.count, self.interleave) - start for i in range(self.count)
+        )
+        return [indices if indices.size else None for indices in own]
+
+    def shard_call(self, shard: int, length: int, call: Attention) -> Attention:
+        """Return a shard's part of a call of attention over ``length`` tokens."""
+        mask = call.mask
+        if self.interleave:
+            if mask is not None:
+                mask = mask[..., shard_positions(0, length, shard, self.count, self.interleave)]
+            return call._replace(mask=mask, sinks=None if shard else call.sinks)  # sinks count once
+        heads, group = self.heads[shard], call.query.shape[1] // self.heads[-1].stop
+        own = slice(heads.start * group, heads.stop * group)
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask[:, own]
+        slopes, sinks = (None if each is None else each[own] for each in (call.slopes, call.sinks))
+        return call._replace(query=call.query[:, own], mask=mask, slopes=slopes, sinks=sinks)
+
+
+def shard_positions(start: int, stop: int, shard: int, shards: int, interleave: int) -> Array:
+    """Return the positions of [start, stop) that a shard has: all, if ``interleave`` is 0."""
+    positions = np.arange(start, stop)
+    return positions[positions // interleave % shards == shard] if interleave else positions
