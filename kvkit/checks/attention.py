@@ -8,7 +8,7 @@ import numpy as np
 
 from kvkit.checks import caches
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import NO_MASK, Cache, Context, Steps
+from kvkit.checks.records import NO_MASK, Cache, Context, Side, Steps
 from kvkit.checks.tensors import current, in_one_place, named, one_piece, step, tensor
 from kvkit.checks.values import flag, integer, number, pair
 from kvkit.checks.words import wrong
@@ -131,14 +131,14 @@ def new_tokens(fmt, current_key, current_value, shape):
 
 def context_of(fmt, key, value, sides):
     """A `Context` of arrays [.., heads, dim]; `sides` are their (sequence, row) strides."""
-    places = [
-        (array.ctypes.data, *side, array.strides[-2], 0, 0, 0, 0)
-        for array, side in zip((key, value), sides, strict=True)
-    ]
+    key_side, value_side = (
+        Side(array.ctypes.data, sequence, row, array.strides[-2])
+        for array, (sequence, row) in zip((key, value), sides, strict=True)
+    )
     sizes = key.shape[-2], key.shape[-1], value.shape[-1]
     spans = sizes[1] * key.itemsize, sizes[2] * key.itemsize
     elements = step(key), step(value)
-    return Context(fmt.name, fmt.name, None, 0, *sizes, tuple(places), *spans, elements=elements)
+    return Context(fmt.name, fmt.name, None, 0, *sizes, (key_side, value_side), *spans, elements=elements)
 
 
 def cache_context(layer):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.checks.records import Cache
+from kvkit.checks.records import Cache, Side
 from kvkit.checks.tensors import FLOAT_NAMES, apart, in_out, said, tensor
 from kvkit.checks.values import choice, integer
 from kvkit.checks.words import describe, wrong
@@ -45,16 +45,16 @@ def cache_layer(
     capacity = sizes[at["b"]] if "b" in at else 1, sizes[at["n"]]
     where = place(cache, layout, layer_idx)
     adjoin = where.head == stored.bytes(dim)
-    key = (where.address, where.sequence, where.row, where.head)
-    value = (where.address + where.kv, *key[1:])
+    key = Side(where.address, where.sequence, where.row, where.head)
+    value = key._replace(address=where.address + where.kv)
     if stored.name in STORED and has_own_scales(stored, heads, scale):
         cell, *cells = given_scales(heads, scale)
-        sides = (*key, *cells[0]), (*value, *cells[1])
+        sides = Side(*key[:4], *cells[0]), Side(*value[:4], *cells[1])
         adjoin = adjoin and not cells[0][-1]
         return Cache(fmt.name, stored.name, cell, 0, heads, dim, stored.bytes(dim), capacity, adjoin, sides)
     if not quant_bit and stored.name not in STORED:
-        sides = (*key, 0, 0, 0, 0), (*value, 0, 0, 0, 0)
-        return Cache(fmt.name, stored.name, None, 0, heads, dim, stored.bytes(dim), capacity, adjoin, sides)
+        sizes = heads, dim, stored.bytes(dim)
+        return Cache(fmt.name, stored.name, None, 0, *sizes, capacity, adjoin, (key, value))
 
     group = integer("quant_group", quant_group, 1)
     if dim % group:
@@ -72,7 +72,7 @@ def cache_layer(
     spot = place(scale, layout, layer_idx)
     adjoin = adjoin and spot.head == cell.bytes(dim // group)
     tail = (spot.sequence, spot.row, spot.head)
-    sides = (*key, spot.address, *tail), (*value, spot.address + spot.kv, *tail)
+    sides = Side(*key[:4], spot.address, *tail), Side(*value[:4], spot.address + spot.kv, *tail)
     return Cache(
         fmt.name, stored.name, cell.name, group, heads, dim, stored.bytes(dim), capacity, adjoin, sides
     )

@@ -9,7 +9,7 @@ from kvkit import checks
 from kvkit.checks import validation
 from kvkit.checks.index_tensors import INT64_MAX, index
 from kvkit.checks.outputs import one_place
-from kvkit.checks.records import Context, Steps
+from kvkit.checks.records import Context, Side, Steps
 from kvkit.checks.tensors import FORMATS, in_one_place, step, tensor
 from kvkit.checks.words import describe, wrong
 from kvkit.formats import BY_DTYPE, FLOATS
@@ -157,14 +157,14 @@ def context_of(fmt, key, value, cells=None):
     group = group_of(cells[0], key) if cells else 0
     if cells:
         ends = [(each.ctypes.data, 0, place_of(each).unit, each.strides[HEAD]) for each in cells]
-    sides = [
-        (pool.ctypes.data, 0, place.unit, pool.strides[HEAD], *end)
+    key_side, value_side = (
+        Side(pool.ctypes.data, 0, place.unit, pool.strides[HEAD], *end)
         for pool, place, end in zip((key, value), places, ends, strict=True)
-    ]
+    )
     sizes = key.shape[HEAD], key.shape[CONTENT], value.shape[CONTENT]
     spans = sizes[1] * key.itemsize, sizes[2] * value.itemsize
     return Context(
-        fmt.name, formats[0], cell, group, *sizes, tuple(sides), *spans, as_loaded=False,
+        fmt.name, formats[0], cell, group, *sizes, (key_side, value_side), *spans, as_loaded=False,
         value_stored=formats[1], steps=tuple(place.step for place in places),
         elements=(step(key), step(value)),
     )  # fmt: skip

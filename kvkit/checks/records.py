@@ -23,6 +23,19 @@ class Steps(NamedTuple):
     value_table: np.ndarray | None = None  # where values have other rows than keys
 
 
+class Side(NamedTuple):
+    """Locates the rows of keys or of values, and the scales of codes: an address and byte strides of each."""
+
+    address: int
+    sequence: int
+    row: int
+    head: int
+    scales: int = 0
+    scale_sequence: int = 0
+    scale_row: int = 0
+    scale_head: int = 0
+
+
 class Cache(NamedTuple):
     """A layer of a checked cache as kernels see it: format names, and address and strides of each side."""
 
@@ -35,7 +48,7 @@ class Cache(NamedTuple):
     stored_bytes: int  # of a head
     capacity: tuple[int, int]  # sequences, rows
     heads_adjoin: bool
-    sides: tuple[tuple[int, ...], ...]  # [key|value]: cache, then scale (address, sequence, row, head)
+    sides: tuple[Side, Side]  # of keys, of values
 
 
 class Context(NamedTuple):
@@ -53,7 +66,7 @@ class Context(NamedTuple):
     heads: int
     dim: int
     value_dim: int
-    sides: tuple[tuple[int, ...], ...]  # [key|value]: elements, then scales (address, sequence, row, head)
+    sides: tuple[Side, Side]  # of keys, of values
     key_bytes: int
     value_bytes: int
     as_loaded: bool = True

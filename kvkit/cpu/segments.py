@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numba import types
 
-from kvkit.checks.records import Context
+from kvkit.checks.records import Context, Side
 from kvkit.cpu import attention, machine, memory, products
 from kvkit.cpu.codes import cells_of
 from kvkit.cpu.launches import address
@@ -196,9 +196,9 @@ def reader(key, value, dims):
 
 def context(packed, batch, heads, dims, forms, tables):
     """A `Context` of keys and values that lie in segments."""
-    sides = tuple((address(table), heads, batch * heads, 1, address(table), 0, 0, 0) for table in tables)
+    key, value = (Side(address(table), heads, batch * heads, 1, scales=address(table)) for table in tables)
     dim, value_dim = dims
     return Context(
-        packed, "float32", None, 0, heads, dim, value_dim, sides, 4 * dim, 4 * value_dim,
+        packed, "float32", None, 0, heads, dim, value_dim, (key, value), 4 * dim, 4 * value_dim,
         as_loaded=False, reader=reader(*forms, dims),
     )  # fmt: skip

@@ -93,8 +93,7 @@ class PagedStore:
         ]
         self.contexts = [attention.cache_context(place) for place in self.places]
         self.addresses = [
-            {"cache": key_address, "scale": cell_address}
-            for (key_address, _, _, _, cell_address, *_), _ in (place.sides for place in self.places)
+            {"cache": place.sides[0].address, "scale": place.sides[0].scales} for place in self.places
         ]
         arrays = (self.cache, self.scale) if self.found else (self.cache,)
         layout = DYNAMIC[self.attributes["cache_layout"]]
