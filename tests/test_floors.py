@@ -13,7 +13,7 @@ import kvkit
 HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
-    "errors version dumps",  # 0
+    "errors version dumps reference",  # 0
     "checks.words",
     "typed sources kept turns waiting garbage formats compression spare",  # 1
     "foreign",
@@ -130,6 +130,15 @@ def test_floors(name):
             assert room(name) == "cli", f"{name} imports {module}"
         else:
             assert FLOOR[room(module)] < FLOOR[room(name)], f"{name} imports {module}"
+
+
+def test_the_reference_shares_nothing_with_the_package():
+    """It is what the package is compared with."""
+    own = {name for name in TREES if f"{name}.".startswith("kvkit.reference.")}
+    packages = {package.partition(".")[0] for name in own for _, package, _ in imported(name)}
+    assert {module for name in own for module, *_ in imported(name) if module in TREES} <= own
+    assert packages <= {"kvkit", "numpy", "ml_dtypes"} | set(sys.stdlib_module_names)
+    assert len(own) > 7
 
 
 def test_no_circles():

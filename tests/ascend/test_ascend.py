@@ -1,13 +1,14 @@
 """Random legal calls of `reshape_and_cache` against plain loops: every byte of the caches' memory."""
 
-import ascend_reference as oracle
 import backends
 import ml_dtypes
 import numpy as np
 import pytest
-from ascend_reference import KVHEAD, OMNI, ROPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvkit.reference import ascend as oracle
+from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
@@ -183,7 +184,7 @@ def compressed_call(rng, dtype, mode, count=2, empty_window="copy"):
     if mode != KVHEAD:
         wins[offsets == -1] = rng.choice([-5, 0, 3, 2**40], (offsets == -1).sum())
     made = [
-        len(oracle.run_of(np.zeros((n, 1)), mode, w, o, empty_window))
+        len(oracle.compress_run(np.zeros((n, 1)), mode, w, o, empty_window))
         for n, w, o in zip(lengths, wins, offsets, strict=True)
     ]
     slots, end = np.zeros(len(wins), np.int64), 0

@@ -4,9 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import refusals
-from ascend_reference import KVHEAD, OMNI, ROPE
 from calls import MODES as CALLS
 from calls import Call, reshape
+
+from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 ARRAYS = ("key", "value", "key_cache", "value_cache")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

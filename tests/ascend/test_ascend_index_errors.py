@@ -3,13 +3,13 @@
 import backends
 import numpy as np
 import pytest
-from ascend_reference import KVHEAD, OMNI, ROPE
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ascend import compressed_call, plain_call, seeds
 from test_ascend_errors import CALLS, call_of, refused, run, runs_only
 
 from kvkit import KvkitError
+from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 

@@ -2,16 +2,17 @@
 
 import math
 
-import ascend_reference as oracle
 import backends
+import exact_mean
 import numpy as np
 import pytest
-from ascend_reference import ROPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ascend import FLOATS, finite, seeds
 
 from kvkit.cpu import pieces
+from kvkit.reference import ascend as oracle
+from kvkit.reference.ascend import ROPE
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
@@ -40,7 +41,7 @@ def numbers(rng, element, shape):
     if how == 0:
         return finite(rng, shape, FLOATS[element])
     steps = rng.integers(-40, 41, shape) if how == 1 else 1000 + rng.integers(-3, 4, shape)
-    smallest = oracle.PRECISION[element][1] - oracle.PRECISION[element][0] + 1
+    smallest = exact_mean.PRECISION[element][1] - exact_mean.PRECISION[element][0] + 1
     scale = 2.0 ** (smallest if rng.random() < 0.4 else rng.integers(-6, 4))
     array = (steps * scale).astype(FLOATS[element])
     if how == 3:
@@ -55,7 +56,7 @@ def test_in_whole_numbers(rng, element, count):
     """Against fractions, which are rounded by a rule and not by a machine."""
     tokens = numbers(rng, element, (count, 16))
     for got, column in zip(mean_of(tokens).astype(float), tokens.T, strict=True):
-        expected, negative = oracle.exact_mean(column, element)
+        expected, negative = exact_mean.exact_mean(column, element)
         assert got == float(expected)
         assert math.copysign(1, got) == (-1 if negative else 1)
 
@@ -64,7 +65,7 @@ def test_in_whole_numbers(rng, element, count):
 @given(seeds, st.sampled_from(list(FLOATS)), st.integers(1, 300))
 def test_in_loops(rng, element, count):
     tokens = numbers(rng, element, (count, 33))
-    assert mean_of(tokens).tobytes() == oracle.mean(tokens).tobytes()
+    assert mean_of(tokens).tobytes() == oracle.mean_of_rows(tokens).tobytes()
 
 
 @every_float
@@ -72,7 +73,7 @@ def test_in_loops(rng, element, count):
 def test_every_lane(element, dim):
     """Each element of a head has numbers of its own, whatever vectors it is in."""
     tokens = finite(np.random.default_rng(dim), (7, dim), FLOATS[element])
-    assert mean_of(tokens).tobytes() == oracle.mean(tokens).tobytes()
+    assert mean_of(tokens).tobytes() == oracle.mean_of_rows(tokens).tobytes()
 
 
 @every_float
@@ -93,7 +94,7 @@ def test_one_token(element):
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 def test_ties(element):
     """Halfway between neighbours: the even one, in numbers of every size and sign."""
-    bits, lowest, highest = oracle.PRECISION[element]
+    bits, lowest, highest = exact_mean.PRECISION[element]
     below = np.arange(
         0, 2 ** (bits - 1) * (highest - lowest), dtype=np.uint16
     )  # all but infinity's neighbours
@@ -133,7 +134,7 @@ def test_the_order_of_tokens(order):
 @every_float
 def test_overflow(element):
     """Only of the sum in float32: then infinity, with its sign, and later tokens do not lead back."""
-    largest = np.float32(1.5 * 2.0 ** oracle.PRECISION[element][2])
+    largest = np.float32(1.5 * 2.0 ** exact_mean.PRECISION[element][2])
     tokens = np.full((3, 32), largest).astype(FLOATS[element])
     tokens[:, 1] *= -1
     tokens[2, 2] *= -1
@@ -163,7 +164,7 @@ def test_nan_and_infinity_stay_in_their_element(element):
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 def test_one_rounding(element):
     """Partial sums that the type of the data could not hold."""
-    unit = 2.0 ** -(oracle.PRECISION[element][0] - 1)
+    unit = 2.0 ** -(exact_mean.PRECISION[element][0] - 1)
     tokens = np.full((4, 32), unit / 4, FLOATS[element])
     tokens[0] = 1
     assert (mean_of(tokens).astype(float) == float(FLOATS[element].type((1 + 3 * unit / 4) / 4))).all()

@@ -4,10 +4,11 @@ import backends
 import numba
 import numpy as np
 import pytest
-from ascend_reference import KVHEAD, OMNI, ROPE
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ascend import FLOATS, any_bits, compressed_call, dtypes_of, finite, seeds
+
+from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 nd_to_nz = backends.operators.ascend.nd_to_nz
 paged_cache_load = backends.operators.ascend.paged_cache_load

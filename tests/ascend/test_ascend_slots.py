@@ -2,10 +2,8 @@
 
 import math
 
-import ascend_reference as oracle
 import numpy as np
 import pytest
-from ascend_reference import KVHEAD, OMNI, ROPE
 from attention_scenes import assert_near
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +20,8 @@ from kvkit.ascend import (
     reshape_and_cache,
     slots,
 )
+from kvkit.reference import ascend as oracle
+from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 sizes_of, rooms_of, firsts_of = st.integers(1, 9), st.integers(0, 12), st.integers(0, 3)
@@ -89,7 +89,7 @@ def test_compressed_slots(rng, lengths, heads, size, headroom, first_block, mode
         for h in range(heads):
             i = b * heads + h
             offset = -1 if offsets is None else offsets[i]
-            runs.append(oracle.run_of(key[first : first + n, h], mode, wins[i], offset, empty))
+            runs.append(oracle.compress_run(key[first : first + n, h], mode, wins[i], offset, empty))
             counts.append(wins[i] if mode == ROPE and offset >= 0 and wins[i] else 0)
         first += n
     where = compressed_slots(

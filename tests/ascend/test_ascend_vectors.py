@@ -1,6 +1,7 @@
-"""The hand-computed vectors of the specification."""
+"""The hand-computed vectors of the specification, on the package and on the reference."""
 
 import math
+from types import SimpleNamespace
 
 import backends
 import ml_dtypes
@@ -8,14 +9,14 @@ import numpy as np
 import pytest
 from scenes import assert_same
 
-from kvkit import KvkitError
+from kvkit import KvkitError, reference
 from kvkit.ascend import CompressType
 
-block_copy = backends.operators.ascend.block_copy
-nd_to_nz = backends.operators.ascend.nd_to_nz
-paged_attention = backends.operators.ascend.paged_attention
-paged_cache_load = backends.operators.ascend.paged_cache_load
-reshape_and_cache = backends.operators.ascend.reshape_and_cache
+REFERENCE = SimpleNamespace(
+    **{name.removeprefix("ascend."): each for name, each in reference.OPERATORS.items() if "ascend" in name}
+)
+REFERENCE.paged_attention = lambda *inputs, **more: reference.ascend.attend_blocks(*inputs, **more)[0]
+reshape_and_cache = backends.operators.ascend.reshape_and_cache  # of what is refused
 
 KVHEAD, ROPE, OMNI = CompressType.KVHEAD, CompressType.KVHEAD_ROPE, CompressType.OMNI
 DIM = 32
@@ -26,6 +27,11 @@ CONSTANT = np.ones(DIM)
 VARYING = np.where(np.arange(DIM) % 2, -1, 1) * 2.0 ** (np.arange(DIM) % 5 - 2)
 channels = pytest.mark.parametrize("channel", [CONSTANT, VARYING], ids=["constant", "varying"])
 index_types = pytest.mark.parametrize("integer", [np.int32, np.int64])
+
+
+@pytest.fixture(params=["package", "reference"])
+def ops(request):
+    return backends.operators.ascend if request.param == "package" else REFERENCE
 
 
 def rows(numbers, channel, dtype=np.float16):
@@ -116,10 +122,10 @@ def given(mode, data, channel, integer=np.int64, **more):
 @pytest.mark.parametrize("name", COMPRESSED)
 @channels
 @index_types
-def test_compressed(name, channel, integer):
+def test_compressed(ops, name, channel, integer):
     mode, data, more, after = COMPRESSED[name]
     arguments, keywords = given(mode, data, channel, integer, **more)
-    results = reshape_and_cache(*arguments, **keywords)
+    results = ops.reshape_and_cache(*arguments, **keywords)
     assert results[0] is arguments[2]
     assert results[1] is arguments[3]
     assert np.array_equal(results[0], cache_of(after, channel))
@@ -127,11 +133,11 @@ def test_compressed(name, channel, integer):
 
 
 @channels
-def test_v1_append(channel):
+def test_v1_append(ops, channel):
     """A decoded token behind the run."""
     cache = cache_of([[0, 1, 2, 3], [6, 9, 10, 0]], channel)
     more = {"wins": [0], "seq_lens": [1], "offset_index": [-1]}
-    reshape_and_cache(keys_of([11], channel), None, cache, None, [7], compress_type=ROPE, **more)
+    ops.reshape_and_cache(keys_of([11], channel), None, cache, None, [7], compress_type=ROPE, **more)
     assert np.array_equal(cache, cache_of([[0, 1, 2, 3], [6, 9, 10, 11]], channel))
 
 
@@ -149,50 +155,50 @@ MEANS = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_v4_means(name):
+def test_v4_means(ops, name):
     dtype, numbers, expected = MEANS[name]
     key = rows(numbers, CONSTANT, dtype)[:, None]
     caches = [np.full((1, 2, 1, DIM), -9, dtype) for _ in range(2)]
     more = {"wins": [len(numbers)], "seq_lens": [len(numbers)], "offset_index": [0]}
-    reshape_and_cache(key, key, *caches, [1], compress_type=ROPE, **more)
+    ops.reshape_and_cache(key, key, *caches, [1], compress_type=ROPE, **more)
     after = np.full((1, 2, 1, DIM), -9, dtype)
     after[0, 1] = np.array(expected).astype(dtype)
     for cache in caches:
         assert_same(cache, after)
 
 
-def test_v5_nz():
+def test_v5_nz(ops):
     key = np.arange(64, dtype=np.float16).reshape(2, 2, 16)
     cache = np.full((1, 2, 2, 16), -1, np.float16)
-    reshape_and_cache(key, None, cache, None, [0, 1], cache_format="NZ")
+    ops.reshape_and_cache(key, None, cache, None, [0, 1], cache_format="NZ")
     for g, r, e in np.ndindex(2, 2, 16):
         assert cache[0, g, r, e] == 32 * r + 16 * g + e
     assert cache.ravel()[::16].tolist() == [0, 32, 16, 48]
 
 
-def test_v6_negative_slots():
+def test_v6_negative_slots(ops):
     key = np.array([[10, 11], [20, 21], [30, 31], [40, 41]], np.float16)[:, None]
     value = np.array([1, 2, 3, 4], np.float16)[:, None, None]
     caches = np.full((2, 2, 1, 2), 9, np.float16), np.full((2, 2, 1, 1), 9, np.float16)
-    reshape_and_cache(key, value, *caches, [3, -1, 0, -4])
+    ops.reshape_and_cache(key, value, *caches, [3, -1, 0, -4])
     assert caches[0][:, :, 0].tolist() == [[[30, 31], [9, 9]], [[9, 9], [10, 11]]]
     assert caches[1][:, :, 0, 0].tolist() == [[3, 9], [9, 1]]
 
 
-def test_v7_strides():
+def test_v7_strides(ops):
     fused = np.arange(12, dtype=np.float32).reshape(2, 3, 1, 2)
     store = np.full((2, 2, 2, 1, 2), -1, np.float32)
     slots = np.array([9, 2, 9, 1])[1::2]
-    reshape_and_cache(fused[:, 1], fused[:, 2], store[:, 0], store[:, 1], slots)
+    ops.reshape_and_cache(fused[:, 1], fused[:, 2], store[:, 0], store[:, 1], slots)
     after = [[[[-1, -1], [8, 9]], [[-1, -1], [10, 11]]], [[[2, 3], [-1, -1]], [[4, 5], [-1, -1]]]]
     assert store[:, :, :, 0].tolist() == after
 
 
-def test_v8_nz_of_two_types():
+def test_v8_nz_of_two_types(ops):
     key = np.arange(64, dtype=np.int8).reshape(1, 2, 32)
     value = np.arange(100, 132).astype(ml_dtypes.bfloat16).reshape(1, 2, 16)
     key_cache, value_cache = np.full((2, 2, 3, 32), -1, np.int8), np.full((2, 2, 3, 16), -1, value.dtype)
-    reshape_and_cache(key, value, key_cache, value_cache, [4], cache_format="NZ")
+    ops.reshape_and_cache(key, value, key_cache, value_cache, [4], cache_format="NZ")
     keys, values = np.full((2, 2, 3, 32), -1), np.full((2, 2, 3, 16), -1)
     keys[1, 0, 1], keys[1, 1, 1] = np.arange(32), np.arange(32, 64)
     values[1, 0, 1], values[1, 1, 1] = np.arange(100, 116), np.arange(116, 132)
@@ -244,10 +250,10 @@ def test_v12_head_size():
     refused((key, key, *caches, [1]), {"compress_type": KVHEAD, "wins": [5], "seq_lens": [10]}, "key")
 
 
-def test_v13_nhsd():
+def test_v13_nhsd(ops):
     key = np.array([[[1], [2]], [[3], [4]]], np.float32)
     cache = np.zeros((2, 2, 3, 1), np.float32)
-    reshape_and_cache(key, None, cache.transpose(0, 2, 1, 3), None, [4, 0])
+    ops.reshape_and_cache(key, None, cache.transpose(0, 2, 1, 3), None, [4, 0])
     assert cache[..., 0].tolist() == [[[3, 0, 0], [4, 0, 0]], [[0, 1, 0], [0, 2, 0]]]
 
 
@@ -261,37 +267,39 @@ V14 = {
 
 @pytest.mark.parametrize("name", V14)
 @index_types
-def test_v14_load(name, integer):
+def test_v14_load(ops, name, integer):
     lengths, starts, expected = V14[name]
     cache = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1, 1)
     starts = None if starts is None else np.array(starts, integer)
     table = np.array([[2, 0, 9], [3, -1, 1]], integer)
-    key, value = paged_cache_load(cache, -cache, table, np.array(lengths, integer), starts)
+    key, value = ops.paged_cache_load(cache, -cache, table, np.array(lengths, integer), starts)
     assert key[:, 0, 0].tolist() == expected
     assert (-value[:, 0, 0]).tolist() == expected
 
 
 @pytest.mark.parametrize(("offset", "expected"), [(0, 2.0), (math.log(3) / 0.5, 1.5), (math.log(3), 3**0.5)])
-def test_v15_attention(offset, expected):
+def test_v15_attention(ops, offset, expected):
     query, keys = np.ones((1, 2, 1), np.float32), np.zeros((2, 2, 1, 1), np.float32)
     values = np.array([[7, 99], [1, 3]], np.float32).reshape(2, 2, 1, 1)
     razor = np.zeros((2, 2), np.float32)
     razor[1, 0] = offset
-    output = paged_attention(query, keys, values, [[1], [0]], [2, 1], razor_offset=razor, softmax_scale=0.5)
+    output = ops.paged_attention(
+        query, keys, values, [[1], [0]], [2, 1], razor_offset=razor, softmax_scale=0.5
+    )
     assert output[0, :, 0] == pytest.approx([expected, 7], rel=1e-6)
 
 
-def test_v16_nz_of_a_matrix():
-    y = nd_to_nz(np.arange(1, 21, dtype=np.float32).reshape(1, 2, 10))
+def test_v16_nz_of_a_matrix(ops):
+    y = ops.nd_to_nz(np.arange(1, 21, dtype=np.float32).reshape(1, 2, 10))
     after = np.zeros((1, 2, 16, 8))
     after[0, 0, 0], after[0, 0, 1] = np.arange(1, 9), np.arange(11, 19)
     after[0, 1, 0, :2], after[0, 1, 1, :2] = [9, 10], [19, 20]
     assert np.array_equal(y, after)
 
 
-def test_v17_block_copy():
+def test_v17_block_copy(ops):
     cache = np.arange(10, 15, dtype=np.float32).reshape(5, 1, 1, 1)
     other = -cache
-    assert block_copy(cache, other, [4, 0], [1, 3, 2], [2, 3]) == (cache, other)
+    assert ops.block_copy(cache, other, [4, 0], [1, 3, 2], [2, 3]) == (cache, other)
     assert cache.ravel().tolist() == [10, 14, 10, 14, 14]
     assert (-other).ravel().tolist() == [10, 14, 10, 14, 14]

@@ -1,12 +1,13 @@
 """Views that runtimes hand over, and limits of Ascend's kernels that `reshape_and_cache` does not have."""
 
-import ascend_reference as oracle
 import backends
 import ml_dtypes
 import numpy as np
 import pytest
-from ascend_reference import KVHEAD, ROPE
 from test_ascend import any_bits, check, every_dtype, finite, random_slots
+
+from kvkit.reference import ascend as oracle
+from kvkit.reference.ascend import KVHEAD, ROPE
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 

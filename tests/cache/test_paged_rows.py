@@ -2,14 +2,14 @@
 
 import copy
 
-import attention_reference
 import numpy as np
 import pytest
-import reference
 from paged_scenes import P, numbered, refused
 
 from kvkit import formats
 from kvkit.cache import KVView, PagedCache, load
+from kvkit.reference import attention as attention_reference
+from kvkit.reference import key_value_cache as reference
 
 
 def normal(rng, *shape, dtype=np.float32):
@@ -50,8 +50,8 @@ def test_updates_give_all_tokens_back(layout, bit, rng):
 
 
 def stored(head):
-    codes, scales = reference.quantize(head, 8, 8)
-    return reference.dequantize(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
+    codes, scales = reference.quantize_head(head, 8, 8)
+    return reference.dequantize_head(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
 
 
 SCALES = {"sides": [0.01, 0.02], "heads": [[[0.01, 0.02], [0.03, 0.04]]]}
@@ -147,13 +147,11 @@ def test_attend(options, rng):
                 for b in range(2):
                     sides = [np.asarray(side)[b].swapaxes(0, 1) for side in (keys, values)]
                     grid = np.broadcast_to(mask[b], (4, last, length)) if padded else None
-                    want, want_lse = attention_reference.attend(
+                    want, want_lse = attention_reference.attend_sequence(
                         query[b].swapaxes(0, 1),
                         *sides,
                         grid,
-                        head_dim=8,
                         causal=True,
-                        is_alibi=False,
                         **options,
                     )
                     seen = np.isfinite(want_lse)

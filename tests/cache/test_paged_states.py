@@ -4,7 +4,6 @@ import functools
 
 import numpy as np
 import pytest
-import reference
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +17,7 @@ from paged_model import Model, numbers
 
 from kvkit import KvkitError
 from kvkit.cache import OutOfBlocksError, PagedCache
+from kvkit.reference import key_value_cache as reference
 
 LAYERS, HEADS, DIM = 2, 2, 8
 NUM_BLOCKS, PAGE_SIZE = 11, 2
@@ -33,8 +33,8 @@ def stored(head, bit):
     exact = np.frombuffer(head, np.float32)
     if not bit:
         return exact
-    codes, scales = reference.quantize(exact, bit, 8)
-    return reference.dequantize(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
+    codes, scales = reference.quantize_head(exact, bit, 8)
+    return reference.dequantize_head(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
 
 
 class Paged(RuleBasedStateMachine):

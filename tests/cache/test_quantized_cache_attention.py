@@ -6,7 +6,6 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numba
 import numpy as np
 import pytest
-from attention_reference import attend
 from footprint import needs_status, sizes_by
 from quantized_cache_scenes import OPTIONS, feed, states
 from scenes import first_quick
@@ -16,6 +15,7 @@ from kvkit.cache.layers import attention
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.errors import KvkitError
+from kvkit.reference.attention import attend_sequence
 
 # float32 sums of some hundred products, then one rounding to the format
 CLOSE = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -30,10 +30,10 @@ def attended(query, keys, values, mask=None, **options):
     query, keys, values = (x.swapaxes(1, 2).astype(np.float64) for x in (query, keys, values))
     sizes = len(query), query.shape[2], query.shape[1], keys.shape[1]
     pairs = [
-        attend(
+        attend_sequence(
             query[b], keys[b], values[b],
             None if mask is None else np.broadcast_to(mask, sizes)[b],
-            head_dim=query.shape[3], causal=True, is_alibi=False, **options,
+             **options,
         )
         for b in range(len(query))
     ]  # fmt: skip

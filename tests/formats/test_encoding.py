@@ -1,11 +1,11 @@
 """Every named format against formulas transcribed as loops: bytes, ties, limits, zeros, and back."""
 
-import formats_reference as oracle
 import numpy as np
 import pytest
 
 from kvkit import formats
 from kvkit.formats import NAMED, decode, encode
+from kvkit.reference import formats as oracle
 
 F32 = np.float32
 GGML = {name: getattr(oracle, name) for name in ("q8_0", "q4_0", "q4_1", "q5_1", "ggml_mxfp4")}
@@ -167,7 +167,7 @@ def test_onnxruntime_codes(name):
     low, high = (-128, 127) if name == "ort_int8" else (-8, 7)
     x = F32([[0.5, 1.5, 2.5, -0.5, 1e9, -1e9, 3, -7.5]]) * F32(0.5)
     codes = [min(max(round(float(v) / 0.5), low), high) for v in x[0]]
-    expected = [c % 256 for c in codes] if low == -128 else oracle.low_first([c + 8 for c in codes], 4)
+    expected = [c % 256 for c in codes] if low == -128 else oracle.pack_low_first([c + 8 for c in codes], 4)
     arrays = encode(x, name, scale=0.5)
     np.testing.assert_array_equal(arrays["codes"].view(np.uint8)[0], expected)
     np.testing.assert_array_equal(decode(arrays, name)[0], F32(codes) * F32(0.5))

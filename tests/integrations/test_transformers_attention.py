@@ -3,7 +3,6 @@
 import copy
 import threading
 
-import attention_reference
 import numpy as np
 import pytest
 import torch
@@ -26,6 +25,7 @@ from kvkit.cache import CapacityError, DynamicCache, SlidingWindowLayer
 from kvkit.integrations.transformers import KvkitCache, pending
 from kvkit.integrations.transformers.attention import attention_forward as attention
 from kvkit.integrations.transformers.masks import attention_mask
+from kvkit.reference import attention as attention_reference
 
 pytestmark = pytest.mark.transformers
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
@@ -51,16 +51,14 @@ def states(*shape, seed=0, dtype=torch.float32):
 def wanted(query, key, value, mask=None, window=None, causal=True, **options):
     """Loops over tensors [B, H, tokens, D]; a mask [B or 1, H or 1, q or 1, S]."""
     arrays = [tensor.float().numpy().transpose(0, 2, 1, 3) for tensor in (query, key, value)]
-    batch, heads, new, dim = query.shape
+    batch, heads, new, _ = query.shape
     if mask is not None:
         mask = np.broadcast_to(mask.numpy(), (batch, heads, new, mask.shape[-1]))
     rows = [
-        attention_reference.attend(
+        attention_reference.attend_sequence(
             *(array[b] for array in arrays),
             None if mask is None else mask[b],
-            head_dim=dim,
             causal=causal,
-            is_alibi=False,
             window=(-1, -1) if window is None else (window - 1, -1),
             **options,
         )[0]

@@ -5,7 +5,6 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
 import scenes
 from scenes import DIMS, DTYPES, FLOATS, GROUPS, MOVED, QUANTIZED, Formats, assert_same
 from surroundings import carve
@@ -13,6 +12,7 @@ from surroundings import carve
 from kvkit.cpu import machine
 from kvkit.cpu.rows import MANY, rows
 from kvkit.cpu.simd.panels import groups_in_panel
+from kvkit.reference import key_value_cache as reference
 
 REST_OF_GRID = [
     formats
@@ -70,7 +70,7 @@ def stored(formats, x, plain):
 
 def oracle(formats, x):
     with np.errstate(all="ignore"):
-        codes, scale = reference.quantize(x.reshape(-1), formats.bit, formats.group)
+        codes, scale = reference.quantize_head(x.reshape(-1), formats.bit, formats.group)
         scale = scale.astype(DTYPES[formats.t3])
     if formats.bit == 4:
         pairs = codes.view(np.uint8).reshape(-1, 2)
@@ -96,7 +96,7 @@ def tails(group, counts):
 
 def near_ties(rng, formats, shape):
     """Each group has a maximum and numbers whose quotients lie within two steps of k + 1/2."""
-    dtype, qmax = DTYPES[formats.t1], reference.QMAX[formats.bit]
+    dtype, qmax = DTYPES[formats.t1], reference.LARGEST_CODE[formats.bit]
     groups = int(np.prod(shape)) // formats.group
     largest = (2.0 ** rng.uniform(-10, 15, (groups, 1))).astype(dtype)
     step = reference.divide(largest, qmax, dtype).astype(np.float64)

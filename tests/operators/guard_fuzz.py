@@ -17,7 +17,6 @@ import warnings
 import attention_scenes as attention
 import numpy as np
 import scenes
-from ascend_reference import KVHEAD, OMNI, ROPE
 from borders import BEGIN, END, at_border
 from scenes import DTYPES, FLOATS, INT64_MAX, INT64_MIN, LAYER, Formats
 from test_ascend import compressed_call, plain_call
@@ -33,6 +32,7 @@ from test_positions import random_mask
 import kvkit
 from kvkit import KvkitError
 from kvkit.cpu import alibi, pieces, rotary, transfer
+from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 DIMS = (1, 6, 8, 17, 24, 40, 64, 128)
 INT8, INT4 = Formats("fp16", "int8", "fp16", 8, 8), Formats("fp32", "int8", "bf16", 4, 32)

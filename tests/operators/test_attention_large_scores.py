@@ -4,14 +4,15 @@ Both see codes times scales in float32. A load rounds that to the type of the da
 rounding the key does: by no more than that type's precision.
 """
 
-import attention_reference as oracle
 import attention_scenes as scenes
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
 from attention_scenes import TOLERANCE, assert_near
 from scenes import ODD_GROUPS, QUANTIZED, Formats
+
+from kvkit.reference import attention as oracle
+from kvkit.reference import key_value_cache as reference
 
 SAME_TYPES = [
     Formats(t1, "int8", t1, bit, group) for t1 in ("fp16", "bf16") for bit, group in ((8, 32), (4, 16))
@@ -34,10 +35,10 @@ def codes_times_scales(call, monkeypatch):
         product = codes.reshape(-1, group).astype(np.float32) * cell.astype(np.float32)[:, None]
         return product.astype(cell.dtype if eps(cell.dtype) > eps(t1) else np.float32).reshape(-1)
 
-    monkeypatch.setattr(reference, "dequantize", products)
+    monkeypatch.setattr(reference, "dequantize_head", products)
     monkeypatch.setattr(reference, "store_head", lambda x, *rest: store(x.astype(t1), *rest))
     given, after = [call[name].astype(np.float32) for name in NEW_NAMES[1:]], call.copy()
-    options, _ = oracle.split(call.attrs)
+    options, _ = oracle.split_attributes(call.attrs)
     return reference.key_value_cache(*given, PAST, after["cache"], after["scale"], **options)
 
 
@@ -62,7 +63,7 @@ def test_large_scores(formats, deviation, factor, rng, monkeypatch):
     scores = np.einsum("ikgd,jkd->ikgj", query, key[0]) * call.attrs["softmax_scale"]
     largest = np.abs(scores).max(-1).reshape(1, NEW, 4)
     assert largest.max() > 16 or dim < 64
-    _, options = oracle.split(call.attrs)
+    _, options = oracle.split_attributes(call.attrs)
     output, lse = oracle.multi_head_attention(call["query"], key, value, None, **options)
     rounded = [side.astype(t1) for side in (key, value)]
     _, rounded_lse = oracle.multi_head_attention(call["query"], *rounded, None, **options)

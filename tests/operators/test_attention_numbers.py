@@ -5,11 +5,11 @@ import math
 import attention_scenes as scenes
 import numpy as np
 import pytest
-from attention_reference import CACHE as CACHE_ATTRIBUTES
 from attention_scenes import FP16, FP32, INT8, KINDS, TOLERANCE, any_kind, assert_near, check
 from test_attention_vectors import one
 
 import kvkit
+from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
 
 CACHED = ("static_cache", "dynamic_cache")
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 import itertools
 
-import attention_reference as reference
 import attention_scenes as scenes
 import ml_dtypes
 import numpy as np
@@ -15,6 +14,7 @@ from test_attention_numbers import whole_context
 
 import kvkit
 from kvkit import KvkitError, merge_attention_states
+from kvkit.reference import attention as reference
 
 INF = np.inf
 floats = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -80,7 +80,7 @@ def test_against_the_oracle(rng, count, axes):
     outputs, lses = parts(rng, count, (*(3, 2, 4)[:axes], 2, 5))
     for lse in lses:
         lse[rng.random(lse.shape) < 0.3] = -INF
-    near(merge_attention_states(outputs, lses), reference.merge(outputs, lses))
+    near(merge_attention_states(outputs, lses), reference.merge_attention_states(outputs, lses))
 
 
 @floats
@@ -141,7 +141,7 @@ def test_rows_are_apart(rng):
     outputs[1][0, 3], lses[1][0, 3] = np.nan, INF
     got = merge_attention_states(outputs, lses)
     lses[1][0, 3] = -INF
-    near(got, reference.merge(outputs, lses))
+    near(got, reference.merge_attention_states(outputs, lses))
     assert_same(got[0][1, 2], outputs[1][1, 2])
     assert_same(got[0][0, 3], outputs[0][0, 3])
 
@@ -173,7 +173,7 @@ def test_many_parts_in_any_type(dtype, rng):
     """Sums in float32, one rounding: no more than half a unit off, and what float32 loses."""
     outputs, lses = parts(rng, 300, dtype=dtype)
     output, lse = merge_attention_states(outputs, lses)
-    expected = reference.merge(outputs, lses)
+    expected = reference.merge_attention_states(outputs, lses)
     assert output.dtype == dtype
     assert lse.dtype == np.float32
     eps = float(ml_dtypes.finfo(dtype).eps)

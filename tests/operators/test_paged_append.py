@@ -1,7 +1,6 @@
 """`kvkit.paged_append` and `swap_blocks` over every engine's pools: every byte of their memory."""
 
 import numpy as np
-import paged_reference as oracle
 import pool_scenes
 import pytest
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from scenes import DTYPES
 import kvkit
 from kvkit import KvkitError, formats
 from kvkit.formats.elements import BY_NAME
+from kvkit.reference import paged as oracle
 
 pytestmark = pytest.mark.cpu
 E4M3 = BY_NAME["e4m3"].dtype
@@ -41,7 +41,7 @@ def check(pools, new, slots, sides=(0, 1)):
     """What the oracle writes by the views, and no byte else; then as it was."""
     before = [memory.copy() for memory in pools.memory]
     for side in sides:
-        oracle.paged_append(new[side], (pools.keys, pools.values)[side], slots)
+        oracle.store_in_pages(new[side], (pools.keys, pools.values)[side], slots)
     expected = bytes_of(pools)
     for memory, old in zip(pools.memory, before, strict=True):
         memory[...] = old
@@ -104,11 +104,11 @@ def test_codes(engine, name, kind, dtype, rng):
     for side, pool in enumerate((pools.keys, pools.values)):
         expected = np.full(pool.shape, 0xFF, np.uint8)
         codes, cells = codes_of(new[side], name, scale, kind == "found")
-        oracle.paged_append(codes.view(np.uint8), expected, slots)
+        oracle.store_in_pages(codes.view(np.uint8), expected, slots)
         np.testing.assert_array_equal(pool.copy().view(np.uint8), expected)
         if cells is not None:
             expected = np.full((*pool.shape[:3], 1), np.nan, np.float32)
-            oracle.paged_append(cells, expected, slots)
+            oracle.store_in_pages(cells, expected, slots)
             np.testing.assert_array_equal((beside.keys, beside.values)[side], expected)
 
 

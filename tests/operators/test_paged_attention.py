@@ -1,12 +1,10 @@
 """`kvkit.paged_attention` over every engine's pools, against plain loops in float64; unused rows are NaN."""
 
 import numpy as np
-import paged_reference as oracle
 import pool_scenes
 import pytest
 from attention_scenes import TOLERANCE, assert_near, normal
 from borders import BEGIN, END, at_border, needs_borders
-from formats_reference import TABLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import DTYPES
@@ -14,6 +12,8 @@ from scenes import DTYPES
 import kvkit
 from kvkit import KvkitError
 from kvkit.formats.elements import BY_NAME
+from kvkit.reference import paged as oracle
+from kvkit.reference.formats import TABLES
 
 pytestmark = pytest.mark.cpu
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
@@ -74,7 +74,7 @@ class Scene:
             return np.broadcast_to(np.asarray(1.0 if values is None else values, float), (batch, heads))
 
         slopes = more.pop("alibi_slopes", None)
-        return oracle.paged_attention(
+        return oracle.attend_pages(
             self.query, self.pools.keys, self.pools.values, self.pages, self.lengths, self.starts,
             more.pop("attn_mask", None), causal=more.pop("is_causal", True),
             key_scale=of_all(more.pop("key_scale", None), self.heads),

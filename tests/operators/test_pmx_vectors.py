@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
 
 import kvkit
+from kvkit.reference import key_value_cache as reference
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 FLOATS = (FP32, FP16, BF16)

@@ -11,12 +11,12 @@ import backends
 import ml_dtypes
 import numba
 import numpy as np
-import position_reference as reference
 import pytest
 from scenes import DTYPES, FLOATS, assert_same, raw
 
 import kvkit
 from kvkit import cpu, numeric
+from kvkit.reference import alibi, positions
 
 formats = pytest.mark.parametrize("t1", FLOATS)
 kinds = pytest.mark.parametrize("kind", ["static", "dynamic"])
@@ -76,7 +76,7 @@ def test_slopes_of_the_specification(backend):
 
 def test_slopes(backend):
     for num_heads in (*range(1, 130), 1000):
-        expected = [reference.slope(h, num_heads) for h in range(num_heads)]
+        expected = [np.float32(alibi.slope(h, num_heads)) for h in range(num_heads)]
         out = np.empty(num_heads + 2, np.float32)[1:-1]
         assert backend.alibi_slope(num_heads=num_heads, out=out) is out
         assert_same(out, np.array(expected))
@@ -117,7 +117,9 @@ def test_alibi_masks(t1, mask_type, rng, backend):
                 mask = mask if mask.size else None
             before = None if mask is None else mask.copy()
             got = backend.alibi_mask(n, m, mask, num_heads=heads, data_type=dtype.name)
-            assert_same(got, reference.alibi_mask(n, m, mask, heads, dtype), f"{n} {m} {lead}")
+            assert_same(
+                got, alibi.alibi_mask(n, m, mask, num_heads=heads, data_type=dtype), f"{n} {m} {lead}"
+            )
             assert_same(mask, before)
 
 
@@ -136,7 +138,7 @@ def test_dynamic_alibi_masks(t1, mask_type, rng, backend):
             got = backend.dynamic_batching.alibi_mask(
                 seqstarts, kvstarts, mask, num_heads=heads, data_type=dtype.name
             )
-            expected = reference.dynamic_alibi_mask(seqstarts, kvstarts, mask, heads, dtype)
+            expected = alibi.dynamic_alibi_mask(seqstarts, kvstarts, mask, num_heads=heads, data_type=dtype)
             assert_same(got, expected, f"{lengths} {lead}")
 
 
@@ -176,7 +178,7 @@ def test_strided_alibi_masks(t1, rng, poison, backend):
     assert_same(backend.alibi_mask(5, 21, mask, num_heads=3, data_type=dtype.name), expected)
     for odd in (mask[..., ::-1], np.broadcast_to(plain[:1, :1, :1, :1], (2, 1, 1, 24))):
         got = backend.alibi_mask(5, 21, odd, num_heads=3, data_type=dtype.name)
-        assert_same(got, reference.alibi_mask(5, 21, odd, 3, dtype))
+        assert_same(got, alibi.alibi_mask(5, 21, odd, num_heads=3, data_type=dtype))
     out = poison.around(np.zeros(expected.shape, dtype), offset=3)
     assert backend.alibi_mask(5, 21, plain, num_heads=3, data_type=dtype.name, out=out) is out
     assert_same(out, expected)
@@ -188,7 +190,7 @@ def test_alibi_masks_of_all_threads(rng, backend):
     mask = random_mask(rng, (2, heads, n, m), np.float32)
     got = backend.alibi_mask(n, m, mask, num_heads=heads)
     ramp = np.arange(m) - (m - n + np.arange(n)[:, None])
-    slopes = np.array([reference.slope(h, heads) for h in range(heads)])[:, None, None]
+    slopes = np.array([np.float32(alibi.slope(h, heads)) for h in range(heads)])[:, None, None]
     expected = np.where(ramp <= 0, slopes * ramp.astype(np.float32), -INF) + mask
     assert_same(got[..., :m], expected.astype(np.float32))
     assert (got[..., m:] == -INF).all()
@@ -218,12 +220,15 @@ def call(kind, rng, t1, lengths, heads=(3, 2), dim=24, start_pos=None, pads=Fals
         steps = [first]
         if pads:
             steps.append(rng.integers(0, first + seqlen + 3, len(lengths)))
-        pair = backends.operators.rotary_position_embedding, reference.rotary
+        pair = backends.operators.rotary_position_embedding, positions.rotary_position_embedding
     else:
         starts = np.cumsum([0, *(n for _, n in lengths)])
         shape = (int(starts[-1]),)
         steps = [starts, np.array([first for first, _ in lengths], np.int64), None]
-        pair = backends.operators.dynamic_batching.rotary_position_embedding, reference.dynamic_rotary
+        pair = (
+            backends.operators.dynamic_batching.rotary_position_embedding,
+            positions.dynamic_rotary_position_embedding,
+        )
     arrays = [rng.standard_normal((*shape, h, dim)).astype(dtype) for h in heads]
     return *pair, arrays, steps
 

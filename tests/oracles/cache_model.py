@@ -4,8 +4,9 @@ A token is a pair of arrays (key [B, H, Dk], value [B, H, Dv]). Nothing here is 
 the package.
 """
 
-import attention_reference
 import numpy as np
+
+from kvkit.reference import attention as attention_reference
 
 KINDS = "dynamic", "sliding", "static", "static sliding"
 
@@ -105,14 +106,12 @@ class Model:
         lse = np.zeros(query.shape[:3])
         window = (-1, -1) if self.window is None else (self.window - 1, -1)
         for b in range(query.shape[0]):
-            one, two = attention_reference.attend(
+            one, two = attention_reference.attend_sequence(
                 query[b].swapaxes(0, 1),
                 keys[b].swapaxes(0, 1),
                 values[b].swapaxes(0, 1),
                 None if mask is None else mask[b],
-                head_dim=query.shape[3],
                 causal=True,
-                is_alibi=False,
                 window=window,
                 **options,
             )

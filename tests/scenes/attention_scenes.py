@@ -8,12 +8,13 @@ import copy
 from dataclasses import dataclass
 from operator import attrgetter
 
-import attention_reference as oracle
 import backends
 import numpy as np
-import reference
 import scenes
 from scenes import DTYPES, DYNAMIC_AXES, LAYER, LAYERS, STATIC_AXES, Formats, assert_same
+
+from kvkit.reference import attention as oracle
+from kvkit.reference import key_value_cache as reference
 
 KINDS = ("static", "dynamic", "static_cache", "dynamic_cache")
 OPERATORS = {
@@ -148,7 +149,7 @@ def contents(rng, shape, formats):
     """(cache, scale) of tokens a model could have written, of size about 1; the shape ends with the head."""
     if not formats.bit:
         return normal(rng, shape, formats.t2), None
-    qmax = reference.QMAX[formats.bit]
+    qmax = reference.LARGEST_CODE[formats.bit]
     codes = np.clip(np.rint(rng.standard_normal(shape) * qmax / 3), -qmax, qmax).astype(np.int8)
     if formats.bit == 4:
         codes = ((codes[..., ::2] & 15) | (codes[..., 1::2] << 4)).view(DTYPES[formats.t2])
@@ -283,7 +284,7 @@ def dynamic_cache(
     starts, rows = scenes.pages(rng, lengths, page_size) if mode else scenes.offsets(rng, lengths)
     sizes = {"row": rows, "layer": LAYERS, "kv": 2, "head": kv_heads, "dim": dim}
     used = [
-        reference.dynamic_row(starts, b, t, mode, page_size)
+        reference.cache_row(starts, b, t, mode, page_size)
         for b, (past, _) in enumerate(lengths)
         for t in range(past)
     ]

@@ -7,9 +7,9 @@ import attention_scenes
 import backends
 import numpy as np
 import refusals
-from ascend_reference import KVHEAD, OMNI, ROPE
 
 from kvkit.operators import OPERATORS
+from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 X = np.ones((2, 3, 2, 8), np.float32)
 STARTS = {"seqstarts": np.array([0, 2, 3]), "start_pos": np.array([0, 4]), "max_seqlen": 2}

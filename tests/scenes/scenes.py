@@ -8,7 +8,8 @@ import backends
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
+
+from kvkit.reference import key_value_cache as reference
 
 DTYPES = {
     "fp32": np.dtype(np.float32),
@@ -160,7 +161,7 @@ def check(scene):
 def largest(formats):
     """The largest magnitude whose scale is finite in T3 (0 times inf would make NaN)."""
     top = float(ml_dtypes.finfo(DTYPES[formats.t1]).max)
-    return min(top, 60000.0 * reference.QMAX[formats.bit]) if formats.t3 == "fp16" else top
+    return min(top, 60000.0 * reference.LARGEST_CODE[formats.bit]) if formats.t3 == "fp16" else top
 
 
 def numbers(rng, shape, dtype, group=1, top=None, qmax=127):
@@ -185,7 +186,7 @@ def numbers(rng, shape, dtype, group=1, top=None, qmax=127):
 def tokens(rng, formats, shape):
     group = formats.group if formats.bit else 1
     return numbers(rng, shape, DTYPES[formats.t1], group, None if formats.t1 == "int8" else largest(formats),
-                   reference.QMAX.get(formats.bit, 127))  # fmt: skip
+                   reference.LARGEST_CODE.get(formats.bit, 127))  # fmt: skip
 
 
 def cache_and_scale(rng, formats, axes, sizes):

@@ -5,10 +5,10 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
 
 import kvkit.layouts
 from kvkit.errors import KvkitError
+from kvkit.reference import key_value_cache as reference
 from kvkit.tools import diff
 from kvkit.tools.causes import CAUSES
 
@@ -34,7 +34,7 @@ def coded(dtype, bit, seed=2):
     codes, scales = np.zeros((60, H, C if bit == 8 else C // 2), np.int8), np.zeros((60, H, C // 8), dtype)
     for t in range(60):
         for h in range(H):
-            q, scales[t, h] = reference.quantize(x[t, h], bit, 8)
+            q, scales[t, h] = reference.quantize_head(x[t, h], bit, 8)
             codes[t, h] = q if bit == 8 else reference.pack_int4(q).view(np.int8)
     return {"key": codes, "key_scale": scales}, {"key": x}
 

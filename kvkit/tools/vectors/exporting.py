@@ -11,7 +11,8 @@ import numpy as np
 
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
-from kvkit.tools.vectors import angles, packs
+from kvkit.reference.alibi import alibi_mask
+from kvkit.tools.vectors import packs
 
 OPSET = 23
 PLAIN = {
@@ -157,5 +158,5 @@ def whole_mask(query, key, mask, attributes):
         mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)[..., :m]
         whole = np.where(mask, 0, -np.inf) if mask.dtype == bool else mask.astype(np.float32)
     if alibi:
-        whole = whole + angles.biases(query.shape[2], n, m)
+        whole = whole + alibi_mask(n, m, num_heads=query.shape[2])[..., :m]
     return np.where(hidden, -np.inf, np.broadcast_to(whole, (*whole.shape[:2], n, m)))

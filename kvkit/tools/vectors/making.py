@@ -15,7 +15,9 @@ from kvkit import dumps
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
-from kvkit.tools.vectors import pools, reference, scenes
+from kvkit.reference import OPERATORS as REFERENCE
+from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
+from kvkit.tools.vectors import pools, scenes
 from kvkit.tools.vectors.draws import Sizes
 from kvkit.version import __version__
 
@@ -128,8 +130,9 @@ def case_of(folder, name, call, raw):
     """Write a case; what the manifest says of it."""
     operator, inputs, attributes, before = call
     if before is not None:  # the past, stored by the reference
-        given = {key: value for key, value in before.items() if key not in ("max_seqlen", "max_kvlen")}
-        reference.key_value_cache(given, {key: v for key, v in attributes.items() if key != "num_repeat"})
+        store = f"{operator.rpartition('.')[0]}.key_value_cache".removeprefix(".")
+        cached = {name: value for name, value in attributes.items() if name in CACHE_ATTRIBUTES}
+        REFERENCE[store](**before, **cached)
     refused = name.endswith("-refused")
     arguments = {
         key: dumps.argument(folder, f"{name}/{key}", value, raw)
@@ -141,7 +144,7 @@ def case_of(folder, name, call, raw):
         if array.inout and inputs.get(array.name) is not None
     ]
     after = deepcopy(inputs)
-    results = () if refused else reference.OPERATORS[operator](after, attributes)
+    results = () if refused else expected_results(operator, after, attributes)
     outputs = {}
     names = OPERATORS[operator].outputs if not refused else ()
     for output, result in zip(names, results, strict=False):
@@ -158,6 +161,15 @@ def case_of(folder, name, call, raw):
         "refused": refused,
         "reference": "matched precision" if exact(operator) else "float64",
     }  # fmt: skip
+
+
+def expected_results(operator: str, inputs: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the reference's outputs; what changes in place changes in `inputs`."""
+    attributes = {name: value for name, value in attributes.items() if name != "return_lse"}
+    if "rotary" in operator:
+        attributes["kind"] = np.float64  # of angles
+    results = REFERENCE[operator](**inputs, **attributes)
+    return results if isinstance(results, tuple) else () if results is None else (results,)
 
 
 def type_of(output, inputs, attributes):

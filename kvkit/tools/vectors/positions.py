@@ -62,7 +62,7 @@ def dynamic_mask(rng, sizes, heads, dtype="float32"):
     return "dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
 
 
-def position_index(sizes):
+def index_call(sizes):
     """Positions of packed tokens."""
     starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
     inputs = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
@@ -87,4 +87,4 @@ def positions(rng, sizes):
         yield f"alibi-mask-dynamic-{dtype}", dynamic_mask(rng, sizes, 6, dtype)
     for mask in ("float", "bool"):
         yield f"alibi-mask-and-{mask}", static_mask(rng, 4, mask=mask)
-    yield "position-index", position_index(sizes)
+    yield "position-index", index_call(sizes)

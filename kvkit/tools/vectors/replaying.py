@@ -13,9 +13,9 @@ import numpy as np
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
+from kvkit.reference.key_value_cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
 from kvkit.tools.comparing import diff as compare
 from kvkit.tools.vectors import packs
-from kvkit.tools.vectors.reference import DYNAMIC, STATIC
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 
@@ -229,7 +229,7 @@ def axes_of(case, name):
     """The axes of a PMX cache or scale; None of other arrays, which are in the usual order."""
     if name not in ("cache", "scale"):
         return None
-    layouts = DYNAMIC if case["operator"].startswith("dynamic") else STATIC
+    layouts = DYNAMIC_LAYOUTS if case["operator"].startswith("dynamic") else STATIC_LAYOUTS
     return layouts[case["arguments"].get("cache_layout", {}).get("value", 0)]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kvkit.reference.key_value_cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
 from kvkit.tools.vectors.draws import FLOATS, NAN, cache_of, numbers, plain
 from kvkit.tools.vectors.positions import positions
-from kvkit.tools.vectors.reference import DYNAMIC, STATIC
 
 FEATURES: dict[str, dict[str, Any]] = {
     "every-head-its-own": {"groups": 1},
@@ -31,7 +31,7 @@ def static_cache(rng, sizes, dtype="fp16", bits=0, layout=0, past=5, new=2, repe
     """A call of `key_value_cache` after `past` tokens, which were stored by the same recipe."""
     kind, batch, heads, dim = FLOATS[dtype], sizes.batch, sizes.heads, sizes.dim
     axes = {"b": batch + 1, "l": 2, "kv": 2, "n": past + new + 2, "h": heads, "c": dim}
-    cache, scale = cache_of(rng, STATIC[layout], axes, kind, bits, 8)
+    cache, scale = cache_of(rng, STATIC_LAYOUTS[layout], axes, kind, bits, 8)
     attributes = {"num_layer": 2, "layer_idx": 1, "quant_bit": bits, "cache_layout": layout}
     most = 7 if bits == 4 else 127
 
@@ -74,7 +74,7 @@ def dynamic_cache(
     lengths, pasts = sizes.each(*lengths), sizes.each(*(pasts or (page + 1, page, 2 * page, page - 1)))
     index, rows = steps(rng, lengths, pasts, mode, page)
     axes = {"l": 2, "kv": 2, "n": rows, "h": heads, "c": dim}
-    cache, scale = cache_of(rng, DYNAMIC[layout], axes, kind, bits, 8)
+    cache, scale = cache_of(rng, DYNAMIC_LAYOUTS[layout], axes, kind, bits, 8)
     attributes = {
         "num_layer": 2,
         "layer_idx": 0,

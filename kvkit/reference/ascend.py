@@ -1,0 +1,211 @@
+"""Ascend's operators over caches in blocks. Tokens move as slices of one type, which keeps every bit."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvkit.reference.attention import attend_sequence
+
+Array = np.ndarray
+UNDEFINED, KVHEAD, ROPE, OMNI = range(4)
+
+
+def reshape_and_cache(
+    key: Any,
+    value: Any,
+    key_cache: Array,
+    value_cache: Any,
+    slot_mapping: Any,
+    *,
+    compress_type: int = UNDEFINED,
+    wins: Any = None,
+    seq_lens: Any = None,
+    offset_index: Any = None,
+    cache_format: str = "ND",
+    empty_window: str = "copy",
+) -> tuple[Any, Any]:
+    """Write keys, then values into their slots, each token or each run on its own; return the caches."""
+    for tokens, cache in ((key, key_cache), (value, value_cache)):
+        if tokens is None:
+            continue
+        if compress_type != UNDEFINED:
+            runs = runs_of(tokens, compress_type, wins, seq_lens, offset_index, empty_window)
+            store_runs(runs, cache, slot_mapping)
+        elif cache_format == "NZ":
+            store_groups(tokens, cache, slot_mapping)
+        else:
+            store_tokens(tokens, cache, slot_mapping)
+    return key_cache, value_cache
+
+
+def store_tokens(tokens: Array, cache: Array, slots: Any) -> None:
+    """Write tokens into a cache [blocks, rows, heads, dim]."""
+    rows = cache.shape[1]
+    for t, s in enumerate(slots):
+        if s >= 0:
+            for h in range(tokens.shape[1]):
+                cache[s // rows, s % rows, h, :] = tokens[t, h, :]
+
+
+def store_groups(tokens: Array, cache: Array, slots: Any) -> None:
+    """Write tokens into an NZ cache: element c of all heads is element c % n0 of group c // n0."""
+    _, _, rows, n0 = cache.shape
+    dim = tokens.shape[2]
+    for t, s in enumerate(slots):
+        if s >= 0:
+            for c in range(tokens.shape[1] * dim):
+                cache[s // rows, c // n0, s % rows, c % n0] = tokens[t, c // dim, c % dim]
+
+
+def runs_of(tokens: Array, mode: int, wins: Any, seq_lens: Any, offsets: Any, empty_window: str) -> list[Any]:
+    """Return the rows that a compressed mode stores of each head of each sequence."""
+    runs: list[Any] = []
+    first, heads = 0, tokens.shape[1]
+    for n in seq_lens:
+        for h in range(heads):
+            i = len(runs)
+            offset = -1 if offsets is None else offsets[i]
+            runs.append(compress_run(tokens[first : first + n, h], mode, wins[i], offset, empty_window))
+        first += n
+    return runs
+
+
+def store_runs(runs: list[Any], cache: Array, slots: Any) -> None:
+    """Write each run from its slot on."""
+    rows = cache.shape[1]
+    for run, slot in zip(runs, slots, strict=True):
+        for s, row in enumerate(run if slot >= 0 else (), slot):
+            cache[s // rows, s % rows, 0, :] = row
+
+
+def compress_run(x: Array, mode: int, w: int, o: int, empty_window: str) -> list[Array]:
+    """Return what is stored of x [n, D]: the last w rows, or all, w of them from o on averaged or dropped."""
+    n = len(x)
+    if mode == KVHEAD:
+        if w == 0:
+            return list(x) if empty_window == "copy" else []
+        return list(x[n - w :])
+    if o == -1 or w == 0:
+        return list(x)
+    middle = [mean_of_rows(x[o : o + w])] if mode == ROPE else []
+    return [*x[:o], *middle, *x[o + w :]]
+
+
+def mean_of_rows(rows: Array) -> Array:
+    """Sum token by token in float32, divide once, round once to the type of the rows."""
+    result = np.empty(rows.shape[1], rows.dtype)
+    with np.errstate(all="ignore"):
+        for c in range(rows.shape[1]):
+            total = np.float32(0)
+            for r in range(rows.shape[0]):
+                total = np.float32(total + np.float32(rows[r, c]))
+            result[c] = np.float32(total / np.float32(rows.shape[0]))
+    return result
+
+
+def paged_cache_load(
+    key_cache: Array,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    seq_starts: Any = None,
+    *,
+    cache_format: str = "ND",
+) -> tuple[Array, ...]:
+    """Read contexts, one after the other, from their blocks; `seq_lens` may be sums from 0 on."""
+    lengths = np.diff(seq_lens) if len(seq_lens) == len(block_tables) + 1 else seq_lens
+    where = block_tables, lengths, seq_starts, cache_format == "NZ"
+    return tuple(load_contexts(cache, *where) for cache in (key_cache, value_cache) if cache is not None)
+
+
+def load_contexts(
+    cache: Array, block_tables: Any, lengths: Any, seq_starts: Any = None, nz: bool = False
+) -> Array:
+    """Return [tokens, heads, dim] of an ND cache, [tokens, C] of an NZ cache; a block outside gives zeros."""
+    rows = cache.shape[2 if nz else 1]
+    shape = (cache.shape[1] * cache.shape[3],) if nz else cache.shape[2:]
+    out = np.zeros((sum(lengths), *shape), cache.dtype)
+    token = 0
+    for b, length in enumerate(lengths):
+        for j in range(length):
+            m = j // rows + (0 if seq_starts is None else seq_starts[b] // rows)
+            block = block_tables[b][m] if m < len(block_tables[b]) else -1
+            if 0 <= block < len(cache):
+                if nz:
+                    for g in range(cache.shape[1]):
+                        out[token, g * cache.shape[3] : (g + 1) * cache.shape[3]] = cache[block, g, j % rows]
+                else:
+                    out[token] = cache[block, j % rows]
+            token += 1
+    return out
+
+
+def block_copy(key_cache: Array, value_cache: Any, src: Any, dst: Any, cum_sum: Any) -> tuple[Any, Any]:
+    """Copy block src[i] onto blocks dst[cum_sum[i - 1] : cum_sum[i]]; return the caches."""
+    for cache in (key_cache, value_cache):
+        if cache is not None:
+            before, first = cache.copy(), 0
+            for i, end in enumerate(cum_sum):
+                for d in dst[first:end]:
+                    cache[d] = before[src[i]]
+                first = end
+    return key_cache, value_cache
+
+
+def nd_to_nz(x: Array) -> Array:
+    """Return matrices x [b, m, n] in groups of 32 bytes of columns, with zeros behind."""
+    b, m, n = x.shape
+    n0 = 32 // x.dtype.itemsize
+    y = np.zeros((b, math.ceil(n / n0), 16 * math.ceil(m / 16), n0), x.dtype)
+    for i, r, c in np.ndindex(x.shape):
+        y[i, c // n0, r, c % n0] = x[i, r, c]
+    return y
+
+
+def nz_to_nd(y: Array, m: int, n: int) -> Array:
+    """Return matrices [b, m, n] from NZ."""
+    n0 = y.shape[3]
+    x = np.zeros((y.shape[0], m, n), y.dtype)
+    for i, r, c in np.ndindex(x.shape):
+        x[i, r, c] = y[i, c // n0, r, c % n0]
+    return x
+
+
+def attend_blocks(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    razor_offset: Any = None,
+    softmax_scale: float | None = None,
+    **scoring: Any,
+) -> tuple[Array, Array]:
+    """Decode over blocks (PagedAttention): query [B, H, D]; return (attn_output, lse) in float64.
+
+    Where every head has rows of its own, there is an entry for each sequence and key head. The offset of a
+    row counts in full, whatever caps its score.
+    """
+    batch, heads, dim = query.shape
+    rows, entries = key_cache.shape[1], len(context_lens) // batch  # of a sequence
+    scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
+    sinks = scoring.pop("sinks", None)
+    output, lse = np.zeros((batch, heads, value_cache.shape[3])), np.full((batch, heads), -np.inf)
+    for b, a in np.ndindex(batch, heads):
+        i = b * entries + a // (heads // entries)
+        head = 0 if entries > 1 else a // (heads // key_cache.shape[2])
+        places = [(block_tables[i][j // rows], j % rows) for j in range(int(context_lens[i]))]
+        key, value = (
+            np.array([cache[block, row, head] for block, row in places]).reshape(-1, 1, cache.shape[3])
+            for cache in (key_cache, value_cache)
+        )
+        offset = None
+        if razor_offset is not None:
+            numbers = [scale * float(razor_offset[block, row]) for block, row in places]
+            offset = np.array(numbers).reshape(1, 1, -1)
+        own, sink = query[b : b + 1, a : a + 1], None if sinks is None else sinks[a : a + 1]
+        found = attend_sequence(own, key, value, offset, softmax_scale=scale, sinks=sink, **scoring)
+        output[b, a], lse[b, a] = found[0][0, 0], found[1][0, 0]
+    return output, lse

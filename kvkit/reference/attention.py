@@ -1,0 +1,220 @@
+"""Attention, alone and over a cache: loops over sequences, queries and heads, in float64.
+
+Operators return (attn_output, lse). `kind` is the type of the arithmetic: float64 for the truth, a narrower
+one for what plain code in that type gives. `scoring` passes on softmax_scale, window, softcap and sinks.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvkit.reference.alibi import slope
+from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES, dynamic_key_value_cache, key_value_cache
+
+Array = np.ndarray
+Pair = tuple[Array, Array]
+
+
+def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) -> Array:
+    """Return which of m keys the causal rule and the window let query i of n see; it is at m - n + i."""
+    keys, position = np.arange(m), m - n + i
+    left, right = window
+    seen = np.ones(m, bool)
+    if causal:
+        seen &= keys <= position
+    if left >= 0:
+        seen &= keys >= position - left
+    if right >= 0:
+        seen &= keys <= position + right
+    return seen
+
+
+def softmax(scores: Array, sink: Any) -> tuple[Array, float]:
+    """Return weights and the log of the sum; a sink is one more score, whose weight is dropped."""
+    everything = list(scores) if sink is None else [*scores, sink]
+    m = max(everything, default=-math.inf)
+    if m == -math.inf:
+        return np.zeros_like(scores), -math.inf
+    total = np.exp(scores - m).sum() + (0 if sink is None else math.exp(float(sink) - float(m)))
+    return np.exp(scores - m) / total, float(m) + math.log(total)
+
+
+def attend_sequence(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Any = None,
+    *,
+    causal: bool = True,
+    slopes: Any = None,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Any = None,
+    kind: Any = np.float64,
+) -> Pair:
+    """Attend over one sequence: query [n, H, D], key [m, KVH, D], value [m, KVH, Dv], mask [H, n, >= m].
+
+    ALiBi's `slopes` [H], if given, are of distances to either side.
+    """
+    work = np.float64 if kind == np.float64 else np.float32
+
+    def rounded(x: Any) -> Array:
+        return np.asarray(x, work) if kind == np.float64 else np.asarray(x, work).astype(kind).astype(work)
+
+    (n, heads, dim), m = query.shape, key.shape[0]
+    factor = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
+    output, lse = np.zeros((n, heads, value.shape[2]), work), np.zeros((n, heads), np.float64)
+    for i, h in np.ndindex(n, heads):
+        seen, bias = visible_keys(n, m, i, causal, window), np.zeros(m, work)
+        if mask is not None:
+            row = mask[h, i, :m]
+            if row.dtype == bool:
+                seen = seen & row
+            else:
+                row = row.astype(work)
+                seen, bias = seen & (row != -math.inf), row
+        if slopes is not None:
+            bias = bias - work(slopes[h]) * abs(np.arange(m) - (m - n + i)).astype(work)
+        g = h // (heads // key.shape[1])
+        q, k, v = query[i, h].astype(work), key[seen, g].astype(work), value[seen, g].astype(work)
+        s = rounded(k @ q * work(factor))
+        if softcap > 0:
+            s = rounded(work(softcap) * np.tanh(s / work(softcap)))
+        s = rounded(s + bias[seen])
+        p, lse[i, h] = softmax(s, None if sinks is None else sinks[h].astype(work))
+        output[i, h] = rounded(rounded(p) @ v)
+    return output, lse
+
+
+def slopes_of(heads: int, is_alibi: bool) -> list[float] | None:
+    """Return ALiBi's slopes, or None without ALiBi."""
+    return [slope(h, heads) for h in range(heads)] if is_alibi else None
+
+
+def multi_head_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Any = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    **scoring: Any,
+) -> Pair:
+    """Attend over sequences of one length: query [B, n, H, D], key and value [B, m, KVH, D]."""
+    batch, n, heads, _ = query.shape
+    output, lse = np.zeros((*query.shape[:3], value.shape[3])), np.zeros(query.shape[:3])
+    mask = None
+    if attn_mask is not None and attn_mask.size:
+        mask = np.broadcast_to(attn_mask, (batch, heads, n, attn_mask.shape[-1]))
+    causal, slopes = is_causal or is_alibi, slopes_of(heads, is_alibi)
+    for b in range(batch):
+        own = None if mask is None else mask[b]
+        output[b], lse[b] = attend_sequence(
+            query[b], key[b], value[b], own, causal=causal, slopes=slopes, **scoring
+        )
+    return output, lse
+
+
+def dynamic_multi_head_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    seqstarts: Array,
+    kvstarts: Array,
+    decoding_batches: Any,
+    max_seqlen: int | None,
+    max_kvlen: int | None,
+    attn_mask: Any = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    **scoring: Any,
+) -> Pair:
+    """Attend over packed sequences; the first `decoding_batches` of them are not causal."""
+    output, lse = np.zeros((*query.shape[:2], value.shape[2])), np.zeros(query.shape[:2])
+    heads, mask = query.shape[1], None
+    if attn_mask is not None and attn_mask.size:
+        mask = np.broadcast_to(attn_mask, (heads, *attn_mask.shape[-2:]))
+    for b in range(len(seqstarts) - 1):
+        rows = slice(int(seqstarts[b]), int(seqstarts[b + 1]))
+        columns = slice(int(kvstarts[b]), int(kvstarts[b + 1]))
+        output[rows], lse[rows] = attend_sequence(
+            query[rows],
+            key[columns],
+            value[columns],
+            None if mask is None else mask[:, rows, columns],
+            causal=(is_causal and b >= int(decoding_batches)) or is_alibi,
+            slopes=slopes_of(heads, is_alibi),
+            **scoring,
+        )
+    return output, lse
+
+
+def split_attributes(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes of the cache, and those of attention."""
+    cache = {name: value for name, value in attributes.items() if name in CACHE_ATTRIBUTES}
+    return cache, {name: value for name, value in attributes.items() if name not in CACHE_ATTRIBUTES}
+
+
+def multi_head_cache_attention(
+    query: Array,
+    current_key: Array,
+    current_value: Array,
+    start_pos: Any,
+    cache: Array,
+    scale: Any = None,
+    attn_mask: Any = None,
+    **attributes: Any,
+) -> Pair:
+    """Append to a static cache, then attend over it. Cache and scale change in place."""
+    cached, attention = split_attributes(attributes)
+    key, value = key_value_cache(current_key, current_value, start_pos, cache, scale, **cached)
+    return multi_head_attention(query, key, value, attn_mask, **attention)
+
+
+def dynamic_multi_head_cache_attention(
+    query: Array,
+    current_key: Array,
+    current_value: Array,
+    seqstarts: Array,
+    kvstarts: Array,
+    cachestarts: Array,
+    start_pos: Array,
+    decoding_batches: Any,
+    max_seqlen: int | None,
+    max_kvlen: int | None,
+    cache: Array,
+    scale: Any = None,
+    attn_mask: Any = None,
+    **attributes: Any,
+) -> Pair:
+    """Append packed sequences to a dynamic cache, then attend over it. Cache and scale change in place."""
+    cached, attention = split_attributes(attributes)
+    index = seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen
+    key, value = dynamic_key_value_cache(current_key, current_value, *index, cache, scale, **cached)
+    hints = decoding_batches, max_seqlen, max_kvlen
+    return dynamic_multi_head_attention(
+        query, key, value, seqstarts, kvstarts, *hints, attn_mask, **attention
+    )
+
+
+def merge_attention_states(outputs: Any, lses: Any) -> Pair:
+    """Merge attention over parts of a context into attention over all of it."""
+    shape = outputs[0].shape
+    output, lse = np.zeros(shape), np.zeros(shape[:-1])
+    for at in np.ndindex(shape[:-1]):
+        parts = [(float(s[at]), o[at].astype(np.float64)) for o, s in zip(outputs, lses, strict=True)]
+        parts = [part for part in parts if part[0] != -math.inf]
+        weights, lse[at] = softmax(np.array([s for s, _ in parts]), None)
+        for weight, (_, part) in zip(weights, parts, strict=True):
+            output[at] += weight * part
+    return output, lse
