@@ -83,7 +83,7 @@ test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VEN
 
 # On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
 test-gpu: $(VENV)/kvkit.test
-	@$(BIN)/python -c "from kvkit_cuda.ground import host; host.require(); host.require_device(0)"
+	@$(BIN)/python -c "from kvkit_cuda.device_runtime import host; host.require(); host.require_device(0)"
 	$(SANITIZER) $(BIN)/python -m pytest --backend gpu
 
 lint: $(VENV)/kvkit.lint

@@ -16,7 +16,7 @@ import numpy as np
 import kvkit_cuda
 from kvkit_cli import bench, show
 from kvkit_cli.bench_cases import Case, Work
-from kvkit_cuda.ground import device, host
+from kvkit_cuda.device_runtime import device, host
 
 B, HEADS, KV_HEADS, DIM, PAST, PAGE = 64, 32, 8, 128, 8191, 128
 PREFILL, APPEND, GROUP = 4096, 512, 8

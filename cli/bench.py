@@ -13,8 +13,7 @@ import numba
 import numpy as np
 from llvmlite import binding
 
-from kvkit.checks.words import wrong
-from kvkit.errors import brief
+from kvkit.errors import argument_error, brief
 from kvkit.version import __version__
 from kvkit_cli import (
     bench_ascend,
@@ -64,7 +63,7 @@ def bench(folder, only, rounds):
         suite: [case for case in cases if only in f"{suite} {case.name}"] for suite, cases in SUITES.items()
     }
     if not any(suites.values()):
-        raise wrong("--only", f"text of a case of the suites {', '.join(SUITES)}", brief(only))
+        raise argument_error("--only", f"text of a case of the suites {', '.join(SUITES)}", brief(only))
     for suite, chosen in suites.items():
         if not chosen:
             continue

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 import kvkit
-from kvkit import spare
 from kvkit.layouts import pmx
+from kvkit.runtime import result_pool
 from kvkit_cli import bench_ggml, bench_peers
 from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
 from kvkit_cli.bench_memory import plain_read, read_of_pieces, sets
@@ -171,7 +171,7 @@ def filled(task, kind, order, starts, page):
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
     coded = kind == MINIFLOAT
     element = np.int8 if task.quant or coded else DTYPES[kind]
-    cache = spare.zeros((*shape, task.stored.shape[-1]), element)
+    cache = result_pool.zeros((*shape, task.stored.shape[-1]), element)
     scale = np.full((*shape, DIM // task.coded), task.step, np.float16) if task.quant else None
     axes = "l", *(["b"] if static else []), "kv", "n", "h", "c"
     view = cache.transpose([order.at[axis] for axis in axes])[0]
@@ -192,7 +192,7 @@ def filled(task, kind, order, starts, page):
 
 
 def copied(cache):
-    copy = spare.zeros(cache.shape, cache.dtype)
+    copy = result_pool.zeros(cache.shape, cache.dtype)
     copy[:] = cache
     return copy
 

@@ -152,7 +152,7 @@ def append_only(kind, number, mode, past, new, timed=False):
             packed = tensors.packed_tokens("current_key", x)
             step = dynamic(packed, **where, cache_mode=mode, page_size=PAGE)
             fits(step, packed, checked)
-            cpu.launches.start(cpu.transfer.store(key, value, checked, step))
+            cpu.launches.start(cpu.copy.transfer.store(key, value, checked, step))
 
         if timed:
             return Work(run)

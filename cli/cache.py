@@ -2,7 +2,7 @@
 
 import click
 
-from kvkit import kept
+from kvkit.runtime import disk_cache
 from kvkit_cli import show
 
 
@@ -19,5 +19,7 @@ def cache():
 @cache.command()
 def clean():
     """Remove the compiled code of every version; it is made again when it is needed."""
-    count, size = kept.clean()
-    click.echo(f"removed {count} files, {show.size(size)}, from {kept.root() or 'nowhere: none is kept'}")
+    count, size = disk_cache.clean()
+    click.echo(
+        f"removed {count} files, {show.size(size)}, from {disk_cache.root_folder() or 'nowhere: none is kept'}"
+    )

@@ -9,9 +9,9 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from kvkit import kept, sources
 from kvkit.errors import DeviceError
-from kvkit.jit import STATE, cache_folder
+from kvkit.runtime import disk_cache, source_digest
+from kvkit.runtime.jit import STATE, cache_folder
 from kvkit.version import __version__
 from kvkit_cli import show
 
@@ -45,14 +45,14 @@ def info(for_programs):
 
 def compiled():
     """The compiled code that is kept, by the module that it comes from and the state of the package."""
-    root, here, found = kept.root(), cache_folder(), {}
+    root, here, found = disk_cache.root_folder(), cache_folder(), {}
     for path in sorted(root.glob("*/*.bin")) if root else ():
         module, state = module_of(path.stem), path.stem.split("-")[-2]
         if path.name.startswith("kvkit_cuda"):
             key = "kvkit_cuda", "GPUs"
         elif path.parent != here:
             key = "all", "another CPU, Python or Numba"
-        elif module and state == sources.digest(module)[:STATE]:
+        elif module and state == source_digest.digest(module)[:STATE]:
             key = module, THIS
         else:
             key = "all", "other sources of kvkit"
@@ -64,7 +64,9 @@ def compiled():
 
 def module_of(name):
     """The module whose compiled code is in a file of this name."""
-    legal = [module for module in sources.IMPORTED or () if name.startswith(module.replace(".", "-") + "-")]
+    legal = [
+        module for module in source_digest.SOURCES or () if name.startswith(module.replace(".", "-") + "-")
+    ]
     return max(legal, key=len, default=None)
 
 
@@ -98,13 +100,13 @@ def layer():
 
 def cuda():
     """Whether the GPU package can run, and on which device; else all that it misses."""
-    from kvkit_cuda.ground import needs
+    from kvkit_cuda.device_runtime import needs
 
     missing = needs.told()
     if missing:
         return f"not available: {'; '.join(missing)}"
 
-    from kvkit_cuda.ground import host
+    from kvkit_cuda.device_runtime import host
 
     try:
         host.require_device(host.current())

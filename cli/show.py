@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvkit import kept
+from kvkit.runtime import disk_cache
 from kvkit.tools.text import size
 
 __all__ = ["console", "kept_in", "progress", "shape", "size", "suggestion", "table", "times"]
@@ -82,7 +82,7 @@ def kept_in(folder):
     """Where compiled code is kept, or why none is."""
     if folder is None:
         return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
-    refusal = kept.refusal(folder)
+    refusal = disk_cache.refusal(folder)
     if refusal:
         return f"none is kept in {folder}: {refusal}"
     sizes = [path.stat().st_size for path in folder.glob("*.bin")]

@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 
 from kvkit import tools
-from kvkit.checks.words import wrong
-from kvkit.errors import KvkitError, brief
+from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.tools.studies import plots, report
 from kvkit_cli import clusters, show
 from kvkit_cli.pairs import sizes_of
@@ -49,14 +48,16 @@ def study(file, model, text, tokens, schemes, output, layout, sizes, dask, as_js
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
     if (file is None) == (model is None):
-        raise wrong("study", "a FILE or --model", "none" if file is None else "both")
+        raise argument_error("study", "a FILE or --model", "none" if file is None else "both")
     if model is None:
         options = {"layout": layout, "sizes": sizes_of(sizes)}
         with clusters.mapper(dask) as mapper, show.counted("layers", quiet=dask is not None) as progress:
             found = tools.study(file, schemes, **options, progress=progress, mapper=mapper)
     else:
         if text is None or dask or layout or sizes:
-            raise wrong("--model", "--text beside it, and no --layout, --sizes, --dask", "other options")
+            raise argument_error(
+                "--model", "--text beside it, and no --layout, --sizes, --dask", "other options"
+            )
         found = of_model(model, text, tokens, schemes)
     click.echo(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
     if output:
@@ -78,12 +79,14 @@ def of_model(name, text, tokens, schemes):
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise wrong("--text", "a text file", f"{brief(text)} ({error})") from None
+        raise argument_error("--text", "a text file", f"{brief(text)} ({error})") from None
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model = AutoModelForCausalLM.from_pretrained(where, **options).eval()
     except (OSError, ValueError) as error:
-        raise wrong("--model", "a model that transformers loads", f"{brief(name)} ({error})") from None
+        raise argument_error(
+            "--model", "a model that transformers loads", f"{brief(name)} ({error})"
+        ) from None
     with show.counted("readings") as progress:
         return study(model, tokenizer(words).input_ids[:tokens], schemes, progress=progress)

@@ -82,11 +82,11 @@ def warm(what, texts, data, dim, queries, backend, quiet):
 
 def device():
     """The GPU that kernels are compiled for, and where they are kept; an error if there is none."""
-    from kvkit_cuda.ground import needs
+    from kvkit_cuda.device_runtime import needs
 
     needs.packages()
 
-    from kvkit_cuda.ground import compiled, host
+    from kvkit_cuda.device_runtime import compiled, host
 
     host.require()
     host.require_device(host.current())

@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 
-from kvkit.files.words import wrong
+from kvkit.files.errors import file_error
 
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
@@ -25,7 +25,7 @@ def changed(path, status):
 
 
 def complaint(path):
-    return wrong(path, "another program changed it while it was in use", "run this again")
+    return file_error(path, "another program changed it while it was in use", "run this again")
 
 
 def check(path, status):

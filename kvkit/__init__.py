@@ -28,10 +28,11 @@ In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit run` on a file; `kvki
 import importlib
 from typing import TYPE_CHECKING
 
-from kvkit import ascend, dynamic_batching, sources  # noqa: F401  (sources: at import, see there)
+from kvkit import ascend, dynamic_batching
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_append, paged_attention, swap_blocks
+from kvkit.runtime import source_digest  # noqa: F401  (sources: at import, see there)
 from kvkit.static import (
     alibi_mask,
     alibi_slope,

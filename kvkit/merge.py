@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from kvkit import cpu
+from kvkit.calls.repeats import Repeats, addresses
 from kvkit.checks.merge import checked
-from kvkit.foreign import in_kind
-from kvkit.repeats import Repeats, addresses
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Arrays, Pair
 
 FEW = 64  # forms of calls that are remembered
 repeats = Repeats(FEW)  # a call takes its own away as long as it lasts
 
 
-@in_kind
+@returns_input_kind
 def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
     """Put attention over parts of a context together.
 
@@ -77,7 +77,7 @@ def merged(fmt, outputs, lses):
     if prepared:
         prepared.run(places)
     else:
-        launch = cpu.merge.prepare(fmt.name, outputs, lses, out, lse)
+        launch = cpu.attention.merge.prepare(fmt.name, outputs, lses, out, lse)
         cpu.launches.start(launch)
         prepared = cpu.launches.Repeat([launch], places)
     repeats.keep(known, prepared)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
+from kvkit.calls.launch import append_to_pools, arguments, attend, copy_blocks
 from kvkit.checks import paged
-from kvkit.foreign import in_kind
-from kvkit.launch import append_to_pools, arguments, attend, copy_blocks
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
 
-@in_kind
+@returns_input_kind
 def paged_attention(
     query: Array,
     key_cache: Array,
@@ -116,7 +116,7 @@ def paged_attention(
     return attend(paged.checked(**arguments(locals())), out)
 
 
-@in_kind
+@returns_input_kind
 def paged_append(
     key: Array | None,
     value: Array | None,
@@ -184,7 +184,7 @@ def paged_append(
     return key_cache, value_cache
 
 
-@in_kind
+@returns_input_kind
 def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
     """Copy blocks from one cache to another, or within one.
 

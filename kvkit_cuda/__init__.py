@@ -6,7 +6,7 @@ Importing it touches neither Numba nor a driver; the first call does.
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.twins import ANGLES, BITS, CODES, SUMS, twin
+from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, twin
 
 __all__ = [
     "DeviceError",

@@ -1,7 +1,7 @@
 """Ascend's ReshapeAndCache and the operators beside it on the device; index tensors are made on the host."""
 
 from kvkit.ascend import CompressType, Slots, compressed_slots, razor_windows, slots
-from kvkit_cuda.twins import SUMS, twin
+from kvkit_cuda.mirror import SUMS, twin
 
 __all__ = [
     "CompressType",

@@ -1,9 +1,9 @@
-"""Printed by `python -m kvkit_cuda.stubs`."""
+"""Printed by `python -m kvkit_cuda.print_stubs`."""
 
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from kvkit.ascend.tables import Slots, compressed_slots, razor_windows, slots
-from kvkit.compression import CompressType
+from kvkit.operators.compression import CompressType
 
 __all__ = [
     "CompressType",

@@ -1,6 +1,6 @@
 """The operators over dynamic caches on the device, and the plan of a step."""
 
-from kvkit_cuda.twins import ANGLES, BITS, CODES, SUMS, twin
+from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, twin
 
 __all__ = [
     "Plan",

@@ -1,4 +1,4 @@
-"""Printed by `python -m kvkit_cuda.stubs`."""
+"""Printed by `python -m kvkit_cuda.print_stubs`."""
 
 from typing import Any, Literal, SupportsIndex, TypeAlias
 

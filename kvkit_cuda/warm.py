@@ -4,7 +4,7 @@ import numpy as np
 
 from kvkit.formats import BY_NAME, QUANTIZED
 from kvkit_cuda import dynamic_batching
-from kvkit_cuda.ground import compiled
+from kvkit_cuda.device_runtime import compiled
 
 PROMPT, PAST, PAGE = 40, 600, 128  # tokens: more than decode takes, more than one part, of a page
 CODES = {fmt.name: bits for bits, fmt in QUANTIZED.items()}

@@ -37,16 +37,16 @@ FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms.split()}
 # frequencies and far angles, which have the CPU's bits because they are the CPU's.
 OF_THE_HOST = {
     ("kvkit_cuda.ascend", "kvkit.ascend"),
-    ("kvkit_cuda.twins", "kvkit"),
+    ("kvkit_cuda.mirror", "kvkit"),
     ("kvkit_cuda.positions.angles", "kvkit.cpu"),
 }
 # Imports in functions, by file, and why they are not at its top.
 LATE = {
     "kvkit.cache.stores.codes": {"kvkit.cpu"},  # the first call loads Numba, `import kvkit.cache` does not
-    "kvkit_cuda.ground.device": {"numba.cuda"},  # the simulator has none of these
-    "kvkit_cuda.ground.host": {"numba.cuda.cudadrv", "cuda.core.utils"},
-    "kvkit_cuda.ground.compiled": {"cuda.bindings", "cuda.pathfinder", "numba_cuda"},
-    "kvkit_cuda.ground.needs": {
+    "kvkit_cuda.device_runtime.device": {"numba.cuda"},  # the simulator has none of these
+    "kvkit_cuda.device_runtime.host": {"numba.cuda.cudadrv", "cuda.core.utils"},
+    "kvkit_cuda.device_runtime.compiled": {"cuda.bindings", "cuda.pathfinder", "numba_cuda"},
+    "kvkit_cuda.device_runtime.needs": {
         "kvkit",
         "numba",
         "numba.cuda.cudadrv",
@@ -60,10 +60,10 @@ LATE = {
     "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional
     "cli.bench_ggml": {"libggml"},  # optional
     "cli.clusters": {"kvkit.integrations.dask"},  # optional
-    "cli.info": {"kvkit_cuda.ground"},  # the others: a verb loads what it needs, and no more
+    "cli.info": {"kvkit_cuda.device_runtime"},  # the others: a verb loads what it needs, and no more
     "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},
     "cli.study": {"kvkit.integrations.transformers", "transformers", "transformers.utils.logging"},
-    "cli.warm": {"kvkit_cuda.ground"},
+    "cli.warm": {"kvkit_cuda.device_runtime"},
     "cli.warming": {"kvkit_cuda"},
     "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls.checks"},
 }

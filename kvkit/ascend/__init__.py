@@ -5,7 +5,7 @@ from kvkit.ascend.blocks import block_copy, paged_cache_load
 from kvkit.ascend.matrices import nd_to_nz, nz_to_nd
 from kvkit.ascend.reshape import reshape_and_cache
 from kvkit.ascend.tables import Slots, compressed_slots, razor_windows, slots
-from kvkit.compression import CompressType
+from kvkit.operators.compression import CompressType
 
 __all__ = [
     "CompressType",

@@ -6,15 +6,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
+from kvkit.calls.launch import arguments, returned
 from kvkit.checks import pools
 from kvkit.checks.ascend import attention
 from kvkit.checks.tensors import one_piece
-from kvkit.foreign import in_kind
-from kvkit.launch import arguments, returned
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
 
-@in_kind
+@returns_input_kind
 def paged_attention(
     query: Array,
     key_cache: Array,
@@ -101,7 +101,7 @@ def attend(call, out, lse=None):
     context, steps = pools.context_of(call.fmt, *call.caches), attention.steps_of(call, call.caches)
     bias, entries = bias_of(call), len(call.lengths)
     weights = call.weights if bias is None else attention.biased(call.weights, bias)
-    cpu.launches.start(cpu.attention.prepare(query, made, made_lse, context, steps, entries, weights))
+    cpu.launches.start(cpu.attention.prepare.prepare(query, made, made_lse, context, steps, entries, weights))
     for array, folded_array in ((out, made), (lse, made_lse)):
         if folded_array is not None and not np.may_share_memory(array, folded_array):  # strides do not fold
             array[...] = folded_array.reshape(array.shape)

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import checks, cpu
+from kvkit.calls.launch import arguments, copy_blocks
 from kvkit.checks.ascend import blocks
-from kvkit.foreign import in_kind
-from kvkit.launch import arguments, copy_blocks
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Values
 
 
-@in_kind
+@returns_input_kind
 def paged_cache_load(
     key_cache: Array,
     value_cache: Values,
@@ -82,11 +82,13 @@ def paged_cache_load(
             array.reshape(call.tokens, *cache.shape[2:])
             for array, cache in zip(results, call.caches, strict=True)
         ]
-        cpu.launches.start(cpu.pieces.prepare("load", packed, call.caches, pieces, call.caches[0].shape[1]))
+        cpu.launches.start(
+            cpu.copy.pieces.prepare("load", packed, call.caches, pieces, call.caches[0].shape[1])
+        )
     return (*results, None)[:2]
 
 
-@in_kind
+@returns_input_kind
 def block_copy(
     key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
 ) -> tuple[Array, Values]:

@@ -7,11 +7,11 @@ from typing import SupportsIndex
 import numpy as np
 
 from kvkit.checks.ascend import matrices
-from kvkit.foreign import in_kind
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
 
-@in_kind
+@returns_input_kind
 def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     """Put matrices into the NZ format: groups of columns, rows in sixteens.
 
@@ -56,7 +56,7 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     return y
 
 
-@in_kind
+@returns_input_kind
 def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
     """Take matrices out of the NZ format.
 

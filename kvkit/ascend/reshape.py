@@ -9,12 +9,12 @@ from numpy.typing import ArrayLike
 from kvkit import cpu
 from kvkit.checks.ascend import reshape
 from kvkit.checks.tensors import one_piece
-from kvkit.compression import CompressType
-from kvkit.foreign import in_kind
+from kvkit.interop import returns_input_kind
+from kvkit.operators.compression import CompressType
 from kvkit.typed import Array, Values
 
 
-@in_kind
+@returns_input_kind
 def reshape_and_cache(
     key: Array,
     value: Values,
@@ -92,5 +92,7 @@ def reshape_and_cache(
             for tokens, cache in zip(call.tokens, call.caches, strict=True)
         ]
         rows = call.caches[0].shape[1]
-        cpu.launches.start(cpu.pieces.prepare("store", packed, call.caches, call.pieces, rows, call.averaged))
+        cpu.launches.start(
+            cpu.copy.pieces.prepare("store", packed, call.caches, call.pieces, rows, call.averaged)
+        )
     return key_cache, value_cache

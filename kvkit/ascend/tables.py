@@ -13,8 +13,8 @@ from kvkit.checks.ascend.reshape import WINDOWS, compression
 from kvkit.checks.ascend.tensors import MOST
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import integer, number, text
-from kvkit.checks.words import describe, wrong
-from kvkit.compression import CompressType
+from kvkit.errors import argument_error, describe
+from kvkit.operators.compression import CompressType
 from kvkit.typed import Array, Pair
 
 
@@ -56,7 +56,7 @@ class Slots:
         """
         scale = number("softmax_scale", softmax_scale)
         if scale == 0:
-            raise wrong("softmax_scale", "a number other than 0", scale)
+            raise argument_error("softmax_scale", "a number other than 0", scale)
         least = self.num_blocks
         blocks = least if num_blocks is None else integer("num_blocks", num_blocks, least, MOST)
         offset = np.zeros(blocks * self.block_size, np.float32)
@@ -159,14 +159,14 @@ def compressed_slots(
     """
     mode = compression(compress_type)
     if mode is CompressType.UNDEFINED:
-        raise wrong("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
+        raise argument_error("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
     text("empty_window", empty_window, WINDOWS)
     heads = integer("num_head", num_head, 1, MOST)
     lengths = np.repeat(lengths_of(seq_lens), heads)
     windows = index("wins", wins, length=len(lengths))
     if (offset_index is None) != (mode is CompressType.KVHEAD):
         needs = "None" if mode is CompressType.KVHEAD else "an array"
-        raise wrong("offset_index", f"{needs} for {mode.name}", describe(offset_index))
+        raise argument_error("offset_index", f"{needs} for {mode.name}", describe(offset_index))
     offsets = (
         np.full_like(windows, -1)
         if offset_index is None
@@ -253,7 +253,7 @@ def slots_at(block_tables, positions, block_size):
     block = padded[np.arange(len(positions)), column].astype(np.int64)
     if len(block) and block.min() < 0:
         i = int(block.argmin())
-        raise wrong(
+        raise argument_error(
             "step", f"a position in the blocks of entry {i} (see headroom)", f"position {positions[i]}"
         )
     return small(block * block_size + positions % block_size)
@@ -262,9 +262,9 @@ def slots_at(block_tables, positions, block_size):
 def lengths_of(seq_lens):
     lengths = index("seq_lens", seq_lens)
     if len(lengths) and lengths.min() < 1:
-        raise wrong("seq_lens", "at least 1 token each", lengths.min())
+        raise argument_error("seq_lens", "at least 1 token each", lengths.min())
     if len(lengths) and lengths.max() > MOST:
-        raise wrong("seq_lens", f"at most {MOST} tokens each", lengths.max())
+        raise argument_error("seq_lens", f"at most {MOST} tokens each", lengths.max())
     return lengths
 
 
@@ -274,11 +274,11 @@ def check_windows(mode, lengths, wins, offsets):
     wrong_windows = used & ((wins < 0) | (wins > lengths))
     if wrong_windows.any():
         i = int(wrong_windows.argmax())
-        raise wrong(f"wins[{i}]", f"0 to {lengths[i]}, the length of its sequence", wins[i])
+        raise argument_error(f"wins[{i}]", f"0 to {lengths[i]}, the length of its sequence", wins[i])
     wrong_offsets = (offsets < -1) | (used & (offsets > lengths - wins))
     if wrong_offsets.any():
         i = int(wrong_offsets.argmax())
-        raise wrong(
+        raise argument_error(
             f"offset_index[{i}]", f"-1, or {wins[i]} tokens from there on within the sequence", offsets[i]
         )
 

@@ -9,8 +9,8 @@ from typing import Any, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit.checks.values import integer
-from kvkit.checks.words import wrong
-from kvkit.turns import Turn
+from kvkit.errors import argument_error
+from kvkit.runtime.locks import CallLock
 from kvkit.typed import Array, Attended, Pair, States
 
 
@@ -188,13 +188,13 @@ class BaseCache(ABC):
     layers: list
 
     def __init__(self) -> None:
-        self._turn = Turn()
+        self._turn = CallLock()
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name != "_turn"}
 
     def __setstate__(self, state):
-        self.__dict__.update(state, _turn=Turn())
+        self.__dict__.update(state, _turn=CallLock())
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -230,7 +230,7 @@ class BaseCache(ABC):
 
     def _missing(self, number):
         """The layer of a number that there is not."""
-        raise wrong("layer_idx", f"a layer of {len(self.layers)}", number)
+        raise argument_error("layer_idx", f"a layer of {len(self.layers)}", number)
 
     # What is there
 

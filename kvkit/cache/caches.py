@@ -12,7 +12,7 @@ from kvkit.cache.base import BaseCache, alone
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
 from kvkit.checks.values import integer
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, FilePath, Pair, States
 
 
@@ -57,9 +57,9 @@ class Cache(BaseCache):
         self.layers = list(layers)
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
-                raise wrong(f"layers[{i}]", "a layer", describe(layer))
+                raise argument_error(f"layers[{i}]", "a layer", describe(layer))
             if any(layer is other for other in self.layers[:i]):
-                raise wrong(f"layers[{i}]", "a layer of its own", "one that is there before")
+                raise argument_error(f"layers[{i}]", "a layer of its own", "one that is there before")
             layer.name = f"layers[{i}]"
         self._latest: Any = None
         self.folder: Any = None
@@ -160,7 +160,7 @@ class Cache(BaseCache):
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         for layer in self.layers:
             if layer.store is None or layer.span.oldest:
-                raise wrong(layer.name, "all its tokens, for the legacy format", layer)
+                raise argument_error(layer.name, "all its tokens, for the legacy format", layer)
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
     @alone
@@ -188,7 +188,7 @@ class Cache(BaseCache):
             Whether `close` leaves the files.
         """
         if self.folder is not None:
-            raise wrong("directory", "a cache in memory", f"one that is in {self.folder.path}")
+            raise argument_error("directory", "a cache in memory", f"one that is in {self.folder.path}")
         for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
             layer.describe()  # which one that cannot lie in files refuses
         folder = offload.Folder(directory, only_non_sliding, keep)

@@ -13,7 +13,7 @@ from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
 from kvkit.cache.layers.schemed import SchemedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.checks.values import integer
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.typed import FilePath, Pair
 
 
@@ -32,11 +32,11 @@ def makers(num_layers, layer_types, sliding_window, full, sliding):
     known = {"full_attention": full, "sliding_attention": sliding}
     for i, name in enumerate(layer_types):
         if name not in known:
-            raise wrong(f"layer_types[{i}]", " or ".join(known), describe(name))
+            raise argument_error(f"layer_types[{i}]", " or ".join(known), describe(name))
     if num_layers not in (None, len(layer_types)):
-        raise wrong("layer_types", f"{num_layers} types (num_layers)", len(layer_types))
+        raise argument_error("layer_types", f"{num_layers} types (num_layers)", len(layer_types))
     if sliding_window is None and "sliding_attention" in layer_types:
-        raise wrong("sliding_window", "a window for the sliding layers", "None")
+        raise argument_error("sliding_window", "a window for the sliding layers", "None")
     return None, [known[name] for name in layer_types]
 
 

@@ -9,8 +9,7 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
 from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.saving import PAGED_ARRAYS, VERSION, fingerprint, form
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError, brief
+from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import npz
 from kvkit.typed import FilePath
 
@@ -98,15 +97,17 @@ def paged(about, arrays):
     cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"])})
     blocks = arrays["blocks"]
     if not np.array_equal(blocks, np.intersect1d(blocks, np.arange(cache.blocks.num_blocks))):
-        raise wrong("blocks", f"different ones of {cache.blocks.num_blocks}, in order", describe(blocks))
+        raise argument_error(
+            "blocks", f"different ones of {cache.blocks.num_blocks}, in order", describe(blocks)
+        )
     for name, array in zip(PAGED_ARRAYS, cache.store.blocks, strict=False):
         here, found = array[:, :, blocks], arrays[name]
         if (found.dtype, found.shape) != (here.dtype, here.shape):
-            raise wrong(name, f"{here.dtype} {here.shape}", f"{found.dtype} {found.shape}")
+            raise argument_error(name, f"{here.dtype} {here.shape}", f"{found.dtype} {found.shape}")
         array[:, :, blocks] = found
     hashes, ids = arrays["published.hashes"], arrays["published.token_ids"].astype("<i8")
     if (hashes.shape[1:], ids.shape[1:]) != ((HASH_BYTES,), (cache.blocks.page_size,)):
-        raise wrong("published", "hashes, and ids of blocks", f"{hashes.shape}, {ids.shape}")
+        raise argument_error("published", "hashes, and ids of blocks", f"{hashes.shape}, {ids.shape}")
     numbers = arrays["published.blocks"].tolist()
     published = [
         (block, one.tobytes(), page.tobytes()) for block, one, page in zip(numbers, hashes, ids, strict=True)
@@ -123,10 +124,10 @@ def paged(about, arrays):
     sequences = cache.blocks.restore(saved, published, set(blocks.tolist()))
     count = about["rows"]
     if len({seq.length for seq in sequences[:count]}) > 1:
-        raise wrong("rows", "sequences of one length", [seq.length for seq in sequences[:count]])
+        raise argument_error("rows", "sequences of one length", [seq.length for seq in sequences[:count]])
     cache.rows.sequences, cache.sequences = sequences[:count], sequences[count:]
     return cache
 
 
 def unfit(path, expected, got):
-    return wrong(path, brief(expected, LONGEST), brief(got, LONGEST), npz.FileError)
+    return argument_error(path, brief(expected, LONGEST), brief(got, LONGEST), npz.FileError)

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvkit.cache.layers import kinds
 from kvkit.cache.layers.layer import EMPTY
 from kvkit.cache.stores.mapped import VERSION, WAITING, Home, put
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.files.replace import sync_folder
 
 UNFINISHED = "layer-*.new", "cache-*.new"
@@ -33,7 +33,7 @@ class Folder:
     def hold(self, expected):
         """Be the only one in the folder, until `release` or the end of the process."""
         if os.name == "nt":  # which replaces no file that is mapped, and opens no folder
-            raise wrong("offload", "a system that replaces mapped files", "Windows")
+            raise argument_error("offload", "a system that replaces mapped files", "Windows")
         descriptor = os.open(self.path, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
@@ -41,7 +41,7 @@ class Folder:
             locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise wrong("directory", expected, f"{self.path}, which another one has open") from None
+            raise argument_error("directory", expected, f"{self.path}, which another one has open") from None
         except (ImportError, OSError):
             pass  # a system, or a disk, without locks
 
@@ -51,7 +51,7 @@ class Folder:
         self.hold("a folder that holds no cache")
         if (self.path / "cache.json").exists():
             self.release()
-            raise wrong("directory", "a folder that holds no cache", self.path)
+            raise argument_error("directory", "a folder that holds no cache", self.path)
         before, self.layers = [layer.state() for layer in layers], len(layers)
         try:
             self.say(closed=False)

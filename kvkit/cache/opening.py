@@ -7,7 +7,7 @@ import warnings
 from kvkit.cache.layers import kinds
 from kvkit.cache.offload import UNFINISHED, Folder, digest
 from kvkit.cache.stores.mapped import VERSION, WAITING, follow
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 
 def opened(directory, keep):
@@ -32,14 +32,16 @@ def layers_of(folder):
     paths = sorted(folder.path.glob("layer-*.json"))
     folder.layers = about.get("layers", len(paths))
     if len(paths) < folder.layers:
-        raise wrong("directory", f"{folder.layers} layers", f"{len(paths)}: the process ended amid offload")
+        raise argument_error(
+            "directory", f"{folder.layers} layers", f"{len(paths)}: the process ended amid offload"
+        )
     layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
         found, said = {layer.home.sidecar.stem: digest(layer) for layer in layers}, about["digests"]
         if said != list(found.values()):
             changed = ", ".join(name for name, one in found.items() if one not in str(said))
             got = f"{folder.path}, whose are others: {changed}"
-            raise wrong("directory", "files as they were when it was closed", got)
+            raise argument_error("directory", "files as they were when it was closed", got)
     folder.layers = len(layers)
     for pattern in UNFINISHED:
         for path in folder.path.glob(pattern):
@@ -82,7 +84,9 @@ def opened_layer(folder, number, due):
     path = folder.path / f"layer-{number:03}.json"
     about = read(path)
     if about.get("in_memory"):
-        raise wrong("directory", f"layer {number} in a file", "a process that ended while it was in memory")
+        raise argument_error(
+            "directory", f"layer {number} in a file", "a process that ended while it was in memory"
+        )
     with explained(path):
         layer = kinds.made(about)
         layer.open(folder.home(number, layer), about)
@@ -106,4 +110,4 @@ def explained(path):
     try:
         yield
     except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
-        raise wrong("directory", "a cache that kvkit has written", f"{path}: {error!r}") from error
+        raise argument_error("directory", "a cache that kvkit has written", f"{path}: {error!r}") from error

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.layers import kinds
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.files import Description, members, npz
 
 VERSION = 1
@@ -44,12 +44,12 @@ def save_paged(cache, path, sequences):
     """Write a `PagedCache`, its rows and some of its other sequences."""
     allocator, rows = cache.blocks, cache.rows.sequences
     if allocator.open_step is not None:
-        raise wrong("cache", "one whose steps have ended", "an open step")
+        raise argument_error("cache", "one whose steps have ended", "an open step")
     kept = [*rows, *sequences]
     for seq in kept:
         allocator.check(seq)
     if len(set(map(id, kept))) < len(kept):
-        raise wrong("sequences", "each sequence once", "one twice")
+        raise argument_error("sequences", "each sequence once", "one twice")
     published = list(allocator.published())
     blocks = {block for block, *_ in published}.union(*(seq.table for seq in kept))
     numbers = np.array(sorted(blocks), np.int64)

@@ -3,10 +3,10 @@
 The passes over index tensors are compiled; each is imported, and Numba with it, when it is first used.
 """
 
-from kvkit import garbage
+from kvkit.runtime import lazy_imports
 
 
 def __getattr__(name):
     if name in ("position_scan", "scan", "slots", "table_rules"):
-        return garbage.imported(f"kvkit.checks.{name}")
+        return lazy_imports.import_module(f"kvkit.checks.{name}")
     raise AttributeError(name)

@@ -11,7 +11,7 @@ from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, Cache, Context, Side, Steps
 from kvkit.checks.tensors import current, in_one_place, named, one_piece, step, tensor
 from kvkit.checks.values import flag, integer, number, pair
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
 
 FLOAT32 = np.dtype(np.float32)
@@ -90,10 +90,10 @@ def queries(query, ndim, num_heads, head_dim, num_kv_heads):
     num_heads, head_dim = integer("num_heads", num_heads, 1), integer("head_dim", head_dim, 1)
     kv_heads = integer("num_kv_heads", num_kv_heads, 0) or num_heads
     if num_heads % kv_heads:
-        raise wrong("num_kv_heads", f"a divisor of the {num_heads} query heads", kv_heads)
+        raise argument_error("num_kv_heads", f"a divisor of the {num_heads} query heads", kv_heads)
     if query.shape[-2:] != (num_heads, head_dim):
         sizes = f"{num_heads} heads of {head_dim} elements (num_heads, head_dim)"
-        raise wrong("query", sizes, f"shape {query.shape}")
+        raise argument_error("query", sizes, f"shape {query.shape}")
     return fmt, one_piece(query), kv_heads
 
 
@@ -101,13 +101,13 @@ def keys_and_values(fmt, key, value, outer, kv_heads, head_dim):
     """Keys and values of a whole context; `outer` sizes that are None are free."""
     for name, array in (("key", key), ("value", value)):
         if tensor(name, array, FLOATS, len(outer) + 2) is not fmt:
-            raise wrong(name, f"the dtype of query, {fmt}", array.dtype)
+            raise argument_error(name, f"the dtype of query, {fmt}", array.dtype)
     free = (key.shape[i] if size is None else size for i, size in enumerate(outer))
     wanted = (*free, kv_heads, head_dim)
     if key.shape != wanted:
-        raise wrong("key", f"shape {wanted}", f"{key.shape}{grouped(key.shape, wanted)}")
+        raise argument_error("key", f"shape {wanted}", f"{key.shape}{grouped(key.shape, wanted)}")
     if value.shape[:-1] != wanted[:-1] or value.shape[-1] < 1:
-        raise wrong("value", f"the shape of key, {wanted}, or another last axis", value.shape)
+        raise argument_error("value", f"the shape of key, {wanted}, or another last axis", value.shape)
     return key, value
 
 
@@ -121,11 +121,11 @@ def grouped(shape, wanted):
 def new_tokens(fmt, current_key, current_value, shape):
     """New keys and values of the format and shape that queries ask for."""
     if tensor("current_key", current_key, FLOATS, len(shape)) is not fmt:
-        raise wrong("current_key", f"the dtype of query, {fmt}", current_key.dtype)
+        raise argument_error("current_key", f"the dtype of query, {fmt}", current_key.dtype)
     _, current_key, current_value = current(current_key, current_value, len(shape))
     if current_key.shape != shape:
         got = f"{current_key.shape}{grouped(current_key.shape, shape)}"
-        raise wrong("current_key", f"shape {shape}", got)
+        raise argument_error("current_key", f"shape {shape}", got)
     return current_key, current_value
 
 
@@ -186,12 +186,12 @@ def weights(
     left, right = pair("window", window)
     softcap = number("softcap", softcap)
     if softcap != 0 and softcap < np.finfo(np.float32).tiny:
-        raise wrong("softcap", "0 (none) or a positive number of float32", softcap)
+        raise argument_error("softcap", "0 (none) or a positive number of float32", softcap)
     flags = flag("is_causal", is_causal), flag("is_alibi", is_alibi)
     if sinks is not None:
         tensor("sinks", sinks, FLOATS, 1)
         if sinks.shape != (num_heads,):
-            raise wrong("sinks", f"shape ({num_heads},), a number for each query head", sinks.shape)
+            raise argument_error("sinks", f"shape ({num_heads},), a number for each query head", sinks.shape)
     return Weights(scale, *flags, left, right, softcap, sinks, mask)
 
 

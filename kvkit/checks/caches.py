@@ -5,7 +5,7 @@ import numpy as np
 from kvkit.checks.records import Cache, Side
 from kvkit.checks.tensors import FLOAT_NAMES, apart, in_out, said, tensor
 from kvkit.checks.values import choice, integer
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_DTYPE, FLOATS, INT8, QUANTIZED, STORED
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.places import place
@@ -58,16 +58,18 @@ def cache_layer(
 
     group = integer("quant_group", quant_group, 1)
     if dim % group:
-        raise wrong("quant_group", f"a divisor of the head size {dim}", group)
+        raise argument_error("quant_group", f"a divisor of the head size {dim}", group)
     if quant_bit == 4 and group % 2:
-        raise wrong("quant_group", "an even number, for quant_bit 4", group)
+        raise argument_error("quant_group", "an even number, for quant_bit 4", group)
     if scale is None:
-        raise wrong("scale", f"an array of scales, for quant_bit {quant_bit}", "None")
+        raise argument_error("scale", f"an array of scales, for quant_bit {quant_bit}", "None")
     cell = tensor("scale", scale, FLOATS, cache.ndim)
     in_out("scale", scale)
     cells = (*cache.shape[:-1], dim // group)
     if scale.shape != cells:
-        raise wrong("scale", f"shape {cells}: that of cache, {dim // group} groups a head", scale.shape)
+        raise argument_error(
+            "scale", f"shape {cells}: that of cache, {dim // group} groups a head", scale.shape
+        )
     apart("cache", cache, (("scale", scale),))
     spot = place(scale, layout, layer_idx)
     adjoin = adjoin and spot.head == cell.bytes(dim // group)
@@ -81,7 +83,7 @@ def cache_layer(
 def has_own_scales(stored, heads, scale):
     """Whether scales come with the codes or from the caller, so that an append finds none."""
     if stored.block and scale is not None:
-        raise wrong("scale", f"None: blocks of {stored} have theirs inside", describe(scale))
+        raise argument_error("scale", f"None: blocks of {stored} have theirs inside", describe(scale))
     return scale is None or (isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)))
 
 
@@ -92,7 +94,7 @@ def given_scales(heads, scale):
     cell = tensor("scale", scale, FLOATS, scale.ndim)
     bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
     if bad.size:
-        raise wrong("scale", "finite numbers above 0", f"{float(bad[0])}".replace("nan", "NaN"))
+        raise argument_error("scale", "finite numbers above 0", f"{float(bad[0])}".replace("nan", "NaN"))
     return cell.name, *of_heads(scale, heads)
 
 
@@ -105,20 +107,20 @@ def of_heads(scale, heads):
 def cache_format(fmt, cache, quant_bit, quant_format, dim):
     """The format of the cache's elements, and the length of its last axis."""
     if not isinstance(cache, np.ndarray):
-        raise wrong("cache", "a numpy array", describe(cache))
+        raise argument_error("cache", "a numpy array", describe(cache))
     if quant_format is not None:
         return named_format(fmt, cache, quant_bit, quant_format, dim)
     if quant_bit:
         if fmt is INT8:
-            raise wrong("current_key", f"dtype {FLOAT_NAMES} for quant_bit {quant_bit}", "int8")
+            raise argument_error("current_key", f"dtype {FLOAT_NAMES} for quant_bit {quant_bit}", "int8")
         if cache.dtype != np.int8 and not (quant_bit == 4 and cache.dtype == np.uint8):
             legal = "int8 (or uint8, the same bytes)" if quant_bit == 4 else "int8"
-            raise wrong("cache", f"dtype {legal} for quant_bit {quant_bit}", said(cache.dtype))
+            raise argument_error("cache", f"dtype {legal} for quant_bit {quant_bit}", said(cache.dtype))
         return QUANTIZED[quant_bit], dim // 2 if quant_bit == 4 else dim
     stored = BY_DTYPE.get(cache.dtype)
     if stored is None or (stored is INT8) != (fmt is INT8):
         legal = "int8" if fmt is INT8 else FLOAT_NAMES
-        raise wrong("cache", f"dtype {legal} for quant_bit 0 and {fmt} keys", said(cache.dtype))
+        raise argument_error("cache", f"dtype {legal} for quant_bit 0 and {fmt} keys", said(cache.dtype))
     return stored, dim
 
 
@@ -126,16 +128,16 @@ def named_format(fmt, cache, quant_bit, quant_format, dim):
     """Likewise of what `quant_format` names."""
     stored = STORED.get(quant_format) if isinstance(quant_format, str) else None
     if stored is None:
-        raise wrong("quant_format", f"one of {', '.join(STORED)}, or None", describe(quant_format))
+        raise argument_error("quant_format", f"one of {', '.join(STORED)}, or None", describe(quant_format))
     if quant_bit:
-        raise wrong("quant_bit", f"0, for quant_format '{stored}'", quant_bit)
+        raise argument_error("quant_bit", f"0, for quant_format '{stored}'", quant_bit)
     if fmt is INT8:
-        raise wrong("current_key", f"dtype {FLOAT_NAMES} for quant_format '{stored}'", "int8")
+        raise argument_error("current_key", f"dtype {FLOAT_NAMES} for quant_format '{stored}'", "int8")
     if cache.dtype not in (np.uint8, stored.dtype):
         legal = "uint8" if stored.block else f"uint8 or {stored.dtype}"
-        raise wrong("cache", f"dtype {legal} for quant_format '{stored}'", said(cache.dtype))
+        raise argument_error("cache", f"dtype {legal} for quant_format '{stored}'", said(cache.dtype))
     if stored.block and dim % stored.block.elements:
-        raise wrong(
+        raise argument_error(
             "cache", f"heads of a multiple of {stored.block.elements} for {stored}", f"{dim} elements"
         )
     return stored, stored.bytes(dim)
@@ -149,7 +151,7 @@ def shape_of(name, array, layout, cache_layout, num_layer, heads, width, stored)
         note = ", Dh/2 bytes for int4" if stored.name == "int4" else ""
         note = f", {width} bytes a head of {stored}" if stored.block else note
         said = f"shape {sizes_of(layout)} = ({sizes}) for cache_layout {cache_layout}{note}"
-        raise wrong(name, said, array.shape)
+        raise argument_error(name, said, array.shape)
 
 
 def written_apart(cache, scale, layer, inputs):

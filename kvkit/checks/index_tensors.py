@@ -6,8 +6,7 @@ from kvkit import checks
 from kvkit.checks import validation
 from kvkit.checks.records import Steps
 from kvkit.checks.values import choice, integer
-from kvkit.checks.words import wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
 from kvkit.layouts.places import ENDLESS
 
 INT64_MAX = np.iinfo(np.int64).max
@@ -18,7 +17,7 @@ def index(name, value, ndim=1, length=None):
     """A copy of an index tensor as int64: kernels trust what was checked, whoever changes the original."""
     array = of_form(name, value, ndim)
     if length is not None and len(array) != length:
-        raise wrong(name, f"{length} entries", len(array))
+        raise argument_error(name, f"{length} entries", len(array))
     return array.astype(np.int64, order="C")
 
 
@@ -27,13 +26,13 @@ def of_form(name, value, ndim):
     try:
         array = np.asarray(value)
     except ValueError:
-        raise wrong(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
+        raise argument_error(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
     if array.size == 0 and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)  # numpy takes [] for floats
     if array.dtype != np.int64 and array.dtype != np.int32:
-        raise wrong(name, "integers of dtype int64 or int32", array.dtype)
+        raise argument_error(name, "integers of dtype int64 or int32", array.dtype)
     if array.ndim != ndim:
-        raise wrong(name, f"{ndim} {AXES[ndim]}", f"shape {array.shape}")
+        raise argument_error(name, f"{ndim} {AXES[ndim]}", f"shape {array.shape}")
     return array
 
 
@@ -41,9 +40,11 @@ def has_room(batch, seqlen, start_pos, cache):
     """Check that a cache with a part for each sequence has rows for new tokens from a position on."""
     sequences, rows = cache.capacity
     if batch > sequences:
-        raise wrong("cache", f"room for {batch} sequences (MaxB)", sequences)
+        raise argument_error("cache", f"room for {batch} sequences (MaxB)", sequences)
     if start_pos > rows - seqlen:
-        raise wrong("start_pos", f"room for {seqlen} new tokens in {rows} positions (MaxS)", start_pos)
+        raise argument_error(
+            "start_pos", f"room for {seqlen} new tokens in {rows} positions (MaxS)", start_pos
+        )
 
 
 def equal(batch, seqlen, kvlen):
@@ -97,7 +98,7 @@ def unchecked(
         ("cachestarts", table, batch),
     ):
         if array.shape[0] != length:
-            raise wrong(name, f"{length} entries for {max(batch, 0)} sequences", array.shape[0])
+            raise argument_error(name, f"{length} entries for {max(batch, 0)} sequences", array.shape[0])
     begin_with_0(seqstarts, kvstarts)
     if tokens:
         ends_with("seqstarts", seqstarts[-1], tokens)
@@ -120,9 +121,9 @@ def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
     seqstarts, kvstarts = index("seqstarts", seqstarts), index("kvstarts", kvstarts)
     batch = seqstarts.shape[0] - 1
     if batch < 0:
-        raise wrong("seqstarts", "1 entries for 0 sequences", 0)
+        raise argument_error("seqstarts", "1 entries for 0 sequences", 0)
     if kvstarts.shape[0] != batch + 1:
-        raise wrong("kvstarts", f"{batch + 1} entries for {batch} sequences", kvstarts.shape[0])
+        raise argument_error("kvstarts", f"{batch + 1} entries for {batch} sequences", kvstarts.shape[0])
     begin_with_0(seqstarts, kvstarts)
     for name, starts, limit_name, limit in (
         ("seqstarts", seqstarts, "max_seqlen", max_seqlen),
@@ -131,11 +132,11 @@ def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
         falls = starts[1:] < starts[:-1]
         if falls.any():
             entry = falls.argmax() + 1
-            raise wrong(name, f"never to decrease (entry {entry})", starts[entry])
+            raise argument_error(name, f"never to decrease (entry {entry})", starts[entry])
         lengths, limit = starts[1:] - starts[:-1], hint(limit_name, limit)
         if batch and lengths.max() > limit:
             b = int(lengths.argmax())
-            raise wrong(limit_name, f"at least {lengths[b]}, the length of sequence {b}", limit)
+            raise argument_error(limit_name, f"at least {lengths[b]}, the length of sequence {b}", limit)
     table, zeros = kvstarts[:-1].reshape(-1, 1), np.zeros(batch, np.int64)
     tokens, context = int(seqstarts[-1]), int(kvstarts[-1])
     return Steps(seqstarts, kvstarts, zeros, zeros, table, ENDLESS, tokens, context, context)
@@ -144,14 +145,14 @@ def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
 def begin_with_0(seqstarts, kvstarts):
     for name, starts in (("seqstarts", seqstarts), ("kvstarts", kvstarts)):
         if starts[0] != 0:
-            raise wrong(name, "to begin with 0", starts[0])
+            raise argument_error(name, "to begin with 0", starts[0])
 
 
 def ends_with(starts, end, tokens):
     """Check that packed sequences end where an array does."""
     name, length = tokens
     if end != length:
-        raise wrong(starts, f"to end with the {length} tokens of {name}", end)
+        raise argument_error(starts, f"to end with the {length} tokens of {name}", end)
 
 
 def fits(step, tokens, cache):
@@ -191,19 +192,19 @@ def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
     scan = checks.scan
     rule, b, one, two = found
     if rule == scan.STARTS:
-        return wrong(("seqstarts", "kvstarts")[one], f"never to decrease (entry {b + 1})", two)
+        return argument_error(("seqstarts", "kvstarts")[one], f"never to decrease (entry {b + 1})", two)
     if rule == scan.LENGTHS:
         if start_pos[b] < 0:
-            return wrong("start_pos", f"at least 0 for sequence {b}", start_pos[b])
+            return argument_error("start_pos", f"at least 0 for sequence {b}", start_pos[b])
         need = f"start_pos + new tokens = {start_pos[b]} + {one} for sequence {b}"
-        return wrong("kvstarts", f"a length of {need}", two)
+        return argument_error("kvstarts", f"a length of {need}", two)
     if rule == scan.HINT:
-        return wrong(
+        return argument_error(
             ("max_seqlen", "max_kvlen")[one], f"at least {two}, the length of sequence {b}", limits[one]
         )
     if rule == scan.PAGES:
         need = f"{one} pages for the {two} tokens of sequence {b} (page_size {page_size})"
-        return wrong("cachestarts", need, table.shape[1])
+        return argument_error("cachestarts", need, table.shape[1])
     # Page tables of other engines hold the numbers of pages.
     pages = (
         "" if page_size == ENDLESS else f" (a page begins at its number * page_size, which is {page_size})"
@@ -212,11 +213,11 @@ def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
         entry = f"cachestarts[{b}]" if page_size == ENDLESS else f"cachestarts[{b}, {one // page_size}]"
         start = table[b, 0 if page_size == ENDLESS else one // page_size]
         wanted = "rows from 0 on" if rows == INT64_MAX else f"rows within the {rows} of the cache"
-        return wrong(entry, wanted, f"{start}: position {one} is in row {two}{pages}")
+        return argument_error(entry, wanted, f"{start}: position {one} is in row {two}{pages}")
     if rule == scan.STORED_TWICE:
         who = f"sequence {b} stores twice" if b == one else f"sequences {b} and {one} both store"
-        return wrong("cachestarts", "rows stored once", f"row {two}, which {who}{pages}")
-    return wrong(
+        return argument_error("cachestarts", "rows stored once", f"row {two}, which {who}{pages}")
+    return argument_error(
         "cachestarts",
         "stored rows that hold no other token",
         f"row {two}, which sequence {b} stores and sequence {one} has as a past token{pages}",

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.checks.records import NO_MASK
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, MASKS
 
 
@@ -15,7 +15,7 @@ def static_mask(fmt, mask, batch, num_heads, seqlen, kvlen):
     fits = 2 <= mask.ndim <= 4 and mask.shape[-1] >= kvlen
     if not fits or any(size not in (1, want) for size, want in zip(mask.shape[:-1], legal, strict=True)):
         wanted = f"[{batch}, {num_heads}, {seqlen}, {kvlen} or more], axes of 1, or without leading axes"
-        raise wrong("attn_mask", wanted, f"shape {mask.shape}")
+        raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
     strides = [0] * (4 - mask.ndim) + [
         0 if size == 1 and i < mask.ndim - 1 else stride
         for i, (size, stride) in enumerate(zip(mask.shape, mask.strides, strict=True))
@@ -30,7 +30,7 @@ def dynamic_mask(fmt, mask, num_heads, tokens, keys):
     fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and mask.shape[-1] >= keys
     if not fits or (mask.ndim == 3 and mask.shape[0] not in (1, num_heads)):
         wanted = f"[{tokens}, {keys} or more], or [{num_heads}, {tokens}, {keys} or more]"
-        raise wrong("attn_mask", wanted, f"shape {mask.shape}")
+        raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
     head = mask.strides[0] if mask.ndim == 3 and mask.shape[0] > 1 else 0
     return described(mask, (0, head, *mask.strides[-2:]), True)
 
@@ -51,10 +51,10 @@ def no_mask(fmt, mask):
     if mask is None:
         return True
     if not isinstance(mask, np.ndarray):
-        raise wrong("attn_mask", "a numpy array", describe(mask))
+        raise argument_error("attn_mask", "a numpy array", describe(mask))
     if mask.dtype != np.bool_ and mask.dtype != fmt.dtype and mask.dtype != np.float32:
         legal = " or ".join(dict.fromkeys((fmt.name, "float32", "bool")))
-        raise wrong("attn_mask", f"dtype {legal}", mask.dtype)
+        raise argument_error("attn_mask", f"dtype {legal}", mask.dtype)
     return mask.size == 0
 
 

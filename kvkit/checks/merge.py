@@ -6,7 +6,7 @@ import numpy as np
 
 from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import tensor
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
 
 
@@ -23,17 +23,17 @@ def checked(outputs, lses):
     """The checked call."""
     outputs, lses = parts("outputs", outputs), parts("lses", lses)
     if len(lses) != len(outputs):
-        raise wrong("lses", f"{len(outputs)} arrays, as many as outputs", len(lses))
+        raise argument_error("lses", f"{len(outputs)} arrays, as many as outputs", len(lses))
     shape = outputs[0].shape
     fmt = tensor("outputs[0]", outputs[0], FLOATS, max(len(shape), 1))
     for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
         if tensor(f"outputs[{i}]", output, FLOATS, max(len(shape), 1)) is not fmt:
-            raise wrong(f"outputs[{i}]", f"the dtype of outputs[0], {fmt}", output.dtype)
+            raise argument_error(f"outputs[{i}]", f"the dtype of outputs[0], {fmt}", output.dtype)
         if output.shape != shape:
-            raise wrong(f"outputs[{i}]", f"the shape of outputs[0], {shape}", output.shape)
+            raise argument_error(f"outputs[{i}]", f"the shape of outputs[0], {shape}", output.shape)
         tensor(f"lses[{i}]", lse, FLOATS[:1], len(shape) - 1)
         if lse.shape != shape[:-1]:
-            raise wrong(f"lses[{i}]", f"shape {shape[:-1]}", lse.shape)
+            raise argument_error(f"lses[{i}]", f"shape {shape[:-1]}", lse.shape)
     inputs = [(f"outputs[{i}]", array) for i, array in enumerate(outputs)]
     inputs += [(f"lses[{i}]", array) for i, array in enumerate(lses)]
     forms = {"attn_output": (shape, fmt.dtype), "lse": (shape[:-1], FLOATS[0].dtype)}
@@ -45,8 +45,8 @@ def parts(name, arrays):
     several = isinstance(arrays, (list, tuple)) or (isinstance(arrays, np.ndarray) and arrays.ndim > 0)
     given = list(arrays) if several else []
     if not given:
-        raise wrong(name, "one array or more", describe(arrays))
+        raise argument_error(name, "one array or more", describe(arrays))
     for i, array in enumerate(given):
         if not isinstance(array, np.ndarray):
-            raise wrong(f"{name}[{i}]", "a numpy array", describe(array))
+            raise argument_error(f"{name}[{i}]", "a numpy array", describe(array))
     return given

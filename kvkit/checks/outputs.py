@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvkit import spare
 from kvkit.checks.tensors import apart, in_out, written
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
+from kvkit.runtime import result_pool
 
 
 class Results(NamedTuple):
@@ -26,7 +26,7 @@ class Results(NamedTuple):
         """What errors call each."""
         return ["out"] if self.alone else [f"out ({name})" for name in self.forms]
 
-    def taken(self, out, new=spare.empty):
+    def taken(self, out, new=result_pool.empty):
         """A tuple of new arrays, or of those that are given."""
         if out is None:
             return tuple([new(shape, dtype) for shape, dtype in self.forms.values()])
@@ -35,7 +35,7 @@ class Results(NamedTuple):
     def given(self, out):
         """A tuple of the arrays that are given, if they will do."""
         if not self.alone and (not isinstance(out, (tuple, list)) or len(out) != len(self.forms)):
-            raise wrong(
+            raise argument_error(
                 "out", f"a tuple of {len(self.forms)} arrays ({', '.join(self.forms)})", describe(out)
             )
         arrays = (out,) if self.alone else tuple(out)
@@ -51,13 +51,13 @@ class Results(NamedTuple):
 
     def _check_form(self, label, array, shape, dtype):
         if not isinstance(array, np.ndarray):
-            raise wrong(label, "a numpy array", describe(array))
+            raise argument_error(label, "a numpy array", describe(array))
         if array.dtype != dtype:
-            raise wrong(label, f"dtype {dtype}", array.dtype)
+            raise argument_error(label, f"dtype {dtype}", array.dtype)
         if array.ndim != len(shape):
-            raise wrong(label, f"{len(shape)} axes", f"shape {array.shape}")
+            raise argument_error(label, f"{len(shape)} axes", f"shape {array.shape}")
         if array.shape != shape:
-            raise wrong(label, f"shape {shape}", array.shape)
+            raise argument_error(label, f"shape {shape}", array.shape)
         (in_out if self.rows else written)(label, array)
 
 

@@ -10,7 +10,7 @@ from kvkit.checks.outputs import one_place
 from kvkit.checks.pools import CONTENT
 from kvkit.checks.tensors import DATA, FORMATS, POOLED, apart, filled, named, one_piece, tensor, written
 from kvkit.checks.values import number
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, INT8
 
 SCALES = "key_scale", "value_scale"
@@ -40,12 +40,12 @@ def checked(
     key, value = pools.pools(key_cache, value_cache, layout, POOLED)
     for name, pool in zip(pools.NAMES, (key, value), strict=True):
         if pool is None:
-            raise wrong(name, "a numpy array", "None")
+            raise argument_error(name, "a numpy array", "None")
     blocks, page_size, kv_heads, _ = key.shape
     if key.shape[CONTENT] != dim:
-        raise wrong("key_cache", f"the head size of query, {dim}", key.shape[CONTENT])
+        raise argument_error("key_cache", f"the head size of query, {dim}", key.shape[CONTENT])
     if heads % kv_heads:
-        raise wrong("query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads")
+        raise argument_error("query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads")
     lengths = index("context_lens", context_lens)
     table = pools.table_of(block_tables, lengths, blocks, page_size)
     starts = starts_of(query_starts, len(lengths), tokens)
@@ -58,7 +58,7 @@ def checked(
     if coded and any(pools.of_tokens(scale, len(lengths), kv_heads) for scale in given):
         if value.dtype != key.dtype:
             wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
-            raise wrong("value_cache", wanted, value.dtype)
+            raise argument_error("value_cache", wanted, value.dtype)
         whole = is_whole(key_cache, value_cache, layout)
         scales, cells = None, pools.scales(*given, (key, value), whole, layout)
         pools.alike(cells, (key, value))
@@ -94,23 +94,27 @@ def is_whole(key_cache, value_cache, layout):
 
 def asks_for_scale(name, scale, pool_name, pool):
     if scale is None and FORMATS[pool.dtype] is INT8:
-        raise wrong(name, f"a number or an array, for codes in {pool_name}", "None")
+        raise argument_error(name, f"a number or an array, for codes in {pool_name}", "None")
 
 
 def starts_of(query_starts, batch, tokens):
     """Where the queries of each sequence begin; without them a sequence has one."""
     if query_starts is None:
         if tokens != batch:
-            raise wrong("query", f"{batch} tokens, one for each of context_lens (or query_starts)", tokens)
+            raise argument_error(
+                "query", f"{batch} tokens, one for each of context_lens (or query_starts)", tokens
+            )
         return np.arange(batch + 1)
     starts = index("query_starts", query_starts, length=batch + 1)
     if starts[0] != 0:
-        raise wrong("query_starts", "to begin with 0", starts[0])
+        raise argument_error("query_starts", "to begin with 0", starts[0])
     falls = np.flatnonzero(starts[1:] < starts[:-1])
     if len(falls):
-        raise wrong("query_starts", f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1])
+        raise argument_error(
+            "query_starts", f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1]
+        )
     if starts[-1] != tokens:
-        raise wrong("query_starts", f"to end with the {tokens} tokens of query", starts[-1])
+        raise argument_error("query_starts", f"to end with the {tokens} tokens of query", starts[-1])
     return starts
 
 
@@ -120,7 +124,7 @@ def of_sequences(name, values, batch, heads, what):
         return None
     tensor(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
     if values.shape not in ((heads,), (batch, heads)):
-        raise wrong(
+        raise argument_error(
             name, f"shape ({heads},) or ({batch}, {heads}), a number for each of the {what}", values.shape
         )
     return np.ascontiguousarray(np.atleast_2d(values), np.float32)
@@ -143,7 +147,7 @@ def scale_of(name, scale, batch, heads):
     if isinstance(scale, np.ndarray):
         cells = of_sequences(name, scale, batch, heads, "heads of a cache")
         if not np.isfinite(cells).all():
-            raise wrong(name, "finite numbers", "NaN" if np.isnan(cells).any() else "infinity")
+            raise argument_error(name, "finite numbers", "NaN" if np.isnan(cells).any() else "infinity")
         return cells
     return np.full((1, 1), number(name, scale), np.float32)
 
@@ -179,15 +183,19 @@ def checked_append(key, value, key_cache, value_cache, slot_mapping, *, layout, 
         filled(name, array)
         first = array if first is None else first
         if array.shape[:2] != first.shape[:2]:
-            raise wrong(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
+            raise argument_error(
+                name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape
+            )
         if pool is None:
-            raise wrong(cache_name, f"a pool for {name}", "None")
+            raise argument_error(cache_name, f"a pool for {name}", "None")
         stored = FORMATS[pool.dtype]
         if stored is not fmt and (stored in FLOATS or fmt not in FLOATS):
-            raise wrong(cache_name, f"the dtype of {name}, {fmt}, or of codes for floats", pool.dtype)
+            raise argument_error(
+                cache_name, f"the dtype of {name}, {fmt}, or of codes for floats", pool.dtype
+            )
         if pool.shape[2:] != array.shape[1:]:
             sizes = "{} heads of {} elements".format(*array.shape[1:])
-            raise wrong(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
+            raise argument_error(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
         written(cache_name, pool)
         whole = is_whole(key_cache, value_cache, layout)
         side = Side(array, pool, fmt.name, stored.name)
@@ -196,7 +204,7 @@ def checked_append(key, value, key_cache, value_cache, slot_mapping, *, layout, 
         taken += [(cache_name, pool)]
         taken += [(f"{name}_scale", side.cells)] if side.group else []
     if first is None:
-        raise wrong("key", "an array of tokens, or one as value", "None")
+        raise argument_error("key", "an array of tokens, or one as value", "None")
     blocks, rows = sides[0].pool.shape[:2]
     pieces = pools.plain_pieces(len(first), blocks * rows, slot_mapping)
     inputs = named(key=key, value=value)
@@ -210,7 +218,7 @@ def with_scale(side, name, scales, pool_name, whole, layout):
     scale, pool = scales[name], side.pool
     if side.packed == side.stored:
         if scale is not None:
-            raise wrong(name, f"None: {side.packed} is stored as it is", describe(scale))
+            raise argument_error(name, f"None: {side.packed} is stored as it is", describe(scale))
         return side
     asks_for_scale(name, scale, pool_name, pool)
     if scale is None:
@@ -230,7 +238,7 @@ def with_scale(side, name, scales, pool_name, whole, layout):
     cells = scale_of(name, scale, 0, heads)[0]
     bad = cells[~(np.isfinite(cells) & (cells > 0))]
     if bad.size:
-        raise wrong(name, "finite numbers above 0", f"{bad[0]}".replace("nan", "NaN"))
+        raise argument_error(name, "finite numbers above 0", f"{bad[0]}".replace("nan", "NaN"))
     return side._replace(tokens=one_piece(side.tokens), cell="float32", cells=cells)
 
 
@@ -239,13 +247,13 @@ def checked_swap(source, target, pairs):
     for name, array in (("source", source), ("target", target)):
         tensor(name, array, DATA, max(getattr(array, "ndim", 1), 1))
     if target.dtype != source.dtype:
-        raise wrong("target", f"the dtype of source, {source.dtype}", target.dtype)
+        raise argument_error("target", f"the dtype of source, {source.dtype}", target.dtype)
     if target.shape[1:] != source.shape[1:]:
-        raise wrong("target", f"shape [num_blocks, {str(source.shape[1:])[1:]}", target.shape)
+        raise argument_error("target", f"shape [num_blocks, {str(source.shape[1:])[1:]}", target.shape)
     written("target", target)
     pairs = index("pairs", pairs, 2)
     if pairs.shape[1] != 2:
-        raise wrong("pairs", "shape [N, 2]", pairs.shape)
+        raise argument_error("pairs", "shape [N, 2]", pairs.shape)
     src, dst = np.ascontiguousarray(pairs.T)
     pools.blocks_within("pairs", src, len(source))
     pools.blocks_within("pairs", dst, len(target))

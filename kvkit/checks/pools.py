@@ -11,7 +11,7 @@ from kvkit.checks.index_tensors import INT64_MAX, index
 from kvkit.checks.outputs import one_place
 from kvkit.checks.records import Context, Side, Steps
 from kvkit.checks.tensors import FORMATS, in_one_place, step, tensor
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS
 
 PAGE, ROW, HEAD, CONTENT = range(4)  # the axes of a view of a pool
@@ -33,7 +33,7 @@ def axes_of(layout):
     known = len(set(axes)) == len(axes) and set(axes) <= {*AXES, "kv"}
     if not known or not {"b", "c"} <= set(axes):
         legal = "the axes of a pool, 'b n h c' in any order, with 'kv' if keys and values share it"
-        raise wrong("layout", f"{legal} ('h' and 'n' may be left out)", describe(layout))
+        raise argument_error("layout", f"{legal} ('h' and 'n' may be left out)", describe(layout))
     return axes
 
 
@@ -58,7 +58,7 @@ def pools(key_cache, value_cache, layout, legal, names=NAMES):
         if other is not None and other.shape[:CONTENT] != there[0].shape[:CONTENT]:
             blocks, rows, heads, _ = there[0].shape
             sizes = f"{blocks} blocks of {rows} rows and {heads} heads, as {names[0]}"
-            raise wrong(name, sizes, "{} of {} and {}".format(*other.shape[:CONTENT]))
+            raise argument_error(name, sizes, "{} of {} and {}".format(*other.shape[:CONTENT]))
     return views
 
 
@@ -67,9 +67,9 @@ def halves(given, pool, at, layout, names):
     for name, array in zip(names, given, strict=True):
         if array is not None and not (isinstance(array, np.ndarray) and one_place(array, pool)):
             wanted = f"the same pool as {names[0]}, or views without the axis kv of {layout!r}"
-            raise wrong(name, wanted, describe(array))
+            raise argument_error(name, wanted, describe(array))
     if pool.shape[at] != 2:
-        raise wrong(names[0], f"keys and values along axis {at} (kv)", f"shape {pool.shape}")
+        raise argument_error(names[0], f"keys and values along axis {at} (kv)", f"shape {pool.shape}")
     return [pool[(slice(None),) * at + (side,)] for side in (0, 1)]
 
 
@@ -77,13 +77,15 @@ def view(name, array, axes, legal):
     """A pool as [pages, rows, heads, content]."""
     tensor(name, array, legal, len(axes))
     if min(array.shape) < 1:
-        raise wrong(name, "no axis of size 0", f"shape {array.shape}")
+        raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
     array = array.transpose([axes.index(axis) for axis in AXES if axis in axes])
     for axis, letter in enumerate(AXES):
         if letter not in axes:
             array = np.expand_dims(array, axis)
     if in_one_place(array):
-        raise wrong(name, "elements apart", f"strides {array.strides}, of an array that is broadcast")
+        raise argument_error(
+            name, "elements apart", f"strides {array.strides}, of an array that is broadcast"
+        )
     return array
 
 
@@ -120,16 +122,18 @@ def scales(key_scale, value_scale, views, whole, layout):
             cells[i] = None
             continue
         if cell is None:
-            raise wrong(name, f"an array, for codes in {pool_name}", "None")
+            raise argument_error(name, f"an array, for codes in {pool_name}", "None")
         groups, dim = cell.shape[CONTENT], pool.shape[CONTENT]
         if cell.shape[:CONTENT] != pool.shape[:CONTENT] or dim % groups:
             wanted = f"scales for {pool.shape[:CONTENT]} (pages, tokens, heads), of groups of the {dim} codes"
-            raise wrong(name, wanted, cell.shape)
+            raise argument_error(name, wanted, cell.shape)
         if place_of(cell)[1:] != place_of(pool)[1:]:
-            raise wrong(name, f"pages and tokens in the order of {pool_name}", f"strides {cell.strides[:2]}")
+            raise argument_error(
+                name, f"pages and tokens in the order of {pool_name}", f"strides {cell.strides[:2]}"
+            )
         for each, array in ((pool_name, pool), (name, cell)):
             if step(array):
-                raise wrong(each, "a contiguous last axis", f"strides {array.strides}")
+                raise argument_error(each, "a contiguous last axis", f"strides {array.strides}")
     return cells
 
 
@@ -140,7 +144,7 @@ def alike(cells, views):
         for cell, pool in zip(cells, views, strict=True)
     )
     if keys != values:
-        raise wrong("value_scale", "the dtype, groups and strides of key_scale", describe(cells[1]))
+        raise argument_error("value_scale", "the dtype, groups and strides of key_scale", describe(cells[1]))
 
 
 def group_of(cell, pool):
@@ -203,25 +207,25 @@ def table_of(block_tables, lengths, blocks, page_size):
 def listed_pages(block_tables, lengths, blocks, page_size):
     """The pages of contexts that are listed one sequence after the other."""
     if len(block_tables) != 2:
-        raise wrong("block_tables", "[B, M], or a tuple (indptr, indices)", describe(block_tables))
+        raise argument_error("block_tables", "[B, M], or a tuple (indptr, indices)", describe(block_tables))
     starts = index("block_tables", block_tables[0], length=len(lengths) + 1)
     pages = index("block_tables", block_tables[1])
     if starts[0] < 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > len(pages):
         wanted = f"indptr that never decreases, within the {len(pages)} of indices"
-        raise wrong("block_tables", wanted, describe(block_tables[0]))
+        raise argument_error("block_tables", wanted, describe(block_tables[0]))
     need = needed(lengths, page_size)
     short = np.flatnonzero(need > np.diff(starts))
     if len(short):
         i = short[0]
         held = f"{starts[i + 1] - starts[i]} of indices"
-        raise wrong("block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", held)
+        raise argument_error("block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", held)
     column = np.arange(need.max(initial=0))
     at = starts[:-1, None] + column
     table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
     outside = there(table, need) & ((table < 0) | (table >= blocks))
     if outside.any():
         i, j = np.argwhere(outside)[0]
-        raise wrong(f"block_tables[1][{at[i, j]}]", f"a block from 0 to {blocks - 1}", table[i, j])
+        raise argument_error(f"block_tables[1][{at[i, j]}]", f"a block from 0 to {blocks - 1}", table[i, j])
     validation.block_tables(table, lengths, blocks, page_size)
     return table
 
@@ -231,20 +235,20 @@ def check_table(table, lengths, blocks, page_size):
     need = needed(lengths, page_size)
     if len(need) and need.max() > table.shape[1]:
         i = int(need.argmax())
-        raise wrong(
+        raise argument_error(
             "block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", table.shape[1]
         )
     outside = there(table, need) & ((table < 0) | (table >= blocks))
     if outside.any():
         i, j = np.argwhere(outside)[0]
-        raise wrong(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
+        raise argument_error(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
     validation.block_tables(table, lengths, blocks, page_size)
 
 
 def needed(lengths, page_size):
     """How many pages contexts take."""
     if len(lengths) and lengths.min() < 0:
-        raise wrong("context_lens", "no length below 0", lengths.min())
+        raise argument_error("context_lens", "no length below 0", lengths.min())
     return -(-lengths // page_size)
 
 
@@ -270,14 +274,16 @@ def broken_rule(rule, one, two, three, capacity):
     slots = checks.slots
     if rule == slots.CAPACITY:
         rows = f"{three} rows from there on" if three > 1 else "that slot"
-        return wrong(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)
+        return argument_error(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)
     if rule == slots.TWICE:
-        return wrong("slot_mapping", "a slot for one row only", f"slot {three} for entries {one} and {two}")
+        return argument_error(
+            "slot_mapping", "a slot for one row only", f"slot {three} for entries {one} and {two}"
+        )
     if rule == slots.WINDOW:
-        return wrong(f"wins[{one}]", f"0 to {three}, the length of its sequence", two)
+        return argument_error(f"wins[{one}]", f"0 to {three}, the length of its sequence", two)
     if rule == slots.OFFSET:
-        return wrong(f"offset_index[{one}]", "-1 or a token", two)
-    return wrong(f"offset_index[{one}]", f"{three} tokens from there on within the sequence", two)
+        return argument_error(f"offset_index[{one}]", "-1 or a token", two)
+    return argument_error(f"offset_index[{one}]", f"{three} tokens from there on within the sequence", two)
 
 
 # Copies
@@ -287,13 +293,13 @@ def blocks_within(name, ids, blocks):
     """Check that blocks are there."""
     outside = np.flatnonzero((ids < 0) | (ids >= blocks))
     if len(outside):
-        raise wrong(f"{name}[{outside[0]}]", f"a block from 0 to {blocks - 1}", ids[outside[0]])
+        raise argument_error(f"{name}[{outside[0]}]", f"a block from 0 to {blocks - 1}", ids[outside[0]])
 
 
 def copied_once(name, src, dst, within):
     """Check that no block is written twice; `within` one cache, none that is read."""
     blocks, times = np.unique(dst, return_counts=True)
     if len(blocks) < len(dst):
-        raise wrong(name, "blocks that are written once", f"block {blocks[times > 1][0]} twice")
+        raise argument_error(name, "blocks that are written once", f"block {blocks[times > 1][0]} twice")
     if within and np.isin(dst, src).any():
-        raise wrong(name, "no block that is copied too", f"block {dst[np.isin(dst, src)][0]}")
+        raise argument_error(name, "no block that is copied too", f"block {dst[np.isin(dst, src)][0]}")

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.jit import INDEX, address, callback
+from kvkit.runtime.jit import INDEX, address, callback
 
 INT64_MAX = np.iinfo(np.int64).max
 FINE, STARTS, FIRST, LAST, HINT = range(5)

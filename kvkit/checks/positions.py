@@ -11,7 +11,7 @@ from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import filled, holdable, named, one_piece, tensor
 from kvkit.checks.values import flag, integer, positive
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Element
 
 # Rotary position embedding
@@ -52,10 +52,10 @@ def static_positions(query, start_pos, pad_len):
     if pad_len is not None:
         padding = index("pad_len", pad_len)
         if padding.shape[0] != batch:
-            raise wrong("pad_len", f"{batch} entries for {batch} sequences", padding.shape[0])
+            raise argument_error("pad_len", f"{batch} entries for {batch} sequences", padding.shape[0])
         if batch and padding.min() < 0:
             b = int(padding.argmin())
-            raise wrong("pad_len", f"at least 0 for sequence {b}", padding[b])
+            raise argument_error("pad_len", f"at least 0 for sequence {b}", padding[b])
         first -= padding
     return np.arange(batch + 1) * seqlen, first
 
@@ -83,15 +83,15 @@ def given_tables(cos, sin, turned, starts, first):
     for name, table in (("cos", cos), ("sin", sin)):
         tensor(name, table, FLOATS, 2)
         if table.shape[1] != turned // 2:
-            raise wrong(name, f"{turned // 2} columns, one for each pair", f"shape {table.shape}")
+            raise argument_error(name, f"{turned // 2} columns, one for each pair", f"shape {table.shape}")
     if sin.shape != cos.shape:
-        raise wrong("sin", f"the shape of cos, {cos.shape}", sin.shape)
+        raise argument_error("sin", f"the shape of cos, {cos.shape}", sin.shape)
     lengths = np.diff(starts)
     ends, there = first + lengths, lengths > 0
     if there.any() and first[there].min() < 0:
-        raise wrong("cos", "a row for each position", f"position {first[there].min()}")
+        raise argument_error("cos", "a row for each position", f"position {first[there].min()}")
     if there.any() and ends[there].max() > len(cos):
-        raise wrong("cos", f"{ends[there].max()} rows, one for each position", len(cos))
+        raise argument_error("cos", f"{ends[there].max()} rows, one for each position", len(cos))
     return cos, sin
 
 
@@ -100,24 +100,24 @@ def packed(name, tokens, seqstarts, start_pos, max_seqlen):
     starts, first = index("seqstarts", seqstarts), index("start_pos", start_pos)
     batch = starts.shape[0] - 1
     if batch < 0:
-        raise wrong("seqstarts", "1 entries for 0 sequences", 0)
+        raise argument_error("seqstarts", "1 entries for 0 sequences", 0)
     if first.shape[0] != batch:
-        raise wrong("start_pos", f"{batch} entries for {batch} sequences", first.shape[0])
+        raise argument_error("start_pos", f"{batch} entries for {batch} sequences", first.shape[0])
     if starts[0] != 0:
-        raise wrong("seqstarts", "to begin with 0", starts[0])
+        raise argument_error("seqstarts", "to begin with 0", starts[0])
     limit = index_tensors.hint("max_seqlen", max_seqlen)
     rule, b, length = checks.position_scan.scan(starts, first, limit)
     if rule == checks.position_scan.STARTS:
-        raise wrong("seqstarts", f"never to decrease (entry {b + 1})", starts[b + 1])
+        raise argument_error("seqstarts", f"never to decrease (entry {b + 1})", starts[b + 1])
     if rule == checks.position_scan.FIRST:
-        raise wrong("start_pos", f"at least 0 for sequence {b}", first[b])
+        raise argument_error("start_pos", f"at least 0 for sequence {b}", first[b])
     if rule == checks.position_scan.LAST:
         end = f"at most {INT64_MAX - length} for sequence {b} of {length} tokens"
-        raise wrong("start_pos", end, first[b])
+        raise argument_error("start_pos", end, first[b])
     if rule == checks.position_scan.HINT:
-        raise wrong("max_seqlen", f"at least {length}, the length of sequence {b}", limit)
+        raise argument_error("max_seqlen", f"at least {length}, the length of sequence {b}", limit)
     if starts[-1] != tokens:
-        raise wrong("seqstarts", f"to end with the {tokens} tokens of {name}", starts[-1])
+        raise argument_error("seqstarts", f"to end with the {tokens} tokens of {name}", starts[-1])
     return starts, first
 
 
@@ -125,10 +125,10 @@ def queries_and_keys(query, key, ndim):
     """The format of both, which may differ in their heads only."""
     fmt = tensor("query", query, FLOATS, ndim)
     if tensor("key", key, FLOATS, ndim) is not fmt:
-        raise wrong("key", f"the dtype of query, {fmt}", key.dtype)
+        raise argument_error("key", f"the dtype of query, {fmt}", key.dtype)
     if key.shape[:-2] != query.shape[:-2] or key.shape[-1] != query.shape[-1]:
         wanted = ", ".join(map(str, (*query.shape[:-2], "any", query.shape[-1])))
-        raise wrong("key", f"shape ({wanted}), as query has", key.shape)
+        raise argument_error("key", f"shape ({wanted}), as query has", key.shape)
     for name, array in (("query", query), ("key", key)):
         filled(name, array)
     return fmt
@@ -138,7 +138,7 @@ def turned_elements(rotary_dim, dim):
     """How many elements of a head turn."""
     turned = integer("rotary_dim", rotary_dim, 0, dim) or dim
     if turned % 2:
-        raise wrong("rotary_dim", "an even number of elements, which turn in pairs", turned)
+        raise argument_error("rotary_dim", "an even number of elements, which turn in pairs", turned)
     return turned
 
 
@@ -147,7 +147,7 @@ def scaling(theta, max_position_embeddings, scaling_type, scaling_factor):
     theta, factor = positive("theta", theta), positive("scaling_factor", scaling_factor)
     longest = min(integer("max_position_embeddings", max_position_embeddings, 1), INT64_MAX)
     if not isinstance(scaling_type, str) or scaling_type not in ("", "linear", "dynamic"):
-        raise wrong("scaling_type", "'', 'linear' or 'dynamic'", describe(scaling_type))
+        raise argument_error("scaling_type", "'', 'linear' or 'dynamic'", describe(scaling_type))
     if scaling_type == "dynamic":
         return theta, 1.0, longest, factor
     return theta, factor if scaling_type == "linear" else 1.0, INT64_MAX, 1.0
@@ -223,7 +223,7 @@ def slopes(num_heads):
 def mask_format(data_type):
     fmt = BY_NAME.get(data_type) if isinstance(data_type, str) else None
     if fmt not in FLOATS:
-        raise wrong("data_type", " or ".join(f.name for f in FLOATS), describe(data_type))
+        raise argument_error("data_type", " or ".join(f.name for f in FLOATS), describe(data_type))
     return fmt
 
 
@@ -232,10 +232,10 @@ def given_mask(mask):
     if mask is None:
         return None, None
     if not isinstance(mask, np.ndarray):
-        raise wrong("attn_mask", "a numpy array", describe(mask))
+        raise argument_error("attn_mask", "a numpy array", describe(mask))
     fmt = BY_DTYPE.get(mask.dtype)
     if fmt not in FLOATS and mask.dtype != np.bool_:
-        raise wrong("attn_mask", f"dtype {' or '.join(f.name for f in FLOATS)} or bool", mask.dtype)
+        raise argument_error("attn_mask", f"dtype {' or '.join(f.name for f in FLOATS)} or bool", mask.dtype)
     return (one_piece(mask) if mask.ndim > 1 else mask), fmt
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from numba import types
 
 from kvkit.checks.sorting import ascending
-from kvkit.index import filled, inside, met, page_of
-from kvkit.jit import INDEX, address, callback, helper
+from kvkit.formulas.index import filled, inside, met, page_of
+from kvkit.runtime.jit import INDEX, address, callback, helper
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
 FOUND, SPARE = 4, 5  # numbers that a pass finds; that it needs for each stored run

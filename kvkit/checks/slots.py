@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 
 from kvkit.checks.sorting import ascending
-from kvkit.jit import INDEX, address, callback, helper
+from kvkit.runtime.jit import INDEX, address, callback, helper
 
 FINE, CAPACITY, TWICE, WINDOW, OFFSET, RANGE = range(6)
 PLAIN, KVHEAD, ROPE, OMNI = range(4)

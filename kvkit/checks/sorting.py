@@ -1,6 +1,6 @@
 """The order of rows, for the compiled passes."""
 
-from kvkit.jit import helper
+from kvkit.runtime.jit import helper
 
 
 @helper

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 from numba import types
 
-from kvkit.checks.words import wrong
-from kvkit.jit import INDEX, address, callback, helper
+from kvkit.errors import argument_error
+from kvkit.runtime.jit import INDEX, address, callback, helper
 
 OUTSIDE, TWICE, FOREIGN = range(3)  # what a hit is
 FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)  # OTHER is a sequence, THERE its column
@@ -171,9 +171,9 @@ def validate(name, tables, written=NOTHING):
             "pages shared only by sequences that begin alike (rule P3)",
         )[rule]
         where = "" if rule == OUTSIDE else f", which sequence {other} has in column {there}"
-        raise wrong(f"{name}[{b}, {c}]", wanted, f"page {page}{where}")
+        raise argument_error(f"{name}[{b}, {c}]", wanted, f"page {page}{where}")
     shared = tables.shared(written)
     if len(shared):
         owners = ", ".join(map(str, tables.owners(shared[0])))
         got = f"page {shared[0]}, which sequences {owners} have"
-        raise wrong(name, "new tokens in pages of one sequence (rule P4)", got)
+        raise argument_error(name, "new tokens in pages of one sequence (rule P4)", got)

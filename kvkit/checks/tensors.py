@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, INT8
 from kvkit.formats.elements import FLOATS8
 
@@ -26,13 +26,13 @@ FP8_REMEDY = (
 def tensor(name, array, legal, ndim):
     """The format of an array that must be one of `legal` and have `ndim` axes."""
     if not isinstance(array, np.ndarray):
-        raise wrong(name, "a numpy array", describe(array))
+        raise argument_error(name, "a numpy array", describe(array))
     fmt = FORMATS.get(array.dtype)
     if fmt is None or fmt not in legal:
         remedy = FP8_REMEDY if legal is POOLED and array.dtype == np.uint8 else ""
-        raise wrong(name, f"dtype {' or '.join(f.name for f in legal)}", said(array.dtype) + remedy)
+        raise argument_error(name, f"dtype {' or '.join(f.name for f in legal)}", said(array.dtype) + remedy)
     if array.ndim != ndim:
-        raise wrong(name, f"{ndim} axes", f"shape {array.shape}")
+        raise argument_error(name, f"{ndim} axes", f"shape {array.shape}")
     return fmt
 
 
@@ -43,7 +43,7 @@ def float_format(name, dtype):
     except TypeError:
         fmt = None
     if fmt not in FLOATS:
-        raise wrong(name, FLOAT_NAMES, describe(dtype))
+        raise argument_error(name, FLOAT_NAMES, describe(dtype))
     return fmt
 
 
@@ -55,16 +55,18 @@ def said(dtype):
 def filled(name, array):
     """Check that tokens have heads, and heads elements."""
     if min(array.shape[-2:]) < 1:
-        raise wrong(name, "at least one head and one element a head", f"shape {array.shape}")
+        raise argument_error(name, "at least one head and one element a head", f"shape {array.shape}")
 
 
 def current(current_key, current_value, ndim):
     """The new keys and values: one format, one shape, rows in one piece each."""
     fmt = tensor("current_key", current_key, DATA, ndim)
     if tensor("current_value", current_value, DATA, ndim) is not fmt:
-        raise wrong("current_value", f"the dtype of current_key, {fmt}", current_value.dtype)
+        raise argument_error("current_value", f"the dtype of current_key, {fmt}", current_value.dtype)
     if current_value.shape != current_key.shape:
-        raise wrong("current_value", f"the shape of current_key, {current_key.shape}", current_value.shape)
+        raise argument_error(
+            "current_value", f"the shape of current_key, {current_key.shape}", current_value.shape
+        )
     filled("current_key", current_key)
     return fmt, one_piece(current_key), one_piece(current_value)
 
@@ -99,20 +101,22 @@ def in_out(name, array):
     """An array that kernels write: writeable, rows in one piece, no two elements in one place."""
     apart = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     if apart and not array.flags.c_contiguous:
-        raise wrong(name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items")
+        raise argument_error(
+            name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items"
+        )
     written(name, array)
 
 
 def written(name, array):
     """An array that kernels write: writeable, no two elements in one place."""
     if not array.flags.writeable:
-        raise wrong(name, "a writeable array", "a read-only one")
+        raise argument_error(name, "a writeable array", "a read-only one")
     if array.flags.c_contiguous:
         return
     span = array.itemsize
     for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if size > 1 and stride < span:
-            raise wrong(name, "elements apart", f"shape {array.shape} with strides {array.strides}")
+            raise argument_error(name, "elements apart", f"shape {array.shape} with strides {array.strides}")
         span += stride * (size - 1)
 
 
@@ -120,7 +124,7 @@ def apart(name, array, others):
     """An array that kernels write shares no byte with the others."""
     for other_name, other in others:
         if np.may_share_memory(array, other) and _share(array, other):
-            raise wrong(name, f"memory apart from {other_name}", "arrays that overlap")
+            raise argument_error(name, f"memory apart from {other_name}", "arrays that overlap")
 
 
 def _share(a, b):
@@ -133,4 +137,4 @@ def _share(a, b):
 def holdable(name, shape, fmt, what="outputs"):
     """Check that an array can have a shape, which `name` decides."""
     if math.prod(filter(None, shape)) * fmt.dtype.itemsize > MOST_BYTES:
-        raise wrong(name, f"{what} that an array can hold", f"shape {shape}")
+        raise argument_error(name, f"{what} that an array can hold", f"shape {shape}")

@@ -4,7 +4,7 @@ import operator
 
 import numpy as np
 
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 
 
 def integer(name, value, low=None, high=None):
@@ -16,11 +16,11 @@ def integer(name, value, low=None, high=None):
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise wrong(name, "an integer", describe(value))
+        raise argument_error(name, "an integer", describe(value))
     if (low is not None and number < low) or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"an integer from {low} to {high}"
         size = number.bit_length()
-        raise wrong(name, bounds, number if size < 128 else f"a number of {size} bits")
+        raise argument_error(name, bounds, number if size < 128 else f"a number of {size} bits")
     return number
 
 
@@ -28,14 +28,14 @@ def choice(name, value, legal):
     """One of the legal integers."""
     number = integer(name, value)
     if number not in legal:
-        raise wrong(name, " or ".join(map(str, legal)), number)
+        raise argument_error(name, " or ".join(map(str, legal)), number)
     return number
 
 
 def text(name, value, legal):
     """One of the legal texts."""
     if not isinstance(value, str) or value not in legal:
-        raise wrong(name, " or ".join(map(repr, legal)), describe(value))
+        raise argument_error(name, " or ".join(map(repr, legal)), describe(value))
     return value
 
 
@@ -43,7 +43,7 @@ def number(name, value):
     """A finite number."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not abs(value) < 3e38:
-        raise wrong(name, "a finite number", describe(value))
+        raise argument_error(name, "a finite number", describe(value))
     return float(value)
 
 
@@ -51,7 +51,7 @@ def positive(name, value):
     """A finite number above 0."""
     found = number(name, value)
     if found <= 0:
-        raise wrong(name, "a positive number", found)
+        raise argument_error(name, "a positive number", found)
     return found
 
 
@@ -67,7 +67,7 @@ def pair(name, value):
     try:
         left, right = (operator.index(size) for size in value)
     except (TypeError, ValueError):
-        raise wrong(name, "a pair of integers (left, right)", describe(value)) from None
+        raise argument_error(name, "a pair of integers (left, right)", describe(value)) from None
     if min(left, right) < -1:
-        raise wrong(name, "sizes of at least 0, or -1 for no limit", (left, right))
+        raise argument_error(name, "sizes of at least 0, or -1 for no limit", (left, right))
     return min(left, 2**62), min(right, 2**62)

@@ -11,12 +11,12 @@ import numpy as np
 from numba import prange, types
 
 from kvkit.cpu import memory
-from kvkit.jit import address as address
-from kvkit.jit import callback
-from kvkit.turns import OneTurn
+from kvkit.runtime.jit import address as address
+from kvkit.runtime.jit import callback
+from kvkit.runtime.locks import OneCallLock
 
 # One at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
-running = OneTurn()
+running = OneCallLock()
 
 
 def threads():

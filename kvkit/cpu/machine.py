@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numba
 from llvmlite import binding
 
-from kvkit.errors import wrong
+from kvkit.errors import argument_error
 
 # In order; each may use what those before it need, too.
 KINDS = {"avx512": (), "avx512vnni": ("avx512bw", "avx512vl", "avx512vnni"), "avx512bf16": ("avx512bf16",)}
@@ -49,7 +49,7 @@ def has(kind):
     kinds = [*KINDS]
     most = os.environ.get("KVKIT_CPU") or kinds[-1]
     if most not in kinds:
-        raise wrong("KVKIT_CPU", " or ".join(kinds), repr(most))
+        raise argument_error("KVKIT_CPU", " or ".join(kinds), repr(most))
     features = binding.get_host_cpu_features()
     if numba.config.CPU_NAME is not None:  # code is made for another one
         features = {name[1:]: name[0] == "+" for name in (numba.config.CPU_FEATURES or "").split(",") if name}

@@ -7,9 +7,9 @@ from llvmlite import ir
 from numba import from_dtype, types
 from numba.extending import intrinsic
 
-from kvkit import numeric
 from kvkit.formats.elements import FLOAT32, FLOATS, FLOATS8, INT8
-from kvkit.jit import helper
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import helper
 
 BITS = {fmt.name: from_dtype(fmt.word) for fmt in (*FLOATS, *FLOATS8, INT8)} | {FLOAT32.name: types.float32}
 

@@ -6,15 +6,15 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
+from kvkit.calls.launch import arguments, attend
+from kvkit.calls.steps import Step, over_packed
 from kvkit.checks import sequences
 from kvkit.checks.attention import checked_attention
-from kvkit.foreign import in_kind
-from kvkit.launch import arguments, attend
-from kvkit.steps import Step, over_packed
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
 
-@in_kind
+@returns_input_kind
 def multi_head_attention(
     query: Array,
     key: Array,
@@ -110,7 +110,7 @@ def multi_head_attention(
     return attend(checked_attention(sequences.with_keys(given), **given), out)
 
 
-@in_kind
+@returns_input_kind
 def multi_head_cache_attention(
     query: Array,
     current_key: Array,

@@ -6,14 +6,14 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.foreign import in_kind
-from kvkit.launch import arguments
+from kvkit.calls.launch import arguments
+from kvkit.calls.steps import Step, over_packed
+from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
-from kvkit.steps import Step, over_packed
 from kvkit.typed import Array, Pair
 
 
-@in_kind
+@returns_input_kind
 @pmx.documented(pmx.DYNAMIC)
 def key_value_cache(
     current_key: Array,

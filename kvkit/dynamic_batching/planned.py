@@ -6,14 +6,14 @@ from typing import Any, Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
+from kvkit.calls.launch import arguments
+from kvkit.calls.steps import Step
 from kvkit.checks.sequences import planned
-from kvkit.foreign import in_kind
-from kvkit.launch import arguments
-from kvkit.steps import Step
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
 
-@in_kind
+@returns_input_kind
 def plan(
     seqstarts: ArrayLike,
     kvstarts: ArrayLike,
@@ -72,7 +72,7 @@ class Plan:
     def __init__(self, step: Any) -> None:
         self.step = step  # as `steps` has it
 
-    @in_kind
+    @returns_input_kind
     def key_value_cache(
         self,
         current_key: Array,
@@ -92,7 +92,7 @@ class Plan:
         """`dynamic_batching.key_value_cache` for this step."""
         return self.step.load(arguments(locals()), out)
 
-    @in_kind
+    @returns_input_kind
     def multi_head_cache_attention(
         self,
         query: Array,

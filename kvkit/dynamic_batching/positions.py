@@ -7,13 +7,13 @@ from typing import Literal, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit import launch, rotary
+from kvkit.calls import launch, rotary
 from kvkit.checks import positions
-from kvkit.foreign import in_kind
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Pair
 
 
-@in_kind
+@returns_input_kind
 def position_index(
     sequences: ArrayLike,
     seqstarts: ArrayLike,
@@ -66,7 +66,7 @@ def position_index(
     return np.add(shift, np.arange(call.starts[-1]), out=out)
 
 
-@in_kind
+@returns_input_kind
 def alibi_mask(
     seqstarts: ArrayLike,
     kvstarts: ArrayLike,
@@ -120,7 +120,7 @@ def alibi_mask(
     return launch.alibi(positions.dynamic_alibi(**launch.arguments(locals())), out)
 
 
-@in_kind
+@returns_input_kind
 def rotary_position_embedding(
     query: Array,
     key: Array,

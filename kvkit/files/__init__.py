@@ -10,7 +10,7 @@ FileError       what is raised
 from kvkit.files.arrays import flat, nested
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
+from kvkit.files.errors import FileError
 from kvkit.files.opening import WRITTEN, read, write
-from kvkit.files.words import FileError
 
 __all__ = ["WRITTEN", "Contents", "Description", "FileError", "flat", "nested", "read", "write"]

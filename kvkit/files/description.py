@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from kvkit.errors import brief
-from kvkit.files.words import wrong
+from kvkit.files.errors import file_error
 
 AXES = "l", "b", "n", "h", "c", "v", "s"
 CHOICES = {
@@ -82,13 +82,15 @@ def said(path, found):
     if found is None:
         return Description()
     if not isinstance(found, dict):
-        raise wrong(path, "its description is no object")
+        raise file_error(path, "its description is no object")
     known = {entry.name for entry in fields(Description)}
     for name, value in found.items():
         if name not in known:
-            raise wrong(path, f"its description has {brief(name)}, which kvkit does not know", "update kvkit")
+            raise file_error(
+                path, f"its description has {brief(name)}, which kvkit does not know", "update kvkit"
+            )
         if not fits(name, value):
-            raise wrong(path, f"its description says that {name} is {brief(repr(value))}")
+            raise file_error(path, f"its description says that {name} is {brief(repr(value))}")
     blocks = found.get("rotation_blocks")
     return Description(**found | {"rotation_blocks": tuple(blocks) if blocks else None})
 

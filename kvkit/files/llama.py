@@ -23,7 +23,7 @@ from kvkit.files import mapping
 from kvkit.files.arrays import named as arrays_named
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
-from kvkit.files.words import wrong
+from kvkit.files.errors import file_error
 
 SESSION, SEQUENCE = 0x6767736E, 0x67677371
 MAGICS = {struct.pack("<I", SESSION): SESSION, struct.pack("<I", SEQUENCE): SEQUENCE}
@@ -115,7 +115,7 @@ def read(path):
         if (magic, version) not in EXTRAS:
             known = " and ".join(str(number) for kind, number in EXTRAS if kind == magic)
             what = f"a {NAMES[magic]} of version {version}, of which kvkit knows {known}"
-            raise wrong(path, what, "save it with a llama.cpp of those")
+            raise file_error(path, what, "save it with a llama.cpp of those")
         arrays = {"token_ids": source.array("<i4", source.number())}
         metadata: dict = {"version": version}
         if magic == SESSION:
@@ -123,7 +123,7 @@ def read(path):
         caches, outputs = memory(source, EXTRAS[magic, version], magic == SESSION)
         arrays |= outputs
     except Unfit as error:
-        raise wrong(
+        raise file_error(
             path, f"a {NAMES[magic]}, but damaged or of a memory that is no plain cache ({error})"
         ) from None
     for name, cache in zip(CACHES, caches, strict=False):

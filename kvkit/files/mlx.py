@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvkit.errors import brief
 from kvkit.files.description import Description
-from kvkit.files.words import wrong
+from kvkit.files.errors import file_error
 
 LINE = "l kv | b h n c"
 CLASSES = re.compile(r"2\.(\d{1,6})")
@@ -28,7 +28,7 @@ def read(path, contents):
     texts = contents.metadata
     by_layer = {int(found[1]): texts[name] for name in texts if (found := CLASSES.fullmatch(name))}
     if sorted(by_layer) != list(range(len(by_layer))):
-        raise wrong(path, "its metadata does not name the class of every layer")
+        raise file_error(path, "its metadata does not name the class of every layer")
     kinds = [by_layer[layer] for layer in range(len(by_layer))]
     about = {"classes": kinds, "metadata": {k[2:]: text for k, text in texts.items() if k.startswith("1.")}}
     found = replace(contents, metadata=about, kind="prompt cache of MLX")
@@ -53,10 +53,10 @@ def coded(path, found, layers, texts):
     """Layers of codes, of one width and group size."""
     numbers = {tuple(texts.get(f"0.{layer}.{i}", "") for i in (1, 2)) for layer in range(layers)}
     if len(numbers) != 1 or not all(text.isascii() and text.isdecimal() for text in min(numbers)):
-        raise wrong(path, "its layers have codes of several kinds, or none is said")
+        raise file_error(path, "its layers have codes of several kinds, or none is said")
     group, bits = map(int, min(numbers))
     if bits not in (2, 3, 4, 5, 6, 8) or group not in (16, 32, 64, 128):
-        raise wrong(path, f"codes of {bits} bits in groups of {group} are none of MLX's")
+        raise file_error(path, f"codes of {bits} bits in groups of {group} are none of MLX's")
     arrays = {
         f"{name}.{layer}.{kv}": taken(path, found.arrays, f"{layer}.{kv}.{part}", 4)
         for part, name in enumerate(PARTS)
@@ -78,9 +78,9 @@ def coded(path, found, layers, texts):
 
 def taken(path, arrays, name, axes):
     if name not in arrays:
-        raise wrong(path, f"tensor {name} is missing")
+        raise file_error(path, f"tensor {name} is missing")
     if arrays[name].ndim != axes:
-        raise wrong(path, f"tensor {name} has {arrays[name].ndim} axes, not {axes}")
+        raise file_error(path, f"tensor {name} has {arrays[name].ndim} axes, not {axes}")
     return arrays[name]
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from kvkit.files import mapping, members
 from kvkit.files.arrays import CACHE
 from kvkit.files.contents import Contents
+from kvkit.files.errors import file_error, reading_errors
 from kvkit.files.paths import check_target, named
 from kvkit.files.replace import replacing
-from kvkit.files.words import explained, wrong
 
 MAGIC = b"\x93NUMPY"
 LONGEST = 2**17  # bytes of a header
@@ -18,7 +18,7 @@ OTHERS = "write a .npz or .safetensors file"
 
 def read(path):
     """The array; a 2-byte void is bfloat16."""
-    with open(path, "rb") as file, explained(path, "not an array of numpy's, or cut short"):
+    with open(path, "rb") as file, reading_errors(path, "not an array of numpy's, or cut short"):
         data, mapped = mapping.contents(file)
         found, _ = members.described(BytesIO(data[:LONGEST].tobytes()), len(data))
         array = np.ndarray(found.shape, found.dtype, data, found.begin, order=found.order)
@@ -29,10 +29,10 @@ def write(path, arrays, advance=lambda count: None):
     """Write the one array."""
     check_target(path)
     if len(arrays) != 1:
-        raise wrong(path, f"a .npy file has one array, not {len(arrays)}", OTHERS)
+        raise file_error(path, f"a .npy file has one array, not {len(arrays)}", OTHERS)
     (array,) = map(np.asarray, arrays.values())
     if array.dtype in members.FLOAT8.values() or not members.has_name(array.dtype):
-        raise wrong(path, f"dtype {array.dtype}, which no .npy file can say", OTHERS)
+        raise file_error(path, f"dtype {array.dtype}, which no .npy file can say", OTHERS)
     with named(path), replacing(path) as file:
         file.write(members.header(array))
         for chunk in members.chunks(array):

@@ -28,10 +28,10 @@ import numpy as np
 from kvkit.errors import brief
 from kvkit.files import description, foreign, members
 from kvkit.files.contents import Contents
+from kvkit.files.errors import FileError, file_error, quoted, reading_errors
 from kvkit.files.mapping import SMALL
 from kvkit.files.paths import alone, check_source, check_target, named
 from kvkit.files.replace import replacing
-from kvkit.files.words import FileError, explained, quoted, wrong
 from kvkit.version import __version__
 
 __all__ = ["Contents", "FileError", "alone", "check_target", "read", "write"]
@@ -52,7 +52,7 @@ def read(path, check=lambda forms, metadata: None):
         status = os.fstat(file.fileno())
         mapped = status if status.st_size > SMALL else None
         check_kind(path, foreign.kind(file))
-        with explained(path, "not a zip archive, or cut short"):
+        with reading_errors(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)
         with archive:
             found = {info.filename: info for info in archive.infolist()}
@@ -61,18 +61,18 @@ def read(path, check=lambda forms, metadata: None):
             metadata, forms, arrays = {}, {}, {}
             for name, read_text in TEXTS.items():
                 if name in found:
-                    with explained(path, f"member {quoted(name)} is damaged"):
+                    with reading_errors(path, f"member {quoted(name)} is damaged"):
                         metadata = json.loads(read_text(archive, found.pop(name)))
             check_metadata(path, metadata)
             said = metadata.get("dtypes", {})
             for name, info in found.items():
-                with explained(path, f"member {quoted(name)} is damaged"):
+                with reading_errors(path, f"member {quoted(name)} is damaged"):
                     short = name.removesuffix(".npy")
                     forms[short] = members.form(archive, info, said.get(short))
             check_dtypes(path, said, forms)
             check(forms, metadata)
             for name, form in forms.items():
-                with explained(path, f"member {quoted(name + '.npy')} is damaged"):
+                with reading_errors(path, f"member {quoted(name + '.npy')} is damaged"):
                     arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
     return Contents(arrays, metadata, mapped, ".npz", description.said(path, metadata.get("description")))
 
@@ -80,26 +80,26 @@ def read(path, check=lambda forms, metadata: None):
 def check_kind(path, other):
     if other:
         what, cure = other
-        raise wrong(path, f"not a .npz file, but {what}", cure)
+        raise file_error(path, f"not a .npz file, but {what}", cure)
 
 
 def check_names(path, names):
     known = set()
     for name in names:
         if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
-            raise wrong(path, f"member {quoted(name)} is no array", f"keep only NAME.npy and {METADATA}")
+            raise file_error(path, f"member {quoted(name)} is no array", f"keep only NAME.npy and {METADATA}")
         if name.removesuffix(".npy") in known:
-            raise wrong(path, f"member {quoted(name)} is there twice")
+            raise file_error(path, f"member {quoted(name)} is there twice")
         known.add(name.removesuffix(".npy"))
 
 
 def check_metadata(path, metadata):
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
     if not isinstance(dtypes, dict):
-        raise wrong(path, f"{METADATA} or its dtypes are no object")
+        raise file_error(path, f"{METADATA} or its dtypes are no object")
     if metadata.get("version", VERSION) != VERSION:
         found = brief(repr(metadata["version"]))
-        raise wrong(path, f"{METADATA} has version {found}, not {VERSION}", "update kvkit")
+        raise file_error(path, f"{METADATA} has version {found}, not {VERSION}", "update kvkit")
 
 
 def check_dtypes(path, dtypes, forms):
@@ -107,7 +107,7 @@ def check_dtypes(path, dtypes, forms):
         found = forms[name].dtype.name if name in forms else "absent"
         if found != dtype:
             said = f"{brief(name)} is {brief(dtype)}"
-            raise wrong(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
+            raise file_error(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
 
 
 def write(path, arrays, metadata=None, advance=lambda count: None):
@@ -118,16 +118,20 @@ def write(path, arrays, metadata=None, advance=lambda count: None):
     check_target(path)
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     if METADATA in arrays:
-        raise wrong(path, f"{METADATA} is the name of what kvkit says of a file", "give that array another")
+        raise file_error(
+            path, f"{METADATA} is the name of what kvkit says of a file", "give that array another"
+        )
     for name, array in arrays.items():
         if not members.has_name(array.dtype) or not array.dtype.itemsize:
-            raise wrong(path, f"{name} has dtype {array.dtype}, which no .npz file can say", "convert it")
+            raise file_error(
+                path, f"{name} has dtype {array.dtype}, which no .npz file can say", "convert it"
+            )
     about = {"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})}
     about["dtypes"] = {name: array.dtype.name for name, array in arrays.items()}
     text = json.dumps(about, indent=2) + "\n"
     if len(text) > members.TEXT_LIMIT:
         size = f"a description of {len(text)} bytes, which nobody would read"
-        raise wrong(path, size, "write several files")
+        raise file_error(path, size, "write several files")
     with named(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)

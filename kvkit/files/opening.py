@@ -10,8 +10,8 @@ from kvkit.files import arrays as names
 from kvkit.files import foreign, llama, mlx, npy, npz, pt, tensors
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
+from kvkit.files.errors import file_error
 from kvkit.files.paths import check_source
-from kvkit.files.words import wrong
 from kvkit.typed import FilePath
 
 WRITTEN = ".npz", ".npy", ".safetensors"
@@ -67,8 +67,8 @@ def read(path: FilePath) -> Contents:
         found = tensors.read(path)
         return mlx.read(path, found) if mlx.is_cache(found) else found
     if other:
-        raise wrong(path, *other)
-    raise wrong(path, f"it begins with {brief(begin)}, as no kind of file does that kvkit reads", READ)
+        raise file_error(path, *other)
+    raise file_error(path, f"it begins with {brief(begin)}, as no kind of file does that kvkit reads", READ)
 
 
 def is_torch(file):
@@ -134,7 +134,7 @@ def write(
     elif suffix == ".safetensors":
         tensors.write(path, whole, about)
     else:
-        raise wrong(
+        raise file_error(
             path,
             f"kvkit writes no {suffix or 'files without a suffix'}",
             f"give a name in {', '.join(WRITTEN)}",

@@ -2,7 +2,7 @@
 
 import importlib
 
-from kvkit.files.words import wrong
+from kvkit.files.errors import file_error
 
 
 def needed(path, name, extra):
@@ -11,4 +11,6 @@ def needed(path, name, extra):
         return importlib.import_module(name)
     except ImportError:
         cure = f"pip install 'kvkit-kernels[{extra}]'"
-        raise wrong(path, f"this kind of file needs the package {name.partition('.')[0]}", cure) from None
+        raise file_error(
+            path, f"this kind of file needs the package {name.partition('.')[0]}", cure
+        ) from None

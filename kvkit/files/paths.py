@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from kvkit.files import locks
-from kvkit.files.words import wrong
+from kvkit.files.errors import file_error
 
 
 def check_source(path):
     """There must be a file to read."""
     if not os.path.exists(path):
-        raise wrong(path, "no such file", "check the name")
+        raise file_error(path, "no such file", "check the name")
     if not os.path.isfile(path):
-        raise wrong(path, "not a regular file", "give another name")
+        raise file_error(path, "not a regular file", "give another name")
 
 
 def check_target(path):
@@ -22,9 +22,9 @@ def check_target(path):
     target = Path(os.path.realpath(path))
     folder = path if os.path.islink(path) else Path(path).parent  # as it was named
     if not target.parent.is_dir():
-        raise wrong(path, f"there is no folder {folder}", "make it first")
+        raise file_error(path, f"there is no folder {folder}", "make it first")
     if target.exists() and not target.is_file():
-        raise wrong(path, "not a regular file", "give another name")
+        raise file_error(path, "not a regular file", "give another name")
     # The file itself need not be writeable to be replaced, but whoever made it read-only meant it.
     for place, name in ((target.parent, folder), (target, path)):
         if place.exists() and not os.access(place, os.W_OK):
@@ -46,5 +46,5 @@ def alone(path):
     check_source(path)
     with locks.alone(path) as held:
         if not held:
-            raise wrong(path, "another run is changing it in place", "wait until that has ended")
+            raise file_error(path, "another run is changing it in place", "wait until that has ended")
         yield

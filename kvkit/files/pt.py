@@ -12,9 +12,9 @@ from kvkit.errors import brief
 from kvkit.files import members
 from kvkit.files.arrays import CACHE
 from kvkit.files.contents import Contents
+from kvkit.files.errors import file_error, reading_errors
 from kvkit.files.packages import needed
-from kvkit.files.words import explained, wrong
-from kvkit.foreign import taken
+from kvkit.interop import as_numpy
 
 DEEPEST = 8
 MOST = 100_000  # arrays
@@ -23,7 +23,7 @@ MOST = 100_000  # arrays
 def read(path):
     """The tensors of a file, and numbers and texts beside them."""
     torch = needed(path, "torch", "torch")
-    with explained(path, "torch cannot load it without running code of its own"):
+    with reading_errors(path, "torch cannot load it without running code of its own"):
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     arrays: dict = {}
     metadata: dict = {}
@@ -34,7 +34,7 @@ def read(path):
 def gather(path, torch, found, name, depth, arrays, metadata):
     """Put all that is in there under its name."""
     if depth > DEEPEST or len(arrays) > MOST:
-        raise wrong(path, "more in it than a cache has", "save its keys and values")
+        raise file_error(path, "more in it than a cache has", "save its keys and values")
     if isinstance(found, torch.Tensor):
         arrays[name or CACHE] = array_of(path, torch, found, name or CACHE)
     elif isinstance(found, (list, tuple, dict)):
@@ -46,17 +46,17 @@ def gather(path, torch, found, name, depth, arrays, metadata):
     elif isinstance(found, (int, float, str, bool, type(None))):
         metadata[brief(name)] = found
     else:
-        raise wrong(
+        raise file_error(
             path, f"{brief(name) or 'it'} is a {type(found).__name__}", "save tensors, in lists or dicts"
         )
 
 
 def array_of(path, torch, tensor, name):
     """A tensor's memory as numpy has it."""
-    with explained(path, f"tensor {brief(name)} is none that numpy could have"):
+    with reading_errors(path, f"tensor {brief(name)} is none that numpy could have"):
         if tensor.layout is not torch.strided:
             raise ValueError(f"it is {tensor.layout}")
         own = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))
         if own is not None:  # torch gives numpy its bytes only
-            return taken(tensor.detach().view(torch.uint8)).view(own)
-        return np.asarray(taken(tensor.detach(), brief(name)))
+            return as_numpy(tensor.detach().view(torch.uint8)).view(own)
+        return np.asarray(as_numpy(tensor.detach(), brief(name)))

@@ -14,10 +14,10 @@ import numpy as np
 from kvkit.errors import brief
 from kvkit.files import description, mapping
 from kvkit.files.contents import Contents
+from kvkit.files.errors import file_error, quoted, reading_errors
 from kvkit.files.packages import needed
 from kvkit.files.paths import check_target, named
 from kvkit.files.replace import replacing
-from kvkit.files.words import explained, quoted, wrong
 from kvkit.version import __version__
 
 METADATA = "kvkit"
@@ -50,7 +50,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def read(path):
     """The tensors of a file, and its metadata: texts, and what kvkit says in its own."""
     package = needed(path, "safetensors", "files")
-    with explained(path, "not a safetensors file, or cut short"):
+    with reading_errors(path, "not a safetensors file, or cut short"):
         with package.safe_open(path, "np"):
             pass
         with open(path, "rb") as file:
@@ -62,24 +62,26 @@ def read(path):
     arrays = {name: tensor(path, name, about, body) for name, about in header.items()}
     about = {}
     if METADATA in texts:
-        with explained(path, f"its metadata {METADATA} is damaged"):
+        with reading_errors(path, f"its metadata {METADATA} is damaged"):
             about = json.loads(texts.pop(METADATA))
     if not isinstance(about, dict):
-        raise wrong(path, f"its metadata {METADATA} is no object")
+        raise file_error(path, f"its metadata {METADATA} is no object")
     if about.get("version", VERSION) != VERSION:
         found = brief(repr(about["version"]))
-        raise wrong(path, f"its metadata {METADATA} has version {found}, not {VERSION}", "update kvkit")
+        raise file_error(path, f"its metadata {METADATA} has version {found}, not {VERSION}", "update kvkit")
     said = description.said(path, about.get("description"))
     return Contents(arrays, texts | about, mapped, ".safetensors", said)
 
 
 def tensor(path, name, about, body):
     """One tensor of a file that is as it should be."""
-    with explained(path, f"tensor {quoted(name)} is damaged"):
+    with reading_errors(path, f"tensor {quoted(name)} is damaged"):
         kind, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
         if kind not in DTYPES:
             cure = "give one of 8 bits or more an element"
-            raise wrong(path, f"tensor {quoted(name)} is of type {brief(kind)}, which numpy has not", cure)
+            raise file_error(
+                path, f"tensor {quoted(name)} is of type {brief(kind)}, which numpy has not", cure
+            )
         return body[begin:end].view(DTYPES[kind]).reshape(shape)
 
 
@@ -91,7 +93,7 @@ def write(path, arrays, metadata=None):
     for name, array in arrays.items():
         array = np.asarray(array)
         if array.dtype.newbyteorder("=") not in NAMES:
-            raise wrong(
+            raise file_error(
                 path, f"{name} has dtype {array.dtype}, which no safetensors file can say", "convert it"
             )
         whole[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)

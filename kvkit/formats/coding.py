@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.errors import brief, wrong
+from kvkit.errors import argument_error, brief
 from kvkit.formats import packing
 from kvkit.formats.elements import BY_DTYPE, FLOATS
 from kvkit.formats.groups import fits, grouped, shapes, spread, ungrouped
@@ -75,7 +75,7 @@ def encode(x, format, *, scale=None, **options):
             if format.find == "blocks16":
                 whole = of_whole(format, scale, x)
             elif scale is not None:
-                raise wrong("scale", f"None, for {format}", brief(repr(scale)))
+                raise argument_error("scale", f"None, for {format}", brief(repr(scale)))
             ratio, *parts = RULES[format.find](grouped(x, per, format.group), format, dtype, whole)
             ratio = ungrouped(ratio, x.shape, per)
             cells, beside = (None if cell is None else cell[..., 0] for cell in parts)
@@ -90,7 +90,9 @@ def encode(x, format, *, scale=None, **options):
             arrays[format.beside] = packing.cells(beside, cell)
     for name in [*arrays][1:]:
         if not np.isfinite(packing.from_cells(arrays[name], format).astype(np.float32)).all():
-            raise wrong("x", f"numbers whose {name} {cell} holds, for {format}", f"up to {np.abs(x).max():g}")
+            raise argument_error(
+                "x", f"numbers whose {name} {cell} holds, for {format}", f"up to {np.abs(x).max():g}"
+            )
     if format.find == "blocks16" and whole != 1:
         arrays["whole"] = np.asarray(whole)
     return arrays
@@ -135,7 +137,7 @@ def decode(arrays, format, **options):
     codes = part(arrays, "codes", format)
     if codes.dtype.kind in "fcO" or codes.ndim < fewest(format):
         wanted = f"bytes of {fewest(format)} axes or more, for {format}"
-        raise wrong("codes", wanted, f"dtype {codes.dtype} and {codes.ndim} axes")
+        raise argument_error("codes", wanted, f"dtype {codes.dtype} and {codes.ndim} axes")
     codes = np.ascontiguousarray(codes).view(np.uint8)
     if format.order:
         return packing.from_blocks(format, codes)
@@ -160,24 +162,26 @@ def numbers(x, format, found):
     """Data as float32, and their dtype; finite where scales are found from them."""
     x = np.asarray(x)
     if x.dtype not in [one.dtype for one in FLOATS]:
-        raise wrong("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
+        raise argument_error("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
     if x.ndim < fewest(format):
-        raise wrong("x", f"{fewest(format)} axes or more, for {format}", x.ndim)
+        raise argument_error("x", f"{fewest(format)} axes or more, for {format}", x.ndim)
     dtype, x = x.dtype, np.ascontiguousarray(x, np.float32)
     if (found or not format.code.significant) and not np.isfinite(x).all():
         place = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
         what = "NaN" if np.isnan(x[place]) else "infinity"
         scaled = " with a scale that is found" if format.find == "given" and found else ""
-        raise wrong("x", f"finite numbers, for {format}{scaled}", f"{what} at {place}")
+        raise argument_error("x", f"finite numbers, for {format}{scaled}", f"{what} at {place}")
     in_byte = 8 // format.code.bits if 8 % format.code.bits == 0 else 1
     by_tokens = format.along == "tokens"
     elements = max(format.group if format.per == "group" else 1, format.block, 1 if by_tokens else in_byte)
     if (x.shape[-1] - format.tail) % elements or x.shape[-1] <= format.tail:
         more = f" and {format.tail} more" if format.tail else ""
-        raise wrong("x", f"a head of a multiple of {elements} elements{more}, for {format}", x.shape[-1])
+        raise argument_error(
+            "x", f"a head of a multiple of {elements} elements{more}, for {format}", x.shape[-1]
+        )
     tokens = max(format.group if format.per == "channel" else 1, in_byte if by_tokens else 1)
     if x.shape[0] % tokens:
-        raise wrong("x", f"a multiple of {tokens} tokens, for {format}", x.shape[0])
+        raise argument_error("x", f"a multiple of {tokens} tokens, for {format}", x.shape[0])
     return x, dtype
 
 
@@ -188,13 +192,15 @@ def given(format, scale, x):
     if scale is None and not format.asks:
         return "tensor", np.float32(1)
     if scale is None:
-        raise wrong("scale", f"a number or an array, for {format}", "None")
+        raise argument_error("scale", f"a number or an array, for {format}", "None")
     legal = shapes(x.shape, format.group, SHARED[format.asks])
     if isinstance(scale, str):
         if scale not in legal:
-            raise wrong("scale", f"one of {', '.join(legal)}, for {format}", brief(repr(scale)))
+            raise argument_error("scale", f"one of {', '.join(legal)}, for {format}", brief(repr(scale)))
         if scale == "group" and x.shape[-1] % format.group:
-            raise wrong("x", f"a head of a multiple of {format.group} elements, for {format}", x.shape[-1])
+            raise argument_error(
+                "x", f"a head of a multiple of {format.group} elements, for {format}", x.shape[-1]
+            )
         return scale, calibrated(grouped(x, scale, format.group), format)[..., 0]
     cells = finite("scale", scale)
     if cells.size == 1:
@@ -203,7 +209,7 @@ def given(format, scale, x):
         if fits(cells, x.shape, per):
             return per, cells
     by = ", ".join(f"{shape} by {per}" for per, shape in legal.items())
-    raise wrong("scale", f"shape {by}", cells.shape)
+    raise argument_error("scale", f"shape {by}", cells.shape)
 
 
 def of_whole(format, scale, x):
@@ -219,13 +225,13 @@ def of_whole(format, scale, x):
 def single(name, cells, format):
     cells = finite(name, cells)
     if cells.size != 1:
-        raise wrong(name, f"a number, for {format}", f"shape {cells.shape}")
+        raise argument_error(name, f"a number, for {format}", f"shape {cells.shape}")
     return np.float32(cells.reshape(()))
 
 
 def above_zero(name, cells):
     if not np.all(cells > 0):
-        raise wrong(name, "numbers above 0", np.min(cells))
+        raise argument_error(name, "numbers above 0", np.min(cells))
     return cells
 
 
@@ -234,15 +240,15 @@ def finite(name, numbers):
     try:
         numbers = np.asarray(numbers).astype(np.float32)
     except (TypeError, ValueError):
-        raise wrong(name, "a number or an array of floats", brief(repr(numbers))) from None
+        raise argument_error(name, "a number or an array of floats", brief(repr(numbers))) from None
     if not np.isfinite(numbers).all():
-        raise wrong(name, "finite numbers", "NaN" if np.isnan(numbers).any() else "infinity")
+        raise argument_error(name, "finite numbers", "NaN" if np.isnan(numbers).any() else "infinity")
     return numbers
 
 
 def part(arrays, name, format):
     if arrays.get(name) is None:
-        raise wrong(name, f"an array, for {format}", "None")
+        raise argument_error(name, f"an array, for {format}", "None")
     return np.asarray(arrays[name])
 
 
@@ -251,5 +257,5 @@ def read(arrays, name, format, shape):
     cells = finite(name, packing.from_cells(part(arrays, name, format), format))
     if not fits(cells, shape, format.per):
         wanted = shapes(shape, format.group, [format.per])[format.per]
-        raise wrong(name, f"shape {wanted}, for {format} and such codes", cells.shape)
+        raise argument_error(name, f"shape {wanted}, for {format} and such codes", cells.shape)
     return cells

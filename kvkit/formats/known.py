@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import brief, wrong
+from kvkit.errors import argument_error, brief
 from kvkit.formats.elements import (
     BY_NAME,
     BYTE,
@@ -221,12 +221,12 @@ def named(format, **options):
     if not isinstance(format, Format):
         name, *words = str(format).split(":")
         if name not in NAMED:
-            raise wrong("format", f"one of {', '.join(NAMED)}", brief(repr(format)))
+            raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)))
         made = NAMED[name]
     told: list[tuple[str | None, str]] = [(None, word) for word in words]
     for field, value in options.items():
         if field not in OPTIONS:
-            raise wrong("options", f"names among {', '.join(OPTIONS)}", brief(repr(field)))
+            raise argument_error("options", f"names among {', '.join(OPTIONS)}", brief(repr(field)))
         told.append((field, f"g{value}" if field == "group" else WORDS.get(str(value), str(value))))
     fields = {}
     for expected, word in told:
@@ -234,7 +234,7 @@ def named(format, **options):
         known = word in made.takes or (field == "group" and "gN" in made.takes)
         if not known or expected not in (None, field):
             legal = f"options among {', '.join(made.takes)}" if made.takes else "no options"
-            raise wrong("format", f"{legal}, for {made}", brief(repr(word)))
+            raise argument_error("format", f"{legal}, for {made}", brief(repr(word)))
         fields[field] = value
     return replace(made, name=":".join((made.name, *words)), **fields)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.errors import wrong
+from kvkit.errors import argument_error
 from kvkit.formats.elements import BFLOAT16
 
 
@@ -142,7 +142,7 @@ def elements_of(format, width):
         each = sum(widths(format, unit, format.cell).values()) - fixed
         elements, rest = (width - fixed) // each * unit, (width - fixed) % each
     if rest or elements < 0:
-        raise wrong("codes", f"rows of whole blocks, for {format}", f"{width} bytes")
+        raise argument_error("codes", f"rows of whole blocks, for {format}", f"{width} bytes")
     return elements
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvkit.errors import brief, wrong
+from kvkit.errors import argument_error, brief
 
 # vLLM's: bit i, the lowest of a byte first, is the sign of element i; 1 is plus.
 SIGNS = (
@@ -54,7 +54,7 @@ class Rotation:
         block = self.block[value] or dim & -dim
         if dim % block or (self.signs and dim > len(self.plus)):
             legal = f"at most {len(self.plus)}" if self.signs else f"a multiple of {block}"
-            raise wrong("rotation", f"a head size of {legal}, for {self}", dim)
+            raise argument_error("rotation", f"a head size of {legal}, for {self}", dim)
         return block
 
     def factors(self, dim, what=STORED, value=False):
@@ -102,7 +102,7 @@ def rotation_named(name):
     ):
         return Rotation(str(name), (int(block), int(block)))
     if name not in ROTATIONS:
-        raise wrong(
+        raise argument_error(
             "rotation", f"{', '.join(ROTATIONS)}, or hadamard:N with a power of two", brief(repr(name))
         )
     return ROTATIONS[name]
@@ -135,7 +135,7 @@ def rotate(x, rotation, *, what=STORED, value=False):
     """
     x, rotation = np.asarray(x, np.float32), rotation_named(rotation)
     if what not in (STORED, QUERY, OUTPUT):
-        raise wrong("what", f"{STORED!r}, {QUERY!r} or {OUTPUT!r}", brief(repr(what)))
+        raise argument_error("what", f"{STORED!r}, {QUERY!r} or {OUTPUT!r}", brief(repr(what)))
     if rotation is None:
         return x
     dim = x.shape[-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import packing
 from kvkit.formats.coding import decode, encode
 from kvkit.formats.elements import FLOAT16
@@ -51,7 +51,7 @@ def scheme(name: str) -> Callable[[type], type]:
 
 def checked(made: Any, name: str) -> Any:
     if not callable(getattr(made, "encode", None)) or not callable(getattr(made, "decode", None)):
-        raise wrong("scheme", f"methods encode and decode, for {name}", describe(made))
+        raise argument_error("scheme", f"methods encode and decode, for {name}", describe(made))
     return made
 
 
@@ -151,7 +151,7 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
         rotation_named(rotation)
     key, value = formats_named(told)
     if scale is not None and key.find not in ("given", "blocks16"):
-        raise wrong("scale", f"None, for {text}", describe(scale))
+        raise argument_error("scale", f"None, for {text}", describe(scale))
     rotated = rotation or None
     return Coded(text, key, rotated, scale=scale), Coded(text, value, rotated, value=True, scale=scale)
 

@@ -16,10 +16,10 @@ from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import NAMED, Named, parse
 
 if TYPE_CHECKING:
+    from kvkit.calls.conversion import convert as convert
     from kvkit.layouts import tables as tables
     from kvkit.layouts.compare import fits as fits
     from kvkit.layouts.compare import same_bytes as same_bytes
-    from kvkit.layouts.conversion import convert as convert
     from kvkit.layouts.views import KV as KV
     from kvkit.layouts.views import view as view
 

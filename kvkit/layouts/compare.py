@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError
-from kvkit.foreign import taken
+from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.interop import as_numpy
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import NAMED, parse
 from kvkit.layouts.shapes import (
@@ -119,9 +118,9 @@ def in_memory_order(arrays: Any) -> Any:
     """The same lists of arrays, with the axes of each from the outermost in memory to the innermost."""
     if isinstance(arrays, (list, tuple)):
         return [in_memory_order(each) for each in arrays]
-    array = taken(arrays)
+    array = as_numpy(arrays)
     if not isinstance(array, np.ndarray) or not array.size:
-        raise wrong("arrays", "arrays that are not empty, or lists of them", describe(arrays))
+        raise argument_error("arrays", "arrays that are not empty, or lists of them", describe(arrays))
     return array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
 
 

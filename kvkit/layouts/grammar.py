@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 MEANING = {
     "l": "layer",
@@ -111,36 +111,40 @@ def group_of(token: str) -> tuple[Axis, ...]:
 def axis_of(word: str) -> Axis:
     found = AXIS.fullmatch(word)
     if not found:
-        raise wrong("layout", AXES, repr(word))
+        raise argument_error("layout", AXES, repr(word))
     if word == "1":
         return Axis("1")
     name, part, inner, in_bytes = found.groups()
     if (part == "0") != bool(inner):
-        raise wrong("layout", f"{name}1 for an outer part, {name}0[SIZE] for an inner one", repr(word))
+        raise argument_error(
+            "layout", f"{name}1 for an outer part, {name}0[SIZE] for an inner one", repr(word)
+        )
     return Axis(name, part or "", int(inner or 0), bool(in_bytes))
 
 
 def line_of(text: str) -> Layout:
     """The layout of a line."""
     if text.count("|") > 1:
-        raise wrong("layout", "one bar between lists and axes", repr(text))
+        raise argument_error("layout", "one bar between lists and axes", repr(text))
     lists, _, rest = text.rpartition("|")
     keys, several, values = rest.partition(";")
     levels = tuple(lists.split())
     for level in levels:
         if axis_of(level).part or level == "1":
-            raise wrong("layout", "whole axes left of the bar", repr(level))
+            raise argument_error("layout", "whole axes left of the bar", repr(level))
     axes = tokens(keys)
     layout = Layout(levels, axes, tokens(values) if several else axes)
     legal(layout, layout.groups, text)
     if several:
         legal(layout, layout.value_groups, text)
         if layout.value_axes == layout.axes:
-            raise wrong("layout", "other axes of values after ';'", repr(text))
+            raise argument_error("layout", "other axes of values after ';'", repr(text))
         if {axis.name for group in layout.value_groups for axis in group} | set(levels) != layout.names:
-            raise wrong("layout", "the same axes for keys and values", repr(text))
+            raise argument_error("layout", "the same axes for keys and values", repr(text))
         if "kv" not in layout.names:
-            raise wrong("layout", "an axis kv, as keys and values have axes of their own", repr(text))
+            raise argument_error(
+                "layout", "an axis kv, as keys and values have axes of their own", repr(text)
+            )
     return layout
 
 
@@ -159,9 +163,11 @@ def tokens(text: str) -> tuple[str, ...]:
         elif lexeme not in "()+|;":
             (found if group is None else group).append(lexeme)
         else:
-            raise wrong("layout", "axes, those that share an array's axis in parentheses", repr(text.strip()))
+            raise argument_error(
+                "layout", "axes, those that share an array's axis in parentheses", repr(text.strip())
+            )
     if group is not None:
-        raise wrong("layout", "a parenthesis that closes", repr(text.strip()))
+        raise argument_error("layout", "a parenthesis that closes", repr(text.strip()))
     return tuple(found)
 
 
@@ -169,20 +175,22 @@ def legal(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) -> No
     """Check that each axis is there once, whole or in both parts."""
     parts: dict[str, list[str]] = {level: [] for level in layout.lists}
     if len(parts) < len(layout.lists):
-        raise wrong("layout", "each axis once", repr(text))
+        raise argument_error("layout", "each axis once", repr(text))
     for group in groups:
         for axis in group:
             if axis.name != "1":
                 parts.setdefault(axis.name, []).append(axis.part)
     for level in layout.lists:
         if parts.pop(level):
-            raise wrong("layout", f"the axis {level} in lists or in the array", repr(text))
+            raise argument_error("layout", f"the axis {level} in lists or in the array", repr(text))
     for name, found in parts.items():
         if sorted(found) not in ([""], ["0", "1"]) and not layout.joined:
-            raise wrong("layout", f"the axis {name} once, whole or as {name}1 and {name}0[SIZE]", repr(text))
+            raise argument_error(
+                "layout", f"the axis {name} once, whole or as {name}1 and {name}0[SIZE]", repr(text)
+            )
         if name in ("l", "kv") and found != [""]:
-            raise wrong("layout", f"a whole axis {name}", repr(text))
+            raise argument_error("layout", f"a whole axis {name}", repr(text))
     if not parts.keys() & {"c", "s"}:
-        raise wrong("layout", "an axis of content, c (or of scale groups, s)", repr(text))
+        raise argument_error("layout", "an axis of content, c (or of scale groups, s)", repr(text))
     if {"c", "s"} <= parts.keys() and not layout.joined:
-        raise wrong("layout", "content (c) or scale groups (s), not both", repr(text))
+        raise argument_error("layout", "content (c) or scale groups (s), not both", repr(text))

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import brief
+from kvkit.errors import argument_error, brief, describe
 from kvkit.layouts.grammar import Layout, line_of
 
 
@@ -296,12 +295,12 @@ def parse(text: str | Layout) -> Layout:
     if isinstance(text, Layout):
         return text
     if not isinstance(text, str):
-        raise wrong("layout", EITHER, describe(text))
+        raise argument_error("layout", EITHER, describe(text))
     name = ALIASES.get(text, text)
     if name in NAMED:
         return NAMED[name].layout
     if text and not set(text) & set("| ;()"):
-        raise wrong("layout", EITHER, repr(brief(text)))
+        raise argument_error("layout", EITHER, repr(brief(text)))
     return line_of(text)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.layouts.grammar import Axis
 
 FIXED = {"kv": 2, "1": 1}
@@ -23,9 +23,9 @@ def given_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
     found = {}
     for axis, size in (sizes or {}).items():
         if axis not in SIZES:
-            raise wrong(name, f"sizes of {', '.join(SIZES)}", repr(axis))
+            raise argument_error(name, f"sizes of {', '.join(SIZES)}", repr(axis))
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise wrong(f"{name}[{axis!r}]", "a positive integer", describe(size))
+            raise argument_error(f"{name}[{axis!r}]", "a positive integer", describe(size))
         found[axis] = int(size)
     return found
 
@@ -126,13 +126,13 @@ def sizes_of(
         return found[0]
     if not found and not missing:
         why = reasons[0] if len(reasons) == 1 else f"{len(groups)} axes, or some of them as one"
-        raise wrong(name, f"the shape of '{line}': {why}", said)
+        raise argument_error(name, f"the shape of '{line}': {why}", said)
     if len(found) > 1:
         differing = [axis for axis in found[0][0] if len({sizes.get(axis) for sizes, _ in found}) > 1]
         need = " or ".join(differing)
     else:
         need = missing[0][2:]
-    raise wrong(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", said)
+    raise argument_error(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", said)
 
 
 def strided(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]):
@@ -147,7 +147,7 @@ def strided(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[s
     steps = [stride for stride, size in zip(strides, shape, strict=True) if size > 1]
     if any(step <= 0 for step in steps) or steps != sorted(steps, reverse=True):
         order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        raise wrong(
+        raise argument_error(
             name, f"axes of '{line}', outermost first",
             f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}",
         )  # fmt: skip

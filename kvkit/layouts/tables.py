@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 
 Index = NDArray[np.int64]
 MOST = 2**62  # rows: no sum of two leaves int64
@@ -85,27 +85,27 @@ def index(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index
     try:
         array = np.asarray(value)
     except ValueError:
-        raise wrong(name, f"integers of {ndim} axes", "rows of different lengths") from None
+        raise argument_error(name, f"integers of {ndim} axes", "rows of different lengths") from None
     if array.size == 0 and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu" or array.ndim != ndim:
-        raise wrong(name, f"integers of {ndim} {'axis' if ndim == 1 else 'axes'}", describe(array))
+        raise argument_error(name, f"integers of {ndim} {'axis' if ndim == 1 else 'axes'}", describe(array))
     array = array.astype(np.int64)
     if low is not None and array.size and array.min() < low:
         at = int(array.argmin())
-        raise wrong(f"{name}[{at}]", f"at least {low}", int(array.flat[at]))
+        raise argument_error(f"{name}[{at}]", f"at least {low}", int(array.flat[at]))
     return array
 
 
 def size(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise wrong(name, "a positive integer", describe(value))
+        raise argument_error(name, "a positive integer", describe(value))
     return int(value)
 
 
 def of_sequences(name: str, array: NDArray[Any], batch: int) -> None:
     if len(array) != batch:
-        raise wrong(name, f"{batch} entries, one a sequence", len(array))
+        raise argument_error(name, f"{batch} entries, one a sequence", len(array))
 
 
 def paged(name: str, entries: Index, lengths: Index, page_size: int, unit: int) -> Pages:
@@ -113,12 +113,14 @@ def paged(name: str, entries: Index, lengths: Index, page_size: int, unit: int) 
     used = -(-lengths // page_size)
     if used.size and used.max() > entries.shape[1]:
         b = int(used.argmax())
-        raise wrong(name, f"{used[b]} entries for the {lengths[b]} tokens of sequence {b}", entries.shape[1])
+        raise argument_error(
+            name, f"{used[b]} entries for the {lengths[b]} tokens of sequence {b}", entries.shape[1]
+        )
     active = np.arange(entries.shape[1]) < used[:, None]
     if (bad := active & ((entries < 0) | (entries > MOST // unit))).any():
         b, page = (int(at[0]) for at in bad.nonzero())
         expected = f"at least 0, as sequence {b} has {lengths[b]} tokens"
-        raise wrong(f"{name}[{b}, {page}]", expected, int(entries[b, page]))
+        raise argument_error(f"{name}[{b}, {page}]", expected, int(entries[b, page]))
     return Pages(np.where(active, entries * unit, -1)[:, : max(used.max(initial=0), 1)], lengths, page_size)
 
 
@@ -166,7 +168,7 @@ def to_blocks(pages: Pages, padding: int = -1) -> tuple[Index, Index]:
     off = active & (pages.table % pages.page_size != 0)
     if off.any():
         b, page = (int(at[0]) for at in off.nonzero())
-        raise wrong(
+        raise argument_error(
             "pages", f"pages that begin at multiples of {pages.page_size} rows, as blocks do",
             f"row {pages.table[b, page]} for page {page} of sequence {b}",
         )  # fmt: skip
@@ -202,17 +204,19 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
     indptr, indices = index("indptr", indptr, low=0), index("indices", indices)
     last = index("last_page_len", last_page_len)
     if not len(indptr) or indptr[0] != 0:
-        raise wrong("indptr", "to begin with 0", describe(indptr) if not len(indptr) else int(indptr[0]))
+        raise argument_error(
+            "indptr", "to begin with 0", describe(indptr) if not len(indptr) else int(indptr[0])
+        )
     used = np.diff(indptr)
     if (used < 0).any():
-        raise wrong("indptr", "never to decrease", int(indptr[used.argmin() + 1]))
+        raise argument_error("indptr", "never to decrease", int(indptr[used.argmin() + 1]))
     if indptr[-1] > len(indices):
-        raise wrong("indices", f"{indptr[-1]} entries, where indptr ends", len(indices))
+        raise argument_error("indices", f"{indptr[-1]} entries, where indptr ends", len(indices))
     of_sequences("last_page_len", last, len(used))
     odd = (used > 0) & ((last < 1) | (last > page_size))
     if odd.any():
         b = int(odd.argmax())
-        raise wrong(f"last_page_len[{b}]", f"from 1 to {page_size}", int(last[b]))
+        raise argument_error(f"last_page_len[{b}]", f"from 1 to {page_size}", int(last[b]))
     lengths = np.where(used > 0, (used - 1) * page_size + last, 0)
     sequence, page = tokens_of(used)
     table = np.full((len(used), max(used.max(initial=0), 1)), -1, np.int64)
@@ -292,7 +296,9 @@ def slot_mapping(pages: Pages, new: ArrayLike) -> Index:
     of_sequences("new", count, len(pages.lengths))
     if (over := count > pages.lengths).any():
         b = int(over.argmax())
-        raise wrong(f"new[{b}]", f"at most the {pages.lengths[b]} tokens of the sequence", int(count[b]))
+        raise argument_error(
+            f"new[{b}]", f"at most the {pages.lengths[b]} tokens of the sequence", int(count[b])
+        )
     sequence, position = tokens_of(count)
     position += (pages.lengths - count)[sequence]
     return pages.table[sequence, position // pages.page_size] + position % pages.page_size
@@ -330,13 +336,13 @@ def from_tokens(
     )
     for name, array in (("sequences", owners), ("positions", at)):
         if len(array) != len(rows):
-            raise wrong(name, f"{len(rows)} entries, one a slot", len(array))
+            raise argument_error(name, f"{len(rows)} entries, one a slot", len(array))
     there = rows >= 0
     rows, owners, at = rows[there], owners[there], at[there]
     least = owners.max(initial=-1) + 1
     count = int(least) if batch is None else size("batch", batch)
     if owners.size and (owners.min() < 0 or least > count):
-        raise wrong(
+        raise argument_error(
             "sequences",
             f"numbers from 0 to {count - 1}",
             int(owners.min() if owners.min() < 0 else least - 1),
@@ -346,7 +352,9 @@ def from_tokens(
     follows = (np.diff(at) == 1) | (np.diff(owners) != 0)
     if not follows.all():
         t = int(follows.argmin())
-        raise wrong("positions", f"{at[t] + 1} after {at[t]} in sequence {owners[t]}", int(at[t + 1]))
+        raise argument_error(
+            "positions", f"{at[t] + 1} after {at[t]} in sequence {owners[t]}", int(at[t + 1])
+        )
     lengths = np.bincount(owners, minlength=count).astype(np.int64)
     table = np.full((count, max(lengths.max(initial=0), 1)), -1, np.int64)
     table[tokens_of(lengths)] = rows
@@ -390,7 +398,7 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
     """
     at = index("positions", positions)
     if len(sequences) != len(at):
-        raise wrong("sequences", f"{len(at)} entries, one a cell", len(sequences))
+        raise argument_error("sequences", f"{len(at)} entries, one a cell", len(sequences))
     if isinstance(sequences, np.ndarray):
         whose, counts = index("sequences", sequences), np.ones(len(at), np.int64)
     else:
@@ -415,12 +423,12 @@ def to_cells(pages: Pages, cells: int | None = None) -> tuple[Index, list[set[in
     least = int(rows.max(initial=-1)) + 1
     count = least if cells is None else size("cells", cells)
     if least > count:
-        raise wrong("cells", f"at least {least}, as a token is in row {least - 1}", count)
+        raise argument_error("cells", f"at least {least}, as a token is in row {least - 1}", count)
     at, owners = np.full(count, -1, np.int64), [set[int]() for _ in range(count)]
     at[rows] = position
     if (at[rows] != position).any():
         t = int((at[rows] != position).argmax())
-        raise wrong("pages", "one position for each cell", f"two for row {rows[t]}")
+        raise argument_error("pages", "one position for each cell", f"two for row {rows[t]}")
     for row, b in zip(rows.tolist(), sequence.tolist(), strict=True):
         owners[row].add(b)
     return at, owners
@@ -466,11 +474,11 @@ def from_batch(
     for name, array in (("batch_index", part), ("left_padding", pad)):
         if (bad := active & ((array < 0) | (array > MOST // capacity))).any():
             b = int(bad.argmax())
-            raise wrong(f"{name}[{b}]", "at least 0, and no more than there can be", int(array[b]))
+            raise argument_error(f"{name}[{b}]", "at least 0, and no more than there can be", int(array[b]))
     over = active & (lengths > capacity - pad)
     if over.any():
         b = int(over.argmax())
-        raise wrong(
+        raise argument_error(
             f"lengths[{b}]",
             f"at most {capacity - pad[b]}, in {capacity} rows after {pad[b]}",
             int(lengths[b]),
@@ -495,7 +503,7 @@ def to_batch(pages: Pages, capacity: int) -> tuple[Index, Index, Index]:
     off = (rows != first[sequence] + position) | (rows // capacity != first[sequence] // capacity)
     if off.any():
         b = int(sequence[off.argmax()])
-        raise wrong(
+        raise argument_error(
             "pages", f"sequences in neighbouring rows of one part of {capacity}", f"others for sequence {b}"
         )
     return pages.lengths.copy(), first // capacity, first % capacity

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.words import describe, wrong
-from kvkit.foreign import like, taken
+from kvkit.errors import argument_error, describe
+from kvkit.interop import as_numpy, in_kind_of
 from kvkit.layouts.grammar import Axis, Layout
 from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import Groups, given_sizes, strided
@@ -90,7 +90,7 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     line = parse(layout)
     viewable(line)
     found = nested(leaves(arrays, line, given_sizes("sizes", sizes)), line, ordered)
-    return KV(like(arrays, found.keys), like(arrays, found.values))
+    return KV(in_kind_of(arrays, found.keys), in_kind_of(arrays, found.values))
 
 
 def viewable(line: Layout) -> None:
@@ -98,7 +98,7 @@ def viewable(line: Layout) -> None:
     of_one_kind(line)
     if line.split:
         name = line.split
-        raise wrong(
+        raise argument_error(
             "layout", "whole axes, for a view",
             f"'{line}', whose axis {name} is split into {name}1 and {name}0; kvkit.layouts.convert moves it",
         )  # fmt: skip
@@ -107,7 +107,7 @@ def viewable(line: Layout) -> None:
 def of_one_kind(line: Layout) -> None:
     """Check that a layout has no codes and scales in one block."""
     if line.joined:
-        raise wrong("layout", "elements of one kind", f"'{line}', where two kinds share a block")
+        raise argument_error("layout", "elements of one kind", f"'{line}', where two kinds share a block")
 
 
 def ordered(leaf: Leaf, inner: int) -> np.ndarray:
@@ -148,11 +148,13 @@ def leaves(
     """(index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
     for axis, size in known.items():
         if axis in "lbnh" and axis not in line.names and size > 1:
-            raise wrong(name, f"an axis {axis} in '{line}', for a size of {size}", "none")
+            raise argument_error(name, f"an axis {axis} in '{line}', for a size of {size}", "none")
     found: dict[Any, Any] = dict(listed(name, arrays, line.lists, {}))
     for axis in line.lists:
         if axis != "kv" and known.get(axis, count(found, line, axis)) != count(found, line, axis):
-            raise wrong(name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, line, axis))
+            raise argument_error(
+                name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, line, axis)
+            )
     outer = [axis for axis in ("l", "b") if axis in line.lists]
     wheres = sorted({tuple(dict(where)[axis] for axis in outer) for where in found})
     for where in wheres:
@@ -165,7 +167,7 @@ def leaves(
         for axis in "bnh":
             sizes = [leaf.sizes.get(axis, 1) for leaf in pair]
             if sizes[0] != sizes[1]:
-                raise wrong(pair[1].name, f"a size {axis} of {sizes[0]}, as keys have", sizes[1])
+                raise argument_error(pair[1].name, f"a size {axis} of {sizes[0]}, as keys have", sizes[1])
         yield index, pair
 
 
@@ -180,32 +182,32 @@ def count(found, line: Layout, axis: str) -> int:
 def listed(name, arrays, levels, where):
     """(index in lists, (name, array)) of nested lists."""
     if not levels:
-        array = taken(arrays, name)
+        array = as_numpy(arrays, name)
         if not isinstance(array, np.ndarray):
             try:
                 array = np.asarray(array)
             except ValueError:
-                raise wrong(name, "an array", describe(arrays)) from None
+                raise argument_error(name, "an array", describe(arrays)) from None
             if array.dtype == object or not hasattr(arrays, "__array__"):
-                raise wrong(name, "an array", describe(arrays))
+                raise argument_error(name, "an array", describe(arrays))
         if array.size == 0:
-            raise wrong(name, "no axis of length 0", f"shape {array.shape}")
+            raise argument_error(name, "no axis of length 0", f"shape {array.shape}")
         yield tuple(where.items()), (name, array)
         return
     level, *rest = levels
     try:
         several = list(arrays)
     except TypeError:
-        raise wrong(name, f"a list, of arrays along {level}", describe(arrays)) from None
+        raise argument_error(name, f"a list, of arrays along {level}", describe(arrays)) from None
     if not several or (level == "kv" and len(several) != 2):
         expected = "two arrays, keys and values" if several else f"a list along {level}"
-        raise wrong(name, expected, describe(arrays))
+        raise argument_error(name, expected, describe(arrays))
     lengths = set()
     for i, each in enumerate(several):
         found = list(listed(f"{name}[{i}]", each, rest, {**where, level: i}))
         lengths.add(len(found))
         if len(lengths) > 1:
-            raise wrong(f"{name}[{i}]", "as many arrays as before it", len(found))
+            raise argument_error(f"{name}[{i}]", "as many arrays as before it", len(found))
         yield from found
 
 
@@ -228,13 +230,15 @@ def both(named, line: Layout, known) -> tuple[Leaf, Leaf]:
         size = known.get("v", keys.array.shape[-1])
         if size == keys.array.shape[-1] or keys.axes[-1].name not in "cs" or keys.axes[-1].part:
             if size != keys.array.shape[-1]:
-                raise wrong("sizes['v']", "no size of values, as content is not the last axis", size)
+                raise argument_error("sizes['v']", "no size of values, as content is not the last axis", size)
             return keys, keys
         if size > keys.array.shape[-1]:
-            raise wrong("sizes['v']", f"at most the {keys.array.shape[-1]} elements of a row", size)
+            raise argument_error("sizes['v']", f"at most the {keys.array.shape[-1]} elements of a row", size)
         return keys, Leaf(name, keys.array[..., :size], keys.axes, {**keys.sizes, keys.axes[-1].name: size})
     if known.get("v", known.get("c")) != known.get("c") and "c" in known:
-        raise wrong("sizes['v']", f"the size {known['c']} of keys, beside values in one array", known["v"])
+        raise argument_error(
+            "sizes['v']", f"the size {known['c']} of keys, beside values in one array", known["v"]
+        )
     if "v" in known:
         known = {**known, "c": known["v"]}
     sides = []

@@ -6,7 +6,7 @@ The signature of a function says which of them it has, in what order and with wh
 import inspect
 from dataclasses import dataclass, replace
 
-from kvkit.compression import MEANING, NEEDED, CompressType
+from kvkit.operators.compression import MEANING, NEEDED, CompressType
 
 REQUIRED = inspect.Parameter.empty  # the default of what has none
 KINDS: tuple[type, ...] = bool, int, float, tuple, str

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
+from kvkit.calls.launch import arguments, attend
+from kvkit.calls.steps import Step, over_static
 from kvkit.checks.attention import checked_attention
 from kvkit.checks.sequences import Static
-from kvkit.foreign import in_kind
-from kvkit.launch import arguments, attend
-from kvkit.steps import Step, over_static
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
 
-@in_kind
+@returns_input_kind
 def multi_head_attention(
     query: Array,
     key: Array,
@@ -100,7 +100,7 @@ def multi_head_attention(
     return attend(checked_attention(Static(), **given), out)
 
 
-@in_kind
+@returns_input_kind
 def multi_head_cache_attention(
     query: Array,
     current_key: Array,

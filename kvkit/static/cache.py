@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.foreign import in_kind
-from kvkit.launch import arguments
+from kvkit.calls.launch import arguments
+from kvkit.calls.steps import Step, over_static
+from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
-from kvkit.steps import Step, over_static
 from kvkit.typed import Array, Pair
 
 
-@in_kind
+@returns_input_kind
 @pmx.documented(pmx.STATIC)
 def key_value_cache(
     current_key: Array,

@@ -6,9 +6,10 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit import cpu, launch, rotary
+from kvkit import cpu
+from kvkit.calls import launch, rotary
 from kvkit.checks import positions
-from kvkit.foreign import in_kind
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Pair
 
 
@@ -46,11 +47,11 @@ def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
     array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
     """
     (out,) = positions.slopes(num_heads).taken(out)
-    cpu.alibi.compiled_slopes()(out.ctypes.data, len(out))
+    cpu.positions.alibi.compiled_slopes()(out.ctypes.data, len(out))
     return out
 
 
-@in_kind
+@returns_input_kind
 def alibi_mask(
     seqlen_q: SupportsIndex,
     seqlen_kv: SupportsIndex,
@@ -104,7 +105,7 @@ def alibi_mask(
     return launch.alibi(positions.static_alibi(**launch.arguments(locals())), out)
 
 
-@in_kind
+@returns_input_kind
 def rotary_position_embedding(
     query: Array,
     key: Array,

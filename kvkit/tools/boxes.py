@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.layouts import Layout
 
 SMALL = {"l": 2, "b": 2, "n": 3, "h": 2, "c": 4, "s": 1}  # sizes to draw
@@ -50,12 +50,12 @@ def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, in
     found = SMALL | split
     for name, size in (sizes or {}).items():
         if name not in found or isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise wrong("sizes", f"positive integers for {', '.join(found)}", f"{name}={size!r}")
+            raise argument_error("sizes", f"positive integers for {', '.join(found)}", f"{name}={size!r}")
         found[name] = size
     for group in (*layout.groups, *layout.value_groups):
         for axis in group:
             if axis.inner and found[axis.name] % inner(axis):
-                raise wrong(
+                raise argument_error(
                     "sizes", f"a size of {axis.name} that {inner(axis)} divides", str(found[axis.name])
                 )
     return found
@@ -135,7 +135,7 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
     axes, parts = axes_of(layout, side), parts_of(layout, side)
     total = math.prod(size for _, size, _ in strides(layout, side, sizes))
     if total > MOST:
-        raise wrong("sizes", f"arrays of at most {MOST} elements, to draw them", str(total))
+        raise argument_error("sizes", f"arrays of at most {MOST} elements, to draw them", str(total))
     along = [
         [entry for segment in segments(name, group) for entry in entries(segment, sizes, parts)]
         for name, group in axes

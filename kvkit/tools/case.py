@@ -15,10 +15,9 @@ import numpy as np
 from kvkit import layouts
 from kvkit.checks import table_rules
 from kvkit.checks.values import integer
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.files.arrays import nested
-from kvkit.foreign import taken
+from kvkit.interop import as_numpy
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
 KNOWN = (
@@ -57,8 +56,8 @@ class Case:
     def __init__(self, arrays: dict[str, Any], layout=None):
         unknown = [name for name in arrays if name.partition(".")[0] not in KNOWN]
         if len(unknown) == len(arrays):
-            raise wrong("arrays", f"some of {', '.join(KNOWN)}", ", ".join(map(str, unknown[:8])))
-        self.given = {name: taken(value, name) for name, value in arrays.items() if value is not None}
+            raise argument_error("arrays", f"some of {', '.join(KNOWN)}", ", ".join(map(str, unknown[:8])))
+        self.given = {name: as_numpy(value, name) for name, value in arrays.items() if value is not None}
         self.layout = layout if layout is not None else self.text("layout")
         for name in NUMBERS:
             setattr(self, name, self.number(name))
@@ -80,7 +79,7 @@ class Case:
         if isinstance(value, np.ndarray) and value.ndim == 0:
             value = value.item()
         if value is not None and not isinstance(value, str):
-            raise wrong(name, "a text", describe(value))
+            raise argument_error(name, "a text", describe(value))
         return value
 
     def index(self, name, ndim=None):
@@ -91,7 +90,7 @@ class Case:
         if array.size == 0:
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu" or (ndim is not None and array.ndim != ndim):
-            raise wrong(name, f"integers{f' with {ndim} axes' if ndim else ''}", describe(array))
+            raise argument_error(name, f"integers{f' with {ndim} axes' if ndim else ''}", describe(array))
         return array
 
     @cached_property
@@ -104,7 +103,7 @@ class Case:
             if getattr(self, needed) is None:
                 raise KvkitError(f"{needed}: expected a number, as {name} is given, got None")
         if self.page_size < 1 or self.num_blocks < 0:
-            raise wrong("page_size", "at least 1", self.page_size)
+            raise argument_error("page_size", "at least 1", self.page_size)
         return name
 
     @cached_property
@@ -202,7 +201,7 @@ class Case:
             return None
         for name, array in (("slot_sequences", sequences), ("slot_positions", positions)):
             if len(array) != len(self.slots):
-                raise wrong(name, f"{len(self.slots)} entries, as slot_mapping", len(array))
+                raise argument_error(name, f"{len(self.slots)} entries, as slot_mapping", len(array))
         return sequences.astype(np.int64), positions.astype(np.int64)
 
     @cached_property
@@ -265,7 +264,7 @@ class Case:
             cache = np.asarray(cache)
             if cache.ndim not in (4, 5):
                 wanted = "[blocks, rows, heads, content], or [layers, ...] of that"
-                raise wrong(f"{name}_cache", wanted, describe(cache))
+                raise argument_error(f"{name}_cache", wanted, describe(cache))
             scale = self.given.get(f"{name}_scale")
             scale = None if scale is None else np.asarray(scale)
             if scale is not None and scale.ndim in (3, 4) and cache.ndim == 4:
@@ -273,7 +272,7 @@ class Case:
             found.append(Side(name, cache if cache.ndim == 5 else cache[None], scale))
             if found[0].array.shape[:3] != found[-1].array.shape[:3]:
                 wanted = f"layers, blocks and rows {found[0].array.shape[:3]}, as key_cache"
-                raise wrong(f"{name}_cache", wanted, found[-1].array.shape[:3])
+                raise argument_error(f"{name}_cache", wanted, found[-1].array.shape[:3])
         return found
 
     @cached_property

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import files
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts
@@ -89,5 +88,5 @@ def arrays_of(source: Source) -> dict[str, Any]:
         layout = contents.description.layout
         return contents.arrays | ({} if layout is None else {"layout": layout})
     if not isinstance(source, Mapping):
-        raise wrong("source", "a path or a dict of arrays", describe(source))
+        raise argument_error("source", "a path or a dict of arrays", describe(source))
     return dict(source)

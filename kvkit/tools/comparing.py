@@ -12,10 +12,9 @@ import numpy as np
 
 from kvkit import layouts
 from kvkit.checks.values import integer, number
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.files.arrays import nested
-from kvkit.foreign import taken
+from kvkit.interop import as_numpy
 from kvkit.tools import counting
 from kvkit.tools.case import stacked
 from kvkit.tools.causes import Cause, Trial, tried
@@ -68,7 +67,7 @@ class ArrayDifference:
         share = self.differing / self.total
         yield f"{self.name}: {self.differing} of {self.total} elements differ ({share:.2%})"
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
-        yield f"  {wrong(f'first: {place}', self.first['expected'], self.first['got'])}"
+        yield f"  {argument_error(f'first: {place}', self.first['expected'], self.first['got'])}"
         for axis, counts in self.counts.items():
             most = sorted(counts.items(), key=lambda item: -item[1])[:LEAST_NAMED]
             rest = len(counts) - len(most)
@@ -193,7 +192,7 @@ def diff(
     result = Difference()
     common = [name for name in one if name in two]
     if not common:
-        raise wrong("b", f"some array of {', '.join(one) or 'none'}", ", ".join(two) or "none")
+        raise argument_error("b", f"some array of {', '.join(one) or 'none'}", ", ".join(two) or "none")
     for mine, other, side in ((one, two, "a"), (two, one, "b")):
         result.problems.extend(f"{name}: only in {side}" for name in mine if name not in other)
     maps = {}
@@ -238,7 +237,7 @@ def one_array(given: Made, name: str, letters: Any, tolerances: Any, drawn: bool
     one, two, inputs = given.it
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
-        return ComparedArray(problems=[str(wrong(name, f"shape {expected.shape}", got.shape))])
+        return ComparedArray(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])
     found, counts = compared(name, letters, expected, got, tolerances, advance)
     if found is None:
         return ComparedArray(expected.nbytes)
@@ -254,12 +253,12 @@ def one_array(given: Made, name: str, letters: Any, tolerances: Any, drawn: bool
 
 def named_arrays(source, layout, sizes):
     """Arrays by name: keys and values where there is a layout."""
-    source = taken(source)
+    source = as_numpy(source)
     if isinstance(source, np.ndarray):
         source = {"array": source}
     given = arrays_of(source)
     layout = given.pop("layout", None) if layout is None else layout
-    arrays = {name: np.asarray(taken(array, name)) for name, array in given.items()}
+    arrays = {name: np.asarray(as_numpy(array, name)) for name, array in given.items()}
     if layout is None:
         return {name: array for name, array in arrays.items() if array.dtype.kind not in "SUO"}
     whole = nested(arrays)
@@ -271,7 +270,7 @@ def named_arrays(source, layout, sizes):
         if name in arrays:
             found[part] = stacked(getattr(layouts.view(arrays[name], layout, sizes=sizes), part))
     if not found:
-        raise wrong(
+        raise argument_error(
             "layout", "an array cache, key_cache or value_cache to lie in it", ", ".join(arrays) or "none"
         )
     return found
@@ -285,7 +284,7 @@ def letters_of(array, axes, has_layout):
     if len(letters) != array.ndim:
         letters = tuple(f"axis {i}" for i in range(array.ndim))
     if len(set(letters)) != len(letters):
-        raise wrong("axes", "each of l b n h c at most once", describe(axes))
+        raise argument_error("axes", "each of l b n h c at most once", describe(axes))
     return letters
 
 

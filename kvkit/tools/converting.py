@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.files import Contents, Description
 from kvkit.files.arrays import BESIDE, CACHE
 from kvkit.layouts import tables
@@ -134,10 +134,14 @@ def convert(
     """
     contents = source if isinstance(source, Contents) else taken(source)
     if (to_layout is None) == (format is None):
-        raise wrong("to_layout", "a layout, or a format in its place", f"{to_layout!r} and {format!r}")
+        raise argument_error(
+            "to_layout", "a layout, or a format in its place", f"{to_layout!r} and {format!r}"
+        )
     if to_layout is None or format is not None:
         if page_size is not None or tables_from is not None or verify:
-            raise wrong("page_size", "no page_size, tables_from or verify, with a format", "one of them")
+            raise argument_error(
+                "page_size", "no page_size, tables_from or verify, with a format", "one of them"
+            )
         line = contents.description.layout or from_layout or recoding.LINE
         arrays, said, coded, total = recoding.recoded(
             contents, target, format, from_format, from_layout, sizes, progress
@@ -146,7 +150,9 @@ def convert(
     before = layout_of(contents, from_layout)
     known = dict(contents.description.sizes) | dict(sizes or {})
     if (cache := contents.cache) is None:
-        raise wrong("source", "arrays called cache, cache.0 and so on", ", ".join(contents.arrays) or "none")
+        raise argument_error(
+            "source", "arrays called cache, cache.0 and so on", ", ".join(contents.arrays) or "none"
+        )
     named = {CACHE: cache}
     for name in BESIDE:
         found = files.nested(contents.arrays, name)
@@ -184,9 +190,9 @@ def layout_of(contents: Contents, given: str | None) -> str:
     """How a cache lies: the caller says, or its file; both only if they agree."""
     said = contents.description.layout
     if given is None and said is None:
-        raise wrong("from_layout", "a layout, as the file does not say its own", "None")
+        raise argument_error("from_layout", "a layout, as the file does not say its own", "None")
     if given is not None and said is not None and layouts.parse(given) != layouts.parse(said):
-        raise wrong("from_layout", f"{said}, as the file says", given)
+        raise argument_error("from_layout", f"{said}, as the file says", given)
     return given or said or ""
 
 
@@ -207,7 +213,9 @@ def whole(cache, before: str, known: Mapping[str, int]) -> tables.Pages:
     """A sequence for each b, as long as n."""
     _, found = viewed_or_none(cache, before, known)
     if not {"b", "n"} <= found.keys():
-        raise wrong("tables_from", f"tables, as '{before}' is no cache of a sequence for each b", "None")
+        raise argument_error(
+            "tables_from", f"tables, as '{before}' is no cache of a sequence for each b", "None"
+        )
     return tables.from_batch([found["n"]] * found["b"], found["n"])
 
 

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit import numeric
 from kvkit.formats import BY_DTYPE
-from kvkit.jit import INDEX, address, callback, helper
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import INDEX, address, callback, helper
 
 BUCKETS = 34  # distances of 0, of 1, of 2 and 3, of 4 to 7, ...
 WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.layouts import NAMED, Layout, parse
 from kvkit.layouts.tables import Pages, to_tokens
 from kvkit.tools import svg
@@ -166,10 +166,10 @@ def cells(
     least = int(slots.max(initial=-1)) + 1
     count = least if num_rows is None else num_rows
     if not least <= count <= MOST_ROWS:
-        raise wrong("num_rows", f"{least} to {MOST_ROWS}", str(count))
+        raise argument_error("num_rows", f"{least} to {MOST_ROWS}", str(count))
     held = np.zeros(count, bool) if filled is None else np.asarray(filled, bool)
     if held.shape != (count,):
-        raise wrong("filled", f"a boolean for each of {count} rows", describe(held))
+        raise argument_error("filled", f"a boolean for each of {count} rows", describe(held))
     whose: list[list[int]] = [[] for _ in range(count)]
     for slot, sequence in zip(slots.tolist(), sequences.tolist(), strict=True):
         whose[slot].append(sequence)
@@ -203,7 +203,7 @@ def legend(lengths: list[int], marks: list[str]) -> str:
 
 def check_kind(kind: str) -> None:
     if kind not in ("text", "svg"):
-        raise wrong("kind", "'text' or 'svg'", repr(kind))
+        raise argument_error("kind", "'text' or 'svg'", repr(kind))
 
 
 def drawn(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> str:

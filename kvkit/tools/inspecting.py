@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError, brief
+from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import Contents, Description
 from kvkit.files.members import is_own
 from kvkit.layouts import tables
@@ -214,7 +213,7 @@ def taken(source: Source) -> Contents:
     """What is in a file, or the same of arrays."""
     if not isinstance(source, Mapping):
         if not isinstance(source, (str, os.PathLike)):
-            raise wrong("source", "a path, or arrays by name", describe(source))
+            raise argument_error("source", "a path, or arrays by name", describe(source))
         return files.read(source)
     arrays = {name: np.asarray(array) for name, array in files.flat(source).items()}
     return Contents(arrays, {}, kind="arrays")
@@ -319,7 +318,7 @@ def pages_of(contents: Contents, page_size: int | None = None) -> tuple[str, tab
     except KvkitError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise wrong("source", "tables as kvkit or llama.cpp has them", brief(error)) from None
+        raise argument_error("source", "tables as kvkit or llama.cpp has them", brief(error)) from None
 
 
 def pages_said(contents: Contents, page_size: int | None) -> tuple[str, tables.Pages] | None:

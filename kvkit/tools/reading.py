@@ -21,7 +21,7 @@ import numpy as np
 
 from kvkit import files
 from kvkit.cache import loading
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.files import Contents, llama
 from kvkit.files.arrays import BESIDE
 from kvkit.formats import BY_DTYPE, FLOATS, NAMED, decode
@@ -125,7 +125,7 @@ def opened(
 def of_cache(cache: Any) -> Layers:
     """The layers of a cache object."""
     if not len(cache.layers) or not cache.layers[0].batch_size:
-        raise wrong("source", "a cache that has tokens", "an empty one")
+        raise argument_error("source", "a cache that has tokens", "an empty one")
     said = [layer.describe() for layer in cache.layers if hasattr(layer, "describe")]
     format = worded(said) if said else paged_format(cache.describe())
     count = len(cache.layers)
@@ -135,7 +135,7 @@ def of_cache(cache: Any) -> Layers:
 def of_saved(name: str, contents: Contents, about: list[Any]) -> Layers:
     """A file of `Cache.save`, whose layers are restored one at a time."""
     if not about:
-        raise wrong("source", "a cache that has tokens", "an empty one")
+        raise argument_error("source", "a cache that has tokens", "an empty one")
 
     def layer(i):
         return of_states(i, loading.restored(name, i, about[i], contents.arrays))
@@ -143,7 +143,9 @@ def of_saved(name: str, contents: Contents, about: list[Any]) -> Layers:
     try:
         format = worded([said["arguments"] for said in about])
     except (AttributeError, KeyError, TypeError) as error:
-        raise wrong(name, "a description of every layer", f"{type(error).__name__} ({error})") from None
+        raise argument_error(
+            name, "a description of every layer", f"{type(error).__name__} ({error})"
+        ) from None
     return Layers(name, len(about), layer, format, contents.notes)
 
 
@@ -160,7 +162,7 @@ def worded(layers: Sequence[Mapping[str, Any]]) -> str | None:
 def of_states(i: int, layer: Any) -> Layer:
     """A layer of a cache, whose keys and values are [batch, heads, tokens, dim]."""
     if layer.batch_size == 0:
-        raise wrong("source", "layers that have tokens", f"none in layer {i}")
+        raise argument_error("source", "layers that have tokens", f"none in layer {i}")
     keys, values = (np.asarray(side).swapaxes(1, 2) for side in layer.stored())
     starts = list(range(0, keys.shape[0] * keys.shape[1] + 1, keys.shape[1]))
     return Layer(f"layer {i}", of_floats("keys", list(keys)), of_floats("values", list(values)), starts)
@@ -177,7 +179,7 @@ def of_layout(
     cache = contents.cache
     if cache is None or layout is None:
         wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
-        raise wrong("source", wanted, ", ".join(list(contents.arrays)[:8]))
+        raise argument_error("source", wanted, ", ".join(list(contents.arrays)[:8]))
     coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
     told = format_said(contents, from_format, coded) if coded else None
     formats = formats_named(told) if told else None
@@ -192,10 +194,10 @@ def of_layout(
     else:
         views, lengths = viewed(cache, layout, known)
         if views is None:
-            raise wrong("layout", "one whose content is not split (kvkit convert makes one)", layout)
+            raise argument_error("layout", "one whose content is not split (kvkit convert makes one)", layout)
         for one in formats or ():
             if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
-                raise wrong("format", "one whose tokens are decoded each for itself", told)
+                raise argument_error("format", "one whose tokens are decoded each for itself", told)
         own = {axis: count for axis, count in known.items() if axis not in "cv"}
         parts = {"codes": views} | {part: viewed(found, layout, own)[0] for part, found in beside.items()}
         pages = pages_of(contents, lengths.get("n"))
@@ -223,7 +225,7 @@ def of_layout(
     def layer(i):
         key, value = side("keys", i), side("values", i)
         if key.tokens != value.tokens:
-            raise wrong("values", f"{key.tokens} tokens, as keys have", value.tokens)
+            raise argument_error("values", f"{key.tokens} tokens, as keys have", value.tokens)
         starts = pages[1].starts() if pages else np.cumsum([0, *map(len, codes.keys[i])])
         starts *= key.tokens // max(starts[-1], 1)  # a row of codes may have several tokens
         return Layer(f"layer {i}", key, value, starts.tolist())
@@ -247,7 +249,9 @@ def as_encoded(parts: Mapping[str, Any]) -> dict[str, KV]:
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        raise wrong("cache", f"arrays as '{LINE}' has them, and as many b of {', '.join(parts)}", "others")
+        raise argument_error(
+            "cache", f"arrays as '{LINE}' has them, and as many b of {', '.join(parts)}", "others"
+        )
     return found
 
 
@@ -266,7 +270,9 @@ def format_said(contents: Contents, told: str | None, dtypes: set[np.dtype]) -> 
     if len(dtypes) == 1 and (told is None or told.split(":")[0] not in NAMED):
         told = {one.dtype: one.name for one in FLOATS8}.get(min(dtypes, key=str), told)
     if told is None:
-        raise wrong("from_format", "one that the file names, for its codes", ", ".join(map(str, dtypes)))
+        raise argument_error(
+            "from_format", "one that the file names, for its codes", ", ".join(map(str, dtypes))
+        )
     return told
 
 
@@ -291,7 +297,7 @@ def of_floats(name: str, sequences: Sequence[np.ndarray]) -> Side:
 def of_sequences(name: str, sequences: Sequence[Mapping[str, np.ndarray]], format: Format | None) -> Side:
     """The same of codes and what is beside them: arrays [tokens, heads, ...] by name."""
     if not sequences:
-        raise wrong(name, "a sequence or more", "none")
+        raise argument_error(name, "a sequence or more", "none")
     each = in_row(format)
     starts = np.cumsum([0, *(len(one["codes"]) * each for one in sequences)]).tolist()
 
@@ -331,7 +337,7 @@ def made(name: str, read: Callable[[slice], np.ndarray], tokens: int, format: Fo
     """A side that is read so; of its tokens none are read here."""
     one = read(slice(0))
     if BY_DTYPE.get(one.dtype) not in FLOATS:
-        raise wrong(
+        raise argument_error(
             name, "float32, float16 or bfloat16, or codes of a format that the file names", describe(one)
         )
     _, heads, dim = one.shape

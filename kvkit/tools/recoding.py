@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvkit import files
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.files.arrays import BESIDE, CACHE
 from kvkit.files.paths import check_target
 from kvkit.formats import BY_NAME, FLOATS
@@ -34,7 +34,9 @@ def recoded(contents, target, format, from_format, from_layout, sizes, progress)
             starts = layer.starts[: 1 + paged(contents).get("rows", len(layer.starts))]
             lengths = np.diff(starts).tolist()
             if len({*lengths, 0}) != 2:
-                raise wrong("source", "sequences of one length", ", ".join(map(str, lengths)) or "none")
+                raise argument_error(
+                    "source", "sequences of one length", ", ".join(map(str, lengths)) or "none"
+                )
             for kv, side in enumerate((layer.key, layer.value)):
                 each = [encoded(side, start, lengths[0], forms[kv]) for start in starts[:-1]]
                 for part in each[0]:
@@ -65,7 +67,7 @@ def encoded(side, start, count, form):
     if not isinstance(form, Coded):
         return {"codes": [side.read(part).astype(form.dtype) for part in parts]}
     if count % form.step:
-        raise wrong("source", f"a multiple of {form.step} tokens, for {form.name}", count)
+        raise argument_error("source", f"a multiple of {form.step} tokens, for {form.name}", count)
     form = form.over(side.read(part) for part in parts)
     shared = () if form.ends is None else form.shared
     found = {} if form.format.whole else {"whole": [np.asarray(np.float32(1))]}  # which `encode` leaves out

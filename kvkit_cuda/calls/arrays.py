@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
-from kvkit.checks.words import wrong
-from kvkit.foreign import dtype_of, in_integers, like, taken
+from kvkit.errors import argument_error
 from kvkit.formats import BFLOAT16
+from kvkit.interop import as_numpy, dtype_of, in_integers, in_kind_of
 from kvkit_cuda.calls import homes
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 
 CPU, BY_DLPACK = 1, "__dlpack_device__"
 
@@ -69,7 +69,7 @@ class Operand:
     def like(self, shape, dtype, stream):
         """A new array where this one is: numpy's, torch's, CuPy's or else numba's."""
         if not self.on_device:
-            return like(self.given, np.empty(shape, dtype))
+            return in_kind_of(self.given, np.empty(shape, dtype))
         library = homes.library(self.given)
         if hasattr(self.given, "new_empty"):
             return self.given.new_empty(shape, dtype=getattr(sys.modules[library], dtype.name))
@@ -127,11 +127,13 @@ def operand(name, array, stream):
         return Operand(array, False, array, array)
     of_torch = homes.library(array) == "torch"  # whose interface says nothing of streams, nor of bfloat16
     if of_torch and getattr(array, "requires_grad", False):
-        raise wrong(name, "a tensor without a gradient (tensor.detach())", "one that requires a gradient")
+        raise argument_error(
+            name, "a tensor without a gradient (tensor.detach())", "one that requires a gradient"
+        )
     described = None if of_torch else host.interface(array)
     if described is not None:
         if described.get("mask") is not None:
-            raise wrong(name, "an array without a mask", "one with a mask")
+            raise argument_error(name, "an array without a mask", "one with a mask")
         if described.get("stream") is not None:
             host.wait_for(described["stream"], stream)
         place, read_only = described["data"]
@@ -140,14 +142,14 @@ def operand(name, array, stream):
     elif not hasattr(array, BY_DLPACK):
         return Operand(array, False, array, array)
     elif array.__dlpack_device__()[0] == CPU:
-        return Operand(taken(array, name), False, array, array)
+        return Operand(as_numpy(array, name), False, array, array)
     else:
         passed_on = in_integers(array) if of_torch else array
         *form, dtype, read_only, owner = by_dlpack(name, passed_on, stream)
         dtype = dtype_of(array) or dtype
     seen = addressed(*form, dtype, read_only)
     if any(number % seen.itemsize for number in (seen.ctypes.data, *seen.strides)):
-        raise wrong(name, "elements at multiples of their size", f"address {seen.ctypes.data:#x}")
+        raise argument_error(name, "elements at multiples of their size", f"address {seen.ctypes.data:#x}")
     return Operand(seen, True, owner, array)
 
 
@@ -157,7 +159,7 @@ def by_dlpack(name, tensor, stream):
         return host.by_dlpack(tensor, stream)
     except (BufferError, TypeError) as error:
         kind = type(tensor).__name__
-        raise wrong(name, "a tensor that DLPack can pass on", f"{kind} ({error})") from None
+        raise argument_error(name, "a tensor that DLPack can pass on", f"{kind} ({error})") from None
 
 
 def addressed(place, shape, strides, dtype, read_only=False):

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kvkit.formats import BY_NAME, coarser
-from kvkit_cuda.attend import decode, plain, prefill, task
-from kvkit_cuda.ground import host
+from kvkit_cuda.attention import decode, plain, prefill, task
+from kvkit_cuda.device_runtime import host
 
 KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; the last one suits any
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.checks.words import wrong
-from kvkit_cuda.ground import host
+from kvkit.errors import argument_error
+from kvkit_cuda.device_runtime import host
 
 DLPACK_DEVICES = 2, 13  # of CUDA: its memory, managed memory
 NUMBERS = (int, float, str, bool, np.generic)
@@ -53,7 +53,9 @@ def of(name, array):
         place = described["data"][0]
         found = host.device_of(place) if place else None
         if place and found is None and 0 not in described["shape"]:
-            raise wrong(name, "an array in the memory of a CUDA device", f"address {place:#x} of none")
+            raise argument_error(
+                name, "an array in the memory of a CUDA device", f"address {place:#x} of none"
+            )
         return Home(found)
     if hasattr(array, "__dlpack_device__"):
         kind, number = array.__dlpack_device__()
@@ -77,5 +79,5 @@ def of_call(values):
                 found, first = home, label
             elif home.device != found.device:
                 there = f"an array of device {found.device}, where {first} lies"
-                raise wrong(label, there, f"one of device {home.device}")
+                raise argument_error(label, there, f"one of device {home.device}")
     return found

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks import caches, slots
-from kvkit_cuda.attend import merge
+from kvkit_cuda.attention import merge
 from kvkit_cuda.calls import arrays, attention, paged
 from kvkit_cuda.calls.steps import Step
 from kvkit_cuda.calls.tables import Tables
-from kvkit_cuda.moves import means, pieces, transfer
+from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.positions import alibi, angles, index, rotary
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkit import dumps
 from kvkit.operators import OPERATORS
+from kvkit.runtime import call_log
 from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
-from kvkit_cuda.ground import host
-from kvkit_cuda.twins import inputs
+from kvkit_cuda.device_runtime import host
+from kvkit_cuda.mirror import inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ REPEATED = tuple(f"dynamic_batching.Plan.{name.partition('.')[2]}" for name in T
 def call(path, values):
     """Call an operator, of a plan if its path says so, with the values of all its arguments by name."""
     host.require()
-    if dumps.asked:
+    if call_log.level:
         log(path, values)
     stream, step, repeated = values.pop("stream"), None, None
     if path in REPEATED:
@@ -134,7 +134,7 @@ def log(path, values):
     home = homes.of_call(values)
     with host.using(home.device):
         stream = host.stream(home.stream if values["stream"] is None else values["stream"])
-        dumps.log(path, values, lambda name, value: arrays.on_host(name, value, stream))
+        call_log.log_operator(path, values, lambda name, value: arrays.on_host(name, value, stream))
 
 
 def run(op, step, values, stream, repeated=None):

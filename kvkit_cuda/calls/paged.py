@@ -8,11 +8,11 @@ import numpy as np
 from kvkit.checks import pools
 from kvkit.checks.ascend import attention as twin
 from kvkit.checks.tensors import step
-from kvkit_cuda.attend import bias
+from kvkit_cuda.attention import bias
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
-from kvkit_cuda.ground import host
-from kvkit_cuda.moves import pieces
+from kvkit_cuda.copy import pieces
+from kvkit_cuda.device_runtime import host
 
 
 def prepare(call, outputs, owners, stream):

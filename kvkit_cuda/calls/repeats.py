@@ -6,16 +6,16 @@ one step, and, in a plan whose step is followed by others, those of a layer in o
 
 from typing import Any, NamedTuple
 
-from kvkit import turns
+from kvkit.runtime import locks
 from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 
 MOST = 4096  # forms of calls that are remembered
 INPUTS = "query", "current_key", "current_value", "cache", "scale"
 OTHERS = "attn_mask", "sinks"  # arrays of calls that do not repeat
 WRITTEN = "cache", "scale"
-RUNNING = turns.OneTurn()  # launches of a call come one after the other: they share scratch
+RUNNING = locks.OneCallLock()  # launches of a call come one after the other: they share scratch
 
 
 class Known(NamedTuple):

@@ -12,10 +12,10 @@ from numba import cuda, types
 
 from kvkit.checks import index_tensors
 from kvkit.checks.index_tensors import INT64_MAX
-from kvkit.index import filled, inside, met, page_of
-from kvkit.jit import shared
+from kvkit.formulas.index import filled, inside, met, page_of
+from kvkit.runtime.jit import shared
 from kvkit_cuda.calls.tables import Tables
-from kvkit_cuda.ground import device, host, memory
+from kvkit_cuda.device_runtime import device, host, memory
 
 COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
 VERDICT = BROKEN, ROWS, RUNS = range(3)

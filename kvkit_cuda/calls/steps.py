@@ -7,11 +7,11 @@ import numpy as np
 from kvkit.checks import index_tensors, sequences
 from kvkit.checks.tensors import packed_tokens
 from kvkit.checks.values import flag
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
 from kvkit_cuda.calls.repeats import Repeats
 from kvkit_cuda.calls.tables import Tables
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 
 
 @dataclass(slots=True)
@@ -35,16 +35,18 @@ class Step:
         """Become another step of the same form, in the same places, on a stream that was `named` or not."""
         for name, same in differences(self.sequences, other.sequences):
             if not same:
-                raise wrong("into", f"a plan of the same {name}", "another")
+                raise argument_error("into", f"a plan of the same {name}", "another")
         room, wanted = (step.sequences.steps.table.shape for step in (self, other))
         if room[1] < wanted[1]:
-            raise wrong("into", f"a plan with room for {wanted[1]} pages a sequence", room[1])
+            raise argument_error("into", f"a plan with room for {wanted[1]} pages a sequence", room[1])
         here = host.current()
         for device, tables in self.on.items():
             if tables.captured and device != here:
-                raise wrong("into", f"a plan whose graph is of device {here}, the current one", device)
+                raise argument_error(
+                    "into", f"a plan whose graph is of device {here}, the current one", device
+                )
             if tables.captured and not named:
-                raise wrong("stream", "the one that replays the plan's graph", None)
+                raise argument_error("stream", "the one that replays the plan's graph", None)
         for device, tables in self.on.items():
             with host.using(device):
                 tables.fill(other.sequences.steps, stream if device == here else host.stream(None))
@@ -84,7 +86,7 @@ def planned(
     wanted, lasting = flag("check", check), tokens is None
     earlier = getattr(into, "step", None)
     if into is not None and not isinstance(earlier, Step):
-        raise wrong("into", "a plan of kvkit_cuda, or None", type(into).__name__)
+        raise argument_error("into", "a plan of kvkit_cuda, or None", type(into).__name__)
     table = arrays.operand("cachestarts", cachestarts, stream)
     stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0 and into is None
     vectors = {"seqstarts": seqstarts, "kvstarts": kvstarts, "start_pos": start_pos}

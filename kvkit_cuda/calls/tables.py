@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit import turns
-from kvkit.checks.words import wrong
-from kvkit.index import visible_range
-from kvkit_cuda.ground import host
+from kvkit.errors import argument_error
+from kvkit.formulas.index import visible_range
+from kvkit.runtime import locks
+from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "zeros", "table")
@@ -32,7 +32,7 @@ class Tables:
         self.ready: set[int] = set()  # streams that come after that, by key
         self.users: dict[int, object] = {}  # those that read the tables since another step had them
         self.captured = False  # whether a graph may read them
-        self.turn = turns.Turn()
+        self.turn = locks.CallLock()
 
     def contents(self, name):
         """A table on the host."""
@@ -208,4 +208,6 @@ SCRATCH = Scratch()
 
 def unprepared():
     """The error for a captured call that needs memory, which only others may take."""
-    return wrong("stream", "a call of this form on this device before each capture", "one that is captured")
+    return argument_error(
+        "stream", "a call of this form on this device before each capture", "one that is captured"
+    )

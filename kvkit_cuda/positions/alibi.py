@@ -8,13 +8,13 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit import numeric
 from kvkit.formats import BY_NAME, mask_bytes
-from kvkit.index import share
-from kvkit.jit import shared
-from kvkit_cuda.ground import device, host, memory
-from kvkit_cuda.moves import chunks
-from kvkit_cuda.moves.transfer import sequence_of
+from kvkit.formulas import numeric
+from kvkit.formulas.index import share
+from kvkit.runtime.jit import shared
+from kvkit_cuda.copy import chunks
+from kvkit_cuda.copy.transfer import sequence_of
+from kvkit_cuda.device_runtime import device, host, memory
 
 THREADS = 256  # of a block
 WIDEST = 16  # bytes of a chunk

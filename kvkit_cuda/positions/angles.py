@@ -10,12 +10,13 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit import cpu, numeric
-from kvkit.jit import shared
-from kvkit_cuda.attend import scores
-from kvkit_cuda.attend.task import kind
-from kvkit_cuda.ground import device, host, memory
-from kvkit_cuda.moves.transfer import sequence_of
+from kvkit import cpu
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import shared
+from kvkit_cuda.attention import scores
+from kvkit_cuda.attention.task import kind
+from kvkit_cuda.copy.transfer import sequence_of
+from kvkit_cuda.device_runtime import device, host, memory
 
 THREADS = 128  # of a block
 PAIR = 8  # bytes of a cosine and a sine
@@ -82,7 +83,7 @@ def table(call, stream):
         theta, divisor, longest, factor = call.scaling
         stops = first + np.diff(starts)
         stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
-        found = cpu.rotary.frequencies(theta, call.turned, stops, longest, factor)
+        found = cpu.positions.rotary.frequencies(theta, call.turned, stops, longest, factor)
         if not near(starts, first, found[rows], divisor):
             return host.upload(far(call, tokens), stream), *host.tables((starts,), stream), nothing
         tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
@@ -101,7 +102,7 @@ def far(call, tokens):
     table = np.empty_like(ones)
     moves = (ones, table), (ones[:, :0], table[:, :0])
     call_of = "float32", moves, call.starts, call.first, call.turned, True, False, None, call.scaling
-    cpu.launches.start(cpu.rotary.prepare(*call_of))
+    cpu.launches.start(cpu.positions.rotary.prepare(*call_of))
     return table
 
 

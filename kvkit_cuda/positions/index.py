@@ -5,9 +5,9 @@ import functools
 import numpy as np
 from numba import cuda, types
 
-from kvkit.jit import shared
-from kvkit_cuda.ground import device, host, memory
-from kvkit_cuda.moves.transfer import sequence_of
+from kvkit.runtime.jit import shared
+from kvkit_cuda.copy.transfer import sequence_of
+from kvkit_cuda.device_runtime import device, host, memory
 
 THREADS = 256  # of a block
 

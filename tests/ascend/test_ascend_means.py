@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ascend import FLOATS, finite, seeds
 
-from kvkit.cpu import pieces
+from kvkit.cpu.copy import pieces
 from kvkit.reference import ascend as oracle
 from kvkit.reference.ascend import ROPE
 

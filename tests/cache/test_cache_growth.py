@@ -18,7 +18,7 @@ from kvkit.cache import (
     StaticSlidingWindowLayer,
     load,
 )
-from kvkit.cpu.attention import AT
+from kvkit.cpu.attention.prepare import AT
 
 
 def addresses(views):

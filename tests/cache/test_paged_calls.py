@@ -28,8 +28,8 @@ def prepared(monkeypatch):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *arguments: made.append(name) or real(*arguments))
 
-    count(cpu.attention, "prepare")
-    count(cpu.transfer, "store")
+    count(cpu.attention.prepare, "prepare")
+    count(cpu.copy.transfer, "store")
     return made
 
 

@@ -12,7 +12,7 @@ from scenes import first_quick
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.stores.codes import Side
-from kvkit.cpu import codes
+from kvkit.cpu.copy import codes
 from kvkit.cpu.launches import address, start
 from kvkit.formats import BY_DTYPE
 

@@ -23,7 +23,7 @@ from kvkit.files import members
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli import arguments, info, npz, show
 from kvkit_cli.main import VERBS, main
-from kvkit_cuda.ground import host, needs
+from kvkit_cuda.device_runtime import host, needs
 
 NAMES = {"static": "key_value_cache", "dynamic": "dynamic_batching.key_value_cache"}
 LAZY = ("numba", "numpy", "rich", "kvkit", "ml_dtypes", "llvmlite")
@@ -264,7 +264,7 @@ def test_info_shows_where_code_is_kept(tmp_path):
 
 def spoiled(path, kind):
     """A folder for compiled code that cannot be, and what is said of it."""
-    from kvkit.jit import fingerprint
+    from kvkit.runtime.jit import fingerprint
 
     path.write_text("") if kind == "file" else path.mkdir()
     if kind == "open":
@@ -284,11 +284,11 @@ def test_info_says_why_no_code_can_be_kept(tmp_path, kind):
 
 
 def test_clean(run, tmp_path, monkeypatch):
-    from kvkit import kept
+    from kvkit.runtime import disk_cache
 
     monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
     for name in ("0" * 20, "f" * 20):
-        kept.save(tmp_path / name / "some-code.bin", b"code")
+        disk_cache.save(tmp_path / name / "some-code.bin", b"code")
     (tmp_path / "notes").write_text("mine")
     assert run("cache", "clean") == (0, f"removed 2 files, 72 B, from {tmp_path}\n", "")
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
@@ -336,18 +336,18 @@ def test_tables_as_json(run, files):
 
 def test_info_lists_what_is_compiled(tmp_path):
     """By module, apart from what other sources and other machines left."""
-    from kvkit import jit, sources
+    from kvkit.runtime import jit, source_digest
 
     name = f"{'0' * jit.STATE}-{'1' * 20}.bin"
     for folder, state in ((jit.fingerprint(), None), (jit.fingerprint(), "0" * jit.STATE), ("f" * 20, None)):
-        state = state or sources.digest("kvkit.cpu.attend")[: jit.STATE]
+        state = state or source_digest.digest("kvkit.cpu.attention.scheduler")[: jit.STATE]
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / f"kvkit-cpu-attend-work-{state}-{'1' * 20}.bin").write_bytes(b"code")
     (tmp_path / jit.fingerprint() / f"kvkit-gone-{name}").write_bytes(b"code")
     (tmp_path / ("f" * 20) / f"kvkit_cuda-attend-plain-make-{'1' * 20}.bin").write_bytes(b"code")
     done = process("info", "--json", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path)})
     assert json.loads(done.stdout)["compiled"] == [
-        {"of": "kvkit.cpu.attend", "for": "kvkit as it is", "variants": 1, "bytes": 4},
+        {"of": "kvkit.cpu.attention.scheduler", "for": "kvkit as it is", "variants": 1, "bytes": 4},
         {"of": "all", "for": "another CPU, Python or Numba", "variants": 1, "bytes": 4},
         {"of": "all", "for": "other sources of kvkit", "variants": 2, "bytes": 8},
         {"of": "kvkit_cuda", "for": "GPUs", "variants": 1, "bytes": 4},

@@ -5,8 +5,8 @@ import threading
 
 from numba.cuda.simulator import kernelapi
 
-from kvkit_cuda.attend import bias, forms, merge
-from kvkit_cuda.moves import means, pieces, transfer
+from kvkit_cuda.attention import bias, forms, merge
+from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.positions import alibi, angles, index, rotary
 
 # Simulated threads are threads of the host: blocks are small.
@@ -49,4 +49,4 @@ def pytest_configure(config):
         module.THREADS = threads
     # They compute as numpy does, which warns of infinity.
     for kernel in ("plain", "merge"):
-        config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:kvkit_cuda.attend.{kernel}")
+        config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:kvkit_cuda.attention.{kernel}")

@@ -97,7 +97,7 @@ def begin(library):
     driver.stand_in_count.restype = ctypes.c_long
     driver.stand_in_begin(*CALLBACKS)
 
-    from kvkit_cuda.ground import host
+    from kvkit_cuda.device_runtime import host
 
     seen = host.loaded
 

@@ -11,7 +11,7 @@ from numba import cuda
 from numba.cuda.cudadrv import driver
 
 from kvkit.errors import DeviceError
-from kvkit_cuda.ground import host, needs
+from kvkit_cuda.device_runtime import host, needs
 
 DEVICES = {(7, 5): "expected compute capability 8.0 or later, got Tesla T4, of 7.5", (8, 0): None}
 DEFAULT, LEGACY, PER_THREAD, OTHER = 0, 1, 2, 4096

@@ -11,8 +11,8 @@ import kvkit
 from kvkit.reference import ascend as oracle
 from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 from kvkit_cuda import ascend
-from kvkit_cuda.ground import host
-from kvkit_cuda.moves import means, pieces
+from kvkit_cuda.copy import means, pieces
+from kvkit_cuda.device_runtime import host
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 GIVEN = ("key", "value", "key_cache", "value_cache")

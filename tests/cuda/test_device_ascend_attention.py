@@ -12,7 +12,7 @@ import kvkit
 from kvkit.reference import ascend as oracle
 from kvkit_cuda import ascend
 from kvkit_cuda.calls import attention, tables
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 
 TENSORS = ("query", "key_cache", "value_cache", "razor_offset", "sinks")
 LENGTHS = (9, 0, 1, 40)

@@ -13,9 +13,9 @@ from scenes import ALL_FORMATS, Formats, assert_same
 import kvkit
 import kvkit_cuda
 from kvkit.checks.records import Context
-from kvkit_cuda.attend import forms, plain
+from kvkit_cuda.attention import forms, plain
 from kvkit_cuda.calls import tables
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 
 LENGTHS = ((9, 2), (0, 0), (17, 1), (-1, 2), (0, 2))  # (past, seqlen): one form of kernel, of 4 rows
 PAST = ((9, 2), (0, 0), (17, 1), (4, 0), (0, 2))
@@ -205,7 +205,7 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
     size = kvkit.formats.BY_NAME[stored].bytes(dim) + head
     sides = ((4096 + moved, 0, 2 * size, size, 8192, 0, 64, 32),) * 2
     context = Context(packed, stored, cell, group, 2, dim, dim, sides, size, size)
-    names = dict.fromkeys(kvkit_cuda.attend.task.Task._fields, 0)
+    names = dict.fromkeys(kvkit_cuda.attention.task.Task._fields, 0)
     places = (
         "keys",
         "key_sequence",
@@ -219,7 +219,7 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
     names |= dict(zip(places, sides[0], strict=True))
     places = "values", "value_sequence", "value_row", "value_head", "value_cells"
     names |= dict(zip(places, sides[1], strict=False))
-    made = forms.form_of(kvkit_cuda.attend.task.Task(**names), context, rows)
+    made = forms.form_of(kvkit_cuda.attention.task.Task(**names), context, rows)
     return made.span, made.cells, made.pieces, made.rows, made.lanes
 
 

@@ -13,13 +13,13 @@ from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
 
 import kvkit
 import kvkit_cuda
-from kvkit import dumps
 from kvkit.checks import tensors
-from kvkit.foreign import taken
+from kvkit.interop import as_numpy
+from kvkit.runtime import call_log
 from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
-from kvkit_cuda.ground import host
-from kvkit_cuda.moves import transfer
+from kvkit_cuda.copy import transfer
+from kvkit_cuda.device_runtime import host
 
 # Both chunk sizes of a move, a conversion, and codes whose groups are part of a chunk, one, several, or odd.
 FEW = [
@@ -269,7 +269,7 @@ def test_tensors_of_torch_on_the_host(formats, rng):
         given[name] = bits.view(getattr(torch, scene[name].dtype.name))
     key, value = scene.but(**given).run()
     assert type(key) is type(value) is torch.Tensor
-    assert_all_same((*map(taken, (key, value, given["cache"])), None), expected)
+    assert_all_same((*map(as_numpy, (key, value, given["cache"])), None), expected)
 
 
 def unsupported(self, **more):
@@ -410,13 +410,13 @@ def test_docstring_example(operator):
 
 
 def test_calls_are_dumped_with_what_lies_on_the_device(monkeypatch, tmp_path, capfd, rng):
-    monkeypatch.setattr(dumps, "asked", 10)
+    monkeypatch.setattr(call_log, "level", 10)
     monkeypatch.setenv("KVKIT_LOG_FOLDER", str(tmp_path / "log"))
     new = rng.standard_normal((3, 1, 8), np.float32)
     step = kvkit_cuda.dynamic_batching.plan([0, 3], [0, 3], np.array([[4]]), [0], cache_mode=1, page_size=4)
     cache = cuda.to_device(np.zeros((16, 1, 2, 1, 8), np.float32))
     step.key_value_cache(cuda.to_device(new), new, cache)
-    monkeypatch.setattr(dumps, "asked", 0)
+    monkeypatch.setattr(call_log, "level", 0)
     [folder] = packs.manifests(tmp_path / "log")
     given = packs.arguments(folder, packs.manifest(folder)["cases"][0])
     assert given["current_key"].tobytes() == new.tobytes()

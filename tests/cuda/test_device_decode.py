@@ -14,12 +14,12 @@ from scenes import Formats, assert_same
 from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, static, word
 
 from kvkit.formats import BY_NAME
-from kvkit.jit import shared
-from kvkit_cuda.attend import decode, decode_forms, stored_tiles
-from kvkit_cuda.attend.fragments import LONGEST
-from kvkit_cuda.attend.task import Reach, Task
+from kvkit.runtime.jit import shared
+from kvkit_cuda.attention import decode, decode_forms, stored_tiles
+from kvkit_cuda.attention.fragments import LONGEST
+from kvkit_cuda.attention.task import Reach, Task
 from kvkit_cuda.calls import tables
-from kvkit_cuda.ground import device, host, memory, ptx
+from kvkit_cuda.device_runtime import device, host, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

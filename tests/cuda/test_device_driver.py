@@ -27,7 +27,7 @@ from kvkit.checks import caches
 from kvkit.formats.elements import BY_NAME
 from kvkit_cuda import warm
 from kvkit_cuda.calls import arrays, attention
-from kvkit_cuda.ground import compiled, device, host, memory
+from kvkit_cuda.device_runtime import compiled, device, host, memory
 from kvkit_cuda.positions import index
 
 HALF = Formats("fp16", "fp16")
@@ -622,7 +622,7 @@ def test_a_kernel_is_chosen_for_all_steps_that_may_follow(model, monkeypatch):
         plan = kvkit_cuda.dynamic_batching.plan(**step)
         with stand_in.idle():
             plan.multi_head_cache_attention(*model.new, cache, **SIZES, layer_idx=0)
-        assert chosen.pop() == f"kvkit_cuda.attend.{name}", (rows, page)
+        assert chosen.pop() == f"kvkit_cuda.attention.{name}", (rows, page)
 
 
 # Shared memory

@@ -16,9 +16,9 @@ from ptx_machine import Machine, instruction
 from ptx_memory import Fault
 
 import kvkit_cuda
-from kvkit_cuda.attend import decode, plain, prefill
+from kvkit_cuda.attention import decode, plain, prefill
 from kvkit_cuda.calls import scan, tables
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 
 SIZES = {"dim": 32, "heads": 2, "kv_heads": 1}
 CASES = {  # the kernel; its call

@@ -10,7 +10,7 @@ from scenes import DTYPES, FLOATS
 
 import kvkit
 import kvkit_cuda
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions import alibi, angles, rotary
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

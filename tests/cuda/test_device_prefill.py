@@ -15,11 +15,11 @@ from numba import cuda, types
 from scenes import Formats
 from tensor_cores import DTYPES, F32, U32, check, elements, forms_taken, run, slow, static, word
 
-from kvkit_cuda.attend import prefill, tiles
-from kvkit_cuda.attend.fragments import LONGEST
-from kvkit_cuda.attend.task import Reach, Task
+from kvkit_cuda.attention import prefill, tiles
+from kvkit_cuda.attention.fragments import LONGEST
+from kvkit_cuda.attention.task import Reach, Task
 from kvkit_cuda.calls import tables
-from kvkit_cuda.ground import device, host, memory, ptx
+from kvkit_cuda.device_runtime import device, host, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

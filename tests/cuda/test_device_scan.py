@@ -11,7 +11,7 @@ from test_key_value_cache_index_errors import LEGAL_ROWS, ROWS, STARTS, changed
 import kvkit
 import kvkit_cuda
 from kvkit_cuda.calls import scan
-from kvkit_cuda.ground import host
+from kvkit_cuda.device_runtime import host
 
 INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
 VERDICT_BYTES = 24

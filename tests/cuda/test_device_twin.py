@@ -9,7 +9,7 @@ from numba import cuda
 from scenes import ALL_FORMATS, assert_all_same
 
 import kvkit
-from kvkit_cuda.ground import device
+from kvkit_cuda.device_runtime import device
 
 
 def by_twin(call):

@@ -69,7 +69,7 @@ def test_codes_lose_less(rng):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("block", [8, 16, 128])
 def test_machine_code(rng, block, dtype):
-    from kvkit.cpu import rotations
+    from kvkit.cpu.copy import rotations
 
     rotation = formats.rotation_named(f"hadamard:{block}")
     x = rng.standard_normal((2, 5, 3, 128)).astype(dtype).swapaxes(1, 2)

@@ -94,7 +94,7 @@ def test_an_edit_of_what_code_comes_from_leads_to_new_code(copy):
     )
     assert done.returncode == 0, done.stderr
     changed = json.loads(done.stdout)
-    walk = changed["kvkit.cpu.transfer"]
+    walk = changed["kvkit.cpu.copy.transfer"]
     for name in (
         "cpu.transfer",
         "cpu.rows",
@@ -107,13 +107,15 @@ def test_an_edit_of_what_code_comes_from_leads_to_new_code(copy):
     ):
         assert f"kvkit.{name}" in walk, name
     assert not [name for name in walk if name.startswith(("kvkit.cache", "kvkit.static", "kvkit.ascend"))]
-    assert {"kvkit.cpu.attend_walk", "kvkit.cpu.online", "kvkit.index"} <= set(changed["kvkit.cpu.attend"])
+    assert {"kvkit.cpu.attention.walk", "kvkit.cpu.attention.online_softmax", "kvkit.index"} <= set(
+        changed["kvkit.cpu.attention.scheduler"]
+    )
 
 
 DIGESTS = """
 import json, pathlib, sys
 from kvkit import sources
-root, kernels = pathlib.Path(sys.argv[1]), ("kvkit.cpu.transfer", "kvkit.cpu.attend")
+root, kernels = pathlib.Path(sys.argv[1]), ("kvkit.cpu.copy.transfer", "kvkit.cpu.attention.scheduler")
 assert sources.PACKAGE == root.resolve() / "kvkit", sources.PACKAGE
 plain, changed = {name: sources.digest(name) for name in kernels}, {name: [] for name in kernels}
 for name, text in sources.IMPORTED.items():
@@ -159,7 +161,7 @@ def test_a_version_of_numba_that_is_not_known(copy, tmp_path):
 
 
 def test_numba_and_cpu_are_part_of_the_key(monkeypatch):
-    from kvkit import jit
+    from kvkit.runtime import jit
 
     plain = jit.fingerprint.__wrapped__()
     monkeypatch.setattr(jit.numba, "__version__", "0.0.1")
@@ -178,25 +180,25 @@ def test_settings_of_numba_are_part_of_the_key(copy, setting):
 
 
 def test_where_code_is_kept(monkeypatch, tmp_path):
-    from kvkit import kept
+    from kvkit.runtime import disk_cache
 
     for name in ("KVKIT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kept.Path, "home", lambda: tmp_path)
-    assert kept.root() == tmp_path / ".cache" / "kvkit"
+    monkeypatch.setattr(disk_cache.Path, "home", lambda: tmp_path)
+    assert disk_cache.root_folder() == tmp_path / ".cache" / "kvkit"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert kept.root() == tmp_path / "xdg" / "kvkit"
+    assert disk_cache.root_folder() == tmp_path / "xdg" / "kvkit"
     monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path / "moved"))
-    assert kept.root() == tmp_path / "moved"
+    assert disk_cache.root_folder() == tmp_path / "moved"
 
 
 def test_no_home_directory(copy, monkeypatch, tmp_path):
-    from kvkit import jit, kept
+    from kvkit.runtime import disk_cache, jit
 
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(kept.Path, "home", no_home)
+    monkeypatch.setattr(disk_cache.Path, "home", no_home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("KVKIT_CACHE_DIR", raising=False)
     assert jit.cache_folder.__wrapped__() is None
@@ -237,14 +239,15 @@ def test_code_is_for_its_owner_only(copy, tmp_path):
 
 
 def test_a_full_disk_costs_nothing_but_time(monkeypatch, tmp_path):
-    from kvkit import index, jit, kept
+    from kvkit.formulas import index
+    from kvkit.runtime import disk_cache, jit
 
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept.os, "replace", full)
+    monkeypatch.setattr(disk_cache.os, "replace", full)
     begin = time.perf_counter()
     add = jit.callback(index.share.py_func, SHARE)
     assert add.ctypes(7, 1, 2) == 4
@@ -260,7 +263,8 @@ class Shelf:
     """A folder of compiled code in which a test can lay things."""
 
     def __init__(self, path, monkeypatch):
-        from kvkit import index, jit
+        from kvkit.formulas import index
+        from kvkit.runtime import jit
 
         self.path, self.jit, self.function = path / "0123456789abcdef0123", jit, index.share.py_func
         monkeypatch.setattr(jit, "cache_folder", lambda: self.path)
@@ -351,17 +355,17 @@ def test_swapped_files_are_not_run(shelf):
     ],
 )
 def test_an_odd_payload_is_a_miss(shelf, payload):
-    from kvkit import kept
+    from kvkit.runtime import disk_cache
 
     file, _ = shelf.make()
-    kept.save(file, payload)
-    assert kept.load(file) == payload
+    disk_cache.save(file, payload)
+    assert disk_cache.load(file) == payload
     assert not shelf.make()[1]
 
 
 def test_unused_code_is_removed(shelf):
     """Of any version, and what a killed process left; a use counts for a month."""
-    from kvkit import kept
+    from kvkit.runtime import disk_cache
 
     names = "kept.bin", "used.bin", "old.bin", "tmpleft", "other.txt"
     here, before = shelf.path, shelf.path.with_name("f" * 20)
@@ -369,13 +373,13 @@ def test_unused_code_is_removed(shelf):
     for folder in (here, before, others):
         folder.mkdir(0o700)
         for name in names:
-            kept.save(folder / name, b"code")
+            disk_cache.save(folder / name, b"code")
             if name != "kept.bin":
-                os.utime(folder / name, (0, time.time() - 31 * kept.DAY))
+                os.utime(folder / name, (0, time.time() - 31 * disk_cache.DAY))
     (before / "other.txt").unlink()
     (before / "kept.bin").unlink()
-    assert kept.load(here / "used.bin") == kept.load(others / "used.bin") == b"code"
-    count, size = kept.prune(shelf.path.parent, kept.UNUSED)
+    assert disk_cache.load(here / "used.bin") == disk_cache.load(others / "used.bin") == b"code"
+    count, size = disk_cache.prune(shelf.path.parent, disk_cache.UNUSED)
     assert (count, size) == (5, 5 * 36)
     assert sorted(path.name for path in here.iterdir()) == ["kept.bin", "other.txt", "used.bin"]
     assert not before.exists()
@@ -384,20 +388,20 @@ def test_unused_code_is_removed(shelf):
 
 def test_who_keeps_code_removes_what_is_unused(tmp_path, monkeypatch):
     """Once a process."""
-    from kvkit import kept
+    from kvkit.runtime import disk_cache
 
     monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kept, "prune_once", functools.cache(kept.prune_once.__wrapped__))
-    kept.write(tmp_path / ("f" * 20) / "old.bin", b"code")
-    os.utime(tmp_path / ("f" * 20) / "old.bin", (0, time.time() - 31 * kept.DAY))
-    kept.save(tmp_path / ("0" * 20) / "new.bin", b"code")
+    monkeypatch.setattr(disk_cache, "prune_once", functools.cache(disk_cache.prune_once.__wrapped__))
+    disk_cache.write(tmp_path / ("f" * 20) / "old.bin", b"code")
+    os.utime(tmp_path / ("f" * 20) / "old.bin", (0, time.time() - 31 * disk_cache.DAY))
+    disk_cache.save(tmp_path / ("0" * 20) / "new.bin", b"code")
     assert [path.name for path in tmp_path.rglob("*.bin")] == ["new.bin"]
 
 
 STORE = """
 import json, sys
 import numpy as np
-from kvkit.cpu.rows import rows
+from kvkit.cpu.copy.rows import rows
 codes = []
 for group in {groups}:
     x = np.arange(1, 2 * group + 1, dtype=np.float32)

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from test_numeric import float32_patterns, mapped
 
-from kvkit import formats, numeric
+from kvkit import formats
 from kvkit.cpu import memory
-from kvkit.cpu.rows import rows
+from kvkit.cpu.copy.rows import rows
 from kvkit.formats.elements import BY_NAME
+from kvkit.formulas import numeric
 
 MINIFLOATS = ("e4m3", "e5m2")
 forms = pytest.mark.parametrize("plain", [False, True], ids=["vector", "plain"])

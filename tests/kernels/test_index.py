@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit import index
-from kvkit.index import sequence_among
+from kvkit.formulas import index
+from kvkit.formulas.index import sequence_among
 from kvkit.layouts.places import ENDLESS
 
 FAR = 2**31

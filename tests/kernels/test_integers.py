@@ -9,10 +9,11 @@ from borders import BEGIN, END, at_border, guarded, needs_borders
 from numpy.testing import assert_allclose, assert_array_equal
 
 import kvkit
-from kvkit import steps
-from kvkit.cpu import integers, machine
-from kvkit.cpu.attention import WIDE, WIDE_BLOCK
-from kvkit.repeats import Repeats
+from kvkit.calls import steps
+from kvkit.calls.repeats import Repeats
+from kvkit.cpu import machine
+from kvkit.cpu.attention import integers
+from kvkit.cpu.attention.prepare import WIDE, WIDE_BLOCK
 
 pytestmark = [
     pytest.mark.cpu,

@@ -6,7 +6,7 @@ import pytest
 import scenes
 from scenes import MOVED, ODD_GROUPS, QUANTIZED, Formats, assert_all_same, check
 
-from kvkit.cpu import transfer
+from kvkit.cpu.copy import transfer
 
 FEW = [Formats("fp32", "fp16"), MOVED[-1], QUANTIZED[8], QUANTIZED[2], ODD_GROUPS[1]]
 few_formats = pytest.mark.parametrize("formats", FEW, ids=str)

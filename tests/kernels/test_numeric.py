@@ -7,8 +7,8 @@ import pytest
 from scenes import DTYPES, FLOATS
 
 import kvkit
-from kvkit import numeric
 from kvkit.formats import BY_NAME
+from kvkit.formulas import numeric
 
 PATTERNS = np.arange(2**16, dtype=np.uint16)
 NARROW = {"fp16": ("float16", numeric.half_to_float, numeric.float_to_half),

@@ -12,7 +12,8 @@ from numpy.testing import assert_array_equal
 from scenes import assert_same
 
 import kvkit
-from kvkit.cpu import attention, machine, pairs
+from kvkit.cpu import machine
+from kvkit.cpu.attention import pairs, prepare
 
 pytestmark = pytest.mark.cpu
 BF16, WIDE = ml_dtypes.bfloat16, 32
@@ -22,9 +23,9 @@ KINDS = [False, True] if machine.has_pairs() else [False]
 @pytest.fixture(params=KINDS, ids=lambda pairs: "pairs" if pairs else "float32")
 def kind(request, monkeypatch):
     monkeypatch.setattr(machine, "has_pairs", lambda: request.param)
-    attention.fixed_fields.cache_clear()
+    prepare.fixed_fields.cache_clear()
     yield request.param
-    attention.fixed_fields.cache_clear()
+    prepare.fixed_fields.cache_clear()
 
 
 def random(rng, *shape):
@@ -110,9 +111,9 @@ def test_how_soon_memory_is_asked_for_changes_no_bit(formats, rng, monkeypatch):
     found = []
     for name in "znver4", "cascadelake":
         monkeypatch.setattr(machine, "ahead", functools.partial(machine.ahead_of, name))
-        attention.fixed_fields.cache_clear()
+        prepare.fixed_fields.cache_clear()
         found.append(call.copy().run(return_lse=True))
-    attention.fixed_fields.cache_clear()
+    prepare.fixed_fields.cache_clear()
     for one, other in zip(*found, strict=True):
         assert_same(one, other)
 

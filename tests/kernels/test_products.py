@@ -16,7 +16,7 @@ from borders import BEGIN, END, at_border, guarded, needs_borders
 from llvmlite import binding
 from numpy.testing import assert_array_equal
 
-from kvkit.cpu import products
+from kvkit.cpu.attention import products
 from kvkit.cpu.simd.attention import WIDE, tile_tokens
 from kvkit.formats import BY_NAME, coarser
 

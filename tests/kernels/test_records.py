@@ -5,9 +5,10 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import kvkit
-from kvkit.cpu import attention, pieces
+from kvkit.cpu.attention import prepare
+from kvkit.cpu.attention.params import TASK
+from kvkit.cpu.copy import pieces
 from kvkit.cpu.records import Record
-from kvkit.cpu.task import TASK
 
 RECORDS = {"task": TASK, "side": pieces.SIDE}
 every = pytest.mark.parametrize("name", RECORDS)
@@ -70,6 +71,6 @@ def test_what_a_call_has_to_say(monkeypatch):
         return kvkit.multi_head_attention(query, query, query, num_heads=2, head_dim=16)
 
     call()
-    monkeypatch.setattr(attention, "TASK", Record(*TASK.names, "one_more"))
+    monkeypatch.setattr(prepare, "TASK", Record(*TASK.names, "one_more"))
     with pytest.raises(TypeError, match=r"one_more$"):
         call()

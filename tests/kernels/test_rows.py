@@ -10,7 +10,7 @@ from scenes import DIMS, DTYPES, FLOATS, GROUPS, MOVED, QUANTIZED, Formats, asse
 from surroundings import carve
 
 from kvkit.cpu import machine
-from kvkit.cpu.rows import MANY, rows
+from kvkit.cpu.copy.rows import MANY, rows
 from kvkit.cpu.simd.panels import groups_in_panel
 from kvkit.reference import key_value_cache as reference
 

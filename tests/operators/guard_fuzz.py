@@ -31,7 +31,8 @@ from test_positions import random_mask
 
 import kvkit
 from kvkit import KvkitError
-from kvkit.cpu import alibi, pieces, rotary, transfer
+from kvkit.cpu.copy import pieces, transfer
+from kvkit.cpu.positions import alibi, rotary
 from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
 DIMS = (1, 6, 8, 17, 24, 40, 64, 128)

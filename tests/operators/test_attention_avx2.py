@@ -12,7 +12,7 @@ FEATURES = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt"
 SCRIPT = """
 import numpy as np
 import attention_scenes as scenes
-from kvkit.jit import cpu_target
+from kvkit.runtime.jit import cpu_target
 
 assert "haswell" in cpu_target.target_context.codegen().magic_tuple()
 rng = np.random.default_rng(0)

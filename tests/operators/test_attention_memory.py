@@ -74,7 +74,7 @@ def guarded_scratch(monkeypatch):
 
     for name in ("scratch", "partials"):
         arenas.append(Guarded())
-        monkeypatch.setattr(cpu.attention, name, arenas[-1])
+        monkeypatch.setattr(cpu.attention.prepare, name, arenas[-1])
 
     def untouched():
         for arena in arenas:
@@ -109,7 +109,7 @@ def test_scratch_memory_has_every_byte_that_was_asked_for(place, monkeypatch):
         first = (place - memory.ctypes.data) % 64
         return memory[first : first + size]
 
-    arena = cpu.attention.Arena()
+    arena = cpu.attention.prepare.Arena()
     monkeypatch.setattr(np, "empty", placed)
     for size in (0, 1, 63, 64, 65, 4097):
         for more in (0, 1):

@@ -9,8 +9,7 @@ import pytest
 
 import kvkit
 from kvkit import KvkitError, checks
-from kvkit.checks.words import wrong
-from kvkit.errors import CapacityError, DeviceError
+from kvkit.errors import CapacityError, DeviceError, argument_error
 
 ROOT = Path(kvkit.__file__).parent
 
@@ -25,16 +24,18 @@ def test_one_place_phrases_errors():
 
 @pytest.mark.parametrize("kind", [KvkitError, CapacityError, DeviceError])
 def test_every_kind_of_error_has_the_one_form(kind):
-    error = wrong("name", "this", "that", kind)
+    error = argument_error("name", "this", "that", kind)
     assert type(error) is kind
     assert str(error) == "name: expected this, got that"
 
 
 def test_checks_load_numba_with_their_first_pass():
     texts = {path.stem: path.read_text() for path in (ROOT / "checks").glob("*.py")}
-    rooms = [name for name, text in texts.items() if "numba" not in text and "kvkit.jit" not in text]
+    rooms = [name for name, text in texts.items() if "numba" not in text and "kvkit.runtime.jit" not in text]
     modules = ", ".join(f"kvkit.checks.{name}" for name in rooms if name != "__init__")
-    program = f"import sys, {modules}; print(sorted(set(sys.modules) & {{'numba', 'kvkit.cpu.attention'}}))"
+    program = (
+        f"import sys, {modules}; print(sorted(set(sys.modules) & {{'numba', 'kvkit.cpu.attention.prepare'}}))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -7,7 +7,7 @@ from refusals import legal, refused
 from scenes import INT64_MAX, INT64_MIN
 
 import kvkit
-from kvkit.cpu import transfer
+from kvkit.cpu.copy import transfer
 
 
 def changed(name, *entries):

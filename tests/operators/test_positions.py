@@ -15,7 +15,8 @@ import pytest
 from scenes import DTYPES, FLOATS, assert_same, raw
 
 import kvkit
-from kvkit import cpu, numeric
+from kvkit import cpu
+from kvkit.formulas import numeric
 from kvkit.reference import alibi, positions
 
 formats = pytest.mark.parametrize("t1", FLOATS)
@@ -27,11 +28,13 @@ INF = np.inf
 def form(request, monkeypatch):
     """Both forms of the kernels' inner loops."""
     if request.param:
-        row = cpu.alibi.row_of_mask
+        row = cpu.positions.alibi.row_of_mask
         for name in ("heads_of", "halves_of"):
-            compile_heads = functools.partial(getattr(cpu.rotary, name), plain=True)
-            monkeypatch.setattr(cpu.rotary, name, compile_heads)
-        monkeypatch.setattr(cpu.alibi, "row_of_mask", lambda element, mask: row(element, mask, True))
+            compile_heads = functools.partial(getattr(cpu.positions.rotary, name), plain=True)
+            monkeypatch.setattr(cpu.positions.rotary, name, compile_heads)
+        monkeypatch.setattr(
+            cpu.positions.alibi, "row_of_mask", lambda element, mask: row(element, mask, True)
+        )
 
 
 # PositionIndex
@@ -405,8 +408,10 @@ def test_far_positions(kind, start, rng):
 def test_both_forms_give_the_same_bits(t1, rotary_dim, rng, monkeypatch, backend):
     x = (rng.standard_normal((1, 50, 3, 70)) * 10.0 ** rng.integers(-6, 5, (1, 50, 3, 70))).astype(DTYPES[t1])
     vectors = backend.rotary_position_embedding(x, x, 77, rotary_dim=rotary_dim)
-    compile_heads = cpu.rotary.heads_of
-    monkeypatch.setattr(cpu.rotary, "heads_of", lambda element, stream: compile_heads(element, stream, True))
+    compile_heads = cpu.positions.rotary.heads_of
+    monkeypatch.setattr(
+        cpu.positions.rotary, "heads_of", lambda element, stream: compile_heads(element, stream, True)
+    )
     plain = backend.rotary_position_embedding(x, x, 77, rotary_dim=rotary_dim)
     assert_same(vectors[0], plain[0])
 
@@ -464,7 +469,7 @@ def test_rotary_of_all_threads(kind, t1, rng):
     if kind == "static":
         lengths = [(6, 150)] * 5
     run, _, arrays, steps = call(kind, rng, t1, lengths, (9, 4), 96)
-    assert arrays[0].nbytes > cpu.transfer.SMALL_BYTES
+    assert arrays[0].nbytes > cpu.copy.transfer.SMALL_BYTES
     attrs = {"scaling_type": "dynamic", "max_position_embeddings": 150, "rotary_dim": 80}
     got = run(*arrays, *steps, **attrs)
     threads = numba.get_num_threads()
@@ -475,7 +480,7 @@ def test_rotary_of_all_threads(kind, t1, rng):
         numba.set_num_threads(threads)
     outs = tuple(np.empty_like(array) for array in arrays)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu.rotary, "STREAM_BYTES", 0)
+        patch.setattr(cpu.positions.rotary, "STREAM_BYTES", 0)
         run(*arrays, *steps, **attrs, out=outs)
     for result, other, streamed in zip(got, alone, outs, strict=True):
         assert_same(result, other)

@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import kvkit
-from kvkit import rotary, steps
+from kvkit.calls import rotary, steps
 
 pytestmark = pytest.mark.cpu
 ROWS, HEADS, DIM = 4096, 2, 16

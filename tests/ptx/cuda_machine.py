@@ -13,7 +13,7 @@ from ptx_machine import Machine, Program
 from ptx_memory import Memory
 
 from kvkit_cuda.calls import arrays, tables
-from kvkit_cuda.ground import device, host
+from kvkit_cuda.device_runtime import device, host
 
 CAPABILITY = 9, 0
 assert not device.SIMULATED

@@ -5,8 +5,8 @@ import re
 import pytest
 from test_cuda_ptx import REGISTERS, assemble, texts_for
 
-from kvkit_cuda.attend import bias
-from kvkit_cuda.moves import means, pieces
+from kvkit_cuda.attention import bias
+from kvkit_cuda.copy import means, pieces
 
 FLOATS = ("float32", "float16", "bfloat16")
 KERNELS = {f"move {size}": (pieces.walk, (size,), pieces.SIGNATURE) for size in (16, 8, 4, 2, 1)}

@@ -7,7 +7,7 @@ from conftest import TARGETS
 from test_cuda_ptx import CODES, MOVED, assemble, texts_for
 
 from kvkit.checks.records import Context
-from kvkit_cuda.attend import forms, merge, plain, task
+from kvkit_cuda.attention import forms, merge, plain, task
 
 FLOATS = ("float32", "float16", "bfloat16")
 

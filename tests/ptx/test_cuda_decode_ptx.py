@@ -8,7 +8,7 @@ from conftest import TARGETS
 from test_cuda_prefill_ptx import CACHES, SIZES
 from test_cuda_ptx import assemble, texts_for
 
-from kvkit_cuda.attend import decode, decode_forms
+from kvkit_cuda.attention import decode, decode_forms
 
 SHARED_MEMORY = 48 * 1024  # of a block, without asking for more
 # Of a thread: with up to 8 rows 3 blocks of 128 threads share a multiprocessor, with more rows 2 of them.

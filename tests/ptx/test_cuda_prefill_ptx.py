@@ -7,8 +7,8 @@ import pytest
 from conftest import TARGETS
 from test_cuda_ptx import assemble, texts_for
 
-from kvkit_cuda.attend import prefill
-from kvkit_cuda.ground import device, memory
+from kvkit_cuda.attention import prefill
+from kvkit_cuda.device_runtime import device, memory
 
 REGISTERS, GRAIN = 64 * 1024, 8 * 32  # of a multiprocessor; those of a warp are given by so many
 CACHES = [(None, "{}"), *itertools.product(("float16", "bfloat16", "float32"), ("int8", "int4"))]

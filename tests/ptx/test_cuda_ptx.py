@@ -11,8 +11,8 @@ from conftest import TARGETS
 
 from kvkit.formats import BY_NAME
 from kvkit.formats.elements import BLOCKS, FLOATS8
-from kvkit_cuda.ground import device
-from kvkit_cuda.moves import chunks, transfer
+from kvkit_cuda.copy import chunks, transfer
+from kvkit_cuda.device_runtime import device
 
 FLOATS = ("float32", "float16", "bfloat16")
 MOVED = [(packed, stored, None) for packed in FLOATS for stored in FLOATS] + [("int8", "int8", None)]

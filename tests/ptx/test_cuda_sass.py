@@ -6,8 +6,8 @@ import test_cuda_prefill_ptx
 from sass import main_loop
 from test_cuda_ptx import assemble
 
-from kvkit_cuda.attend import decode, prefill
-from kvkit_cuda.ground import device
+from kvkit_cuda.attention import decode, prefill
+from kvkit_cuda.device_runtime import device
 
 pytestmark = pytest.mark.slow
 CAPABILITY = 9, 0

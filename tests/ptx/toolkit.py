@@ -10,8 +10,8 @@ from cuda.bindings import nvjitlink, nvvm
 from cuda.pathfinder import load_nvidia_dynamic_lib
 
 from kvkit.errors import DeviceError
-from kvkit_cuda.ground import device, needs
-from kvkit_cuda.moves import transfer
+from kvkit_cuda.copy import transfer
+from kvkit_cuda.device_runtime import device, needs
 
 NEWER = 12, 0  # which CUDA 12.8 is the first to know
 KERNEL = "store", "float16", "int8", "float32", 8  # with divisions, and exchanges in a warp

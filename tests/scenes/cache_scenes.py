@@ -5,7 +5,7 @@ import pytest
 from cache_model import KINDS
 
 from kvkit.cache import DynamicLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
-from kvkit.spare import ALIGNED
+from kvkit.runtime.result_pool import ALIGNED
 
 LAYERS = {
     "dynamic": DynamicLayer,

@@ -8,7 +8,7 @@ from attention_scenes import FP16
 from numba import cuda, types
 
 import kvkit
-from kvkit_cuda.ground import device, host
+from kvkit_cuda.device_runtime import device, host
 
 slow = pytest.mark.slow
 elements = pytest.mark.parametrize("element", ["float16", "bfloat16"])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit import dumps
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
+from kvkit.runtime import call_log
 from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
 
@@ -32,7 +32,7 @@ def copy(small, tmp_path):
 
 
 def change(folder, edit):
-    path = folder / dumps.MANIFEST
+    path = folder / call_log.MANIFEST
     manifest = json.loads(path.read_text())
     edit(manifest)
     path.write_text(json.dumps(manifest))
@@ -70,7 +70,7 @@ def test_equal_seeds_give_equal_bytes(small, tmp_path):
     vectors.make(again, "paged", seed=3)
     vectors.make(other, "paged", seed=4)
     one, two, three = (
-        json.loads((folder / dumps.MANIFEST).read_text())["cases"] for folder in (small, again, other)
+        json.loads((folder / call_log.MANIFEST).read_text())["cases"] for folder in (small, again, other)
     )
     assert one == two != three
 
@@ -138,8 +138,8 @@ BREAKS = {
     ),
     "it lists no cases": lambda folder: change(folder, lambda m: m.pop("cases")),
     "a case without": lambda folder: change(folder, lambda m: m["cases"].append({"name": 3})),
-    "no JSON": lambda folder: (folder / dumps.MANIFEST).write_text("{"),
-    "no such file": lambda folder: (folder / dumps.MANIFEST).unlink(),
+    "no JSON": lambda folder: (folder / call_log.MANIFEST).write_text("{"),
+    "no such file": lambda folder: (folder / call_log.MANIFEST).unlink(),
     "no such folder": shutil.rmtree,
 }
 
@@ -250,11 +250,11 @@ RUNNERS = {"onnx": by_onnx, "onnxruntime": by_onnxruntime}
 @pytest.fixture
 def log(monkeypatch, tmp_path):
     monkeypatch.setenv("KVKIT_LOG_FOLDER", str(tmp_path / "log"))
-    monkeypatch.setattr(dumps, "WRITTEN", {"calls": 0, "bytes": 0, "silent": False})
+    monkeypatch.setattr(call_log, "TOTALS", {"calls": 0, "bytes": 0, "silent": False})
 
     def at(level):
         monkeypatch.setenv("KVKIT_LOG", str(level))
-        monkeypatch.setattr(dumps, "asked", dumps.limit("KVKIT_LOG", 0))
+        monkeypatch.setattr(call_log, "level", call_log.limit("KVKIT_LOG", 0))
         return tmp_path / "log"
 
     return at

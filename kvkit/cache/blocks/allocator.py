@@ -14,8 +14,7 @@ from kvkit.cache.blocks.pool import Pool, follow, root
 from kvkit.cache.blocks.sequence import ID_BYTES, Sequence, encoded, octets
 from kvkit.cache.blocks.step import Step, slot_type, tensors
 from kvkit.checks.values import integer
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.typed import Array
 
 
@@ -27,7 +26,7 @@ class OutOfBlocksError(KvkitError):
         self.needed, self.available = needed, available
 
     def __str__(self) -> str:
-        return str(wrong("num_blocks", f"{self.needed} free or evictable blocks", self.available))
+        return str(argument_error("num_blocks", f"{self.needed} free or evictable blocks", self.available))
 
 
 class BlockAllocator:
@@ -119,7 +118,9 @@ class BlockAllocator:
         self.check(seq)
         ids, tokens = encoded(token_ids), seq.length + seq.pending
         if seq.known < tokens:
-            raise wrong("seq", f"a sequence with ids for all its {tokens} tokens", f"{seq.known} ids")
+            raise argument_error(
+                "seq", f"a sequence with ids for all its {tokens} tokens", f"{seq.known} ids"
+            )
         seq.ids += ids
 
     def fork(self, seq: Sequence) -> Sequence:
@@ -167,11 +168,11 @@ class BlockAllocator:
             seq.length = integer("length", length, 0)
             seq.table.extend(table.tolist())
             if len(seq.table) != self._pages(length) or not blocks.issuperset(seq.table):
-                raise wrong("block_table", f"saved blocks for {length} tokens", seq.blocks)
+                raise argument_error("block_table", f"saved blocks for {length} tokens", seq.blocks)
             self._chain(seq)
             sequences.append(seq)
         if not blocks.issuperset(block for block, *_ in published):
-            raise wrong("published", "saved blocks", published)
+            raise argument_error("published", "saved blocks", published)
         self._pool.restore([seq.table for seq in sequences], published)
         return sequences
 
@@ -196,7 +197,7 @@ class BlockAllocator:
             If too few blocks are free or evictable; then nothing has changed.
         """
         if self.open_step is not None:
-            raise wrong("sequences", "the step before to be committed or abandoned", "an open step")
+            raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
         given, counts = self._checked(sequences)
         order = sorted(range(len(given)), key=lambda i: counts[i] != 1)
         given, counts = [given[i] for i in order], [counts[i] for i in order]
@@ -238,7 +239,7 @@ class BlockAllocator:
 
     def _close(self, step):
         if step is not self.open_step:
-            raise wrong("step", "the open step", "one that has ended")
+            raise argument_error("step", "the open step", "one that has ended")
         self.open_step = None
 
     # Blocks
@@ -287,20 +288,20 @@ class BlockAllocator:
     def check(self, seq, at_rest=False):
         """Raise unless it is a live sequence of this allocator."""
         if not isinstance(seq, Sequence) or seq.allocator is not self:
-            raise wrong("seq", "a live sequence of this allocator", describe(seq))
+            raise argument_error("seq", "a live sequence of this allocator", describe(seq))
         if at_rest and seq.pending:
-            raise wrong("seq", "a sequence that no open step adds to", describe(seq))
+            raise argument_error("seq", "a sequence that no open step adds to", describe(seq))
 
     def _checked(self, sequences):
         """Sequences and counts of a step."""
         try:
             pairs = [(seq, count) for seq, count in sequences]
         except (TypeError, ValueError):
-            raise wrong("sequences", "pairs (sequence, new tokens)", describe(sequences)) from None
+            raise argument_error("sequences", "pairs (sequence, new tokens)", describe(sequences)) from None
         for seq, _ in pairs:
             self.check(seq)
         given = [seq for seq, _ in pairs]
         counts = [integer("new tokens", count, 0) for _, count in pairs]
         if len(set(map(id, given))) < len(given):
-            raise wrong("sequences", "each sequence once", f"one twice among {len(given)}")
+            raise argument_error("sequences", "each sequence once", f"one twice among {len(given)}")
         return given, counts

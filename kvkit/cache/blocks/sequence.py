@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks import index_tensors
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.typed import Array
 
 ID_BYTES = 8
@@ -77,5 +77,5 @@ def encoded(token_ids):
 
 def octets(name, value):
     if not isinstance(value, bytes):
-        raise wrong(name, "bytes", describe(value))
+        raise argument_error(name, "bytes", describe(value))
     return value

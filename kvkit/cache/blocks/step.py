@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.typed import Array
 
 
@@ -127,5 +127,5 @@ def slot_type(dtype, slots):
     """The dtype of slot mappings, which must reach every slot."""
     dtype = np.dtype(dtype)
     if dtype not in (np.int32, np.int64) or slots - 1 > np.iinfo(dtype).max:
-        raise wrong("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", dtype)
+        raise argument_error("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", dtype)
     return dtype

@@ -3,12 +3,12 @@
 import numpy as np
 
 from kvkit import cpu
+from kvkit.calls.repeats import addresses, form
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.records import NO_MASK
 from kvkit.checks.values import flag
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS
-from kvkit.repeats import addresses, form
 
 
 class Attention:
@@ -52,16 +52,16 @@ def asked(layer, query):
     """Format and checked queries, [B, q, Hq, D] in memory; the layer holds all that they can see."""
     span = layer.span
     if layer.store is None:
-        raise wrong(layer.name, "keys and values: update comes first", "none")
+        raise argument_error(layer.name, "keys and values: update comes first", "none")
     batch, heads, dim, *_ = layer.store.geometry
     fmt = tensors.tensor("query", query, FLOATS, 4)
     _, query_heads, new, _ = query.shape
     if query_heads % heads or not query_heads or query.shape != (batch, query_heads, new, dim):
         wanted = f"shape [{batch}, a multiple of {heads}, q, {dim}] (batch, key heads and head size)"
-        raise wrong("query", wanted, query.shape)
+        raise argument_error("query", wanted, query.shape)
     if span.begin > max(0, span.length - new - (layer.window or 0) + 1) or new > span.length:
         wanted = f"tokens whose window {layer.name} still holds"
-        raise wrong("query", wanted, f"{new} of {span.length} tokens")
+        raise argument_error("query", wanted, f"{new} of {span.length} tokens")
     return fmt, tensors.one_piece(query.swapaxes(1, 2))
 
 
@@ -69,7 +69,7 @@ def mask_of(layer, fmt, mask, sizes):
     """A checked mask, as kernels see it: its columns are the rows of the store from the first returned on."""
     span, (batch, query_heads, new) = layer.span, sizes
     if not isinstance(mask, np.ndarray):
-        raise wrong("attention_mask", "a numpy array", describe(mask))
+        raise argument_error("attention_mask", "a numpy array", describe(mask))
     first = span.begin if mask.ndim == 2 else 0  # a padding mask counts positions from 0
     count = span.length - span.begin
     returned = sum(layer.get_mask_sizes(0))
@@ -77,11 +77,11 @@ def mask_of(layer, fmt, mask, sizes):
         legal = {(batch, span.length), (batch, max(returned, span.length))}
         if mask.dtype != np.bool_ or mask.shape not in legal:
             wanted = f"bool [{batch}, {span.length}], a padding mask, or 4 axes"
-            raise wrong("attention_mask", wanted, describe(mask))
+            raise argument_error("attention_mask", wanted, describe(mask))
         mask = mask[:, None, None]
     elif mask.ndim != 4 or mask.shape[3] not in (count, max(returned - span.begin, count)):
         wanted = f"bool [{batch}, {span.length}], or [{batch}, {query_heads}, {new}, {count}], 1 in front"
-        raise wrong("attention_mask", wanted, f"shape {mask.shape}")
+        raise argument_error("attention_mask", wanted, f"shape {mask.shape}")
     mask = mask[..., first : first + count]
     return masks.static_mask(fmt, mask, batch, query_heads, new, count)
 
@@ -103,8 +103,8 @@ class Call:
         batch, new = arrays["query"].shape[:2]
         self.step, self.counts = index_tensors.equal(batch, new, self.kvlen), np.arange(batch + 1)
         query, out, lse = arrays.values()
-        self.launch = cpu.attention.prepare(query, out, lse, context, self.step, 0, weights)
-        self.planned = cpu.attention.planned(self.launch.numbers)
+        self.launch = cpu.attention.prepare.prepare(query, out, lse, context, self.step, 0, weights)
+        self.planned = cpu.attention.prepare.planned(self.launch.numbers)
         if form is not None:
             self.repeat = cpu.launches.Repeat([self.launch], addresses(arrays))
         cpu.launches.start(self.launch)
@@ -122,12 +122,12 @@ class Call:
         if kvlen != self.kvlen:
             self.kvlen = None
             np.multiply(self.counts, kvlen, out=self.step.kvstarts)
-            cpu.attention.schedule(numbers)
-            if cpu.attention.planned(numbers) != self.planned:
+            cpu.attention.prepare.schedule(numbers)
+            if cpu.attention.prepare.planned(numbers) != self.planned:
                 return False
             self.kvlen = kvlen
         self.store.begin_at(numbers, row)
         if mask != self.mask:
-            at = cpu.attention.AT["mask"]
+            at = cpu.attention.prepare.AT["mask"]
             numbers[at : at + len(mask)], self.mask = mask, mask
         return True

@@ -7,8 +7,7 @@ from typing import Any
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
-from kvkit.checks.words import wrong
-from kvkit.errors import CapacityError
+from kvkit.errors import CapacityError, argument_error
 
 
 class DynamicLayer(Layer):
@@ -69,7 +68,7 @@ class StaticLayer(Layer):
     def check_room(self, length, new):
         if length + new > self.max_cache_len:
             wanted = f"room for {new} new tokens after {length} (max_cache_len {self.max_cache_len})"
-            raise wrong(self.name, wanted, self.max_cache_len - length, CapacityError)
+            raise argument_error(self.name, wanted, self.max_cache_len - length, CapacityError)
 
     def _capacity(self, rows):
         return self.max_cache_len

@@ -14,7 +14,7 @@ from kvkit.cache.stores.mapped import Home, MappedStore
 from kvkit.cache.stores.memory import Store, geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.typed import Array, Attended, States
 
 
@@ -111,7 +111,7 @@ class Layer(BaseLayer):
         """The first of the positions of new tokens."""
         start, length = requests.first_position(cache_position, new, self.span.length), self.span.length
         if start != length and not self._may_start(start):
-            raise wrong("cache_position", f"positions from {length} on, the tokens seen", start)
+            raise argument_error("cache_position", f"positions from {length} on, the tokens seen", start)
         return start
 
     def _apart(self, states):
@@ -291,7 +291,7 @@ class Layer(BaseLayer):
         stored = keys.shape[2]
         oldest = length - stored
         if not 0 <= oldest <= self._croppable_to(length):
-            raise wrong(self.name, f"the last tokens of {length}, all that a next one sees", stored)
+            raise argument_error(self.name, f"the last tokens of {length}, all that a next one sees", stored)
         store = self._new_store(geometry(keys, values, None), self._capacity(stored))
         store.write(0, keys, values)
         self._hold(store, Span(length, oldest, oldest, oldest, length))

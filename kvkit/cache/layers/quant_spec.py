@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvkit.checks.values import choice, integer, number
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, STORED
 from kvkit.formats.schemes import schemes_named
@@ -72,11 +72,13 @@ class QuantSpec:
         legal = ("scheme", SCHEMES), ("axis", (None, *AXES)), ("param_dtype", CELLS)
         for name, words in legal:
             if getattr(self, name) not in words:
-                raise wrong(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
+                raise argument_error(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
         if self.format is not None and not isinstance(self.format, str):
-            raise wrong("format", f"one of {', '.join(STORED)}, the name of a scheme, or None", self.format)
+            raise argument_error(
+                "format", f"one of {', '.join(STORED)}, the name of a scheme, or None", self.format
+            )
         if self.format and self.axis == "channel":
-            raise wrong("axis", f"'token', for format '{self.format}'", "'channel'")
+            raise argument_error("axis", f"'token', for format '{self.format}'", "'channel'")
         rotation_named(self.rotation)
         if self.scale is not None:
             self._check_scale()
@@ -87,10 +89,10 @@ class QuantSpec:
         scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
         for scale in scales:
             if not number("scale", scale) > 0:
-                raise wrong("scale", "numbers above 0", scale)
+                raise argument_error("scale", "numbers above 0", scale)
         element = STORED.get(str(self.format))
         if not scales or not (element.minifloat if element else self.by_scheme):
-            raise wrong("scale", "None: codes have scales that are found", repr(self.scale))
+            raise argument_error("scale", "None: codes have scales that are found", repr(self.scale))
         if isinstance(self.scale, list):  # of a file
             object.__setattr__(self, "scale", tuple(self.scale))
 
@@ -98,15 +100,17 @@ class QuantSpec:
         for scheme in self.schemes():
             step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
             if self.scale is None and getattr(format, "asks", False):
-                raise wrong("scale", f"a number, for {self.format!r}", "None")
+                raise argument_error("scale", f"a number, for {self.format!r}", "None")
             if getattr(scheme, "whole", False):
                 found = f"{self.format!r}, which sees all at once"
-                raise wrong("format", "a scheme of some tokens at a time", found)
+                raise argument_error("format", "a scheme of some tokens at a time", found)
             if self.group % step:
                 wanted = f"a multiple of {step}, the tokens that {self.format!r} codes together"
-                raise wrong("group", wanted, self.group)
+                raise argument_error("group", wanted, self.group)
         if self.rotation is not None:
-            raise wrong("rotation", f"None, for {self.format!r}, which may say its own", repr(self.rotation))
+            raise argument_error(
+                "rotation", f"None, for {self.format!r}, which may say its own", repr(self.rotation)
+            )
 
     @property
     def by_scheme(self) -> bool:

@@ -13,7 +13,7 @@ from kvkit.cache.stores.codes import PARTS, Side
 from kvkit.cache.stores.memory import geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import flag, integer
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 
 SPEC = QuantSpec()
 
@@ -74,10 +74,10 @@ class QuantizedLayer(Layer):
         specs = []
         for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
             if not isinstance(spec, QuantSpec):
-                raise wrong(name, "a QuantSpec", describe(spec))
+                raise argument_error(name, "a QuantSpec", describe(spec))
             if spec.by_scheme:
                 wanted = "what kernels read, or schemes of keys and values in a QuantizedCache"
-                raise wrong(name, wanted, f"scheme {spec.format!r} alone")
+                raise argument_error(name, wanted, f"scheme {spec.format!r} alone")
             axis = "token" if spec.format else axis
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
         self.specs, self._by_default = tuple(specs), (key is SPEC, value is SPEC)

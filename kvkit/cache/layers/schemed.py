@@ -13,7 +13,7 @@ from kvkit.cache.stores.schemed import SchemedSide, SchemedStore
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.view import KVView
 from kvkit.checks.values import flag, integer
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 
 class SchemedLayer(Layer):
@@ -59,7 +59,9 @@ class SchemedLayer(Layer):
 
     def describe(self) -> dict[str, Any]:
         formats = " and ".join(repr(spec.format) for spec in self.specs)
-        raise wrong(self.name, "a layer that files hold", f"one of schemes {formats}, which they do not")
+        raise argument_error(
+            self.name, "a layer that files hold", f"one of schemes {formats}, which they do not"
+        )
 
     def _empty_sides(self, given):
         batch, heads, *dims, fmt = given

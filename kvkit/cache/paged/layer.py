@@ -10,10 +10,10 @@ from numpy.typing import ArrayLike
 from kvkit.cache.base import BaseLayer
 from kvkit.cache.stores.memory import Geometry, geometry
 from kvkit.cache.stores.view import KVView
+from kvkit.calls.repeats import form
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
-from kvkit.checks.words import describe, wrong
-from kvkit.repeats import form
+from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, Attended, States
 
 
@@ -31,7 +31,9 @@ class Rows:
         step = self.step
         if step is not None and step.index.is_open:
             if tokens != step.index.max_seqlen:
-                raise wrong("key_states", f"{step.index.max_seqlen} tokens, as in other layers", tokens)
+                raise argument_error(
+                    "key_states", f"{step.index.max_seqlen} tokens, as in other layers", tokens
+                )
             step.to_write(layer_idx)
             return step
         sequences = self.sequences or [self._blocks.add() for _ in range(batch)]
@@ -67,7 +69,7 @@ class Rows:
         indices = index_tensors.index("indices", indices, 1)
         if self.sequences:
             if not len(indices) or indices.min() < 0 or indices.max() >= len(self.sequences):
-                raise wrong("indices", f"rows from 0 to {len(self.sequences) - 1}", indices.tolist())
+                raise argument_error("indices", f"rows from 0 to {len(self.sequences) - 1}", indices.tolist())
             self.settle()
             selected = [self._blocks.fork(self.sequences[i]) for i in indices.tolist()]
             self.reset()
@@ -138,13 +140,13 @@ class PagedLayer(BaseLayer):
         batch = len(rows.sequences) or given.batch
         wanted = Geometry(batch, store.heads, store.dim, store.dim, store.format)
         if given != wanted:
-            raise wrong("key_states", f"keys and values as the cache has them, {wanted}", given)
+            raise argument_error("key_states", f"keys and values as the cache has them, {wanted}", given)
         length = self.get_seq_length()
         if cache_position is not None:
             positions = index_tensors.index("cache_position", cache_position, 1)
             if not np.array_equal(positions, np.arange(length, length + tokens)):
                 expected = f"{tokens} positions from {length} on, the tokens seen"
-                raise wrong("cache_position", expected, positions.tolist())
+                raise argument_error("cache_position", expected, positions.tolist())
         store.apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
         key, value = (tensors.one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
         step = rows.append(batch, tokens, self._layer_idx)
@@ -168,7 +170,7 @@ class PagedLayer(BaseLayer):
     ) -> Attended:
         store, step = self.store, self.rows.step
         if not self.rows.sequences:
-            raise wrong("layer", "keys and values: update comes first", "none")
+            raise argument_error("layer", "keys and values: update comes first", "none")
         options = is_causal, window, softmax_scale, softcap, sinks, return_lse
         call = form((query,), (self.get_seq_length(), attention_mask, *options))
         prepared = step and step.calls.get(call)
@@ -180,14 +182,14 @@ class PagedLayer(BaseLayer):
         batch, _, length, _ = self.shape
         if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
             wanted = f"[{batch}, a multiple of {store.heads}, q, {store.dim}]"
-            raise wrong("query", f"shape {wanted}", query.shape)
+            raise argument_error("query", f"shape {wanted}", query.shape)
         if is_causal and tokens > length:
-            raise wrong("query", f"at most {length} tokens, those in the layer", tokens)
+            raise argument_error("query", f"at most {length} tokens, those in the layer", tokens)
         mask = attention_mask
         if isinstance(mask, np.ndarray) and mask.ndim == 2 and mask.dtype == np.bool_:
             mask = mask[:, None, None]
         elif mask is not None and np.ndim(mask) != 4:
-            raise wrong("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
+            raise argument_error("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
         mask = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         weights = attention.weights(

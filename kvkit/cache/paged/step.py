@@ -8,10 +8,10 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.blocks.step import Step
+from kvkit.calls.repeats import Repeats, addresses, form
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.values import integer
-from kvkit.checks.words import wrong
-from kvkit.repeats import Repeats, addresses, form
+from kvkit.errors import argument_error
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -121,7 +121,7 @@ class PagedStep:
         else:
             query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
             context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
-            launch = cpu.attention.prepare(query, out, lse, context, self._steps, decoding, weights)
+            launch = cpu.attention.prepare.prepare(query, out, lse, context, self._steps, decoding, weights)
         if tokens:
             self.append(tokens["current_key"], tokens["current_value"], layer_idx)
         if prepared:
@@ -150,7 +150,7 @@ class PagedStep:
         """End the step: every layer holds its tokens."""
         missing = sorted(set(range(self._store.num_layers)) - self.written)
         if missing and self._steps.tokens:
-            raise wrong("step", "every layer to be written", f"layers {missing} that are not")
+            raise argument_error("step", "every layer to be written", f"layers {missing} that are not")
         self.index.commit()
 
     def abandon(self) -> None:
@@ -173,10 +173,10 @@ class PagedStep:
         store = self._store
         fmt, current_key, current_value = tensors.current(current_key, current_value, 3)
         if fmt is not store.format:
-            raise wrong("current_key", f"dtype {store.format}, that of the cache", fmt)
+            raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
         shape = self._steps.tokens, store.heads, store.dim
         if current_key.shape != shape:
-            raise wrong("current_key", f"shape {shape}", current_key.shape)
+            raise argument_error("current_key", f"shape {shape}", current_key.shape)
         store.apart(layer_idx, {"current_key": current_key, "current_value": current_value})
         return current_key, current_value
 
@@ -200,16 +200,16 @@ class PagedStep:
         """A layer that may be written."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if not self.index.is_open:
-            raise wrong("step", "one that is open", "one that has ended")
+            raise argument_error("step", "one that is open", "one that has ended")
         if layer_idx in self.written:
-            raise wrong("layer_idx", "a layer that the step has not written", layer_idx)
+            raise argument_error("layer_idx", "a layer that the step has not written", layer_idx)
         return layer_idx
 
     def to_read(self, layer_idx):
         """A layer that holds the new tokens."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if self._steps.tokens and layer_idx not in self.written:
-            raise wrong("layer_idx", "a layer that the step has written", layer_idx)
+            raise argument_error("layer_idx", "a layer that the step has written", layer_idx)
         return layer_idx
 
     def append(self, key, value, layer_idx):
@@ -219,7 +219,7 @@ class PagedStep:
         if prepared:
             prepared.run(self.addresses(layer_idx, arrays))
         else:
-            launch = cpu.transfer.store(key, value, self._store.places[layer_idx], self._steps)
+            launch = cpu.copy.transfer.store(key, value, self._store.places[layer_idx], self._steps)
             cpu.launches.start(launch)
             self.keep(call, layer_idx, arrays, launch)
         self.written.add(layer_idx)
@@ -227,7 +227,7 @@ class PagedStep:
     def attend_first(self, call, query, out, lse, layer_idx, rows, decoding, weights):
         """Attend with checked arguments; calls of this form are made again for other layers."""
         context = self._store.contexts[layer_idx]
-        launch = cpu.attention.prepare(query, out, lse, context, rows, decoding, weights)
+        launch = cpu.attention.prepare.prepare(query, out, lse, context, rows, decoding, weights)
         return self.start(call, launch, query, out, lse, layer_idx)
 
     def start(self, call, launch, query, out, lse, layer_idx):
@@ -256,7 +256,7 @@ class PagedStep:
     def load(self, key, value, layer_idx, contexts):
         """Load contexts into arrays of such axes."""
         place = self._store.places[layer_idx]
-        cpu.launches.start(cpu.transfer.load(key, value, place, contexts, 1))
+        cpu.launches.start(cpu.copy.transfer.load(key, value, place, contexts, 1))
 
     def equal(self, tokens, length):
         """The checked index tensors, for sequences of a length, the last tokens of which are the new ones."""

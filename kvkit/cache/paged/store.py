@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 
-from kvkit import spare
 from kvkit.checks import attention, caches, tensors
 from kvkit.checks.values import choice, integer, text
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import QUANTIZED, STORED
 from kvkit.layouts.pmx import DYNAMIC
+from kvkit.runtime import result_pool
 
 BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
 
@@ -46,11 +46,11 @@ class PagedStore:
         sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # which files have, too
-        self.cache = spare.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
+        self.cache = result_pool.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
         # Whether scales are those of groups, which lie as the codes do.
         self.found = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
-            raise wrong("scale", "None, but for quant_format 'e4m3' and 'e5m2'", describe(scale))
+            raise argument_error("scale", "None, but for quant_format 'e4m3' and 'e5m2'", describe(scale))
         self.scale: np.ndarray | None = None
         if self.found:
             self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype)
@@ -137,9 +137,9 @@ def given(scale, layers, heads):
         scales = np.ascontiguousarray(np.broadcast_to(numbers, (layers, 2, heads)))
     except (TypeError, ValueError):
         legal = f"'found', a number, or numbers [2], [2, {heads}] or [{layers}, 2, {heads}]"
-        raise wrong("scale", legal, describe(scale)) from None
+        raise argument_error("scale", legal, describe(scale)) from None
     if not (np.isfinite(scales) & (scales > 0)).all():
-        raise wrong("scale", "finite numbers above 0", describe(scale))
+        raise argument_error("scale", "finite numbers above 0", describe(scale))
     return scales
 
 

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 
 from kvkit import cpu
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_DTYPE, BY_NAME, STORED
 from kvkit.formats.rotations import OUTPUT
@@ -18,21 +18,21 @@ SPARE = 16  # tokens of room in a tail, beside what it must hold
 
 def kernels():
     """The kernels, imported, and Numba with them, when they are first used."""
-    from kvkit.cpu import codes
+    from kvkit.cpu.copy import codes
 
     return codes
 
 
-def segments():
+def segmented():
     """Likewise those over rows in segments."""
-    from kvkit.cpu import segments
+    from kvkit.cpu.attention import segmented
 
-    return segments
+    return segmented
 
 
 def rotating():
     """Likewise those of rotations."""
-    from kvkit.cpu import rotations
+    from kvkit.cpu.copy import rotations
 
     return rotations
 
@@ -52,12 +52,12 @@ class Side:
         if spec.scale is not None:
             self.scales = np.array(spec.scale, np.float32).reshape(-1)
             if len(self.scales) not in (1, heads):
-                raise wrong(name, f"a scale, or one for each of {heads} heads", len(self.scales))
+                raise argument_error(name, f"a scale, or one for each of {heads} heads", len(self.scales))
         if not spec.format and dim * spec.bits % 8:
-            raise wrong(name, f"a head size whose {spec.bits}-bit codes fill bytes", dim)
+            raise argument_error(name, f"a head size whose {spec.bits}-bit codes fill bytes", dim)
         group = block.elements if block else spec.group
         if by_token and self.scales is None and dim % group:
-            raise wrong(name, f"a head size that groups of {group} divide", dim)
+            raise argument_error(name, f"a head size that groups of {group} divide", dim)
         group, self.rotation = group if by_token else 1, rotation_named(spec.rotation)
         if self.rotation:
             self.rotation.size(dim, name == "value")
@@ -280,7 +280,9 @@ class Side:
         )
         if not legal:
             shapes = {name: array.shape for name, array in arrays.items()}
-            raise wrong("length", "sinks, codes and a tail of so many tokens", f"{length}, and {shapes}")
+            raise argument_error(
+                "length", "sinks, codes and a tail of so many tokens", f"{length}, and {shapes}"
+            )
         self.sinks[:, :, : sinks.shape[2]] = sinks
         self.grow(blocks)
         self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells
@@ -304,8 +306,8 @@ class Side:
     def described(self, table=None, rounds=False):
         """The table, or a new one, of where that lies what the latest view sees."""
         batch, heads, length, _ = self.shape
-        table = segments().new_table(heads, batch * heads) if table is None else table
-        sink, floats = min(self.sink, length), segments().floats_code(self.format.element)
+        table = segmented().new_table(heads, batch * heads) if table is None else table
+        sink, floats = min(self.sink, length), segmented().floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
         table[-SEGMENT_FIELDS:] = (
             sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
@@ -322,7 +324,7 @@ class Side:
         described = self.described(rounds=True)
         table = cpu.launches.address(described)
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
-        code = segments().widen_code().address
+        code = segmented().widen_code().address
         cpu.launches.start(kernels().prepare(code, planes, tokens, at, 1, dim, wide.size))
         return self.turned(wide, OUTPUT).astype(self.dtype, copy=False)
 

@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit import cpu, spare
+from kvkit import cpu
 from kvkit.checks import attention, tensors
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, Element
+from kvkit.runtime import result_pool
 
 
 class Geometry(NamedTuple):
@@ -45,16 +46,16 @@ def geometry(key_states, value_states, frozen):
         return frozen
     fmt = tensors.tensor("key_states", key_states, FLOATS, 4)
     if tensors.tensor("value_states", value_states, FLOATS, 4) is not fmt:
-        raise wrong("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
+        raise argument_error("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
     batch, heads, new, dim = key_states.shape
     if value_states.shape[:3] != (batch, heads, new):
-        raise wrong("value_states", f"shape ({batch}, {heads}, {new}, any)", value_states.shape)
+        raise argument_error("value_states", f"shape ({batch}, {heads}, {new}, any)", value_states.shape)
     given = Geometry(batch, heads, dim, value_states.shape[3], fmt)
     if frozen is None:
         if min(given[:4]) < 1:
-            raise wrong("key_states", "at least one row, head and element", f"shapes {given}")
+            raise argument_error("key_states", "at least one row, head and element", f"shapes {given}")
     elif given != frozen:
-        raise wrong("key_states", f"keys and values as at the first update, {frozen}", given)
+        raise argument_error("key_states", f"keys and values as at the first update, {frozen}", given)
     return given
 
 
@@ -72,7 +73,9 @@ class Store:
     def _arrays(self):
         batch, heads, key_dim, value_dim, fmt = self.geometry
         shape = batch, heads, self.capacity
-        return spare.zeros((*shape, key_dim), fmt.dtype), spare.zeros((*shape, value_dim), fmt.dtype)
+        return result_pool.zeros((*shape, key_dim), fmt.dtype), result_pool.zeros(
+            (*shape, value_dim), fmt.dtype
+        )
 
     def write(self, row, key_states, value_states):
         """Write new tokens to the rows from `row` on."""
@@ -99,7 +102,7 @@ class Store:
     def begin_at(self, numbers, row):
         """Let prepared attention begin at another row."""
         for name, array in (("keys", self.keys), ("values", self.values)):
-            numbers[cpu.attention.AT[name]] = cpu.launches.address(array) + row * array.strides[2]
+            numbers[cpu.attention.prepare.AT[name]] = cpu.launches.address(array) + row * array.strides[2]
 
     def clear(self, begin, end):
         """Make rows zeros again."""

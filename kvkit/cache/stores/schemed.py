@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit.cache.stores.memory import Store
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 
 
 class Chunk(NamedTuple):
@@ -64,7 +64,7 @@ class SchemedSide:
         for row in states:
             arrays = self.scheme.encode(np.array(row.swapaxes(0, 1), np.float32, order="C"))
             if not isinstance(arrays, dict) or not all(isinstance(x, np.ndarray) for x in arrays.values()):
-                raise wrong(f"{self.name}.encode", "a dict of arrays", describe(arrays))
+                raise argument_error(f"{self.name}.encode", "a dict of arrays", describe(arrays))
             rows.append(
                 {name: array.copy() for name, array in arrays.items()}
             )  # a view holds more than it is
@@ -75,7 +75,7 @@ class SchemedSide:
         made = [np.asarray(self.scheme.decode(dict(arrays)), np.float32) for arrays in chunk.rows]
         for array in made:
             if array.shape != (self.group, heads, dim):
-                raise wrong(f"{self.name}.decode", f"shape {(self.group, heads, dim)}", array.shape)
+                raise argument_error(f"{self.name}.decode", f"shape {(self.group, heads, dim)}", array.shape)
         return np.stack(made).swapaxes(1, 2)[:, :, : chunk.live].astype(self.dtype)
 
     def cropped(self, length):

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.typed import Array
 
 
@@ -33,9 +33,9 @@ class KVView:
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise wrong("copy", "True or None, for a KVView is no array yet", False)
+            raise argument_error("copy", "True or None, for a KVView is no array yet", False)
         if self._side.changes != self._changes:
-            raise wrong("KVView", "one that the layer's latest update returned", "an older one")
+            raise argument_error("KVView", "one that the layer's latest update returned", "an older one")
         array = self._side.read()
         return array if dtype is None else array.astype(dtype, copy=False)
 

@@ -9,7 +9,7 @@ from kvkit.checks.ascend import tensors
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK
 from kvkit.checks.tensors import filled, named, tensor
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, MASKS, Element
 
 
@@ -48,14 +48,14 @@ def checked(
     views = []
     for name, array in (("key_cache", key_cache), ("value_cache", value_cache)):
         if tensors.cache(name, array, "ND", written=False)[0] is not fmt:
-            raise wrong(name, f"the dtype of query, {fmt}", array.dtype)
+            raise argument_error(name, f"the dtype of query, {fmt}", array.dtype)
         views.append((name, array))
     blocks, block_size = tensors.same_blocks(views)
     kv_heads = key_cache.shape[2]
     if value_cache.shape[2] != kv_heads:
-        raise wrong("value_cache", f"{kv_heads} heads, as key_cache", value_cache.shape[2])
+        raise argument_error("value_cache", f"{kv_heads} heads, as key_cache", value_cache.shape[2])
     if key_cache.shape[3] != dim:
-        raise wrong("key_cache", f"the head size of query, {dim}", key_cache.shape[3])
+        raise argument_error("key_cache", f"the head size of query, {dim}", key_cache.shape[3])
     lengths = index_tensors.index("context_lens", context_lens)
     apart = entries_of_a_sequence(len(lengths), batch, heads, kv_heads)
     table = index_tensors.index("block_tables", block_tables, 2, len(lengths))
@@ -67,7 +67,7 @@ def checked(
     if razor_offset is not None:
         tensor("razor_offset", razor_offset, FLOATS[:1], 2)
         if razor_offset.shape != (blocks, block_size):
-            raise wrong("razor_offset", f"shape ({blocks}, {block_size})", razor_offset.shape)
+            raise argument_error("razor_offset", f"shape ({blocks}, {block_size})", razor_offset.shape)
     inputs = named(
         query=query, key_cache=key_cache, value_cache=value_cache, razor_offset=razor_offset, sinks=sinks
     )
@@ -92,14 +92,16 @@ def entries_of_a_sequence(entries, batch, heads, kv_heads):
     """Key heads that have contexts of their own: 1 unless the cache is compressed per head."""
     if entries == batch:
         if heads % kv_heads:
-            raise wrong("query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads")
+            raise argument_error(
+                "query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads"
+            )
         return 1
     apart = entries // batch if batch else 0
     if kv_heads != 1 or apart < 1 or entries % batch or heads % apart:
         wanted = f"{batch} entries"
         if kv_heads == 1:
             wanted += f", or one for each key head of a sequence (a divisor of {heads} of them)"
-        raise wrong("context_lens", wanted, entries)
+        raise argument_error("context_lens", wanted, entries)
     return apart
 
 

@@ -11,7 +11,7 @@ from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import DATA, holdable, tensor, written
 from kvkit.checks.values import text
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats import Element
 
 RESULTS = "key", "value"
@@ -45,7 +45,7 @@ def checked_load(key_cache, value_cache, block_tables, seq_lens, seq_starts, *, 
     if seq_starts is not None:
         starts = index("seq_starts", seq_starts, length=len(table))
         if len(starts) and starts.min() < 0:
-            raise wrong("seq_starts", "at least 0", starts.min())
+            raise argument_error("seq_starts", "at least 0", starts.min())
         columns = np.minimum(starts // block_size, table.shape[1])  # what begins behind it stays there
     tokens = sum(lengths.tolist())
     shapes = [
@@ -75,12 +75,16 @@ def context_lengths(seq_lens, batch):
     lengths = index("seq_lens", seq_lens)
     if len(lengths) == batch + 1:
         if lengths[0] != 0:
-            raise wrong("seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{lengths[0]} first")
+            raise argument_error(
+                "seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{lengths[0]} first"
+            )
         lengths = steps_up("seq_lens", lengths)[1:]
     if len(lengths) != batch:
-        raise wrong("seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{len(lengths)} entries")
+        raise argument_error(
+            "seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{len(lengths)} entries"
+        )
     if batch and lengths.min() < 0:
-        raise wrong("seq_lens", "no length below 0", lengths.min())
+        raise argument_error("seq_lens", "no length below 0", lengths.min())
     return lengths
 
 
@@ -89,7 +93,7 @@ def steps_up(name, sums):
     before = np.append(0, sums[:-1])[: len(sums)]
     down = np.flatnonzero(sums < before)  # compared, for a difference may wrap
     if len(down):
-        raise wrong(
+        raise argument_error(
             f"{name}[{down[0]}]", f"at least {before[down[0]]}: sums that never decrease", sums[down[0]]
         )
     return sums - before
@@ -103,12 +107,12 @@ def checked_copy(given, src, dst, cum_sum):
     tensors.caches_apart(given)
     blocks = len(given[0][1])
     if len(given[-1][1]) != blocks:
-        raise wrong("value_cache", f"{blocks} blocks, as key_cache", len(given[-1][1]))
+        raise argument_error("value_cache", f"{blocks} blocks, as key_cache", len(given[-1][1]))
     src, dst = index("src", src), index("dst", dst)
     ends = index("cum_sum", cum_sum, length=len(src))
     counts = steps_up("cum_sum", ends)
     if (ends[-1] if len(ends) else 0) != len(dst):
-        raise wrong(
+        raise argument_error(
             "cum_sum", f"to end with {len(dst)}, the destinations", ends[-1] if len(ends) else "nothing"
         )
     pools.blocks_within("src", src, blocks)

@@ -8,7 +8,7 @@ from kvkit.checks.ascend.tensors import fractal
 from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import DATA, tensor
 from kvkit.checks.values import integer
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 FRACTAL_ROWS = 16
 
@@ -36,7 +36,7 @@ def checked_nz(y, m, n):
     want = fractals(rows, columns, fmt)
     if y.shape[1:] != want:
         sizes = f"shape [b, {', '.join(map(str, want))}] for {rows} rows and {columns} columns"
-        raise wrong("y", sizes, y.shape)
+        raise argument_error("y", sizes, y.shape)
     return call("y", y, "x", (len(y), rows, columns))
 
 

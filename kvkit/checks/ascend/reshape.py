@@ -10,9 +10,9 @@ from kvkit.checks.index_tensors import index
 from kvkit.checks.pools import broken_rule, plain_pieces
 from kvkit.checks.tensors import DATA, filled, tensor
 from kvkit.checks.values import choice, text
-from kvkit.checks.words import describe, wrong
-from kvkit.compression import NEEDED, CompressType
+from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, INT8
+from kvkit.operators.compression import NEEDED, CompressType
 
 WINDOWS = ("copy", "skip")
 
@@ -39,9 +39,11 @@ def checked(
     text("empty_window", empty_window, WINDOWS)
     for name, given in windows.items():
         if (given is not None) != (name in NEEDED[mode]):
-            raise wrong(name, f"{'an array' if given is None else 'None'} for {mode.name}", describe(given))
+            raise argument_error(
+                name, f"{'an array' if given is None else 'None'} for {mode.name}", describe(given)
+            )
     if mode and cache_format == "NZ":
-        raise wrong("cache_format", f"'ND' for {mode.name}", "'NZ'")
+        raise argument_error("cache_format", f"'ND' for {mode.name}", "'NZ'")
     given = tensors.pairs("key", key, value, key_cache, value_cache)
     caches = views(given, mode, cache_format)
     blocks, block_size = tensors.same_blocks(
@@ -62,7 +64,7 @@ def compression(compress_type):
         return compress_type
     if isinstance(compress_type, str):
         legal = " or ".join(f"ascend.CompressType.{mode.name}" for mode in CompressType)
-        raise wrong("compress_type", f"{legal}, or its number", describe(compress_type))
+        raise argument_error("compress_type", f"{legal}, or its number", describe(compress_type))
     return CompressType(choice("compress_type", compress_type, tuple(map(int, CompressType))))
 
 
@@ -74,10 +76,12 @@ def views(given, mode, cache_format):
         fmt = tensor(name, array, DATA, 3)
         filled(name, array)
         if array.shape[:2] != first.shape[:2]:
-            raise wrong(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
+            raise argument_error(
+                name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape
+            )
         cache_fmt, view = tensors.cache(cache_name, cache, cache_format, written=True)
         if cache_fmt is not fmt:
-            raise wrong(cache_name, f"the dtype of {name}, {fmt}", cache_fmt)
+            raise argument_error(cache_name, f"the dtype of {name}, {fmt}", cache_fmt)
         if mode:
             check_compressed(name, array, first, fmt, mode)
             want = (1, array.shape[2])
@@ -87,7 +91,7 @@ def views(given, mode, cache_format):
             want = array.shape[1:]
         if view.shape[2:] != want:
             sizes = f"{want[0]} {'groups' if cache_format == 'NZ' else 'heads'} of {want[1]} elements"
-            raise wrong(cache_name, sizes, f"shape {cache.shape}")
+            raise argument_error(cache_name, sizes, f"shape {cache.shape}")
         caches.append(view)
         formats.append(fmt)
     tensors.same_types(formats, cache_format)
@@ -97,11 +101,11 @@ def views(given, mode, cache_format):
 def check_compressed(name, array, first, fmt, mode):
     dim = array.shape[2]
     if dim % DIM_STEP:
-        raise wrong(name, f"a head size that is a multiple of {DIM_STEP}, for {mode.name}", dim)
+        raise argument_error(name, f"a head size that is a multiple of {DIM_STEP}, for {mode.name}", dim)
     if dim != first.shape[2]:
-        raise wrong(name, f"the head size of key, {first.shape[2]}, for {mode.name}", dim)
+        raise argument_error(name, f"the head size of key, {first.shape[2]}, for {mode.name}", dim)
     if mode is CompressType.KVHEAD_ROPE and fmt is INT8:
-        raise wrong(name, "floats, which have a mean, for KVHEAD_ROPE", fmt)
+        raise argument_error(name, "floats, which have a mean, for KVHEAD_ROPE", fmt)
 
 
 def groups(name, array, fmt):
@@ -109,7 +113,9 @@ def groups(name, array, fmt):
     _, heads, dim = array.shape
     size = tensors.fractal(fmt)
     if heads * dim % size:
-        raise wrong(name, f"num_head * head size to be a multiple of {size}, for NZ of {fmt}", heads * dim)
+        raise argument_error(
+            name, f"num_head * head size to be a multiple of {size}, for NZ of {fmt}", heads * dim
+        )
     return heads * dim // size, size
 
 
@@ -119,9 +125,9 @@ def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
     lengths = index("seq_lens", windows["seq_lens"])
     if len(lengths) and lengths.min() < 1:
         b = int(lengths.argmin())
-        raise wrong(f"seq_lens[{b}]", "at least 1", lengths[b])
+        raise argument_error(f"seq_lens[{b}]", "at least 1", lengths[b])
     if sum(lengths.tolist()) != tokens:
-        raise wrong("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
+        raise argument_error("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
     runs = len(lengths) * heads
     slots = index("slot_mapping", slot_mapping, length=runs)
     wins = index("wins", windows["wins"], length=runs)

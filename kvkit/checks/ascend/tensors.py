@@ -1,7 +1,7 @@
 """Checks of packed tensors and of caches in blocks."""
 
 from kvkit.checks import tensors
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats import BFLOAT16, FLOAT16, INT8
 from kvkit.layouts.places import FRACTAL_BYTES
 
@@ -18,7 +18,7 @@ def pairs(key_name, key, value, key_cache, value_cache):
     """[(name, tokens, cache name, cache)] of keys and, if they are there, of values."""
     if (value is None) != (value_cache is None):
         missing = "value" if value is None else "value_cache"
-        raise wrong(missing, "an array, as its pair is given (or both None, for keys alone)", "None")
+        raise argument_error(missing, "an array, as its pair is given (or both None, for keys alone)", "None")
     given = [(key_name, key, "key_cache", key_cache)]
     return given if value_cache is None else [*given, ("value", value, "value_cache", value_cache)]
 
@@ -27,11 +27,11 @@ def cache(name, array, cache_format, written):
     """(format, view [blocks, rows, heads or groups, dim]) of a cache in blocks."""
     fmt = tensors.tensor(name, array, tensors.DATA, 4)
     if min(array.shape) < 1:
-        raise wrong(name, "no axis of size 0", f"shape {array.shape}")
+        raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
     if written:
         tensors.written(name, array)
     if cache_format == "NZ" and array.shape[3] != fractal(fmt):
-        raise wrong(name, f"a last axis of {fractal(fmt)}, for NZ of {fmt}", f"shape {array.shape}")
+        raise argument_error(name, f"a last axis of {fractal(fmt)}, for NZ of {fmt}", f"shape {array.shape}")
     return fmt, rows(array, cache_format)
 
 
@@ -46,7 +46,7 @@ def same_blocks(caches):
     for name, view in others:
         if view.shape[:2] != first.shape[:2]:
             sizes = f"{first.shape[0]} blocks of {first.shape[1]} rows, as key_cache"
-            raise wrong(name, sizes, f"{view.shape[0]} of {view.shape[1]}")
+            raise argument_error(name, sizes, f"{view.shape[0]} of {view.shape[1]}")
     return first.shape[:2]
 
 
@@ -62,4 +62,4 @@ def same_types(formats, cache_format):
         return
     mixed = cache_format == "NZ" and formats[0] is INT8 and formats[1] in (FLOAT16, BFLOAT16)
     if not mixed:
-        raise wrong("value", f"the dtype of key, {formats[0]}", formats[1])
+        raise argument_error("value", f"the dtype of key, {formats[0]}", formats[1])

@@ -9,7 +9,7 @@ from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.lanes import F32, I8, I32, I64, RAW, Slots, loop, micro_kernel, narrow, read, write
 from kvkit.cpu.simd.panels import LANES, lanes_divide, round_to
 from kvkit.formats.elements import BY_NAME, CODES, FLOAT32
-from kvkit.numeric import ROUNDER
+from kvkit.formulas.numeric import ROUNDER
 
 WORD = 32  # bits that a lane takes its code out of
 

@@ -21,7 +21,7 @@ from kvkit.cpu.simd.lanes import (
 )
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
-from kvkit.numeric import ROUNDER
+from kvkit.formulas.numeric import ROUNDER
 
 
 @functools.cache

@@ -10,8 +10,7 @@ from typing import Any
 
 import distributed
 
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.integrations.dask.shard import ShardActor
 
 
@@ -30,10 +29,10 @@ class ShardActors:
         self, client: distributed.Client, arguments: Sequence[tuple[Any, ...]], timeout: float
     ) -> None:
         if client.asynchronous:
-            raise wrong("client", "one that is not asynchronous", describe(client))
+            raise argument_error("client", "one that is not asynchronous", describe(client))
         workers = answering_workers(client, timeout)
         if not workers:
-            raise wrong("client", "one whose cluster has workers", "none")
+            raise argument_error("client", "one whose cluster has workers", "none")
         self._client, self.timeout, self.traffic = client, timeout, 0
         places = [workers[i % len(workers)] for i in range(len(arguments))]
         self.names = [f"shard {i} on {worker}" for i, worker in enumerate(places)]
@@ -89,7 +88,7 @@ class ShardActors:
             )
             names = ", ".join(self.names[i] for i in lost)
             wanted = f"an answer within {self.timeout:g} s; load the last save"
-            raise wrong(names, wanted, ", ".join(dict.fromkeys(reasons)), ShardError)
+            raise argument_error(names, wanted, ", ".join(dict.fromkeys(reasons)), ShardError)
 
     async def _exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes | Exception]:
         """Send messages by shard; return the answers, or the exception of a shard that is lost."""

@@ -14,7 +14,7 @@ import kvkit
 from kvkit.checks.attention import weights
 from kvkit.checks.masks import no_mask
 from kvkit.checks.tensors import float_format
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import partial_attention
 from kvkit.typed import Array
@@ -154,23 +154,23 @@ def _checked(query, key, value):
     """All as dask arrays that fit, in chunks that do."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if getattr(array, "ndim", 0) != 4:
-            raise wrong(name, "an array of 4 axes: batch, tokens, heads, elements", describe(array))
+            raise argument_error(name, "an array of 4 axes: batch, tokens, heads, elements", describe(array))
     if not isinstance(key, da.Array):
-        raise wrong("key", "a dask array; kvkit.multi_head_attention takes others", describe(key))
+        raise argument_error("key", "a dask array; kvkit.multi_head_attention takes others", describe(key))
     query = query if isinstance(query, da.Array) else da.from_array(query, chunks=-1)
     value = value if isinstance(value, da.Array) else da.from_array(value, chunks=-1)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if any(map(math.isnan, array.shape)):
-            raise wrong(name, "chunks of known sizes (compute_chunk_sizes)", describe(array))
+            raise argument_error(name, "chunks of known sizes (compute_chunk_sizes)", describe(array))
     if value.shape[:3] != key.shape[:3]:
-        raise wrong("value", f"shape {key.shape[:3]} before its elements, as key has", value.shape)
+        raise argument_error("value", f"shape {key.shape[:3]} before its elements, as key has", value.shape)
     batch, _, heads, dim = key.shape
     if (query.shape[0], query.shape[3]) != (batch, dim) or not heads or query.shape[2] % heads:
-        raise wrong("query", f"shape [{batch}, S, a multiple of {heads}, {dim}]", query.shape)
+        raise argument_error("query", f"shape [{batch}, S, a multiple of {heads}, {dim}]", query.shape)
     float_format("query", query.dtype.name)
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
-            raise wrong(name, f"dtype {query.dtype}, that of query", array.dtype)
+            raise argument_error(name, f"dtype {query.dtype}, that of query", array.dtype)
     key = key.rechunk({3: -1})
     return query, key, value.rechunk((*key.chunks[:3], -1))
 
@@ -181,11 +181,11 @@ def _mask(mask, query, key):
         return None
     wanted = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if not 2 <= mask.ndim <= 4:
-        raise wrong("attn_mask", "2 to 4 axes", describe(mask))
+        raise argument_error("attn_mask", "2 to 4 axes", describe(mask))
     mask = mask[(None,) * (4 - mask.ndim)]
     fits = (size in (1, whole) for size, whole in zip(mask.shape[:3], wanted[:3], strict=True))
     if not all(fits) or mask.shape[3] != wanted[3]:
-        raise wrong("attn_mask", f"shape {wanted}, where all but the last may be 1", mask.shape)
+        raise argument_error("attn_mask", f"shape {wanted}, where all but the last may be 1", mask.shape)
     return mask
 
 

@@ -11,7 +11,7 @@ import kvkit
 from kvkit.checks import attention
 from kvkit.checks.tensors import float_format
 from kvkit.checks.values import integer, text
-from kvkit.checks.words import describe, wrong
+from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME, FLOATS, QUANTIZED, STORED
 from kvkit.typed import Array
 
@@ -55,9 +55,11 @@ def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:
 def shard_count(client: Any, count: Any, transport: Any) -> int:
     """Check where the shards are to be; return how many there are."""
     if transport != "actors":
-        raise wrong("transport", "'actors', the only one now that there are no pipes", describe(transport))
+        raise argument_error(
+            "transport", "'actors', the only one now that there are no pipes", describe(transport)
+        )
     if not isinstance(client, distributed.Client):
-        raise wrong("client", "a distributed.Client", describe(client))
+        raise argument_error("client", "a distributed.Client", describe(client))
     return integer("shards", (len(client.nthreads()) or 1) if count is None else count, 1)
 
 
@@ -68,9 +70,11 @@ def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_s
         shape: tuple[int, ...] = getattr(array, "shape", ())
         fits = len(shape) == 4 and shape[0] and shape[2] and (shape[1], shape[3]) == (heads, dim)
         if not fits or shape[0] != (batch or shape[0]) or array.dtype.name != dtype:
-            raise wrong(name, f"{dtype} [{batch or 'B'}, {heads}, q, {dim}]", describe(array))
+            raise argument_error(name, f"{dtype} [{batch or 'B'}, {heads}, q, {dim}]", describe(array))
     if key_states.shape != value_states.shape:
-        raise wrong("value_states", f"shape {key_states.shape}, that of the keys", value_states.shape)
+        raise argument_error(
+            "value_states", f"shape {key_states.shape}, that of the keys", value_states.shape
+        )
 
 
 def checked_attention(
@@ -82,7 +86,7 @@ def checked_attention(
     fits = len(shape) == 4 and (shape[0], shape[3]) == (batch, dim) and 0 < shape[2] <= length
     if not fits or not shape[1] or shape[1] % heads or query.dtype.name != dtype:
         wanted = f"{dtype} [{batch}, a multiple of {heads}, at most {length}, {dim}]"
-        raise wrong("query", wanted, describe(query))
+        raise argument_error("query", wanted, describe(query))
     how = attention.weights(query.swapaxes(1, 2), None, is_alibi=is_alibi, **options)
     slopes = kvkit.alibi_slope(num_heads=shape[1]) if how.alibi else None
     check_mask(mask, shape, length)
@@ -95,8 +99,8 @@ def check_mask(mask: Any, shape: tuple[int, ...], length: int) -> None:
         return
     wanted = f"bool [{shape[0]}, {length}], or 4 axes right-aligned to {[*shape[:3], length]}"
     if not isinstance(mask, np.ndarray) or mask.shape[-1:] != (length,):
-        raise wrong("attention_mask", wanted, describe(mask))
+        raise argument_error("attention_mask", wanted, describe(mask))
     sizes = [(1, whole) for whole in shape[:3]] if mask.ndim == 4 else [shape[:1]]
     is_form = mask.ndim == 4 or (mask.ndim == 2 and mask.dtype == np.bool_)
     if not is_form or any(n not in fits for n, fits in zip(mask.shape, sizes, strict=False)):
-        raise wrong("attention_mask", wanted, describe(mask))
+        raise argument_error("attention_mask", wanted, describe(mask))

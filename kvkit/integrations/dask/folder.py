@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.files.replace import replacing
 from kvkit.typed import FilePath
 
@@ -38,11 +38,11 @@ class ShardFolder:
             if version == VERSION and not re.fullmatch("[0-9a-f]{12}", manifest["save"]):
                 raise ValueError(manifest["save"])  # a folder elsewhere, which the next save would remove
         except FileNotFoundError:
-            raise wrong(str(self.path), f"a folder with {MANIFEST}", "one without") from None
+            raise argument_error(str(self.path), f"a folder with {MANIFEST}", "one without") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise wrong(str(self.path), f"a {MANIFEST} that kvkit wrote", "another file") from error
+            raise argument_error(str(self.path), f"a {MANIFEST} that kvkit wrote", "another file") from error
         if version != VERSION:
-            raise wrong(str(self.path), f"{MANIFEST} of version {VERSION}", version)
+            raise argument_error(str(self.path), f"{MANIFEST} of version {VERSION}", version)
         return manifest
 
     def write_save(self, write: Callable[[list[str]], Any], count: int, manifest: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.typed import Array
 
 
@@ -37,16 +37,16 @@ class OpenStep:
     def visible_tokens(self, layer_idx: int) -> int:
         """Return how many tokens queries of a layer see."""
         if self._taken and layer_idx not in self._taken:
-            raise wrong("layer_idx", "a layer that has taken the tokens of the step", layer_idx)
+            raise argument_error("layer_idx", "a layer that has taken the tokens of the step", layer_idx)
         return self.length + self.step
 
     def add(self, layer_idx: int, key: Array, value: Array) -> None:
         """Keep a copy of a layer's new keys and values: the caller may change the arrays."""
         tokens = key.shape[2]
         if layer_idx in self._taken:
-            raise wrong("layer_idx", "a layer that has not yet taken this step's tokens", layer_idx)
+            raise argument_error("layer_idx", "a layer that has not yet taken this step's tokens", layer_idx)
         if self._taken and tokens != self.step:
-            raise wrong("key_states", f"{self.step} tokens, as in other layers", tokens)
+            raise argument_error("key_states", f"{self.step} tokens, as in other layers", tokens)
         self.pending[layer_idx] = np.array(key), np.array(value)
         self._taken.add(layer_idx)
         self.step, self.batch = tokens, len(key)
@@ -55,7 +55,7 @@ class OpenStep:
         """End the step; refuse if only some layers have taken it."""
         if self._taken and not self.complete:
             missing = sorted(set(range(self._layers)) - self._taken)
-            raise wrong(
+            raise argument_error(
                 caller, "all layers to have taken the step's tokens", f"layers {missing} that have not"
             )
         self.begin(self.total, self.batch)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.integrations.dask.checks import Attention
 from kvkit.typed import Array
 
@@ -20,7 +20,7 @@ class Placement:
             self.heads = [slice(0, heads)] * count
             return
         if heads < count:
-            raise wrong("num_kv_heads", f"at least {count}, one a shard", heads)
+            raise argument_error("num_kv_heads", f"at least {count}, one a shard", heads)
         self.heads = [slice(heads * i // count, heads * (i + 1) // count) for i in range(count)]
 
     def token_counts(self, length: int) -> list[int]:

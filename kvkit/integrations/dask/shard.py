@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvkit.cache
-from kvkit.checks.words import wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
 from kvkit.integrations.dask.checks import Attention
 from kvkit.integrations.dask.partial_attention import (
     combine_masks,
@@ -44,7 +43,7 @@ class ShardActor:
             result = error
         except Exception as error:
             reason = f"{type(error).__name__} ({error})"
-            result = wrong(f"shard {self._arguments[0]}", f"to {method}", reason)
+            result = argument_error(f"shard {self._arguments[0]}", f"to {method}", reason)
         return pickle.dumps(result, 5)
 
 

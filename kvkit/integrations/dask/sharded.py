@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks import index_tensors
 from kvkit.checks.values import integer, positive
-from kvkit.checks.words import wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask.actors import ShardActors, ShardError
 from kvkit.integrations.dask.checks import (
@@ -27,7 +26,7 @@ from kvkit.integrations.dask.folder import ShardFolder
 from kvkit.integrations.dask.open_step import OpenStep
 from kvkit.integrations.dask.partial_attention import merge_parts
 from kvkit.integrations.dask.placement import Placement
-from kvkit.turns import Turn
+from kvkit.runtime.locks import CallLock
 from kvkit.typed import Array, FilePath
 
 
@@ -125,7 +124,7 @@ class ShardedCache:
         self.num_layers = self._arguments["num_layers"]
         self._format = BY_NAME[self._arguments["dtype"]]
         self._tokens = OpenStep(self.num_layers)
-        self._lock = Turn()
+        self._lock = CallLock()
         self._failure: BaseException | None = None
         arguments = [
             (i, count, self._placement.interleave, shard_sizes(self._arguments, heads))
@@ -231,7 +230,7 @@ class ShardedCache:
         with self._exclusive():
             rows = index_tensors.index("indices", indices, 1)
             if not len(rows) or rows.min() < 0 or rows.max() >= self._tokens.batch:
-                raise wrong("indices", f"rows from 0 to {self._tokens.batch - 1}", rows.tolist())
+                raise argument_error("indices", f"rows from 0 to {self._tokens.batch - 1}", rows.tolist())
             self._commit("fork")
             counts = self._placement.token_counts(self._tokens.length)
             self._call([("fork", rows) if count else None for count in counts])
@@ -281,7 +280,7 @@ class ShardedCache:
         try:
             cache = cls(client, **ShardFolder(folder).read_manifest()["cache"], **options)
         except TypeError as error:
-            raise wrong(str(folder), "a cache that kvkit saved", f"another ({error})") from error
+            raise argument_error(str(folder), "a cache that kvkit saved", f"another ({error})") from error
         try:
             cache.restore(folder)
         except BaseException:
@@ -301,13 +300,13 @@ class ShardedCache:
             saved = ShardFolder(folder)
             manifest = saved.read_manifest()
             if manifest["cache"] != self._arguments:
-                raise wrong(str(folder), f"a cache of {self._arguments}", manifest["cache"])
+                raise argument_error(str(folder), f"a cache of {self._arguments}", manifest["cache"])
             expected = self._placement.token_counts(manifest["length"])
             files = saved.shard_files(manifest["save"], self._placement.count)
             try:
                 counts = self._call([("load", file) for file in files])
                 if counts != expected:
-                    raise wrong(str(folder), f"shards of {expected} tokens", counts)
+                    raise argument_error(str(folder), f"shards of {expected} tokens", counts)
             except KvkitError as error:
                 self._failure = error  # some shards have it, some do not
                 raise
@@ -327,7 +326,7 @@ class ShardedCache:
     def close(self) -> None:
         """Let the shards go."""
         self._actors.close()
-        self._failure = wrong("cache", "one that is open", "one that was closed")
+        self._failure = argument_error("cache", "one that is open", "one that was closed")
 
     def __enter__(self) -> Self:
         return self
@@ -336,7 +335,7 @@ class ShardedCache:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise wrong(
+        raise argument_error(
             "ShardedCache", "to stay with its client (save it, and load it elsewhere)", "a copy of it"
         )
 
@@ -346,7 +345,7 @@ class ShardedCache:
         with self._lock:
             if self._failure is not None:
                 why = str(self._failure) or type(self._failure).__name__
-                raise wrong("cache", "one whose shards all answer", f"one that failed ({why})")
+                raise argument_error("cache", "one whose shards all answer", f"one that failed ({why})")
             try:
                 yield
             except Exception:

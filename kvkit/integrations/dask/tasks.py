@@ -13,8 +13,7 @@ from typing import Any
 
 import distributed
 
-from kvkit.checks.words import wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
 
 LOCAL = "local"
 
@@ -76,7 +75,9 @@ def answer(name: str, future: Any) -> Any:
             raise result
         return result
     if isinstance(error, (distributed.KilledWorker, distributed.client.FutureCancelledError, OSError)):
-        raise wrong(str(name), "the result of its task", f"{type(error).__name__} ({error})") from error
+        raise argument_error(
+            str(name), "the result of its task", f"{type(error).__name__} ({error})"
+        ) from error
     error.add_note(f"in the task of {name}")
     raise error
 
@@ -99,7 +100,7 @@ def started(address: str) -> Iterator[Callable[..., Iterator[Any]]]:
     if kind == LOCAL:
         count = number or str(os.cpu_count() or 1)
         if not (count.isascii() and count.isdecimal()) or not 0 < int(count[:6]) <= 1024:
-            raise wrong("--dask", "an ADDRESS, local, or local:N of 1 to 1024 processes", address)
+            raise argument_error("--dask", "an ADDRESS, local, or local:N of 1 to 1024 processes", address)
         where: Any = {"n_workers": int(count), "threads_per_worker": 1, "dashboard_address": ":0"}
         where |= {"silence_logs": logging.CRITICAL}
     else:
@@ -109,5 +110,5 @@ def started(address: str) -> Iterator[Callable[..., Iterator[Any]]]:
             with interrupts_held():
                 client = opened.enter_context(distributed.Client(**where))
         except (OSError, ValueError, TypeError) as error:
-            raise wrong("--dask", "a cluster that answers", f"{address} ({error})") from error
+            raise argument_error("--dask", "a cluster that answers", f"{address} ({error})") from error
         yield mapper(client)

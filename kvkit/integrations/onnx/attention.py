@@ -6,7 +6,7 @@ import numpy as np
 from onnx.reference.op_run import OpRun
 
 import kvkit
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 from kvkit.formats import FLOATS
 from kvkit.integrations.onnx import scores
 
@@ -41,13 +41,15 @@ class Attention(OpRun):
         right_window_size=-1,
     ):
         if softmax_precision not in (None, *FLOAT_TYPES):
-            raise wrong("softmax_precision", f"a float type, one of {FLOAT_TYPES}", softmax_precision)
+            raise argument_error(
+                "softmax_precision", f"a float type, one of {FLOAT_TYPES}", softmax_precision
+            )
         if left_window_size < -1 or right_window_size < -1:
-            raise wrong(
+            raise argument_error(
                 "left_window_size, right_window_size", "-1 or more", (left_window_size, right_window_size)
             )
         if (past_key is None) != (past_value is None):
-            raise wrong("past_key, past_value", "both or neither", "one")
+            raise argument_error("past_key, past_value", "both or neither", "one")
         flat = query.ndim == 3
         query = by_token("Q", query, q_num_heads)
         key, value = by_token("K", key, kv_num_heads), by_token("V", value, kv_num_heads)
@@ -58,11 +60,13 @@ class Attention(OpRun):
         batch, rows, heads, dim = query.shape
         context = key.shape[1]
         if key.shape[0] != batch or value.shape[:3] != key.shape[:3]:
-            raise wrong("K, V", f"keys and values of {batch} sequences, alike", (key.shape, value.shape))
+            raise argument_error(
+                "K, V", f"keys and values of {batch} sequences, alike", (key.shape, value.shape)
+            )
         valid, offset = np.array([context]), np.array([past])
         if nonpad_kv_seqlen is not None:
             if past_key is not None:
-                raise wrong("nonpad_kv_seqlen", "a node without past_key", "one with it")
+                raise argument_error("nonpad_kv_seqlen", "a node without past_key", "one with it")
             valid = lengths(nonpad_kv_seqlen, batch, context)
             offset = valid - rows
         mask = None if attn_mask is None else with_four_axes(attn_mask, (batch, heads, rows, context))
@@ -132,7 +136,7 @@ def by_token(name, array, heads):
     if array.ndim == 4:
         return array.transpose(0, 2, 1, 3)
     if array.ndim != 3 or not heads or array.shape[2] % heads:
-        raise wrong(
+        raise argument_error(
             name, "4 axes, or 3 and heads that divide the last", f"shape {array.shape}, {heads} heads"
         )
     return array.reshape(*array.shape[:2], heads, array.shape[2] // heads)
@@ -142,16 +146,16 @@ def appended(name, past, current):
     """[B, past + S, H, D] of [B, H, past, D] and [B, S, H, D]."""
     batch, _, heads, dim = current.shape
     if past.ndim != 4 or (*past.shape[:2], past.shape[3]) != (batch, heads, dim):
-        raise wrong(name, f"shape ({batch}, {heads}, any, {dim})", past.shape)
+        raise argument_error(name, f"shape ({batch}, {heads}, any, {dim})", past.shape)
     return np.concatenate((past, current.transpose(0, 2, 1, 3)), axis=2).transpose(0, 2, 1, 3)
 
 
 def lengths(nonpad_kv_seqlen, batch, context):
     """The valid keys of each sequence."""
     if nonpad_kv_seqlen.shape != (batch,):
-        raise wrong("nonpad_kv_seqlen", f"shape ({batch},)", nonpad_kv_seqlen.shape)
+        raise argument_error("nonpad_kv_seqlen", f"shape ({batch},)", nonpad_kv_seqlen.shape)
     if ((nonpad_kv_seqlen < 0) | (nonpad_kv_seqlen > context)).any():
-        raise wrong("nonpad_kv_seqlen", f"lengths from 0 to {context}", nonpad_kv_seqlen)
+        raise argument_error("nonpad_kv_seqlen", f"lengths from 0 to {context}", nonpad_kv_seqlen)
     return nonpad_kv_seqlen
 
 
@@ -162,7 +166,7 @@ def with_four_axes(mask, shape):
         size in (1, want) for size, want in zip(full.shape[:3], shape, strict=False)
     )
     if not fits or full.shape[3] > shape[3]:
-        raise wrong("attn_mask", f"a shape that broadcasts to {shape}", mask.shape)
+        raise argument_error("attn_mask", f"a shape that broadcasts to {shape}", mask.shape)
     return full
 
 

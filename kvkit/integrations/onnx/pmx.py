@@ -5,7 +5,7 @@ import inspect
 from onnx.reference.op_run import OpRun
 
 from kvkit import operators
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 SOURCE = "PMX "
 ROOTS = "opmx", "pmx"  # the second until April 2024
@@ -57,7 +57,7 @@ class PmxOperator(OpRun):
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
             expected = f"the inputs and attributes of kvkit.{op.name}"
-            raise wrong(f"{self.domain}.{self.op_type}", expected, error) from None
+            raise argument_error(f"{self.domain}.{self.op_type}", expected, error) from None
         outputs = function(**arguments)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 

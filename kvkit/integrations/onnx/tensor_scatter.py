@@ -7,7 +7,7 @@ in place: numpy's indexing is the natural form.
 import numpy as np
 from onnx.reference.op_run import OpRun
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 
 class TensorScatter(OpRun):
@@ -16,25 +16,25 @@ class TensorScatter(OpRun):
     def _run(self, past_cache, update, write_indices=None, *, mode="linear", axis=-2):
         ndim, batch = past_cache.ndim, past_cache.shape[0]
         if mode not in ("linear", "circular"):
-            raise wrong("mode", "linear or circular", mode)
+            raise argument_error("mode", "linear or circular", mode)
         if not -ndim <= axis < ndim or axis % ndim == 0:
-            raise wrong("axis", f"an axis of {ndim}, other than the first", axis)
+            raise argument_error("axis", f"an axis of {ndim}, other than the first", axis)
         axis %= ndim
         room, new = past_cache.shape[axis], update.shape[axis] if update.ndim == ndim else 0
         if update.shape != (*past_cache.shape[:axis], new, *past_cache.shape[axis + 1 :]) or new > room:
-            raise wrong(
+            raise argument_error(
                 "update", f"the shape of past_cache, {past_cache.shape}, or less on axis {axis}", update.shape
             )
         if update.dtype != past_cache.dtype:
-            raise wrong("update", f"the dtype of past_cache, {past_cache.dtype}", update.dtype)
+            raise argument_error("update", f"the dtype of past_cache, {past_cache.dtype}", update.dtype)
         first = np.zeros(batch, np.int64) if write_indices is None else write_indices
         if first.shape != (batch,):
-            raise wrong("write_indices", f"shape ({batch},)", first.shape)
+            raise argument_error("write_indices", f"shape ({batch},)", first.shape)
         index = first[:, None] + np.arange(new)
         if mode == "circular":
             index %= max(room, 1)
         elif ((first < 0) | (first > room - new)).any():
-            raise wrong("write_indices", f"indices from 0 to {room - new}", first)
+            raise argument_error("write_indices", f"indices from 0 to {room - new}", first)
         present = past_cache.copy()
         by_index = np.moveaxis(present, axis, 1)  # [batch, index, ...], a view
         by_index[np.arange(batch)[:, None], index] = np.moveaxis(update, axis, 1)

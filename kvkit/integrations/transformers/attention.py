@@ -3,10 +3,10 @@
 import torch
 
 import kvkit
-from kvkit.checks.words import wrong
-from kvkit.foreign import tensor_of
+from kvkit.errors import argument_error
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
+from kvkit.interop import tensor_of
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
@@ -74,11 +74,13 @@ def attention_forward(
     """
     stored = pending.take(getattr(module, "layer_idx", None), key, value)
     if dropout:
-        raise wrong("dropout", "0", dropout)
+        raise argument_error("dropout", "0", dropout)
     if position_bias is not None:
-        raise wrong("position_bias", "None", "a bias")
+        raise argument_error("position_bias", "None", "a bias")
     if module.training and query.requires_grad and torch.is_grad_enabled():
-        raise wrong("module", "one that is not trained: this attention has no gradient", "training mode")
+        raise argument_error(
+            "module", "one that is not trained: this attention has no gradient", "training mode"
+        )
     query, key, value = map(as_cast, (query, key, value))
     attn_output = attended(
         module, stored, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal
@@ -117,7 +119,7 @@ def attended(
         keys, values = stored.arrays()
         if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
             expected = f"{keys.shape[2]} columns, for the keys that the window needs"
-            raise wrong("attention_mask", expected, mask.shape[3])
+            raise argument_error("attention_mask", expected, mask.shape[3])
     queries, keys, values = (states.swapaxes(1, 2) for states in (queries, keys, values))
     attn_output = kvkit.multi_head_attention(
         queries,
@@ -141,5 +143,5 @@ def in_place(layer, sliding_window, window):
     if layer.window is None:
         return {} if window == NO_WINDOW else None
     if sliding_window not in (None, layer.sliding_window):
-        raise wrong("sliding_window", f"{layer.sliding_window}, as the cache has it", sliding_window)
+        raise argument_error("sliding_window", f"{layer.sliding_window}, as the cache has it", sliding_window)
     return {}

@@ -2,14 +2,14 @@
 
 import torch
 
-from kvkit.checks.words import wrong
-from kvkit.foreign import of_tensor
+from kvkit.errors import argument_error
+from kvkit.interop import of_tensor
 
 
 def to_numpy(name, tensor):
     """An array of a tensor's memory, with its strides."""
     if not tensor.is_cpu:
-        raise wrong(name, "a tensor on the CPU", f"one on {tensor.device}")
+        raise argument_error(name, "a tensor on the CPU", f"one on {tensor.device}")
     return of_tensor(tensor.detach() if tensor.requires_grad else tensor)
 
 
@@ -27,7 +27,9 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise wrong("backward", "tensors that have gradients", "what kvkit made, for inference alone")
+        raise argument_error(
+            "backward", "tensors that have gradients", "what kvkit made, for inference alone"
+        )
 
 
 def without_gradient(tensor, *others):

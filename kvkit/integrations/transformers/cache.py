@@ -11,12 +11,12 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
-from kvkit.checks.words import describe, wrong
-from kvkit.foreign import tensor_of
+from kvkit.errors import argument_error, describe
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 from kvkit.integrations.transformers.layer import KvkitLayer
+from kvkit.interop import tensor_of
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
 GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # of a paged cache, which its first keys have
@@ -73,7 +73,7 @@ class KvkitCache(Cache):
 
     def __init__(self, config=None, kind="dynamic", **options):
         if kind not in KINDS:
-            raise wrong("kind", " or ".join(map(repr, KINDS)), describe(kind))
+            raise argument_error("kind", " or ".join(map(repr, KINDS)), describe(kind))
         if config is not None:
             options = geometry(config, kind) | options
         make = functools.partial(KINDS[kind], **options)
@@ -97,7 +97,9 @@ class KvkitCache(Cache):
     def _hold(self, cache, config):
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
         if getattr(self.config, "num_kv_shared_layers", 0):  # they would see new keys only, where ours reads
-            raise wrong("config", "layers with keys of their own", "num_kv_shared_layers of more than 0")
+            raise argument_error(
+                "config", "layers with keys of their own", "num_kv_shared_layers of more than 0"
+            )
         self._make = None
         self._reads = None  # whether attention is ours, and reads what is stored
         self._stored = {}  # by layer, of its last update
@@ -131,7 +133,7 @@ class KvkitCache(Cache):
         if last is not None and last.is_lost():
             wanted = f"{NAME!r} in the model that uses this cache, as its config says"
             found = f"one that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
-            raise wrong("attn_implementation", wanted, found)
+            raise argument_error("attn_implementation", wanted, found)
         if self._make is not None:
             self._take_geometry(self._make, key_states, value_states)
         begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
@@ -163,7 +165,9 @@ class KvkitCache(Cache):
         if value_states.shape != key_states.shape:
             found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
             expected = "keys and values of one shape, for a paged cache"
-            raise wrong("key_states", expected, f"{found}, with attn_implementation 'sdpa' or 'eager'")
+            raise argument_error(
+                "key_states", expected, f"{found}, with attn_implementation 'sdpa' or 'eager'"
+            )
         _, heads, _, dim = key_states.shape
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
         given = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
@@ -222,12 +226,12 @@ def geometry(config, kind):
     names, arguments = get_layer_types_and_kwargs(config)
     for i, name in enumerate(names):
         if name not in LAYER_TYPES:
-            raise wrong("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
+            raise argument_error("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
     if kind == "paged":
         return {"num_layers": len(names)}
     windows = {given["sliding_window"] for given in arguments if "sliding_window" in given}
     if len(windows) > 1:
-        raise wrong("config", "one size of window", f"{sorted(windows)}")
+        raise argument_error("config", "one size of window", f"{sorted(windows)}")
     return {
         "num_layers": len(names),
         "layer_types": [LAYER_TYPES[name] for name in names],

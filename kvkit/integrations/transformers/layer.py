@@ -3,7 +3,7 @@
 import numpy as np
 from transformers.cache_utils import CacheLayerMixin
 
-from kvkit.foreign import tensor_of
+from kvkit.interop import tensor_of
 
 
 class KvkitLayer(CacheLayerMixin):

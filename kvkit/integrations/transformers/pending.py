@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -28,7 +28,9 @@ class Stored:
     def arrays(self):
         """Keys and values of all tokens that attention may need, without the empty end of a static layer."""
         if self.keys is None:
-            raise wrong("key", "keys that attention reads in place, or once", "those that it has read")
+            raise argument_error(
+                "key", "keys that attention reads in place, or once", "those that it has read"
+            )
         length = self.layer.get_seq_length()
         return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 
@@ -72,5 +74,7 @@ def take(layer_idx, key, value):
     past, new = stored.begin > 0, stored.layer.get_seq_length() - stored.begin
     if recorded is not None or (past and new == key.shape[2]):
         name = "value" if recorded is key else "key"
-        raise wrong(name, f"the tensor that update of layer {layer_idx} returned", f"another one; {OTHERS}")
+        raise argument_error(
+            name, f"the tensor that update of layer {layer_idx} returned", f"another one; {OTHERS}"
+        )
     return None

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvkit.checks.words import wrong
-from kvkit.foreign import tensor_of
+from kvkit.errors import argument_error
 from kvkit.integrations.transformers.attention import attention_forward
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.integrations.transformers.masks import attention_mask
+from kvkit.interop import tensor_of
 from kvkit.tools.studies import sources
 from kvkit.tools.studies.measures import QUERIES
 from kvkit.tools.studies.schemes import listed
@@ -61,7 +61,7 @@ def study(model, ids, schemes, *, progress=None):
     """
     wanted = listed(schemes)
     if len(ids) < 2:
-        raise wrong("ids", "two tokens or more", len(ids))
+        raise argument_error("ids", "two tokens or more", len(ids))
     total = len(wanted) + 1
     seen = {}
 
@@ -122,7 +122,7 @@ def attending(model, between):
     finally:
         model.set_attn_implementation(before)
     if not seen:
-        raise wrong("model", "one with transformers' attention interface", type(model).__name__)
+        raise argument_error("model", "one with transformers' attention interface", type(model).__name__)
 
 
 def arrays_of(seen):
@@ -130,7 +130,7 @@ def arrays_of(seen):
     layers = [[to_numpy("states", states)[0].swapaxes(0, 1) for states in seen[i]] for i in sorted(seen)]
     query, key, value = zip(*layers, strict=True)
     if len({(one.shape, other.shape) for one, other in zip(key, value, strict=True)}) > 1:
-        raise wrong("model", "layers whose heads are alike", "several numbers or sizes")
+        raise argument_error("model", "layers whose heads are alike", "several numbers or sizes")
     return {"query": np.stack(query)[:, None], "key": np.stack(key), "value": np.stack(value)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvkit.checks.words import wrong
+from kvkit.errors import argument_error
 
 PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
@@ -86,7 +86,7 @@ def decoded(scheme, arrays, like):
     """float32 of what a scheme gives back, which has to be numbers of that shape."""
     found = np.asarray(scheme.decode(arrays), np.float32)
     if found.shape != like.shape:
-        raise wrong("decode", f"shape {like.shape}", found.shape)
+        raise argument_error("decode", f"shape {like.shape}", found.shape)
     return found
 
 
@@ -138,7 +138,7 @@ def finite(name, x, first=0):
     if len(wrongs):
         token, head, place = wrongs[0]
         what = "NaN" if np.isnan(x[token, head, place]) else "infinity"
-        raise wrong(name, "finite numbers", f"{what} in head {head}, token {first + token}")
+        raise argument_error(name, "finite numbers", f"{what} in head {head}, token {first + token}")
 
 
 def product(rows, other):

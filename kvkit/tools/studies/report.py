@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkit.checks.words import wrong
-from kvkit.errors import brief
+from kvkit.errors import argument_error, brief
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
 from kvkit.tools.studies.words import Table, by_head, table, worded
@@ -64,7 +63,7 @@ def check(folder: Path) -> None:
     """Whether a report can be written there; to be asked before long work."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise wrong("output", "a folder, or a place to make one", brief(folder))
+        raise argument_error("output", "a folder, or a place to make one", brief(folder))
 
 
 def written(study: Study, folder: Path) -> list[Path]:

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import formats
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import brief
+from kvkit.errors import argument_error, brief, describe
 from kvkit.formats.schemes import REGISTERED, checked, schemes_named
 
 ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -59,20 +58,20 @@ def parsed(text: Any) -> tuple[Any, Any]:
 def loaded(path: str, name: str) -> Any:
     """A class of a Python file."""
     if not Path(path).is_file():
-        raise wrong("scheme", "a Python file and a class in it, FILE.py:NAME", brief(path))
+        raise argument_error("scheme", "a Python file and a class in it, FILE.py:NAME", brief(path))
     spec = importlib.util.spec_from_file_location(f"kvkit_scheme_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
-        raise wrong("scheme", "a Python file", brief(path))
+        raise argument_error("scheme", "a Python file", brief(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever a file of one's own does
-        raise wrong(
+        raise argument_error(
             f"scheme {brief(path)}:{brief(name)}", "a Python file that runs", caused(error)
         ) from error
     if not isinstance(getattr(module, name, None), type):
-        raise wrong(f"scheme {brief(path)}", f"a class {brief(repr(name))}", "none of the name")
+        raise argument_error(f"scheme {brief(path)}", f"a class {brief(repr(name))}", "none of the name")
     return getattr(module, name)
 
 
@@ -81,7 +80,7 @@ def instance(made: type, name: str) -> Any:
     try:
         return made()
     except Exception as error:
-        raise wrong(f"scheme {brief(name)}", "a class without arguments", caused(error)) from error
+        raise argument_error(f"scheme {brief(name)}", "a class without arguments", caused(error)) from error
 
 
 def caused(error: BaseException) -> str:
@@ -101,7 +100,9 @@ def listed(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
     for item in filter(None, items):
         found.append((item if isinstance(item, str) else name_of(item), *parsed(item)))
     if not found:
-        raise wrong("schemes", "one or more, as in 'fp8,int8:g8,int4:g32+hadamard'", describe(schemes))
+        raise argument_error(
+            "schemes", "one or more, as in 'fp8,int8:g8,int4:g32+hadamard'", describe(schemes)
+        )
     if len({name for name, *_ in found}) < len(found):
-        raise wrong("schemes", "each once", ", ".join(name for name, *_ in found))
+        raise argument_error("schemes", "each once", ", ".join(name for name, *_ in found))
     return found

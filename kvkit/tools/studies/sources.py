@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.words import describe, wrong
-from kvkit.errors import brief
+from kvkit.errors import argument_error, brief, describe
 from kvkit.files import Contents
 from kvkit.tools import reading
 from kvkit.tools.inspecting import taken
@@ -39,7 +38,7 @@ def of_packed(name: str, contents: Contents, key: str, value: str) -> Layers:
     arrays = contents.arrays
     keys, values = (arrays[one] if arrays[one].ndim == 4 else arrays[one][None] for one in (key, value))
     if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or not keys.size:
-        raise wrong(key, f"[layers, tokens, heads, dim] as {value} has", describe(arrays[key]))
+        raise argument_error(key, f"[layers, tokens, heads, dim] as {value} has", describe(arrays[key]))
     starts = sequences(arrays.get("seqstarts", np.array([0, keys.shape[1]])), keys.shape[1])
     query = arrays.get("query")
     notes: tuple[str, ...] = ()
@@ -69,8 +68,8 @@ def sequences(starts: np.ndarray, tokens: int) -> list[int]:
     """Where sequences begin, and the number of tokens."""
     wanted = f"integers that ascend from 0 to {tokens}, the tokens"
     if starts.ndim != 1 or starts.dtype.kind not in "iu":
-        raise wrong("seqstarts", wanted, describe(starts))
+        raise argument_error("seqstarts", wanted, describe(starts))
     found = starts.tolist()
     if len(found) < 2 or found[0] or found[-1] != tokens or sorted(set(found)) != found:
-        raise wrong("seqstarts", wanted, brief(found))
+        raise argument_error("seqstarts", wanted, brief(found))
     return found

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.words import wrong
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
 from kvkit.tools import reading
 from kvkit.tools.studies import measures, report, sources
 from kvkit.tools.studies.schemes import listed
@@ -289,7 +288,9 @@ def one_scheme(
     except KvkitError as error:
         raise KvkitError(f"{name}, {layer.name}: {error}") from error
     except Exception as error:
-        raise wrong(f"scheme {name}", f"to code {layer.name}", f"{type(error).__name__} ({error})") from error
+        raise argument_error(
+            f"scheme {name}", f"to code {layer.name}", f"{type(error).__name__} ({error})"
+        ) from error
     return found, stored, sums
 
 

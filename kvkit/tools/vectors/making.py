@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from kvkit import dumps
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
 from kvkit.reference import OPERATORS as REFERENCE
 from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
+from kvkit.runtime import call_log
 from kvkit.tools.vectors import pools, scenes
 from kvkit.tools.vectors.draws import Sizes
 from kvkit.version import __version__
@@ -121,7 +121,7 @@ def make(
     if not cases:
         raise KvkitError(f"operator: suite {' or '.join(asked)} has no case of {operator!r}")
     more = {"suite": suite, "seed": seed, "shapes": asdict(sizes), "raw": raw}
-    dumps.write_manifest(folder, cases, producer=f"kvkit {__version__}", **more)
+    call_log.write_manifest(folder, cases, producer=f"kvkit {__version__}", **more)
     files = [path for path in folder.rglob("*") if path.is_file()]
     return Pack(folder, len(cases), len(files), sum(path.stat().st_size for path in files))
 
@@ -135,7 +135,7 @@ def case_of(folder, name, call, raw):
         REFERENCE[store](**before, **cached)
     refused = name.endswith("-refused")
     arguments = {
-        key: dumps.argument(folder, f"{name}/{key}", value, raw)
+        key: call_log.write_argument(folder, f"{name}/{key}", value, raw)
         for key, value in (inputs | attributes).items()
     }
     inout = [
@@ -149,11 +149,11 @@ def case_of(folder, name, call, raw):
     names = OPERATORS[operator].outputs if not refused else ()
     for output, result in zip(names, results, strict=False):
         dtype = type_of(output, inputs, attributes)
-        outputs[output.name] = dumps.entry(
+        outputs[output.name] = call_log.write_array(
             folder, f"{name}/expected-{output.name}", result.astype(dtype), raw
         )
         outputs[output.name]["tolerance"] = tolerance(operator, output.name, inputs, dtype, attributes)
-    kept = {key: dumps.entry(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
+    kept = {key: call_log.write_array(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
     return {
         "name": name, "operator": operator, "arguments": arguments, "outputs": outputs,
         "after": {key: {**entry, "tolerance": EXACT} for key, entry in kept.items()},

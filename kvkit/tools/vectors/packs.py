@@ -8,9 +8,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from kvkit.dumps import FORMAT_VERSION, MANIFEST
 from kvkit.errors import KvkitError, brief
-from kvkit.files.words import FileError
+from kvkit.files.errors import FileError
+from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 
 
 def manifests(folder):

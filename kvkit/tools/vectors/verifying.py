@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkit.dumps import MANIFEST
 from kvkit.errors import KvkitError
+from kvkit.runtime.call_log import MANIFEST
 from kvkit.tools.tasks import Mapper
 from kvkit.tools.vectors import packs
 

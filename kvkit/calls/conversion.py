@@ -1,0 +1,424 @@
+"""Caches from layout to layout, bit for bit.
+
+A layout's address of an element is a sum: of what its block adds, its token, its head and content. So two
+layouts are compared once, for the content of a token; what lies together in both moves together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from kvkit import cpu
+from kvkit.errors import argument_error, describe
+from kvkit.interop import in_kind_of
+from kvkit.layouts.grammar import Layout
+from kvkit.layouts.named import parse
+from kvkit.layouts.shapes import given_sizes, inner_size, inner_sizes, length, offsets
+from kvkit.layouts.tables import Index, Pages
+from kvkit.layouts.views import Leaf, leaves, of_one_kind
+
+TILE = 64  # tokens of a run whose content is turned: their lines stay near a core
+PART_BYTES = 64 * 2**20  # between two reports of progress
+SCRATCH_BYTES = 2**18  # to compare in, of each cache
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys or values of a layer: the address of each block, and what is added to it."""
+
+    blocks: Index
+    tokens: Index  # [tokens of a block]
+    content: Index  # [heads, content]
+    even: int  # tokens between which steps are even
+    dtype: np.dtype
+
+    @property
+    def step(self) -> int:
+        return int(self.tokens[1] - self.tokens[0]) if self.even > 1 else 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """A cache to read or to write: keys and values of each layer, or one row for both."""
+
+    name: str
+    layers: list[tuple[Part, ...]]
+    arrays: list[np.ndarray]
+    blocks: int
+    page_size: int
+    even: int
+
+
+def convert(
+    source: Any,
+    from_layout: str | Layout,
+    to_layout: str | Layout,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    to_sizes: Mapping[str, int] | None = None,
+    tables: tuple[Pages, Pages] | None = None,
+    out: Any = None,
+    verify: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> Any:
+    """Move a cache from one layout to another, bit for bit.
+
+    Parameters
+    ----------
+    source : array, or nested lists of arrays
+        A cache in `from_layout`, as `view` takes it. Elements of any type move as they are.
+    from_layout, to_layout : str or Layout
+        Lines, or names of `NAMED`; split ones too.
+    sizes : dict, optional
+        Lengths of the source's axes ``l b n h c`` that shapes do not tell; ``v`` is the content of values
+        where it is not that of keys.
+    to_sizes : dict, optional
+        Blocks (``b``) and tokens of a block (``n``) of the target, where they are not the source's; with
+        `out`, what its shapes do not tell.
+    tables : pair of Pages, optional
+        Where the tokens of sequences lie in the source, and where they go: see `tables`. Pages of any
+        size, whatever the blocks are. All rows go where they are, if it is left out.
+    out : array, or nested lists of arrays, optional, changed in place
+        A cache in `to_layout`. Rows that no token goes to keep what they hold; in new arrays they are 0.
+    verify : bool
+        Read what was written back and compare it with the source.
+    progress : callable, optional
+        Told ``(bytes done, bytes in all)`` now and then.
+
+    Returns
+    -------
+    array, or nested lists of arrays
+        New (tensors, if the source has tensors), or `out`. It takes no memory of a cache's size beside them.
+
+    Raises
+    ------
+    KvkitError
+        If shapes, sizes, layouts or tables contradict each other; nothing has been written. With `verify`,
+        if something else changed one of the caches meanwhile.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import layouts
+    >>> layers = [(np.ones((1, 2, 5, 4)), np.zeros((1, 2, 5, 4)))]  # of Transformers: 1 sequence, 5 tokens
+    >>> old = layouts.tables.from_batch([5], capacity=5)
+    >>> new = layouts.tables.from_blocks([[2, 0]], [5], page_size=4)
+    >>> [pool] = layouts.convert(layers, "hf", "vllm-lbnhc", tables=(old, new))
+    >>> pool.shape  # blocks, tokens, heads, a key and a value
+    (3, 4, 2, 8)
+    >>> pool[2, 0, 0]
+    array([1., 1., 1., 1., 0., 0., 0., 0.])
+    """
+    before, after = parse(from_layout), parse(to_layout)
+    of_one_kind(before)
+    of_one_kind(after)
+    if ("kv" in before.names) != ("kv" in after.names):
+        one = "an" if "kv" in before.names else "no"
+        raise argument_error("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
+    read = side(source, before, given_sizes("sizes", sizes), "source")
+    rows = rows_of(tables, read)
+    wanted = target_sizes(read, rows, after, given_sizes("to_sizes", to_sizes), tables, out is None)
+    target = new(after, wanted, [part.dtype for part in read.layers[0]]) if out is None else out
+    written = side(target, after, wanted, "out")
+    compatible(read, written)
+    runs = runs_between(rows, read, written)
+    moves = [move for layer in zip(read.layers, written.layers, strict=True) for move in moves_of(*layer)]
+    alive = (*read.arrays, *written.arrays)
+    total, done = sum(move.row for move in moves) * int(runs[:, 2].sum()), 0
+    for move in moves:
+        for some in portions(runs, PART_BYTES // move.row):
+            cpu.launches.start(move.launch(some, alive))
+            if verify:
+                move.compare(some, alive)
+            done += move.row * int(some[:, 2].sum())
+            if progress:
+                progress(done, total)
+    return target if out is not None else in_kind_of(source, target)
+
+
+def side(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> Side:
+    """Where everything of a cache lies."""
+    layers: dict[int, list[list[Part]]] = {}
+    found: list[np.ndarray] = []
+    for index, pair in leaves(arrays, line, known, name):
+        several = pair if "kv" in line.names else pair[:1]
+        found += [leaf.array for leaf in several]
+        for which, leaf in enumerate(several):
+            for layer, part in enumerate(parts(leaf)):
+                kinds = layers.setdefault(index.get("l", layer), [[] for _ in several])
+                kinds[which].append(part)
+    joined = [tuple(map(in_one, kinds)) for _, kinds in sorted(layers.items())]
+    sizes = {(len(part.blocks), len(part.tokens)) for layer in joined for part in layer}
+    if len(sizes) > 1:
+        raise argument_error(
+            name, "as many blocks and tokens in each layer", " and ".join(map(str, sorted(sizes)))
+        )
+    even = min(part.even for layer in joined for part in layer)
+    return Side(name, joined, found, *sizes.pop(), even)
+
+
+def parts(leaf: Leaf) -> Iterator[Part]:
+    """Each layer of an array."""
+    array, axes = leaf.array, leaf.axes
+    inner = {axis.name: inner_size(axis, array.itemsize) for axis in axes if axis.inner}
+    adds = {
+        name: offsets(axes, array.strides, name, leaf.sizes.get(name, 1), inner)
+        for name in ("l", "b", "n", "h", "c" if "c" in leaf.sizes else "s")
+    }
+    layers, blocks, tokens, heads, content = adds.values()
+    even = inner.get("n", len(tokens))
+    for layer in layers:
+        first = array.ctypes.data + layer + blocks
+        yield Part(first, tokens, heads[:, None] + content, even, array.dtype)
+
+
+def in_one(several: list[Part]) -> Part:
+    """Blocks that are arrays of their own, together."""
+    first = several[0]
+    for each in several[1:]:
+        if not (np.array_equal(each.tokens, first.tokens) and np.array_equal(each.content, first.content)):
+            raise argument_error("arrays", "blocks of one form", "others")
+    return replace(first, blocks=np.concatenate([each.blocks for each in several]))
+
+
+def rows_of(tables: tuple[Pages, Pages] | None, read: Side) -> tuple[Index, Index] | None:
+    """The row of every token, and the one that it goes to; None if all stay."""
+    if tables is None:
+        return None
+    pair = [each for each in tables if isinstance(each, Pages)] if isinstance(tables, (tuple, list)) else []
+    if len(pair) != 2 or len(tables) != 2:
+        raise argument_error(
+            "tables", "two Pages of kvkit.layouts.tables, of source and target", describe(tables)
+        )
+    if not np.array_equal(tables[0].lengths, tables[1].lengths):
+        raise argument_error("tables[1]", "the lengths of tables[0]", "others")
+    old, to = (each.rows() for each in tables)
+    in_cache("tables[0]", old, read)
+    order = np.argsort(to, kind="stable")
+    old, to = old[order], to[order]
+    same = np.diff(to) == 0
+    twice = same & (np.diff(old) != 0)
+    if twice.any():
+        raise argument_error("tables[1]", "a row for each token", f"row {to[twice.argmax()]} for two")
+    first = np.append(True, ~same)[: len(to)]
+    return old[first], to[first]
+
+
+def in_cache(name: str, rows: Index, side: Side) -> None:
+    """Check that rows are those of a cache."""
+    count = side.blocks * side.page_size
+    if len(rows) and (rows.min() < 0 or rows.max() >= count):
+        row = int(rows.min() if rows.min() < 0 else rows.max())
+        raise argument_error(name, f"rows within the {count} of {side.name}", row)
+
+
+def target_sizes(
+    read: Side, rows, line: Layout, given: Mapping[str, int], tables, new: bool
+) -> dict[str, int]:
+    """The sizes of a target, as far as the source and the caller tell them."""
+    contents = [part.content.shape for part in read.layers[0]]
+    (heads, content), (_, value) = contents[0], contents[-1]
+    sizes = {"l": len(read.layers), "h": heads, "c": content, "s": content}
+    for axis, size in (("l", len(read.layers)), ("h", heads)):
+        if size > 1 and axis not in line.names:
+            raise argument_error(
+                "to_layout", f"an axis {axis}, as the source has {size} of them", f"'{line}'"
+            )
+    if value != content:
+        if "kv" not in line.lists and "kv" in line.names:
+            raise argument_error(
+                "to_layout", f"arrays of their own for values, of {value} elements", f"'{line}'"
+            )
+        sizes["v"] = value
+    for axis in ("l", "h", "c", "v", "s"):
+        if given.get(axis, sizes.get(axis)) != sizes.get(axis):
+            raise argument_error(f"to_sizes[{axis!r}]", f"{sizes.get(axis)}, as in the source", given[axis])
+    sizes.update(given)
+    if new:
+        count = int(rows[1].max(initial=0)) + 1 if rows else read.blocks * read.page_size
+        if "b" not in line.names:
+            sizes.setdefault("n", count)
+        sizes.setdefault("n", tables[1].page_size if tables else read.page_size)
+        sizes.setdefault("b", -(-count // sizes["n"]))
+    return sizes
+
+
+def new(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype]) -> Any:
+    """Arrays of zeros, in lists as a layout says."""
+
+    def made(levels, which):
+        if levels:
+            level, *rest = levels
+            count = 2 if level == "kv" else sizes[level]
+            return [made(rest, i if level == "kv" else which) for i in range(count)]
+        groups, dtype = (line.value_groups if which else line.groups), dtypes[-1 if which else 0]
+        lengths = {**sizes, "c": sizes["v"]} if which and "v" in sizes else sizes
+        inner = inner_sizes(groups, dtype.itemsize)
+        for axis, size in inner.items():
+            if not size or lengths[axis] % size:
+                raise argument_error(
+                    "to_layout", f"a size of {axis} that {size} divides, for '{line}'", lengths[axis]
+                )
+        shape = [math.prod(length(axis, lengths, inner) for axis in group) for group in groups]
+        return np.zeros(shape, dtype)
+
+    return made(line.lists, 0)
+
+
+def compatible(read: Side, written: Side) -> None:
+    """Check that one cache can be moved to another, and be written."""
+    if len(read.layers) != len(written.layers):
+        raise argument_error("out", f"{len(read.layers)} layers", len(written.layers))
+    for layer, parts in enumerate(zip(read.layers, written.layers, strict=True)):
+        for pair in zip(*parts, strict=True):
+            said = [
+                f"{' heads of '.join(map(str, part.content.shape))} elements of {part.dtype}" for part in pair
+            ]
+            if said[0] != said[1]:
+                raise argument_error("out", f"{said[0]} in layer {layer}", said[1])
+    if not all(array.flags.writeable for array in written.arrays):
+        raise argument_error("out", "arrays that can be written", "one that is read-only")
+    places = np.concatenate([part.blocks + part.content[0, 0] for layer in written.layers for part in layer])
+    if len(np.unique(places)) < len(places):
+        raise argument_error("out", "arrays apart from each other", "two in one place")
+    sides = enumerate((read, written))
+    reached = [0, 0]
+    for first, end, which in sorted((*byte_bounds(array), i) for i, side in sides for array in side.arrays):
+        if reached[1 - which] > first:
+            raise argument_error("out", "memory apart from the source's", "arrays that share bytes with it")
+        reached[which] = max(reached[which], end)
+
+
+def runs_between(rows, read: Side, written: Side) -> Index:
+    """[source row, target row, tokens] of runs with even steps on both sides."""
+    if rows is None:
+        count, sizes = read.blocks * read.page_size, (read.page_size, written.page_size)
+        if max(sizes) % min(sizes):
+            raise argument_error(
+                "tables", f"tables, as blocks of {sizes[0]} and {sizes[1]} tokens begin apart", "None"
+            )
+        if count > written.blocks * written.page_size:
+            raise argument_error("out", f"{count} rows, as source has", written.blocks * written.page_size)
+        even = math.gcd(read.even, written.even)
+        first = np.arange(0, count, even)
+        return np.stack([first, first, np.full(len(first), even)], axis=1)
+    old, to = rows
+    in_cache("tables[1]", to, written)
+    apart = (np.diff(old) != 1) | (np.diff(to) != 1)
+    apart |= (old[1:] % read.even == 0) | (to[1:] % written.even == 0)
+    first = np.append(0, np.flatnonzero(apart) + 1)[: len(old)]
+    return np.stack([old[first], to[first], np.diff(np.append(first, len(old)))], axis=1)
+
+
+def portions(runs: Index, tokens: int) -> Iterator[Index]:
+    """Runs in turn, about so many tokens at a time."""
+    ends = np.cumsum(runs[:, 2])
+    first = 0
+    while first < len(runs):
+        done = ends[first - 1] if first else 0
+        last = max(int(np.searchsorted(ends, done + max(tokens, 1), side="right")), first + 1)
+        yield runs[first:last]
+        first = last
+
+
+def cut(runs: Index, tokens: int) -> Index:
+    """Runs of at most so many tokens."""
+    pieces = -(-runs[:, 2] // tokens)
+    if not len(runs) or pieces.max() == 1:
+        return runs
+    found = np.repeat(runs, pieces, axis=0)
+    at = (np.arange(len(found)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tokens
+    return np.stack([found[:, 0] + at, found[:, 1] + at, np.minimum(found[:, 2] - at, tokens)], axis=1)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A layer, or its keys or values, from one cache to another."""
+
+    read: Part
+    written: Part
+    chunks: Index  # [chunks, 2]: what each adds to the addresses of a token
+    width: int  # bytes of each
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token."""
+        return len(self.chunks) * self.width
+
+    def launch(self, runs: Index, alive: tuple):
+        steps = self.read.step, self.written.step
+        gaps = np.diff(self.chunks[:, 1])
+        by_chunk = len(gaps) == 0 or steps[1] < gaps.min()
+        if by_chunk and steps != (self.width, self.width):
+            runs = cut(runs, TILE)
+        places = addresses(self.read, runs[:, 0]), addresses(self.written, runs[:, 1]), runs[:, 2]
+        return cpu.copy.runs.prepare(
+            np.stack(places, axis=1), self.chunks, steps, self.width, by_chunk, alive
+        )
+
+    def compare(self, runs: Index, alive: tuple) -> None:
+        """Check that both caches hold the same."""
+        tokens = max(1, SCRATCH_BYTES // self.row)
+        packed = np.arange(len(self.chunks)) * self.width
+        order = np.argsort(self.chunks[:, 0])
+        lines = np.empty((2, tokens * self.row), np.uint8)
+        for some in portions(cut(runs, tokens), tokens):
+            counts = some[:, 2]
+            at = (np.cumsum(counts) - counts) * self.row
+            for which, part in enumerate((self.read, self.written)):
+                places = addresses(part, some[:, which]), lines[which].ctypes.data + at, counts
+                chunks = np.stack([self.chunks[order, which], packed], axis=1)
+                steps = part.step, self.row
+                cpu.launches.start(
+                    cpu.copy.runs.prepare(
+                        np.stack(places, axis=1), chunks, steps, self.width, False, (*alive, lines)
+                    )
+                )
+            size = int(counts.sum()) * self.row
+            if not np.array_equal(lines[0, :size], lines[1, :size]):
+                raise argument_error(
+                    "out", "the bytes of source", "others: something else has changed one of them"
+                )
+
+
+def addresses(part: Part, rows: Index) -> Index:
+    return part.blocks[rows // len(part.tokens)] + part.tokens[rows % len(part.tokens)]
+
+
+def moves_of(read: tuple[Part, ...], written: tuple[Part, ...]) -> list[Move]:
+    """How a layer moves: keys and values together, where a token has them side by side in either cache."""
+    if len(read) == 2 and read[0].dtype == read[1].dtype:
+        old, to = distance(read), distance(written)
+        if old is not None and to is not None and (abs(old) < read[0].step or abs(to) < written[0].step):
+            source, target = (
+                np.concatenate([keys.content.ravel(), values.content.ravel() + step])
+                for (keys, values), step in ((read, old), (written, to))
+            )
+            return [Move(read[0], written[0], *chunks_of(source, target, read[0].dtype.itemsize))]
+    return [
+        Move(one, other, *chunks_of(one.content.ravel(), other.content.ravel(), one.dtype.itemsize))
+        for one, other in zip(read, written, strict=True)
+    ]
+
+
+def distance(parts: tuple[Part, ...]) -> int | None:
+    """The bytes from keys to values, where they are the same in all blocks."""
+    steps = parts[-1].blocks - parts[0].blocks
+    even = np.array_equal(parts[-1].tokens, parts[0].tokens) and (steps == steps[0]).all()
+    return int(steps[0]) if even else None
+
+
+def chunks_of(source: Index, target: Index, itemsize: int) -> tuple[Index, int]:
+    """[chunks, 2] and their bytes: of elements, those together that are neighbours on both sides."""
+    order = np.argsort(target, kind="stable")
+    source, target = source[order], target[order]
+    joined = (np.diff(source) == itemsize) & (np.diff(target) == itemsize)
+    bounds = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(source)]])
+    count = int(np.gcd.reduce(np.diff(bounds)))
+    return np.ascontiguousarray(np.stack([source[::count], target[::count]], axis=1)), count * itemsize

@@ -1,0 +1,125 @@
+"""Attention over parts of a context, put together: of each row the share of every part, then their sum."""
+
+import functools
+
+import numba
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.copy.transfer import SMALL_BYTES
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
+from kvkit.cpu.simd.lanes import (
+    I64,
+    RAW,
+    Slots,
+    broadcast,
+    loop,
+    micro_kernel,
+    narrow,
+    read,
+    widen,
+    write,
+    zeros,
+)
+from kvkit.formats.elements import BY_NAME
+from kvkit.formulas import numeric
+from kvkit.formulas.index import share
+from kvkit.runtime.jit import callback
+
+LANES = 16
+TASK = Record("workers parts rows dim outputs lses out lse entries")
+ENTRY = 16  # bytes of scratch for a part of a row: its address, its share
+INF, MINUS_INF, ZERO, ONE = np.float32(np.inf), numeric.MINUS_INF, np.float32(0), np.float32(1)
+
+record, integers = memory.record(TASK), memory.integers
+get, put = memory.load(types.int64), memory.store(types.int64)
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+
+
+@functools.cache
+def panel(element):
+    """(entries, their number, offset, target): 16 elements of a row."""
+
+    @micro_kernel(4)
+    def panel(b, entries, count, offset, target):
+        sums = Slots(b, zeros(b, LANES))
+        with loop(b, count) as i:
+            entry = b.add(entries, b.mul(i, I64(ENTRY)))
+            source = b.load(b.inttoptr(entry, I64.as_pointer()))
+            x = widen(read(b, b.add(source, offset), RAW[element], LANES), element)
+            sums[0] = sums[0] + x * broadcast(b, b.add(entry, I64(8)), LANES)
+        write(b, target, narrow(sums[0], element))
+
+    return panel
+
+
+@functools.cache
+def code(element, plain=False):
+    """Compile the walk over rows; `plain` leaves the vectors out, for the tests."""
+    size, vector = BY_NAME[element].bytes(1), panel(element)
+    get_element, put_element = memory.read(element), memory.write(element)
+
+    def walk(worker, task_at):
+        task = record(task_at)
+        outputs, lses = integers(task.outputs), integers(task.lses)
+        entries = task.entries + worker * task.parts * ENTRY
+        whole = 0 if plain else task.dim - task.dim % LANES
+        for row in range(share(task.rows, worker, task.workers), share(task.rows, worker + 1, task.workers)):
+            top, total, count = MINUS_INF, ZERO, 0
+            for part in range(task.parts):
+                lse = get_float(lses[part] + 4 * row)
+                if lse != INF:  # FlashAttention 2 has it where no key was seen
+                    top = max(top, lse)
+            for part in range(task.parts):
+                lse = get_float(lses[part] + 4 * row)
+                weight = numeric.weight(lse, top) if lse != INF else ZERO
+                if weight != ZERO:
+                    total += weight
+                    put(entries + count * ENTRY, outputs[part] + row * task.dim * size)
+                    put_float(entries + count * ENTRY + 8, weight)
+                    count += 1
+            for i in range(count):
+                at = entries + i * ENTRY + 8
+                put_float(at, numeric.share_of(get_float(at), total, ONE))
+            target = task.out + row * task.dim * size
+            for j in range(0, whole, LANES):
+                vector(entries, count, j * size, target + j * size)
+            for j in range(whole, task.dim):
+                x = ZERO
+                for i in range(count):
+                    entry = entries + i * ENTRY
+                    x += get_element(get(entry) + j * size) * get_float(entry + 8)
+                put_element(target + j * size, x)
+            put_float(task.lse + 4 * row, numeric.log_sum(top, total))
+
+    return callback(walk, WORKER, (element, plain))
+
+
+def prepare(element, outputs, lses, out, lse):
+    """A launch that puts parts [.., heads, Dv] together, each in one piece. Nothing can fail any more.
+
+    Parts are owned by their numbers, outputs before lses.
+    """
+    several = len(outputs) * out.nbytes >= SMALL_BYTES
+    most, parts = numba.config.NUMBA_NUM_THREADS if several else 1, len(outputs)
+    entries = np.empty(most * parts * ENTRY, np.uint8)
+    numbers = np.empty(len(TASK.names) + 2 * parts, np.int64)
+    numbers[len(TASK.names) :] = [*map(address, outputs), *map(address, lses)]
+    places = address(numbers) + 8 * len(TASK.names)
+    numbers[: len(TASK.names)] = TASK.filled({
+        "workers": 1, "parts": parts, "rows": lse.size, "dim": out.shape[-1],
+        "outputs": places, "lses": places + 8 * parts,
+        "out": address(out), "lse": address(lse), "entries": address(entries),
+    })  # fmt: skip
+    walk, task = code(element), address(numbers)
+
+    def run():
+        workers = min(threads(), most) if several else 1
+        numbers[TASK.at["workers"]] = workers
+        share_out(walk, workers, task)
+
+    owners = {TASK.at["out"]: "out", TASK.at["lse"]: "lse"}
+    owners |= {len(TASK.names) + i: str(i) for i in range(2 * parts)}
+    return Launch(numbers, owners, run, alive=(entries,))

@@ -1,0 +1,88 @@
+"""Rows of blocks of codes with their scale inside, as ggml has them: to a cache and back."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.simd import blocks as panels
+from kvkit.formats.elements import BY_NAME
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import helper
+
+
+def row(direction, packed, cache, plain):
+    """(packed, cache, scale, dim): the blocks of a row, or its numbers, which are products in float32."""
+    block = BY_NAME[cache].block
+    elements, size, packed_bytes = block.elements, block.bytes, BY_NAME[packed].bytes(block.elements)
+    encodes = direction == "store"
+    if plain:
+        move: Any = plain_encode(packed, cache) if encodes else plain_decode(packed, cache)
+    else:
+        move = panels.encode(packed, cache) if encodes else panels.decode(cache, packed)
+
+    def row(packed, cache, scale, dim):
+        for i in range(dim // elements):
+            if encodes:
+                move(packed + i * packed_bytes, cache + i * size)
+            else:
+                move(cache + i * size, packed + i * packed_bytes)
+
+    return row
+
+
+def plain_encode(packed, cache):
+    element = BY_NAME[cache]
+    block, (low, high) = element.block, element.limits
+    get, put_cell, put = memory.read(packed), memory.write(block.cell), memory.store(types.uint8)
+    elements, at, less, step = block.elements, block.codes_at, block.less, BY_NAME[packed].bytes(1)
+    most = low if less else high  # the code of the number of largest magnitude
+
+    def encode(source, target):
+        top = get(source)
+        for i in range(1, elements):
+            x = get(source + i * step)
+            top = x if abs(x) > abs(top) else top
+        scale = (top if less else abs(top)) / np.float32(most)
+        put_cell(target, scale)
+        factor = numeric.inverse(scale)
+        if less:
+            for i in range(elements // 2):
+                first = numeric.half_up(get(source + i * step) * factor, less)
+                second = numeric.half_up(get(source + (i + elements // 2) * step) * factor, less)
+                put(target + at + i, np.uint8(first | second << 4))
+        else:
+            for i in range(elements):
+                put(target + at + i, np.uint8(numeric.half_away(get(source + i * step) * factor) & 255))
+
+    return helper(encode)
+
+
+def plain_decode(packed, cache):
+    put, element, step = memory.write(packed), element_at(cache), BY_NAME[packed].bytes(1)
+    elements = BY_NAME[cache].block.elements
+
+    def decode(source, target):
+        for i in range(elements):
+            put(target + i * step, element(source, 0, i))
+
+    return helper(decode)
+
+
+def element_at(stored):
+    """(row, cells, i) -> one element of a row of blocks, as float32."""
+    block = BY_NAME[stored].block
+    get_cell, get = memory.read(block.cell), memory.load(types.uint8)
+    elements, size, at, less = block.elements, block.bytes, block.codes_at, block.less
+
+    def element(row, cells, i):
+        source, i = row + i // elements * size, i % elements
+        if less:
+            byte = get(source + at + i % (elements // 2))
+            code = np.int32((byte >> 4 if i >= elements // 2 else byte) & 15) - less
+        else:
+            code = np.int32(np.int8(get(source + at + i)))
+        return np.float32(code) * get_cell(source)
+
+    return helper(element)

@@ -1,0 +1,225 @@
+"""Rows of codes that a cache keeps for itself: encoding and widening; see `segments.py` for attention.
+
+A code has 8, 4 or 2 bits and is packed along the head. A group, `group` neighbouring elements of a token or
+one element of each of `tokens` tokens, has a scale and, if it is not symmetric, a minimum; a block of tokens
+has all its scales, then all minima. So rows with a scale for each element are widened alike, whether those
+scales belong to a token or to a block.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, row_by_row, rows
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
+from kvkit.cpu.simd import codes as panels
+from kvkit.cpu.simd.panels import LANES
+from kvkit.formats.elements import BY_NAME, CODES, coarser
+from kvkit.formulas import numeric
+from kvkit.formulas.index import share
+from kvkit.runtime.jit import callback, helper, shared
+
+call_rows = memory.call(13)
+SMALL = 2**15  # elements; below it one thread is done before a second one is awake
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What decides the machine code of such rows."""
+
+    element: str  # of the numbers that are encoded
+    bits: int
+    symmetric: bool
+    cell: str  # of scales and minima
+    group: int
+    tokens: int  # of a block; one of both is 1
+    stored: str = ""  # what operators store as well, by its name: then bits and symmetric say nothing
+
+
+@shared
+def asymmetric_scale(cell, span, most):
+    return numeric.round_to(cell, max(span / np.float32(most), numeric.EPS32))
+
+
+@shared
+def asymmetric_code(x, minimum, scale, most):
+    ratio = min(max((x - minimum) / scale, np.float32(0)), np.float32(most))
+    return np.int8(numeric.bits_of(ratio + np.float32(numeric.ROUNDER)) & np.uint32(0xFF))
+
+
+@shared
+def asymmetric_number(element, code, scale, minimum):
+    return numeric.round_to(element, np.float32(code) * scale + minimum)
+
+
+def cells_of(codes):
+    """(cell, group) of what operators store as well: none where scales lie in the codes."""
+    return (None, 0) if BY_NAME[codes.stored].block else (codes.cell, codes.group)
+
+
+@functools.cache
+def widen(codes, plain=False, rounds=True):
+    """Machine code that makes float32 of rows: numbers of the format that was encoded, as arrays have them.
+
+    Unless it `rounds`: what codes stand for, as attention reads them (see `parts.stored_as`).
+
+    (target, target_row, target_head, codes, code_row, code_head, cells, cell_row, cell_head,
+    tokens, heads, 1, dim); tokens of one block have a `cell_row` of 0.
+    """
+    if codes.stored:
+        return rows(READ, "float32", codes.stored, *cells_of(codes))
+    element, product = codes.element, codes.cell
+    if not rounds:
+        element, product = "float32", product if coarser(product, element) else "float32"
+    return widen_row(replace(codes, element=element, tokens=1), product, plain)
+
+
+@functools.cache
+def widen_row(codes, product, plain):
+    """Likewise, whatever the blocks are; products with scales are rounded to a format of their own first."""
+    element, bits, symmetric, cell, group = (
+        codes.element, codes.bits, codes.symmetric, codes.cell, codes.group,
+    )  # fmt: skip
+    get_byte, get_cell, put = memory.load(types.int8), memory.read(cell), memory.write("float32")
+    cell_bytes, mask, most = BY_NAME[cell].bytes(1), (1 << bits) - 1, (1 << bits - 1) - 1
+    vector = panels.whole_panels(group) and not plain
+    panel: Any = panels.widen(bits, symmetric, cell, group, product, element) if vector else None
+
+    def row(target, codes, cells, dim):
+        minima, whole = cells + dim // group * cell_bytes, 0
+        if vector:
+            whole = dim // LANES * LANES
+            for i in range(0, whole, LANES):
+                at = i // group * cell_bytes
+                panel(codes + i * bits // 8, cells + at, minima + at, target + 4 * i)
+        for i in range(whole, dim):
+            at = i // group * cell_bytes
+            code = (get_byte(codes + i * bits // 8) >> (i * bits % 8)) & mask
+            if symmetric:
+                code -= (mask + 1) if code > most else 0
+                number = numeric.dequantize(element, product, code, get_cell(cells + at))
+            else:
+                number = asymmetric_number(element, code, get_cell(cells + at), get_cell(minima + at))
+            put(target + 4 * i, number)
+
+    return callback(row_by_row(row), SIGNATURE, ("widen", codes, product, plain))
+
+
+@functools.cache
+def encode(codes, plain=False):
+    """Machine code that encodes blocks of tokens, each of one piece.
+
+    (source, source_block, source_head, codes, code_block, code_head, cells, cell_block, cell_head,
+    blocks, heads, 1, dim)
+    """
+    if codes.stored:
+        return rows(STORE, codes.element, codes.stored, *cells_of(codes))
+    element, bits, cell, group, tokens = codes.element, codes.bits, codes.cell, codes.group, codes.tokens
+    size, width = BY_NAME[element].bytes(1), min(group, LANES)
+    vector = panels.whole_panels(group) and not plain
+    panel: Any = panels.encode(bits, codes.symmetric, cell, width, element) if vector else None
+    rest, step = encoded_groups(codes), max(group, LANES)
+    cell_bytes, count = BY_NAME[cell].bytes(1), tokens if tokens > 1 else step // LANES
+
+    def block(source, codes, cells, dim):
+        minima, whole = cells + dim // group * cell_bytes, 0
+        if vector:
+            whole = dim // step * step
+            apart = dim if tokens > 1 else LANES
+            for i in range(0, whole, step):
+                at = i // group * cell_bytes
+                panel(
+                    source + i * size, apart * size, count, codes + i * bits // 8, apart * bits // 8,
+                    cells + at, minima + at,
+                )  # fmt: skip
+        rest(source, codes, cells, minima, whole // group, dim)
+
+    return callback(row_by_row(block), SIGNATURE, ("encode", codes, plain))
+
+
+def encoded_groups(codes):
+    """(source, codes, cells, minima, first, dim): the groups of a block from `first` on, one by one."""
+    element, bits, symmetric, cell = codes.element, codes.bits, codes.symmetric, codes.cell
+    group, tokens = codes.group, codes.tokens
+    get, put_cell = memory.read(element), memory.write(cell)
+    get_byte, put_byte = memory.load(types.int8), memory.store(types.int8)
+    size, cell_bytes, mask = BY_NAME[element].bytes(1), BY_NAME[cell].bytes(1), (1 << bits) - 1
+    _, most = CODES[bits, symmetric].limits
+
+    def groups(source, codes, cells, minima, first, dim):
+        for g in range(first, dim // group):
+            low = high = get(source + g * group * size)
+            for t in range(tokens):
+                for i in range(g * group, (g + 1) * group):
+                    x = get(source + (t * dim + i) * size)
+                    low, high = min(low, x), max(high, x)
+            if symmetric:
+                scale = numeric.group_scale(element, max(high, -low), most)
+            else:
+                low = numeric.round_to(cell, low) + np.float32(0)  # of both zeros the positive one
+                scale = asymmetric_scale(cell, high - low, most)
+                put_cell(minima + g * cell_bytes, low)
+            put_cell(cells + g * cell_bytes, scale)
+            for t in range(tokens):
+                for i in range(g * group, (g + 1) * group):
+                    x = get(source + (t * dim + i) * size)
+                    if symmetric:
+                        code = numeric.quantize(element, x, scale, most)
+                    else:
+                        code = asymmetric_code(x, low, scale, most)
+                    place, shift = codes + (t * dim + i) * bits // 8, i * bits % 8
+                    byte = get_byte(place) & ~(mask << shift)
+                    put_byte(place, np.int8(byte | (code & mask) << shift))
+
+    return helper(groups)
+
+
+# Launches
+
+
+TASK = Record("rows_code chunks items workers units at heads dim")
+get, record = memory.load(types.int64), memory.record(TASK)
+
+
+def spread(worker, task_at):
+    """Call row code for equal shares of the units (tokens or blocks) of every sequence.
+
+    `at` holds address, byte strides of sequence, unit and head of one side, of the other, and of cells.
+    """
+    task = record(task_at)
+    at, item = task.at, worker
+    while item < task.items:
+        b, chunk = item // task.chunks, item % task.chunks
+        first, end = share(task.units, chunk, task.chunks), share(task.units, chunk + 1, task.chunks)
+        if first < end:
+            call_rows(
+                task.rows_code,
+                get(at) + b * get(at + 8) + first * get(at + 16), get(at + 16), get(at + 24),
+                get(at + 32) + b * get(at + 40) + first * get(at + 48), get(at + 48), get(at + 56),
+                get(at + 64) + b * get(at + 72) + first * get(at + 80), get(at + 80), get(at + 88),
+                end - first, task.heads, 1, task.dim,
+            )  # fmt: skip
+        item += task.workers
+
+
+@functools.cache
+def spread_code():
+    return callback(spread, WORKER)
+
+
+def prepare(code, batch, units, at, heads, dim, elements):
+    """A launch that runs row code over all units, in one thread if there are few elements."""
+    chunks, numbers = threads() if elements >= SMALL else 1, np.array(at, np.int64)
+    items = batch * chunks
+    workers = items if chunks > 1 else 1
+    task = TASK.filled({
+        "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
+        "units": units, "at": address(numbers), "heads": heads, "dim": dim,
+    })  # fmt: skip
+    run = functools.partial(share_out, spread_code(), workers, address(task))
+    return Launch(numbers, {}, run, alive=(task,))

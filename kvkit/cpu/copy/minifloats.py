@@ -1,0 +1,58 @@
+"""Rows of codes of 8 bits with scales, to a cache: quotients in float32, rounded once, which saturate.
+
+Floats of 8 bits; and int8, if scales are given: where they are found `rows.py` has PMX's rounding.
+"""
+
+from typing import Any
+
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.simd import minifloats as panels
+from kvkit.cpu.simd.panels import LANES
+from kvkit.formats.elements import BY_NAME
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import helper
+
+put_int8 = memory.store(types.int8)
+
+
+@helper
+def write_code(address, x):
+    put_int8(address, numeric.nearest_code(x))
+
+
+def scaled_row(packed, cache, scale, group, plain):
+    """(packed, cache, scale, dim): codes of a row, and the scales of its groups; one that is given if 0."""
+    get, get_cell, put_cell = memory.read(packed), memory.read(scale), memory.write(scale)
+    put = memory.write(cache) if BY_NAME[cache].minifloat else write_code
+    packed_bytes, cell_bytes, limit = (
+        BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1), BY_NAME[cache].limits[1],
+    )  # fmt: skip
+    cell_name = scale
+    vector = group % LANES == 0 and not plain
+    largest_of: Any = panels.largest(packed) if vector else None
+    panel: Any = panels.quotients(packed, cache, scale) if vector else None
+
+    def row(packed, cache, scale, dim):
+        shared = group if group else dim
+        for first in range(0, dim, shared):
+            cell = scale + first // shared * cell_bytes
+            source, target = packed + first * packed_bytes, cache + first
+            whole = 0
+            if group:
+                largest = abs(get(source))
+                if vector:
+                    largest = largest_of(source, shared)
+                else:
+                    for i in range(1, shared):
+                        largest = max(largest, abs(get(source + i * packed_bytes)))
+                put_cell(cell, numeric.largest_scale(cell_name, largest, limit))
+            if vector:
+                whole = shared // LANES * LANES
+                for i in range(0, whole, LANES):
+                    panel(source + i * packed_bytes, cell, target + i)
+            for i in range(whole, shared):
+                put(target + i, get(source + i * packed_bytes) / get_cell(cell))
+
+    return row

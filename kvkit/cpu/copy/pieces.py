@@ -1,0 +1,290 @@
+"""Rows between packed tensors and blocks, piece by piece (see `slots`): the walk beside `transfer`'s.
+
+It calls the same machine code for runs of rows. Nothing is converted, so that code is chosen by the bytes
+that rows hold, not by their formats.
+"""
+
+import functools
+import math
+
+import numpy as np
+from numba import types
+
+from kvkit.checks.slots import COUNT, HEAD, MEAN, PIECE, SLOT, TOKEN
+from kvkit.cpu import memory
+from kvkit.cpu.copy.rows import STORE, rows
+from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
+from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
+from kvkit.cpu.simd import means, panels
+from kvkit.cpu.simd.fractals import ask, fractals, scattered_fractals
+from kvkit.cpu.simd.panels import LANES
+from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
+from kvkit.layouts.places import FRACTAL_BYTES
+from kvkit.runtime.jit import callback, helper
+
+MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format whose elements have as many bytes
+STREAM_BYTES = 4 * 2**20  # more than stays near a core: single slots are stored three times as fast around it
+FRACTAL_ROWS = 32  # of NZ, stored together: 64 KB of eight heads of 128 float16 stay in the second cache
+TILE = 16  # tokens that are moved head by head, where a head's tokens are neighbours in the cache
+SIDE = Record(
+    "packed token head cache block row",
+    "outer packed_outer cache_outer inner packed_inner cache_inner dim",
+    "by_head by_fractal elements line_bytes stores",
+    "cells cell_block cell_row cell_outer cell_inner",
+)
+NO_CELLS = dict.fromkeys(("cells", "cell_block", "cell_row", "cell_outer", "cell_inner"), 0)
+FORM = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
+TASK = Record(
+    "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size lines"
+)
+
+get, call_rows, call_mean = memory.load(types.int64), memory.call(13), memory.call(5)
+put, addresses = memory.store(types.int64), memory.scratch(8 * FRACTAL_ROWS)
+record, side, integers = memory.record(TASK), memory.record(SIDE), memory.integers
+
+
+def move(worker, task_at):
+    """Move the pieces to or from their slots: for each array an equal share of all tokens a worker.
+
+    `starts` [pieces + 1] are the tokens before each piece, `sides` where a packed array and its cache lie. A
+    mean takes shape in the line of its worker on its way.
+    """
+    task = record(task_at)
+    starts, item = integers(task.starts), worker
+    total = starts[task.count]
+    while item < task.items:
+        at, chunk = side(task.sides + item // task.chunks * task.side_bytes), item % task.chunks
+        token, end = share(total, chunk, task.chunks), share(total, chunk + 1, task.chunks)
+        piece = sequence_among(starts, task.count, token)
+        while token < end:
+            while token >= starts[piece + 1]:
+                piece += 1
+            named = task.pieces + 8 * piece * PIECE
+            done, slot = token - starts[piece], get(named + 8 * SLOT)
+            source = address_of(task, at, token, piece)
+            if at.by_fractal and at.stores and not task.mean_code:
+                token += store_fractals(task, at, token, end, piece)
+            elif get(named + 8 * MEAN):
+                store_mean(task, at, item, named, done, min(end, starts[piece + 1]) - token)
+                token = min(end, starts[piece + 1])
+            else:
+                run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, task.block_size))
+                run = min(run, TILE) if at.by_head else run
+                move_run(task.rows_code, at, source, slot + done, run, task.block_size)
+                token += run
+        item += task.workers
+
+
+@helper
+def store_mean(task, at, item, named, done, tokens):
+    """The part of a mean that a worker has for some tokens from the `done`th on.
+
+    That is as much of its elements, each of which one worker adds up in order. Of rows that are not in one
+    piece the worker with the first token has all.
+    """
+    count, line = get(named + 8 * COUNT), task.lines + item * at.line_bytes
+    source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
+    slot = get(named + 8 * SLOT)
+    if at.outer == 1 and at.inner == 1 and not at.by_fractal:
+        panels = at.elements // LANES
+        first, last = done * panels // count, (done + tokens) * panels // count
+        if first < last:
+            offset, size = first * LANES * at.line_bytes // at.elements, (last - first) * LANES
+            call_mean(task.mean_code, source + offset, at.token, count, line, size)
+            target = at.cache + page_of(slot, task.block_size) * at.block
+            target += row_of(0, slot, task.block_size) * at.row + offset
+            call_rows(
+                task.rows_code, line, 0, 0, target, 0, 0, 0, 0, 0, 1, 1, 1, at.dim * size // at.elements
+            )  # fmt: skip
+    elif done == 0:
+        call_mean(task.mean_code, source, at.token, count, line, at.elements)
+        move_run(task.rows_code, at, line, slot, 1, task.block_size)
+
+
+@helper
+def store_fractals(task, at, token, end, piece):
+    """Store tokens from one on, wherever they lie, in slots that are neighbours; how many.
+
+    So cache lines, which have two tokens' fractals each, are written in one go. The rows of the next tokens
+    are asked for meanwhile, one after the other, since they are read a group of each in turn.
+    """
+    starts, sources, first, rows, later = integers(task.starts), addresses(), 0, 0, piece
+    while token + rows < end and rows < FRACTAL_ROWS:
+        while token + rows >= starts[piece + 1]:
+            piece += 1
+        slot = get(task.pieces + 8 * (piece * PIECE + SLOT)) + token + rows - starts[piece]
+        if rows == 0:
+            first = slot
+        elif slot != first + rows or row_of(0, slot, task.block_size) == 0:
+            break
+        put(sources + 8 * rows, address_of(task, at, token + rows, piece))
+        ahead = min(token + rows + FRACTAL_ROWS, end - 1)
+        while ahead >= starts[later + 1]:
+            later += 1
+        ask(address_of(task, at, ahead, later), FRACTAL_BYTES * at.inner)
+        rows += 1
+    page, row = page_of(first, task.block_size), row_of(0, first, task.block_size)
+    target = at.cache + page * at.block + row * at.row
+    scattered_fractals(sources, at.packed_inner, target, at.row, at.cache_inner, rows, at.inner)
+    return rows
+
+
+@helper
+def address_of(task, at, token, piece):
+    """Where a token of a piece is packed."""
+    named, done = task.pieces + 8 * piece * PIECE, token - integers(task.starts)[piece]
+    return at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
+
+
+@helper
+def move_run(code, at, packed, slot, run, block_size):
+    """Neighbouring rows of a block."""
+    page, row = page_of(slot, block_size), row_of(0, slot, block_size)
+    cache, cells = at.cache + page * at.block + row * at.row, at.cells + page * at.cell_block
+    cells += row * at.cell_row
+    for outer in range(at.outer):
+        source, target = packed + outer * at.packed_outer, cache + outer * at.cache_outer
+        cell = cells + outer * at.cell_outer
+        if at.by_fractal:
+            if at.stores:  # with means
+                fractals(
+                    source, at.token, at.packed_inner, target, at.row, at.cache_inner, run, at.inner
+                )  # fmt: skip
+            else:
+                fractals(
+                    target, at.row, at.cache_inner, source, at.token, at.packed_inner, run, at.inner
+                )  # fmt: skip
+        elif at.by_head:
+            call_rows(
+                code, source, at.packed_inner, at.token, target, at.cache_inner, at.row,
+                cell, at.cell_inner, at.cell_row, at.inner, run, 1, at.dim,
+            )  # fmt: skip
+        else:
+            call_rows(
+                code, source, at.token, at.packed_inner, target, at.row, at.cache_inner,
+                cell, at.cell_row, at.cell_inner, run, at.inner, 1, at.dim,
+            )  # fmt: skip
+
+
+@functools.cache
+def code_of_walk():
+    return callback(move, WORKER)
+
+
+@functools.cache
+def mean(element):
+    """Machine code (source, step, count, target, dim): the mean of `count` rows of a format."""
+    average = means.mean(element)
+
+    def mean(source, step, count, target, dim):
+        average(source, step, count, target, dim)
+
+    return callback(mean, types.void(*[types.int64] * 5), ("mean", element))
+
+
+lines = Arena()
+
+
+def prepare(direction, packed, caches, pieces, block_size, element=None):
+    """A launch that moves pieces between packed arrays and caches, one or a pair of each.
+
+    packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where
+    pieces name the heads. `element` is the format of means, if there are any.
+    """
+    forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
+    starts = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum(pieces[:, COUNT], out=starts[1:])
+    tokens = int(starts[-1])
+    unit = min(unit_of(form[6]) for form in forms)
+    places, moved, line_bytes = [], 0, 0
+    for array, cache, form in zip(packed, caches, forms, strict=True):
+        (_, _, heads, dim), size = cache.shape, cache.itemsize
+        line_bytes = max(line_bytes, dim * size)
+        moved += tokens * heads * dim * size
+        *strides, row_bytes = form
+        places.append(SIDE.filled({
+            "packed": address(array), "token": array.strides[0], "head": array.strides[1],
+            "cache": address(cache), "block": cache.strides[0], "row": cache.strides[1],
+            **dict(zip(FORM, strides, strict=True)), "dim": row_bytes // unit,
+            "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
+            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_CELLS,
+        }))  # fmt: skip
+    stream = moved >= STREAM_BYTES and all(map(aligned, caches if direction == STORE else packed))
+    code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
+    averages = (mean(element).address, line_bytes) if element else (0, 0)
+    arrays = *packed, *caches
+    return moving(places, code, pieces, starts, block_size, moved, arrays, averages)
+
+
+def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
+    """A launch of `move` over sides; `averages` are the code of means, if any, and the bytes of a line."""
+    numbers, (mean_code, line_bytes) = np.concatenate(places), averages
+    count = threads() if moved >= SMALL_BYTES else 1
+    chunks = count // math.gcd(count, len(places))  # the fewest of equal items that all threads share alike
+    items = len(places) * chunks
+    workers = items if count > 1 else 1
+    task = TASK.filled({
+        "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
+        "sides": address(numbers), "side_bytes": SIDE.dtype.itemsize,
+        "pieces": address(pieces), "starts": address(starts), "count": len(pieces),
+        "block_size": block_size, "lines": 0,
+    })  # fmt: skip
+    walk = code_of_walk()
+
+    def run():
+        if mean_code:
+            task[TASK.at["lines"]] = lines.at_least(items * line_bytes)
+        share_out(walk, workers, address(task))
+
+    return Launch(numbers, {}, run, alive=(*arrays, pieces, starts))
+
+
+def encode(side, pieces):
+    """A launch that stores tokens as codes of a pool, each head with its scale, given or found."""
+    tokens, pool, cells = side.tokens, side.pool, side.cells
+    _, block_size, heads, dim = pool.shape
+    starts = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum(pieces[:, COUNT], out=starts[1:])
+    groups = (
+        panels.groups_in_panel(side.group, dim // side.group) if side.group and side.stored == "int8" else 0
+    )
+    code = rows(STORE, side.packed, side.stored, side.cell, side.group, groups).address
+    block = row = head = 0
+    if cells is not None:
+        block, row, head = cells.strides[:3] if side.group else (0, 0, cells.strides[0] if heads > 1 else 0)
+        head = 0 if cells.shape == (1,) else head
+    (token, packed_head, size), (pool_head, step) = tokens.strides, pool.strides[2:]
+    form = 1, 0, 0, heads, packed_head, pool_head
+    ends = {"cell_outer": 0, "cell_inner": head}
+    if dim > 1 and step != pool.itemsize:
+        form, dim = (heads, packed_head, pool_head, dim, size, step), 1
+        ends = {"cell_outer": head, "cell_inner": 0}
+    numbers = SIDE.filled({
+        "packed": address(tokens), "token": token, "head": packed_head,
+        "cache": address(pool), "block": pool.strides[0], "row": pool.strides[1],
+        **dict(zip(FORM, form, strict=True)), "dim": dim,
+        "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0, "elements": dim, "line_bytes": 0,
+        "stores": 1, "cells": 0 if cells is None else address(cells), "cell_block": block, "cell_row": row,
+        **ends,
+    })  # fmt: skip
+    return moving([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, cells))
+
+
+def row_form(packed, cache):
+    """(outer, packed stride, cache stride, inner, packed stride, cache stride, bytes) of a token's row."""
+    (_, _, heads, dim), size = cache.shape, cache.itemsize
+    (packed_head, packed_step), (cache_head, cache_step) = packed.strides[1:], cache.strides[2:]
+    if dim > 1 and (packed_step != size or cache_step != size):
+        return heads, packed_head, cache_head, dim, packed_step, cache_step, size
+    if heads == 1 or packed_head == cache_head == dim * size:
+        return 1, 0, 0, 1, 0, 0, heads * dim * size
+    return 1, 0, 0, heads, packed_head, cache_head, dim * size
+
+
+def unit_of(size):
+    """The bytes to move at a time: 16 of them fill a vector, if they can."""
+    for unit in (4, 2, 1):
+        if size % (16 * unit) == 0:
+            return unit
+    return 4 if size % 4 == 0 else 2 if size % 2 == 0 else 1

@@ -1,0 +1,65 @@
+"""Rows turned by a rotation: into a cache, queries on their way to it, outputs on their way from it."""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import launches, memory
+from kvkit.cpu.copy.codes import prepare
+from kvkit.cpu.copy.rows import SIGNATURE, row_by_row
+from kvkit.cpu.simd import rotations as panels
+from kvkit.cpu.simd.panels import LANES
+from kvkit.formats.elements import BY_NAME
+from kvkit.runtime.jit import callback, helper
+
+
+@functools.cache
+def code(element, block, plain=False):
+    """Machine code (target, its strides, source, its strides, factors [2, dim], ..), as `rows` has it."""
+    size = BY_NAME[element].bytes(1)
+    vector = LANES <= block <= panels.MOST and not plain
+    turn: Any = panels.turn(element, block) if vector else plain_turn(element, block)
+
+    def row(target, source, factors, dim):
+        for i in range(0, dim, block):
+            turn(source + i * size, target + i * size, factors + 4 * i, factors + 4 * (dim + i))
+
+    return callback(row_by_row(row), SIGNATURE, ("turn", element, block, plain))
+
+
+def plain_turn(element, block):
+    """Each element as its sum, where a block is too small for vectors, or too large."""
+    get, put, factor = memory.read(element), memory.write(element), memory.load(types.float32)
+    size = BY_NAME[element].bytes(1)
+
+    def turn(source, target, before, after):
+        for i in range(block):
+            total = types.float32(0)
+            for j in range(block):
+                x = get(source + j * size) * factor(before + 4 * j)
+                odd, both = 0, i & j
+                while both:
+                    odd, both = odd ^ 1, both & (both - 1)
+                total += -x if odd else x
+            put(target + i * size, total * factor(after + 4 * i))
+
+    return helper(turn)
+
+
+def turned(x, rotation, what, value=False):
+    """Rows [A, B, C, D] of a float format, turned; `what` as in `formats.rotations`."""
+    dim, made = x.shape[-1], np.empty(x.shape, x.dtype)
+    if x.strides[-1] != x.itemsize:
+        x = np.ascontiguousarray(x)
+    factors = rotation.factors(dim, what, value)
+    at: list[int] = []
+    for array in (made, x):
+        outer, row, head = array.strides[:3]
+        at += launches.address(array), outer, row, head
+    at += launches.address(factors), 0, 0, 0
+    batch, rows, heads, _ = x.shape
+    machine = code(x.dtype.name, rotation.size(dim, value)).address
+    launches.start(prepare(machine, batch, rows, at, heads, dim, x.size))
+    return made

@@ -1,0 +1,241 @@
+"""Rows between packed tensors and a cache: the loops over tokens, heads and elements, for every format.
+
+`rows(...)` is the machine code that `walk` calls for each run of neighbouring rows. It is made from a
+row function, which moves one head of one token: the panel form where the group size allows vectors, the
+plain form otherwise and for what is left at the end of a row. Both forms give the same bits.
+"""
+
+import functools
+from typing import Any
+
+from numba import types
+
+from kvkit.cpu import machine, memory
+from kvkit.cpu.copy import blocks, minifloats
+from kvkit.cpu.simd import panels
+from kvkit.formats.elements import BY_NAME
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import callback, helper
+
+LANES = panels.LANES
+MANY = 16  # panels whose scales are found before their codes: their 4 KB stay in the nearest cache
+SIGNATURE = types.void(*[types.int64] * 13)
+STORE, LOAD, READ = "store", "load", "read"
+
+
+@functools.cache
+def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, plain=False):
+    """Compile the transfer of rows between format names `packed` and `cache`.
+
+    With quantization `scale` names the format of the cells, `group` is how many elements share one and
+    `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
+    `stream` writes around the caches; `plain` leaves the vectors out, for the tests. The result's
+    `address` is what `walk` calls. READ is LOAD but for codes, whose products with scales it does not round
+    to the type of the scales: so attention reads them. Floats of 8 bits are products in float32 in both; a
+    group of 0 is a row with one scale, which a store has from its caller (of int8 too).
+    """
+    stored = BY_NAME[cache]
+    if stored.block:
+        transfer = row_by_row(blocks.row(direction, packed, cache, plain))
+    elif scale is None:
+        transfer = row_by_row(moved_row(direction, packed, cache, stream, plain))
+    elif direction == STORE and (stored.minifloat or not group):
+        transfer = row_by_row(minifloats.scaled_row(packed, cache, scale, group, plain))
+    elif direction != STORE:
+        product = scale if direction == LOAD and not stored.minifloat else "float32"
+        transfer = row_by_row(dequantized_row(packed, cache, scale, group, product, stream, plain))
+    elif plain or not panels.lanes_divide(group):
+        transfer = row_by_row(quantized_row(packed, cache, scale, group))
+    else:
+        transfer = quantized_panels(packed, cache, scale, group, groups)
+    key = (direction, packed, cache, scale, group, groups, stream, plain, machine.has_integers())
+    return callback(transfer, SIGNATURE, key)
+
+
+def row_by_row(row):
+    """The loops over tokens, heads and repeats around a row function."""
+    row = helper(row)
+
+    def transfer(
+        packed, packed_token, packed_head, cache, cache_token, cache_head,
+        scale, scale_token, scale_head, tokens, heads, repeat, dim,
+    ):  # fmt: skip
+        for token in range(tokens):
+            for head in range(heads):
+                for copy in range(repeat):
+                    row(
+                        packed + token * packed_token + (head * repeat + copy) * packed_head,
+                        cache + token * cache_token + head * cache_head,
+                        scale + token * scale_token + head * scale_head,
+                        dim,
+                    )
+
+    return transfer
+
+
+def moved_row(direction, packed, cache, stream, plain):
+    """The same elements in another format, or the same bits in the same one."""
+    source, target = (packed, cache) if direction == STORE else (cache, packed)
+    if source == target:
+        get, put = memory.load(memory.BITS[source]), memory.store(memory.BITS[target])
+    else:
+        get, put = memory.read(source), memory.write(target)
+    panel, stores = panels.move(source, target, stream), direction == STORE
+    source_bytes, target_bytes = BY_NAME[source].bytes(1), BY_NAME[target].bytes(1)
+
+    def row(packed, cache, scale, dim):
+        source, target = (packed, cache) if stores else (cache, packed)
+        whole = 0 if plain else dim // LANES * LANES
+        for i in range(0, whole, LANES):
+            panel(source + i * source_bytes, target + i * target_bytes)
+        for i in range(whole, dim):
+            put(target + i * target_bytes, get(source + i * source_bytes))
+
+    return row
+
+
+def dequantized_row(packed, cache, scale, group, product, stream, plain):
+    """Codes times the scale of their group, rounded to the format `product` and then to that of the data."""
+    get_cell, put = memory.read(scale), memory.write(packed)
+    code_bits, minifloat = BY_NAME[cache].bits, BY_NAME[cache].minifloat
+    get_code = memory.read(cache) if minifloat else memory.load(types.int8)
+    packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    vector = panels.lanes_divide(group) and not plain
+    panel: Any = panels.dequantize(cache, scale, group, product, packed, stream) if vector else None
+
+    def one(packed_address, cache, cell, i):
+        byte = get_code(cache + i * code_bits // 8)
+        if code_bits == 4:
+            byte = numeric.high_nibble(byte) if i % 2 else numeric.low_nibble(byte)
+        put(packed_address + i * packed_bytes, numeric.dequantize(packed, product, byte, cell))
+
+    one = helper(one)
+
+    def row(packed, cache, scale, dim):
+        whole, shared = 0, group if group else dim
+        if vector:
+            whole = dim // LANES * LANES
+            for i in range(0, whole, LANES):
+                panel(cache + i * code_bits // 8, scale + i // shared * cell_bytes, packed + i * packed_bytes)
+        for i in range(whole, dim):
+            one(packed, cache, get_cell(scale + i // shared * cell_bytes), i)
+
+    return row
+
+
+def quantized_row(packed, cache, scale, group):
+    """One scale for each group, and each element's code."""
+    get, put_cell, put_code = memory.read(packed), memory.write(scale), memory.store(types.int8)
+    code_bits, (_, qmax) = BY_NAME[cache].bits, BY_NAME[cache].limits
+    packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+
+    def row(packed_address, cache, scale, dim):
+        for first in range(0, dim, group):
+            source, target = packed_address + first * packed_bytes, cache + first * code_bits // 8
+            largest = abs(get(source))
+            for i in range(1, group):
+                largest = max(largest, abs(get(source + i * packed_bytes)))
+            step = numeric.group_scale(packed, largest, qmax)
+            put_cell(scale + first // group * cell_bytes, step)
+            if code_bits == 8:
+                for i in range(group):
+                    put_code(target + i, numeric.quantize(packed, get(source + i * packed_bytes), step, qmax))
+            else:
+                for i in range(0, group, 2):
+                    low = numeric.quantize(packed, get(source + i * packed_bytes), step, qmax)
+                    high = numeric.quantize(packed, get(source + (i + 1) * packed_bytes), step, qmax)
+                    put_code(target + i // 2, numeric.pack_nibbles(low, high))
+
+    return row
+
+
+def quantized_panels(packed, cache, scale, group, groups):
+    """`quantized_row` in panels of `groups` groups, MANY at a time.
+
+    First the maxima of their groups, then scales, 16 at once whichever panels they are of, then the codes.
+    Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
+    be neighbours in the cache.
+    """
+    maxima = panels.maxima(packed, group, groups)
+    scales = panels.scales(packed, cache, scale)
+    quantize = panels.quantize(packed, cache, scale, group, groups)
+    rest = helper(quantized_row(packed, cache, scale, group))
+    step = groups * group
+    packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
+    largest_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    largest_step, cell_step = groups * largest_bytes, groups * cell_bytes
+    room = 4 * (MANY * groups + LANES)  # for a number of each group
+    scratch = memory.scratch(4 * room)
+
+    def find_maxima(packed, packed_token, packed_head, tokens, heads, across, largest):
+        for token in range(tokens):
+            for head in range(heads):
+                source = packed + token * packed_token + head * packed_head
+                for _ in range(across):
+                    maxima(source, largest)
+                    source += packed_step
+                    largest += largest_step
+
+    def write_codes(
+        packed, packed_token, packed_head, cache, cache_token, cache_head,
+        scale, scale_token, scale_head, tokens, heads, across, divisors,
+    ):  # fmt: skip
+        for head in range(heads):
+            for token in range(tokens):
+                source = packed + token * packed_token + head * packed_head
+                target = cache + token * cache_token + head * cache_head
+                cell = scale + token * scale_token + head * scale_head
+                first = (token * heads + head) * across
+                for panel in range(first, first + across):
+                    divisor = divisors + 4 * groups * panel
+                    quantize(
+                        source, divisor, divisor + room, divisors + 2 * room + cell_step * panel, target, cell
+                    )
+                    source += packed_step
+                    target += code_step
+                    cell += cell_step
+
+    find_maxima, write_codes = helper(find_maxima), helper(write_codes)
+
+    def transfer(
+        packed, packed_token, packed_head, cache, cache_token, cache_head,
+        scale, scale_token, scale_head, tokens, heads, repeat, dim,
+    ):  # fmt: skip
+        in_row, largest = dim // step, scratch()
+        divisors = largest + room  # scales; behind them reciprocals, and scales as they are stored
+        wide = max(1, min(in_row, MANY))
+        high = max(1, min(heads, MANY // wide))
+        long = MANY // (wide * high)
+        token = 0
+        while token < tokens:
+            head = 0
+            while head < heads:
+                panel = 0
+                while panel < in_row:
+                    source = packed + token * packed_token + head * packed_head + panel * packed_step
+                    size = min(long, tokens - token), min(high, heads - head), min(wide, in_row - panel)
+                    find_maxima(source, packed_token, packed_head, *size, largest)
+                    for i in range(0, size[0] * size[1] * size[2] * groups, LANES):
+                        scales(largest + i * largest_bytes, divisors + 4 * i, divisors + room + 4 * i,
+                               divisors + 2 * room + i * cell_bytes)  # fmt: skip
+                    write_codes(
+                        source, packed_token, packed_head,
+                        cache + token * cache_token + head * cache_head + panel * code_step,
+                        cache_token, cache_head,
+                        scale + token * scale_token + head * scale_head + panel * cell_step,
+                        scale_token, scale_head, *size, divisors,
+                    )  # fmt: skip
+                    panel += wide
+                head += high
+            token += long
+        if in_row * step < dim:
+            for token in range(tokens):
+                for head in range(heads):
+                    rest(
+                        packed + token * packed_token + head * packed_head + in_row * packed_step,
+                        cache + token * cache_token + head * cache_head + in_row * code_step,
+                        scale + token * scale_token + head * scale_head + in_row * cell_step,
+                        dim - in_row * step,
+                    )
+
+    return transfer

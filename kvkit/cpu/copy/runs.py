@@ -1,0 +1,145 @@
+"""Rows from one cache to another, of any two layouts: runs of tokens, each in chunks of its content.
+
+A chunk is what lies together in both caches: a token's whole row, a head, or a few elements. Nothing is
+converted, so that only its bytes count.
+"""
+
+import functools
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kvkit.cpu import memory
+from kvkit.cpu.copy.transfer import SMALL_BYTES
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
+from kvkit.formulas.index import share
+from kvkit.runtime.jit import callback, helper
+
+PIECE, LONG = 256, 4096  # bytes
+TASK = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
+RUN, CHUNK = 8 * 3, 8 * 2  # bytes
+
+get, record = memory.load(types.int64), memory.record(TASK)
+
+
+@intrinsic
+def copy(typingctx, source, target, size):
+    """(source, target, size): bytes from one address to another."""
+
+    def codegen(context, builder, signature, values):
+        byte = ir.IntType(8).as_pointer()
+        from_, to = (builder.inttoptr(value, byte) for value in values[:2])
+        cgutils.raw_memcpy(builder, to, from_, values[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@helper
+def moved(source, target, size):
+    """Bytes from one address to another: the libraries' own copy is at half its speed for 1 to 4 KB."""
+    if size < LONG:
+        while size >= PIECE:
+            copy(source, target, PIECE)
+            source, target, size = source + PIECE, target + PIECE, size - PIECE
+    copy(source, target, size)
+
+
+def evenly(size):
+    """(source, step, target, step, count): pieces of `size` bytes, known when this is compiled."""
+
+    def evenly(source, source_step, target, target_step, count):
+        for i in range(count):
+            copy(source + i * source_step, target + i * target_step, size)
+
+    return helper(evenly)
+
+
+def scattered(size):
+    """(source, target, chunks, end): the chunks of one token, of `size` bytes."""
+
+    def scattered(source, target, chunks, end):
+        for chunk in range(chunks, end, CHUNK):
+            copy(source + get(chunk), target + get(chunk + 8), size)
+
+    return helper(scattered)
+
+
+even2, even4, even16, even32 = map(evenly, (2, 4, 16, 32))
+chunks2, chunks4, chunks16, chunks32 = map(scattered, (2, 4, 16, 32))
+
+
+@helper
+def along(source, source_step, target, target_step, count, width):
+    """Pieces of `width` bytes, at steps of their own."""
+    if source_step == width and target_step == width:
+        moved(source, target, count * width)
+    elif width == 2:
+        even2(source, source_step, target, target_step, count)
+    elif width == 4:
+        even4(source, source_step, target, target_step, count)
+    elif width == 16:
+        even16(source, source_step, target, target_step, count)
+    elif width == 32:
+        even32(source, source_step, target, target_step, count)
+    else:
+        for i in range(count):
+            moved(source + i * source_step, target + i * target_step, width)
+
+
+@helper
+def across(source, target, chunks, end, width):
+    """The chunks of one token, which are listed up to `end`."""
+    if width == 2:
+        chunks2(source, target, chunks, end)
+    elif width == 4:
+        chunks4(source, target, chunks, end)
+    elif width == 16:
+        chunks16(source, target, chunks, end)
+    elif width == 32:
+        chunks32(source, target, chunks, end)
+    else:
+        for chunk in range(chunks, end, CHUNK):
+            moved(source + get(chunk), target + get(chunk + 8), width)
+
+
+def move(worker, task_at):
+    """Move runs [source address, target address, tokens], whose tokens have chunks at [source, target].
+
+    Chunk by chunk, or token by token: as the target lies in memory.
+    """
+    task = record(task_at)
+    source_step, target_step, width = task.source_step, task.target_step, task.width
+    end = task.chunks + CHUNK * task.chunk_count
+    for i in range(share(task.count, worker, task.workers), share(task.count, worker + 1, task.workers)):
+        run = task.runs + RUN * i
+        source, target, count = get(run), get(run + 8), get(run + 16)
+        if task.by_chunk:
+            for chunk in range(task.chunks, end, CHUNK):
+                along(
+                    source + get(chunk), source_step, target + get(chunk + 8), target_step, count, width
+                )  # fmt: skip
+        else:
+            for t in range(count):
+                across(source + t * source_step, target + t * target_step, task.chunks, end, width)
+
+
+@functools.cache
+def code():
+    return callback(move, WORKER)
+
+
+def prepare(runs, chunks, steps, width, by_chunk, alive):
+    """A launch that moves runs; `alive` are the arrays that the addresses point into."""
+    moved = int(runs[:, 2].sum()) * len(chunks) * width
+    workers = threads() if moved >= SMALL_BYTES else 1
+    task = TASK.filled({
+        "workers": workers, "runs": address(runs), "count": len(runs),
+        "chunks": address(chunks), "chunk_count": len(chunks),
+        "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
+    })  # fmt: skip
+    run = functools.partial(share_out, code(), workers, address(task))
+    return Launch(runs, {}, run, alive=(*alive, task, chunks))

@@ -1,0 +1,134 @@
+"""Append and gather: one walk over tokens and rows, for every layout, mode and format.
+
+Store and load differ only in the machine code that `walk` calls for a run of neighbouring rows, and in
+which tokens of a sequence they walk.
+"""
+
+import functools
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.copy.rows import LOAD, STORE, rows
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
+from kvkit.cpu.simd import panels
+from kvkit.formats.elements import BY_NAME
+from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
+from kvkit.layouts.places import packed_strides
+from kvkit.runtime.jit import callback
+
+BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
+SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
+STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
+
+TASK = Record(
+    "rows_code chunks items workers block heads repeat dim",
+    "sides starts first batch table table_row page_size",
+)
+SIDE = 8 * 12  # bytes
+
+get, call_rows = memory.load(types.int64), memory.call(13)
+record, integers = memory.record(TASK), memory.integers
+
+
+def walk(worker, task_at):
+    """Move the packed tokens of every sequence, which take positions from `first` on, to or from their rows.
+
+    `sides` [key|value, 12] are address and byte strides: packed (address, sequence, token, head), then cache
+    and scale (address, sequence, row, head). Keys and values are items of their own, or, where they are
+    neighbours in the cache, in one, `block` tokens of each in turn (0: apart).
+    """
+    task = record(task_at)
+    starts, first = integers(task.starts), integers(task.first)
+    total, block = starts[task.batch], task.block
+    item = worker
+    while item < task.items:
+        side = item // task.chunks
+        chunk = item - side * task.chunks
+        token, end = share(total, chunk, task.chunks), share(total, chunk + 1, task.chunks)
+        sequence = sequence_among(starts, task.batch, token)
+        while token < end:
+            while token >= starts[sequence + 1]:
+                sequence += 1
+            position = first[sequence] + token - starts[sequence]
+            page = get(task.table + sequence * task.table_row + 8 * page_of(position, task.page_size))
+            row = row_of(page, position, task.page_size)
+            run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, task.page_size))
+            run = min(run, block) if block else run
+            for kv in range(side, 2 if block else side + 1):
+                at = task.sides + SIDE * kv
+                call_rows(
+                    task.rows_code,
+                    get(at) + sequence * get(at + 8) + token * get(at + 16), get(at + 16), get(at + 24),
+                    get(at + 32) + sequence * get(at + 40) + row * get(at + 48), get(at + 48), get(at + 56),
+                    get(at + 64) + sequence * get(at + 72) + row * get(at + 80), get(at + 80), get(at + 88),
+                    run, task.heads, task.repeat, task.dim,
+                )  # fmt: skip
+            token += run
+        item += task.workers
+
+
+@functools.cache
+def code():
+    return callback(walk, WORKER)
+
+
+OWNERS = {
+    STORE: {0: "current_key", 12: "current_value", 4: "cache", 16: "cache"},
+    LOAD: {0: "key", 12: "value", 4: "cache", 16: "cache"},
+}
+SCALE = {8: "scale", 20: "scale"}
+
+
+def store(current_key, current_value, cache, steps):
+    """A launch that appends the packed new tokens to their rows."""
+    return prepare(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
+
+
+def load(key, value, cache, steps, repeat):
+    """A launch that gathers the rows of every sequence's context into packed outputs."""
+    return prepare(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat)
+
+
+def prepare(direction, key, value, cache, starts, first, steps, repeat):
+    """Compile what a transfer needs, or find it, and gather its arguments."""
+    strides = key.strides, value.strides
+    heads, dim = cache.heads, cache.dim
+    moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
+    stream = direction == LOAD and moved >= STREAM_BYTES and aligned(key) and aligned(value)
+    if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
+        heads, dim = 1, heads * dim
+    codes = cache.cell and not BY_NAME[cache.stored].minifloat
+    groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
+    rows_code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
+    sides = np.array(
+        [
+            (address(array), *packed_strides(array), *place)
+            for array, place in zip((key, value), cache.sides, strict=True)
+        ],
+        np.int64,
+    )
+    (key_at, _, row, *_), (value_at, *_) = cache.sides
+    block = 0 if abs(value_at - key_at) > abs(row) else BLOCKS[direction]
+    chunks = threads() if moved >= SMALL_BYTES else 1
+    items = chunks if block else 2 * chunks
+    workers = items if chunks > 1 else 1
+    task = TASK.filled({
+        "rows_code": rows_code, "chunks": chunks, "items": items, "workers": workers, "block": block,
+        "heads": heads, "repeat": repeat, "dim": dim, "sides": address(sides),
+        "starts": address(starts), "first": address(first), "batch": len(first),
+        "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
+    })  # fmt: skip
+    run = functools.partial(share_out, code(), workers, address(task))
+    owners = OWNERS[direction] | (SCALE if cache.cell else {})
+    return Launch(sides.reshape(-1), owners, run, alive=(task, starts, first, steps.table))
+
+
+def aligned(array):
+    """Whether every row begins at a multiple of 16, as streaming needs."""
+    bits = array.ctypes.data
+    for stride in array.strides[:-1]:
+        bits |= stride
+    return bits % 16 == 0

@@ -1,0 +1,162 @@
+"""ALiBi slopes, and masks: a row of one is straight lines, with the row of another mask added."""
+
+import functools
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.copy.transfer import SMALL_BYTES
+from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
+from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
+from kvkit.formats.elements import BY_NAME, mask_bytes
+from kvkit.formulas import numeric
+from kvkit.formulas.index import sequence_among, share
+from kvkit.runtime.jit import callback, helper
+
+LANES = 16
+F64 = ir.DoubleType()
+ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
+INT = types.int64
+ROW_SIGNATURE = types.void(*[INT] * 9)
+TASK = Record("row_code workers starts kvstarts sequences batches heads columns padding places")
+
+call_row, record, integers = memory.call(9), memory.record(TASK), memory.integers
+put_slope = memory.store(types.float32)
+
+
+def slopes(target, num_heads):
+    for head in range(num_heads):
+        put_slope(target + 4 * head, numeric.alibi_slope(head, num_heads))
+
+
+@functools.cache
+def compiled_slopes():
+    return callback(slopes, types.void(INT, INT)).ctypes
+
+
+@functools.cache
+def addend(mask):
+    """(address) -> float32, an element of a mask; False of a boolean one hides."""
+    if mask == "bool":
+        raw = memory.load(types.int8)
+        return helper(lambda address: ZERO if raw(address) else MINUS_INF)
+    return memory.read(mask)
+
+
+def addends(b, address, mask):
+    """16 lanes of a mask."""
+    if mask != "bool":
+        return widen(read(b, address, RAW[mask], LANES), mask)
+    raw = read(b, address, I8, LANES)
+    hides = b.icmp_unsigned("==", raw.value, raw.of(0))
+    zero, hidden = (ir.Constant(ir.VectorType(F32, LANES), [x] * LANES) for x in (0.0, float("-inf")))
+    return Lanes(b, b.select(hides, hidden, zero))
+
+
+@functools.cache
+def panel(element, mask):
+    """(target, mask, slope, distance, offset): 16 elements of a line; floats come as bits."""
+
+    @micro_kernel(5)
+    def panel(b, target, mask_address, slope, distance, offset):
+        slope, offset = (fill(b, b.bitcast(b.trunc(bits, I32), F32), LANES) for bits in (slope, offset))
+        begin = b.insert_element(
+            ir.Constant(ir.VectorType(F64, 1), ir.Undefined), b.sitofp(distance, F64), I32(0)
+        )
+        steps = ir.Constant(ir.VectorType(F64, LANES), [float(lane) for lane in range(LANES)])
+        line = (Lanes(b, begin).pick([0] * LANES) + Lanes(b, steps)).cast("fptrunc", F32) * slope + offset
+        if mask is not None:
+            line = line + addends(b, mask_address, mask)
+        write(b, target, narrow(line, element))
+
+    return panel
+
+
+@functools.cache
+def line(element, mask, plain):
+    """Columns first..last-1 of a row: slope * (column - diagonal) + offset, and the mask."""
+    put, size, mask_size = memory.write(element), BY_NAME[element].bytes(1), mask_bytes(mask)
+    vector = panel(element, mask)
+    if mask is None:
+        added = helper(lambda x, address: x)
+    else:
+        get = addend(mask)
+        added = helper(lambda x, address: x + get(address))
+
+    def line(target, mask_row, first, last, slope, diagonal, offset):
+        whole = first if plain else last - (last - first) % LANES
+        slope_bits, offset_bits = np.int64(numeric.bits_of(slope)), np.int64(numeric.bits_of(offset))
+        for j in range(first, whole, LANES):
+            vector(target + j * size, mask_row + j * mask_size, slope_bits, j - diagonal, offset_bits)
+        for j in range(whole, last):
+            x = numeric.alibi_bias(slope, j - diagonal) + offset
+            put(target + j * size, added(x, mask_row + j * mask_size))
+
+    return helper(line)
+
+
+@functools.cache
+def row_of_mask(element, mask=None, plain=False):
+    """Compile a row: zeros, from `begin` to `end` the biases of a sequence, zeros up to `total`, padding.
+
+    The mask covers `total` columns. `plain` leaves the vectors out, for the tests.
+    """
+    masked, bare = line(element, mask, plain), line(element, None, plain)
+
+    def row_of_mask(target, mask_row, begin, end, diagonal, total, columns, slope, padding):
+        seen = min(max(diagonal + 1, begin), end)
+        slope, padding = numeric.float_of(np.uint32(slope)), numeric.float_of(np.uint32(padding))
+        masked(target, mask_row, 0, begin, ZERO, 0, ZERO)
+        masked(target, mask_row, begin, seen, slope, diagonal, ZERO)
+        bare(target, mask_row, seen, end, ZERO, 0, MINUS_INF)
+        masked(target, mask_row, end, total, ZERO, 0, ZERO)
+        bare(target, mask_row, total, columns, ZERO, 0, padding)
+
+    return callback(row_of_mask, ROW_SIGNATURE, (element, mask, plain))
+
+
+def walk(worker, task_at):
+    """Write every row; `places` [target|mask] are address and byte strides (batch, head, row)."""
+    task = record(task_at)
+    starts, kvstarts, places = integers(task.starts), integers(task.kvstarts), integers(task.places)
+    rows, total = starts[task.sequences], kvstarts[task.sequences]
+    items = task.batches * task.heads * rows
+    for item in range(share(items, worker, task.workers), share(items, worker + 1, task.workers)):
+        head, row = item // rows, item % rows
+        batch, head = head // task.heads, head % task.heads
+        sequence = sequence_among(starts, task.sequences, row)
+        begin, end = kvstarts[sequence], kvstarts[sequence + 1]
+        call_row(
+            task.row_code,
+            places[0] + batch * places[1] + head * places[2] + row * places[3],
+            places[4] + batch * places[5] + head * places[6] + row * places[7],
+            begin, end, end - starts[sequence + 1] + row, total, task.columns,
+            np.int64(numeric.bits_of(numeric.alibi_slope(head, task.heads))), task.padding,
+        )  # fmt: skip
+
+
+@functools.cache
+def code():
+    return callback(walk, WORKER)
+
+
+def prepare(target, element, starts, kvstarts, mask, mask_element, padding):
+    """A launch that fills `target` [batch, head, row, column]; `mask` is where another lies, or zeros.
+
+    Rows and columns are those of sequences that begin at `starts` and `kvstarts`; columns beyond the last
+    hold `padding`. Nothing can fail any more.
+    """
+    batches, heads, _, columns = target.shape
+    workers = threads() if target.nbytes >= SMALL_BYTES else 1
+    places = np.array([(address(target), *target.strides[:3]), mask], np.int64)
+    task = TASK.filled({
+        "row_code": row_of_mask(element, mask_element).address, "workers": workers,
+        "starts": address(starts), "kvstarts": address(kvstarts), "sequences": len(starts) - 1,
+        "batches": batches, "heads": heads, "columns": columns,
+        "padding": int(np.float32(padding).view(np.uint32)), "places": address(places),
+    })  # fmt: skip
+    run = functools.partial(share_out, code(), workers, address(task))
+    return Launch(places.reshape(-1), {}, run, alive=(target, task, starts, kvstarts))

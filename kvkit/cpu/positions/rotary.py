@@ -1,0 +1,274 @@
+"""Rotary position embedding: the angles of a token once, then every head of its query and key.
+
+Elements turn in pairs, of neighbours or of both halves. The table of a token has each cosine twice and each
+sine with both signs, where the elements of a pair are, so that a panel of neighbours is x * cosines + (x with
+the elements of each pair swapped) * sines.
+"""
+
+import functools
+import math
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
+from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
+from kvkit.cpu.records import Record
+from kvkit.cpu.simd import panels
+from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
+from kvkit.formats.elements import BY_NAME
+from kvkit.formulas import numeric
+from kvkit.formulas.index import sequence_among, share
+from kvkit.layouts.places import packed_strides
+from kvkit.runtime.jit import INDEX, callback, helper
+
+LANES = 16
+INT, FLOAT = types.int64, types.float64
+HEADS_SIGNATURE = types.void(*[INT] * 9)
+FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX, INT, INT, FLOAT, INT)
+TASK = Record(
+    "heads_code workers starts first batch sides dim turned halves",
+    "table table_bytes numbers longest scratch scratch_bytes",
+)
+SIDE = 8 * 10  # bytes
+OWNERS = {0: "query", 4: "turned query", 10: "key", 14: "turned key"}  # of addresses in sides
+
+call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
+get, get_double = memory.load(types.int64), memory.load(types.float64)
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+record, integers = memory.record(TASK), memory.integers
+
+
+@functools.cache
+def panel(element, stream):
+    """(source, target, cosines, sines): 16 elements turned."""
+
+    @micro_kernel(4)
+    def panel(b, source, target, cosines, sines):
+        x = widen(read(b, source, RAW[element], LANES), element)
+        swapped = x.pick(lane ^ 1 for lane in range(LANES))
+        cosine, sine = (read(b, table, RAW["float32"], LANES) for table in (cosines, sines))
+        write(b, target, narrow(x * cosine + swapped * sine, element), stream)
+
+    return panel
+
+
+@functools.cache
+def heads_of(element, stream=False, plain=False):
+    """Compile what happens to all heads of one token of a query or key; kernels call its `address`.
+
+    `stream` writes around the caches; `plain` leaves the vectors out, for the tests.
+    """
+    size = BY_NAME[element].bytes(1)
+    get, put = memory.read(element), memory.write(element)
+    raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
+    turn, move, table = panel(element, stream), panels.move(element, element, stream), memory.read("float32")
+
+    def heads_of(source, source_head, target, target_head, heads, dim, turned, cosines, sines):
+        whole = 0 if plain else turned // LANES * LANES
+        moved = turned if plain or turned % LANES else turned + (dim - turned) // LANES * LANES
+        for head in range(heads):
+            x, y = source + head * source_head, target + head * target_head
+            for i in range(0, whole, LANES):
+                turn(x + i * size, y + i * size, cosines + i * 4, sines + i * 4)
+            for i in range(whole, turned, 2):
+                even, odd = get(x + i * size), get(x + (i + 1) * size)
+                cosine, sine = table(cosines + i * 4), table(sines + (i + 1) * 4)
+                even, odd = rotated(even, odd, cosine, sine)
+                put(y + i * size, even)
+                put(y + (i + 1) * size, odd)
+            for i in range(turned, moved, LANES):
+                move(x + i * size, y + i * size)
+            for i in range(moved, dim):
+                raw_put(y + i * size, raw_get(x + i * size))
+
+    return callback(heads_of, HEADS_SIGNATURE, (element, stream, plain))
+
+
+@functools.cache
+def panels_of_halves(element, stream):
+    """(source, target, half, cosines, sines): 16 elements and those `half` bytes behind them, turned."""
+
+    @micro_kernel(5)
+    def panels(b, source, target, half, cosines, sines):
+        x, y = (widen(read(b, at, RAW[element], LANES), element) for at in (source, b.add(source, half)))
+        cosine, sine = (read(b, table, RAW["float32"], LANES) for table in (cosines, sines))
+        write(b, target, narrow(x * cosine - y * sine, element), stream)
+        write(b, b.add(target, half), narrow(y * cosine + x * sine, element), stream)
+
+    return panels
+
+
+@functools.cache
+def halves_of(element, stream=False, plain=False):
+    """`heads_of` where an element's pair is half of what turns behind it."""
+    size = BY_NAME[element].bytes(1)
+    get, put = memory.read(element), memory.write(element)
+    raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
+    turn, table = panels_of_halves(element, stream), memory.read("float32")
+
+    def halves_of(source, source_head, target, target_head, heads, dim, turned, cosines, sines):
+        half = turned // 2
+        whole = 0 if plain else half // LANES * LANES
+        behind, positive = half * size, sines + half * 4
+        for head in range(heads):
+            x, y = source + head * source_head, target + head * target_head
+            for i in range(0, whole, LANES):
+                turn(x + i * size, y + i * size, behind, cosines + i * 4, positive + i * 4)
+            for i in range(whole, half):
+                at, to = x + i * size, y + i * size
+                one, other = rotated(
+                    get(at), get(at + behind), table(cosines + i * 4), table(positive + i * 4)
+                )
+                put(to, one)
+                put(to + behind, other)
+            for i in range(turned, dim):
+                raw_put(y + i * size, raw_get(x + i * size))
+
+    return callback(halves_of, HEADS_SIGNATURE, (element, stream, plain))
+
+
+@helper
+def fill(frequencies, pairs, base):
+    """The frequencies of a base."""
+    for pair in range(pairs):
+        put_float(frequencies + 4 * pair, numeric.rotary_frequency(base, pair, 2 * pairs))
+
+
+def fill_all(theta, turned, stops, count, longest, factor, table):
+    for row in range(count):
+        base = numeric.rotary_theta(theta, turned, stops[row], longest, factor)
+        fill(table + 2 * turned * row, turned // 2, base)
+
+
+@functools.cache
+def frequencies_code():
+    return callback(fill_all, FREQUENCIES_SIGNATURE)
+
+
+def frequencies(theta, turned, stops, longest, factor):
+    """The frequencies [stops, pairs] of sequences that end at `stops`."""
+    table = np.empty((len(stops), turned // 2), np.float32)
+    frequencies_code().ctypes(
+        theta, turned, address(stops), len(stops), longest, factor, address(table)
+    )  # fmt: skip
+    return table
+
+
+@helper
+def turns(position, divisor, frequencies, pairs, halves, cosines, sines):
+    """The table of a token."""
+    fastest = max(get_float(frequencies), get_float(frequencies + 4 * (pairs - 1)))
+    if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.TURNS:
+        for i in range(pairs):
+            cosine, sine = numeric.cos_sin(
+                numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i))
+            )
+            put_pair(i, pairs, halves, cosine, sine, cosines, sines)
+    else:
+        for i in range(pairs):
+            angle = np.float64(numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i)))
+            cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
+            put_pair(i, pairs, halves, cosine, sine, cosines, sines)
+
+
+@helper
+def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
+    """Those of pair i, where its elements are."""
+    one, other = (4 * i, 4 * (i + pairs)) if halves else (8 * i, 8 * i + 4)
+    put_float(cosines + one, cosine)
+    put_float(cosines + other, cosine)
+    put_float(sines + one, -sine)
+    put_float(sines + other, sine)
+
+
+def walk(worker, task_at):
+    """Turn the packed tokens of every sequence, which take positions from `first` on.
+
+    `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and the
+    target, the number of heads and how many elements of each turn: `turned`, or none. `table` is where
+    cosines [positions, pairs] are given, sines `table_bytes` behind them; if it is 0 they are computed.
+    `numbers` are theta, the divisor of positions, and the factor of the base beyond `longest`.
+    """
+    task = record(task_at)
+    starts, first, turned, pairs = integers(task.starts), integers(task.first), task.turned, task.turned // 2
+    theta, divisor = get_double(task.numbers), get_double(task.numbers + 8)
+    factor, total = get_double(task.numbers + 16), starts[task.batch]
+    begin, end = share(total, worker, task.workers), share(total, worker + 1, task.workers)
+    cosines = task.scratch + worker * task.scratch_bytes
+    sines, frequencies = cosines + 4 * turned, cosines + 8 * turned
+    sequence, base = sequence_among(starts, task.batch, begin), -1.0
+    for token in range(begin, end):
+        while starts[sequence + 1] <= token:
+            sequence += 1
+        position = first[sequence] + token - starts[sequence]
+        if task.table:
+            for i in range(pairs):
+                at = task.table + 4 * (position * pairs + i)
+                cosine, sine = get_float(at), get_float(at + task.table_bytes)
+                put_pair(i, pairs, task.halves, cosine, sine, cosines, sines)
+        else:
+            stop = first[sequence] + starts[sequence + 1] - starts[sequence]
+            stretched = numeric.rotary_theta(theta, turned, stop, task.longest, factor)
+            if stretched != base:
+                base = stretched
+                fill(frequencies, pairs, base)
+            turns(position, divisor, frequencies, pairs, task.halves, cosines, sines)
+        for side in range(2):
+            at = task.sides + SIDE * side
+            call_heads(
+                task.heads_code,
+                get(at) + sequence * get(at + 8) + token * get(at + 16), get(at + 24),
+                get(at + 32) + sequence * get(at + 40) + token * get(at + 48), get(at + 56),
+                get(at + 64), task.dim, get(at + 72), cosines, sines,
+            )  # fmt: skip
+
+
+@functools.cache
+def code():
+    return callback(walk, WORKER)
+
+
+def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
+    """A launch that turns `moves`: (query, its output) and (key, its output). Nothing can fail any more.
+
+    `halves` says which elements are pairs; `tables` are float32 [cosines | sines, positions, pairs], or None.
+    `scaling` is (theta, divisor of positions, longest, factor of the base beyond).
+    """
+    sides, moved = [], 0
+    for (source, target), turning in zip(moves, (turned, 0 if bypass_key else turned), strict=True):
+        place = address(target)
+        where = address(source), *packed_strides(source), place, *packed_strides(target)
+        heads = source.shape[-2] if turning or where[0] != place else 0  # nothing to do in place
+        sides.append((*where, heads, turning))
+        moved += target.nbytes
+    stream = moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
+    stream = stream and not (halves and turned // 2 * moves[0][0].itemsize % 16)
+    workers = threads() if moved >= SMALL_BYTES else 1
+    theta, divisor, longest, factor = scaling
+    places, numbers, scratch_bytes = np.array(sides, np.int64), doubles(theta, divisor, factor), 64 * turned
+    task = TASK.filled({
+        "heads_code": (halves_of if halves else heads_of)(element, stream).address, "workers": workers,
+        "starts": address(starts), "first": address(first), "batch": len(first),
+        "sides": address(places), "dim": moves[0][0].shape[-1], "turned": turned, "halves": halves,
+        "table": 0 if tables is None else address(tables),
+        "table_bytes": 0 if tables is None else tables.strides[0],
+        "numbers": address(numbers), "longest": longest,
+        "scratch": 0, "scratch_bytes": scratch_bytes,
+    })  # fmt: skip
+    walk = code()
+
+    def run():
+        task[TASK.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
+        share_out(walk, workers, address(task))
+
+    return Launch(places.reshape(-1), OWNERS, run, alive=(task, moves, starts, first, numbers, tables))
+
+
+scratch = Arena()  # of workers: cosines, sines, frequencies
+
+
+@functools.lru_cache(64)
+def doubles(*numbers):
+    return np.array(numbers)

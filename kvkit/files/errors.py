@@ -1,0 +1,38 @@
+"""The words of errors about files: one form for all of them."""
+
+import contextlib
+import errno
+import warnings
+
+from kvkit.errors import KvkitError, brief
+
+AGAIN = "save or copy the file again"
+
+
+class FileError(KvkitError):
+    """A file is not what it should be: path, what is wrong, what to do."""
+
+
+def file_error(path, what, cure=AGAIN):
+    """The one form of an error about a file."""
+    return FileError(f"{path}: {what}: {cure}")
+
+
+def quoted(name):
+    """A name in a file, as a message may hold it."""
+    return f"'{brief(name)}'"
+
+
+@contextlib.contextmanager
+def reading_errors(path, what):
+    """Say in our words that bytes make no sense: zipfile, numpy and json have a dozen exceptions for it."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except (MemoryError, FileError):
+        raise
+    except Exception as error:
+        # A seek to an absurd place is the file's fault; any other OSError is the machine's.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise file_error(path, f"{what} ({brief(str(error) or type(error).__name__)})") from error

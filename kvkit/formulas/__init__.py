@@ -1,0 +1,1 @@
+"""Scalar formulas that the kernels for CPU and GPU share."""

@@ -1,0 +1,82 @@
+"""Index math, written once for both targets: which row a token has, what it sees, how work is shared out.
+
+A mode of addressing is a page table: offset mode is a table of one endless page a sequence, a static
+cache is offset mode from row 0 with a stride between sequences, a slot mapping is pages of one row.
+Every index is int64. Helpers take scalars; reading a table is the kernel's business, but for the two searches
+at the end, in tables that ascend.
+"""
+
+from kvkit.runtime.jit import shared
+
+
+@shared
+def page_of(position, page_size):
+    """The page of a sequence that holds a position: a column of its page table."""
+    return position // page_size
+
+
+@shared
+def row_of(page_start, position, page_size):
+    """The row that holds a position, in a page that begins at row `page_start`."""
+    return page_start + position % page_size
+
+
+@shared
+def rest_of_page(position, page_size):
+    """How many tokens from `position` on lie in its page, hence in neighbouring rows."""
+    return page_size - position % page_size
+
+
+@shared
+def filled(tokens, page, page_size):
+    """How many rows of a page hold one of a sequence's first `tokens` tokens."""
+    return min(page_size, max(tokens - page * page_size, 0))
+
+
+@shared
+def inside(first, count, rows):
+    """Whether `count` rows from `first` on are among `rows`; no sum here can overflow."""
+    return 0 <= first <= rows - count
+
+
+@shared
+def visible_range(seqlen, kvlen, token, left, right, causal):
+    """(begin, end) of the positions that a query token sees, as far as they are a range; -1 is no limit."""
+    position = kvlen - seqlen + token
+    begin = max(position - left, 0) if left >= 0 else 0
+    end = min(position + right + 1, kvlen) if right >= 0 else kvlen
+    if causal:
+        end = min(end, position + 1)
+    return begin, max(end, begin)
+
+
+@shared
+def share(total, number, shares):
+    """Where share `number` of `total` equal items begins; share `shares` begins at the end."""
+    return total // shares * number + min(number, total % shares)
+
+
+@shared
+def sequence_among(starts, sequences, token):
+    """The sequence of a packed token: the last one that begins at or before it."""
+    low, high = 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= token:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@shared
+def met(begins, ends, runs, first, last):
+    """The last of some sorted runs that begins before row `last`, if it ends behind row `first`; else -1."""
+    low, high = 0, runs
+    while low < high:
+        middle = (low + high) // 2
+        if begins[middle] < last:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1 if low and ends[low - 1] > first else -1

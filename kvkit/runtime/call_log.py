@@ -1,0 +1,149 @@
+"""Calls on disk: arrays as .npy files beside a manifest, and the log of calls that KVKIT_LOG asks for.
+
+    KVKIT_LOG=1     names of operators, on stderr, before they run
+    KVKIT_LOG=3     shapes, dtypes and strides of their arguments too
+    KVKIT_LOG=5     their least and largest numbers, and how many are not finite
+    KVKIT_LOG=10    everything in a folder, which `kvkit vectors replay` runs
+
+A call is written before it runs, so that its dump outlives a crash. KVKIT_LOG_FOLDER is where (kvkit_dumps);
+after KVKIT_LOG_CALLS calls (1000) or KVKIT_LOG_BYTES bytes (2**30) nothing more is written.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+BITS = {2: np.uint16, 1: np.uint8}  # what dtypes that .npy does not know are written as
+UNLOGGED = "self", "out", "stream"
+TOTALS = {"calls": 0, "bytes": 0, "silent": False}
+
+
+def write_array(folder, name, array, raw=False):
+    """Write an array below a folder; what a manifest says of it."""
+    array = np.asarray(array)
+    dtype = array.dtype
+    bits = array.view(BITS[dtype.itemsize]) if dtype.kind == "V" or dtype.name not in np.sctypeDict else array
+    path = Path(folder, f"{name}.{'bin' if raw else 'npy'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if raw:
+        path.write_bytes(np.ascontiguousarray(bits).tobytes())
+    else:
+        np.save(path, bits)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {
+        "file": path.relative_to(folder).as_posix(),
+        "dtype": dtype.name,
+        "shape": list(array.shape),
+        "sha256": digest,
+    }
+
+
+def write_argument(folder, name, value, raw=False):
+    """What a manifest says of an argument: an array in a file, several of one shape as one, a plain value."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if is_plain(value):
+        return {"value": value}
+    if isinstance(value, (list, tuple)):
+        value = np.stack(value)
+    if np.asarray(value).dtype.hasobject:
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return write_array(folder, name, value, raw)
+
+
+def is_plain(value):
+    """Whether JSON has a value as it is; tuples as lists."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def write_manifest(folder, cases, **more):
+    """The manifest of some cases, in one step."""
+    text = (
+        json.dumps({"format_version": FORMAT_VERSION, **more, "cases": cases}, indent=1, default=str) + "\n"
+    )
+    temporary = Path(folder, f".{MANIFEST}")
+    temporary.write_text(text)
+    os.replace(temporary, Path(folder, MANIFEST))
+
+
+# The log
+
+
+def limit(name, default):
+    """A number of the environment; anything else is not asked for."""
+    number = os.environ.get(name, "")
+    return int(number) if number.isdecimal() else default
+
+
+level = limit("KVKIT_LOG", 0)  # once: a look into the environment takes longer than a call's own wrapper
+
+
+def operator_path(operator):
+    """The path of an operator inside the package."""
+    room = operator.__module__.split(".")[1]
+    path = operator.__qualname__
+    return path if room in ("static", operator.__name__, "merge", "paged") else f"{room}.{path}"
+
+
+def log_operator(name, given, read):
+    """Say that an operator is called with arguments by name, as much as KVKIT_LOG asks for.
+
+    `read` is told the name of an argument and the argument, and makes arrays numpy's. No call fails for that.
+    """
+    plan = given.get("self")
+    given = {key: value for key, value in given.items() if key not in UNLOGGED and value is not None}
+    print(f"kvkit: {name}", file=sys.stderr)
+    try:
+        if level >= 5:
+            given = {key: read(key, value) for key, value in given.items()}
+        if level >= 3:
+            lines = [f"  {key}: {describe_argument(value, level >= 5)}" for key, value in given.items()]
+            print("\n".join(lines), file=sys.stderr)
+        if level >= 10 and not name.endswith(".plan"):
+            whole, index = name.replace("Plan.", ""), plan.step.sequences.index() if plan else {}
+            if plan and "attention" in name:
+                index["decoding_batches"] = plan.step.sequences.decoding
+            write_call(whole, index | given)
+    except Exception as error:
+        print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
+
+
+def describe_argument(value, numbers):
+    """An argument in words."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return repr(value)[:80]
+    strides = f", strides {value.strides}" if isinstance(value, np.ndarray) else ""
+    text = f"{value.dtype} {tuple(value.shape)}{strides}"
+    if not numbers or not isinstance(value, np.ndarray) or not value.size:
+        return text
+    wide = value.astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    span = f", {finite.min():.6g} to {finite.max():.6g}, mean {finite.mean():.6g}" if finite.size else ""
+    return f"{text}{span}, {wide.size - finite.size} not finite, {int((wide == 0).sum())} zeros"
+
+
+def write_call(name, given):
+    """Write a call, if that is within the limits."""
+    size = sum(value.nbytes for value in given.values() if isinstance(value, np.ndarray))
+    most = limit("KVKIT_LOG_CALLS", 1000), limit("KVKIT_LOG_BYTES", 2**30)
+    if TOTALS["calls"] >= most[0] or TOTALS["bytes"] + size > most[1]:
+        if not TOTALS["silent"]:
+            print(f"kvkit: dumps are at their limit of {most[0]} calls and {most[1]} bytes", file=sys.stderr)
+        TOTALS["silent"] = True
+        return
+    TOTALS["calls"] += 1
+    TOTALS["bytes"] += size
+    root = Path(os.environ.get("KVKIT_LOG_FOLDER") or "kvkit_dumps")
+    folder = root / f"{os.getpid()}-{TOTALS['calls']:06d}-{name}"
+    folder.mkdir(parents=True)
+    arguments = {key: write_argument(folder, key, value) for key, value in given.items()}
+    case = {"name": folder.name, "operator": name, "arguments": arguments}
+    write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")

@@ -1,0 +1,149 @@
+"""Compiled code on disk: in a folder that nobody else may write to, since what lies there is run.
+
+A folder and its files are used only if they are this user's (or root's) and no others may write to them; no
+link is followed. A file begins with a digest of its folder's name, its own name and its contents, so that one
+under another's name is not found. Whatever does not fit is as good as absent, and is compiled again.
+"""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import math
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+
+FORM = 2  # of the files
+DAY = 24 * 3600
+UNUSED = 30 * DAY  # after which code is removed: that of older sources, versions and machines
+FOLDERS, FILES = re.compile("[0-9a-f]{20}"), re.compile(r"[\w-]+\.bin|tmp\w+")
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+POSIX = os.name == "posix"  # elsewhere folders have no descriptors, and a profile is its user's own
+
+
+def root_folder():
+    """Where the folders are; None if nothing is to be kept."""
+    chosen = os.environ.get("KVKIT_CACHE_DIR")
+    if chosen == "":
+        return None
+    try:
+        return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit")
+    except RuntimeError:  # there is no home directory
+        return None
+
+
+def check_owner(handle, path):
+    """Refuse what somebody else owns or may write."""
+    if POSIX:
+        status = os.fstat(handle)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(errno.EPERM, "others may write to it", str(path))
+
+
+@contextlib.contextmanager
+def open_folder(folder, make=False):
+    """A way to reach the files of a folder by their names: (path for `os`, its `dir_fd`)."""
+    if make:
+        with contextlib.suppress(FileExistsError):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o700)
+    if not POSIX:
+        yield folder.joinpath, None
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | NO_LINK)
+    try:
+        check_owner(handle, folder)
+        yield str, handle
+    finally:
+        os.close(handle)
+
+
+def digest(file, payload):
+    return hashlib.sha256(f"{file.parent.name}/{file.name}\0".encode() + payload).digest()
+
+
+def load(file):
+    """What was saved under this path; None if there is nothing that may be used."""
+    try:
+        with open_folder(file.parent) as (at, folder):
+            handle = os.open(at(file.name), os.O_RDONLY | NO_LINK, dir_fd=folder)
+            with open(handle, "rb") as there:
+                check_owner(handle, file)
+                status = os.fstat(handle)
+                if not stat.S_ISREG(status.st_mode):
+                    return None
+                blob = there.read()
+                if abs(time.time() - status.st_mtime) > DAY:
+                    with contextlib.suppress(OSError, NotImplementedError, TypeError):
+                        os.utime(handle)
+    except OSError:
+        return None
+    return blob[32:] if blob[:32] == digest(file, blob[32:]) else None
+
+
+def save(file, payload):
+    """Keep this under a path. A full or read-only disk costs the next process a compilation, and no more."""
+    with contextlib.suppress(OSError):
+        write(file, digest(file, payload) + payload)
+        prune_once()
+
+
+def write(file, blob):
+    """Write a file in one step."""
+    with open_folder(file.parent, make=True) as (at, folder):
+        temporary = at(f"tmp{secrets.token_hex(8)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
+        handle = os.open(temporary, flags, 0o600, dir_fd=folder)
+        try:
+            with open(handle, "wb") as there:
+                there.write(blob)
+            os.replace(temporary, at(file.name), src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(temporary, dir_fd=folder)
+            raise
+
+
+def refusal(folder):
+    """Why nothing can be kept in a folder; None if it can."""
+    probe = folder / f"tmp{secrets.token_hex(8)}"
+    try:
+        write(probe, b"")
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+@functools.cache
+def prune_once():
+    """Remove what has not been used for long, once a process, which has compiled anyway."""
+    prune(root_folder(), UNUSED)
+
+
+def prune(root, unused):
+    """Remove files that were not used for so many seconds, and folders left empty: (files, bytes) removed."""
+    count = size = 0
+    with contextlib.suppress(OSError):
+        for folder in [path for path in root.iterdir() if FOLDERS.fullmatch(path.name)]:
+            with contextlib.suppress(OSError), open_folder(folder) as (at, handle):
+                for name in filter(FILES.fullmatch, os.listdir(folder if handle is None else handle)):
+                    with contextlib.suppress(OSError):
+                        status = os.stat(at(name), dir_fd=handle, follow_symlinks=False)
+                        if time.time() - status.st_mtime >= unused:
+                            os.unlink(at(name), dir_fd=handle)
+                            count, size = count + 1, size + status.st_size
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    return count, size
+
+
+def clean():
+    """Remove all compiled code: (files, bytes)."""
+    folder = root_folder()
+    return prune(folder, -math.inf) if folder else (0, 0)

@@ -1,0 +1,54 @@
+"""The bias of every row of contexts in blocks, from one of every row of the cache."""
+
+import functools
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit.formulas import numeric
+from kvkit.formulas.index import page_of
+from kvkit.runtime.jit import shared
+from kvkit_cuda.copy import chunks
+from kvkit_cuda.device_runtime import device, host
+
+THREADS = 256  # of a block
+INT = types.int64
+SIGNATURE = types.void(types.Array(INT, 2, "C"), INT, INT, INT, types.UniTuple(INT, 3), INT, INT)
+
+read, write = chunks.read("float32"), chunks.write("float32")
+
+
+@shared
+def put(target, source, scale):
+    """A number times one that comes as bits."""
+    write(target, device.product(read(source), numeric.float_of(np.uint32(scale))))
+
+
+def walk(table, step, blocks, block_size, source, scale, target):
+    """Write the scaled bias [entries, rows]; `source` is address and byte strides (block, row).
+
+    `table` [entries, blocks] has the rows where blocks begin, `step` rows apart.
+    """
+    width = table.shape[1] * block_size
+    for item in range(cuda.grid(1), table.shape[0] * width, cuda.gridsize(1)):
+        entry = item // width
+        position = item - entry * width
+        page = page_of(position, block_size)
+        block = min(table[entry, page] // step if step else 0, blocks - 1)  # what is behind a context is any
+        row = position - page * block_size
+        put(target + item * 4, source[0] + block * source[1] + row * source[2], scale)
+
+
+@functools.cache
+def compiled():
+    return device.kernel(walk, SIGNATURE)
+
+
+def prepare(table, step, offset, scale, target, stream):
+    """A launch that writes `target` from `offset` [blocks, rows of a block], both on the device."""
+    blocks, block_size = offset.shape
+    source = offset.ctypes.data, *offset.strides
+    bits = int(np.float32(scale).view(np.uint32))
+    arguments = table, step, blocks, block_size, source, bits, target.ctypes.data
+    grid = min(-(-target.size // THREADS), host.most_blocks()), 1
+    return host.Launch(compiled(), grid, (THREADS, 1), stream, arguments)

@@ -1,0 +1,104 @@
+"""The form of a decode kernel, and which calls it suits."""
+
+from dataclasses import dataclass
+
+from kvkit.formats import BY_NAME
+from kvkit_cuda.attention import forms, fragments
+from kvkit_cuda.attention.fragments import LONGEST
+from kvkit_cuda.attention.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile
+
+WARPS = 4  # of a block, if their tiles fit
+SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
+STAGES = 4  # most tiles of a warp
+ROWS, DIM = 16, 128  # most rows of a call, and the head size up to which there may be more than 8 of them
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides a kernel's machine code."""
+
+    keys: Tile
+    values: Tile
+    blocks: int  # of 8 rows
+    warps: int
+    stages: int  # tiles of a warp
+    weighs: bool  # whether scores are capped, biased or masked
+
+    @property
+    def element(self):
+        return self.keys.element
+
+    @property
+    def rows(self):
+        return 8 * self.blocks
+
+    @property
+    def thread_rows(self):
+        return 2 * self.blocks
+
+    @property
+    def columns(self):
+        return TOKENS // 8
+
+    @property
+    def width(self):
+        return VALUES * self.values.panels
+
+    @property
+    def places(self):
+        return fragments.BY_TOKENS
+
+    @property
+    def stage_bytes(self):
+        return self.keys.bytes + self.values.bytes
+
+    @property
+    def ring_bytes(self):
+        """Of the tiles of a warp, and four addresses."""
+        return self.stages * self.stage_bytes + 32
+
+    @property
+    def shared_bytes(self):
+        """Of all warps; in the end their sums take the place."""
+        return self.warps * max(self.ring_bytes, self.rows * self.values.dim * 4)
+
+
+def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
+    """The form of a kernel: as many warps, and as many tiles for each, as shared memory holds."""
+    keys, values = (
+        Tile(element, stored, cell, group, size, panel, unit)
+        for size, panel in ((dim, KEYS), (value_dim, VALUES))
+    )
+    most, each = WARPS, keys.bytes + values.bytes
+    while most * each > SHARED_MEMORY:
+        most //= 2
+    stages = min(STAGES, SHARED_MEMORY // (most * each))
+    return Form(keys, values, -(-rows // 8), most, stages, bool(weighs))
+
+
+def form_of(record, context, most_rows):
+    """The form of the kernel for a call."""
+    sizes, weighs = (context.dim, context.value_dim), fragments.weighed(record)
+    kinds = context.packed, context.stored, context.cell, context.group
+    unit = next(unit for unit in UNITS if cells_suit(record, context, sizes, unit))
+    return form(*kinds, *sizes, most_rows, weighs, unit)
+
+
+def suits(record, context, reach, most_rows):
+    """Whether a call is taken: few rows of 16-bit data or codes, whole fragments, rows of whole copies."""
+    sizes = context.dim, context.value_dim
+    most = ROWS if max(sizes) <= DIM else forms.ROWS
+    whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
+    near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.cell_row))
+    near &= reach.rows < LONGEST
+    fits = fragments.suits(record, context, reach, most_rows, 16) and most_rows <= most
+    return fits and whole and near and cells_suit(record, context, sizes, UNITS[-1])
+
+
+def cells_suit(record, context, sizes, unit):
+    """Whether scales are whole units."""
+    if context.cell is None:
+        return True
+    cells = (record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head,
+             *(BY_NAME[context.cell].bytes(size // context.group) for size in sizes))  # fmt: skip
+    return not any(number % unit for number in cells)

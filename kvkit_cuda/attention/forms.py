@@ -1,0 +1,102 @@
+"""The form of a plain kernel: how the threads of a block share the rows of a tile and of the cache."""
+
+from dataclasses import dataclass
+
+from kvkit.formats import BY_NAME
+from kvkit_cuda.copy import chunks
+from kvkit_cuda.copy.transfer import WARP
+
+THREADS = 128  # of a block
+ROWS = 8  # most rows of a tile
+# Most elements of its queries that a thread holds; the same if they are several chunks, or types are mixed.
+ELEMENTS, IN_PIECES, MIXED = 64, 48, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides a kernel's machine code."""
+
+    packed: str
+    stored: str
+    cell: str | None
+    cells: int  # scales of a chunk
+    span: int  # elements of a chunk
+    pieces: int  # chunks of a row for each thread of a team
+    rows: int  # of a tile
+    lanes: int  # threads of a team
+    teams: int  # of a block
+    values: str  # how values are stored
+    as_loaded: bool
+    free: bool  # whether rows, elements, scales and slopes are as pools of pages have them
+
+    @property
+    def blocks(self):
+        return BY_NAME[self.stored].block is not None
+
+    @property
+    def rounds(self):
+        """The format that `chunks.widen` rounds for; that of scales, or float32, rounds nothing."""
+        return self.packed if self.as_loaded else self.cell or "float32"
+
+    @property
+    def ahead(self):
+        """Tokens that a team takes at once: as many as there are registers for what it holds of them."""
+        held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
+        full = held == ELEMENTS or self.pieces > 1
+        if self.cell or full or not self.packed == self.stored == self.values:
+            most = MIXED // 2 if mixed(self.packed, self.cell) else ELEMENTS
+        return max(1, min(4, 16 // self.rows, most // held, 32 // self.span))
+
+
+def form_of(record, context, most_rows):
+    """The form of the kernel for a call.
+
+    A chunk has as many elements as 16 bytes hold, or fewer: those of a row are whole chunks, chunks are
+    aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
+    """
+    values = context.value_stored or context.stored
+    block = BY_NAME[context.stored].block
+    span = 128 // max(BY_NAME[context.stored].bits, BY_NAME[values].bits)
+    span = min(span, block.elements // 2) if block else span
+    smallest = chunks.smallest(context.stored)
+    rows, dim = 1 << (min(most_rows, ROWS) - 1).bit_length(), max(context.dim, context.value_dim)
+    most = ELEMENTS if dim <= span * WARP else IN_PIECES
+    if mixed(context.packed, context.cell):
+        span, most = min(span, MIXED // 2), MIXED
+    while rows > 1 and rows * -(-dim // WARP) > most:
+        rows //= 2
+    while span > smallest and not (fits(record, context, span) and holds(dim, span, rows, most)):
+        span //= 2
+    lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
+    pieces = -(-dim // (span * lanes))
+    cells = max(span // (context.group or context.dim), 1) if context.cell else 0
+    formats = context.packed, context.stored, context.cell
+    how = values, context.as_loaded, bool(record.free)
+    return Form(*formats, cells, span, pieces, rows, lanes, THREADS // lanes, *how)
+
+
+def mixed(packed, cell):
+    """Whether scales are of another type than the data: to widen codes takes registers of its own then."""
+    return cell not in (None, packed)
+
+
+def holds(dim, span, rows, most):
+    """Whether a thread can hold its part of the queries of a tile, or holds no less in smaller chunks."""
+    return rows * span * -(-dim // (span * WARP)) <= most or span * WARP <= dim
+
+
+def fits(record, context, span):
+    """Whether rows are whole chunks of `span` elements, and chunks and their scales are aligned."""
+    keys = record.keys, record.key_sequence, record.key_row, record.key_head
+    values = record.values, record.value_sequence, record.value_row, record.value_head
+    whole = context.dim % span == 0 and context.value_dim % span == 0 and not any(context.elements)
+    if BY_NAME[context.stored].block:
+        return whole
+    for stored, at in ((context.stored, keys), (context.value_stored or context.stored, values)):
+        if not whole or any(number % BY_NAME[stored].bytes(span) for number in at):
+            return False
+    if context.cell is None or context.group % span == 0:
+        return True
+    size = BY_NAME[context.cell].bytes(span // context.group)
+    cells_at = record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head
+    return span % context.group == 0 and size <= 16 and not any(number % size for number in cells_at)

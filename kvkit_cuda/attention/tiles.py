@@ -1,0 +1,194 @@
+"""Tiles: rows of 16-bit elements in shared memory, where warps find them as fragments without waiting.
+
+A chunk is 16 bytes, 8 elements. Eight threads take the chunks of a row, so that they read 128 bytes in a row;
+and chunks lie so that those of one column of 8 neighbouring rows are in different banks.
+"""
+
+import functools
+
+import numpy as np
+
+from kvkit.formats import BY_NAME
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import shared
+from kvkit_cuda.copy import chunks
+from kvkit_cuda.device_runtime import device, memory, ptx
+
+CHUNK, CODES = 8, 16  # elements of a chunk; codes that a thread widens at once, two chunks
+BANKS = 64  # elements in all banks
+
+int32 = device.int32
+_read, _write = memory.load(16, 16, space=memory.SHARED), memory.store(16, 16)
+_write_word = memory.store(4, 4, memory.SHARED)
+
+
+@device.inlined
+def quotient(x, y):
+    """Of numbers below 2^31: a division of 64 bits takes the registers of a tile."""
+    return int32(np.uint32(x) // np.uint32(y))
+
+
+@device.inlined
+def reciprocal(divisor):
+    """What `multiplied` takes for a division by a number below 2^31: a factor and a shift."""
+    shift = int32(0)
+    while (np.int64(1) << shift) < divisor:
+        shift = int32(shift + 1)
+    factor = (np.uint64(1) << np.uint64(31 + shift)) // np.uint64(divisor) + np.uint64(1)
+    return ptx.anew(int32(np.uint32(factor))), shift
+
+
+@device.inlined
+def multiplied(x, by):
+    """The quotient of a number below 2^31 (Granlund and Montgomery, 1994)."""
+    product = np.uint64(np.uint32(x + x)) * np.uint64(np.uint32(by[0]))
+    return int32(np.uint32(product >> np.uint64(32)) >> np.uint32(by[1]))
+
+
+@device.inlined
+def number_of(task, by, table, b, position):
+    """The row of the cache that holds a position, as `index.row_of` has it; `by`: a page's reciprocal."""
+    page = multiplied(position, by)
+    return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(task.page_size))
+
+
+def row_bytes(dim):
+    """From one row of a tile to the next: rows that would begin in the same bank are a chunk apart."""
+    return 2 * (dim if dim % BANKS == 0 else dim + CHUNK)
+
+
+@functools.cache
+def place(dim):
+    """(row, chunk) -> its offset in a tile of rows of `dim` elements."""
+    size, turn = row_bytes(dim), CHUNK - 1 if dim % BANKS == 0 else 0
+
+    def place(row, chunk):
+        return int32(row * size + (chunk ^ (row & turn)) * 16)
+
+    return device.inlined(place)
+
+
+@functools.cache
+def further(dim):
+    """(address, pairs) -> that of the chunk so many pairs of chunks on in its row, from an even chunk or the
+    one behind it in the first 4 pairs; `pairs` is a constant.
+
+    Tiles begin at multiples of 128 bytes, so that chunks in their turned places differ in bits.
+    """
+    turned, pair, whole = dim % BANKS == 0, 2 * 2 * CHUNK, 2 * BANKS
+
+    def further(address, pairs):
+        if turned:
+            return int32((address ^ (pairs * pair % whole)) + pairs * pair // whole * whole)
+        return int32(address + pairs * pair)
+
+    return device.inlined(further)
+
+
+def code_bytes(stored):
+    return CODES * BY_NAME[stored].bits // 8
+
+
+@functools.cache
+def copy_row(dim):
+    """(tile, row, address, cells, cell_group, thread): begin to copy."""
+    at, copy, step, chunks_of_row = place(dim), ptx.copy, 2 * CHUNK * 8, dim // CHUNK
+
+    def copy_row(tile, row, address, cells, cell_group, thread):
+        target, source = int32(tile + at(row, thread)), address + 16 * thread
+        for chunk in range(0, chunks_of_row, 8):
+            if chunk + 8 <= chunks_of_row or chunk + thread < chunks_of_row:
+                copy(int32(target + chunk // 8 * step), source + chunk // 8 * step)
+
+    return device.inlined(copy_row)
+
+
+@functools.cache
+def widen_row(dim, element, stored, cell):
+    """The same for codes: they are there when it returns."""
+    at, piece_bytes, cell_bytes = place(dim), code_bytes(stored), BY_NAME[cell].bytes(1)
+    widen, pieces = widen_codes(element, stored, cell), dim // CODES
+
+    def widen_row(tile, row, address, cells, cell_group, thread):
+        for begin in range(0, pieces, 8):
+            piece = begin + thread
+            if begin + 8 <= pieces or piece < pieces:
+                first = cells + quotient(piece * CODES, cell_group) * cell_bytes
+                second = cells + quotient(piece * CODES + CHUNK, cell_group) * cell_bytes
+                targets = tile + at(row, 2 * piece), tile + at(row, 2 * piece + 1)
+                widen(address + piece * piece_bytes, first, second, targets[0], targets[1])
+
+    return device.inlined(widen_row)
+
+
+@functools.cache
+def widen_codes(element, stored, cell):
+    """(codes, first cell, second cell, first target, second target): 16 codes become two chunks."""
+    bits, encode = BY_NAME[stored].bits, chunks.ENCODE[element]
+    (raw, code_of), (raw_cell, cell_of) = chunks.DECODE[stored], chunks.DECODE[cell]
+    size = code_bytes(stored)
+    read, read_cell = memory.load(size, size), memory.load(*chunks.access(cell, 1))
+    write = memory.store(16, 16, memory.SHARED)
+
+    @shared
+    def widen(codes, first, second, first_target, second_target):
+        low, high = read(codes)
+        for chunk in range(2):
+            cell_bits, _ = read_cell(second if chunk else first)
+            step = cell_of(raw_cell(cell_bits))
+            words = np.uint64(0), np.uint64(0)
+            for i in range(CHUNK):
+                code = code_of(raw(chunks.field(low, high, (chunk * CHUNK + i) * bits)))
+                word = np.uint64(encode(numeric.dequantize(element, cell, code, step)))
+                word <<= np.uint64(i % 4 * 16)
+                words = (words[0] | word, words[1]) if i < 4 else (words[0], words[1] | word)
+            write(second_target if chunk else first_target, words[0], words[1])
+
+    return widen
+
+
+@functools.cache
+def store_row(dim):
+    """(tile, row, address, thread): the row of a tile to the device's memory."""
+    at = place(dim)
+
+    def store_row(tile, row, address, thread):
+        for chunk in range(thread, dim // CHUNK, 8):
+            move(tile + at(row, chunk), address + 16 * chunk)
+
+    return device.inlined(store_row)
+
+
+@shared
+def move(source, target):
+    low, high = _read(source)
+    _write(target, low, high)
+
+
+@functools.cache
+def two(element):
+    """(address) -> two neighbouring elements of a tile, as float32."""
+    read, (raw, decode) = memory.load(4, 4, space=memory.SHARED), chunks.DECODE[element]
+
+    @shared
+    def two(address):
+        word, _ = read(address)
+        return decode(raw(word & np.uint64(0xFFFF))), decode(raw(word >> np.uint64(16)))
+
+    return two
+
+
+@functools.cache
+def put(dim):
+    """(tile, row, chunk, word, bits): two elements into a tile, which are a word of a chunk."""
+    at = place(dim)
+
+    def put(tile, row, chunk, word, bits):
+        put_word(tile + at(row, chunk) + 4 * word, bits)
+
+    return device.inlined(put)
+
+
+@shared
+def put_word(address, bits):
+    _write_word(address, np.uint64(bits), np.uint64(0))

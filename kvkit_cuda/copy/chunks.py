@@ -1,0 +1,269 @@
+"""What a thread does to a chunk: the neighbouring elements of a head that it takes at once.
+
+A chunk's bytes are two 64-bit words, and loops over its elements have constant bounds, so that nothing of it
+is ever in memory. The formulas are those of `kvkit.formulas.numeric`.
+"""
+
+import functools
+
+import numpy as np
+
+from kvkit.formats import BY_NAME, FLOATS, INT4, INT8, coarser
+from kvkit.formats.elements import FLOATS8
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import shared
+from kvkit_cuda.device_runtime import memory
+
+MAGNITUDE = 0x7FFFFFFF  # of a float32: magnitudes are in the order of these bits
+
+
+def widest(packed, stored):
+    """How many elements a chunk may have: no access is longer than 16 bytes."""
+    return 128 // max(BY_NAME[packed].bits, BY_NAME[stored].bits)
+
+
+def smallest(stored):
+    """How many it has at least: whole bytes."""
+    return max(8 // BY_NAME[stored].bits, 1)
+
+
+def access(element, span):
+    """Size and alignment of `span` elements; a smallest chunk is aligned as its elements are."""
+    size = BY_NAME[element].bytes(span)
+    return size, min(size, max(BY_NAME[element].bits // 8, 1)) if span < 4 else size
+
+
+@shared
+def field(low, high, place):
+    """The bits from `place` on, and whatever is above them."""
+    return (low if place < 64 else high) >> np.uint64(place & 63)
+
+
+@shared
+def joined(low, high, word, place):
+    """The two words of a chunk with an element's bits at `place`."""
+    if place < 64:
+        return low | (word << np.uint64(place)), high
+    return low, high | (word << np.uint64(place - 64))
+
+
+# What an element's bits are, and the number they mean; then the bits of a number.
+DECODE = {fmt.name: (fmt.word.type, numeric.widening(fmt.name)) for fmt in (*FLOATS, *FLOATS8, INT8, INT4)}
+ENCODE = {fmt.name: numeric.narrowing(fmt.name) for fmt in (*FLOATS, *FLOATS8)}
+ENCODE["int8"] = numeric.nearest_code
+
+
+@functools.cache
+def convert(source, target, span):
+    """(low, high) of floats in one format -> (low, high) in another."""
+    if source == target:
+        return as_they_are
+    (raw, decode), encode = DECODE[source], ENCODE[target]
+    source_bits, target_bits = BY_NAME[source].bits, BY_NAME[target].bits
+
+    @shared
+    def convert(low, high):
+        new_low, new_high = np.uint64(0), np.uint64(0)
+        for i in range(span):
+            bits = np.uint64(encode(decode(raw(field(low, high, i * source_bits)))))
+            new_low, new_high = joined(new_low, new_high, bits, i * target_bits)
+        return new_low, new_high
+
+    return convert
+
+
+@shared
+def as_they_are(low, high):
+    return low, high
+
+
+@functools.cache
+def store(packed, stored, span):
+    """(packed address, cache address): a chunk of new elements."""
+    read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
+    to_stored = convert(packed, stored, span)
+
+    @shared
+    def store(packed, cache):
+        low, high = read(packed)
+        low, high = to_stored(low, high)
+        write(cache, low, high)
+
+    return store
+
+
+@functools.cache
+def load(packed, stored, span):
+    """(packed address, cache address): a chunk of the cache."""
+    read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
+    to_packed = convert(stored, packed, span)
+
+    @shared
+    def load(packed, cache):
+        low, high = read(cache)
+        low, high = to_packed(low, high)
+        write(packed, low, high)
+
+    return load
+
+
+@functools.cache
+def dequantize(packed, stored, cell, span):
+    """(packed address, cache address, scale address): a chunk of codes."""
+    element, scale_element = packed, "float32" if BY_NAME[stored].minifloat else cell
+    read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
+    read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
+    (raw, code_of), encode = DECODE[stored], ENCODE[packed]
+    code_bits, bits = BY_NAME[stored].bits, BY_NAME[packed].bits
+
+    @shared
+    def dequantize(packed, cache, scale):
+        low, high = read(cache)
+        cell_bits, _ = read_cell(scale)
+        step = cell_of(raw_cell(cell_bits))
+        new_low, new_high = np.uint64(0), np.uint64(0)
+        for i in range(span):
+            code = code_of(raw(field(low, high, i * code_bits)))
+            word = np.uint64(encode(numeric.dequantize(element, scale_element, code, step)))
+            new_low, new_high = joined(new_low, new_high, word, i * bits)
+        write(packed, new_low, new_high)
+
+    return dequantize
+
+
+@functools.cache
+def largest(packed, span):
+    """(packed address) -> the largest magnitude of a chunk, as the bits of a float32."""
+    read, bits = memory.load(*access(packed, span)), BY_NAME[packed].bits
+    raw, decode = DECODE[packed]
+
+    @shared
+    def largest(packed):
+        low, high = read(packed)
+        found = np.int32(0)
+        for i in range(span):
+            magnitude = numeric.bits_of(decode(raw(field(low, high, i * bits)))) & np.uint32(MAGNITUDE)
+            found = max(found, np.int32(magnitude))
+        return found
+
+    return largest
+
+
+@functools.cache
+def quantize(packed, stored, cell, span):
+    """(packed address, cache address, scale address, largest of the group, whether to store the scale)."""
+    element, (_, qmax) = packed, BY_NAME[stored].limits
+    read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
+    write_cell, cell_from = memory.store(*access(cell, 1)), ENCODE[cell]
+    (raw, decode), bits, code_bits = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].bits
+    mask = 2**code_bits - 1
+
+    @shared
+    def quantize(packed, cache, scale, largest, first):
+        low, high = read(packed)
+        step = numeric.group_scale(element, numeric.float_of(np.uint32(largest)), qmax)
+        codes = np.uint64(0)
+        for i in range(span):
+            code = numeric.quantize(element, decode(raw(field(low, high, i * bits))), step, qmax)
+            codes |= (np.uint64(code) & np.uint64(mask)) << np.uint64(i * code_bits)
+        write(cache, codes, np.uint64(0))
+        if first:
+            write_cell(scale, np.uint64(cell_from(step)), np.uint64(0))
+
+    return quantize
+
+
+@functools.cache
+def divide(packed, stored, cell, span, given):
+    """As `quantize`, but quotients are rounded once, by a scale that is stored or `given`."""
+    read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
+    (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].limits[1]
+    read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
+    scale_element, write_cell, cell_from = cell, memory.store(*access(cell, 1)), ENCODE[cell]
+    encode, code_bits = ENCODE[stored], BY_NAME[stored].bits
+
+    @shared
+    def scale_of(scale, largest, first):
+        if given:
+            cell_bits, _ = read_cell(scale)
+            return cell_of(raw_cell(cell_bits))
+        step = numeric.largest_scale(scale_element, numeric.float_of(np.uint32(largest)), limit)
+        if first:
+            write_cell(scale, np.uint64(cell_from(step)), np.uint64(0))
+        return step
+
+    @shared
+    def divide(packed, cache, scale, largest, first):
+        low, high = read(packed)
+        step = scale_of(scale, largest, first)
+        new_low, new_high = np.uint64(0), np.uint64(0)
+        for i in range(span):
+            code = np.uint64(encode(decode(raw(field(low, high, i * bits))) / step)) & np.uint64(0xFF)
+            new_low, new_high = joined(new_low, new_high, code, i * code_bits)
+        write(cache, new_low, new_high)
+
+    return divide
+
+
+@functools.cache
+def widen(packed, stored, cell, cells, span):
+    """(cache address, scale address, elements): a chunk as float32, rounded as far as attention does.
+
+    A float has the bits of the coarser one of the types of data and cache. A code times its scale is rounded
+    only where the type of scales is coarser than that of the data.
+    """
+    read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
+    if cell is None:
+        return widen_floats(packed, stored, span)
+    product = cell if coarser(cell, packed) and not BY_NAME[stored].minifloat else "float32"
+    (raw_cell, cell_of), cell_bits = DECODE[cell], BY_NAME[cell].bits
+    read_cells, group = memory.load(*access(cell, cells)), span // cells
+
+    @shared
+    def widen(cache, scale, elements):
+        low, high = read(cache)
+        low_cells, high_cells = read_cells(scale)
+        for i in range(span):
+            code = decode(raw(field(low, high, i * bits)))
+            step = cell_of(raw_cell(field(low_cells, high_cells, i // group * cell_bits)))
+            elements[i] = numeric.dequantize("float32", product, code, step)
+
+    return widen
+
+
+def widen_floats(packed, stored, span):
+    read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
+    element = packed if coarser(packed, stored) else "float32"
+
+    @shared
+    def widen(cache, scale, elements):
+        low, high = read(cache)
+        for i in range(span):
+            elements[i] = numeric.round_to(element, decode(raw(field(low, high, i * bits))))
+
+    return widen
+
+
+@functools.cache
+def read(element):
+    """(address) -> the element there, as float32."""
+    load, (raw, decode) = memory.load(*access(element, 1)), DECODE[element]
+
+    @shared
+    def read(address):
+        low, _ = load(address)
+        return np.float32(decode(raw(low)))
+
+    return read
+
+
+@functools.cache
+def write(element):
+    """(address, x): a float32 in another float format."""
+    store, encode = memory.store(*access(element, 1)), ENCODE[element]
+
+    @shared
+    def write(address, x):
+        store(address, np.uint64(encode(x)), np.uint64(0))
+
+    return write

@@ -1,0 +1,77 @@
+"""The rows of a compressed cache that are means of tokens: sums in float32, token by token, divided once.
+
+The order of a sum is its bits, so a thread has one element of a mean and all of its tokens, of which it asks
+for some at a time.
+"""
+
+import functools
+
+import numpy as np
+from numba import cuda, types
+
+from kvkit.runtime.jit import shared
+from kvkit_cuda.copy import chunks
+from kvkit_cuda.copy.pieces import COUNT, INDEX2, ROW, SIDE, SOURCE, STEP, TARGET, nothing, row_at, side
+from kvkit_cuda.device_runtime import device, host
+
+THREADS = 128  # of a block
+AHEAD = 16  # tokens that are read before the first is added
+
+SIGNATURE = types.void(INDEX2, types.int64, SIDE, SIDE, SIDE, SIDE)
+
+
+@functools.cache
+def mean(element):
+    """(source, its row stride, count, target): an element of the mean of `count` rows."""
+    read, write = chunks.read(element), chunks.write(element)
+
+    @shared
+    def mean(source, row, count, target):
+        total = np.float32(0)
+        for _ in range(count // AHEAD):
+            i = 0
+            while i < AHEAD:
+                total += read(source + i * row)
+                i += 1
+            source += AHEAD * row
+        for i in range(count % AHEAD):
+            total += read(source + i * row)
+        write(target, total / np.float32(count))
+
+    return mean
+
+
+def walk(element):
+    """The kernel for a format."""
+    average = mean(element)
+
+    def walk(pieces, dim, from_keys, to_keys, from_values, to_values):
+        """Write the mean of every piece's rows into its target row."""
+        source = from_keys if cuda.blockIdx.y == 0 else from_values
+        target = to_keys if cuda.blockIdx.y == 0 else to_values
+        for item in range(cuda.grid(1), pieces.shape[0] * dim, cuda.gridsize(1)):
+            piece = item // dim
+            place = row_at(source, pieces[piece, SOURCE])
+            to_place = row_at(target, pieces[piece, TARGET])
+            i = item - piece * dim
+            average(place + i * source[STEP], source[ROW], pieces[piece, COUNT], to_place + i * target[STEP])
+
+    return walk
+
+
+@functools.cache
+def compiled(element):
+    return device.kernel(walk(element), SIGNATURE, element)
+
+
+def prepare(pairs, pieces, element, stream):
+    """A launch that writes the means of pieces, for a pair of arrays (source, target) or two at once."""
+    if not len(pieces):
+        return nothing
+    dim, size = pairs[0][0].shape[3], pairs[0][0].itemsize
+    alike = [side(array, size) for pair in pairs for array in pair]
+    (table,) = host.tables((pieces,), stream)
+    blocks = min(-(-len(pieces) * dim // THREADS), host.most_blocks())
+    arguments = (table, dim, *alike, *alike)[:6]
+    grid = blocks, len(pairs)
+    return host.Launch(compiled(element), grid, (THREADS, 1), stream, arguments)

@@ -1,0 +1,369 @@
+"""numba-cuda as the host sees it: devices, streams, memory and launches."""
+
+import contextlib
+import ctypes
+import functools
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numba import cuda
+
+from kvkit.errors import DeviceError, argument_error, describe
+from kvkit_cuda.device_runtime import needs
+from kvkit_cuda.device_runtime.device import SHARED_MEMORY, SIMULATED
+
+LEGACY_DEFAULT = 1  # the default stream by its address, as protocols have it; numba's 0 is none of theirs
+PER_THREAD_DEFAULT = 2  # likewise, of each thread another one
+BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
+SCRATCH = "scratch"  # whose address an argument may be
+NATIVE = not SIMULATED  # whether calls that repeat may go to the driver at once
+
+
+# Devices
+
+
+@functools.cache
+def require():
+    """Raise unless there is a device."""
+    if not SIMULATED:
+        needs.driver()
+
+
+@functools.cache
+def require_device(which):
+    """Raise unless kernels can run on it, the current one."""
+    if not SIMULATED:
+        needs.device(name(), tuple(cuda.get_current_device().compute_capability))
+
+
+def name():
+    """What the current device calls itself."""
+    return str(cuda.get_current_device().name)
+
+
+def current():
+    """The number of the current device."""
+    return 0 if SIMULATED else cuda.get_current_device().id
+
+
+def context():
+    """The address of the driver's current context."""
+    return int(driver().binding.cuCtxGetCurrent()[1])
+
+
+@contextlib.contextmanager
+def using(which):
+    """The device of that number, None for the current one, is the current one meanwhile."""
+    if SIMULATED or which is None or which == current():
+        yield
+    else:
+        with cuda.gpus[which]:
+            yield
+
+
+def device_of(place):
+    """The number of the device in whose memory an address lies; None if it is the host's."""
+    if SIMULATED:
+        return 0
+    binding = driver().binding
+    which = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    error, found = binding.cuPointerGetAttribute(which, place)
+    return None if int(error) else int(found)
+
+
+@functools.cache
+def driver():
+    from numba.cuda.cudadrv import driver
+
+    return driver
+
+
+def most_blocks():
+    """More blocks than these are of no use."""
+    return 2 if SIMULATED else blocks_of(current())
+
+
+@functools.cache
+def blocks_of(which):
+    return BLOCKS * cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+
+# Streams
+
+
+def stream(given):
+    """The stream that a caller names: None, a number, or an object of numba, torch, CuPy or cuda.core."""
+    if given is None:
+        return cuda.legacy_default_stream()
+    if hasattr(given, "synchronize") and hasattr(given, "handle"):
+        return given if int(given.handle) else cuda.legacy_default_stream()
+    number = given.__cuda_stream__()[1] if hasattr(given, "__cuda_stream__") else given
+    for name in ("cuda_stream", "ptr"):  # torch, CuPy
+        number = getattr(number, name, number)
+    if isinstance(number, int) and not isinstance(number, bool):
+        found = cuda.external_stream(number or LEGACY_DEFAULT)
+        if not SIMULATED:
+            found.owner = given  # the driver's stream is gone with that
+        return found
+    raise argument_error("stream", "a CUDA stream or its address", describe(given))
+
+
+def number(stream):
+    """The address of a stream."""
+    return LEGACY_DEFAULT if SIMULATED else int(stream.handle)
+
+
+def finish(stream):
+    """Wait until a stream has done what it was given."""
+    if not SIMULATED:
+        stream.synchronize()
+
+
+def key(number):
+    """What tells the stream of an address from all others: less than 0, of a thread's own default stream."""
+    return -threading.get_ident() if number == PER_THREAD_DEFAULT else number
+
+
+def wait_for(producer, stream):
+    """Let a stream wait for what another one, known by its address or key, was given so far.
+
+    The host does not wait. Other threads' default streams cannot be named; the legacy one comes after them.
+    """
+    if not SIMULATED and (producer or LEGACY_DEFAULT) not in (number(stream), key(number(stream))):
+        event = cuda.event(timing=False)
+        event.record(cuda.external_stream(max(producer, LEGACY_DEFAULT)))
+        event.wait(stream)
+
+
+def capturing(stream):
+    """Whether a stream is captured, into a graph."""
+    return is_captured(stream.handle) if NATIVE else False
+
+
+def is_captured(handle):
+    """The same for a stream of the driver's."""
+    if not NATIVE:
+        return False
+    error, status = driver().binding.cuStreamIsCapturing(handle)
+    return not error and status != 0
+
+
+@functools.cache
+def handle(number):
+    """The driver's stream of that address."""
+    if not NATIVE:
+        return None
+    return driver().binding.CUstream(number)
+
+
+# Launches
+
+
+class Launch:
+    """A kernel, its grid and its arguments: called, it is launched.
+
+    `owners` says whose address an argument is, or a member of an argument that is a tuple, by their places.
+    `grow` gives the first number of blocks for the step as it is then, and for whatever it may become if the
+    launch is captured (True). `scratch` is how much of that it takes, `shared` a block's dynamic memory.
+    """
+
+    __slots__ = ("arguments", "blocks", "grow", "kernel", "owners", "scratch", "shared", "stream", "threads")
+
+    def __init__(
+        self, kernel, blocks, threads, stream, arguments, owners=None, grow=None, scratch=0, shared=0
+    ):
+        self.kernel, self.blocks, self.threads, self.stream = kernel, blocks, threads, stream
+        self.arguments, self.owners, self.grow = arguments, owners or {}, grow
+        self.scratch, self.shared = scratch, shared
+
+    def __call__(self):
+        blocks = self.blocks
+        if self.grow:
+            blocks = self.grow(capturing(self.stream)), *blocks[1:]
+        if all(blocks):
+            launch(self.kernel, blocks, self.threads, self.stream, self.arguments, self.shared)
+
+    def prepared(self):
+        """The same, to be launched for other addresses."""
+        begins = np.cumsum([0, *(len(words((each,))) for each in self.arguments)])
+        owners = {int(begins[i]) + j: name for (i, j), name in self.owners.items()}
+        return Prepared(
+            self.kernel, self.blocks, self.threads, self.arguments, owners, self.grow, self.shared
+        )
+
+
+class Prepared:
+    """A launch whose arguments are numbers, in memory that the driver reads."""
+
+    __slots__ = ("function", "grid", "grow", "numbers", "owners", "parameters", "places", "shared")
+
+    def __init__(self, kernel, blocks, threads, arguments, owners=(), grow=None, shared=0):
+        self.function, self.owners, self.shared = loaded(kernel, current()), owners, shared
+        if shared:
+            allow_shared(self.function, current())
+        threads = threads if isinstance(threads, tuple) else (threads,)
+        self.grid = (*blocks, 1, 1)[:3], (*threads, 1, 1)[:3]
+        self.numbers = np.array([bits(word) for word in words(arguments)], np.int64)
+        self.places = self.numbers.ctypes.data + 8 * np.arange(self.numbers.size)
+        self.parameters, self.grow = self.places.ctypes.data, grow
+
+    def start(self, stream, captured=False):
+        """Launch it on a stream of the driver's, if there is anything to do for it."""
+        (x, y, z), threads = self.grid
+        if self.grow is not None:
+            x = self.grow(captured)
+        if x:
+            launched = self.function, x, y, z, *threads, self.shared, stream, self.parameters, 0
+            check(launch_kernel()(*launched))
+
+
+def launch(kernel, blocks, threads, stream, arguments, shared=0):
+    """Run a kernel."""
+    if SIMULATED:
+        kernel[blocks, threads, stream](*arguments)
+    else:
+        Prepared(kernel, blocks, threads, arguments, shared=shared).start(stream.handle)
+
+
+@functools.cache
+def launch_kernel():
+    return driver().binding.cuLaunchKernel
+
+
+def check(answer):
+    """Raise what the driver says of a call."""
+    if answer[0]:
+        raise argument_error("kvkit_cuda", "the driver to take a launch", answer[0].name, DeviceError)
+
+
+@functools.cache
+def loaded(kernel, which):
+    """The function of a kernel on a device, the current one."""
+    (overload,) = kernel.overloads.values()
+    overload.bind()
+    return driver().binding.CUfunction(int(overload.library.get_cufunc().handle))
+
+
+@functools.cache
+def allow_shared(function, which):
+    """Let launches on a device ask for more shared memory than the 48 KiB that need no asking."""
+    binding = driver().binding
+    most = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    kernel = binding.CUkernel(int(function))  # which numba has, and a driver need not take for a function
+    check(binding.cuKernelSetAttribute(most, SHARED_MEMORY, kernel, which))
+
+
+def bits(word):
+    """A number as 64 bits."""
+    return np.float64(word).view(np.int64) if isinstance(word, float) else word
+
+
+def words(arguments):
+    """Arguments as the entry of a kernel takes them, numbers of 64 bits; arrays as numba's are."""
+    found: list = []
+    for each in arguments:
+        if isinstance(each, tuple):
+            found += each
+        elif isinstance(each, float):
+            found.append(each)
+        elif isinstance(each, (int, np.integer)):
+            found.append(int(each))
+        else:
+            shape, size = each.shape, each.dtype.itemsize
+            strides = [size * int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
+            found += [0, 0, int(np.prod(shape)), size, address(each), *shape, *strides]
+    return found
+
+
+# Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An int64 array of the device, in C order, in memory of an owner."""
+
+    place: int
+    shape: tuple
+    owner: object
+    dtype: ClassVar = np.dtype(np.int64)
+
+
+def interface(array):
+    """What the CUDA array interface says of an array; None if it has none."""
+    if SIMULATED and isinstance(array, type(cuda.device_array(1, np.uint8))):
+        return array.__array_interface__
+    try:
+        return getattr(array, "__cuda_array_interface__", None)
+    except RuntimeError:  # JAX's word for bfloat16
+        if hasattr(array, "__dlpack__"):
+            return None
+        raise
+
+
+def by_dlpack(array, stream):
+    """(address, shape, byte strides, dtype, whether read-only, owner) of a tensor that DLPack passes on."""
+    from cuda.core.utils import StridedMemoryView
+
+    view = StridedMemoryView.from_dlpack(array, stream_ptr=number(stream))
+    strides = view.strides and tuple(stride * view.dtype.itemsize for stride in view.strides)
+    return view.ptr, tuple(view.shape), strides, view.dtype, view.readonly, view
+
+
+def empty(shape, dtype, stream):
+    """A new array of numba's."""
+    return cuda.device_array(shape, dtype, stream=stream)
+
+
+def address(array):
+    """Where an array of numba's lies, or a table."""
+    return array.place if isinstance(array, Table) else interface(array)["data"][0]
+
+
+def upload(array, stream):
+    """A copy of a numpy array on the device, without its shape."""
+    contents = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return cuda.to_device(contents, stream=stream) if contents.size else empty(1, np.uint8, stream)
+
+
+def tables(arrays, stream):
+    """Copies of int64 arrays on the device, by one transfer on a stream."""
+    return parts(upload(together(arrays), stream), arrays)
+
+
+def together(arrays):
+    return np.concatenate([array.reshape(-1) for array in arrays])
+
+
+def parts(there, arrays):
+    """Memory of the device as arrays of such shapes, one behind the other."""
+    copies, begin = [], 0
+    for array in arrays:
+        if NATIVE:
+            copies.append(Table(address(there) + 8 * begin, array.shape, there))
+        else:
+            copies.append(there.view(np.int64)[begin : begin + array.size].reshape(array.shape))
+        begin += array.size
+    return copies
+
+
+def fill(there, arrays, stream):
+    """Such arrays once more, in the place of the last ones."""
+    contents = together(arrays).view(np.uint8)
+    if SIMULATED:
+        there.reshape(-1).view(np.uint8).copy_to_device(contents)
+    else:
+        driver().driver.cuMemcpyHtoDAsync(address(there), contents.ctypes.data, contents.size, stream.handle)
+
+
+def read(place, size, stream):
+    """So many bytes of the device, when the stream has come so far."""
+    host = np.empty(size, np.uint8)
+    if SIMULATED:
+        ctypes.memmove(host.ctypes.data, place, size)
+        return host
+    there = {"data": (place, False), "shape": (size,), "strides": None, "typestr": "|u1", "version": 3}
+    cuda.from_cuda_array_interface(there, sync=False).copy_to_host(host, stream=stream)
+    stream.synchronize()
+    return host

@@ -1,0 +1,147 @@
+"""What a machine needs for kernels to run, and what it should do about what is missing.
+
+Nothing here loads numba-cuda before it is known to be there.
+"""
+
+import functools
+import importlib.util
+import os
+from contextlib import suppress
+from importlib import metadata
+
+from kvkit.errors import DeviceError, argument_error
+
+OLDEST = 8, 0  # compute capability of a device whose tensor cores take bfloat16
+DRIVERS = {12: "525 (Linux) or 528 (Windows)", 13: "580"}  # the oldest ones, by CUDA's major version
+FIRST = {
+    (10, 0): "12.8",
+    (10, 3): "12.9",
+    (11, 0): "13.0",
+    (12, 0): "12.8",
+    (12, 1): "12.9",
+}  # CUDA that has them
+HALVES = "12.5"  # the first CUDA that compiles kernels with floats of 16 bits, for all that came before
+INSTALL = "pip install 'kvkit-kernels[{extra}]'"
+
+
+def told():
+    """What is missing of all that kernels need, in a list of messages."""
+    found = []
+    for need in (packages, driver, devices):
+        try:
+            need()
+        except DeviceError as error:
+            found.append(str(error))
+            if need is packages:
+                break
+    return found
+
+
+def missing(expected, got, remedy):
+    return argument_error("kvkit_cuda", expected, f"{got}: {remedy}", DeviceError)
+
+
+def packages():
+    """Raise unless numba-cuda is installed."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        remedy = INSTALL.format(extra="cuda") + " (kvkit itself needs none)"
+        raise missing("the package numba-cuda", "none", remedy)
+
+
+def driver():
+    """Raise unless there is a driver, new enough, and a GPU that it shows."""
+    from numba import cuda
+    from numba.cuda.cudadrv import driver as numbas
+
+    api, toolkit = numbas.driver, toolkit_version()
+    wanted = DRIVERS.get(toolkit, f"of CUDA {toolkit}")
+    if "lib" not in vars(api):  # which it looked for
+        remedy = f"install NVIDIA's driver {wanted} or later, for a GPU of this machine"
+        raise missing("an NVIDIA GPU and its driver", "no driver (libcuda)", remedy)
+    error, version = numbas.binding.cuDriverGetVersion()
+    if not int(error) and version // 1000 < toolkit:
+        got = f"one for CUDA {version // 1000}.{version % 1000 // 10}"
+        remedy = f"update it to {wanted} or later"
+        if version // 1000 in DRIVERS:
+            remedy += f", or {INSTALL.format(extra=f'cuda{version // 1000}')} in a fresh environment"
+        raise missing(f"a driver for CUDA {toolkit}", got, remedy)
+    if not cuda.is_available():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        remedy = "see what nvidia-smi says" if hidden is None else f"CUDA_VISIBLE_DEVICES is {hidden!r}"
+        raise missing("an NVIDIA GPU", "a driver that shows none", remedy)
+
+
+def toolkit_version():
+    """The major version of CUDA that numba-cuda's libraries are of."""
+    return int(metadata.version("cuda-bindings").partition(".")[0])
+
+
+def devices():
+    """Raise unless kernels can be made for each GPU; without any, for the oldest one."""
+    from numba import cuda
+
+    there = [(each.name, each.compute_capability) for each in cuda.gpus] if cuda.is_available() else []
+    for name, found in there or [("", OLDEST)]:
+        device(str(name), tuple(found))
+
+
+def device(name, found):
+    """Raise unless kernels can be made for a GPU of that name and compute capability."""
+    capability(name, found)
+    libraries(found)
+
+
+def capability(name, found):
+    """Raise unless a device is new enough."""
+    if tuple(found) < OLDEST:
+        oldest, own = (".".join(map(str, numbers)) for numbers in (OLDEST, found))
+        expected = f"compute capability {oldest} or later"
+        raise argument_error("kvkit_cuda", expected, f"{name}, of {own}", DeviceError)
+
+
+@functools.cache
+def libraries(found):
+    """Raise unless NVVM compiles for a compute capability, and nvJitLink links that for it.
+
+    Older ones do not know the device, and an older linker does not know the PTX.
+    """
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    extra = "cuda" if toolkit_version() > 12 else f"cuda{toolkit_version()}"
+    remedy = f"{INSTALL.format(extra=extra)} --upgrade in a fresh environment, without a toolkit in CUDA_HOME"
+    first = FIRST.get(found, HALVES if found < min(FIRST) else None)
+    release = f"of CUDA {first} or later" if first else "of a later CUDA"
+    release += f", for compute capability {found[0]}.{found[1]}"
+    try:
+        code = small_ptx(found)
+    except Exception as error:
+        got = f"none that works ({first_line(error)})"
+        raise missing(f"NVIDIA's compiler (NVVM) {release}", got, remedy) from None
+    try:
+        options = LinkerOptions(arch=f"sm_{found[0]}{found[1]}")
+        Linker(ObjectCode.from_ptx(code.encode()), options=options).link("cubin")
+    except Exception as error:
+        (version,) = [line for line in code.splitlines() if line.startswith(".version")]
+        got = f"one that fails ({first_line(error)})"
+        expected = f"a linker (nvJitLink) {release} and the PTX of NVVM, {version[1:]}"
+        raise missing(expected, got, remedy) from None
+
+
+def small_ptx(found):
+    """What NVVM makes of a formula that all kernels share, for a compute capability.
+
+    numba-cuda compiles for an earlier one where its libraries do not know that.
+    """
+    from numba import cuda, types
+
+    from kvkit.formulas import numeric
+
+    return cuda.compile_ptx(numeric.half_to_float, (types.uint16,), device=True, cc=found)[0]
+
+
+def first_line(error):
+    """What an error says, in a line; what a linker says is in its notes."""
+    lines = [*str(error).splitlines(), *getattr(error, "__notes__", ())]
+    with suppress(ImportError):
+        lines = [line for line in lines if "version" in line] or lines
+    return lines[0].strip() if lines else type(error).__name__

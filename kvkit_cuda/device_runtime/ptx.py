@@ -1,0 +1,296 @@
+"""All inline PTX: products of 16-bit matrices by a warp, the copies that feed them, and a quick exponential.
+
+A warp holds matrices in fragments: words of two 16-bit elements, and float32 numbers. With g = lane // 4 and
+t = lane % 4 a thread has (PTX ISA, "Matrix Fragments for mma.m16n8k16")
+
+    a[0..3] of A [16, 16]: columns 2t, 2t+1 of row g, of row g+8; columns 2t+8, 2t+9 of row g, of row g+8
+    b[0..1] of B [16, 8]:  rows 2t, 2t+1 of column g; rows 2t+8, 2t+9
+    c[0..3] of C [16, 8]:  columns 2t, 2t+1 of row g; of row g+8
+
+Beside each instruction is its emulation, by which simulated threads do the same.
+"""
+
+import ctypes
+import functools
+import inspect
+import threading
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvkit.formats import BY_NAME
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import shared
+from kvkit_cuda.device_runtime import device, memory
+
+WORD, NUMBER, ADDRESS, OFFSET = types.uint32, types.float32, types.int64, types.int32
+LLVM = {WORD: ir.IntType(32), OFFSET: ir.IntType(32), ADDRESS: ir.IntType(64), NUMBER: ir.FloatType()}
+LETTER = {WORD: "r", OFFSET: "r", ADDRESS: "l", NUMBER: "f"}
+SHORT = {"float16": "f16", "bfloat16": "bf16"}
+
+
+def instruction(text, results, arguments, ordered=False):
+    """A function of threads that is one PTX instruction, whose operands are results, then arguments.
+
+    `ordered`: it keeps its place among what reads and writes memory.
+    """
+    returned = types.void if not results else (results[0] if len(results) == 1 else types.Tuple(results))
+    parts = [LLVM[kind] for kind in results]
+    form = ir.VoidType() if not parts else (parts[0] if len(parts) == 1 else ir.LiteralStructType(parts))
+    constraints = ["=" + LETTER[kind] for kind in results] + [LETTER[kind] for kind in arguments]
+    constraints += ["~{memory}"] if ordered else []
+
+    def emit(typingctx, *given):
+        def codegen(context, builder, signature, values):
+            function = ir.FunctionType(form, [LLVM[kind] for kind in arguments])
+            code = ir.InlineAsm(function, text, ",".join(constraints), side_effect=ordered)
+            found = builder.call(code, values)
+            if len(parts) > 1:
+                found = [builder.extract_value(found, i) for i in range(len(parts))]
+                return context.make_tuple(builder, signature.return_type, found)
+            return found if parts else context.get_dummy_value()
+
+        return returned(*arguments), codegen
+
+    names = ["typingctx", *(f"operand{i}" for i in range(len(arguments)))]  # numba wants each by name
+    given = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    emit.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    return intrinsic(emit)
+
+
+def either(emulation, function):
+    """What threads call: the function on a device, its emulation in the simulator."""
+    return emulation if device.SIMULATED else device.inlined(function)
+
+
+# Matrices
+
+
+@functools.cache
+def matrices(transposed):
+    """(address, offset) -> 4 words: four matrices [8, 8] of 16-bit elements in shared memory.
+
+    Thread 8i + r says where row r of matrix i lies, at a multiple of 16 bytes. It gets columns 2t, 2t+1 of
+    row g of each matrix, or of its transpose.
+    """
+    kind = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    load = instruction(text, [WORD] * 4, [OFFSET], ordered=True)
+
+    def emulation(address, offset):
+        lane, rows = device.told(address + offset)
+        g, t = divmod(lane, 4)
+        if transposed:
+            return tuple(pair(rows[i + 2 * t] + 2 * g, rows[i + 2 * t + 1] + 2 * g) for i in range(0, 32, 8))
+        return tuple(pair(rows[i + g] + 4 * t, rows[i + g] + 4 * t + 2) for i in range(0, 32, 8))
+
+    def matrices(address, offset):
+        return load(np.int32(np.int32(address) + offset))
+
+    return either(emulation, matrices)
+
+
+def pair(low, high):
+    """A word of two elements, by their addresses."""
+    low, high = (ctypes.c_uint16.from_address(place).value for place in (low, high))
+    return np.uint32(low | high << 16)
+
+
+@functools.cache
+def product(element):
+    """(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3) -> fragments of A B + C, in float32."""
+    short = SHORT[element]
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    emit = instruction(text, [NUMBER] * 4, [WORD] * 6 + [NUMBER] * 4)
+    dtype = BY_NAME[element].dtype
+
+    def emulation(*fragments):
+        lane, told = device.told(fragments[:6])
+        g, t = divmod(lane, 4)
+        numbers = np.array(told, np.uint32).view(dtype).astype(np.float32).reshape(8, 4, 6, 2)  # [g, t, word]
+
+        def line(g, words):
+            return np.concatenate([numbers[g, :, word].ravel() for word in words])
+
+        rows = line(g, (0, 2)), line(g, (1, 3))
+        columns = line(2 * t, (4, 5)), line(2 * t + 1, (4, 5))
+        with np.errstate(all="ignore"):
+            sums = [row @ column for row in rows for column in columns]
+        return tuple(np.float32(c + x) for c, x in zip(fragments[6:], sums, strict=True))
+
+    def product(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        return emit(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3)
+
+    return either(emulation, product)
+
+
+_turned = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [WORD], [WORD])
+
+
+def _turned_simulated(word):
+    lane, words = device.told(word)
+    g, t = divmod(lane, 4)
+    one, other = (int(words[4 * (2 * t + i) + g // 2]) >> g % 2 * 16 & 0xFFFF for i in range(2))
+    return np.uint32(one | other << 16)
+
+
+# (word) -> columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8], of which `word` is the same.
+turned = either(_turned_simulated, lambda word: _turned(word))
+
+
+def _halves_of(choice, shift):
+    """(x, y) -> the word of the low elements of two words, or of the high ones."""
+    emit = instruction(f"prmt.b32 $0, $1, $2, {choice};", [WORD], [WORD] * 2)
+
+    def emulation(x, y):
+        return np.uint32(int(x) >> shift & 0xFFFF | (int(y) >> shift & 0xFFFF) << 16)
+
+    def halves_of(x, y):
+        return emit(x, y)
+
+    return either(emulation, halves_of)
+
+
+low, high = _halves_of("0x5410", 0), _halves_of("0x7632", 16)
+
+
+@functools.cache
+def packed(element):
+    """(low, high) -> the word of two float32 numbers, rounded."""
+    emit = instruction(f"cvt.rn.{SHORT[element]}x2.f32 $0, $2, $1;", [WORD], [NUMBER] * 2)
+    narrow = numeric.narrowing(element)
+
+    def emulation(low, high):
+        return np.uint32(int(narrow(low)) | int(narrow(high)) << 16)
+
+    def packed(low, high):
+        return emit(low, high)
+
+    return either(emulation, packed)
+
+
+@functools.cache
+def halves(operation):
+    """(x, y) -> "sub" or "mul" of the two float16s of words, (x, y, z) -> "fma", rounded once."""
+    known: dict = {"sub": np.subtract, "mul": np.multiply, "fma": lambda x, y, z: x * y + z}
+    compute = known[operation]
+    count = 3 if operation == "fma" else 2
+    places = ", ".join(f"${i}" for i in range(count + 1))
+    emit = instruction(f"{operation}.rn.f16x2 {places};", [WORD], [WORD] * count)
+
+    def emulation(*words):
+        numbers = [np.array([word], np.uint32).view(np.float16).astype(np.float64) for word in words]
+        with np.errstate(all="ignore"):
+            return compute(*numbers).astype(np.float16).view(np.uint32)[0]
+
+    def two(x, y):
+        return emit(x, y)
+
+    def three(x, y, z):
+        return emit(x, y, z)
+
+    return either(emulation, three if operation == "fma" else two)
+
+
+# Copies
+
+
+def copies(size, kind):
+    """(target, source): begin to copy so many bytes to shared memory."""
+    text = f"cp.async.{kind}.shared.global [$0], [$1], {size};"
+    begin = instruction(text, [], [OFFSET, ADDRESS], ordered=True)
+    read, write = memory.load(size, size), memory.store(size, size, memory.SHARED)
+
+    @shared
+    def spoil(target):
+        write(target, np.uint64(2**64 - 1), np.uint64(2**64 - 1))
+
+    @shared
+    def fill(target, source):
+        low, high = read(source)
+        write(target, low, high)
+
+    def emulation(target, source):
+        spoil(target)
+        groups()[-1].append(functools.partial(fill, target, source))
+
+    def copy(target, source):
+        begin(np.int32(target), source)
+
+    return either(emulation, copy)
+
+
+def groups():
+    """The groups of copies that a simulated thread waits for, the one that it adds to last."""
+    return threading.current_thread().__dict__.setdefault("groups", [[]])
+
+
+def _end(count):
+    """End the copies of the first groups of a simulated thread."""
+    for _ in range(count):
+        for fill in groups().pop(0):
+            fill()
+
+
+# Copies of 16 and of 4 bytes.
+copy, copy_word = copies(16, "cg"), copies(4, "ca")
+
+_arrived = instruction("cp.async.wait_all;", [], [], ordered=True)
+_together = instruction("cp.async.commit_group;", [], [], ordered=True)
+
+
+def _arrived_simulated():
+    _end(len(groups()))
+    groups().append([])
+
+
+def _together_simulated():
+    groups().append([])
+
+
+# (): wait for all copies that the thread has begun.
+arrived = either(_arrived_simulated, lambda: _arrived())
+# (): the copies that the thread has begun since the last call, if any, are a group.
+together = either(_together_simulated, lambda: _together())
+
+
+def all_but(count):
+    """(): wait for all groups of copies of the thread but the last `count` ones."""
+    wait = instruction(f"cp.async.wait_group {count};", [], [], ordered=True)
+
+    def emulation():
+        _end(len(groups()) - 1 - count)
+
+    def all_but():
+        wait()
+
+    return either(emulation, all_but)
+
+
+_power = instruction("ex2.approx.ftz.f32 $0, $1;", [NUMBER], [NUMBER])
+
+
+def _power_simulated(x):
+    with np.errstate(all="ignore"):
+        return np.exp2(np.float32(x))
+
+
+# (x) -> 2 to the power x, with a relative error below 2^-22; 0 where that is not a normal number.
+power = either(_power_simulated, lambda x: _power(x))
+
+_larger = instruction("max.f32 $0, $1, $2;", [NUMBER], [NUMBER] * 2)
+
+
+# (x, y) -> the larger one; the other one if one is NaN.
+larger = either(np.fmax, lambda x, y: _larger(x, y))
+
+_anew = instruction("mov.b32 $0, $1;", [OFFSET], [OFFSET], ordered=True)
+
+
+# (x) -> x, of which the compiler knows nothing: what is made of it in a loop holds no registers through it.
+anew = either(lambda x: x, lambda x: _anew(x))

@@ -1,0 +1,128 @@
+"""What every operator of this package has from its namesake in `kvkit`: its name, its arguments, its words.
+
+What a call then does is told in `kvkit_cuda.calls`, which is loaded by the first one.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import re
+import textwrap
+
+import kvkit
+from kvkit.operators import OPERATORS
+from kvkit.operators.arrays import INDEX
+from kvkit_cuda.device_runtime import needs
+
+SHOWN = ("sequences",)  # index tensors of which nothing but the form matters
+WHERE = """`kvkit.{path}` on a CUDA device: that of its arrays (with the CUDA array interface or DLPack; used
+where they are), or the current one if all are numpy's (copied there, and back if they change)."""
+RESULTS = (
+    """If `out` is not given, results are made where `{first}` is: numpy's, torch's, CuPy's or numba's."""
+)
+ON_HOST = """Index tensors are best on the host, where they are checked: the call waits for those that are on
+the device."""
+BITS = "What is stored has the bits that the CPU stores."
+CODES = """Tensor cores read codes as a load gives them, rounded to the type of the data; other kernels as the
+CPU does, as products with their scales in float32. Formats of `quant_format` are read by those alone."""
+SUMS = "Sums are in another order than on the CPU, so the last bits differ; they depend on no device."
+ANGLES = """Products and sums are those of the CPU, bit for bit; cosines and sines too, but for rare ones that
+lie halfway between neighbours. Where an angle reaches 2^24, all of the call's are computed on the host."""
+STREAM = """stream : optional
+    What to work on: a stream of numba, torch, CuPy or cuda.core, or its address. By default it is the current
+    one of the first array's library, torch or CuPy, else the default stream. It comes after the streams that
+    arrays are written by, as far as their libraries tell; the call does not wait, unless arrays are copied.
+    Keep arrays of the call, results too, until the stream is done with them, if it is not the current one of
+    their library: torch and CuPy reuse the memory of what is gone (`record_stream` of a tensor defers that).
+"""
+NO_DEVICE = """DeviceError
+    If there is no device.
+"""
+
+
+class Arguments:
+    """Those of a function and, by keyword, `own` ones with their defaults."""
+
+    def __init__(self, function, own):
+        given = inspect.signature(function)
+        self.function, self.own = function, own
+        more = [parameter(name, default) for name, default in own.items()]
+        self.signature = given.replace(parameters=[*given.parameters.values(), *more])
+        parameters = self.signature.parameters.values()
+        self.positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        self.names = frozenset(self.signature.parameters)
+        # What may be given by name besides so many by position.
+        self.others = [self.names.difference(self.positional[:i]) for i in range(len(self.positional) + 1)]
+
+    def bind(self, args, kwargs):
+        """The values of all arguments of a call, by name."""
+        values, count = self.defaults | kwargs, len(args)
+        values.update(zip(self.positional, args, strict=False))
+        known = count < len(self.others) and kwargs.keys() <= self.others[count]
+        if not known or len(values) < len(self.names):
+            kwargs = {name: kwargs[name] for name in kwargs if name not in self.own}
+            self.function(*args, **kwargs)  # Python refuses them, in its words
+        return values
+
+
+def parameter(name, default):
+    """A parameter that is given by keyword."""
+    kind = object if default is None else type(default)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def twin(path, *notes, own=None, then=None):
+    """The operator of `kvkit` with that path, on a device.
+
+    Its words end with `notes` on what differs. It has `own` arguments besides, with their defaults and words,
+    and `stream`. What it returns is passed to `then`.
+    """
+    own = own or {}
+    function = functools.reduce(getattr, path.split("."), kvkit)
+    arguments = Arguments(function, {name: default for name, (default, _) in own.items()} | {"stream": None})
+    bind = arguments.bind
+
+    def operator(*args, **kwargs):
+        values = bind(args, kwargs)
+        result = kernels().call(path, values)
+        return then(result) if then else result
+
+    room, _, name = path.partition(".") if "." in path else ("", "", path)
+    operator.__module__ = f"kvkit_cuda.{room}" if room else "kvkit_cuda"
+    operator.__qualname__, operator.__name__ = name, function.__name__
+    operator.__signature__ = arguments.signature  # type: ignore[attr-defined]
+    operator.__doc__ = words(path, function, notes, [text for _, text in own.values()])
+    return operator
+
+
+@functools.cache
+def kernels():
+    """All that needs Numba."""
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+        needs.packages()
+    return importlib.import_module("kvkit_cuda.calls.operators")
+
+
+@functools.cache
+def inputs(path):
+    """The names of an operator's (arrays, index tensors)."""
+    names = OPERATORS[path].inputs
+    arrays = [each.name for each in names if each.dtypes is not INDEX or each.name in SHOWN]
+    return arrays, [each.name for each in names if each.name not in arrays]
+
+
+def words(path, function, notes, more):
+    """The words of the function, with where arrays are, the arguments in `more`, and `notes`."""
+    summary, _, rest = str(inspect.getdoc(function)).partition("\n\n")
+    arrays, index = inputs(path) if path in OPERATORS else ([], [])
+    about = [WHERE.format(path=path)]
+    if arrays and OPERATORS[path].outputs:
+        about.append(RESULTS.format(first=arrays[0]))
+    if index:
+        about.append(ON_HOST)
+    rest = rest.replace("\nReturns\n", "".join([*more, STREAM, "\nReturns\n"]))
+    rest = rest.replace("Raises\n------\n", "Raises\n------\n" + NO_DEVICE)
+    about = [textwrap.fill(" ".join([*about, *notes]), 105)]
+    return "\n\n".join([summary, *about, re.sub(r"\bkvkit\b", "kvkit_cuda", rest)]).rstrip()

@@ -1,0 +1,127 @@
+"""The types of this package for type checkers, from the signatures of `kvkit`: python -m kvkit_cuda.print_stubs
+
+It writes the `.pyi` files, which a test compares with what it would write.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+MODULES = "kvkit_cuda", "kvkit_cuda.ascend", "kvkit_cuda.dynamic_batching"
+HEAD = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n'
+ARRAY = "Array: TypeAlias = Any  # of numpy, or of a device and any library\n"
+LIKE = set(typing.get_args(ArrayLike))
+
+
+class Stub:
+    """What is printed of a module."""
+
+    def __init__(self, module):
+        self.module, self.imports = module, defaultdict(set, typing={"Any", "TypeAlias"})
+        self.names = "".join([self.name(name, getattr(module, name)) for name in module.__all__])
+
+    def __str__(self):
+        public = "".join(f'    "{name}",\n' for name in self.module.__all__)
+        lines = {
+            name: f"from {name} import {', '.join(sorted(self.imports[name]))}\n" for name in self.imports
+        }
+        imports = ["", ""]  # of Python, of the packages
+        for name in sorted(lines):
+            imports[name.startswith("kvkit")] += lines[name]
+        parts = HEAD, *filter(None, imports), f"__all__ = [\n{public}]\n{ARRAY}", self.names
+        return "\n".join(parts).rstrip() + "\n"
+
+    def name(self, name, value):
+        """A public name."""
+        if isinstance(value, str):
+            return f"{name}: str\n\n"
+        if isinstance(value, types.ModuleType):
+            self.imports[self.module.__name__].add(name)
+            return ""
+        if value.__module__ != self.module.__name__:
+            self.imports[value.__module__].add(name)
+            return ""
+        if inspect.isfunction(value):
+            return self.function(name, value)
+        members = inspect.getmembers(value, inspect.isfunction)
+        methods = [self.function(*member) for member in members if not member[0].startswith("_")]
+        body = "".join(methods).rstrip().replace("\n", "\n    ")
+        return f"class {name}:\n    {body}\n\n"
+
+    def function(self, name, function):
+        path = function.__module__.replace("kvkit_cuda", "kvkit"), *function.__qualname__.split(".")
+        origin: typing.Any = functools.reduce(getattr, path[1:], importlib.import_module(path[0]))  # type: ignore[arg-type]
+        signature, keyword, lines = inspect.signature(origin, eval_str=True), False, []
+        own = inspect.signature(function).parameters
+        for each in (own | dict(signature.parameters)).values():
+            if each.kind is each.KEYWORD_ONLY and not keyword:
+                keyword = True
+                lines.append("    *,\n")
+            lines.append(f"    {each.name}{self.annotation(each)},\n")
+        given = signature.return_annotation
+        returned = "" if given is signature.empty else f" -> {self.type(given)}"
+        return f"def {name}(\n{''.join(lines)}){returned}: ...\n"
+
+    def annotation(self, parameter):
+        """The type of a parameter, and its default."""
+        known, default = parameter.annotation is not parameter.empty, parameter.default
+        told = f": {self.type(parameter.annotation)}" if known else ""
+        if default is parameter.empty:
+            return told
+        space = " " if known else ""
+        return f"{told}{space}={space}{literal(default)}"
+
+    def type(self, kind):
+        """A type in words; arrays are those of any library."""
+        args, origin = typing.get_args(kind), typing.get_origin(kind)
+        if origin in (typing.Union, types.UnionType):
+            return " | ".join(dict.fromkeys(self.members(args)))
+        if isinstance(kind, typing.TypeVar):
+            return " | ".join(dict.fromkeys(self.members(kind.__constraints__)))
+        if kind in (np.ndarray, typing.Any) or origin is np.ndarray:
+            return "Any" if kind is typing.Any else "Array"
+        if kind in (None, type(None), ...):
+            return "..." if kind is ... else "None"
+        if origin is typing.Literal:
+            self.imports["typing"].add("Literal")
+            return f"Literal[{', '.join(map(repr, args))}]".replace("'", '"')
+        if origin:
+            return f"{self.type(origin)}[{', '.join(map(self.type, args))}]"
+        if kind.__module__ != "builtins" and kind.__name__ not in self.module.__all__:
+            self.imports[kind.__module__].add(kind.__name__)
+        return kind.__name__
+
+    def members(self, kinds):
+        """The types of a union; what `ArrayLike` takes is an array."""
+        if set(kinds) >= LIKE:
+            yield "Array"
+            kinds = [kind for kind in kinds if kind not in LIKE]
+        yield from map(self.type, kinds)
+
+
+def literal(value):
+    """A default as a stub may have it."""
+    try:
+        ast.literal_eval(repr(value))
+    except (SyntaxError, ValueError):
+        return "..."
+    return repr(value).replace("'", '"')
+
+
+def stubs():
+    """The stubs of all modules, by their files."""
+    modules = map(importlib.import_module, MODULES)
+    return {Path(str(module.__file__)).with_suffix(".pyi"): str(Stub(module)) for module in modules}
+
+
+if __name__ == "__main__":
+    for path, stub in stubs().items():
+        path.write_text(stub)
