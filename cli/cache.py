@@ -20,6 +20,5 @@ def cache():
 def clean():
     """Remove the compiled code of every version; it is made again when it is needed."""
     count, size = disk_cache.clean()
-    click.echo(
-        f"removed {count} files, {show.size(size)}, from {disk_cache.root_folder() or 'nowhere: none is kept'}"
-    )
+    folder = disk_cache.root_folder() or "nowhere: none is kept"
+    click.echo(f"removed {count} files, {show.size(size)}, from {folder}")

@@ -1,6 +1,6 @@
-"""The types of this package for type checkers, from the signatures of `kvkit`: python -m kvkit_cuda.print_stubs
+"""Write the `.pyi` files of this package from the signatures of `kvkit`: python -m kvkit_cuda.print_stubs
 
-It writes the `.pyi` files, which a test compares with what it would write.
+A test compares the files with what this would write.
 """
 
 import ast

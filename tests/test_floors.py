@@ -13,17 +13,23 @@ import kvkit
 HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
+<<<<<<< HEAD
     "errors version dumps reference",  # 0
     "checks.words",
     "typed sources kept turns waiting garbage formats compression spare",  # 1
     "foreign",
     "layouts jit",
+=======
+    "errors version",  # 0
+    "typed formats runtime",  # 1
+    "interop",
+    "layouts",
+>>>>>>> 41b2038 (The moved rooms hold together: lazy packages, floors by room alone, the result pool's variable with its old name)
     "operators",
-    "index numeric",  # 2
+    "formulas",  # 2
     "checks",  # 3
     "cpu",  # 4
-    "launch repeats layouts.conversion",  # 5
-    "steps rotary",
+    "calls",  # 5
     "ascend static dynamic_batching paged merge",
     "__init__",
     "files",  # 6
@@ -42,12 +48,11 @@ OF_THE_HOST = {
 }
 # Imports in functions, by file, and why they are not at its top.
 LATE = {
-    "kvkit.cache.stores.codes": {"kvkit.cpu"},  # the first call loads Numba, `import kvkit.cache` does not
     "kvkit_cuda.device_runtime.device": {"numba.cuda"},  # the simulator has none of these
     "kvkit_cuda.device_runtime.host": {"numba.cuda.cudadrv", "cuda.core.utils"},
     "kvkit_cuda.device_runtime.compiled": {"cuda.bindings", "cuda.pathfinder", "numba_cuda"},
     "kvkit_cuda.device_runtime.needs": {
-        "kvkit",
+        "kvkit.formulas",
         "numba",
         "numba.cuda.cudadrv",
         "cuda.core",

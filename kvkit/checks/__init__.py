@@ -3,10 +3,6 @@
 The passes over index tensors are compiled; each is imported, and Numba with it, when it is first used.
 """
 
-from kvkit.runtime import lazy_imports
+from kvkit.runtime.lazy_imports import lazy_modules
 
-
-def __getattr__(name):
-    if name in ("position_scan", "scan", "slots", "table_rules"):
-        return lazy_imports.import_module(f"kvkit.checks.{name}")
-    raise AttributeError(name)
+__getattr__ = lazy_modules(__name__, "position_scan", "scan", "slots", "table_rules")

@@ -1,9 +1,5 @@
-"""The CPU kernels. Each room is imported, and Numba with it, when it is first used."""
+"""The CPU kernels. Each module is imported, and Numba with it, when it is first used."""
 
-from kvkit.runtime import lazy_imports
+from kvkit.runtime.lazy_imports import lazy_modules
 
-
-def __getattr__(name):
-    if name in ("alibi", "attention", "codes", "launches", "merge", "pieces", "rotary", "runs", "transfer"):
-        return lazy_imports.import_module(f"kvkit.cpu.{name}")
-    raise AttributeError(name)
+__getattr__ = lazy_modules(__name__, "attention", "copy", "launches", "positions")

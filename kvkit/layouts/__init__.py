@@ -25,14 +25,20 @@ if TYPE_CHECKING:
 
 __all__ = ["KV", "NAMED", "Layout", "Named", "convert", "fits", "parse", "same_bytes", "tables", "view"]
 # What checks of operators do not need is loaded when it is first used.
-ROOMS = {"KV": "views", "view": "views", "fits": "compare", "same_bytes": "compare", "convert": "conversion"}
+MODULES = {
+    "KV": "kvkit.layouts.views",
+    "view": "kvkit.layouts.views",
+    "fits": "kvkit.layouts.compare",
+    "same_bytes": "kvkit.layouts.compare",
+    "convert": "kvkit.calls.conversion",
+}
 
 
 def __getattr__(name):
     if name == "tables":
         return importlib.import_module("kvkit.layouts.tables")
-    if name in ROOMS:
-        return getattr(importlib.import_module(f"kvkit.layouts.{ROOMS[name]}"), name)
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
     raise AttributeError(f"module 'kvkit.layouts' has no attribute {name!r}")
 
 

@@ -62,10 +62,8 @@ class Operator:
 
     def function(self, package: str = "kvkit") -> Callable[..., Any]:
         """Return the function of this name in a package (`kvkit` or `kvkit_cuda`)."""
-        found: Callable[..., Any] = functools.reduce(
-            getattr, self.name.split("."), importlib.import_module(package)
-        )
-        return found
+        place: Any = importlib.import_module(package)
+        return functools.reduce(getattr, self.name.split("."), place)
 
     def returned(self, attributes: Mapping[str, object]) -> list[str]:
         """Return the names of the arrays that a call with these attributes returns."""

@@ -33,7 +33,7 @@ from kvkit.runtime import disk_cache, lazy_imports, locks, notices, source_diges
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
 pointer_at = ctypes.c_void_p.from_address
 INDEX = numba.types.CPointer(numba.types.int64)  # where int64 lie
-LIVE_CODE: list = []  # callbacks: kernels know only their addresses, so their code must outlive every variable
+LIVE_CODE: list = []  # kernels know callbacks by address only, so their code must outlive every variable
 STATE = 8  # letters of the digest of its sources in the name of a file
 KNOWN = "0.68."  # versions of Numba whose insides `Part` fits
 OPTIONS = {"error_model": "numpy", "boundscheck": False}

@@ -1,14 +1,27 @@
-"""Garbage, which Python need not look for where much is made that stays."""
+"""Modules that are imported when they are first used, because Numba comes with them."""
 
 import contextlib
 import gc
 import importlib
 import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+
+def lazy_modules(package: str, *names: str) -> Callable[[str], ModuleType]:
+    """Return a `__getattr__` for a package that imports these of its modules on first use."""
+
+    def load(name: str) -> ModuleType:
+        if name in names:
+            return import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return load
 
 
 @contextlib.contextmanager
-def gc_paused():
-    """Look for none until the block ends."""
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector while Numba imports and compiles, which makes little garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -18,8 +31,8 @@ def gc_paused():
             gc.enable()
 
 
-def import_module(name):
-    """The module of this name. If Numba comes with it, its objects count as old from the start.
+def import_module(name: str) -> ModuleType:
+    """Import a module. If Numba comes with it, count its objects as old from the start.
 
     They are some hundred thousand: looked at again and again they take a fifth of a process's first call.
     """

@@ -1,6 +1,6 @@
-"""Memory of results that nobody holds any more, for the next ones: the system need not clear it again.
+"""A pool that reuses the memory of freed result arrays, because new pages must be cleared by the system.
 
-New memory costs a fault and zeros for each page, more than a load takes for what it writes there.
+The pool keeps at most 512 MB. Set KVKIT_RESULT_POOL_BYTES to change this; 0 turns it off.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import numpy as np
 
 SMALLEST = 2**20  # bytes of a result below which the allocator keeps memory itself
 ALIGNED = 64
-VARIABLE = "KVKIT_SPARE_BYTES"
+VARIABLES = "KVKIT_RESULT_POOL_BYTES", "KVKIT_SPARE_BYTES"  # the second is the name of version 0.1
 
 
 class ResultPool:
@@ -73,8 +73,12 @@ class ResultPool:
             pass
 
 
-pool = ResultPool(int(os.environ.get(VARIABLE, 2**29)))
-empty = pool.empty
+def pool_bytes() -> int:
+    """Return how many bytes the environment lets the pool keep."""
+    return int(next((os.environ[name] for name in VARIABLES if name in os.environ), 2**29))
+
+
+empty = ResultPool(pool_bytes()).empty
 
 
 def zeros(shape, dtype):

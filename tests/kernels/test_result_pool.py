@@ -97,3 +97,12 @@ def test_results_of_operators(rng):
     assert at in (place(third), place(other))
     np.testing.assert_array_equal(third, wanted)
     np.testing.assert_array_equal(held, new)
+
+
+@pytest.mark.parametrize("variable", result_pool.VARIABLES)
+def test_the_environment_says_how_much_is_kept(variable, monkeypatch):
+    for name in result_pool.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert result_pool.pool_bytes() == 2**29
+    monkeypatch.setenv(variable, "0")
+    assert result_pool.pool_bytes() == 0

@@ -13,7 +13,7 @@ MB = 2**20
 STATUS = Path("/proc/self/status")
 ALLOCATORS = {
     "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
-    "KVKIT_SPARE_BYTES": "0", "NUMBA_NUM_THREADS": "2",
+    "KVKIT_RESULT_POOL_BYTES": "0", "NUMBA_NUM_THREADS": "2",
 }  # fmt: skip
 needs_status = pytest.mark.skipif(not STATUS.exists(), reason="reads memory from /proc")
 

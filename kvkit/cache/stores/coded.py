@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache.stores.codes import SPARE, segments
+from kvkit import cpu
+from kvkit.cache.stores.codes import SPARE
 from kvkit.cache.stores.mapped import File
 from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.view import KVView
@@ -91,7 +92,7 @@ class CodeStore:
         batch, heads, *dims, _ = self.geometry
         self.tables = [side.described() for side in self.sides]
         forms = [side.format for side in self.sides]
-        return segments().context(packed, batch, heads, tuple(dims), forms, self.tables)
+        return cpu.attention.segmented.context(packed, batch, heads, tuple(dims), forms, self.tables)
 
     def query(self, query):
         """Queries as the stored keys want them."""

@@ -16,27 +16,6 @@ SEGMENT_FIELDS = 33  # that describe three segments
 SPARE = 16  # tokens of room in a tail, beside what it must hold
 
 
-def kernels():
-    """The kernels, imported, and Numba with them, when they are first used."""
-    from kvkit.cpu.copy import codes
-
-    return codes
-
-
-def segmented():
-    """Likewise those over rows in segments."""
-    from kvkit.cpu.attention import segmented
-
-    return segmented
-
-
-def rotating():
-    """Likewise those of rotations."""
-    from kvkit.cpu.copy import rotations
-
-    return rotations
-
-
 class Side:
     """Keys or values of a layer, [B, H, tokens, dim], from `shape` and dtype of its first update.
 
@@ -66,10 +45,10 @@ class Side:
         self.is_value = name == "value"
         symmetric = spec.format is not None or spec.scheme == "sym"
         cell, group = (spec.param_dtype, group) if self.scales is None else ("float32", 0)
-        self.format = kernels().Codes(
+        self.format = cpu.copy.codes.Codes(
             element, spec.bits, symmetric, cell, group, self.block, spec.format or ""
         )
-        kernels().encode(self.format), self.widening(rounds=False)  # compiled before anything changes
+        cpu.copy.codes.encode(self.format), self.widening(rounds=False)  # compiled before anything changes
         self.length = self.coded = self.seen = self.blocks = 0
         self.before = 0  # codes when the latest update began: the tail still holds the others' originals
         self.counter = [0]  # of changes; shared by all sides that follow from one another
@@ -178,7 +157,7 @@ class Side:
         """Rows [.., .., .., D] as the rotation turns them, if there is one."""
         if self.rotation is None:
             return rows
-        return rotating().turned(rows, self.rotation, what, self.is_value)
+        return cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
 
     def evict(self):
         """Encode what has left the window; the latest view does not see it."""
@@ -193,8 +172,8 @@ class Side:
         places = place(source, 0), place(target, 0), self.cells_at(-self.blocks)
         for (address, sequence, head, row), rows in zip(places, (self.block, self.block, 1), strict=True):
             at += address, sequence, rows * row, head
-        code, elements = kernels().encode(self.format).address, batch * heads * tokens * dim
-        cpu.launches.start(kernels().prepare(code, batch, blocks, at, heads, dim, elements))
+        code, elements = cpu.copy.codes.encode(self.format).address, batch * heads * tokens * dim
+        cpu.launches.start(cpu.copy.codes.prepare(code, batch, blocks, at, heads, dim, elements))
         self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
@@ -295,7 +274,7 @@ class Side:
 
     def widening(self, rounds):
         """The machine code that makes float32 of codes: rounded as arrays are, or as attention reads them."""
-        return kernels().widen(self.format, rounds=rounds).address
+        return cpu.copy.codes.widen(self.format, rounds=rounds).address
 
     def cells_at(self, position):
         """`place` of scales."""
@@ -306,8 +285,8 @@ class Side:
     def described(self, table=None, rounds=False):
         """The table, or a new one, of where that lies what the latest view sees."""
         batch, heads, length, _ = self.shape
-        table = segmented().new_table(heads, batch * heads) if table is None else table
-        sink, floats = min(self.sink, length), segmented().floats_code(self.format.element)
+        table = cpu.attention.segmented.new_table(heads, batch * heads) if table is None else table
+        sink, floats = min(self.sink, length), cpu.attention.segmented.floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
         table[-SEGMENT_FIELDS:] = (
             sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
@@ -324,8 +303,8 @@ class Side:
         described = self.described(rounds=True)
         table = cpu.launches.address(described)
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
-        code = segmented().widen_code().address
-        cpu.launches.start(kernels().prepare(code, planes, tokens, at, 1, dim, wide.size))
+        code = cpu.attention.segmented.widen_code().address
+        cpu.launches.start(cpu.copy.codes.prepare(code, planes, tokens, at, 1, dim, wide.size))
         return self.turned(wide, OUTPUT).astype(self.dtype, copy=False)
 
     def stored(self):
