@@ -13,18 +13,10 @@ import kvkit
 HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
-<<<<<<< HEAD
-    "errors version dumps reference",  # 0
-    "checks.words",
-    "typed sources kept turns waiting garbage formats compression spare",  # 1
-    "foreign",
-    "layouts jit",
-=======
-    "errors version",  # 0
+    "errors version reference",  # 0
     "typed formats runtime",  # 1
     "interop",
     "layouts",
->>>>>>> 41b2038 (The moved rooms hold together: lazy packages, floors by room alone, the result pool's variable with its old name)
     "operators",
     "formulas",  # 2
     "checks",  # 3
