@@ -4,10 +4,13 @@ import json
 import os
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,9 @@ from kvkit.files import npz
 
 distributed = pytest.importorskip("distributed")
 
-from kvkit.integrations.dask import mapper  # noqa: E402
+import psutil  # noqa: E402  which distributed needs
+
+from kvkit.integrations.dask import mapper, tasks  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -140,6 +145,46 @@ def test_who_stops_asking_cancels(client):
         list(mapper(client)(waits, ["first", "third"]))
     assert caught.value.__notes__ == ["in the task of third"]
     assert list(mapper(client)(waits, [])) == []
+
+
+def listening(pid):
+    """Addresses of the sockets on which a process listens."""
+    sockets = psutil.Process(pid).net_connections("tcp")
+    return [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not tell whose sockets listen")
+def test_local_workers_are_reached_by_their_user_alone(tmp_path):
+    """No socket listens beyond this machine, none takes a client without the key, none serves a page."""
+    others = listening(os.getpid())
+    with tasks.started("local:1"):
+        client = distributed.default_client()
+        processes = [os.getpid(), *client.run(os.getpid).values()]
+        sockets = {address for pid in processes for address in listening(pid)}.difference(others)
+        assert len(sockets) >= 3
+        assert {address.ip for address in sockets} == {"127.0.0.1"}
+        for address in sockets:
+            for path in ("status", "info/main/workers.html", "json/counts.json"):
+                with pytest.raises(OSError, match=r"404|reset|closed"):
+                    urllib.request.urlopen(f"http://127.0.0.1:{address.port}/{path}", timeout=20)
+        port = client.scheduler.address.rpartition(":")[2]
+        with pytest.raises(OSError, match=r"Timed out|reset|closed"):
+            distributed.Client(f"tcp://127.0.0.1:{port}", timeout=2)
+        trusting = ssl.create_default_context()
+        trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=20) as connection,
+            pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
+            trusting.wrap_socket(connection) as stranger,
+        ):
+            stranger.recv(1)
+
+
+def test_local_workers_are_not_started_without_a_key(run, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    code, out, err = run("vectors", "verify", "pack", "--dask", "local:1")
+    assert (code, out) == (2, "")
+    assert err.startswith("kvkit: --dask local: expected cryptography")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Tools' work on a cluster: a function like `map`, whose calls are tasks."""
+"""Work of tools on a cluster: a function like `map`, whose calls are tasks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import dask
 import distributed
 
 from kvkit.errors import KvkitError, argument_error
 
 LOCAL = "local"
+NO_PAGES: dict[str, list[str]] = {
+    f"distributed.{server}.http.routes": [] for server in ("scheduler", "worker")
+}
+NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
 def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
-    """The ``mapper`` of tools: a task for each call, results in order; who stops asking cancels the rest.
+    """Return the ``mapper`` of tools: a task for each call, results in order.
 
     Parameters
     ----------
@@ -30,7 +35,7 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
     -------
     callable
         As `map`. What a function raises comes from here, too; for a task that is lost a `KvkitError` names
-        the first argument of its call.
+        the first argument of its call. Tasks are cancelled where a caller stops asking for results.
 
     Examples
     --------
@@ -44,30 +49,30 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
     ['layer 0', 'layer 1']
     """
 
-    def mapped(function: Callable[..., Any], names: Any, *arguments: Any) -> Iterator[Any]:
+    def map_tasks(function: Callable[..., Any], names: Any, *arguments: Any) -> Iterator[Any]:
         names = list(names)
         if not names:
             return
-        futures = client.map(functools.partial(refused, function), names, *arguments, pure=False)
+        futures = client.map(functools.partial(call_or_refuse, function), names, *arguments, pure=False)
         try:
             for name, future in zip(names, futures, strict=True):
-                yield answer(name, future)
+                yield task_result(name, future)
         finally:
             client.cancel([future for future in futures if not future.done()])
 
-    return mapped
+    return map_tasks
 
 
-def refused(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function, or the `KvkitError` it raises: what a task raises, workers print whole."""
+def call_or_refuse(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a function's result, or the `KvkitError` it raises: workers log what a task raises."""
     try:
         return function(*arguments)
     except KvkitError as error:
         return error
 
 
-def answer(name: str, future: Any) -> Any:
-    """The result of a task."""
+def task_result(name: str, future: Any) -> Any:
+    """Return the result of a task, or raise its error."""
     error = future.exception()
     if error is None:
         result = future.result()
@@ -84,7 +89,7 @@ def answer(name: str, future: Any) -> Any:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits; processes that start meanwhile, which a terminal interrupts too, never hear of it."""
+    """Let Ctrl-C wait. Processes that start meanwhile, which a terminal interrupts too, ignore it."""
     multiprocessing.resource_tracker.ensure_running()  # lets interrupts through when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -94,21 +99,46 @@ def interrupts_held() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def local_client(count: int) -> Iterator[distributed.Client]:
+    """Start ``count`` worker processes that nobody but this process may use, and end them.
+
+    Their sockets listen on the loopback interface and ask for a key that is made here: to reach a worker is
+    to run code as its user. There is no dashboard, and no page beside it.
+    """
+    try:
+        security = distributed.Security.temporary()
+    except ImportError:
+        wanted = (
+            "cryptography, for a cluster that only its user may enter (pip install 'kvkit-kernels[dask]')"
+        )
+        raise argument_error("--dask local", wanted, "none") from None
+    options: dict[str, Any] = {"n_workers": count, "threads_per_worker": 1, "silence_logs": logging.CRITICAL}
+    options |= {"host": "127.0.0.1", "security": security, "scheduler_kwargs": NO_DASHBOARD}
+    with (
+        dask.config.set(NO_PAGES),
+        distributed.LocalCluster(**options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
 def started(address: str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """`mapper` on the cluster at an address; or in processes of this machine, "local" or "local:4"."""
+    """Connect `mapper` to the cluster at an address, or to new processes here, "local" or "local:4"."""
     kind, _, number = address.partition(":")
     if kind == LOCAL:
         count = number or str(os.cpu_count() or 1)
         if not (count.isascii() and count.isdecimal()) or not 0 < int(count[:6]) <= 1024:
             raise argument_error("--dask", "an ADDRESS, local, or local:N of 1 to 1024 processes", address)
-        where: Any = {"n_workers": int(count), "threads_per_worker": 1, "dashboard_address": ":0"}
-        where |= {"silence_logs": logging.CRITICAL}
+        connect = functools.partial(local_client, int(count))
     else:
-        where = {"address": address, "timeout": 10}
-    with contextlib.ExitStack() as opened:
+        connect = functools.partial(distributed.Client, address, timeout=10)
+    with contextlib.ExitStack() as stack:
         try:
             with interrupts_held():
-                client = opened.enter_context(distributed.Client(**where))
+                client = stack.enter_context(connect())
+        except KvkitError:
+            raise
         except (OSError, ValueError, TypeError) as error:
             raise argument_error("--dask", "a cluster that answers", f"{address} ({error})") from error
         yield mapper(client)
