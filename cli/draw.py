@@ -10,7 +10,7 @@ from kvkit.files.replace import replacing
 from kvkit.layouts import NAMED
 from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw as drawing
-from kvkit.tools import inspecting
+from kvkit.tools.source import CacheSource
 from kvkit_cli import show
 from kvkit_cli.pairs import sizes_of
 
@@ -56,14 +56,23 @@ def draw(what, output, sizes):
 
 
 def of_file(path, sizes, kind):
-    """The rows of its cache, by its tables; or its layout."""
-    contents = inspecting.taken(path)
-    found = inspecting.pages_of(contents, sizes.get("n"))
+    """Draw the rows of a file's cache, by its tables; or its layout."""
+    source = CacheSource(path)
+    found = source.block_tables(sizes.get("n"))
     if found is not None:
-        rows, filled = inspecting.rows_of(contents, found[1])
+        rows, filled = filled_rows(source, found[1])
         return drawing.cells(found[1], rows, filled=filled, kind=kind)
-    if contents.description.layout is None:
+    if source.layout is None:
         raise KvkitError(
             f"{path}: it has no tables and says no layout: name one, as in kvkit draw vllm-lbnhc"
         )
-    return drawing.layout(contents.description.layout, sizes=sizes, kind=kind)
+    return drawing.layout(source.layout, sizes=sizes, kind=kind)
+
+
+def filled_rows(source, pages):
+    """Return (rows of the cache, which of them hold something), as far as its layout tells them."""
+    kv, _ = source.one_head_view()
+    if kv is None or isinstance(kv.keys[0], tuple) or kv.keys[0].shape[1] % pages.page_size:
+        return None, None
+    keys = kv.keys[0]  # [blocks, rows, heads, content]
+    return keys.shape[0] * keys.shape[1], (keys != 0).any((-2, -1)).ravel()

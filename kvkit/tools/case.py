@@ -6,81 +6,80 @@ Nothing is computed before a rule asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from kvkit import layouts
 from kvkit.checks import table_rules
 from kvkit.checks.values import integer
 from kvkit.errors import KvkitError, argument_error, describe
-from kvkit.files.arrays import nested
+from kvkit.files.arrays import BESIDE
 from kvkit.interop import as_numpy
+from kvkit.layouts import Layout, parse, tables
+from kvkit.layouts.views import KV
+from kvkit.tools.source import NAMES, PAGED_NAMES, SIDES, CacheSource, Source
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
 KNOWN = (
     *TABLES,
     "context_lens", "kv_indptr", "kv_last_page_len", "kvstarts", "num_blocks", "page_size", "placeholder",
     "slot_mapping", "slot_sequences", "slot_positions", "reserved_block", "index_type",
-    "cache", "key_cache", "value_cache", "key_scale", "value_scale", "format", "layout",
+    "cache", "layers", *chain(*NAMES), *BESIDE, "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale",
 )  # fmt: skip
 NUMBERS = "num_blocks", "page_size", "placeholder", "reserved_block"
 
 
 @dataclass(frozen=True)
-class Side:
-    """Keys or values: a name, codes or floats [layers, blocks, rows, heads, content], and scales."""
+class CheckedSide:
+    """Keys or values, codes or floats [layers, blocks, rows, heads, content], and what findings call them."""
 
     name: str
+    label: str
     array: np.ndarray
     scale: np.ndarray | None
 
 
-def stacked(view):
-    """One array [layers, blocks, rows, heads, content] of a view, whose layers may be arrays of their own."""
+def stacked(view: Any) -> np.ndarray:
+    """Return one array [layers, blocks, rows, heads, content] of a view, whose layers may be arrays."""
     if isinstance(view, tuple):
-        return np.stack([stacked_blocks(each) for each in view])
-    return view
-
-
-def stacked_blocks(view):
-    return np.stack(view) if isinstance(view, tuple) else view
+        return np.stack([np.stack(each) if isinstance(each, tuple) else each for each in view])
+    return np.asarray(view)
 
 
 class Case:
-    """The arrays that rules look at."""
+    """The tables, slots and caches that rules look at."""
 
-    def __init__(self, arrays: dict[str, Any], layout=None):
-        unknown = [name for name in arrays if name.partition(".")[0] not in KNOWN]
-        if len(unknown) == len(arrays):
+    def __init__(self, source: Source, layout: str | Layout | None = None) -> None:
+        self.source = CacheSource(source, layout)
+        given = source if isinstance(source, Mapping) else self.source.arrays
+        unknown = [name for name in given if name.partition(".")[0] not in KNOWN]
+        if len(unknown) == len(given):
             raise argument_error("arrays", f"some of {', '.join(KNOWN)}", ", ".join(map(str, unknown[:8])))
-        self.given = {name: as_numpy(value, name) for name, value in arrays.items() if value is not None}
-        self.layout = layout if layout is not None else self.text("layout")
+        self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
+        if self.source.paged and (found := self.source.block_tables()) is not None:
+            self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
+        self.layout = self.source.stated_layout
         for name in NUMBERS:
             setattr(self, name, self.number(name))
-        if self.num_blocks is None and self.sides:
-            self.num_blocks = self.sides[0].array.shape[1]
-        if self.page_size is None and self.sides:
-            self.page_size = self.sides[0].array.shape[2]
+        self.in_pages = self.source.layout is not None and "b" in parse(self.source.layout).names
+        if self.in_pages and self.sides:
+            shape = self.sides[0].array.shape
+            self.num_blocks = shape[1] if self.num_blocks is None else self.num_blocks
+            self.page_size = shape[2] if self.page_size is None else self.page_size
 
     num_blocks: Any  # int, or None where nobody says it
     page_size: Any
     placeholder: int | None
     reserved_block: int | None
 
-    def number(self, name):
+    def number(self, name: str) -> int | None:
+        """Return an integer; None without it."""
         return integer(name, self.given[name]) if name in self.given else None
-
-    def text(self, name):
-        value = self.given.get(name)
-        if isinstance(value, np.ndarray) and value.ndim == 0:
-            value = value.item()
-        if value is not None and not isinstance(value, str):
-            raise argument_error(name, "a text", describe(value))
-        return value
 
     def index(self, name, ndim=None):
         """An index tensor of any integers; None if it is not given."""
@@ -155,7 +154,7 @@ class Case:
         return self.table_name == "cachestarts"
 
     @cached_property
-    def tables(self):
+    def page_tables(self):
         """`table_rules.Tables` of page numbers; None without a table."""
         if self.pages is None:
             return None
@@ -230,70 +229,63 @@ class Case:
         return {axis: int(size) for axis, size in known.items() if size is not None}
 
     @cached_property
-    def whole(self):
-        """The cache as the file or the caller has it, as nested lists; None if keys and values are apart."""
-        return nested(self.given)
-
-    @cached_property
-    def viewed(self):
-        """({"key": .., "value": ..}, "") by the layout, or (None, why there are no such views)."""
-        pools = {"cache": self.whole} if self.whole is not None else {
-            name: self.given[f"{name}_cache"] for name in ("key", "value") if f"{name}_cache" in self.given
-        }  # fmt: skip
+    def viewed(self) -> tuple[KV | None, str]:
+        """Return (views of keys and values, ""), or (None, why the layout gives none)."""
         try:
-            views = {name: layouts.view(pool, self.layout, sizes=self.sizes) for name, pool in pools.items()}
+            return self.source.view(**self.sizes), ""
         except KvkitError as error:
+            if self.layout is None:
+                raise
             return None, str(error)
-        if "cache" in views:
-            return {"key": stacked(views["cache"].keys), "value": stacked(views["cache"].values)}, ""
-        return {name: stacked(getattr(view, f"{name}s")) for name, view in views.items()}, ""
 
     @cached_property
-    def sides(self):
-        """Keys and values, those that are given."""
-        found: list[Side] = []
-        if self.whole is not None and self.layout is None:
+    def sides(self) -> list[CheckedSide]:
+        """Return keys and values, those that there are."""
+        found: list[CheckedSide] = []
+        apart, kv = self.source.apart, self.viewed[0]
+        if self.source.layout is None and self.source.pair == PAGED_NAMES:
+            wanted = "[blocks, rows, heads, content], or [layers, ...] of that"
+            raise argument_error(
+                PAGED_NAMES["key" not in apart], wanted, describe(next(iter(apart.values())))
+            )
+        if kv is None:
             return found
-        for name in ("key", "value"):
-            if self.layout is not None:
-                cache = (self.viewed[0] or {}).get(name)
-            else:
-                cache = self.given.get(f"{name}_cache")
-            if cache is None:
+        labels = self.source.pair if apart and self.source.pair else PAGED_NAMES
+        for name, label, view in zip(SIDES, labels, (kv.keys, kv.values), strict=True):
+            if apart and name not in apart:
                 continue
-            cache = np.asarray(cache)
-            if cache.ndim not in (4, 5):
-                wanted = "[blocks, rows, heads, content], or [layers, ...] of that"
-                raise argument_error(f"{name}_cache", wanted, describe(cache))
-            scale = self.given.get(f"{name}_scale")
-            scale = None if scale is None else np.asarray(scale)
-            if scale is not None and scale.ndim in (3, 4) and cache.ndim == 4:
-                scale = scale[None]
-            found.append(Side(name, cache if cache.ndim == 5 else cache[None], scale))
-            if found[0].array.shape[:3] != found[-1].array.shape[:3]:
-                wanted = f"layers, blocks and rows {found[0].array.shape[:3]}, as key_cache"
-                raise argument_error(f"{name}_cache", wanted, found[-1].array.shape[:3])
+            found.append(CheckedSide(name, label, stacked(view), self.scale_of(name)))
         return found
+
+    def scale_of(self, side: str) -> np.ndarray | None:
+        """Return the scales of keys or values, with an axis of layers where codes have none."""
+        scale = self.source.beside_side(side, "scale")
+        if scale is None:
+            scales = None if self.source.apart else self.source.part_views.get("scale")
+            return None if scales is None else stacked(getattr(scales, f"{side}s"))
+        scale = np.asarray(scale)
+        codes = self.source.apart.get(side)
+        one_layer = codes is not None and np.ndim(codes) == 4 and self.layout is None
+        return scale[None] if scale.ndim in (3, 4) and one_layer else scale
 
     @cached_property
     def used(self):
         """Which rows [blocks, rows] hold a token, and which blocks are in use; None without a table."""
-        if self.tables is None or not self.sides or not self.aligned:
+        if self.page_tables is None or not self.sides or not self.aligned or not self.in_pages:
             return None
         blocks, rows = self.sides[0].array.shape[1:3]
         filled = np.zeros(blocks, np.int64)
-        starts, ids = self.tables.starts, self.tables.ids
+        starts, ids = self.page_tables.starts, self.page_tables.ids
         counts = np.diff(starts)
         columns = np.arange(len(ids)) - np.repeat(starts[:-1], counts)
         in_page = np.clip(np.repeat(self.lengths[: len(counts)], counts) - columns * self.page_size, 0, rows)
         legal = (ids >= 0) & (ids < blocks)
-        if self.tables.placeholder is not None:
-            legal &= ids != self.tables.placeholder
+        if self.page_tables.placeholder is not None:
+            legal &= ids != self.page_tables.placeholder
         np.maximum.at(filled, ids[legal], in_page[legal])
         return np.arange(rows) < filled[:, None], filled > 0
 
-    def first_rows(self, side, mask):
-        """(layers, blocks, rows) of a mask [layers, blocks, rows] as words."""
-        layer, block, row = mask
-        layers = f"{layer}, " if len(side.array) > 1 else ""
-        return f"{side.name}_cache[{layers}{block}, {row}]"
+    def row_name(self, side: CheckedSide, layer: int, block: int, row: int) -> str:
+        """Return the name of a row, as Python would write it."""
+        at = (layer, block, row) if len(side.array) > 1 else (block, row)
+        return f"{side.label}[{', '.join(map(str, at))}]"

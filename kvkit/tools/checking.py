@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from kvkit import files
-from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.errors import KvkitError
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts
-
-Source = str | os.PathLike | Mapping[str, Any]
+from kvkit.tools.source import Source
 
 
 def check(source: Source, after: Source | None = None, slots: Any = None, *, layout: Any = None) -> Findings:
@@ -67,10 +63,10 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
         A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.
     1 findings; 8 rules looked at what was given
     """
-    case = Case(arrays_of(source), layout)
+    case = Case(source, layout)
     if after is None:
         return examine(case, RULES)
-    later = Case(arrays_of(after), layout)
+    later = Case(after, layout)
     if slots is None:
         slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
     if slots is None:
@@ -79,14 +75,3 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
         raise KvkitError("after: expected caches of the same shapes, got others")
     slots = np.asarray(slots).reshape(-1).astype(np.int64)
     return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE})
-
-
-def arrays_of(source: Source) -> dict[str, Any]:
-    """The arrays of a file, with the layout that it says they lie in; or those that are given."""
-    if isinstance(source, (str, os.PathLike)):
-        contents = files.read(source)
-        layout = contents.description.layout
-        return contents.arrays | ({} if layout is None else {"layout": layout})
-    if not isinstance(source, Mapping):
-        raise argument_error("source", "a path or a dict of arrays", describe(source))
-    return dict(source)

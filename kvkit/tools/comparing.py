@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from kvkit import layouts
 from kvkit.checks.values import integer, number
 from kvkit.errors import KvkitError, argument_error, describe
-from kvkit.files.arrays import nested
 from kvkit.interop import as_numpy
 from kvkit.tools import counting
 from kvkit.tools.case import stacked
 from kvkit.tools.causes import Cause, Trial, tried
-from kvkit.tools.checking import arrays_of
-from kvkit.tools.tasks import Made, Mapper
+from kvkit.tools.source import SIDES, CacheSource
+from kvkit.tools.tasks import Lazy, Mapper
 
 NAMES = {"l": "layer", "kv": "side", "b": "page", "n": "position", "h": "head", "c": "element"}
 BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
@@ -187,8 +186,8 @@ def diff(
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = number("atol", atol), number("rtol", rtol), integer("ulp", ulp, 0)
-    given = Made(sides, a, b, layout_a, layout_b, sizes, like)
-    one, two, _ = given.it
+    given = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like)
+    one, two, _ = given.value
     result = Difference()
     common = [name for name in one if name in two]
     if not common:
@@ -214,10 +213,50 @@ def diff(
     return result
 
 
-def sides(a, b, layout_a, layout_b, sizes, like):
-    """Arrays by name of both sides, and inputs."""
-    one, two = (named_arrays(side, layout, sizes) for side, layout in ((a, layout_a), (b, layout_b)))
-    return one, two, {} if like is None else arrays_of(like)
+Arrays = dict[str, np.ndarray]
+
+
+def compared_arrays(
+    a: Any, b: Any, layout_a: Any, layout_b: Any, sizes: Mapping[str, int] | None, like: Any
+) -> tuple[Arrays, Arrays, Arrays]:
+    """Return the arrays of both sides by name, and inputs; keys and values where a side has a layout."""
+    sources = [
+        CacheSource({"array": array} if isinstance(array := as_numpy(side), np.ndarray) else side,
+                    layout, sizes, (argument, "format"))
+        for side, layout, argument in ((a, layout_a, "layout_a"), (b, layout_b, "layout_b"))
+    ]  # fmt: skip
+    inputs = {} if like is None else CacheSource(like).arrays
+    one, two = (
+        {name: x for name, x in source.arrays.items() if x.dtype.kind not in "SUO"} for source in sources
+    )
+    if not any(source.stated_layout for source in sources) and (
+        one.keys() & two.keys() or not all(source.layout for source in sources)
+    ):
+        return one, two, inputs
+    return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs
+
+
+def keys_and_values(source: CacheSource) -> Arrays:
+    """Return keys and values, and the scales beside them, [layers, blocks, rows, heads, content]."""
+    if source.cache is None and not source.apart:
+        expected = "an array cache, key_cache or value_cache to lie in it"
+        raise argument_error("layout", expected, ", ".join(source.arrays) or "none")
+    if not source.apart:
+        source.require_cache()
+    kv = source.kv
+    if kv is None:
+        raise argument_error(
+            source.arguments[0], "one whose content is not split (kvkit convert makes one)", source.layout
+        )
+    parts = {"": kv}
+    with contextlib.suppress(KvkitError):  # scales that have other axes are not compared
+        parts |= {f"_{part}": view for part, view in source.part_views.items()}
+    return {
+        f"{side}s{part}": stacked(getattr(view, f"{side}s"))
+        for part, view in parts.items()
+        for side in SIDES
+        if not source.apart or side in source.apart
+    }
 
 
 @dataclass(frozen=True)
@@ -232,9 +271,9 @@ class ComparedArray:
     maps: dict[str, Any] = field(default_factory=dict)
 
 
-def one_array(given: Made, name: str, letters: Any, tolerances: Any, drawn: bool, advance: Any):
+def one_array(given: Lazy, name: str, letters: Any, tolerances: Any, drawn: bool, advance: Any):
     """Compare an array of both sides, and look for causes."""
-    one, two, inputs = given.it
+    one, two, inputs = given.value
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
         return ComparedArray(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])
@@ -249,31 +288,6 @@ def one_array(given: Made, name: str, letters: Any, tolerances: Any, drawn: bool
         causes = causes_of(name, letters, one, two, inputs, found, notes)
     maps = {name: (counts, letters)} if drawn else {}
     return ComparedArray(expected.nbytes, [found], causes, notes=notes, maps=maps)
-
-
-def named_arrays(source, layout, sizes):
-    """Arrays by name: keys and values where there is a layout."""
-    source = as_numpy(source)
-    if isinstance(source, np.ndarray):
-        source = {"array": source}
-    given = arrays_of(source)
-    layout = given.pop("layout", None) if layout is None else layout
-    arrays = {name: np.asarray(as_numpy(array, name)) for name, array in given.items()}
-    if layout is None:
-        return {name: array for name, array in arrays.items() if array.dtype.kind not in "SUO"}
-    whole = nested(arrays)
-    if whole is not None:
-        view = layouts.view(whole, layout, sizes=sizes)
-        return {"keys": stacked(view.keys), "values": stacked(view.values)}
-    found = {}
-    for name, part in (("key_cache", "keys"), ("value_cache", "values")):
-        if name in arrays:
-            found[part] = stacked(getattr(layouts.view(arrays[name], layout, sizes=sizes), part))
-    if not found:
-        raise argument_error(
-            "layout", "an array cache, key_cache or value_cache to lie in it", ", ".join(arrays) or "none"
-        )
-    return found
 
 
 def letters_of(array, axes, has_layout):

@@ -11,14 +11,13 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.errors import argument_error
-from kvkit.files import Contents, Description
-from kvkit.files.arrays import BESIDE, CACHE
+from kvkit.files import Description
+from kvkit.files.arrays import CACHE
 from kvkit.layouts import tables
+from kvkit.layouts.tables import Pages
 from kvkit.tools import recoding
-from kvkit.tools.inspecting import TABLES, Source, pages_of, taken, viewed
+from kvkit.tools.source import CacheSource, Source, leaves, sizes_of, view_of
 from kvkit.tools.text import size
-
-LONGEST = "longest"  # a page for each sequence
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Conversion:
 
 
 def convert(
-    source: Source | Contents,
+    source: Source,
     target: str | os.PathLike[str] | None,
     *,
     from_layout: str | None = None,
@@ -132,118 +131,99 @@ def convert(
     >>> print(done)
     hf -> vllm-lbnhc (l 2, b 2, n 4, h 3, c 8): 960 B
     """
-    contents = source if isinstance(source, Contents) else taken(source)
     if (to_layout is None) == (format is None):
         raise argument_error(
             "to_layout", "a layout, or a format in its place", f"{to_layout!r} and {format!r}"
         )
-    if to_layout is None or format is not None:
+    found = CacheSource(source, from_layout, sizes, ("from_layout", "from_format"))
+    if to_layout is None:
         if page_size is not None or tables_from is not None or verify:
             raise argument_error(
                 "page_size", "no page_size, tables_from or verify, with a format", "one of them"
             )
-        line = contents.description.layout or from_layout or recoding.LINE
-        arrays, said, coded, total = recoding.recoded(
-            contents, target, format, from_format, from_layout, sizes, progress
-        )
-        return Conversion(arrays, said, line, total, False, coded)
-    before = layout_of(contents, from_layout)
-    known = dict(contents.description.sizes) | dict(sizes or {})
-    if (cache := contents.cache) is None:
-        raise argument_error(
-            "source", "arrays called cache, cache.0 and so on", ", ".join(contents.arrays) or "none"
-        )
-    named = {CACHE: cache}
-    for name in BESIDE:
-        found = files.nested(contents.arrays, name)
-        if found is not None and leaves(found)[0].ndim == leaves(cache)[0].ndim:  # its axes are the layout's
-            named[name] = found
-    pages, moved = moves(contents, cache, before, known, page_size, tables_from)
-    total, done = sum(array.nbytes for name in named for array in leaves(named[name])), 0
-    made: dict[str, Any] = {}
-    for name, cache in named.items():
-        own = {axis: count for axis, count in known.items() if name == "cache" or axis != "c"}
-        made[name] = layouts.convert(
-            cache, before, to_layout, sizes=own or None, tables=pages, verify=verify,
-            to_sizes=target_sizes(pages) if page_size else None,
-            progress=None if progress is None else told(progress, done, total),
-        )  # fmt: skip
-        done += sum(array.nbytes for array in leaves(cache))
-    parts = {id(array) for cache in named.values() for array in leaves(cache)}
-    old = {name for name, array in contents.arrays.items() if id(array) in parts}
-    old |= {name for name in contents.arrays if moved and name.startswith(TABLES)}
-    kept = {name: array for name, array in contents.arrays.items() if name not in old}
-    _, found = viewed_or_none(made["cache"], to_layout, known)
-    said = replace(
-        contents.description,
+        recoded = recoding.recode(found, target, format or "", from_format, progress)
+        return Conversion(*recoded[:2], str(found.layout or recoding.LINE), recoded[3], False, recoded[2])
+    said = found.contents.description.layout
+    if from_layout is not None and said is not None and layouts.parse(from_layout) != layouts.parse(said):
+        raise argument_error("from_layout", f"{said}, as the file says", from_layout)
+    found.require_cache()
+    pages, block_tables = new_pages(found, page_size, tables_from)
+    made = moved(found, to_layout, pages, verify, progress)
+    kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in found.sizes.items() if axis in "hcvs"})
+    description = replace(
+        found.contents.description,
         layout=to_layout,
-        sizes=found,
-        tables="blocks" if moved else contents.description.tables,
+        sizes={} if kv is None else sizes_of(kv, to_layout),
+        tables="blocks" if block_tables else found.contents.description.tables,
     )
-    result = Conversion(kept | made | moved, said, before, done, verify)
+    total = sum(array.nbytes for name in made for array in leaves(found.parts[name]))
+    arrays = found.others(made, tables=not block_tables) | made | block_tables
+    result = Conversion(arrays, description, str(found.layout), total, verify)
     if target is not None:
-        files.write(target, result.arrays, said)
+        files.write(target, result.arrays, description)
     return result
 
 
-def layout_of(contents: Contents, given: str | None) -> str:
-    """How a cache lies: the caller says, or its file; both only if they agree."""
-    said = contents.description.layout
-    if given is None and said is None:
-        raise argument_error("from_layout", "a layout, as the file does not say its own", "None")
-    if given is not None and said is not None and layouts.parse(given) != layouts.parse(said):
-        raise argument_error("from_layout", f"{said}, as the file says", given)
-    return given or said or ""
+def moved(
+    source: CacheSource,
+    to_layout: str,
+    pages: tuple[Pages, Pages] | None,
+    verify: bool,
+    progress: Callable[[int, int], object] | None,
+) -> dict[str, Any]:
+    """Return the cache in its new layout, with what is beside it in arrays with as many axes."""
+    axes = leaves(source.cache)[0].ndim
+    parts = {
+        name: part for name, part in source.parts.items() if {each.ndim for each in leaves(part)} == {axes}
+    }
+    total, done = sum(array.nbytes for part in parts.values() for array in leaves(part)), 0
+    target = {"b": max(int((pages[1].table >= 0).sum()), 1), "n": pages[1].page_size} if pages else None
+    made: dict[str, Any] = {}
+    for name, part in parts.items():
+
+        def advance(now: int, _: int, before: int = done) -> None:
+            if progress is not None:
+                progress(before + now, total)
+
+        sizes = {axis: n for axis, n in source.sizes.items() if name == CACHE or axis != "c"}
+        made[name] = layouts.convert(
+            part, source.layout or "", to_layout, sizes=sizes or None, to_sizes=target, tables=pages,
+            verify=verify, progress=advance,
+        )  # fmt: skip
+        done += sum(array.nbytes for array in leaves(part))
+    return made
 
 
-def moves(contents, cache, before, known, page_size, tables_from):
-    """(tables of source and target, or None; the new tables by name)."""
-    found = pages_of(taken(tables_from) if tables_from is not None else contents)
+def new_pages(
+    source: CacheSource, page_size: int | str | None, tables_from: Source | None
+) -> tuple[tuple[Pages, Pages] | None, dict[str, np.ndarray]]:
+    """Return (pages of source and target, None where rows stay; the new block tables by name)."""
+    if page_size is None and tables_from is None:
+        return None, {}
+    other = source if tables_from is None else CacheSource(tables_from)
+    found = other.block_tables(other.page_size() or source.page_size())
     if page_size is None:
-        if tables_from is None:
-            return None, {}
         return None, block_tables(found[1]) if found else {}
-    old = found[1] if found else whole(cache, before, known)
-    count = max(int(old.lengths.max(initial=1)), 1) if page_size == LONGEST else page_size
+    old = found[1] if found else whole_sequences(source)
+    count = max(int(old.lengths.max(initial=1)), 1) if isinstance(page_size, str) else page_size
     new = tables.packed(old.lengths, count)
     return (old, new), block_tables(new)
 
 
-def whole(cache, before: str, known: Mapping[str, int]) -> tables.Pages:
-    """A sequence for each b, as long as n."""
-    _, found = viewed_or_none(cache, before, known)
-    if not {"b", "n"} <= found.keys():
-        raise argument_error(
-            "tables_from", f"tables, as '{before}' is no cache of a sequence for each b", "None"
-        )
-    return tables.from_batch([found["n"]] * found["b"], found["n"])
+def whole_sequences(source: CacheSource) -> Pages:
+    """Return a sequence for each b, as long as n."""
+    sizes = source.axis_sizes
+    if "n" not in sizes:
+        wanted = f"tables, as '{source.layout}' is no cache of a sequence for each b"
+        raise argument_error("tables_from", wanted, "None")
+    return tables.from_batch([sizes["n"]] * sizes.get("b", 1), sizes["n"])
 
 
-def block_tables(pages: tables.Pages) -> dict[str, np.ndarray]:
+def block_tables(pages: Pages) -> dict[str, np.ndarray]:
+    """Return block tables as engines have them, by name."""
     numbers, lengths = tables.to_blocks(pages)
     return {
         "block_tables": numbers.astype(np.int32),
         "context_lens": lengths.astype(np.int32),
         "page_size": np.array(pages.page_size),
     }
-
-
-def target_sizes(pages: tuple[tables.Pages, tables.Pages]) -> dict[str, int]:
-    """Blocks and rows of a new cache."""
-    _, new = pages
-    return {"b": max(int((new.table >= 0).sum()), 1), "n": new.page_size}
-
-
-def viewed_or_none(cache, line: str, known: Mapping[str, int]):
-    """Views and sizes of a cache, as far as there are views; blocks and pages as its own arrays have them."""
-    return viewed(cache, line, {axis: count for axis, count in known.items() if axis in "hcvs"})
-
-
-def told(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:
-    """The same for one of several parts."""
-    return lambda done, _: progress(before + done, total)
-
-
-def leaves(found):
-    """The arrays of nested lists."""
-    return list(files.flat({"": found}).values())

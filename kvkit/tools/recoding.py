@@ -1,67 +1,101 @@
-"""`convert` with a format: the numbers of a cache coded again, a layer at a time."""
+"""Code the numbers of a cache again in another format, a layer at a time."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvkit import files
 from kvkit.errors import argument_error
-from kvkit.files.arrays import BESIDE, CACHE
+from kvkit.files.arrays import CACHE
 from kvkit.files.paths import check_target
 from kvkit.formats import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, formats_named
-from kvkit.tools.inspecting import TABLES
-from kvkit.tools.reading import LINE, opened, paged
+from kvkit.tools.readers import LINE, CacheReader, LayerReader, SideReader, open_cache
+from kvkit.tools.source import CacheSource
 
 SOME = 2048  # tokens that are encoded at a time
+Form = Any  # a `Coded` format, or a float type
 
 
-def recoded(contents, target, format, from_format, from_layout, sizes, progress):
-    """(arrays unless they are written, description, the format that was, bytes) of a cache coded again."""
+def recode(
+    source: CacheSource,
+    target: str | os.PathLike[str] | None,
+    format: str,
+    from_format: str | None,
+    progress: Callable[[int, int], object] | None,
+) -> tuple[dict[str, Any], files.Description, str, int]:
+    """Return (arrays, none if they are written; their description; the format before; bytes)."""
     floats = format in map(str, FLOATS)
     forms = [BY_NAME[format]] * 2 if floats else [Coded(one.name, one) for one in formats_named(format)]
     if target is not None:
         check_target(target)
-    found = opened(contents, from_layout, sizes, from_format)
-    made, size = {}, sum(array.nbytes for array in contents.arrays.values())
+    found = open_cache(source, from_format=from_format)
+    made: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=None if target is None else Path(target).parent) as folder:
+        place = None if target is None else Path(folder)
+        total = sum(array.nbytes for array in source.arrays.values())
         for i in range(found.count):
             layer = found.layer(i)
-            starts = layer.starts[: 1 + paged(contents).get("rows", len(layer.starts))]
-            lengths = np.diff(starts).tolist()
-            if len({*lengths, 0}) != 2:
-                raise argument_error(
-                    "source", "sequences of one length", ", ".join(map(str, lengths)) or "none"
-                )
-            for kv, side in enumerate((layer.key, layer.value)):
-                each = [encoded(side, start, lengths[0], forms[kv]) for start in starts[:-1]]
-                for part in each[0]:
-                    name = f"{CACHE if part == 'codes' else part}.{i}.{kv}"
-                    pieces = [piece for one in each for piece in one[part]]
-                    made[name] = in_one(pieces, len(each), target and Path(folder) / name)
+            starts = layer.starts[: 1 + source.paged.get("rows", len(layer.starts))]
+            made |= coded_layer(i, layer, starts, forms, place)
             if progress is not None:
-                progress(size * (i + 1) // found.count, size)
-        named = {"l": found.count, "b": len(lengths), "n": lengths[0], "h": side.heads}
-        if floats:
-            named |= {"c": layer.key.dim} | ({} if side.dim == layer.key.dim else {"v": side.dim})
-        said = replace(contents.description, layout=LINE, sizes=named, format=format, tables=None)
-        before, total = found.format or str(side.read(slice(0)).dtype), sum(x.nbytes for x in made.values())
-        if "cache" not in contents.metadata:
-            old = CACHE, *BESIDE
-            kept = {name: x for name, x in contents.arrays.items() if name.partition(".")[0] not in old}
-            made |= {name: x for name, x in kept.items() if not name.startswith(TABLES)}
+                progress(total * (i + 1) // found.count, total)
+        description = replace(
+            source.contents.description,
+            layout=LINE,
+            sizes=sizes_of_layer(found, layer, starts, floats),
+            format=format,
+            tables=None,
+        )
+        before, size = (
+            found.format or str(layer.value.read(slice(0)).dtype),
+            sum(x.nbytes for x in made.values()),
+        )
+        if not source.saved:
+            made |= source.others((CACHE, *source.beside), tables=False)
         if target is not None:
-            files.write(target, made, said)
+            files.write(target, made, description)
             made = {}
-    return made, said, before, total
+    return made, description, before, size
 
 
-def encoded(side, start, count, form):
-    """What `encode` returns of a sequence, in pieces: it is read some tokens at a time."""
+def coded_layer(
+    i: int, layer: LayerReader, starts: Sequence[int], forms: Sequence[Form], folder: Path | None
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a layer's sequences, which must have one length; in files of a folder."""
+    made = {}
+    lengths = np.diff(starts).tolist()
+    if len({*lengths, 0}) != 2:
+        raise argument_error("source", "sequences of one length", ", ".join(map(str, lengths)) or "none")
+    for kv, side in enumerate((layer.key, layer.value)):
+        sequences = [encoded(side, start, lengths[0], forms[kv]) for start in starts[:-1]]
+        for part in sequences[0]:
+            name = f"{CACHE if part == 'codes' else part}.{i}.{kv}"
+            pieces = [piece for one in sequences for piece in one[part]]
+            made[name] = in_one(pieces, len(sequences), folder and folder / name)
+    return made
+
+
+def sizes_of_layer(
+    found: CacheReader, layer: LayerReader, starts: Sequence[int], floats: bool
+) -> dict[str, int]:
+    """Return the sizes of a recoded cache; the content's only of floats."""
+    key, value = layer.key, layer.value
+    sizes = {"l": found.count, "b": len(starts) - 1, "n": starts[1] - starts[0], "h": value.heads}
+    if floats:
+        sizes |= {"c": key.dim} | ({} if value.dim == key.dim else {"v": value.dim})
+    return sizes
+
+
+def encoded(side: SideReader, start: int, count: int, form: Form) -> dict[str, list[np.ndarray]]:
+    """Encode a sequence some tokens at a time; return each array in pieces."""
     step = max(SOME // form.step, 1) * form.step if isinstance(form, Coded) else SOME
     parts = [slice(i, min(i + step, start + count)) for i in range(start, start + count, step)]
     if not isinstance(form, Coded):
@@ -80,8 +114,8 @@ def encoded(side, start, count, form):
     return found
 
 
-def in_one(pieces, count, path):
-    """Pieces of so many sequences as one array; in a file, so that a whole cache need not fit into memory."""
+def in_one(pieces: Sequence[np.ndarray], count: int, path: Path | None) -> np.ndarray:
+    """Join the pieces of `count` sequences; in a file, so that a whole cache need not fit into memory."""
     shape = pieces[0].shape
     if len(pieces) > count:
         shape = sum(map(len, pieces)) // count, *shape[1:]

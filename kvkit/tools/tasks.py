@@ -1,6 +1,6 @@
-"""Independent parts of a tool's work, which `mapper` may do elsewhere: a function like `map`.
+"""Do independent parts of a tool's work by `mapper`, a function like `map`, perhaps on a cluster.
 
-Its first argument is a function that can be pickled, the first argument of each of whose calls names it.
+Its first argument is a function that can be pickled; the first argument of each call is its title.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,15 +10,16 @@ from typing import Any
 Mapper = Callable[..., Iterable[Any]]
 
 
-class Made:
-    """What a function makes of arguments: once where it is asked for, and again wherever this is sent."""
+class Lazy:
+    """A value that is computed on first use. Pickling sends the recipe, not the value."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
 
     @cached_property
-    def it(self) -> Any:
+    def value(self) -> Any:
+        """Return the function's result."""
         return self.function(*self.arguments)
 
     def __reduce__(self) -> Any:
-        return Made, (self.function, *self.arguments)
+        return Lazy, (self.function, *self.arguments)

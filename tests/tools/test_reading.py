@@ -8,7 +8,7 @@ import safetensors.numpy
 from kvkit import files, formats, tools
 from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, QuantSpec
 from kvkit.errors import KvkitError
-from kvkit.tools.reading import opened
+from kvkit.tools.readers import open_cache
 
 pytestmark = pytest.mark.cpu
 
@@ -41,7 +41,7 @@ def test_a_saved_cache_is_what_it_was(rng, tmp_path, cache, format):
     for i in range(LAYERS):
         cache.update(*rng.standard_normal((2, BATCH, HEADS, TOKENS, DIM)).astype(np.float16), i)
     cache.save(tmp_path / "cache.npz")
-    for found in (opened(tmp_path / "cache.npz"), opened(cache)):
+    for found in (open_cache(tmp_path / "cache.npz"), open_cache(cache)):
         assert (found.count, found.format) == (LAYERS, format)
         for i, layer in enumerate(cache.layers):
             read = found.layer(i)
@@ -62,7 +62,7 @@ def test_a_state_of_llama_cpp(rng, tmp_path):
     cells = [(i, [0], []) for i in range(TOKENS)]
     data = llama_state.head(False, 2, list(range(TOKENS))) + llama_state.memory([(cells, layers)], 0)
     (tmp_path / "state.bin").write_bytes(data)
-    found = opened(tmp_path / "state.bin", sizes={"h": HEADS})
+    found = open_cache(tmp_path / "state.bin", sizes={"h": HEADS})
     assert found.format == "q8_0"
     expected = formats.decode(codes, "q8_0").reshape(LAYERS, 2, TOKENS, HEADS, DIM)
     assert np.array_equal(found.layer(1).value.read(slice(30, None)), expected[1, 1, 30:])
@@ -81,7 +81,7 @@ def test_a_quantized_prompt_cache_of_mlx(rng, tmp_path):
     said = {f"0.{i}.{j}": text for i in range(LAYERS) for j, text in enumerate((str(TOKENS), "64", "4"))}
     said |= {f"2.{i}": "QuantizedKVCache" for i in range(LAYERS)}
     safetensors.numpy.save_file(tensors, tmp_path / "mlx.safetensors", said)
-    found = opened(tmp_path / "mlx.safetensors")
+    found = open_cache(tmp_path / "mlx.safetensors")
     assert found.format == "mlx4:g64"
     expected = formats.decode(coded, "mlx4:g64")[1, 0, 0].swapaxes(0, 1)
     assert np.array_equal(found.layer(1).key.read(slice(None)), expected)
@@ -90,7 +90,7 @@ def test_a_quantized_prompt_cache_of_mlx(rng, tmp_path):
 def test_codes_that_cannot_be_read():
     codes = np.zeros((1, 2, 5, HEADS, DIM), np.int8)
     with pytest.raises(KvkitError, match="format: expected one that the file names, for its codes, got int8"):
-        opened({"cache": codes}, "| l kv n h c")
+        open_cache({"cache": codes}, "| l kv n h c")
     said = files.Description("| l kv b n h c", format="kivi_key2")
     with pytest.raises(KvkitError, match="format: expected one whose tokens are decoded each for itself"):
-        opened(files.Contents({"cache": codes[:, :, None]}, {}, description=said))
+        open_cache(files.Contents({"cache": codes[:, :, None]}, {}, description=said))

@@ -8,7 +8,7 @@ from kvkit import KvkitError, files, formats
 from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
 from kvkit.formats.schemes import of_format
 from kvkit.tools import convert, recoding
-from kvkit.tools.reading import opened
+from kvkit.tools.readers import open_cache
 
 LAYERS, B, TOKENS, HEADS, D = 2, 2, 32, 2, 64
 SAID = files.Description("l kv | b n h c", rope_applied=True)
@@ -33,7 +33,7 @@ def test_there_and_back(cache, name, tmp_path, monkeypatch):
     assert (done.format, found.description.format, found.description.rope_applied) == ("float32", name, True)
     assert done.bytes == sum(array.nbytes for array in found.arrays.values()) - found.arrays["tokens"].nbytes
     back = convert(coded, None, format="float32")
-    read, part = opened(coded), slice(TOKENS - 5, TOKENS + 7)  # of both sequences
+    read, part = open_cache(coded), slice(TOKENS - 5, TOKENS + 7)  # of both sequences
     for i, layer in enumerate(cache):
         for side, x in enumerate(layer):
             one = name.replace("kivi2", ("kivi_key2", "kivi_value2")[side])
@@ -53,7 +53,7 @@ def test_scales_move_with_their_codes(cache):
     moved = convert(found, None, to_layout="vllm-lbnhc", page_size=8)
     pool = files.Contents(files.flat(moved.arrays), {}, description=moved.description)
     for kv in ("key", "value"):
-        one, other = (getattr(opened(source).layer(1), kv).read(slice(None)) for source in (found, pool))
+        one, other = (getattr(open_cache(source).layer(1), kv).read(slice(None)) for source in (found, pool))
         np.testing.assert_array_equal(one, other)
 
 

@@ -12,11 +12,11 @@ from kvkit.integrations.transformers.attention import attention_forward
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.integrations.transformers.masks import attention_mask
 from kvkit.interop import tensor_of
-from kvkit.tools.studies import sources
+from kvkit.tools.readers import open_cache
 from kvkit.tools.studies.measures import QUERIES
 from kvkit.tools.studies.schemes import listed
 from kvkit.tools.studies.studying import studied
-from kvkit.tools.tasks import Made
+from kvkit.tools.tasks import Lazy
 
 NAME = "kvkit-study"
 
@@ -75,7 +75,7 @@ def study(model, ids, schemes, *, progress=None):
 
     own = read(model, ids, kept)
     done(1)
-    found = studied(Made(sources.opened, arrays_of(seen), None, None), Made(list, wanted))
+    found = studied(Lazy(open_cache, arrays_of(seen)), Lazy(list, wanted))
     summary = []
     for number, ((_, *sides), one) in enumerate(zip(wanted, found.summary, strict=True), 2):
         coded = read(model, ids, through(*sides))

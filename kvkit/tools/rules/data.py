@@ -30,7 +30,7 @@ def rows_of(case, which):
         rows = bad.any(axis=(3, 4)) & which
         for layer, block, row in np.argwhere(rows).tolist():
             heads = np.flatnonzero(bad[layer, block, row].any(axis=-1)).tolist()
-            shown = case.first_rows(side, (layer, block, row))
+            shown = case.row_name(side, layer, block, row)
             elements = int(bad[layer, block, row].sum())
             found.append((shown, f"{elements} elements are NaN or infinity, in heads {heads}"))
     return (found, lambda hit: hit) if looked else None
@@ -100,14 +100,14 @@ def log_sum_exp(case):
     if (
         query is None
         or keys is None
-        or case.tables is None
+        or case.page_tables is None
         or not case.aligned
         or not_finite(case, keys) is None
     ):
         return None
     query = np.asarray(query, np.float64)  # [sequences, query heads, content]
-    starts, ids = case.tables.starts, case.tables.ids
-    if query.ndim != 3 or len(query) != len(starts) - 1 or case.tables.hits(0).size:
+    starts, ids = case.page_tables.starts, case.page_tables.ids
+    if query.ndim != 3 or len(query) != len(starts) - 1 or case.page_tables.hits(0).size:
         return None
     repeat = query.shape[1] // keys.array.shape[3]
     scale = case.given.get("softmax_scale")

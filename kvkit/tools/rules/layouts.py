@@ -29,12 +29,12 @@ def several_lines_fit(case):
     """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and
     strides.
     """
-    if case.layout is not None or case.whole is None:
+    if case.layout is not None or case.source.contents.cache is None:
         return None
     lines: dict[str, str] = {}
     for name, named in NAMED.items():
         try:
-            view(case.whole, named.layout, sizes=case.sizes)
+            view(case.source.cache, named.layout, sizes=case.sizes)
         except KvkitError:
             continue
         lines.setdefault(str(named.layout), name)
@@ -64,7 +64,7 @@ def keys_and_values_swapped(case):
         if value > OUTSTANDING and value > TIMES * key:
             layers = f"[{layer}]" if len(outstanding[0]) > 1 else ""
             found.append((
-                f"key_cache{layers}, value_cache{layers}",
+                ", ".join(f"{side.label}{layers}" for side in case.sides),
                 f"values have channels with |mean| {value:.1f} times their spread, keys have {key:.1f}: "
                 "it is keys that do",
             ))  # fmt: skip
@@ -98,7 +98,7 @@ def written_elsewhere(pair):
     hits = []
     for old, new in zip(before.sides, after.sides, strict=True):
         for name, one, two in (
-            (f"{old.name}_cache", old.array, new.array),
+            (old.label, old.array, new.array),
             (f"{old.name}_scale", old.scale, new.scale),
         ):
             if one is None or two is None or one.ndim < 3 or one.shape != two.shape:

@@ -10,9 +10,9 @@ TOP_BIT = 2**31 - 1  # what is left of an id without the mark of a second pool
 
 def of_kind(case, kind, words):
     """The hits of the pass over tables that are of a kind."""
-    if case.tables is None:
+    if case.page_tables is None:
         return None
-    return case.tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
+    return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
 
 
 @rule("P1", "A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.")
@@ -58,15 +58,15 @@ def in_two_sequences(case):
 )
 def shared_and_written(case):
     """atlas#1193: a prefix cache shared a partly filled last page with no copy on write."""
-    if case.tables is None or case.slots is None or not case.aligned:
+    if case.page_tables is None or case.slots is None or not case.aligned:
         return None
     stored = case.slots[case.slots >= 0]
-    shared = case.tables.shared(stored // case.page_size)
+    shared = case.page_tables.shared(stored // case.page_size)
     hits = np.flatnonzero((case.slots >= 0) & np.isin(case.slots // case.page_size, shared))
 
     def words(i):
         page = int(case.slots[i]) // case.page_size
-        owners = ", ".join(map(str, case.tables.owners(page)))
+        owners = ", ".join(map(str, case.page_tables.owners(page)))
         return f"slot_mapping[{i}]", f"slot {case.slots[i]} is in page {page}, which sequences {owners} have"
 
     return hits, words
@@ -158,10 +158,10 @@ def live_behind_the_end(case):
 @rule("P7", "These ids are of another pool or rank. Translate them before they are used with this cache.")
 def of_another_pool(case):
     """vllm-ascend#14534: replicated and rank-local mappings of one step were taken for each other."""
-    if case.tables is None:
+    if case.page_tables is None:
         return None
-    ids = case.tables.ids
-    outside = case.tables.hits(table_rules.OUTSIDE)
+    ids = case.page_tables.ids
+    outside = case.page_tables.hits(table_rules.OUTSIDE)
     if not len(outside):
         return [], lambda hit: hit
     strange = outside[:, table_rules.PAGE]

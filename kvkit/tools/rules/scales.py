@@ -22,7 +22,7 @@ class Codes:
     def largest(self):
         """Which bytes are the least or the largest codes; none where each group has both by its minimum."""
         code = self.format.code
-        if code.bits != 8 or self.format.beside:
+        if code.bits != 8 or self.format.beside or self.format.order:  # blocks hold scales, too
             return np.zeros(256, bool)
         low, high = code.limits
         return np.isfinite(code.table) & ((code.table <= low) | (code.table >= high))
@@ -50,7 +50,9 @@ def known(name):
 def codes(case, side):
     """(the name of the format, its `Codes`) of keys or values; None of floats, and of what nobody named."""
     by_dtype = FORMATS.get(side.array.dtype)
-    name = case.text("format") or (by_dtype.name if by_dtype else None)
+    name = (case.source.text("format") or case.source.contents.description.format) or (
+        by_dtype.name if by_dtype else None
+    )
     return (name, known(name)) if known(name) else None
 
 
@@ -133,7 +135,7 @@ def saturated(case):
         for layer, head in np.argwhere(share > most).tolist():
             layers = f"layer {layer}, " if len(side.array) > 1 else ""
             found.append((
-                f"{side.name}_cache ({layers}head {head})",
+                f"{side.label} ({layers}head {head})",
                 f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest there is "
                 f"(at most {most:.2%})",
             ))  # fmt: skip

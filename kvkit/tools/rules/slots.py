@@ -77,12 +77,12 @@ def read_with_another_size(case):
     if case.slots is not None:
         columns = np.arange(len(case.slots))
         looked.append(("slot_mapping", case.index("slot_mapping").dtype, case.slots, columns, True))
-    if case.tables is not None:
+    if case.page_tables is not None:
         table = case.raw_table
         dtype = table[1].dtype if isinstance(table, tuple) else table.dtype
         starts, ids = case.pages
         columns = np.arange(len(ids)) - np.repeat(starts[:-1], np.diff(starts))
-        looked.append((case.table_name, dtype, ids, columns, case.tables.placeholder not in (0, -1)))
+        looked.append((case.table_name, dtype, ids, columns, case.page_tables.placeholder not in (0, -1)))
     if not looked:
         return None
     return [
@@ -115,14 +115,14 @@ def beyond_the_index_type(case):
     capacity, found = case.num_blocks * case.page_size, []
     if given is not None and capacity - 1 > np.iinfo(given.dtype).max:
         found.append(("slot_mapping", f"{given.dtype} for the {capacity} slots of the cache"))
-    kind = case.text("index_type")
+    kind = case.source.text("index_type")
     for side in case.sides if kind in BITS else ():
         steps = [
             (size - 1) * abs(step) for size, step in zip(side.array.shape, side.array.strides, strict=True)
         ]
         last = max(sum(steps) // side.array.itemsize, side.array.size - 1)
         if last >> BITS[kind]:
-            found.append((f"{side.name}_cache", f"its last element is at {last}, which {kind} cannot say"))
+            found.append((side.label, f"its last element is at {last}, which {kind} cannot say"))
     return found, lambda hit: hit
 
 

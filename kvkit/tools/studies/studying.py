@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from kvkit.errors import KvkitError, argument_error
-from kvkit.tools import reading
-from kvkit.tools.studies import measures, report, sources
+from kvkit.tools.readers import LayerReader, open_cache
+from kvkit.tools.studies import measures, report
 from kvkit.tools.studies.schemes import listed
 from kvkit.tools.studies.words import WORST, table, worded
-from kvkit.tools.tasks import Made, Mapper
+from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
 MOST = 60  # schemes in a text
@@ -195,16 +195,16 @@ def study(
     >>> [(one.scheme, one.bits) for one in found.summary]
     [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
     """
-    wanted, given = Made(listed, schemes), Made(sources.opened, source, layout, sizes)
+    wanted, given = Lazy(listed, schemes), Lazy(open_cache, source, layout, sizes)
     return studied(given, wanted, progress, mapper)
 
 
 def studied(
-    given: Made, wanted: Made, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
+    given: Lazy, wanted: Lazy, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
 ) -> Study:
     """The same of an opened source and listed schemes."""
-    names, count = [name for name, *_ in wanted.it], given.it.count
-    titles = [f"{given.it.name}, layer {i}" for i in range(count)]
+    names, count = [name for name, *_ in wanted.value], given.value.count
+    titles = [f"{given.value.name}, layer {i}" for i in range(count)]
     layers: list[StudiedLayer] = []
     for layer in mapper(partial(one_layer, given, wanted), titles, range(count)):
         layers.append(layer)
@@ -223,10 +223,10 @@ def studied(
     outliers = [row for layer in layers for row in layer.outliers]
     channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
     named = [layer.name for layer in layers]
-    notes = given.it.notes
-    if given.it.format:
-        notes = (f"the source is quantized ({given.it.format}): errors are those that come on top", *notes)
-    return Study(given.it.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, notes)
+    notes = given.value.notes
+    if given.value.format:
+        notes = (f"the source is quantized ({given.value.format}): errors are those that come on top", *notes)
+    return Study(given.value.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, notes)
 
 
 @dataclass(frozen=True)
@@ -244,18 +244,18 @@ class StudiedLayer:
     sums: dict[str, dict[str, np.ndarray]]
 
 
-def one_layer(given: Made, wanted: Made, title: str, i: int) -> StudiedLayer:
+def one_layer(given: Lazy, wanted: Lazy, title: str, i: int) -> StudiedLayer:
     """A layer under all schemes."""
-    layer, schemes = given.it.layer(i), wanted.it
+    layer, schemes = given.value.layer(i), wanted.value
     rows: list[Row] = []
     outliers: list[Row] = []
     bits, sums = {}, {}
     with ThreadPoolExecutor(min(len(schemes) + 1, os.cpu_count() or 1)) as threads:
-        where = [f"{given.it.name}, {layer.name}, {side}" for side in ("keys", "values")]
+        where = [f"{given.value.name}, {layer.name}, {side}" for side in ("keys", "values")]
         found = threads.map(measures.outliers, where, (layer.key, layer.value))
         (key_ratios, channels), (value_ratios, _) = found
         for sequence, query in enumerate(layer.queries or ()):
-            measures.finite(f"{given.it.name}, {layer.name}, queries of sequence {sequence}", query)
+            measures.finite(f"{given.value.name}, {layer.name}, queries of sequence {sequence}", query)
         jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in schemes}
         for side, ratios in (("keys", key_ratios), ("values", value_ratios)):
             outliers += [
@@ -271,7 +271,7 @@ def one_layer(given: Made, wanted: Made, title: str, i: int) -> StudiedLayer:
 
 
 def one_scheme(
-    layer: reading.Layer, name: str, key_scheme: Any, value_scheme: Any
+    layer: LayerReader, name: str, key_scheme: Any, value_scheme: Any
 ) -> tuple[list[Row], int, dict]:
     """Rows of a layer under a scheme; bits that it stores; squares of errors and numbers by side."""
     found: list[Row] = []

@@ -1,0 +1,309 @@
+"""Read keys and values of any cache as floats, layer by layer: codes are decoded when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvkit import files
+from kvkit.cache import loading
+from kvkit.errors import argument_error, describe
+from kvkit.files import llama
+from kvkit.files.arrays import BESIDE
+from kvkit.formats import BY_DTYPE, FLOATS, decode
+from kvkit.formats.known import Format
+from kvkit.formats.schemes import Coded, formats_named
+from kvkit.layouts.views import KV
+from kvkit.tools.source import TABLES, CacheSource, format_of_paged, leaves
+
+LINE = "l kv | b n h c"  # of codes, and of what `encode` returns beside them, as `convert` writes them
+ORDER = "the file has no tables: all blocks are taken for sequences"
+
+
+@dataclass(frozen=True)
+class SideReader:
+    """Keys or values of a layer: `read` gives a slice of its tokens, floats [tokens, heads, dim]."""
+
+    read: Callable[[slice], np.ndarray]
+    tokens: int
+    heads: int
+    dim: int
+    bits: int  # of an element, as a float
+
+
+@dataclass(frozen=True)
+class LayerReader:
+    """Keys and values of the tokens of all sequences, one behind the other.
+
+    `queries` are those of the last tokens of each sequence, [tokens, query heads, dim], where they are known.
+    """
+
+    name: str
+    key: SideReader
+    value: SideReader
+    starts: list[int]  # where sequences begin among the tokens, and their number
+    queries: list[np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class CacheReader:
+    """The layers of a cache, `layer(i)` of `count`; the format of its codes, None of floats."""
+
+    name: str
+    count: int
+    layer: Callable[[int], LayerReader]
+    format: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def open_cache(
+    source: Any,
+    layout: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    from_format: str | None = None,
+) -> CacheReader:
+    """Open the layers of a file, of arrays by name, or of a cache object. Nothing is decoded yet.
+
+    Parameters
+    ----------
+    source : CacheSource, what it takes, or a cache of `kvkit.cache`
+    layout, sizes
+        As `CacheSource` takes them.
+    from_format : str, optional
+        What codes are, if their file does not say so.
+
+    Raises
+    ------
+    KvkitError
+        If there is no cache, if its layout or its format is not known, or if both contradict its arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import files, formats
+    >>> from kvkit.tools.readers import open_cache
+    >>> x = np.ones((5, 2, 64), np.float32)  # tokens, heads, elements
+    >>> codes = formats.encode(x, "q8_0")["codes"]
+    >>> said = files.Description("l kv | b n h c", format="q8_0")
+    >>> found = open_cache(files.Contents({"cache": [[codes[None]] * 2]}, {}, description=said))
+    >>> found.format, found.layer(0).key.read(slice(3, 5)).shape
+    ('q8_0', (2, 2, 64))
+    """
+    if not isinstance(source, (CacheSource, files.Contents, Mapping)) and hasattr(source, "layers"):
+        return of_cache(source)
+    found = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
+    if found.cache is None and isinstance(about := found.saved.get("layers"), list):
+        return of_saved(found, about)
+    return of_arrays(found, from_format)
+
+
+def of_cache(cache: Any) -> CacheReader:
+    """Open a cache object."""
+    if not len(cache.layers) or not cache.layers[0].batch_size:
+        raise argument_error("source", "a cache that has tokens", "an empty one")
+    said = [layer.describe() for layer in cache.layers if hasattr(layer, "describe")]
+    format = format_of_layers(said) if said else format_of_paged(cache.describe())
+    count = len(cache.layers)
+    return CacheReader(type(cache).__name__, count, lambda i: of_states(i, cache.layers[i]), format)
+
+
+def of_saved(source: CacheSource, about: list[Any]) -> CacheReader:
+    """Open a file of `Cache.save`, whose layers are restored one at a time."""
+    if not about:
+        raise argument_error("source", "a cache that has tokens", "an empty one")
+
+    def layer(i: int) -> LayerReader:
+        return of_states(i, loading.restored(source.name, i, about[i], source.arrays))
+
+    try:
+        format = format_of_layers([said["arguments"] for said in about])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise argument_error(
+            source.name, "a description of every layer", f"{type(error).__name__} ({error})"
+        ) from None
+    return CacheReader(source.name, len(about), layer, format, source.contents.notes)
+
+
+def format_of_layers(layers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the formats of layers' keys and values, of the arguments of their constructors."""
+    specs = [each[side] for each in layers for side in ("key", "value") if side in each]
+    found = [
+        spec.get("format") or f"{'u' if spec.get('scheme') == 'asym' else ''}int{spec['bits']}"
+        for spec in specs
+    ]
+    return " and ".join(dict.fromkeys(found)) or None
+
+
+def of_states(i: int, layer: Any) -> LayerReader:
+    """Open a layer of a cache, whose keys and values are [batch, heads, tokens, dim]."""
+    if layer.batch_size == 0:
+        raise argument_error("source", "layers that have tokens", f"none in layer {i}")
+    keys, values = (np.asarray(side).swapaxes(1, 2) for side in layer.stored())
+    starts = list(range(0, keys.shape[0] * keys.shape[1] + 1, keys.shape[1]))
+    key = of_sequences("keys", [{"codes": array} for array in keys], None)
+    value = of_sequences("values", [{"codes": array} for array in values], None)
+    return LayerReader(f"layer {i}", key, value, starts)
+
+
+def of_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
+    """Open the cache of a source, as its layout says; of block tables the rows that sequences have."""
+    cache = source.require_cache()
+    coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
+    told = source.format_of(coded, from_format) if coded else None
+    formats = formats_named(told) if told else None
+    if formats and str(source.layout) == LINE and not any(name.startswith(TABLES) for name in source.arrays):
+        beside = {BESIDE[name]: arrays for name, arrays in source.beside.items()}
+        parts, pages = as_encoded({"codes": cache} | beside), None
+    else:
+        parts, pages = viewed_parts(source, told, formats)
+    codes, numbers = parts["codes"], source.arrays.get("layers")
+    if numbers is None or numbers.shape != (len(codes.keys),):
+        numbers = np.arange(len(codes.keys))
+    rows = None if pages is None else pages.rows()
+    if pages is not None:
+        starts = pages.starts()
+    else:
+        starts = np.array(source.sequence_starts or np.cumsum([0, *map(len, codes.keys[0])]))
+    queries, notes = queries_of(source, codes, starts)
+
+    def side(which: str, i: int) -> SideReader:
+        arrays = {part: getattr(found, which)[i] for part, found in parts.items()}
+        format = formats[which == "values"] if formats else None
+        if leaves(arrays["codes"])[0].dtype not in coded:
+            arrays, format = {"codes": arrays["codes"]}, None
+        return of_side(which, arrays, rows, format)
+
+    def layer(i: int) -> LayerReader:
+        key, value = side("keys", i), side("values", i)
+        if key.tokens != value.tokens:
+            raise argument_error("values", f"{key.tokens} tokens, as keys have", value.tokens)
+        own = starts * (key.tokens // max(starts[-1], 1))  # a row of codes may have several tokens
+        return LayerReader(f"layer {numbers[i]}", key, value, own.tolist(), queries and queries[i])
+
+    notes += tuple(note for note in source.contents.notes if note != llama.HEADS)
+    if pages is None and len(codes.keys[0]) > 1 and not source.saved:
+        notes = (*notes, ORDER)
+    format = " and ".join(dict.fromkeys(map(str, formats or ()))) or None
+    return CacheReader(source.name, len(codes.keys), layer, format, notes)
+
+
+def viewed_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
+    """Return views of codes and of what is beside them, and the pages of their block tables."""
+    if source.kv is None:
+        name = source.arguments[0]
+        raise argument_error(name, "one whose content is not split (kvkit convert makes one)", source.layout)
+    for one in formats or ():
+        if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
+            raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
+    pages = None if source.sequence_starts else source.block_tables()
+    return {"codes": source.kv} | (source.part_views if formats else {}), pages and pages[1]
+
+
+def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:
+    """Return the queries of the last tokens by layer and sequence, or None; notes on others."""
+    query = source.arrays.get("query")
+    if query is None or not source.apart:
+        return None, ()
+    _, _, heads, dim = codes.keys[0].shape
+    if (
+        query.ndim == 5
+        and query.shape[:2] == (len(codes.keys), len(starts) - 1)
+        and query.shape[4] == dim
+        and not query.shape[3] % heads
+        and query.shape[2] <= min(np.diff(starts))
+    ):
+        return [list(layer) for layer in query], ()
+    return None, (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)
+
+
+def as_encoded(parts: Mapping[str, Any]) -> dict[str, KV]:
+    """Return codes and what is beside them as LINE has them, without views: other axes are the format's."""
+    found, shapes = {}, set()
+    try:
+        for part, cache in parts.items():
+            keys, values = zip(*(map(np.asarray, pair) for pair in cache), strict=True)
+            found[part] = KV(*(tuple(map(tuple, side)) for side in (keys, values)))
+            shapes |= {(len(keys), len(array)) for array in keys + values}
+        fits = len(shapes) == 1 and {array.ndim for array in leaves(parts["codes"])} == {4}
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise argument_error(
+            "cache", f"arrays as '{LINE}' has them, and as many b of {', '.join(parts)}", "others"
+        )
+    return found
+
+
+def of_side(
+    name: str, arrays: Mapping[str, Any], rows: np.ndarray | None, format: Format | None
+) -> SideReader:
+    """Read a side by the rows of its tokens, or block after block."""
+    if isinstance(arrays["codes"], tuple) or rows is None:
+        blocks = len(arrays["codes"])
+        several = [x if isinstance(x, tuple) or x.ndim > 1 else (x,) * blocks for x in arrays.values()]
+        sequences = [dict(zip(arrays, each, strict=True)) for each in zip(*several, strict=True)]
+        return of_sequences(name, sequences, format)
+    size = arrays["codes"].shape[1]
+
+    def read(part: slice) -> np.ndarray:
+        at = rows[part] // size, rows[part] % size
+        some = {part: x[at] if x.ndim > 1 else x for part, x in arrays.items()}
+        return decode(some, format) if format else some["codes"]
+
+    return measured(name, read, len(rows), format)
+
+
+def of_sequences(
+    name: str, sequences: Sequence[Mapping[str, np.ndarray]], format: Format | None
+) -> SideReader:
+    """Read sequences of codes and what is beside them, arrays [tokens, heads, ...], one behind the other."""
+    if not sequences:
+        raise argument_error(name, "a sequence or more", "none")
+    each = tokens_in_row(format)
+    starts = np.cumsum([0, *(len(one["codes"]) * each for one in sequences)]).tolist()
+
+    def read(part: slice) -> np.ndarray:
+        begin, end, _ = part.indices(starts[-1])
+        pieces = [
+            decoded(one, max(begin - start, 0), min(end, stop) - start, format)
+            for one, start, stop in zip(sequences, starts, starts[1:], strict=False)
+            if start < end and begin < stop
+        ] or [decoded(sequences[0], 0, 0, format)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    return measured(name, read, starts[-1], format)
+
+
+def tokens_in_row(format: Format | None) -> int:
+    """Return how many tokens a row of codes has."""
+    return 8 // format.code.bits if format is not None and format.along == "tokens" else 1
+
+
+def decoded(arrays: Mapping[str, np.ndarray], begin: int, end: int, format: Format | None) -> np.ndarray:
+    """Decode some tokens of a sequence; what shares a scale is decoded together."""
+    if format is None:
+        return arrays["codes"][begin:end]
+    step = Coded(format.name, format).step
+    low, high = begin // step * step, -(-end // step) * step
+    per = format.per or ("token" if not format.asks and np.ndim(arrays.get("scale", 0)) > 1 else "tensor")
+    beside = {"group": 1, "token": 1, "channel": format.group}.get(per, 0)
+    cut = {}
+    for part, array in arrays.items():
+        tokens = {"codes": tokens_in_row(format), "whole": 0}.get(part, beside) if array.ndim else 0
+        cut[part] = array[low // tokens : high // tokens] if tokens else array
+    return decode(cut, format)[begin - low : end - low]
+
+
+def measured(
+    name: str, read: Callable[[slice], np.ndarray], tokens: int, format: Format | None
+) -> SideReader:
+    """Return a reader of a side, with its sizes; it must read floats."""
+    one = read(slice(0))
+    if BY_DTYPE.get(one.dtype) not in FLOATS:
+        expected = "float32, float16 or bfloat16, or codes of a format that the file names"
+        raise argument_error(name, expected, describe(one))
+    _, heads, dim = one.shape
+    return SideReader(read, tokens, heads, dim, BY_DTYPE[one.dtype].bits if format is None else 16)

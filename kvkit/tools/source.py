@@ -1,0 +1,429 @@
+"""Find the cache in a file, or in arrays by name: its arrays, layout, sizes, scales, format, block tables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvkit import files, layouts
+from kvkit.errors import KvkitError, argument_error, brief, describe
+from kvkit.files import Contents
+from kvkit.files.arrays import BESIDE, CACHE, nested
+from kvkit.formats import FLOATS, NAMED
+from kvkit.formats.elements import FLOATS8
+from kvkit.interop import as_numpy
+from kvkit.layouts import Layout, tables
+from kvkit.layouts.tables import Pages
+from kvkit.layouts.views import KV
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
+NAMES = (  # of keys and values that are arrays of their own: in pages, then packed tokens
+    ("key_cache", "value_cache"),
+    ("key", "value"),
+    ("keys", "values"),
+    ("current_key", "current_value"),
+    ("key_states", "value_states"),
+)
+PAGED_NAMES = NAMES[0]
+AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
+SIDES = "key", "value"
+TABLES = (  # how names of tables begin
+    "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
+    "cache_cells.", "cachestarts", "kvstarts", "seqstarts", "num_blocks", "slot_",
+)  # fmt: skip
+
+
+class CacheSource:
+    """The cache in a file, or in arrays by name. All tools read it here; nothing is read before it is used.
+
+    The cache is the array ``cache``, arrays ``cache.N`` and so on, or a pair of `NAMES`. Scales are beside
+    it: ``scale`` and what else `kvkit.formats.encode` returns, or ``key_scale`` and ``value_scale``.
+
+    Parameters
+    ----------
+    source : path, mapping of arrays, or Contents
+        A file that `kvkit.files.read` takes, what is in one, or arrays and lists of arrays by name.
+    layout : str or Layout, optional
+        How the cache lies, in the place of what the source says. A pair of names needs none.
+    sizes : mapping, optional
+        Lengths of the axes l, b, n, h, c that shapes do not tell.
+    arguments : pair of str
+        What errors call the arguments for the layout and for the format.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        layout: str | Layout | None = None,
+        sizes: Mapping[str, int] | None = None,
+        arguments: tuple[str, str] = ("layout", "format"),
+    ) -> None:
+        self.contents = contents_of(source)
+        self.arrays = self.contents.arrays
+        named = isinstance(source, (str, os.PathLike))
+        self.name = str(source) if named else self.contents.kind
+        self.sizes = dict(self.contents.description.sizes) | dict(sizes or {})
+        self.arguments = arguments
+        self.stated_layout = layout or self.contents.description.layout or self.text("layout")
+
+    def text(self, name: str) -> str | None:
+        """Return an array that is a text; None without it."""
+        array = self.arrays.get(name)
+        if array is None:
+            return None
+        if array.ndim or not isinstance(array.item(), str):
+            raise argument_error(name, "a text", describe(array))
+        return str(array.item())
+
+    def integer(self, name: str) -> int | None:
+        """Return an array that is one integer; None without it."""
+        array = self.arrays.get(name)
+        return int(array) if array is not None and array.ndim == 0 and array.dtype.kind in "iu" else None
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """Return what a cache of kvkit said when it was saved; {} for other files."""
+        about = self.contents.metadata.get("cache")
+        return about if isinstance(about, dict) else {}
+
+    @property
+    def paged(self) -> Mapping[str, Any]:
+        """Return what a `PagedCache` said when it was saved; {} for other files."""
+        found = self.saved.get("paged")
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def pair(self) -> tuple[str, str] | None:
+        """Return the first of `NAMES` that both are there, else one of which is; None beside ``cache``."""
+        if self.contents.cache is not None:
+            return None
+        here = [tuple(nested(self.arrays, name) is not None for name in pair) for pair in NAMES]
+        for enough in all, any:
+            for pair, found in zip(NAMES, here, strict=True):
+                if enough(found):
+                    return pair
+        return None
+
+    @cached_property
+    def apart(self) -> dict[str, Any]:
+        """Return keys and values, those that there are, where each has arrays of its own."""
+        found = zip(SIDES, self.pair or (), strict=False)
+        return {side: pool for side, name in found if (pool := nested(self.arrays, name)) is not None}
+
+    @cached_property
+    def cache(self) -> Any:
+        """Return the arrays of the cache as `layout` has them; None where there are not both sides."""
+        whole = self.contents.cache
+        return list(self.apart.values()) if whole is None and len(self.apart) == 2 else whole
+
+    @cached_property
+    def layout(self) -> str | Layout | None:
+        """Return how the cache lies, with kv as the outer list of a pair of names; None if nobody knows."""
+        return self.line_of(next(iter(self.apart.values()), None), self.stated_layout)
+
+    def line_of(self, pool: Any, stated: str | Layout | None = None) -> str | Layout | None:
+        """Return how arrays like `pool` lie, of keys or of values alone: as stated, else as names imply."""
+        if not self.apart and (stated or pool is None):
+            return stated
+        outer = ("kv",) if len(self.apart) != 1 else ()
+        if stated:
+            line = layouts.parse(stated)
+            if "kv" in line.names and "kv" not in line.lists:
+                expected = "a layout without an axis kv, as keys and values are arrays of their own"
+                raise argument_error(self.arguments[0], expected, f"'{line}'")
+            lists = (*outer, *(level for level in line.lists if level != "kv"))
+            return Layout(lists, line.axes, line.value_axes if outer else line.axes)
+        several = isinstance(pool, list)
+        axes = AXES[several or self.pair in (PAGED_NAMES, None)].get(np.ndim(pool[0] if several else pool))
+        if axes is None or (several and axes.startswith("l")):
+            return None
+        return Layout((*outer, "l") if several else outer, *[tuple(axes.split())] * 2)
+
+    def require_cache(self) -> Any:
+        """Return `cache`; refuse a source that has none, or whose layout nobody knows."""
+        if len(self.apart) == 1:
+            [side] = self.apart
+            names = self.pair or SIDES
+            raise argument_error(names[side == "key"], f"an array, beside {names[side != 'key']}", "None")
+        if self.cache is None:
+            wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
+            raise argument_error("source", wanted, ", ".join(list(self.arrays)[:8]) or "none")
+        if self.layout is None:
+            raise argument_error(self.arguments[0], "a layout, as the file does not say its own", "None")
+        return self.cache
+
+    @cached_property
+    def kv(self) -> KV | None:
+        """Return keys and values as views; None without a cache, or of a layout that no view tells."""
+        return self.view()
+
+    def view(self, **sizes: int) -> KV | None:
+        """Return keys and values as views, with more sizes; where one side is missing the other for both."""
+        if self.layout is None or (self.cache is None and not self.apart):
+            return None
+        if self.apart and not self.stated_layout:
+            return self.view_by_names(sizes)
+        cache = self.cache if len(self.apart) != 1 else next(iter(self.apart.values()))
+        with self.naming():
+            return view_of(cache, self.layout, self.sizes | sizes)
+
+    def view_by_names(self, sizes: dict[str, int]) -> KV:
+        """Return views of arrays of any strides, whose axes are those that their names imply."""
+        axes = layouts.parse(self.layout or "").axes
+        at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")
+        views = []
+        for pool in self.apart.values():
+            views.append(tuple(x[at[1:]] for x in pool) if isinstance(pool, list) else pool[at])
+        names, (keys, values) = self.pair or SIDES, (views[0], views[-1])
+        found = [[each.shape[:-1] for each in side] for side in (keys, values)]
+        if found[0] != found[1] or not len(keys):
+            expected = f"{len(found[0])} layers of shape {found[0][0]}" if len(keys) else "tokens"
+            raise argument_error(names[1], f"{expected}, as {names[0]}", f"{len(found[1])} of {found[1][:1]}")
+        shape = dict(zip("bnhc", keys[0].shape, strict=True))
+        for axis, size in (self.sizes | sizes).items():
+            if shape.get(axis, size) != size:
+                raise argument_error(names[0], f"a size {axis} of {size}", shape[axis])
+        return KV(keys, values)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let errors call keys and values that are apart by their names."""
+        try:
+            yield
+        except KvkitError as error:
+            text = str(error)
+            for i, name in enumerate(self.pair or ()):
+                text = text.replace(f"arrays[{i}]", name).replace(f"source[{i}]", name)
+            raise KvkitError(text) from error
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """Return the lengths of the layout's axes, as far as views tell them."""
+        return {} if self.kv is None or self.layout is None else sizes_of(self.kv, self.layout)
+
+    def one_head_view(self) -> tuple[KV | None, dict[str, int]]:
+        """Return views and sizes; with the heads of a row as one where nobody says how many there are."""
+        try:
+            return self.kv, self.axis_sizes
+        except KvkitError:
+            if "h" in self.sizes:
+                raise
+            try:
+                kv = self.view(h=1)
+            except KvkitError:
+                kv = None
+            if kv is None or self.layout is None:
+                raise
+            return kv, {axis: n for axis, n in sizes_of(kv, self.layout).items() if axis not in "hc"}
+
+    @cached_property
+    def beside(self) -> dict[str, Any]:
+        """Return what is beside the codes by the names of `BESIDE`, as `cache` has its arrays."""
+        if len(self.apart) == 1:
+            return {}
+        found = {name: nested(self.arrays, name) for name in BESIDE}
+        if self.apart:
+            pairs = {part: [self.beside_side(side, part) for side in SIDES] for part in BESIDE.values()}
+            found = {part: None if any(x is None for x in pair) else pair for part, pair in pairs.items()}
+        return {name: arrays for name, arrays in found.items() if arrays is not None}
+
+    @cached_property
+    def parts(self) -> dict[str, Any]:
+        """Return the cache and what is beside it, as nested lists."""
+        return {CACHE: self.cache} | self.beside
+
+    def others(self, parts: Iterable[str], tables: bool) -> dict[str, np.ndarray]:
+        """Return the arrays that are not of some `parts`; perhaps without tables."""
+        gone = {id(array) for part in parts for array in leaves(self.parts[part])}
+        return {
+            name: array
+            for name, array in self.arrays.items()
+            if id(array) not in gone and (tables or not name.startswith(TABLES))
+        }
+
+    def beside_side(self, side: str, part: str) -> Any:
+        """Return what is beside the codes of keys or values alone, ``key_scale`` and so on; None without."""
+        names = f"{side}_{part}", f"{(self.pair or SIDES)[side == 'value']}_{part}"
+        return next((found for name in names if (found := nested(self.arrays, name)) is not None), None)
+
+    @cached_property
+    def part_views(self) -> dict[str, KV]:
+        """Return what is beside the codes, as `kvkit.formats.decode` calls it, as views by layer."""
+        own = {axis: count for axis, count in self.sizes.items() if axis not in "cv"}
+        found = {}
+        for name, arrays in () if self.apart else self.beside.items():
+            if np.ndim(arrays) < 2 and not isinstance(arrays, list):
+                found[BESIDE[name]] = KV(*[(arrays,) * len(self.kv.keys if self.kv else ())] * 2)
+            elif self.layout is not None and (kv := view_of(arrays, self.layout, own)) is not None:
+                found[BESIDE[name]] = kv
+        for part in dict.fromkeys(BESIDE.values()):
+            pair = [self.beside_side(side, part) for side in SIDES]
+            if part not in found and not any(each is None for each in pair):
+                found[part] = KV(*(self.side_part_view(each, own) for each in pair))
+        if isinstance(scale := self.paged.get("arguments", {}).get("scale"), list):
+            found["scale"] = KV(*np.swapaxes(np.asarray(scale, np.float32), 0, 1))  # of each head
+        return found
+
+    def side_part_view(self, array: Any, sizes: Mapping[str, int]) -> Any:
+        """Return scales of keys or values alone by layer: a number or one a head as it is, else as views."""
+        codes = self.kv.keys if self.kv is not None else []
+        if not isinstance(array, list):
+            array = np.asarray(array)
+            if array.ndim < 2:
+                return (array,) * len(codes)
+            if array.ndim == 2:
+                return array
+        codes_axes = {leaves(pool)[0].ndim for pool in self.apart.values()}
+        if {leaves(array)[0].ndim + 1} == codes_axes:  # a scale for each head has no axis of groups
+            array = [each[..., None] for each in array] if isinstance(array, list) else array[..., None]
+        line = self.line_of(array, self.stated_layout if self.apart else None)
+        if line is None:
+            raise argument_error("key_scale", "scales with the axes of their codes", describe(array))
+        kv = view_of(array if len(self.apart) == 1 else [array, array], line, sizes)
+        return () if kv is None else kv.keys
+
+    def format_of(self, dtypes: Iterable[np.dtype], given: str | None = None) -> str:
+        """Return what codes are: as given, as the source says, or as their type says."""
+        coded = sorted(set(dtypes), key=str)
+        said = given or format_of_paged(self.paged.get("arguments", {}))
+        said = said or self.contents.description.format or self.text("format")
+        if said is None and isinstance(types := self.contents.metadata.get("types"), list):
+            several = [each for each in types if each not in map(str, FLOATS)]
+            said = several[0] if len(several) == 1 else None
+        if given is None and len(coded) == 1 and (said is None or said.split(":")[0] not in NAMED):
+            said = {one.dtype: one.name for one in FLOATS8}.get(coded[0], said)
+        if said is None and coded == [np.int8] and self.kv is not None and "scale" in self.part_views:
+            groups = np.shape(self.part_views["scale"].keys[0])[-1]
+            said = f"int8:g{np.shape(self.kv.keys[0])[-1] // groups}"
+        if said is None and any(one.kind not in "iuV" or one.itemsize == 2 for one in coded):
+            expected = "float32, float16 or bfloat16, or codes of a format that the file names"
+            raise argument_error((self.pair or (CACHE,))[0], expected, ", ".join(map(str, coded)))
+        if said is None:
+            wanted = "one that the file names, for its codes"
+            raise argument_error(self.arguments[1], wanted, ", ".join(map(str, coded)))
+        return said
+
+    def block_tables(self, page_size: int | None = None) -> tuple[str, Pages] | None:
+        """Return (their convention, the block tables in one form); None if there are none."""
+        try:
+            return self.read_tables(page_size)
+        except KvkitError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise argument_error("source", "tables as kvkit or llama.cpp has them", brief(error)) from None
+
+    def read_tables(self, page_size: int | None) -> tuple[str, Pages] | None:
+        """Return the block tables of the first convention whose arrays are all there."""
+        arrays, names = self.arrays, self.arrays.keys()
+        if {"block_tables", "context_lens"} <= names and (size := self.page_size(page_size)):
+            return "block tables", tables.from_blocks(arrays["block_tables"], arrays["context_lens"], size)
+        if {"kv_indptr", "kv_indices", "kv_last_page_len"} <= names and (size := self.page_size(page_size)):
+            parts = arrays["kv_indptr"], arrays["kv_indices"], arrays["kv_last_page_len"]
+            return "compressed rows", tables.from_csr(*parts, size)
+        if {"cachestarts", "kvstarts"} <= names and (size := self.page_size(page_size)):
+            rows, lengths = arrays["cachestarts"], np.diff(arrays["kvstarts"])
+            return "first rows of pages", tables.paged("cachestarts", rows, lengths, size, 1)
+        if {"slots", "context_lens"} <= names:
+            return "a slot a token", tables.from_slots(arrays["slots"], arrays["context_lens"])
+        if "paged" in self.saved:
+            return "a paged cache of kvkit's", pages_of_saved(arrays, self.saved["paged"])
+        if {"cache_cells.positions", "cache_cells.sequences"} <= names:
+            return "cells", pages_of_cells(arrays)
+        if (starts := self.sequence_starts) is not None:
+            lengths = np.diff(starts)
+            owners = np.repeat(np.arange(len(lengths)), lengths)
+            positions = np.concatenate([np.arange(length) for length in lengths])
+            return "packed sequences", tables.from_tokens(np.arange(starts[-1]), owners, positions)
+        return None
+
+    def page_size(self, given: int | None = None) -> int | None:
+        """Return the rows of a page: as given, as the source says, or as its cache has them."""
+        said = given or self.integer("page_size") or self.sizes.get("n")
+        if said or self.layout is None or self.cache is None:
+            return said
+        return self.one_head_view()[1].get("n")
+
+    @cached_property
+    def sequence_starts(self) -> list[int] | None:
+        """Return where sequences of packed tokens begin, and the number of tokens; None without seqstarts."""
+        starts = self.arrays.get("seqstarts")
+        if starts is None or self.kv is None or self.pair in (PAGED_NAMES, None):
+            return None
+        tokens = self.axis_sizes["n"]
+        wanted = f"integers that ascend from 0 to {tokens}, the tokens"
+        if starts.ndim != 1 or starts.dtype.kind not in "iu":
+            raise argument_error("seqstarts", wanted, describe(starts))
+        found: list[int] = starts.tolist()
+        if len(found) < 2 or found[0] or found[-1] != tokens or sorted(set(found)) != found:
+            raise argument_error("seqstarts", wanted, brief(found))
+        return found
+
+
+def contents_of(source: Any) -> Contents:
+    """Return what is in a file; arrays by name as if they were."""
+    if isinstance(source, Contents):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return files.read(source)
+    if not isinstance(source, Mapping):
+        raise argument_error("source", "a path or a dict of arrays", describe(source))
+    given = {name: value for name, value in source.items() if value is not None}
+    lists = {name: value for name, value in given.items() if holds_arrays(value)}
+    arrays = {name: np.asarray(as_numpy(value, name)) for name, value in (given | files.flat(lists)).items()
+              if name not in lists}  # fmt: skip
+    return Contents(arrays, {}, kind="arrays")
+
+
+def holds_arrays(value: Any) -> bool:
+    """Return whether a value is a list of arrays, or of such lists."""
+    several = isinstance(value, (list, tuple)) and len(value) > 0
+    return several and any(hasattr(each, "shape") or holds_arrays(each) for each in value)
+
+
+def leaves(found: Any) -> list[np.ndarray]:
+    """Return the arrays of nested lists."""
+    return list(files.flat({"": found if isinstance(found, np.ndarray) else list(found)}).values())
+
+
+def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | None:
+    """Return keys and values as views; None where a layout splits the content, which no view tells."""
+    line = layouts.parse(layout)
+    return None if line.split or line.joined else layouts.view(cache, line, sizes=sizes or None)
+
+
+def sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
+    """Return the lengths of a layout's axes, as views have them."""
+    several = isinstance(kv.keys[0], tuple)
+    first = kv.keys[0][0] if several else kv.keys[0]
+    found = dict(zip("bnhc"[-first.ndim :], first.shape, strict=True)) | {"l": len(kv.keys)}
+    found |= {"b": len(kv.keys[0])} if several else {}
+    return {axis: found[axis] for axis in "lbnhc" if axis in layouts.parse(layout).names}
+
+
+def format_of_paged(about: Mapping[str, Any]) -> str | None:
+    """Return the format of a `PagedCache`, of the arguments of its constructor."""
+    bits = about.get("quant_bit")
+    return about.get("quant_format") or (f"int{bits}:g{about.get('quant_group')}" if bits else None)
+
+
+def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> Pages:
+    """Return the pages of what `PagedCache.save` wrote: blocks by their places in the file."""
+    rows = [arrays[f"sequences.{i}.block_table"] for i in range(len(about["sequences"]))]
+    numbers = np.full((len(rows), max(map(len, rows), default=0)), -1)
+    for sequence, row in enumerate(rows):
+        numbers[sequence, : len(row)] = np.searchsorted(arrays["blocks"], row)
+    lengths = np.array([said["length"] for said in about["sequences"]], np.int64)
+    return tables.from_blocks(numbers, lengths, about["arguments"]["page_size"])
+
+
+def pages_of_cells(arrays: Mapping[str, np.ndarray]) -> Pages:
+    """Return the pages of llama.cpp's cells; sequences keep their order, not their numbers."""
+    at, whose = arrays["cache_cells.positions"], arrays["cache_cells.sequences"]
+    _, numbers = np.unique(whose, return_inverse=True)
+    cells = np.repeat(np.arange(len(at)), np.diff(arrays["cache_cells.sequence_starts"]))
+    return tables.from_tokens(cells, numbers, at[cells])
