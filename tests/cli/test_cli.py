@@ -342,9 +342,10 @@ def test_info_lists_what_is_compiled(tmp_path):
     for folder, state in ((jit.fingerprint(), None), (jit.fingerprint(), "0" * jit.STATE), ("f" * 20, None)):
         state = state or source_digest.digest("kvkit.cpu.attention.scheduler")[: jit.STATE]
         (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / f"kvkit-cpu-attend-work-{state}-{'1' * 20}.bin").write_bytes(b"code")
+        file = f"kvkit-cpu-attention-scheduler-work-{state}-{'1' * 20}.bin"
+        (tmp_path / folder / file).write_bytes(b"code")
     (tmp_path / jit.fingerprint() / f"kvkit-gone-{name}").write_bytes(b"code")
-    (tmp_path / ("f" * 20) / f"kvkit_cuda-attend-plain-make-{'1' * 20}.bin").write_bytes(b"code")
+    (tmp_path / ("f" * 20) / f"kvkit_cuda-attention-plain-make-{'1' * 20}.bin").write_bytes(b"code")
     done = process("info", "--json", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path)})
     assert json.loads(done.stdout)["compiled"] == [
         {"of": "kvkit.cpu.attention.scheduler", "for": "kvkit as it is", "variants": 1, "bytes": 4},

@@ -24,7 +24,7 @@ cache, scale = np.zeros((1, 1, 2, 4, 1, 8), np.int8), np.zeros((1, 1, 2, 4, 1, 1
 begin = time.process_time()
 key, _ = kvkit.key_value_cache(x, x, 0, cache, scale, quant_bit=8)
 seconds = time.process_time() - begin
-from kvkit import jit
+from kvkit.runtime import jit
 folder = jit.cache_folder()
 print(json.dumps({"seconds": seconds, "scale": float(scale.max()), "folder": str(folder)}))
 """
@@ -32,7 +32,8 @@ print(json.dumps({"seconds": seconds, "scale": float(scale.max()), "folder": str
 # A kernel that compiles fast.
 SMALL = """
 import json
-from kvkit import index, jit
+from kvkit.formulas import index
+from kvkit.runtime import jit
 code = jit.callback(index.share.py_func, "int64(int64, int64, int64)")
 print(json.dumps({"folder": str(jit.cache_folder()), "share": code.ctypes(7, 1, 2)}))
 """
@@ -96,34 +97,34 @@ def test_an_edit_of_what_code_comes_from_leads_to_new_code(copy):
     changed = json.loads(done.stdout)
     walk = changed["kvkit.cpu.copy.transfer"]
     for name in (
-        "cpu.transfer",
-        "cpu.rows",
+        "cpu.copy.transfer",
+        "cpu.copy.rows",
         "cpu.memory",
         "cpu.simd.lanes",
         "formats.elements",
-        "index",
-        "jit",
-        "numeric",
+        "formulas.index",
+        "formulas.numeric",
+        "runtime.jit",
     ):
         assert f"kvkit.{name}" in walk, name
     assert not [name for name in walk if name.startswith(("kvkit.cache", "kvkit.static", "kvkit.ascend"))]
-    assert {"kvkit.cpu.attention.walk", "kvkit.cpu.attention.online_softmax", "kvkit.index"} <= set(
+    assert {"kvkit.cpu.attention.walk", "kvkit.cpu.attention.online_softmax", "kvkit.formulas.index"} <= set(
         changed["kvkit.cpu.attention.scheduler"]
     )
 
 
 DIGESTS = """
 import json, pathlib, sys
-from kvkit import sources
+from kvkit.runtime import source_digest as sources
 root, kernels = pathlib.Path(sys.argv[1]), ("kvkit.cpu.copy.transfer", "kvkit.cpu.attention.scheduler")
 assert sources.PACKAGE == root.resolve() / "kvkit", sources.PACKAGE
 plain, changed = {name: sources.digest(name) for name in kernels}, {name: [] for name in kernels}
-for name, text in sources.IMPORTED.items():
-    edited = sources.IMPORTED | {name: text + b"# edited"}
+for name, text in sources.SOURCES.items():
+    edited = sources.SOURCES | {name: text + b"# edited"}
     for kernel in kernels:
         if sources.digest_of(kernel, edited) != plain[kernel]:
             changed[kernel].append(name)
-assert sources.texts() == sources.IMPORTED
+assert sources.read_sources() == sources.SOURCES
 print(json.dumps(changed))
 """
 
@@ -131,7 +132,7 @@ print(json.dumps(changed))
 TRANSFER = """
 import json
 import numpy as np, kvkit
-from kvkit import jit
+from kvkit.runtime import jit
 for tokens in (1, 4096):
     x = np.random.default_rng(0).standard_normal((1, tokens, 2, 64)).astype(np.float32)
     key, _ = kvkit.key_value_cache(x, x, 0, np.zeros((1, 1, 2, tokens, 2, 64), np.float32))
@@ -144,14 +145,14 @@ def test_one_thread_and_all_are_found_by_the_next_process(copy, tmp_path):
     """What one process compiles, for one thread and for all, the next ones only load."""
     kept = files(call(copy, tmp_path / "cache", TRANSFER)["folder"])
     assert files(call(copy, tmp_path / "cache", TRANSFER)["folder"]) == kept
-    for name in ("transfer-walk", "launches-call_workers"):
+    for name in ("copy-transfer-walk", "launches-call_workers"):
         assert len([file for file in kept if file.startswith(f"kvkit-cpu-{name}-")]) == 1
 
 
 def test_a_version_of_numba_that_is_not_known(copy, tmp_path):
     """Helpers are then compiled as Numba does, and kernels have the same results."""
     known = call(copy, tmp_path / "cache")
-    code = "from kvkit import jit\njit.KNOWN = 'none'\n" + CALL
+    code = "from kvkit.runtime import jit\njit.KNOWN = 'none'\n" + CALL
     code += "from kvkit.cpu import memory\nassert not isinstance(memory.read('float16'), jit.Part)"
     unknown = call(copy, tmp_path / "other", code)
     assert unknown["scale"] == known["scale"]
@@ -174,7 +175,7 @@ def test_numba_and_cpu_are_part_of_the_key(monkeypatch):
 
 @pytest.mark.parametrize("setting", ["NUMBA_OPT=0", "NUMBA_BOUNDSCHECK=1", "NUMBA_LOOP_VECTORIZE=0"])
 def test_settings_of_numba_are_part_of_the_key(copy, setting):
-    code = "import json; from kvkit import jit; print(json.dumps(jit.fingerprint()))"
+    code = "import json; from kvkit.runtime import jit; print(json.dumps(jit.fingerprint()))"
     variables = dict([setting.split("=")])
     assert call(copy, "unused", code, **variables) != call(copy, "unused", code)
 
@@ -271,12 +272,12 @@ class Shelf:
 
     def make(self, key=()):
         """Compile or load a kernel; its folder entry, which also says whether it was loaded."""
-        compiled, compile_ = [], self.jit.compiled
+        compiled, compile_ = [], self.jit.compile_code
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.jit, "compiled", lambda *args: compiled.append(args) or compile_(*args))
+            patch.setattr(self.jit, "compile_code", lambda *args: compiled.append(args) or compile_(*args))
             code = self.jit.callback(self.function, SHARE, key)
         assert code.ctypes(7, 1, 2) == 4
-        return self.jit.kept_file(self.function, code.signature, (key, False)), not compiled
+        return self.jit.cached_file(self.function, code.signature, (key, False)), not compiled
 
 
 @pytest.fixture

@@ -457,7 +457,7 @@ def test_formats_that_are_coarser():
 
 SHOW = """
 import json
-from kvkit.cpu import products
+from kvkit.cpu.attention import products
 codes = {"scores": products.scores(4, "float16"), "sums": products.sums(4, "float16"),
          "wide_scores": products.scores(32), "wide_sums": products.sums(32)}
 print(json.dumps({name: code.library.get_asm_str() for name, code in codes.items()}))

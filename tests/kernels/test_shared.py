@@ -9,7 +9,7 @@ warnings.simplefilter("ignore")
 import numba
 import numpy as np
 from numba import cuda
-from kvkit import index, numeric
+from kvkit.formulas import index, numeric
 
 assert cuda.is_available() and cuda.simulator
 

@@ -544,7 +544,7 @@ warnings.simplefilter("ignore")
 import numba
 import numpy as np
 from numba import cuda
-from kvkit import numeric
+from kvkit.formulas import numeric
 
 assert cuda.is_available() and cuda.simulator
 
