@@ -44,10 +44,10 @@ PYTEST := $(KEPT) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist
 # processes of its own; then the rest.
 test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
-	$(PYTEST) --backend machine -m "not slow"
-	$(PYTEST) --backend stand_in -m "not slow"
-	$(PYTEST) --backend simulator -m "not slow"
-	$(PYTEST) -m "not slow and not model and not transformers and not peers and not site"
+	$(PYTEST) --backend machine -m "not slow and not perf"
+	$(PYTEST) --backend stand_in -m "not slow and not perf"
+	$(PYTEST) --backend simulator -m "not slow and not perf"
+	$(PYTEST) -m "not slow and not model and not transformers and not peers and not site and not perf"
 
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
@@ -76,10 +76,11 @@ test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers
 	$(BIN)/python -m pytest -m peers
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/kvkit.peers $(VENV)/smollm2
-	$(PYTEST) --backend machine
-	$(PYTEST) --backend stand_in
-	$(PYTEST) --backend simulator
-	$(PYTEST) --cov --cov-report=term -m "not site"
+	$(PYTEST) --backend machine -m "not perf"
+	$(PYTEST) --backend stand_in -m "not perf"
+	$(PYTEST) --backend simulator -m "not perf"
+	$(PYTEST) --cov --cov-report=term -m "not site and not perf"
+	$(KEPT) $(BIN)/python -m pytest -m perf
 
 # On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
 test-gpu: $(VENV)/kvkit.test

@@ -260,6 +260,7 @@ def test_crop_forgets_ids_to_come():
 # Cost
 
 
+@pytest.mark.perf
 @pytest.mark.parametrize("tokens", [100, 4000])
 def test_a_step_of_64_sequences_takes_microseconds(tokens, microsecond):
     """With all its tensors, and its end: 150 to 200 on 2 quiet cores, whatever the sequences hold."""

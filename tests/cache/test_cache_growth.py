@@ -63,6 +63,7 @@ def test_a_window_does_not_grow(kind):
     assert room(returned) <= 64 + 2 * 32
 
 
+@pytest.mark.perf
 def test_an_append_costs_the_same_at_any_length():
     """The fastest of some appends of a token after 32,768 against that after none."""
 
@@ -82,6 +83,7 @@ def test_an_append_costs_the_same_at_any_length():
     assert fastest(32_768) < 3 * fastest(0) + 2e-6
 
 
+@pytest.mark.perf
 def test_a_token_takes_under_60_microseconds(microsecond):
     """Update and attention of a small layer, kernels included."""
     layer, new = DynamicLayer(), np.ones((1, 2, 1, 32), np.float32)

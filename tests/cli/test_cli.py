@@ -105,6 +105,7 @@ def test_tables_load_no_numba(args):
     assert not {"numba", "llvmlite"} & set(loaded(*args))
 
 
+@pytest.mark.perf
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_is_immediate(option):
     seconds = []

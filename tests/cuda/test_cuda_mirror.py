@@ -113,6 +113,7 @@ def test_arguments_have_their_names_and_defaults(pair, bound):
         assert values == defaults | required
 
 
+@pytest.mark.perf
 @pytest.mark.parametrize("path", ["key_value_cache", "dynamic_batching.multi_head_cache_attention"])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_binding_takes_under_5_microseconds(path, by_name, monkeypatch, microsecond):

@@ -326,6 +326,7 @@ def test_streams_live_until_their_tables_are_filled_again(kind, model):
     assert gone() is None
 
 
+@pytest.mark.perf
 def test_a_planned_call_takes_40_microseconds_of_the_host(model, microsecond):
     """CPU time of a process that waits for nothing: of the best of some tries, for others run beside it."""
     times, until = [], time.perf_counter() + 10

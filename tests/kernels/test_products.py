@@ -486,6 +486,7 @@ def innermost_loops(assembly):
     ]
 
 
+@pytest.mark.perf
 @pytest.mark.skipif(not has_avx512(), reason="about the instructions of AVX-512")
 def test_assembly():
     """Multiplying loops multiply and add at once in full vectors, whose sums never leave the registers."""

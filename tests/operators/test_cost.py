@@ -30,6 +30,7 @@ def step(request):
     }
 
 
+@pytest.mark.perf
 def test_checks_of_a_decode_step_take_under_60_microseconds(step, microsecond):
     tokens = np.zeros((BATCH, HEADS, DIM), np.float16)
     cache = np.zeros((1, 2, HEADS, BATCH * PAGE, DIM), np.int8)

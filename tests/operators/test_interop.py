@@ -151,6 +151,7 @@ def test_torch_is_not_imported():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.perf
 def test_it_costs_nothing():
     """Beside a call of numpy's arrays: less than a microsecond."""
 

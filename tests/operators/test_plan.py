@@ -515,6 +515,7 @@ def fastest(action, times=1000):
     return min(seconds)
 
 
+@pytest.mark.perf
 @formats_of
 def test_a_tiny_step_takes_under_60_microseconds(formats, rng, microsecond):
     """What a layer costs besides its work."""

@@ -9,7 +9,7 @@ from test_cuda_ptx import assemble
 from kvkit_cuda.attention import decode, prefill
 from kvkit_cuda.device_runtime import device
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.perf]
 CAPABILITY = 9, 0
 DECODE = {
     "float16": (None, "float16", 16, 300),

@@ -1,0 +1,169 @@
+"""Break kvkit on purpose, a line at a time, and see whether the tests of that line's room notice.
+
+    python tests/mutants.py                       every room, some minutes a mutant
+    python tests/mutants.py --room layouts -n 5   five of a room
+
+A rule chooses the mutants, so that they follow the code: in each room the lines with a comparison, a sum, an
+`and` or a `not` are put in an order that depends on their text alone, at most as many of a file as of any
+other, and the first ones are changed. Each is tried in a copy of the checkout by the tests of its room, up to
+the first failure. What waits, or breaks the import, is caught too. Kernels on devices have mutants of their
+own (cuda/test_device_mutants.py).
+"""
+
+import argparse
+import ast
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+HOUSE = Path(__file__).parents[1]
+# By room: the files that are broken, how many mutants, and the tests that have to notice, the quickest first.
+ROOMS = {
+    "checks": (
+        "kvkit/checks",
+        26,
+        "operators/test_checks.py operators/test_refusals.py operators/test_key_value_cache*errors.py "
+        "operators/test_position_errors.py operators/test_attention_errors.py operators/test_outputs.py "
+        "ascend operators/test_paged_append.py operators/test_plan.py operators/test_steps.py "
+        "operators/test_merge.py operators/test_paged_attention.py tools/test_validate.py "
+        "operators/test_messages.py operators/test_attention.py",
+    ),
+    "layouts": (
+        "kvkit/layouts",
+        20,
+        "layouts tools/test_draw.py tools/test_examples.py operators/test_messages.py "
+        "operators/test_paged_attention.py tools/test_check.py tools/test_diff.py cli/test_cli.py",
+    ),
+    "formats": ("kvkit/formats", 18, "formats kernels/test_formats_rows.py operators/test_quant_formats.py "
+                "tools/test_recoding.py tools/test_reading.py tools/test_study.py"),
+    "caches": ("kvkit/cache", 30, "cache operators/test_cache_attention.py"),
+    "files": ("kvkit/files", 12, "files cache/test_cache_files.py cache/test_cache_files_refused.py "
+              "cache/test_offload.py cache/test_offload_errors.py cli/test_npz.py cli/test_cli.py"),
+    "kernels": (
+        "kvkit/formulas kvkit/cpu",
+        24,
+        "kernels/test_numeric.py kernels/test_index.py operators/test_pmx_vectors.py "
+        "ascend/test_ascend_vectors.py kernels operators/test_attention_vectors.py "
+        "operators/test_key_value_cache.py operators/test_positions.py ascend operators/test_attention.py "
+        "operators/test_merge.py operators/test_attention_numbers.py "
+        "operators/test_quant_formats.py cache/test_quantized_cache_codes.py",
+    ),
+}  # fmt: skip
+LEFT_OUT = ("simd", "machine.py", "__init__.py")  # which instructions are used changes no result
+MARKS = "not slow and not model and not transformers and not peers and not site and not perf"
+OTHER = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is",
+         "+": "-", "-": "+", "//": "%", "%": "//", "and": "or", "or": "and", "not ": ""}  # fmt: skip
+
+
+def spans(node, line):
+    """Yield the columns of operators that a node has in its line."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield node.left.end_col_offset, node.comparators[0].col_offset
+    elif isinstance(node, ast.BinOp) and '"' not in line:
+        yield node.left.end_col_offset, node.right.col_offset
+    elif isinstance(node, ast.BoolOp):
+        yield node.values[0].end_col_offset, node.values[1].col_offset
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.col_offset, node.operand.col_offset
+
+
+def changed_lines(path):
+    """Yield (line number, line, changed line) of every change that the rule knows in a file."""
+    lines = path.read_text().splitlines()
+    seen = Counter(line.strip() for line in lines)
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        number = getattr(node, "lineno", 0)
+        if not number or number != node.end_lineno or not lines[number - 1].isascii():
+            continue
+        line = lines[number - 1]
+        if seen[line.strip()] > 1 or "raise" in line or "TYPE_CHECKING" in line:
+            continue
+        for begin, end in spans(node, line):
+            other = OTHER.get(line[begin:end] if line[begin:end] == "not " else line[begin:end].strip())
+            if other is not None:
+                middle = f" {other} " if other and line[begin:end] != "not " else other
+                yield number, line, line[:begin] + middle + line[end:]
+
+
+def choose(room):
+    """Return the mutants of a room: (path below the house, line number, line, changed line)."""
+    tops, count, _ = ROOMS[room]
+    found = []
+    for top in tops.split():
+        for path in sorted((HOUSE / top).rglob("*.py")):
+            if not set(path.parts) & set(LEFT_OUT):
+                each = sorted(set(changed_lines(path)), key=lambda m: digest(m[1], m[2]))
+                found += [(i, digest(m[1], m[2]), path.relative_to(HOUSE), *m) for i, m in enumerate(each)]
+    return [each[2:] for each in sorted(found, key=lambda each: each[:2])[:count]]
+
+
+def digest(*lines):
+    return hashlib.sha256("\n".join(line.strip() for line in lines).encode()).hexdigest()
+
+
+def tests_of(room):
+    """Return the test files and folders of a room that exist."""
+    found = [sorted((HOUSE / "tests").glob(name)) for name in ROOMS[room][2].split()]
+    return [str(path.relative_to(HOUSE)) for paths in found for path in paths]
+
+
+def caught_by(house, mutant, room, seconds):
+    """Return what notices a mutant in a copy of the house: a test or a broken run; "" if nothing does."""
+    path, number, line, changed = mutant
+    lines = (house / path).read_text().splitlines(keepends=True)
+    assert lines[number - 1].rstrip("\n") == line
+    lines[number - 1] = changed + "\n"
+    before = (house / path).read_text()
+    (house / path).write_text("".join(lines))
+    try:
+        done = tested(house, tests_of(room), seconds, "-x")
+    except subprocess.TimeoutExpired:
+        return f"nothing went on for {seconds} s"
+    finally:
+        (house / path).write_text(before)
+    if not done.returncode:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else "the run broke off"
+
+
+def tested(house, tests, seconds, *options):
+    """Return the run of some tests in a copy of the house."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", MARKS, *options, *tests]
+    environment = os.environ | {"PYTHONPATH": str(house), "OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(
+        command, cwd=house, env=environment, capture_output=True, text=True, timeout=seconds
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--room", choices=ROOMS, action="append", help="only these")
+    parser.add_argument("-n", type=int, help="at most so many of a room")
+    parser.add_argument("--seconds", type=int, default=900, help="after which a run counts as caught")
+    parser.add_argument("--list", action="store_true", help="only say which mutants there are")
+    options = parser.parse_args()
+    total = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        house = Path(folder) / "house"
+        shutil.copytree(HOUSE, house, ignore=shutil.ignore_patterns(".git", ".venv", "_build", "__pycache__"))
+        for room in options.room or ROOMS:
+            whole = tested(house, tests_of(room), options.seconds, "--collect-only")
+            assert not whole.returncode, f"{room}: {whole.stdout}{whole.stderr}"
+            for mutant in choose(room)[: options.n]:
+                path, number, line, changed = mutant
+                by = "" if options.list else caught_by(house, mutant, room, options.seconds)
+                state = "caught" if by else "listed" if options.list else "SURVIVED"
+                total[room, state] += 1
+                print(f"{state}: {path}:{number}: {line.strip()} -> {changed.strip()} ({by})", flush=True)
+    for (room, state), count in total.items():
+        print(f"{room}: {count} {state}")
+
+
+if __name__ == "__main__":
+    main()
