@@ -1,4 +1,4 @@
-"""What kvkit raises when it is asked for something it cannot do."""
+"""The errors that kvkit raises, and the words of their messages."""
 
 from collections.abc import Collection
 
@@ -17,20 +17,22 @@ class CapacityError(KvkitError):
     """A cache of fixed size has no room for the new tokens."""
 
 
-def argument_error(name, expected, got, kind=KvkitError):
-    """The one form of an error message."""
+def argument_error(
+    name: str, expected: object, got: object, kind: type[KvkitError] = KvkitError
+) -> KvkitError:
+    """Return an error whose message has the one form of all."""
     return kind(f"{name}: expected {expected}, got {got}")
 
 
-def brief(text, most=80):
-    """A text from elsewhere as a message may hold it: printable, in one line, and cut."""
+def brief(text: object, most: int = 80) -> str:
+    """Return a text from elsewhere as a message may hold it: printable, in one line, and cut."""
     text = str(text)  # of which no more is looked at than can be shown
     shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
-def describe(value):
-    """What was given, in a few words: of an array, or of what is like one, never the contents."""
+def describe(value: Any) -> str:
+    """Describe an argument in a few words; of an array its dtype and shape, never the contents."""
     if value is None:
         return "None"
     kind = type(value).__name__

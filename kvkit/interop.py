@@ -14,19 +14,20 @@ import numpy as np
 from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import BFLOAT16, FLOATS8
 from kvkit.runtime import call_log
+from kvkit.typed import Array
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 CPU = 1  # DLPack's number of it
 NUMPYS = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # of types that numpy has not
 
 
-def is_foreign(array):
-    """Whether an argument is an array, but not numpy's."""
+def is_foreign(array: object) -> bool:
+    """Return whether an argument is an array, but not numpy's."""
     return not isinstance(array, np.ndarray) and hasattr(array, "__dlpack__")
 
 
-def as_numpy(array, name="array"):
-    """An array of numpy's in the memory of another one, or the argument itself, if it is no such array.
+def as_numpy(array: Any, name: str = "array") -> Any:
+    """Return a numpy array in the memory of another library's, or the argument itself if it is none.
 
     Parameters
     ----------
@@ -67,23 +68,25 @@ def as_numpy(array, name="array"):
         ) from None
 
 
-def device_of(array):
+def device_of(array: Any) -> str:
+    """Return the device of an array that speaks DLPack, in words."""
     device, number = array.__dlpack_device__()
     return "cpu" if device == CPU else f"device {int(device)}:{number}"
 
 
-def is_tensor(array):
+def is_tensor(array: object) -> bool:
+    """Return whether an array is torch's."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def dtype_of(array):
-    """The dtype of an array's elements if numpy has none, else None."""
+def dtype_of(array: object) -> np.dtype[Any] | None:
+    """Return the dtype of elements that numpy itself has not (bfloat16, float8), else None."""
     return NUMPYS.get(str(getattr(array, "dtype", None)).removeprefix("torch."))
 
 
-def in_integers(tensor):
-    """A tensor as what every protocol passes on: integers, where numpy has not its type."""
+def in_integers(tensor: Any) -> Any:
+    """Return a view of a tensor that numpy can take: of integers, where numpy has not its type."""
     dtype = dtype_of(tensor)
     if dtype is None:
         return tensor
@@ -91,13 +94,15 @@ def in_integers(tensor):
     return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.int8)
 
 
-def of_tensor(tensor):
-    array, dtype = in_integers(tensor).numpy(), dtype_of(tensor)
+def of_tensor(tensor: Any) -> Array:
+    """Return a numpy array in the memory of a tensor."""
+    array: Array = in_integers(tensor).numpy()
+    dtype = dtype_of(tensor)
     return array if dtype is None else array.view(dtype)
 
 
-def tensor_of(array):
-    """A torch tensor in the memory of an array."""
+def tensor_of(array: Array) -> Any:
+    """Return a torch tensor in the memory of an array."""
     torch = sys.modules["torch"]
     if array.dtype in NUMPYS.values():
         integers = array.view(np.int16 if array.itemsize == 2 else np.int8)
@@ -105,22 +110,27 @@ def tensor_of(array):
     return torch.from_numpy(array)
 
 
-def in_kind_of(first, result):
-    """A result in the kind of the first array in nested lists: tensors for torch's."""
-    while isinstance(first, (list, tuple)) and first:
-        first = first[0]
-    return as_tensors(result) if is_tensor(first) else result
+def in_kind_of(first: Any, result: Any) -> Any:
+    """Return a result in the kind of the first array in nested lists: tensors for torch's."""
+    return as_tensors(result) if is_tensor(first_of(first)) else result
 
 
-def as_tensors(result):
-    """Nested lists of arrays as ones of torch's tensors, in their memory."""
+def first_of(argument: Any) -> Any:
+    """Return the first array in nested lists."""
+    while isinstance(argument, (list, tuple)) and argument:
+        argument = argument[0]
+    return argument
+
+
+def as_tensors(result: Any) -> Any:
+    """Return nested lists of arrays as lists of torch's tensors, in their memory."""
     if isinstance(result, (list, tuple)):
         return type(result)(map(as_tensors, result))
     return tensor_of(result)
 
 
 def returns_input_kind(operator: Operator) -> Operator:
-    """An operator on arrays of numpy's as one on any: a decorator.
+    """Decorate an operator on numpy's arrays so that it takes those of any library.
 
     Caches that are tensors change in place, and what is given is returned as the object that it is. New
     results are tensors where the first argument is one. A call of numpy's arrays alone is the operator's own.
@@ -128,7 +138,7 @@ def returns_input_kind(operator: Operator) -> Operator:
     first = 1 if next(iter(inspect.signature(operator).parameters)) == "self" else 0
 
     @functools.wraps(operator)
-    def call(*args, **keywords):
+    def call(*args: Any, **keywords: Any) -> Any:
         if call_log.level:
             log_call(operator, args, keywords)
         if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
@@ -143,8 +153,8 @@ def returns_input_kind(operator: Operator) -> Operator:
     return cast(Operator, call)
 
 
-def log_call(operator, args, keywords):
-    """Say that an operator is called; what it cannot be called with, the call itself says."""
+def log_call(operator: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Log that an operator is called; the call itself refuses wrong arguments."""
     try:
         given = inspect.signature(operator).bind(*args, **keywords).arguments
     except TypeError:
@@ -152,16 +162,19 @@ def log_call(operator, args, keywords):
     call_log.log_operator(call_log.operator_path(operator), given, lambda name, value: as_numpy(value, name))
 
 
-def holds_foreign(argument):
+def holds_foreign(argument: object) -> bool:
+    """Return whether an argument is or lists another library's arrays."""
     return any(map(is_foreign, argument)) if isinstance(argument, (list, tuple)) else is_foreign(argument)
 
 
-def call_with_numpy(operator, first, args, keywords):
-    """A call of an operator with the arrays that others lie in, and its results in kind."""
+def call_with_numpy(
+    operator: Callable[..., Any], first: int, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """Call an operator with numpy's arrays; return its results in the kind of the first argument."""
     bound = inspect.signature(operator).bind(*args, **keywords)
-    owners: dict = {}  # the objects given, by the id of the arrays that are made of them
+    owners: dict[int, tuple[Any, Array]] = {}  # the objects given, by the id of the arrays in their memory
 
-    def take(name, argument):
+    def take(name: str, argument: Any) -> Any:
         if isinstance(argument, (list, tuple)):
             return type(argument)(take(f"{name}[{i}]", each) for i, each in enumerate(argument))
         array = as_numpy(argument, name)
@@ -169,12 +182,9 @@ def call_with_numpy(operator, first, args, keywords):
             owners[id(array)] = argument, array
         return array
 
-    wants = list(bound.arguments.values())[first]
-    while isinstance(wants, (list, tuple)) and wants:
-        wants = wants[0]
-    tensors = is_tensor(wants)
+    tensors = is_tensor(first_of(list(bound.arguments.values())[first]))
 
-    def give(result):
+    def give(result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(map(give, result))
         if id(result) in owners:

@@ -1,4 +1,4 @@
-"""What the bytes of a cache mean: elements, and formats, which are codes with scales in a place.
+"""The meaning of a cache's bytes: elements, and formats, which are codes with scales in a place.
 
 elements    one number: float32, int8, e4m3, ..., which kernels are compiled for
 known       every format that kvkit or an engine writes, as data
@@ -10,7 +10,7 @@ schemes     all that by name, and classes of one's own, for `study` and caches
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvkit.formats.elements import (
     BFLOAT16,
@@ -77,7 +77,7 @@ ROOMS = {
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name == "packing":
         return importlib.import_module("kvkit.formats.packing")
     if name in ROOMS:
@@ -85,5 +85,5 @@ def __getattr__(name):
     raise AttributeError(f"module 'kvkit.formats' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(__all__)

@@ -1,19 +1,26 @@
-"""Numbers to the bytes of a format and back, with numpy: bit for bit as those who write such caches."""
+"""Encode numbers as the bytes of a format and decode them, with numpy: bit for bit as engines do."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.errors import argument_error, brief
 from kvkit.formats import packing
 from kvkit.formats.elements import BY_DTYPE, FLOATS
-from kvkit.formats.groups import fits, grouped, shapes, spread, ungrouped
-from kvkit.formats.known import named
+from kvkit.formats.groups import Shape, fits, grouped, shapes, spread, ungrouped
+from kvkit.formats.known import Format, named
 from kvkit.formats.scales import RULES, calibrated, rounded_codes
+from kvkit.typed import Array
+
+Scales = TypeVar("Scales", Array, np.float32)
 
 SHARED = {False: ("tensor", "head", "token", "group"), True: ("tensor", "channel")}
 
 
-def encode(x, format, *, scale=None, **options):
-    """Numbers as a format stores them.
+def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: Any) -> dict[str, Array]:
+    """Encode numbers as a format stores them.
 
     Parameters
     ----------
@@ -61,45 +68,44 @@ def encode(x, format, *, scale=None, **options):
     >>> bool(abs(formats.decode(arrays, "e4m3") - x).max() < 0.04)
     True
     """
-    format = named(format, **options)
-    found = format.find != "given" or isinstance(scale, str) or (scale is None and format.per != "")
-    x, dtype = numbers(x, format, found)
-    x, tail = (x[..., : -format.tail], x[..., -format.tail :]) if format.tail else (x, None)
-    per, whole, beside = format.per, np.float32(1), None
+    known = named(format, **options)
+    found = known.find != "given" or isinstance(scale, str) or (scale is None and known.per != "")
+    rows, dtype = numbers(x, known, found)
+    rows, tail = (rows[..., : -known.tail], rows[..., -known.tail :]) if known.tail else (rows, None)
+    per, whole, beside = known.per, np.float32(1), None
     with np.errstate(over="ignore", invalid="ignore"):
-        if format.find == "given":
-            per, cells = given(format, scale, x)
-            above_zero("scale", cells)
-            ratio = x / spread(cells, x.shape, per)
+        if known.find == "given":
+            per, scales = given(known, scale, rows)
+            above_zero("scale", scales)
+            ratio = rows / spread(scales, rows.shape, per)
         else:
-            if format.find == "blocks16":
-                whole = of_whole(format, scale, x)
+            if known.find == "blocks16":
+                whole = of_whole(known, scale, rows)
             elif scale is not None:
-                raise argument_error("scale", f"None, for {format}", brief(repr(scale)))
-            ratio, *parts = RULES[format.find](grouped(x, per, format.group), format, dtype, whole)
-            ratio = ungrouped(ratio, x.shape, per)
-            cells, beside = (None if cell is None else cell[..., 0] for cell in parts)
-        codes = rounded_codes(ratio, format)
-        cell = format.cell or BY_DTYPE[dtype]
-        if format.order:
-            return {"codes": packing.in_blocks(format, codes, cells, beside, tail, cell)}
-        arrays = {"codes": packing.in_arrays(format, codes)}
+                raise argument_error("scale", f"None, for {known}", brief(repr(scale)))
+            ratio, scales, beside = RULES[known.find](grouped(rows, per, known.group), known, dtype, whole)
+            ratio, scales = ungrouped(ratio, rows.shape, per), scales[..., 0]
+            beside = None if beside is None else beside[..., 0]
+        codes = rounded_codes(ratio, known)
+        scale_type = known.cell or BY_DTYPE[dtype]
+        if known.order:
+            return {"codes": packing.in_blocks(known, codes, scales, beside, tail, scale_type)}
+        arrays = {"codes": packing.in_arrays(known, codes)}
         if found or scale is not None:
-            arrays["scale"] = packing.cells(cells, cell)
+            arrays["scale"] = packing.store_scales(scales, scale_type)
         if beside is not None:
-            arrays[format.beside] = packing.cells(beside, cell)
+            arrays[known.beside] = packing.store_scales(beside, scale_type)
     for name in [*arrays][1:]:
-        if not np.isfinite(packing.from_cells(arrays[name], format).astype(np.float32)).all():
-            raise argument_error(
-                "x", f"numbers whose {name} {cell} holds, for {format}", f"up to {np.abs(x).max():g}"
-            )
-    if format.find == "blocks16" and whole != 1:
+        if not np.isfinite(packing.load_scales(arrays[name], known).astype(np.float32)).all():
+            expected = f"numbers whose {name} {scale_type} holds, for {known}"
+            raise argument_error("x", expected, f"up to {np.abs(rows).max():g}")
+    if known.find == "blocks16" and whole != 1:
         arrays["whole"] = np.asarray(whole)
     return arrays
 
 
-def decode(arrays, format, **options):
-    """The numbers that the bytes of a format stand for.
+def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **options: Any) -> Array:
+    """Decode the bytes of a format to the numbers that they stand for.
 
     Parameters
     ----------
@@ -132,34 +138,33 @@ def decode(arrays, format, **options):
     >>> formats.decode(np.array([[0x38, 0x7E, 0xB8]], np.uint8), "e4m3")
     array([[  1., 448.,  -1.]], dtype=float32)
     """
-    format = named(format, **options)
-    arrays = dict(arrays) if isinstance(arrays, dict) else {"codes": arrays}
-    codes = part(arrays, "codes", format)
-    if codes.dtype.kind in "fcO" or codes.ndim < fewest(format):
-        wanted = f"bytes of {fewest(format)} axes or more, for {format}"
+    known = named(format, **options)
+    parts = dict(arrays) if isinstance(arrays, dict) else {"codes": arrays}
+    codes = part(parts, "codes", known)
+    if codes.dtype.kind in "fcO" or codes.ndim < fewest(known):
+        wanted = f"bytes of {fewest(known)} axes or more, for {known}"
         raise argument_error("codes", wanted, f"dtype {codes.dtype} and {codes.ndim} axes")
     codes = np.ascontiguousarray(codes).view(np.uint8)
-    if format.order:
-        return packing.from_blocks(format, codes)
-    values, per = format.code.table[packing.from_arrays(format, codes)], format.per
-    if format.find == "given":
-        scale = part(arrays, "scale", format) if format.per else arrays.get("scale")
-        per, cells = given(format, scale, values)
+    if known.order:
+        return packing.from_blocks(known, codes)
+    values, per = known.code.table[packing.from_arrays(known, codes)], known.per
+    if known.find == "given":
+        per, scales = given(known, part(parts, "scale", known) if per else parts.get("scale"), values)
     else:
-        whole = single("whole", arrays.get("whole", 1), format)
-        cells = read(arrays, "scale", format, values.shape) * whole
-    beside = read(arrays, format.beside, format, values.shape) if format.beside else None
+        whole = single("whole", parts.get("whole", 1), known)
+        scales = read(parts, "scale", known, values.shape) * whole
+    beside = read(parts, known.beside, known, values.shape) if known.beside else None
     beside = None if beside is None else spread(beside, values.shape, per)
-    return packing.numbers(format, values, spread(cells, values.shape, per), beside)
+    return packing.numbers(known, values, spread(scales, values.shape, per), beside)
 
 
-def fewest(format):
-    """Axes of numbers."""
+def fewest(format: Format) -> int:
+    """Return the fewest axes of numbers."""
     return 2 if format.per in ("head", "channel") else 1
 
 
-def numbers(x, format, found):
-    """Data as float32, and their dtype; finite where scales are found from them."""
+def numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.dtype[Any]]:
+    """Return data as float32, and their dtype; finite where scales are found from them."""
     x = np.asarray(x)
     if x.dtype not in [one.dtype for one in FLOATS]:
         raise argument_error("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
@@ -185,8 +190,8 @@ def numbers(x, format, found):
     return x, dtype
 
 
-def given(format, scale, x):
-    """(what shares a scale, scales) as a caller gives them, or asks for them."""
+def given(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
+    """Return (what shares a scale, scales) as a caller gives them, or asks for them."""
     if scale is None and format.per:
         scale = format.per
     if scale is None and not format.asks:
@@ -202,60 +207,60 @@ def given(format, scale, x):
                 "x", f"a head of a multiple of {format.group} elements, for {format}", x.shape[-1]
             )
         return scale, calibrated(grouped(x, scale, format.group), format)[..., 0]
-    cells = finite("scale", scale)
-    if cells.size == 1:
-        return "tensor", cells.reshape(())
+    scales = finite("scale", scale)
+    if scales.size == 1:
+        return "tensor", scales.reshape(())
     for per in legal:
-        if fits(cells, x.shape, per):
-            return per, cells
+        if fits(scales, x.shape, per):
+            return per, scales
     by = ", ".join(f"{shape} by {per}" for per, shape in legal.items())
-    raise argument_error("scale", f"shape {by}", cells.shape)
+    raise argument_error("scale", f"shape {by}", scales.shape)
 
 
-def of_whole(format, scale, x):
-    """The scale of the whole of nvfp4, which its block scales are in units of."""
+def of_whole(format: Format, scale: Any, x: Array) -> np.float32:
+    """Return the scale of all numbers in nvfp4, which its block scales are in units of."""
     if scale is not None:
         return above_zero("scale", single("scale", scale, format))
     if format.whole == 1:
         return np.float32(1)
-    top = np.abs(x).max(initial=0) / np.float32(448)
+    top = np.float32(np.abs(x).max(initial=0) / np.float32(448))
     return top if top > 0 else np.float32(1)
 
 
-def single(name, cells, format):
-    cells = finite(name, cells)
-    if cells.size != 1:
-        raise argument_error(name, f"a number, for {format}", f"shape {cells.shape}")
-    return np.float32(cells.reshape(()))
+def single(name: str, scales: Any, format: Format) -> np.float32:
+    number = finite(name, scales)
+    if number.size != 1:
+        raise argument_error(name, f"a number, for {format}", f"shape {number.shape}")
+    return np.float32(number.reshape(()))
 
 
-def above_zero(name, cells):
-    if not np.all(cells > 0):
-        raise argument_error(name, "numbers above 0", np.min(cells))
-    return cells
+def above_zero(name: str, scales: Scales) -> Scales:
+    if not np.all(scales > 0):
+        raise argument_error(name, "numbers above 0", np.min(scales))
+    return scales
 
 
-def finite(name, numbers):
-    """float32 of what a caller gives as scales."""
+def finite(name: str, numbers: Any) -> Array:
+    """Return the scales that a caller gives as float32, all finite."""
     try:
-        numbers = np.asarray(numbers).astype(np.float32)
+        scales: Array = np.asarray(numbers).astype(np.float32)
     except (TypeError, ValueError):
         raise argument_error(name, "a number or an array of floats", brief(repr(numbers))) from None
-    if not np.isfinite(numbers).all():
-        raise argument_error(name, "finite numbers", "NaN" if np.isnan(numbers).any() else "infinity")
-    return numbers
+    if not np.isfinite(scales).all():
+        raise argument_error(name, "finite numbers", "NaN" if np.isnan(scales).any() else "infinity")
+    return scales
 
 
-def part(arrays, name, format):
+def part(arrays: Mapping[str, Any], name: str, format: Format) -> Array:
     if arrays.get(name) is None:
         raise argument_error(name, f"an array, for {format}", "None")
     return np.asarray(arrays[name])
 
 
-def read(arrays, name, format, shape):
-    """float32 of scales, or of what is beside them, of numbers of a shape, as `packing.cells` stored them."""
-    cells = finite(name, packing.from_cells(part(arrays, name, format), format))
-    if not fits(cells, shape, format.per):
+def read(arrays: Mapping[str, Any], name: str, format: Format, shape: Shape) -> Array:
+    """Return scales, or what is beside them, of numbers of a shape, as float32."""
+    scales = finite(name, packing.load_scales(part(arrays, name, format), format))
+    if not fits(scales, shape, format.per):
         wanted = shapes(shape, format.group, [format.per])[format.per]
-        raise argument_error(name, f"shape {wanted}, for {format} and such codes", cells.shape)
-    return cells
+        raise argument_error(name, f"shape {wanted}, for {format} and such codes", scales.shape)
+    return scales

@@ -9,6 +9,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -31,38 +32,38 @@ class Element:
     """
 
     name: str
-    dtype: np.dtype
+    dtype: np.dtype[Any]
     bits: int
     significant: int = 0  # bits of a float's significand
     limits: tuple[float, float] = (0, 0)  # the least and the largest code, or number
     widen: str = ""
     narrow: str = ""
     numbers: tuple[float, ...] = ()  # of the codes in order, where no rule says them
-    block: Any = None  # a Block, where codes have their scale beside them
+    block: Block | None = None  # where codes have their scale beside them
 
-    def bytes(self, count):
-        """Size of `count` neighbouring elements, which are whole blocks where there are such."""
+    def bytes(self, count: int) -> int:
+        """Return the size of `count` neighbouring elements, which are whole blocks where there are such."""
         if self.block:
             return count // self.block.elements * self.block.bytes
         return count * self.bits // 8
 
     @property
-    def minifloat(self):
-        """Whether it is a float that widens to 16 bits, and never has a scale of its own."""
+    def minifloat(self) -> bool:
+        """Return whether it is a float that widens to 16 bits, and never has a scale of its own."""
         return self.bits == 8 and self.significant > 0
 
     @property
-    def symmetric(self):
-        """Whether codes have a scale alone; unsigned ones have a minimum beside it."""
+    def symmetric(self) -> bool:
+        """Return whether codes have a scale alone; unsigned ones have a minimum beside it."""
         return self.limits[0] < 0
 
     @cached_property
-    def word(self):
-        """The dtype of an element's bits, or of the byte that a code is in."""
+    def word(self) -> np.dtype[Any]:
+        """Return the dtype of an element's bits, or of the byte that a code is in."""
         return np.dtype(f"u{self.dtype.itemsize}") if self.significant else self.dtype
 
     @cached_property
-    def table(self):
+    def table(self) -> NDArray[np.float32]:
         """float32 [2^bits]: the number that each code of up to 8 bits stands for."""
         codes = np.arange(1 << self.bits)
         if self.numbers:
@@ -73,11 +74,11 @@ class Element:
         return ((codes ^ sign) - sign).astype(np.float32)
 
     @cached_property
-    def smallest_scale(self):
-        """PMX: a scale is at least 1e-5, rounded to the type of the data."""
+    def smallest_scale(self) -> float:
+        """The least scale of PMX: 1e-5, rounded to the type of the data."""
         return float(np.float32(1e-5).astype(self.dtype))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name
 
 
@@ -118,11 +119,11 @@ STORED = {one.name: one for one in (*FLOATS8, *BLOCKS)}  # what else they store,
 MASKS = {name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)}  # as kernels know them
 
 
-def coarser(one, other):
-    """Whether rounding to a float format, by name, loses bits that another one keeps."""
+def coarser(one: str, other: str) -> bool:
+    """Return whether rounding to a float format, by name, loses bits that another one keeps."""
     return BY_NAME[one].significant < BY_NAME[other].significant
 
 
-def mask_bytes(mask):
-    """The size of an element of a mask, by the name of its format or "bool"; without one there is no step."""
+def mask_bytes(mask: str | None) -> int:
+    """Return the bytes of an element of a mask, by the name of its format or "bool"; 0 without a mask."""
     return 0 if mask is None else 1 if mask == "bool" else BY_NAME[mask].bytes(1)

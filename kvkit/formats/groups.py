@@ -1,4 +1,4 @@
-"""What shares a scale: numbers [tokens, heads, head size] by groups, and scales back over them.
+"""Groups of numbers that share a scale: [tokens, heads, head size] by groups, and scales over them again.
 
     per         scales                        of
     tensor      ()                            all
@@ -10,11 +10,17 @@
 All but "head" and "channel" do with any axes before the last.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from kvkit.typed import Array
 
-def shapes(shape, group, pers):
-    """By what shares a scale, the shape of the scales of numbers of a shape, as far as it has the axes."""
+Shape = tuple[int, ...]
+
+
+def shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
+    """Return {per: shape of the scales} of numbers of a shape, as far as it has the axes."""
     known = {
         "tensor": (),
         "head": shape[-2:-1],
@@ -25,18 +31,18 @@ def shapes(shape, group, pers):
     return {per: known[per] for per in pers if per not in ("head", "channel") or len(shape) > 1}
 
 
-def fits(cells, shape, per):
-    """Whether scales are those of numbers of a shape, whatever the size of groups."""
+def fits(scales: Array, shape: Shape, per: str) -> bool:
+    """Return whether scales fit numbers of a shape, whatever the size of groups."""
     cut = {"group": len(shape) - 1, "channel": 0}.get(per)
-    if cut is None or cells.ndim < len(shape):
-        return cells.shape == shapes(shape, 0, [per]).get(per)
-    parts, whole = cells.shape[cut : cut + 1], shape[cut]
-    others = cells.shape[:cut] + cells.shape[cut + 1 :] == shape[:cut] + shape[cut + 1 :]
+    if cut is None or scales.ndim < len(shape):
+        return scales.shape == shapes(shape, 0, [per]).get(per)
+    parts, whole = scales.shape[cut : cut + 1], shape[cut]
+    others = scales.shape[:cut] + scales.shape[cut + 1 :] == shape[:cut] + shape[cut + 1 :]
     return others and (parts == (whole,) or (parts > (0,) and whole % parts[0] == 0))
 
 
-def grouped(x, per, group):
-    """[*scales, members]"""
+def grouped(x: Array, per: str, group: int) -> Array:
+    """Return the numbers by groups: [*scales, members]."""
     if per == "tensor":
         return x.reshape(-1)
     if per == "head":
@@ -48,19 +54,19 @@ def grouped(x, per, group):
     return np.moveaxis(x.reshape(-1, *x.shape[-2:]), 0, -1) if per == "channel" else x
 
 
-def ungrouped(groups, shape, per):
-    """What `grouped` parted, in its shape."""
+def ungrouped(groups: Array, shape: Shape, per: str) -> Array:
+    """Return what `grouped` parted, in its shape."""
     if per == "head":
         return np.moveaxis(groups.reshape(shape[-2], *shape[:-2], shape[-1]), 0, -2)
     return (np.moveaxis(groups, -1, 1) if per == "channel" else groups).reshape(shape)
 
 
-def spread(cells, shape, per):
-    """Scales, or what is beside them, as they multiply numbers of a shape."""
+def spread(scales: Array, shape: Shape, per: str) -> Array:
+    """Return scales, or what is beside them, broadcast to numbers of a shape."""
     if per in ("head", "token"):
-        return cells[..., None]
+        return scales[..., None]
     if per == "group":
-        return np.repeat(cells, shape[-1] // max(1, cells.shape[-1]), -1)
-    if per == "channel" and cells.ndim == len(shape):
-        return np.repeat(cells, shape[0] // max(1, cells.shape[0]), 0)
-    return cells
+        return np.repeat(scales, shape[-1] // max(1, scales.shape[-1]), -1)
+    if per == "channel" and scales.ndim == len(shape):
+        return np.repeat(scales, shape[0] // max(1, scales.shape[0]), 0)
+    return scales

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvkit.errors import argument_error, brief
 from kvkit.formats.elements import (
+    BY_DTYPE,
     BY_NAME,
     BYTE,
     E4M3,
@@ -110,14 +111,26 @@ class Format:
     takes: tuple[str, ...] = ()
     source: str = "kvkit"
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name
 
+    def scale_type(self, dtype: np.dtype[Any] = FLOAT32.dtype) -> Element:
+        """Return how scales are stored beside data of a dtype."""
+        return self.cell or BY_DTYPE[dtype]
 
-def ggml(name, code, find, order, rounding, cell=FLOAT16, **fields: Any):
-    """A format of ggml: blocks of 32 numbers, two halves in the nibbles of 16 bytes."""
-    form = {"order": order, "rounding": rounding, "block": 32, "halves": True, "source": "ggml"}
-    return Format(name, code, find, cell, **form | fields)
+
+def ggml(
+    name: str,
+    code: Element,
+    find: str,
+    order: tuple[str, ...],
+    rounding: str,
+    cell: Element = FLOAT16,
+    **fields: Any,
+) -> Format:
+    """Return a format of ggml: blocks of 32 numbers, two halves in the nibbles of 16 bytes."""
+    form: dict[str, Any] = {"rounding": rounding, "block": 32, "halves": True, "source": "ggml"}
+    return Format(name, code, find, cell, order=order, **form | fields)
 
 
 ALL = (
@@ -189,8 +202,8 @@ FIELDS = {
 WORDS = {rounding: word for word, rounding in ROUNDINGS.items()}
 
 
-def named(format, **options):
-    """A format by its name, which may have options behind it: "int4:g32", "int2:g32:channel", "mxfp4:ceil".
+def named(format: str | Format, **options: Any) -> Format:
+    """Return the format of a name, which may have options behind it: "int4:g32:channel", "mxfp4:ceil".
 
     Parameters
     ----------
@@ -217,30 +230,32 @@ def named(format, **options):
     >>> formats.named("int4:g64").group
     64
     """
-    made, words = format, []
-    if not isinstance(format, Format):
+    words: list[str] = []
+    if isinstance(format, Format):
+        base = format
+    else:
         name, *words = str(format).split(":")
         if name not in NAMED:
             raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)))
-        made = NAMED[name]
-    told: list[tuple[str | None, str]] = [(None, word) for word in words]
+        base = NAMED[name]
+    requested: list[tuple[str | None, str]] = [(None, word) for word in words]
     for field, value in options.items():
         if field not in OPTIONS:
             raise argument_error("options", f"names among {', '.join(OPTIONS)}", brief(repr(field)))
-        told.append((field, f"g{value}" if field == "group" else WORDS.get(str(value), str(value))))
-    fields = {}
-    for expected, word in told:
-        field, value = option(word)
-        known = word in made.takes or (field == "group" and "gN" in made.takes)
-        if not known or expected not in (None, field):
-            legal = f"options among {', '.join(made.takes)}" if made.takes else "no options"
-            raise argument_error("format", f"{legal}, for {made}", brief(repr(word)))
-        fields[field] = value
-    return replace(made, name=":".join((made.name, *words)), **fields)
+        requested.append((field, f"g{value}" if field == "group" else WORDS.get(str(value), str(value))))
+    fields: dict[str, Any] = {}
+    for expected, word in requested:
+        known, value = option(word)
+        legal = word in base.takes or (known == "group" and "gN" in base.takes)
+        if known is None or not legal or expected not in (None, known):
+            takes = f"options among {', '.join(base.takes)}" if base.takes else "no options"
+            raise argument_error("format", f"{takes}, for {base}", brief(repr(word)))
+        fields[known] = value
+    return replace(base, name=":".join((base.name, *words)), **fields)
 
 
-def option(word):
-    """(field, value) of an option in a name; of what is none, no field."""
+def option(word: str) -> tuple[str | None, Any]:
+    """Return (field, value) of an option in a name; (None, None) for any other word."""
     if word[:1] == "g" and word.isascii() and word[1:].isdecimal() and int(word[1:]):
         return "group", int(word[1:])
     return FIELDS.get(word, (None, None))

@@ -1,20 +1,24 @@
 """Codes of a few bits in bytes, and the parts of a block behind one another."""
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.errors import argument_error
-from kvkit.formats.elements import BFLOAT16
+from kvkit.formats.elements import BFLOAT16, Element
+from kvkit.formats.known import Format
+from kvkit.typed import Array
 
 
-def packed(codes, bits, halves):
-    """uint8 [..., n * bits / 8] of codes [..., n]; of 5 bits the low four, and apart the fifth ones."""
+def packed(codes: Array, bits: int, halves: bool) -> Array:
+    """Pack codes [..., n] into uint8 [..., n * bits / 8]; of codes of 5 bits the low four bits."""
     if bits == 8:
         return codes
     if bits == 5:
         return packed(codes & 15, 4, halves)
     if halves:
         low, high = np.split(codes, 2, -1)
-        return low | high << 4
+        pairs: Array = low | high << 4
+        return pairs
     in_byte = 8 // bits
     data = codes[..., ::in_byte].copy()
     for i in range(1, in_byte):
@@ -22,8 +26,8 @@ def packed(codes, bits, halves):
     return data
 
 
-def unpacked(data, bits, halves):
-    """Codes uint8 [..., n] of their bytes; of 5 bits the low four."""
+def unpacked(data: Array, bits: int, halves: bool) -> Array:
+    """Unpack bytes into codes, uint8 [..., n]; of codes of 5 bits the low four bits."""
     if bits == 8:
         return data
     if bits == 5:
@@ -37,24 +41,25 @@ def unpacked(data, bits, halves):
     return codes
 
 
-def high_bits(codes):
-    """The fifth bits of 32 codes, in 4 bytes, the first one lowest."""
+def high_bits(codes: Array) -> Array:
+    """Return the fifth bits of 32 codes, in 4 bytes, the first one lowest."""
     return np.packbits(codes >> 4, -1, bitorder="little")
 
 
-def with_high_bits(codes, high):
-    return codes | np.unpackbits(high, -1, bitorder="little") << 4
+def with_high_bits(codes: Array, high: Array) -> Array:
+    whole: Array = codes | np.unpackbits(high, -1, bitorder="little") << 4
+    return whole
 
 
-def as_bytes(numbers, element):
-    """uint8 [..., n * size] of float32 [..., n] as an element stores them."""
+def as_bytes(numbers: Array, element: Element) -> Array:
+    """Return float32 [..., n] as an element stores them, uint8 [..., n * size]."""
     if element.name == "e8m0":
         return (np.frexp(numbers)[1] + 126).astype(np.uint8)
     return np.ascontiguousarray(numbers.astype(element.dtype)).view(np.uint8)
 
 
-def from_bytes(data, element):
-    """float32 [..., n] of the bytes of an element."""
+def from_bytes(data: Array, element: Element) -> Array:
+    """Return the numbers that bytes of an element are, float32 [..., n]."""
     if element.name == "e8m0":
         return element.table[data]
     return np.ascontiguousarray(data).view(element.dtype).astype(np.float32)
@@ -63,8 +68,8 @@ def from_bytes(data, element):
 # Arrays of their own
 
 
-def in_arrays(format, codes):
-    """Codes as an array: int8 where it holds one with a sign an element, else bytes."""
+def in_arrays(format: Format, codes: Array) -> Array:
+    """Return codes as an array of their own: int8 where it holds one with a sign an element, else bytes."""
     if format.along == "tokens":
         data = np.moveaxis(packed(np.moveaxis(codes, 0, -1), format.code.bits, format.halves), -1, 0)
     else:
@@ -72,21 +77,21 @@ def in_arrays(format, codes):
     return data.view(format.code.dtype if not format.code.significant else np.uint8)
 
 
-def from_arrays(format, data):
+def from_arrays(format: Format, data: Array) -> Array:
     if format.along == "tokens":
         return np.moveaxis(unpacked(np.moveaxis(data, 0, -1), format.code.bits, format.halves), -1, 0)
     return unpacked(data, format.code.bits, format.halves)
 
 
-def cells(numbers, element):
-    """Scales as an array of an element; e4m3 and e8m0 as bytes."""
+def store_scales(numbers: ArrayLike, element: Element) -> Array:
+    """Return scales as an array of an element; e4m3 and e8m0 as bytes."""
     numbers = np.asarray(numbers)
     if element.bits == 8:
         return as_bytes(numbers[..., None], element)[..., 0]
     return numbers.astype(element.dtype)
 
 
-def from_cells(stored, format):
+def load_scales(stored: Array, format: Format) -> Array:
     element = format.cell
     if element is None or element.bits != 8 or stored.itemsize != 1:
         return stored
@@ -96,61 +101,61 @@ def from_cells(stored, format):
 # Blocks
 
 
-def widths(format, elements, cell):
-    """Of a block of so many elements: the bytes of each part, in order."""
+def widths(format: Format, elements: int, scale: Element) -> dict[str, int]:
+    """Return the bytes of each part of a block of so many elements, in order."""
     bits, count = format.code.bits, elements // format.group if format.group else 1
     known = {
         "codes": elements * (bits if 8 % bits == 0 else bits - 1) // 8,
         "high": elements // 8,
-        "scale": cell.bytes(count),
-        "minimum": cell.bytes(count),
+        "scale": scale.bytes(count),
+        "minimum": scale.bytes(count),
         "tail": BFLOAT16.bytes(format.tail),
     }
     return {part: known[part] for part in format.order}
 
 
-def in_blocks(format, codes, scales, beside, tail, cell):
-    """Rows of blocks: uint8 [..., bytes]."""
+def in_blocks(
+    format: Format, codes: Array, scales: Array, beside: Array | None, tail: Array | None, scale: Element
+) -> Array:
+    """Return rows of blocks, uint8 [..., bytes]."""
     *outer, dim = codes.shape
     elements = format.block or dim
     codes = codes.reshape(*outer, dim // elements, elements)
-    parts = []
-    for name in format.order:
-        if name == "codes":
-            parts.append(packed(codes, format.code.bits, format.halves))
-        elif name == "high":
-            parts.append(high_bits(codes))
-        elif name == "tail":
-            parts.append(as_bytes(tail[..., None, :], BFLOAT16))
-        else:
-            numbers = scales if name == "scale" else beside
-            parts.append(
-                as_bytes(numbers.reshape(*codes.shape[:-1], elements // (format.group or elements)), cell)
-            )
-    blocks = np.concatenate(parts, -1)
+    groups = (*codes.shape[:-1], elements // (format.group or elements))
+    parts = {
+        "codes": packed(codes, format.code.bits, format.halves),
+        "scale": as_bytes(scales.reshape(groups), scale),
+    }
+    if "high" in format.order:
+        parts["high"] = high_bits(codes)
+    if tail is not None:
+        parts["tail"] = as_bytes(tail[..., None, :], BFLOAT16)
+    if beside is not None:
+        parts["minimum"] = as_bytes(beside.reshape(groups), scale)
+    blocks = np.concatenate([parts[name] for name in format.order], -1)
     return blocks.reshape(*outer, blocks.shape[-2] * blocks.shape[-1])
 
 
-def elements_of(format, width):
-    """How many elements the blocks of a row of so many bytes have."""
+def elements_of(format: Format, width: int) -> int:
+    """Return how many elements the blocks of a row of so many bytes have."""
     if format.block:
-        size = sum(widths(format, format.block, format.cell).values())
+        size = sum(widths(format, format.block, format.scale_type()).values())
         elements, rest = width // size * format.block, width % size
     else:
         unit = format.group or 8
-        fixed = sum(widths(format, 0, format.cell).values())
-        each = sum(widths(format, unit, format.cell).values()) - fixed
+        fixed = sum(widths(format, 0, format.scale_type()).values())
+        each = sum(widths(format, unit, format.scale_type()).values()) - fixed
         elements, rest = (width - fixed) // each * unit, (width - fixed) % each
     if rest or elements < 0:
         raise argument_error("codes", f"rows of whole blocks, for {format}", f"{width} bytes")
     return elements
 
 
-def parts_of(format, rows):
-    """The parts of rows of blocks [..., blocks, bytes], codes each for itself."""
+def parts_of(format: Format, rows: Array) -> dict[str, Array]:
+    """Return the parts of rows of blocks [..., blocks, bytes], codes unpacked."""
     dim = elements_of(format, rows.shape[-1])
     elements = format.block or dim
-    outer, sizes = rows.shape[:-1], widths(format, elements, format.cell)
+    outer, sizes = rows.shape[:-1], widths(format, elements, format.scale_type())
     blocks = rows.reshape(*outer, dim // elements if elements else 0, sum(sizes.values()))
     ends = np.cumsum([*sizes.values()])[:-1]
     parts = dict(zip(sizes, np.split(blocks, ends, -1), strict=True))
@@ -158,27 +163,27 @@ def parts_of(format, rows):
     return parts | {"codes": with_high_bits(codes, parts["high"]) if "high" in parts else codes}
 
 
-def from_blocks(format, rows):
-    """The numbers of rows of blocks."""
+def from_blocks(format: Format, rows: Array) -> Array:
+    """Return the numbers of rows of blocks."""
     parts = parts_of(format, rows)
     codes, outer = parts["codes"], rows.shape[:-1]
     elements = codes.shape[-1]
-    cells = {
+    scales = {
         name: np.repeat(y, elements // max(1, y.shape[-1]), -1)
         for name in ("scale", "minimum")
         if name in parts
-        for y in (from_bytes(parts[name], format.cell),)
+        for y in (from_bytes(parts[name], format.scale_type()),)
     }
     with np.errstate(over="ignore", invalid="ignore"):
-        values = numbers(format, format.code.table[codes], cells["scale"], cells.get("minimum"))
+        values = numbers(format, format.code.table[codes], scales["scale"], scales.get("minimum"))
     values = values.reshape(*outer, elements_of(format, rows.shape[-1]))
     if format.tail:
         values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16)[..., 0, :]), -1)
     return values
 
 
-def numbers(format, values, scale, beside):
-    """What codes stand for, by the numbers of their table."""
+def numbers(format: Format, values: Array, scale: Array, beside: Array | None) -> Array:
+    """Return the numbers that codes stand for, from those of their table."""
     if format.beside == "zero":
         return (values - beside) * scale
     return values * scale + beside if format.beside else values * scale

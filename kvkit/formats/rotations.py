@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.errors import argument_error, brief
+from kvkit.typed import Array
 
 # vLLM's: bit i, the lowest of a byte first, is the sign of element i; 1 is plus.
 SIGNS = (
@@ -40,25 +42,25 @@ class Rotation:
     signs: bool = False
     norm: bool = True
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name
 
     @cached_property
-    def plus(self):
-        """float32 [512]: 1 and -1."""
+    def plus(self) -> Array:
+        """The signs of elements, float32 [512]: 1 and -1."""
         bits = np.unpackbits(np.frombuffer(bytes.fromhex(SIGNS), np.uint8), bitorder="little")
         return np.where(bits, np.float32(1), np.float32(-1))
 
-    def size(self, dim, value=False):
-        """The block for a head size; a KvkitError if there is none."""
+    def size(self, dim: int, value: bool = False) -> int:
+        """Return the block for a head size; a KvkitError if there is none."""
         block = self.block[value] or dim & -dim
         if dim % block or (self.signs and dim > len(self.plus)):
             legal = f"at most {len(self.plus)}" if self.signs else f"a multiple of {block}"
             raise argument_error("rotation", f"a head size of {legal}, for {self}", dim)
         return block
 
-    def factors(self, dim, what=STORED, value=False):
-        """float32 [2, dim]: what elements are multiplied with before and after a matrix of 1 and -1.
+    def factors(self, dim: int, what: str = STORED, value: bool = False) -> Array:
+        """Return the factors of elements before and after a matrix of 1 and -1, float32 [2, dim].
 
         `what` is stored rows, queries for stored keys, or outputs of stored values.
         """
@@ -82,8 +84,8 @@ ROTATIONS = {
 }
 
 
-def rotation_named(name):
-    """A rotation: "hadamard", in blocks "hadamard:64", "llama.cpp" or "vllm"; None is none.
+def rotation_named(name: str | Rotation | None) -> Rotation | None:
+    """Return a rotation by its name: "hadamard", in blocks "hadamard:64", "llama.cpp", "vllm"; None is none.
 
     Raises
     ------
@@ -108,7 +110,9 @@ def rotation_named(name):
     return ROTATIONS[name]
 
 
-def rotate(x, rotation, *, what=STORED, value=False):
+def rotate(
+    x: ArrayLike, rotation: str | Rotation | None, *, what: str = STORED, value: bool = False
+) -> Array:
     """Turn rows by a rotation, in float32, O(D log D).
 
     Parameters
@@ -133,18 +137,19 @@ def rotate(x, rotation, *, what=STORED, value=False):
     >>> rotate(np.float32([[1, 0, 0, 0]]), "hadamard")
     array([[0.5, 0.5, 0.5, 0.5]], dtype=float32)
     """
-    x, rotation = np.asarray(x, np.float32), rotation_named(rotation)
+    x, known = np.asarray(x, np.float32), rotation_named(rotation)
     if what not in (STORED, QUERY, OUTPUT):
         raise argument_error("what", f"{STORED!r}, {QUERY!r} or {OUTPUT!r}", brief(repr(what)))
-    if rotation is None:
+    if known is None:
         return x
     dim = x.shape[-1]
-    block, (before, after) = rotation.size(dim, value), rotation.factors(dim, what, value)
-    y, step = np.ascontiguousarray((x * before).reshape(-1, block).T), 1  # of what is added rows lie together
+    block, (before, after) = known.size(dim, value), known.factors(dim, what, value)
+    y, step = np.ascontiguousarray((x * before).reshape(-1, block).T), 1  # rows that are added lie together
     other, rows = np.empty_like(y), y.shape[1]
     while step < block:
         pairs, sums = (each.reshape(-1, 2, step, rows) for each in (y, other))
         np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
         np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
         y, other, step = other, y, 2 * step
-    return y.T.reshape(x.shape) * after
+    turned: Array = y.T.reshape(x.shape) * after
+    return turned

@@ -1,4 +1,4 @@
-"""How a group's scale comes from its numbers, by the rules of those who write such caches.
+"""Rules by which engines find a group's scale from its numbers.
 
 Each rule takes groups, float32 [..., group], the format, the dtype of the data and the scale of the whole;
 it returns
@@ -9,76 +9,84 @@ it returns
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from kvkit.formats.elements import E4M3
+from kvkit.formats.elements import E4M3, Element
+from kvkit.formats.known import Format
+from kvkit.typed import Array
+
+Scaled = tuple[Array, Array, Array | None]  # ratio, scale, beside
 
 SMALLEST = np.float32(1e-5)  # PMX: of scales
 TINY = np.finfo(np.float32).tiny
 
 
-def rounded(x, dtype):
-    return x.astype(dtype).astype(np.float32)
+def rounded(x: Array | np.float32, dtype: DTypeLike) -> Array:
+    rounded: Array = x.astype(dtype).astype(np.float32)
+    return rounded
 
 
-def magnitude(x):
-    """The largest of each group, in halves while they are whole: numpy takes short axes one by one."""
+def magnitude(x: Array) -> Array:
+    """Return the largest magnitude of each group."""
     x = np.abs(x)
-    while x.shape[-1] in (2, 4, 8, 16):
+    while x.shape[-1] in (2, 4, 8, 16):  # in halves, as numpy takes short axes one by one
         x = np.maximum(x[..., ::2], x[..., 1::2])
-    return x.max(-1, keepdims=True, initial=0)
+    largest: Array = x.max(-1, keepdims=True, initial=0)
+    return largest
 
 
-def extremes(x):
+def extremes(x: Array) -> tuple[Array, Array]:
     x = x if x.shape[-1] else np.zeros((*x.shape[:-1], 1), x.dtype)  # of no tokens
     return x.min(-1, keepdims=True), x.max(-1, keepdims=True)
 
 
-def inverse(scale):
-    """1 / scale, and 0 of 0."""
+def inverse(scale: Array) -> Array:
+    """Return 1 / scale, and 0 where a scale is 0."""
     return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
 
 
-def most(format):
+def most(format: Format) -> np.float32:
     return np.float32(format.code.limits[1])
 
 
-def pmx(x, format, dtype, whole):
+def pmx(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """Scale and quotient rounded to the type of the data; the scale at least 1e-5."""
     scale = np.maximum(rounded(magnitude(x) / most(format), dtype), rounded(SMALLEST, dtype))
     return rounded(x / scale, dtype), scale, None
 
 
-def span(x, format, dtype, whole):
+def span(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """kvkit: minimum and scale rounded as they are stored first, the scale at least 1e-5."""
-    low, high = extremes(x)
-    low = rounded(low, format.cell.dtype) + np.float32(0)  # of both zeros the positive one
-    scale = rounded(np.maximum((high - low) / most(format), SMALLEST), format.cell.dtype)
+    (low, high), stored = extremes(x), format.scale_type().dtype
+    low = rounded(low, stored) + np.float32(0)  # of both zeros the positive one
+    scale = rounded(np.maximum((high - low) / most(format), SMALLEST), stored)
     return (x - low) / scale, scale, low
 
 
-def largest(x, format, dtype, whole):
+def largest(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """ggml q8_0: codes are made with the scale before it is rounded."""
     scale = magnitude(x) / most(format)
     return x * inverse(scale), scale, None
 
 
-def signed(x, format, dtype, whole):
+def signed(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """ggml q4_0: the number of largest magnitude becomes the least code."""
     at = np.abs(x).argmax(-1)[..., None]
     scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
     return x * inverse(scale), scale, None
 
 
-def least(x, format, dtype, whole):
+def least(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """ggml q4_1 and q5_1."""
     low, high = extremes(x)
     scale = (high - low) / most(format)
     return (x - low) * inverse(scale), scale, low
 
 
-def searched(x, format, dtype, whole):
+def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """ggml iq4_nl: of 16 scales, the one whose codes have the least error, weighted with squares."""
     table = format.code.table
     at = np.abs(x).argmax(-1)[..., None]
@@ -97,7 +105,7 @@ def searched(x, format, dtype, whole):
     return x * inverse(chosen), chosen, None
 
 
-def power(x, format, dtype, whole):
+def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """MX: a power of two. `floor` of OCP clips up to half of the largest, `ceil` of MLX nothing."""
     top = magnitude(x)
     if format.exponent == "ceil":
@@ -111,26 +119,26 @@ def power(x, format, dtype, whole):
     return x / scale, scale, None
 
 
-def blocks16(x, format, dtype, whole):
+def blocks16(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """NVFP4: e4m3 of largest / 6, in units of the scale of the whole."""
     scale = rounded(np.minimum(magnitude(x) / most(format) / whole, np.float32(E4M3.limits[1])), E4M3.dtype)
     unit = scale * whole
     return np.divide(x, unit, out=np.zeros_like(x), where=unit != 0), scale, None
 
 
-def token(x, format, dtype, whole):
+def token(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """vLLM, by token and head: at least 1e-6, and products with its reciprocal."""
     scale = np.maximum(magnitude(x) / most(format), np.float32(1e-6))
     return x * (np.float32(1) / scale), scale, None
 
 
-def normal(x, format, dtype, whole):
+def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """DeepSeek: at least the smallest normal number."""
     scale = np.maximum(magnitude(x) / most(format), TINY)
     return x / scale, scale, None
 
 
-def zero(x, format, dtype, whole):
+def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """LMDeploy: a zero point in units of codes, not rounded.
 
     Of equal numbers the scale is 1, and the zero point their negative: LMDeploy stores what is not finite.
@@ -141,7 +149,7 @@ def zero(x, format, dtype, whole):
     return x / scale + point, scale, point
 
 
-def edge(x, format, dtype, whole):
+def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """MLX, affine: the extreme of larger magnitude is a code exactly, and the scale has a sign for it."""
     low, high = extremes(x)
     below = np.abs(low) > np.abs(high)
@@ -153,15 +161,15 @@ def edge(x, format, dtype, whole):
     return (x - bias) / scale, scale, bias
 
 
-def kivi(x, format, dtype, whole):
+def kivi(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """KIVI: minimum and scale; equal numbers have code 0."""
     low, high = extremes(x)
     scale = (high - low) / most(format)
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
-def calibrated(x, format):
-    """[..., 1]: the largest magnitude over the largest code, and 1 of zeros."""
+def calibrated(x: Array, format: Format) -> Array:
+    """Return the largest magnitude over the largest code, [..., 1]; 1 for zeros."""
     scale = magnitude(x) / most(format)
     return np.where(scale > 0, scale, np.float32(1))
 
@@ -174,21 +182,23 @@ RULES = {
 }  # fmt: skip
 
 
-def nearest(x, table, upper=False):
-    """The place in a table of the number next to each of x; half way, the one before, or after if `upper`."""
+def nearest(x: Array, table: Array, upper: bool = False) -> Array:
+    """Return the places in a table next to each x; half way, the one before, or after if `upper`."""
     ascending, places = np.unique(table, return_index=True)  # of both zeros the first
     right = np.searchsorted(ascending, x).clip(1, len(ascending) - 1)
     below, above = x - ascending[right - 1], ascending[right] - x
     low, high = places[right - 1], places[right]
     tie = np.maximum(low, high) if upper else np.minimum(low, high)
-    return np.where(below == above, tie, np.where(below < above, low, high))
+    nearer: Array = np.where(below == above, tie, np.where(below < above, low, high))
+    return nearer
 
 
 @cache
-def by_upper_bits(element):
-    """uint8 [2^16]: codes of float32 numbers by their upper half, whose last bit is set if lower ones are.
+def by_upper_bits(element: Element) -> Array:
+    """Return the codes of float32 numbers by their upper half, uint8 [2^16].
 
-    So it rounds as the whole does: codes have at least two bits less.
+    The last bit of an upper half is set if lower ones are. So it rounds as the whole does: codes have at
+    least two bits less.
     """
     x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
     low, high = map(np.float32, element.limits)
@@ -196,19 +206,21 @@ def by_upper_bits(element):
     return np.where(np.isnan(x), np.signbit(x) * np.uint8(128) + np.uint8(127), codes)
 
 
-def even_float(x, element):
-    """The codes of numbers in a table of floats, ties to the even code; what is too large saturates."""
+def even_float(x: Array, element: Element) -> Array:
+    """Return the nearest codes in a table of floats, ties to the even code; what is too large saturates."""
     if element.bits == 8:
         bits = np.ascontiguousarray(x).view(np.uint32)
-        return by_upper_bits(element)[bits >> 16 | (bits & 0xFFFF != 0)]
+        codes: Array = by_upper_bits(element)[bits >> 16 | (bits & 0xFFFF != 0)]
+        return codes
     table = element.table[: len(element.table) // 2]
     middles = (table[1:] + table[:-1]) / 2
     below, above = (np.searchsorted(middles, np.abs(x), side) for side in ("left", "right"))
-    return np.where(below % 2, above, below) + np.signbit(x) * len(table)
+    even: Array = np.where(below % 2, above, below) + np.signbit(x) * len(table)
+    return even
 
 
-def rounded_codes(ratio, format):
-    """The codes, as bits in uint8, of quotients."""
+def rounded_codes(ratio: Array, format: Format) -> Array:
+    """Round quotients to codes, as bits in uint8."""
     code, rounding = format.code, format.rounding
     if rounding in ("lower", "upper"):
         return nearest(ratio, code.table, rounding == "upper").astype(np.uint8)

@@ -1,8 +1,8 @@
-"""Schemes: classes of one's own by name, and formats, rotated or not, with numpy."""
+"""Schemes by name: registered classes, and formats, rotated or not, with numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvkit.formats.coding import decode, encode
 from kvkit.formats.elements import FLOAT16
 from kvkit.formats.known import NAMED, Format, named
 from kvkit.formats.rotations import rotate, rotation_named
+from kvkit.typed import Array
 
 REGISTERED: dict[str, Any] = {}
 
@@ -41,7 +42,7 @@ def scheme(name: str) -> Callable[[type], type]:
     16.0
     """
 
-    def register(made):
+    def register(made: type) -> type:
         checked(made(), name)
         REGISTERED[name] = made
         return made
@@ -68,7 +69,7 @@ class Coded:
 
     @property
     def whole(self) -> bool:
-        """Whether a scale spans all tokens, and nobody has seen them yet."""
+        """Return whether a scale spans all tokens, and nobody has seen them yet."""
         of_whole = self.format.find == "blocks16" and not self.format.whole and self.scale is None
         return self.ends is None and (
             of_whole
@@ -76,17 +77,18 @@ class Coded:
             or (self.format.per == "channel" and not self.format.group)
         )
 
-    def over(self, parts):
-        """The same for parts of these tokens [tokens, heads, dim], which have the scales of all of them."""
+    def over(self, parts: Iterable[Array]) -> Coded:
+        """Return a scheme for parts of these tokens [tokens, heads, dim], with the scales of all of them."""
         if not self.whole:
             return self
-        low, high = np.inf, -np.inf
+        low: Any = np.inf
+        high: Any = -np.inf
         for x in parts:
             x = self.turned(x)
             low, high = np.minimum(low, x.min(0)), np.maximum(high, x.max(0))
         return replace(self, ends=np.stack((low, high)))
 
-    def turned(self, x):
+    def turned(self, x: Array) -> Array:
         return rotate(x, self.rotation, value=self.value) if self.rotation else x
 
     @property
@@ -95,7 +97,7 @@ class Coded:
         by_tokens = 8 // self.format.code.bits if self.format.along == "tokens" else 1
         return max(self.format.group if self.format.per == "channel" else 1, by_tokens)
 
-    def encode(self, x):
+    def encode(self, x: Array) -> dict[str, Array]:
         x = self.turned(x)
         if self.ends is not None:
             # Scales come of extremes alone, so these two tokens give any part those of the whole.
@@ -113,7 +115,7 @@ class Coded:
         names = {"scale", self.format.beside, "whole"}
         return ("whole",) if self.format.per == "group" else tuple(names)
 
-    def decode(self, arrays):
+    def decode(self, arrays: Mapping[str, Array]) -> Array:
         arrays = dict(arrays)
         rest = arrays.pop("rest")
         x = np.concatenate((decode(arrays, self.format), rest)) if arrays else rest
@@ -121,14 +123,14 @@ class Coded:
             x = rotate(x, self.rotation, what="output", value=self.value)
         return x
 
-    def stored(self, arrays, bits, first=True):
-        """Bits of the arrays; what stays as it is has `bits` an element, what parts share counts once."""
+    def stored(self, arrays: Mapping[str, Array], bits: int, first: bool = True) -> int:
+        """Count the bits of arrays; uncoded tokens have `bits` an element, what parts share counts once."""
         rest = arrays["rest"].size * bits
         skipped = {"rest"} if first or self.ends is None else {"rest", *self.shared}
         return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name not in skipped)
 
-    def codes(self, arrays):
-        """uint8 [coded tokens, heads, elements]: places in the format's table."""
+    def codes(self, arrays: Mapping[str, Array]) -> Array | None:
+        """Return places in the format's table, uint8 [coded tokens, heads, elements]; None without codes."""
         if "codes" not in arrays:
             return None
         stored = np.ascontiguousarray(arrays["codes"]).view(np.uint8)
@@ -139,17 +141,17 @@ class Coded:
 
 
 def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
-    """The scheme of keys and that of values: a registered one, or a format as in "int4:g32+hadamard".
+    """Return the schemes of keys and of values: a registered one, or a format as in "int4:g32+hadamard".
 
     Formats that take a scale may have one that is a number.
     """
     if text in REGISTERED:
         made = REGISTERED[text]()
         return made, made
-    told, turned, rotation = text.partition("+")
+    format, turned, rotation = text.partition("+")
     if turned:
         rotation_named(rotation)
-    key, value = formats_named(told)
+    key, value = formats_named(format)
     if scale is not None and key.find not in ("given", "blocks16"):
         raise argument_error("scale", f"None, for {text}", describe(scale))
     rotated = rotation or None
@@ -157,7 +159,7 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
 
 def formats_named(text: str) -> tuple[Format, Format]:
-    """The format of keys and that of values, which are others for "kivi2" and "kivi4"."""
+    """Return the formats of keys and of values, which differ for "kivi2" and "kivi4"."""
     if text.startswith("kivi") and text.split(":")[0] not in NAMED:
         key, value = (of_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
         return key, value
@@ -165,7 +167,7 @@ def formats_named(text: str) -> tuple[Format, Format]:
 
 
 def of_format(text: str) -> Format:
-    """A format by its name; kvkit's own codes have scales of 16 bits, as its caches have them."""
+    """Return a format by its name; kvkit's own codes have scales of 16 bits, as its caches have them."""
     made = named(text)
     own = made.source == "kvkit" and made.find in ("pmx", "span")
     return named(made, cell=FLOAT16) if own and "float" not in text else made

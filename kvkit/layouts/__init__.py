@@ -10,7 +10,7 @@ tables         page tables of every convention, to and from one form
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import NAMED, Named, parse
@@ -34,7 +34,7 @@ MODULES = {
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name == "tables":
         return importlib.import_module("kvkit.layouts.tables")
     if name in MODULES:
@@ -42,5 +42,5 @@ def __getattr__(name):
     raise AttributeError(f"module 'kvkit.layouts' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(__all__)

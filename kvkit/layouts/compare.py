@@ -1,7 +1,8 @@
-"""Whether two lines say the same bytes, and which lines fit arrays."""
+"""Compare layouts: whether two have the same bytes, and which ones fit arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,14 @@ from kvkit.layouts.shapes import (
     usual,
 )
 from kvkit.layouts.views import view
+from kvkit.typed import Array
 
 USUAL = {"l": 3, "b": 5, "n": 7, "h": 11, "c": 13, "s": 13}  # lengths that no reordering of axes hides
 SOME = 64  # blocks of contents that are looked at
 
 
 def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, **sizes: int) -> bool:
-    """Whether each element lies at the same place of the same array in two layouts.
+    """Return whether each element lies at the same place of the same array in two layouts.
 
     Parameters
     ----------
@@ -62,11 +64,11 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
             both = name in lines[0].names and name in lines[1].names
             split = np.lcm.reduce([max(each.get(name, 1), 1) for each in inner])
             known[name] = int(USUAL[name] * split) if both else 1
-    return places(lines[0], inner[0], known) == places(lines[1], inner[1], known)
+    return bool(places(lines[0], inner[0], known) == places(lines[1], inner[1], known))
 
 
-def places(line: Layout, inner, known):
-    """Which arrays there are, and where in its array each index of each axis lies, of keys and of values."""
+def places(line: Layout, inner: Mapping[str, int], known: Mapping[str, int]) -> list[Any]:
+    """Return which arrays there are, and where each index of each axis lies, of keys and of values."""
     names = {name: FIXED.get(name, known.get(name, 1)) for name in USUAL | {"kv": 2}}
     arrays = frozenset(axis for axis in line.lists if names[axis] > 1)
     found: list[Any] = [arrays, "kv" in line.names]
@@ -79,7 +81,7 @@ def places(line: Layout, inner, known):
 
 
 def fits(arrays: Any, contents: bool = False) -> list[str]:
-    """The names of layouts that arrays may have: proposals, on which nobody should act unasked.
+    """Return the names of layouts that arrays may have: proposals, on which nobody should act unasked.
 
     Parameters
     ----------
@@ -115,7 +117,7 @@ def fits(arrays: Any, contents: bool = False) -> list[str]:
 
 
 def in_memory_order(arrays: Any) -> Any:
-    """The same lists of arrays, with the axes of each from the outermost in memory to the innermost."""
+    """Transpose each of the lists' arrays: axes from the outermost in memory to the innermost."""
     if isinstance(arrays, (list, tuple)):
         return [in_memory_order(each) for each in arrays]
     array = as_numpy(arrays)
@@ -125,7 +127,7 @@ def in_memory_order(arrays: Any) -> Any:
 
 
 def readings(arrays: Any, line: Layout) -> list[dict[str, int]]:
-    """The sizes that all arrays may have in a layout; {} where they do not tell all sizes."""
+    """Return the sizes that all arrays may have in a layout; {} where they do not tell all sizes."""
     if line.joined:
         return []
     level = [(arrays, 0)]
@@ -150,11 +152,12 @@ def readings(arrays: Any, line: Layout) -> list[dict[str, int]]:
 
 
 def outer(sizes: dict[str, int]) -> dict[str, int]:
-    """The sizes that values share with keys, if both are arrays of their own."""
+    """Return the sizes that values share with keys, if both are arrays of their own."""
     return {axis: size for axis, size in sizes.items() if axis in "lbnh"}
 
 
-def sizes_that_fit(array: np.ndarray, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
+def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
+    """Return the sizes that one array may have; [{}] where its shape does not tell all."""
     found, missing = [], False
     for grouping in usual(groups, array.ndim):
         sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
@@ -166,7 +169,7 @@ def sizes_that_fit(array: np.ndarray, groups: Groups, known: dict[str, int]) -> 
 
 
 def likelihood(arrays: Any, name: str, sizes: dict[str, int]) -> float:
-    """How much contents speak for a layout: 0 where they cannot."""
+    """Score how much contents speak for a layout: 0 where they cannot."""
     try:
         kv = view(arrays, name, sizes=sizes or {"h": 1})  # heads as one, where they cannot be told apart
     except KvkitError:  # some part is split, or sizes are missing
@@ -187,8 +190,8 @@ def likelihood(arrays: Any, name: str, sizes: dict[str, int]) -> float:
     return float(np.mean(scores))
 
 
-def traits(array: np.ndarray) -> tuple[float, np.ndarray]:
-    """How much elements [b, n, h, c] are like keys, and which are of tokens: [b, n, h]."""
+def traits(array: Array) -> tuple[float, Array]:
+    """Score how much elements [b, n, h, c] are like keys; return which are of tokens too, [b, n, h]."""
     x = array[:SOME].astype(np.float32)
     used = (x != 0).any(-1)
     rows = x[used.all(-1)]  # [tokens, h, c]

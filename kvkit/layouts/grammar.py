@@ -34,7 +34,7 @@ class Axis:
     inner: int = 0
     in_bytes: bool = False
 
-    def __str__(self):
+    def __str__(self) -> str:
         size = f"[{self.inner}{'B' * self.in_bytes}]" if self.inner else ""
         return f"{self.name}{self.part}{size}"
 
@@ -67,7 +67,7 @@ class Layout:
     axes: tuple[str, ...]
     value_axes: tuple[str, ...]
 
-    def __str__(self):
+    def __str__(self) -> str:
         line = " ".join((*self.lists, "|", *self.axes))
         return line if self.value_axes == self.axes else " ".join((line, ";", *self.value_axes))
 
@@ -78,7 +78,7 @@ class Layout:
 
     @cached_property
     def value_groups(self) -> tuple[tuple[Axis, ...], ...]:
-        """The same of an array of values."""
+        """For each axis of an array of values, the axes of the layout in it."""
         return tuple(map(group_of, self.value_axes))
 
     @cached_property
@@ -99,16 +99,17 @@ class Layout:
 
     @property
     def joined(self) -> bool:
-        """Whether different things lie one after the other in a block: ``(n c + n s)``."""
+        """Return whether different things lie one after the other in a block: ``(n c + n s)``."""
         return any("+" in axis for axis in self.axes)
 
 
 def group_of(token: str) -> tuple[Axis, ...]:
-    """The axes in one axis of an array."""
+    """Return the axes in one axis of an array."""
     return tuple(axis_of(word) for word in token.strip("()").replace("+", " ").split())
 
 
 def axis_of(word: str) -> Axis:
+    """Parse one axis."""
     found = AXIS.fullmatch(word)
     if not found:
         raise argument_error("layout", AXES, repr(word))
@@ -123,7 +124,7 @@ def axis_of(word: str) -> Axis:
 
 
 def line_of(text: str) -> Layout:
-    """The layout of a line."""
+    """Parse a line."""
     if text.count("|") > 1:
         raise argument_error("layout", "one bar between lists and axes", repr(text))
     lists, _, rest = text.rpartition("|")
@@ -149,7 +150,7 @@ def line_of(text: str) -> Layout:
 
 
 def tokens(text: str) -> tuple[str, ...]:
-    """The axes of an array, in one form of writing."""
+    """Return the axes of an array, in one form of writing."""
     found: list[str] = []
     group: list[str] | None = None
     for lexeme in LEXEME.findall(text):

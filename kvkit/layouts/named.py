@@ -305,5 +305,5 @@ def parse(text: str | Layout) -> Layout:
 
 
 def family(prefix: str) -> tuple[Layout, ...]:
-    """The layouts whose names are a prefix and a number, in order."""
+    """Return the layouts whose names are a prefix and a number, in order."""
     return tuple(named.layout for name, named in NAMED.items() if name.rpartition("-")[0] == prefix)

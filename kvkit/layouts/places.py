@@ -1,10 +1,13 @@
-"""Where rows lie: what a layout and an array's strides say to kernels.
+"""Addresses and strides of a layer's rows, which a layout and an array tell.
 
 Kernels know nothing else of a layout. A static cache has an axis of sequences; the rows of a dynamic cache
 are shared by all, a stride of 0.
 """
 
 from dataclasses import dataclass
+
+from kvkit.layouts.grammar import Layout
+from kvkit.typed import Array
 
 FRACTAL_BYTES = 32  # of a group of elements in Ascend's NZ
 ENDLESS = 2**63 - 1  # the page size of offset mode: one page holds every position of a sequence
@@ -21,8 +24,8 @@ class Place:
     head: int
 
 
-def place(array, layout, layer):
-    """Where `layer` of a cache or scale lies."""
+def place(array: Array, layout: Layout, layer: int) -> Place:
+    """Return where `layer` of a cache or of its scales lies."""
     strides, at = array.strides, layout.at
     return Place(
         array.ctypes.data + layer * strides[at["l"]],
@@ -33,8 +36,8 @@ def place(array, layout, layer):
     )
 
 
-def packed_strides(array):
-    """(sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
+def packed_strides(array: Array) -> tuple[int, int, int]:
+    """Return the strides (sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
 
     Tokens are counted through all sequences, so the first is what a batch stride adds to that.
     """

@@ -15,18 +15,18 @@ Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
 def sizes_of(layout: Layout) -> str:
-    """The shape of a cache, as the operators' texts name its sizes."""
+    """Return the shape of a cache, as the operators' texts name its sizes."""
     names = dict(SIZES) if "b" in layout.axes else SIZES | {"n": "MaxT"}
     return f"({', '.join(names[axis] for axis in layout.axes)})"
 
 
 def listed(layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """A line for each layout: its number and its sizes."""
+    """Return a line for each layout: its number and its sizes."""
     return tuple(f"{number}: {sizes_of(layout)}" for number, layout in enumerate(layouts))
 
 
 def documented(layouts: Iterable[Layout]) -> Callable[[Documented], Documented]:
-    """Decorate a function whose docstring has a line ``{layouts}``, which these take the place of."""
+    """Decorate a function in whose docstring these layouts take the place of a line ``{layouts}``."""
 
     def decorate(function: Documented) -> Documented:
         def lines(found: re.Match[str]) -> str:

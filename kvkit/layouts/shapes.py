@@ -1,9 +1,9 @@
-"""From the shape of an array to the sizes of a layout's axes, and from its strides to theirs."""
+"""The sizes and strides of a layout's axes, from the shape and the strides of an array."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvkit.errors import argument_error, describe
-from kvkit.layouts.grammar import Axis
+from kvkit.layouts.grammar import Axis, Layout
+from kvkit.typed import Array
 
 FIXED = {"kv": 2, "1": 1}
 SIZES = ("l", "b", "n", "h", "c", "v", "s")  # v: of the content of values, where it is not that of keys
@@ -19,7 +20,7 @@ Groups = tuple[tuple[Axis, ...], ...]
 
 
 def given_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
-    """The sizes that a caller gives, checked."""
+    """Check the sizes that a caller gives."""
     found = {}
     for axis, size in (sizes or {}).items():
         if axis not in SIZES:
@@ -31,27 +32,29 @@ def given_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
 
 
 def inner_size(axis: Axis, itemsize: int) -> int:
-    """Elements of the inner part of an axis, 0 if an element does not divide its bytes."""
+    """Return the elements of the inner part of an axis, 0 if an element does not divide its bytes."""
     if not axis.in_bytes:
         return axis.inner
     return 0 if axis.inner % itemsize else axis.inner // itemsize
 
 
 def inner_sizes(groups: Groups, itemsize: int) -> dict[str, int]:
-    """Axis -> elements of its inner part, of axes that are split."""
+    """Return {axis: elements of its inner part} of axes that are split."""
     return {axis.name: inner_size(axis, itemsize) for group in groups for axis in group if axis.inner}
 
 
 def length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) -> int:
-    """The length of one axis."""
+    """Return the length of one axis."""
     if axis.part == "0":
         return inner[axis.name]
     size = FIXED.get(axis.name) or sizes[axis.name]
     return size // inner[axis.name] if axis.part else size
 
 
-def solved(shape, groups: Groups, known: Mapping[str, int], itemsize: int) -> dict[str, int] | str:
-    """The sizes of all axes, if a shape has these groups of them; or what is wrong, or missing."""
+def solved(
+    shape: tuple[int, ...], groups: Groups, known: Mapping[str, int], itemsize: int
+) -> dict[str, int] | str:
+    """Return the sizes of all axes, if a shape has these groups of them; else what is wrong, or missing."""
     sizes, inner = dict(known), inner_sizes(groups, itemsize)
     for name, size in inner.items():
         if not size:
@@ -83,34 +86,34 @@ def solved(shape, groups: Groups, known: Mapping[str, int], itemsize: int) -> di
 
 
 def usual(groups: Groups, ndim: int) -> list[Groups]:
-    """How an array of so many axes has those of a line: as it says, each apart, or the last two as one."""
+    """Return how an array of `ndim` axes may group those of a line: as told, apart, the last two as one."""
     apart = tuple((axis,) for group in groups for axis in group)
     joined = (*apart[:-2], sum(apart[-2:], ()))
     return [each for each in dict.fromkeys((groups, apart, joined)) if len(each) == ndim]
 
 
 def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[Groups]:
-    """The usual ways, and those where known sizes tell what an axis of the array is made of."""
+    """Yield the usual groupings, then those where known sizes tell what an axis of the array is made of."""
     yield from (ways := usual(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
     if ndim == len(groups):
         return
     for cuts in combinations(range(1, len(flat)), ndim - 1):
         way = tuple(flat[start:end] for start, end in pairwise((0, *cuts, len(flat))))
-        if way not in ways and all(told(group, known) for group in way if len(group) > 1):
+        if way not in ways and all(determined(group, known) for group in way if len(group) > 1):
             yield way
 
 
-def told(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
-    """Whether known sizes leave no choice of the others."""
+def determined(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
+    """Return whether known sizes leave no choice of the others."""
     names = {axis.name for axis in group} - FIXED.keys()
     return bool(names) and len(names - known.keys()) <= min(1, len(names) - 1)
 
 
 def sizes_of(
-    name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]
+    name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[dict[str, int], Groups]:
-    """(the sizes of all axes, the axes in each of an array's); or why there is none, or more than one way."""
+    """Return (the sizes of all axes, the axes in each of an array's); raise unless there is just one way."""
     said = describe(array)
     found: list[tuple[dict[str, int], Groups]] = []
     missing: list[str] = []
@@ -135,8 +138,10 @@ def sizes_of(
     raise argument_error(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", said)
 
 
-def strided(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[str, int]):
-    """(view of an array with an axis for each of a layout's, in its order; the sizes of all axes)."""
+def strided(
+    name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
+) -> tuple[Array, dict[str, int]]:
+    """Return (a view of an array with an axis for each of a layout's, in its order; the sizes of all)."""
     sizes, grouping = sizes_of(name, array, line, groups, known)
     inner = inner_sizes(groups, array.dtype.itemsize)
     shape, strides = [], []
@@ -154,8 +159,10 @@ def strided(name: str, array: np.ndarray, line, groups: Groups, known: Mapping[s
     return as_strided(array, shape, strides, writeable=array.flags.writeable), sizes
 
 
-def offsets(axes: tuple[Axis, ...], strides, name: str, size: int, inner: Mapping[str, int]) -> np.ndarray:
-    """What each index along an axis adds to an address: zeros for an axis that is not there."""
+def offsets(
+    axes: tuple[Axis, ...], strides: Iterable[int], name: str, size: int, inner: Mapping[str, int]
+) -> Array:
+    """Return what each index along an axis adds to an address; zeros for an axis that is not there."""
     found, index = np.zeros(size, np.int64), np.arange(size)
     for axis, stride in zip(axes, strides, strict=True):
         if axis.name == name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,10 @@ from kvkit.interop import as_numpy, in_kind_of
 from kvkit.layouts.grammar import Axis, Layout
 from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import Groups, given_sizes, strided
+from kvkit.typed import Array
 
 ORDER = ("l", "b", "n", "h", "c")
+Where = tuple[tuple[str, int], ...]  # an index along each level of lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Leaf:
 
 
 def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None = None) -> KV:
-    """Keys and values of a cache of any engine, as views: no byte moves.
+    """Return keys and values of a cache of any engine as views: no byte moves.
 
     Parameters
     ----------
@@ -111,7 +113,7 @@ def of_one_kind(line: Layout) -> None:
 
 
 def ordered(leaf: Leaf, inner: int) -> np.ndarray:
-    """A view of a leaf with the last `inner` of the axes l b n h c."""
+    """Return a view of a leaf with the last `inner` of the axes l b n h c."""
     axes, array = [axis.name for axis in leaf.axes], leaf.array
     order = ["c" if name == "s" else name for name in axes]
     wanted = ORDER[-inner:]
@@ -122,8 +124,12 @@ def ordered(leaf: Leaf, inner: int) -> np.ndarray:
     return array[tuple(slice(None) if name in order else None for name in wanted)]
 
 
-def nested(found, line: Layout, arranged) -> KV:
-    """The pairs of leaves, arranged as `KV` says."""
+def nested(
+    found: Iterable[tuple[dict[str, int], tuple[Leaf, Leaf]]],
+    line: Layout,
+    arranged: Callable[[Leaf, int], Array],
+) -> KV:
+    """Arrange the pairs of leaves as `KV` says."""
     pairs = list(found)
     if "b" in line.lists:
         layers = max(pairs[0][1][0].sizes.get("l", 1), 1 + max(where.get("l", 0) for where, _ in pairs))
@@ -145,16 +151,14 @@ def nested(found, line: Layout, arranged) -> KV:
 def leaves(
     arrays: Any, line: Layout, known: Mapping[str, int], name: str = "arrays"
 ) -> Iterator[tuple[dict[str, int], tuple[Leaf, Leaf]]]:
-    """(index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
+    """Yield (index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
     for axis, size in known.items():
         if axis in "lbnh" and axis not in line.names and size > 1:
             raise argument_error(name, f"an axis {axis} in '{line}', for a size of {size}", "none")
     found: dict[Any, Any] = dict(listed(name, arrays, line.lists, {}))
     for axis in line.lists:
-        if axis != "kv" and known.get(axis, count(found, line, axis)) != count(found, line, axis):
-            raise argument_error(
-                name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, line, axis)
-            )
+        if axis != "kv" and known.get(axis, count(found, axis)) != count(found, axis):
+            raise argument_error(name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, axis))
     outer = [axis for axis in ("l", "b") if axis in line.lists]
     wheres = sorted({tuple(dict(where)[axis] for axis in outer) for where in found})
     for where in wheres:
@@ -171,16 +175,20 @@ def leaves(
         yield index, pair
 
 
-def key(index: Mapping[str, int], line: Layout):
+def key(index: Mapping[str, int], line: Layout) -> Where:
+    """Return an index along the levels of a line's lists."""
     return tuple((axis, index[axis]) for axis in line.lists)
 
 
-def count(found, line: Layout, axis: str) -> int:
+def count(found: Iterable[Where], axis: str) -> int:
+    """Return the number of arrays along a level of lists."""
     return 1 + max(dict(where)[axis] for where in found)
 
 
-def listed(name, arrays, levels, where):
-    """(index in lists, (name, array)) of nested lists."""
+def listed(
+    name: str, arrays: Any, levels: Sequence[str], where: Mapping[str, int]
+) -> Iterator[tuple[Where, tuple[str, Array]]]:
+    """Yield (index in lists, (name, array)) of nested lists."""
     if not levels:
         array = as_numpy(arrays, name)
         if not isinstance(array, np.ndarray):
@@ -211,8 +219,8 @@ def listed(name, arrays, levels, where):
         yield from found
 
 
-def one(named, line: Layout, side: int, known) -> Leaf:
-    """Keys (side 0) or values in an array of their own, which has a name."""
+def one(named: tuple[str, Array], line: Layout, side: int, known: Mapping[str, int]) -> Leaf:
+    """Return keys (side 0) or values that have an array of their own, which has a name."""
     name, array = named
     groups: Groups = (line.groups, line.value_groups)[side]
     if side and "v" in known:
@@ -222,8 +230,8 @@ def one(named, line: Layout, side: int, known) -> Leaf:
     return Leaf(name, view, flat(groups), sizes)
 
 
-def both(named, line: Layout, known) -> tuple[Leaf, Leaf]:
-    """Keys and values in one array, which has a name."""
+def both(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tuple[Leaf, Leaf]:
+    """Return keys and values that lie in one array, which has a name."""
     name, _ = named
     if "kv" not in line.names:
         keys = one(named, line, 0, known)
@@ -253,4 +261,5 @@ def both(named, line: Layout, known) -> tuple[Leaf, Leaf]:
 
 
 def flat(groups: Groups) -> tuple[Axis, ...]:
+    """Return the axes of all groups."""
     return tuple(axis for group in groups for axis in group)
