@@ -1,6 +1,7 @@
 """The errors that kvkit raises, and the words of their messages."""
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 

@@ -39,12 +39,12 @@ class Element:
     widen: str = ""
     narrow: str = ""
     numbers: tuple[float, ...] = ()  # of the codes in order, where no rule says them
-    block: Block | None = None  # where codes have their scale beside them
+    block: Any = None  # a Block, where codes have their scale beside them
 
     def bytes(self, count: int) -> int:
         """Return the size of `count` neighbouring elements, which are whole blocks where there are such."""
         if self.block:
-            return count // self.block.elements * self.block.bytes
+            return int(count // self.block.elements * self.block.bytes)
         return count * self.bits // 8
 
     @property

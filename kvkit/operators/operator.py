@@ -5,7 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvkit.operators.arrays import Input, find_array, read_shapes
 from kvkit.operators.attributes import ATTRIBUTES, Attribute
@@ -62,8 +62,10 @@ class Operator:
 
     def function(self, package: str = "kvkit") -> Callable[..., Any]:
         """Return the function of this name in a package (`kvkit` or `kvkit_cuda`)."""
-        place: Any = importlib.import_module(package)
-        return functools.reduce(getattr, self.name.split("."), place)
+        package_or_function: Any = importlib.import_module(package)
+        for name in self.name.split("."):
+            package_or_function = getattr(package_or_function, name)
+        return cast(Callable[..., Any], package_or_function)
 
     def returned(self, attributes: Mapping[str, object]) -> list[str]:
         """Return the names of the arrays that a call with these attributes returns."""

@@ -13,9 +13,14 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit.typed import FilePath
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -24,11 +29,11 @@ UNLOGGED = "self", "out", "stream"
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
 
 
-def write_array(folder, name, array, raw=False):
-    """Write an array below a folder; what a manifest says of it."""
-    array = np.asarray(array)
-    dtype = array.dtype
-    bits = array.view(BITS[dtype.itemsize]) if dtype.kind == "V" or dtype.name not in np.sctypeDict else array
+def write_array(folder: FilePath, name: str, array: ArrayLike, raw: bool = False) -> dict[str, Any]:
+    """Write an array below a folder; return its entry in a manifest."""
+    whole = np.asarray(array)
+    dtype = whole.dtype
+    bits = whole.view(BITS[dtype.itemsize]) if dtype.kind == "V" or dtype.name not in np.sctypeDict else whole
     path = Path(folder, f"{name}.{'bin' if raw else 'npy'}")
     path.parent.mkdir(parents=True, exist_ok=True)
     if raw:
@@ -39,13 +44,13 @@ def write_array(folder, name, array, raw=False):
     return {
         "file": path.relative_to(folder).as_posix(),
         "dtype": dtype.name,
-        "shape": list(array.shape),
+        "shape": list(whole.shape),
         "sha256": digest,
     }
 
 
-def write_argument(folder, name, value, raw=False):
-    """What a manifest says of an argument: an array in a file, several of one shape as one, a plain value."""
+def write_argument(folder: FilePath, name: str, value: Any, raw: bool = False) -> dict[str, Any]:
+    """Return an argument's entry in a manifest: a plain value, or an array in a file (several as one)."""
     if isinstance(value, np.generic):
         value = value.item()
     if is_plain(value):
@@ -57,15 +62,15 @@ def write_argument(folder, name, value, raw=False):
     return write_array(folder, name, value, raw)
 
 
-def is_plain(value):
-    """Whether JSON has a value as it is; tuples as lists."""
+def is_plain(value: object) -> bool:
+    """Return whether JSON has a value as it is; tuples as lists."""
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def write_manifest(folder, cases, **more):
-    """The manifest of some cases, in one step."""
+def write_manifest(folder: FilePath, cases: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Write the manifest of some cases, in one step."""
     text = (
         json.dumps({"format_version": FORMAT_VERSION, **more, "cases": cases}, indent=1, default=str) + "\n"
     )
@@ -77,8 +82,8 @@ def write_manifest(folder, cases, **more):
 # The log
 
 
-def limit(name, default):
-    """A number of the environment; anything else is not asked for."""
+def limit(name: str, default: int) -> int:
+    """Return a number of the environment; the default if it is none."""
     number = os.environ.get(name, "")
     return int(number) if number.isdecimal() else default
 
@@ -86,15 +91,15 @@ def limit(name, default):
 level = limit("KVKIT_LOG", 0)  # once: a look into the environment takes longer than a call's own wrapper
 
 
-def operator_path(operator):
-    """The path of an operator inside the package."""
+def operator_path(operator: Callable[..., Any]) -> str:
+    """Return the path of an operator inside the package."""
     room = operator.__module__.split(".")[1]
     path = operator.__qualname__
     return path if room in ("static", operator.__name__, "merge", "paged") else f"{room}.{path}"
 
 
-def log_operator(name, given, read):
-    """Say that an operator is called with arguments by name, as much as KVKIT_LOG asks for.
+def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
+    """Log an operator and its arguments by name, as much as KVKIT_LOG asks for.
 
     `read` is told the name of an argument and the argument, and makes arrays numpy's. No call fails for that.
     """
@@ -116,8 +121,8 @@ def log_operator(name, given, read):
         print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
 
 
-def describe_argument(value, numbers):
-    """An argument in words."""
+def describe_argument(value: Any, numbers: bool) -> str:
+    """Describe an argument in words."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return repr(value)[:80]
     strides = f", strides {value.strides}" if isinstance(value, np.ndarray) else ""
@@ -130,7 +135,7 @@ def describe_argument(value, numbers):
     return f"{text}{span}, {wide.size - finite.size} not finite, {int((wide == 0).sum())} zeros"
 
 
-def write_call(name, given):
+def write_call(name: str, given: Mapping[str, Any]) -> None:
     """Write a call, if that is within the limits."""
     size = sum(value.nbytes for value in given.values() if isinstance(value, np.ndarray))
     most = limit("KVKIT_LOG_CALLS", 1000), limit("KVKIT_LOG_BYTES", 2**30)
