@@ -1,5 +1,8 @@
 """Lists of arrays, as layouts with several arrays have them, and the names of their members in a file."""
 
+from collections.abc import Mapping
+from typing import Any
+
 CACHE = "cache"
 BESIDE = {  # names of arrays beside codes in a file: what `kvkit.formats.encode` calls them
     "scale": "scale", "minimum": "minimum", "zero": "zero", "whole": "whole",
@@ -7,15 +10,15 @@ BESIDE = {  # names of arrays beside codes in a file: what `kvkit.formats.encode
 }  # fmt: skip
 
 
-def named(source, name=CACHE):
-    """{name: array} of nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
+def named(source: Any, name: str = CACHE) -> dict[str, Any]:
+    """Return {name: array} of nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
     if isinstance(source, (list, tuple)):
         return {key: each for i, one in enumerate(source) for key, each in named(one, f"{name}.{i}").items()}
     return {name: source}
 
 
-def nested(arrays, name=CACHE):
-    """The nested lists again, or the array where there is one; None where others have such names.
+def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
+    """Return the nested lists of named arrays, or the array if it is one; None if names are no lists'.
 
     Examples
     --------
@@ -34,8 +37,8 @@ def nested(arrays, name=CACHE):
     return [nested(arrays, f"{begin}{i}") for i in range(len(heads))]
 
 
-def cache_of(arrays):
-    """The cache in a file: arrays called so, or ``layers.I.keys`` and ``.values``, from `Cache.save`."""
+def cache_of(arrays: Mapping[str, Any]) -> Any:
+    """Return the cache in a file: arrays called so, or ``layers.I.keys`` and ``.values`` of `Cache.save`."""
     found, names = nested(arrays), [name for name in arrays if name.startswith("layers.")]
     pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
     if found is None and names and {name for pair in pairs for name in pair} == set(names):
@@ -43,8 +46,8 @@ def cache_of(arrays):
     return found
 
 
-def flat(arrays):
-    """Arrays by name, where some are nested lists of arrays.
+def flat(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays by name, where some are nested lists of arrays.
 
     Examples
     --------

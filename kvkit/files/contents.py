@@ -1,12 +1,12 @@
-"""What a file holds, whatever its kind."""
+"""The contents of a file of any kind."""
 
 import os
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any
 
 from kvkit.files.arrays import cache_of
 from kvkit.files.description import Description
+from kvkit.typed import Array
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class Contents:
     A cache is the array ``cache``, or ``cache.I`` and ``cache.I.J`` where its layout has lists of arrays.
     """
 
-    arrays: dict[str, np.ndarray]
-    metadata: dict
+    arrays: dict[str, Array]
+    metadata: dict[str, Any]
     mapped: os.stat_result | None = None  # status of the file, if arrays may be
     kind: str = ".npz"
     description: Description = field(default_factory=Description)
     notes: tuple[str, ...] = ()  # what whoever uses it should know
 
     @property
-    def cache(self):
+    def cache(self) -> Any:
         """The arrays of the cache as its layout has them, lists and all; None if there is none."""
         return cache_of(self.arrays)

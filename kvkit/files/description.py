@@ -1,4 +1,4 @@
-"""What a file says of a cache beside its bytes: how it is laid out, and what was done to its keys.
+"""The description of a cache in a file: how its bytes are laid out, and what was done to its keys.
 
 Bytes tell neither which of two layouts of equal shapes they have, nor whether keys are rotated. So every file
 that kvkit writes carries this, as JSON under the name ``description``, and reading gives it back. What nobody
@@ -8,9 +8,11 @@ knows is left out.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kvkit.errors import brief
 from kvkit.files.errors import file_error
+from kvkit.typed import FilePath
 
 AXES = "l", "b", "n", "h", "c", "v", "s"
 CHOICES = {
@@ -23,7 +25,7 @@ LONGEST = 2000  # characters of a line or a name
 
 @dataclass(frozen=True)
 class Description:
-    """What a file says of a cache; None is what it does not say.
+    """A file's description of a cache; None is what it does not say.
 
     Parameters
     ----------
@@ -66,19 +68,17 @@ class Description:
     rotation_blocks: tuple[int, int] | None = None
     lse_base: str | None = None
 
-    def to_dict(self):
-        """What is known, as JSON has it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is known, as JSON has it."""
         found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        found |= {"sizes": dict(self.sizes) or None, "rotation_blocks": listed(self.rotation_blocks)}
+        found["sizes"] = dict(self.sizes) or None
+        if self.rotation_blocks is not None:
+            found["rotation_blocks"] = list(self.rotation_blocks)
         return {name: value for name, value in found.items() if value is not None}
 
 
-def listed(value):
-    return value if value is None else list(value)
-
-
-def said(path, found):
-    """The description in a file, where it has one; what makes no sense is refused."""
+def said(path: FilePath, found: Any) -> Description:
+    """Return the description in a file, where it has one; refuse what makes no sense."""
     if found is None:
         return Description()
     if not isinstance(found, dict):
@@ -95,8 +95,8 @@ def said(path, found):
     return Description(**found | {"rotation_blocks": tuple(blocks) if blocks else None})
 
 
-def fits(name, value):
-    """Whether something can be said of this."""
+def fits(name: str, value: Any) -> bool:
+    """Return whether a value is legal for a field of the description."""
     if name in CHOICES:
         return value in CHOICES[name]
     if name == "sizes":
@@ -110,5 +110,6 @@ def fits(name, value):
     return isinstance(value, str) and len(value) <= LONGEST and value.isprintable()
 
 
-def counts(value):
+def counts(value: object) -> bool:
+    """Return whether a value is a number of elements."""
     return type(value) is int and 0 <= value < 2**63

@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import warnings
+from collections.abc import Iterator
 
 from kvkit.errors import KvkitError, brief
+from kvkit.typed import FilePath
 
 AGAIN = "save or copy the file again"
 
@@ -13,19 +15,19 @@ class FileError(KvkitError):
     """A file is not what it should be: path, what is wrong, what to do."""
 
 
-def file_error(path, what, cure=AGAIN):
-    """The one form of an error about a file."""
+def file_error(path: FilePath, what: str, cure: str = AGAIN) -> FileError:
+    """Return an error about a file, in the one form of all."""
     return FileError(f"{path}: {what}: {cure}")
 
 
-def quoted(name):
-    """A name in a file, as a message may hold it."""
+def quoted(name: str) -> str:
+    """Return a name in a file as a message may hold it."""
     return f"'{brief(name)}'"
 
 
 @contextlib.contextmanager
-def reading_errors(path, what):
-    """Say in our words that bytes make no sense: zipfile, numpy and json have a dozen exceptions for it."""
+def reading_errors(path: FilePath, what: str) -> Iterator[None]:
+    """Raise `FileError` for the dozen exceptions by which zipfile, numpy and json refuse bytes."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield

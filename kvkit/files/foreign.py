@@ -1,6 +1,8 @@
 """Files of other kinds, told by how they begin and not by their names, and how to make a .npz file of one."""
 
 import struct
+from collections.abc import Iterable
+from typing import BinaryIO
 
 WITH_NUMPY = "write it with numpy.savez"
 BEGINNINGS = {
@@ -15,8 +17,8 @@ TORCH = "a file of torch.save", f"load it with torch and {WITH_NUMPY}"
 SAFETENSORS = "a safetensors file", f"read it with safetensors.numpy.load_file and {WITH_NUMPY}"
 
 
-def kind(file):
-    """(what an open file is, what to do with it); None if it does not begin as one of another kind."""
+def kind(file: BinaryIO) -> tuple[str, str] | None:
+    """Return (what an open file is, what to do with it); None if it does not begin as another kind."""
     begin = file.read(9)
     file.seek(0)
     if begin[8:] == b"{" and struct.unpack("<Q", begin[:8])[0] < 2**32:
@@ -24,6 +26,6 @@ def kind(file):
     return next((words for mark, words in BEGINNINGS.items() if begin.startswith(mark)), None)
 
 
-def kind_of_archive(names):
-    """The same of a zip archive with such members."""
+def kind_of_archive(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return (what a zip archive with such members is, what to do with it); None if it may be a .npz file."""
     return TORCH if any(name.endswith("/data.pkl") for name in names) else None

@@ -14,9 +14,11 @@ which a file says nothing, nor does it say whether there are outputs: a reading 
 import itertools
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kvkit.errors import brief
 from kvkit.files import mapping
@@ -24,6 +26,7 @@ from kvkit.files.arrays import named as arrays_named
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
 from kvkit.files.errors import file_error
+from kvkit.typed import Array, FilePath
 
 SESSION, SEQUENCE = 0x6767736E, 0x67677371
 MAGICS = {struct.pack("<I", SESSION): SESSION, struct.pack("<I", SEQUENCE): SEQUENCE}
@@ -66,28 +69,28 @@ class Unfit(Exception):
 class Bytes:
     """The bytes of a file, taken one after the other; no more than there are."""
 
-    def __init__(self, data, at=0):
+    def __init__(self, data: Array, at: int = 0) -> None:
         self.data, self.at = data, at
 
-    def take(self, count):
+    def take(self, count: int) -> Array:
         if not 0 <= count <= len(self.data) - self.at:
             raise Unfit(f"{count} bytes at {self.at} reach beyond its end at {len(self.data)}")
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def array(self, dtype, *shape):
-        """An array in the file's own memory."""
+    def array(self, dtype: DTypeLike, *shape: int) -> Array:
+        """Take an array, in the file's own memory."""
         dtype = np.dtype(dtype)
         count = dtype.itemsize
         for size in shape:  # Python's integers, which do not wrap
             count *= size
         return self.take(count).view(dtype).reshape(shape)
 
-    def number(self, dtype="<u4"):
+    def number(self, dtype: str = "<u4") -> int:
         return int(self.array(dtype, 1)[0])
 
     @property
-    def ended(self):
+    def ended(self) -> bool:
         return self.at == len(self.data)
 
 
@@ -95,14 +98,14 @@ class Bytes:
 class Cache:
     """One cache of the memory: of every stream its cells and its rows [layer][kv], or None."""
 
-    cells: list
-    rows: list
-    types: set
+    cells: list[Any]
+    rows: list[Any]
+    types: set[int]
     transposed: bool
 
 
-def read(path):
-    """The arrays of a session or state, and what it says of them.
+def read(path: FilePath) -> Contents:
+    """Read the arrays of a session or state, and what it says of them.
 
     They are ``cache.LAYER.KV`` (``cache.STREAM.LAYER.KV`` of several streams), ``cache_cells.positions`` and
     so on, and ``token_ids``; of a second cache ``sliding``. Elements of block formats are bytes.
@@ -117,7 +120,7 @@ def read(path):
             what = f"a {NAMES[magic]} of version {version}, of which kvkit knows {known}"
             raise file_error(path, what, "save it with a llama.cpp of those")
         arrays = {"token_ids": source.array("<i4", source.number())}
-        metadata: dict = {"version": version}
+        metadata: dict[str, Any] = {"version": version}
         if magic == SESSION:
             metadata["architecture"] = brief(source.take(source.number()).tobytes().decode(errors="replace"))
         caches, outputs = memory(source, EXTRAS[magic, version], magic == SESSION)
@@ -137,8 +140,8 @@ def read(path):
     return Contents(arrays, metadata, mapped, NAMES[magic], said, tuple(notes))
 
 
-def memory(source, extra, session):
-    """The caches at the end of a file, and outputs before them, in the first reading that takes all bytes."""
+def memory(source: Bytes, extra: tuple[str, ...], session: bool) -> tuple[list[Cache], dict[str, Array]]:
+    """Return (caches, outputs before them), in the first reading that takes all bytes of a file."""
     begin, errors = source.at, []
     with_outputs = (True, False) if session else (False,)
     for before, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
@@ -156,8 +159,8 @@ def memory(source, extra, session):
     raise max(errors, key=lambda pair: pair[0])[1]
 
 
-def outputs_of(source):
-    """The outputs of the last batch, which sessions had until some time in 2026."""
+def outputs_of(source: Bytes) -> dict[str, Array]:
+    """Read the outputs of the last batch, which sessions had until some time in 2026."""
     return {
         "outputs": source.array("<i4", source.number()),
         "logits": source.array("<f4", source.number("<u8")),
@@ -165,11 +168,11 @@ def outputs_of(source):
     }
 
 
-def cache(source, fields, with_values):
-    """One cache of the memory."""
+def cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cache:
+    """Read one cache of the memory."""
     streams, transposed = source.number(), False
-    cells: list = []
-    rows: list = []
+    cells: list[Any] = []
+    rows: list[Any] = []
     types: set[int] = set()
     if not 1 <= streams <= (len(source.data) - source.at) // 4:
         raise Unfit(f"{streams} streams")
@@ -190,8 +193,8 @@ def cache(source, fields, with_values):
     return Cache(cells, rows, types, transposed)
 
 
-def cells_of(source, count, fields):
-    """Positions of cells, the sequences of all, where those of each cell begin, and the further fields."""
+def cells_of(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, Array]:
+    """Read the cells: positions, the sequences of all, where those of a cell begin, and further fields."""
     names = ["position", "sequences", *fields]
     head, begin = 4 * len(names), source.at
     try:  # nearly always a cell is of one sequence
@@ -216,8 +219,8 @@ def cells_of(source, count, fields):
     return cells | {name: table[:, 2 + i].copy() for i, name in enumerate(fields)}
 
 
-def rows_of(source, count, types):
-    """A layer's rows [1, cells, elements]; of formats in blocks their bytes."""
+def rows_of(source: Bytes, count: int, types: set[int]) -> Array:
+    """Read a layer's rows [1, cells, elements]; of formats in blocks their bytes."""
     number, size = source.number("<i4"), source.number("<u8")
     types.add(number)
     check_type(number)
@@ -231,8 +234,8 @@ def rows_of(source, count, types):
     return source.array(np.uint8, 1, count, size)
 
 
-def columns_of(source, count, types):
-    """A layer's values [1, elements, cells]."""
+def columns_of(source: Bytes, count: int, types: set[int]) -> Array:
+    """Read a layer's transposed values [1, elements, cells]."""
     number, size, elements = source.number("<i4"), source.number(), source.number()
     types.add(number)
     check_type(number)
@@ -241,17 +244,19 @@ def columns_of(source, count, types):
     return source.array(FLOATS[number], 1, elements, count)
 
 
-def check_type(number):
+def check_type(number: int) -> None:
+    """Refuse elements of unknown types."""
     if number not in FLOATS and number not in BLOCKS:
         raise Unfit(f"type {number}, which is none of a cache that kvkit knows")
 
 
-def type_name(number):
+def type_name(number: int) -> str:
+    """Return the name of a ggml type."""
     return FLOATS[number].name if number in FLOATS else BLOCKS[number][0]
 
 
-def named(name, cache):
-    """Arrays of a cache by name; of streams that are several, theirs."""
+def named(name: str, cache: Cache) -> dict[str, Array]:
+    """Return the arrays of a cache by name; of each stream if there are several."""
     arrays = {}
     used = [i for i, rows in enumerate(cache.rows) if rows is not None]
     several = len(cache.rows) > 1
@@ -265,8 +270,8 @@ def named(name, cache):
     return arrays
 
 
-def describe(cache):
-    """What is known of a cache, which its elements' heads are not."""
+def describe(cache: Cache) -> Description:
+    """Describe a cache as far as the file does, which says nothing of heads."""
     used = [rows for rows in cache.rows if rows is not None]
     several = len(cache.rows) > 1
     if not used:

@@ -2,15 +2,20 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
+from typing import IO
+
+from kvkit.typed import FilePath
 
 try:
     import fcntl
 except ImportError:  # Windows: nothing is locked, and nothing is taken for locked
     fcntl = None  # type: ignore[assignment]
+AVAILABLE = fcntl is not None
 
 
-def lock(file, wait=False):
-    """Whether this open file is now locked by this process; None where files cannot be."""
+def lock(file: IO[bytes], wait: bool = False) -> bool | None:
+    """Try to lock an open file; return whether this process has it, None where files cannot be locked."""
     if fcntl is None:
         return None
     try:
@@ -23,8 +28,8 @@ def lock(file, wait=False):
 
 
 @contextlib.contextmanager
-def alone(path):
-    """Whether nobody else has this file locked in such a way: until the block ends, nobody else will."""
+def alone(path: FilePath) -> Iterator[bool]:
+    """Lock a file until the block ends; yield False if another process has it."""
     while True:
         with open(path, "r+b") as file:
             held = lock(file) is not False

@@ -1,19 +1,22 @@
-"""One array as a member of a zip archive: mapped, unpacked or written. What is wrong is a ValueError."""
+"""Arrays as members of a zip archive: mapped, unpacked or written. Errors here are ValueErrors."""
 
 import math
 import struct
 import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Literal
+from typing import IO, Any, Literal
 
 import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+from kvkit.typed import Array
+
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 VOID16 = np.dtype("V2")  # what numpy writes for bfloat16
-FLOAT8 = {  # and as "V1"; only the file can say which it is
+FLOAT8: dict[str, np.dtype[Any]] = {  # and as "V1"; only the file can say which it is
     dtype.name: dtype
     for dtype in map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu))
 }
@@ -30,16 +33,16 @@ PADDING = struct.Struct("<HHH")  # extra field 0xD935 as Android's zipalign has 
 
 @dataclass(frozen=True)
 class Form:
-    """What a member's header says of its array, and where the array begins behind it."""
+    """A header of an array: its shape, dtype and order, and where the array begins behind it."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype[Any]
     order: Literal["C", "F"]
     begin: int
 
 
-def form(archive, member, said=None):
-    """The form of a member's array; the sizes in its headers are held against each other and the file.
+def form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None) -> Form:
+    """Return the form of a member's array; the sizes in its headers are held against each other.
 
     `said` is the name of its dtype, where the file has one.
     """
@@ -56,8 +59,8 @@ def form(archive, member, said=None):
     return found
 
 
-def described(data, length, said=None):
-    """What the header of an array says of it, where there are `length` bytes of both; and that length."""
+def described(data: IO[bytes], length: int, said: object = None) -> tuple[Form, int]:
+    """Return (form, bytes) of an array with its header, which have to be `length` bytes."""
     try:
         shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
     except (MemoryError, RecursionError):  # Python's parser
@@ -69,8 +72,8 @@ def described(data, length, said=None):
     return found, size
 
 
-def read(archive, member, file, form):
-    """A member's array of this form: mapped copy-on-write from the archive's file if given, or copied."""
+def read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: IO[bytes] | None, form: Form) -> Array:
+    """Read a member's array: mapped copy-on-write from the archive's file if given, or copied."""
     shape, dtype, order = form.shape, form.dtype, form.order
     if file is None or member.compress_type == zipfile.ZIP_DEFLATED:
         with archive.open(member) as data:
@@ -82,8 +85,8 @@ def read(archive, member, file, form):
     return mapped.view(np.ndarray)
 
 
-def text(archive, member):
-    """The bytes of a small member."""
+def text(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Read the bytes of a small member."""
     if member.file_size > TEXT_LIMIT:
         raise ValueError(f"it has {member.file_size} bytes, more than {TEXT_LIMIT}")
     with archive.open(member) as data:
@@ -92,16 +95,17 @@ def text(archive, member):
     return found
 
 
-def text_of_array(archive, member):
-    """The text that a 0-d array of bytes or characters is."""
+def text_of_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str | bytes:
+    """Read the text that a 0-d array of bytes or characters is."""
     found = form(archive, member)
     if found.shape or found.dtype.kind not in "SU":
         raise ValueError(f"it is an array of {found.dtype} and shape {found.shape}, not a text")
-    return np.frombuffer(text(archive, member), found.dtype, offset=found.begin)[0]
+    characters: str | bytes = np.frombuffer(text(archive, member), found.dtype, offset=found.begin)[0]
+    return characters
 
 
-def meant(dtype, said=None):
-    """The dtype that a header means; plain ones only."""
+def meant(dtype: np.dtype[Any], said: object = None) -> np.dtype[Any]:
+    """Return the dtype that a header means; plain ones only."""
     if dtype == VOID16:
         return BFLOAT16
     if dtype == np.dtype("V1") and isinstance(said, str) and said in FLOAT8:
@@ -113,28 +117,28 @@ def meant(dtype, said=None):
     return dtype
 
 
-def has_name(dtype):
-    """Whether a file can say what this dtype is: numpy's plain ones, in a header, bfloat16 and float8."""
+def has_name(dtype: np.dtype[Any]) -> bool:
+    """Return whether a file can say what this dtype is: a plain one of numpy's, bfloat16 or float8."""
     return is_own(dtype) or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
 
 
-def is_own(dtype):
-    """Whether it is bfloat16 or float8, of which numpy itself knows nothing."""
+def is_own(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is bfloat16 or float8, of which numpy itself knows nothing."""
     return dtype == BFLOAT16 or dtype in FLOAT8.values()
 
 
-def data_offset(member, file):
-    """Where a stored member's bytes begin; its local header has name and extra lengths of its own."""
+def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
+    """Return where a stored member's bytes begin; its local header has name and extra lengths of its own."""
     file.seek(member.header_offset)
     name, extra = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
-    return member.header_offset + LOCAL_HEADER + name + extra
+    return int(member.header_offset + LOCAL_HEADER + name + extra)
 
 
-def unpacked(data, array):
+def unpacked(data: IO[bytes], array: Array) -> Array:
     """Fill an array from the rest of a member and read to its end, where zipfile compares the checksum."""
-    rest = memoryview(flat(array))
+    rest = memoryview(flat(array))  # type: ignore[arg-type]
     while rest:
-        count = data.readinto(rest[:CHUNK])
+        count = data.readinto(rest[:CHUNK])  # type: ignore[attr-defined]
         if not count:
             raise ValueError("its data ends early")
         rest = rest[count:]
@@ -142,15 +146,15 @@ def unpacked(data, array):
     return array
 
 
-def info(name):
-    """A member's entry that says nothing of the day or the system."""
+def info(name: str) -> zipfile.ZipInfo:
+    """Return a member's entry that says nothing of the day or the system."""
     member = zipfile.ZipInfo(name)
     member.create_system = 3
     return member
 
 
-def header(array):
-    """The header of an array in version 1.0; of dtypes that are not numpy's it says void."""
+def header(array: Array) -> bytes:
+    """Return the header of an array in version 1.0; of dtypes that are not numpy's it says void."""
     made, said = BytesIO(), npy.header_data_from_array_1_0(array)
     if array.dtype in FLOAT8.values():  # some of which call themselves floats of numpy's
         said["descr"] = "|V1"
@@ -158,7 +162,13 @@ def header(array):
     return made.getvalue()
 
 
-def write(archive, name, array, position, advance=lambda count: None):
+def write(
+    archive: zipfile.ZipFile,
+    name: str,
+    array: Array,
+    position: int,
+    advance: Callable[[int], object] = lambda count: None,
+) -> None:
     """Write an array at the archive's `position`, its data aligned; `advance` hears of every chunk's size."""
     head = header(array)
     member = info(name)
@@ -172,10 +182,10 @@ def write(archive, name, array, position, advance=lambda count: None):
             advance(len(chunk))
 
 
-def chunks(array):
-    """An array's bytes in the order its header says, straight from its memory if they lie there so."""
+def chunks(array: Array) -> Iterator[bytes | memoryview]:
+    """Yield an array's bytes in the order its header says, straight from its memory if they lie there so."""
     if array.flags.c_contiguous or array.flags.f_contiguous:
-        whole = memoryview(flat(array))
+        whole = memoryview(flat(array))  # type: ignore[arg-type]
         yield from (whole[i : i + CHUNK] for i in range(0, len(whole), CHUNK))
         return
     bits = array.view(f"u{array.itemsize}") if is_own(array.dtype) else array
@@ -184,6 +194,6 @@ def chunks(array):
         yield np.asarray(piece).tobytes()
 
 
-def flat(array):
-    """The memory of an array without gaps, as bytes."""
+def flat(array: Array) -> Array:
+    """Return the memory of an array without gaps, as bytes."""
     return array.ravel(order="K").view(np.uint8)

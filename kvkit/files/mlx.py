@@ -5,11 +5,14 @@ layer, 1 what its owner added, 2 the class of each layer. What is known of a cla
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvkit.errors import brief
+from kvkit.files.contents import Contents
 from kvkit.files.description import Description
 from kvkit.files.errors import file_error
+from kvkit.typed import Array, FilePath
 
 LINE = "l kv | b h n c"
 CLASSES = re.compile(r"2\.(\d{1,6})")
@@ -18,15 +21,15 @@ CODED = "QuantizedKVCache"
 PARTS = "cache", "scales", "minima"  # of a coded layer: words of codes, and what they are turned back with
 
 
-def is_cache(contents):
-    """Whether a safetensors file is a prompt cache."""
+def is_cache(contents: Contents) -> bool:
+    """Return whether a safetensors file is a prompt cache."""
     return "2.0" in contents.metadata and all(isinstance(text, str) for text in contents.metadata.values())
 
 
-def read(path, contents):
-    """The same with kvkit's names, if all layers are of classes that are known."""
+def read(path: FilePath, contents: Contents) -> Contents:
+    """Return the contents with kvkit's names, if all layers are of known classes."""
     texts = contents.metadata
-    by_layer = {int(found[1]): texts[name] for name in texts if (found := CLASSES.fullmatch(name))}
+    by_layer = {int(match[1]): texts[name] for name in texts if (match := CLASSES.fullmatch(name))}
     if sorted(by_layer) != list(range(len(by_layer))):
         raise file_error(path, "its metadata does not name the class of every layer")
     kinds = [by_layer[layer] for layer in range(len(by_layer))]
@@ -40,17 +43,18 @@ def read(path, contents):
     return replace(found, notes=(f"layers are of class {others}: what their arrays mean is not known here",))
 
 
-def plain(path, found, layers):
+def plain(path: FilePath, found: Contents, layers: int) -> Contents:
+    """Return the contents of layers of floats."""
     arrays = {
-        f"cache.{layer}.{kv}": taken(path, found.arrays, f"{layer}.{kv}", 4)
+        f"cache.{layer}.{kv}": find_tensor(path, found.arrays, f"{layer}.{kv}", 4)
         for layer in range(layers)
         for kv in range(2)
     }
     return replace(found, arrays=arrays, description=described(arrays, layers))
 
 
-def coded(path, found, layers, texts):
-    """Layers of codes, of one width and group size."""
+def coded(path: FilePath, found: Contents, layers: int, texts: Mapping[str, str]) -> Contents:
+    """Return the contents of layers of codes, which have one width and group size."""
     numbers = {tuple(texts.get(f"0.{layer}.{i}", "") for i in (1, 2)) for layer in range(layers)}
     if len(numbers) != 1 or not all(text.isascii() and text.isdecimal() for text in min(numbers)):
         raise file_error(path, "its layers have codes of several kinds, or none is said")
@@ -58,7 +62,7 @@ def coded(path, found, layers, texts):
     if bits not in (2, 3, 4, 5, 6, 8) or group not in (16, 32, 64, 128):
         raise file_error(path, f"codes of {bits} bits in groups of {group} are none of MLX's")
     arrays = {
-        f"{name}.{layer}.{kv}": taken(path, found.arrays, f"{layer}.{kv}.{part}", 4)
+        f"{name}.{layer}.{kv}": find_tensor(path, found.arrays, f"{layer}.{kv}.{part}", 4)
         for part, name in enumerate(PARTS)
         for layer in range(layers)
         for kv in range(2)
@@ -76,7 +80,8 @@ def coded(path, found, layers, texts):
     )
 
 
-def taken(path, arrays, name, axes):
+def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: int) -> Array:
+    """Return a tensor by its name, which has to have so many axes."""
     if name not in arrays:
         raise file_error(path, f"tensor {name} is missing")
     if arrays[name].ndim != axes:
@@ -84,8 +89,8 @@ def taken(path, arrays, name, axes):
     return arrays[name]
 
 
-def described(arrays, layers):
-    """The line and sizes of such arrays, as far as all layers have the same."""
+def described(arrays: Mapping[str, Array], layers: int) -> Description:
+    """Return the line and sizes of a cache's arrays, as far as all layers have the same."""
     shapes = {(kv, arrays[f"cache.{layer}.{kv}"].shape) for layer in range(layers) for kv in range(2)}
     sizes = {"l": layers}
     if len(shapes) == 2:

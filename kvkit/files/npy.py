@@ -1,8 +1,10 @@
 """A .npy file: one array, which is called ``cache``."""
 
+from collections.abc import Callable, Mapping
 from io import BytesIO
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.files import mapping, members
 from kvkit.files.arrays import CACHE
@@ -10,14 +12,15 @@ from kvkit.files.contents import Contents
 from kvkit.files.errors import file_error, reading_errors
 from kvkit.files.paths import check_target, named
 from kvkit.files.replace import replacing
+from kvkit.typed import FilePath
 
 MAGIC = b"\x93NUMPY"
 LONGEST = 2**17  # bytes of a header
 OTHERS = "write a .npz or .safetensors file"
 
 
-def read(path):
-    """The array; a 2-byte void is bfloat16."""
+def read(path: FilePath) -> Contents:
+    """Read the array; a 2-byte void is bfloat16."""
     with open(path, "rb") as file, reading_errors(path, "not an array of numpy's, or cut short"):
         data, mapped = mapping.contents(file)
         found, _ = members.described(BytesIO(data[:LONGEST].tobytes()), len(data))
@@ -25,7 +28,9 @@ def read(path):
     return Contents({CACHE: array}, {}, mapped, ".npy")
 
 
-def write(path, arrays, advance=lambda count: None):
+def write(
+    path: FilePath, arrays: Mapping[str, ArrayLike], advance: Callable[[int], object] = lambda count: None
+) -> None:
     """Write the one array."""
     check_target(path)
     if len(arrays) != 1:

@@ -22,16 +22,21 @@ file in one step or not at all.
 import json
 import os
 import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.errors import brief
 from kvkit.files import description, foreign, members
 from kvkit.files.contents import Contents
 from kvkit.files.errors import FileError, file_error, quoted, reading_errors
 from kvkit.files.mapping import SMALL
+from kvkit.files.members import Form
 from kvkit.files.paths import alone, check_source, check_target, named
 from kvkit.files.replace import replacing
+from kvkit.typed import Array, FilePath
 from kvkit.version import __version__
 
 __all__ = ["Contents", "FileError", "alone", "check_target", "read", "write"]
@@ -42,8 +47,10 @@ TEXTS = {METADATA: members.text, f"{METADATA}.npy": members.text_of_array}  # ho
 OUTDATED = f"save it again, without the array {METADATA} if others have changed"
 
 
-def read(path, check=lambda forms, metadata: None):
-    """The arrays and the metadata of a file; stored arrays are copied or mapped copy-on-write.
+def read(
+    path: FilePath, check: Callable[[dict[str, Form], dict[str, Any]], object] = lambda forms, metadata: None
+) -> Contents:
+    """Read the arrays and the metadata of a file; stored arrays are copied or mapped copy-on-write.
 
     `check` may refuse the file: it sees the form of every array and the metadata before any is unpacked.
     """
@@ -58,7 +65,9 @@ def read(path, check=lambda forms, metadata: None):
             found = {info.filename: info for info in archive.infolist()}
             check_kind(path, foreign.kind_of_archive(found))
             check_names(path, [info.filename for info in archive.infolist()])
-            metadata, forms, arrays = {}, {}, {}
+            metadata: dict[str, Any] = {}
+            forms: dict[str, Form] = {}
+            arrays: dict[str, Array] = {}
             for name, read_text in TEXTS.items():
                 if name in found:
                     with reading_errors(path, f"member {quoted(name)} is damaged"):
@@ -77,13 +86,15 @@ def read(path, check=lambda forms, metadata: None):
     return Contents(arrays, metadata, mapped, ".npz", description.said(path, metadata.get("description")))
 
 
-def check_kind(path, other):
+def check_kind(path: FilePath, other: tuple[str, str] | None) -> None:
+    """Refuse a file of another kind."""
     if other:
         what, cure = other
         raise file_error(path, f"not a .npz file, but {what}", cure)
 
 
-def check_names(path, names):
+def check_names(path: FilePath, names: Iterable[str]) -> None:
+    """Refuse members that are no arrays, or there twice."""
     known = set()
     for name in names:
         if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
@@ -93,7 +104,8 @@ def check_names(path, names):
         known.add(name.removesuffix(".npy"))
 
 
-def check_metadata(path, metadata):
+def check_metadata(path: FilePath, metadata: Any) -> None:
+    """Refuse metadata of another form or version."""
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
     if not isinstance(dtypes, dict):
         raise file_error(path, f"{METADATA} or its dtypes are no object")
@@ -102,7 +114,8 @@ def check_metadata(path, metadata):
         raise file_error(path, f"{METADATA} has version {found}, not {VERSION}", "update kvkit")
 
 
-def check_dtypes(path, dtypes, forms):
+def check_dtypes(path: FilePath, dtypes: Mapping[str, str], forms: Mapping[str, Form]) -> None:
+    """Refuse arrays of other dtypes than the metadata says."""
     for name, dtype in dtypes.items():
         found = forms[name].dtype.name if name in forms else "absent"
         if found != dtype:
@@ -110,29 +123,34 @@ def check_dtypes(path, dtypes, forms):
             raise file_error(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
 
 
-def write(path, arrays, metadata=None, advance=lambda count: None):
+def write(
+    path: FilePath,
+    arrays: Mapping[str, ArrayLike],
+    metadata: Mapping[str, Any] | None = None,
+    advance: Callable[[int], object] = lambda count: None,
+) -> None:
     """Write arrays, and metadata beside what is always said; the old file is whole until the new one is.
 
     `advance` hears of every number of bytes that is done.
     """
     check_target(path)
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    if METADATA in arrays:
+    whole = {name: np.asarray(array) for name, array in arrays.items()}
+    if METADATA in whole:
         raise file_error(
             path, f"{METADATA} is the name of what kvkit says of a file", "give that array another"
         )
-    for name, array in arrays.items():
+    for name, array in whole.items():
         if not members.has_name(array.dtype) or not array.dtype.itemsize:
             raise file_error(
                 path, f"{name} has dtype {array.dtype}, which no .npz file can say", "convert it"
             )
     about = {"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})}
-    about["dtypes"] = {name: array.dtype.name for name, array in arrays.items()}
+    about["dtypes"] = {name: array.dtype.name for name, array in whole.items()}
     text = json.dumps(about, indent=2) + "\n"
     if len(text) > members.TEXT_LIMIT:
         size = f"a description of {len(text)} bytes, which nobody would read"
         raise file_error(path, size, "write several files")
     with named(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
+        for name, array in whole.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)
         members.write(archive, f"{METADATA}.npy", np.array(text.encode()), file.tell())

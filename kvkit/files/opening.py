@@ -1,9 +1,9 @@
-"""A file of any kind, told by how it begins and not by its name."""
+"""Read and write files of any kind, which is told by how a file begins and not by its name."""
 
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvkit.errors import brief
 from kvkit.files import arrays as names
@@ -21,7 +21,7 @@ READ = (
 
 
 def read(path: FilePath) -> Contents:
-    """The arrays of a file, and what it says of them.
+    """Read the arrays of a file, and what it says of them.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ def read(path: FilePath) -> Contents:
     raise file_error(path, f"it begins with {brief(begin)}, as no kind of file does that kvkit reads", READ)
 
 
-def is_torch(file):
-    """Whether a zip archive is one of torch.save."""
+def is_torch(file: BinaryIO) -> bool:
+    """Return whether a zip archive is one of torch.save."""
     try:
         with zipfile.ZipFile(file) as archive:
             return foreign.kind_of_archive(archive.namelist()) is not None

@@ -1,12 +1,14 @@
 """Packages that some files need, and that are not always there."""
 
 import importlib
+from typing import Any
 
 from kvkit.files.errors import file_error
+from kvkit.typed import FilePath
 
 
-def needed(path, name, extra):
-    """A package, or an error that names the extra it comes with."""
+def needed(path: FilePath, name: str, extra: str) -> Any:
+    """Import a package, or raise an error that names the extra it comes with."""
     try:
         return importlib.import_module(name)
     except ImportError:

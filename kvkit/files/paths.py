@@ -1,24 +1,26 @@
-"""Files to read and files to write, before any of it is done; and files that are ours to change."""
+"""Checks of files before they are read, written or changed in place."""
 
 import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvkit.files import locks
 from kvkit.files.errors import file_error
+from kvkit.typed import FilePath
 
 
-def check_source(path):
-    """There must be a file to read."""
+def check_source(path: FilePath) -> None:
+    """Refuse a path without a file to read."""
     if not os.path.exists(path):
         raise file_error(path, "no such file", "check the name")
     if not os.path.isfile(path):
         raise file_error(path, "not a regular file", "give another name")
 
 
-def check_target(path):
-    """Whether this file can be made or replaced; to be asked before long work."""
+def check_target(path: FilePath) -> None:
+    """Refuse a path that cannot be made or replaced; call it before long work."""
     target = Path(os.path.realpath(path))
     folder = path if os.path.islink(path) else Path(path).parent  # as it was named
     if not target.parent.is_dir():
@@ -32,7 +34,7 @@ def check_target(path):
 
 
 @contextlib.contextmanager
-def named(path):
+def named(path: FilePath) -> Iterator[None]:
     """Let errors of the machine name this file, not a temporary one or none."""
     try:
         yield
@@ -41,8 +43,8 @@ def named(path):
 
 
 @contextlib.contextmanager
-def alone(path):
-    """Until the block ends this file is ours to change; refused if another process has it in this way."""
+def alone(path: FilePath) -> Iterator[None]:
+    """Keep a file for changes of this process until the block ends; refuse one that another process has."""
     check_source(path)
     with locks.alone(path) as held:
         if not held:

@@ -5,6 +5,7 @@ Lists, tuples and dicts of tensors become names with dots between: a list of pai
 """
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -15,24 +16,33 @@ from kvkit.files.contents import Contents
 from kvkit.files.errors import file_error, reading_errors
 from kvkit.files.packages import needed
 from kvkit.interop import as_numpy
+from kvkit.typed import Array, FilePath
 
 DEEPEST = 8
 MOST = 100_000  # arrays
 
 
-def read(path):
-    """The tensors of a file, and numbers and texts beside them."""
+def read(path: FilePath) -> Contents:
+    """Read the tensors of a file, and numbers and texts beside them."""
     torch = needed(path, "torch", "torch")
     with reading_errors(path, "torch cannot load it without running code of its own"):
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    arrays: dict = {}
-    metadata: dict = {}
+    arrays: dict[str, Array] = {}
+    metadata: dict[str, Any] = {}
     gather(path, torch, found, "", 0, arrays, metadata)
     return Contents(arrays, metadata, os.stat(path), "file of torch.save")
 
 
-def gather(path, torch, found, name, depth, arrays, metadata):
-    """Put all that is in there under its name."""
+def gather(
+    path: FilePath,
+    torch: Any,
+    found: Any,
+    name: str,
+    depth: int,
+    arrays: dict[str, Array],
+    metadata: dict[str, Any],
+) -> None:
+    """Put all tensors and plain values of a file under their names."""
     if depth > DEEPEST or len(arrays) > MOST:
         raise file_error(path, "more in it than a cache has", "save its keys and values")
     if isinstance(found, torch.Tensor):
@@ -51,12 +61,13 @@ def gather(path, torch, found, name, depth, arrays, metadata):
         )
 
 
-def array_of(path, torch, tensor, name):
-    """A tensor's memory as numpy has it."""
+def array_of(path: FilePath, torch: Any, tensor: Any, name: str) -> Array:
+    """Return a tensor's memory as numpy has it."""
     with reading_errors(path, f"tensor {brief(name)} is none that numpy could have"):
         if tensor.layout is not torch.strided:
             raise ValueError(f"it is {tensor.layout}")
         own = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))
         if own is not None:  # torch gives numpy its bytes only
-            return as_numpy(tensor.detach().view(torch.uint8)).view(own)
+            array: Array = as_numpy(tensor.detach().view(torch.uint8)).view(own)
+            return array
         return np.asarray(as_numpy(tensor.detach(), brief(name)))

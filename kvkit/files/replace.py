@@ -5,16 +5,19 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from kvkit.files.locks import fcntl, lock
+from kvkit.files import locks
+from kvkit.typed import FilePath
 
 NAMES = re.compile(r"\.kvkit-[0-9a-f]{12}\.tmp")
 
 
 @contextlib.contextmanager
-def replacing(path):
-    """A new binary file that takes the place of `path` when the block ends well, and vanishes if it does not.
+def replacing(path: FilePath) -> Iterator[BinaryIO]:
+    """Yield a new binary file that replaces `path` when the block ends well, and vanishes if it does not.
 
     The old file keeps its bytes for whoever has it open or mapped; a symbolic link leads to the new. What
     killed processes left in the folder is removed.
@@ -27,21 +30,21 @@ def replacing(path):
         yield file
         file.flush()
         os.fsync(file.fileno())
-        if not fcntl:
+        if not locks.AVAILABLE:
             file.close()  # an open file keeps its name on Windows
         take_place(temporary, target)  # still locked, so that nobody sweeps it
     sync_folder(target.parent)
 
 
 @contextlib.contextmanager
-def created(folder):
-    """(path, file): a new one, locked while it is open, and gone afterwards if it was not renamed."""
+def created(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """Yield (path, file) of a new file, locked while it is open, removed afterwards unless renamed."""
     while True:
         path = folder / f".kvkit-{secrets.token_hex(6)}.tmp"
         try:
             with open(path, "xb") as file:
-                lock(file, wait=True)
-                if fcntl and not os.fstat(file.fileno()).st_nlink:
+                locks.lock(file, wait=True)
+                if locks.AVAILABLE and not os.fstat(file.fileno()).st_nlink:
                     continue  # swept before it was locked
                 yield path, file
                 return
@@ -49,19 +52,19 @@ def created(folder):
             path.unlink(missing_ok=True)
 
 
-def sweep(folder):
+def sweep(folder: Path) -> None:
     """Remove what this user's killed processes left: temporary files that nobody has locked."""
-    if not fcntl:
+    if not locks.AVAILABLE:
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError), open(entry.path, "rb", opener=unlinked) as file:
-                    if os.fstat(file.fileno()).st_uid == os.geteuid() and lock(file):
+                    if os.fstat(file.fileno()).st_uid == os.geteuid() and locks.lock(file):
                         os.unlink(entry.path)
 
 
-def take_place(temporary, target):
+def take_place(temporary: Path, target: Path) -> None:
     """Rename a new file over the old one."""
     try:
         os.replace(temporary, target)
@@ -72,12 +75,12 @@ def take_place(temporary, target):
         raise
 
 
-def unlinked(path, flags):
-    """How to open a file that is no link."""
+def unlinked(path: str, flags: int) -> int:
+    """Open a file that is no link (an opener of `open`)."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def sync_folder(folder):
+def sync_folder(folder: Path) -> None:
     """Make the new name itself outlive a power cut."""
     if os.name != "posix":
         return

@@ -7,9 +7,12 @@ arrays are made here, in the file's own memory. kvkit's description is a text of
 import errno
 import json
 import struct
+from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.errors import brief
 from kvkit.files import description, mapping
@@ -18,6 +21,7 @@ from kvkit.files.errors import file_error, quoted, reading_errors
 from kvkit.files.packages import needed
 from kvkit.files.paths import check_target, named
 from kvkit.files.replace import replacing
+from kvkit.typed import Array, FilePath
 from kvkit.version import __version__
 
 METADATA = "kvkit"
@@ -47,8 +51,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def read(path):
-    """The tensors of a file, and its metadata: texts, and what kvkit says in its own."""
+def read(path: FilePath) -> Contents:
+    """Read the tensors of a file, and its metadata: texts, and kvkit's own."""
     package = needed(path, "safetensors", "files")
     with reading_errors(path, "not a safetensors file, or cut short"):
         with package.safe_open(path, "np"):
@@ -73,8 +77,8 @@ def read(path):
     return Contents(arrays, texts | about, mapped, ".safetensors", said)
 
 
-def tensor(path, name, about, body):
-    """One tensor of a file that is as it should be."""
+def tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array) -> Array:
+    """Return one tensor of a file, or refuse a damaged one."""
     with reading_errors(path, f"tensor {quoted(name)} is damaged"):
         kind, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
         if kind not in DTYPES:
@@ -82,10 +86,11 @@ def tensor(path, name, about, body):
             raise file_error(
                 path, f"tensor {quoted(name)} is of type {brief(kind)}, which numpy has not", cure
             )
-        return body[begin:end].view(DTYPES[kind]).reshape(shape)
+        array: Array = body[begin:end].view(DTYPES[kind]).reshape(shape)
+        return array
 
 
-def write(path, arrays, metadata=None):
+def write(path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None) -> None:
     """Write tensors, and metadata as one text of JSON."""
     check_target(path)
     package = needed(path, "safetensors", "files")
