@@ -97,11 +97,11 @@ lint: $(VENV)/kvkit.lint
 # With the peers, torch among them: a large download.
 bench: $(VENV)/kvkit.bench $(VENV)/kvkit.plot
 	$(BIN)/kvkit bench --json benchmarks/results
-	$(BIN)/python benchmarks/table.py
+	$(BIN)/python -m benchmarks.table
 	$(BIN)/python benchmarks/plot.py
 
 bench-gpu: $(VENV)/kvkit.bench $(VENV)/kvkit.cuda
-	$(BIN)/python benchmarks/gpu.py --json benchmarks/results/gpu.json
+	$(BIN)/python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
 bench-dask: $(VENV)/kvkit.test
 	$(BIN)/python benchmarks/sharded.py --json benchmarks/results/dask.json

@@ -1,4 +1,4 @@
-"""kvkit_cuda beside copies and torch on one GPU: python benchmarks/gpu.py --json benchmarks/results/gpu.json
+"""kvkit_cuda beside copies and torch on one GPU: python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
 All in turn in one process, timed by CUDA events. A copy reads and writes as many bytes together as an
 operator must; matmul is torch's product of as many operations. torch is the quickest of its kinds of
@@ -14,8 +14,8 @@ import click
 import numpy as np
 
 import kvkit_cuda
-from kvkit_cli import bench, show
-from kvkit_cli.bench_cases import Case, Work
+from benchmarks.suites.measuring import Case, Work, machine, table_row
+from kvkit_cli import show
 from kvkit_cuda.device_runtime import device, host
 
 B, HEADS, KV_HEADS, DIM, PAST, PAGE = 64, 32, 8, 128, 8191, 128
@@ -265,7 +265,7 @@ def main(path, only, rounds):
         raise click.ClickException("expected a GPU that torch can use, got none")
     gpu = torch.cuda.get_device_properties(0)
     versions = {"cuda": torch.version.cuda, "torch": torch.__version__}
-    machine = bench.machine() | {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count} | versions
+    found = machine() | {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count} | versions
     table = show.table(
         f"{gpu.name}; medians of {rounds}", "case", "µs", "GB/s", "Gop/s", "as fast as", "goals missed"
     )
@@ -273,11 +273,11 @@ def main(path, only, rounds):
     for case in CASES:
         if only in case.name:
             results.append(measure(case, rounds))
-            table.add_row(*bench.row(results[-1]))
+            table.add_row(*table_row(results[-1]))
             torch.cuda.empty_cache()
     show.console(width=None if sys.stdout.isatty() else 130).print(table)
     if path:
-        report = {"kvkit": kvkit_cuda.__version__, "machine": machine, "rounds": rounds, "results": results}
+        report = {"kvkit": kvkit_cuda.__version__, "machine": found, "rounds": rounds, "results": results}
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -1,10 +1,10 @@
-"""Put the figures of results/ into the pages that show them: python benchmarks/table.py"""
+"""Put the figures of results/ into the pages that show them: python -m benchmarks.table"""
 
 import itertools
 import json
 from pathlib import Path
 
-from kvkit_cli import show
+from benchmarks.suites.measuring import ratio_text, speed_ratio
 
 HERE = Path(__file__).resolve().parent
 HEADLINES = [
@@ -43,14 +43,14 @@ def times(result, name):
     """How fast a result is beside `name`; bold where it misses its goal."""
     if name not in result.get("beside", {}):
         return ""
-    ratio, goal = show.beside(result, name), result.get("goals", {}).get(name, 0)
-    text = show.times(name, ratio)
+    ratio, goal = speed_ratio(result, name), result.get("goals", {}).get(name, 0)
+    text = ratio_text(name, ratio)
     return f"**{text}**" if ratio and ratio < goal else text
 
 
 def goal(result, name):
     goals = result.get("goals", {})
-    return show.times(name, goals[name]) if name in goals else ""
+    return ratio_text(name, goals[name]) if name in goals else ""
 
 
 def cache(report):
@@ -100,7 +100,7 @@ def beside(word, results, spread):
             wanted = goal(result, name)
             cells.append(times(result, name) + (f" ({wanted})" if wanted else ""))
             if spread and name in result.get("pairs", {}):
-                low, _, high = (show.times(name, ratio) for ratio in result["pairs"][name])
+                low, _, high = (ratio_text(name, ratio) for ratio in result["pairs"][name])
                 cells[-1] += f" {low} to {high}"
             if form and name.startswith("torch") and name != "torch same type":
                 cells[-1] += f" {form}"
@@ -126,8 +126,8 @@ def best(result):
     there = [name for name in PEERS if result["beside"].get(name)]
     if not there:
         return ""
-    name = min(there, key=lambda name: show.beside(result, name))
-    return f"{name} ({result['forms'][name]}) takes {show.beside(result, name):.1f}x"
+    name = min(there, key=lambda name: speed_ratio(result, name))
+    return f"{name} ({result['forms'][name]}) takes {speed_ratio(result, name):.1f}x"
 
 
 PAGES = [

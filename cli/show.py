@@ -26,10 +26,8 @@ from rich.text import Text
 from kvkit.runtime import disk_cache
 from kvkit.tools.text import size
 
-__all__ = ["console", "kept_in", "progress", "shape", "size", "suggestion", "table", "times"]
+__all__ = ["console", "kept_in", "progress", "shape", "size", "suggestion", "table"]
 
-# What speeds are shares of.
-BOUNDS = "copy", "read", "contiguous", "matmul", "float16", "at 0", "the fewest", "the largest", "4 fourths"
 NARROW, WIDE = 72, 1000  # columns of a terminal, and of one where nothing folds
 BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be read
 
@@ -146,18 +144,3 @@ def counted(what, quiet=False):
     with Progress(*columns, console=screen, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def beside(result, name):
-    """How many times as long what is beside a result of `kvkit bench` took; None if it is not installed."""
-    if name in result.get("pairs", {}):
-        return result["pairs"][name][1]
-    other = result["beside"][name]
-    return other and other / result["seconds"]
-
-
-def times(name, ratio):
-    """How fast something is beside `name`: a share of what bounds it, or how many times a peer's speed."""
-    if ratio is None:
-        return "not installed"
-    return f"{ratio:.0%}" if name in BOUNDS else f"{ratio:.1f}x"

@@ -53,9 +53,6 @@ LATE = {
     "kvkit.tools.vectors.exporting": {"onnx"},  # optional
     "kvkit.tools.studies.plots": {"matplotlib", "matplotlib.figure"},  # optional
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
-    "cli.bench_caches": {"torch", "transformers"},  # optional
-    "cli.bench_peers": {"torch", "onnxruntime", "onnx"},  # optional
-    "cli.bench_ggml": {"libggml"},  # optional
     "cli.clusters": {"kvkit.integrations.dask"},  # optional
     "cli.info": {"kvkit_cuda.device_runtime"},  # the others: a verb loads what it needs, and no more
     "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},

@@ -7,21 +7,22 @@ import click
 import numpy as np
 import pytest
 
-from kvkit.errors import KvkitError
-from kvkit_cli import (
-    bench,
-    bench_attention,
-    bench_caches,
-    bench_cases,
-    bench_first,
-    bench_ggml,
-    bench_growth,
-    bench_memory,
-    bench_peers,
-    show,
+import kvkit
+from benchmarks.suites import (
+    attention,
+    cache_operators,
+    caches,
+    first_calls,
+    ggml,
+    growth,
+    measuring,
+    memory,
+    other_libraries,
 )
-from kvkit_cli.bench_cases import Case, Work
-from kvkit_cli.bench_problem import Problem
+from benchmarks.suites.measuring import Case, Work
+from benchmarks.suites.problem import Problem
+from kvkit.errors import KvkitError
+from kvkit_cli import bench
 
 SHAPES = [(2, 1, 37, 2), (2, 1, 37, 8), (1, 5, 20, 4), (1, 9, 0, 2)]
 
@@ -29,8 +30,8 @@ SHAPES = [(2, 1, 37, 2), (2, 1, 37, 8), (1, 5, 20, 4), (1, 9, 0, 2)]
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """One set of data, and no rest between what is compared."""
-    monkeypatch.setattr(bench_memory, "FAR", 1)
-    monkeypatch.setattr(bench, "PAUSE", 0)
+    monkeypatch.setattr(memory, "FAR", 1)
+    monkeypatch.setattr(measuring, "PAUSE", 0)
 
 
 def task(shape, quant=0):
@@ -44,7 +45,7 @@ def test_every_place_holds_the_same_problem(quant):
     places = [*itertools.product(["static"], range(2)), *itertools.product(["offsets", "pages"], range(4))]
     for place, number in places:
         made = task(SHAPES[0], quant)
-        run, beside = bench_attention.from_cache(made, kind, place, number, page=16)
+        run, beside = attention.from_cache(made, kind, place, number, page=16)
         run(1)
         beside["read"](1)
 
@@ -53,23 +54,23 @@ def test_every_place_holds_the_same_problem(quant):
     "kind",
     [
         pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("int8", "int2")))
-        for kind in bench_caches.MAKERS
+        for kind in caches.MAKERS
     ],
 )
 def test_every_cache_takes_steps(kind, monkeypatch):
-    monkeypatch.setattr(bench_caches, "PAST", 200)
-    monkeypatch.setattr(bench_caches, "sets", lambda size: 2)
-    work = bench_caches.decode(kind)()
+    monkeypatch.setattr(caches, "PAST", 200)
+    monkeypatch.setattr(caches, "sets", lambda size: 2)
+    work = caches.decode(kind)()
     for i in range(4):
         work.run(i)
         work.beside["read"](i)
-    whole = 2 * 200 * bench_caches.HEADS * bench_caches.DIM * 2
+    whole = 2 * 200 * caches.HEADS * caches.DIM * 2
     assert work.moved < whole if "int" in kind else work.moved == whole
 
 
 def test_concatenation_is_that_of_the_peer():
     pytest.importorskip("torch")
-    work = bench_caches.append(5)()
+    work = caches.append(5)()
     assert work.forms["torch"] in ("torch.cat", "transformers DynamicCache")
     for i in range(3):
         lengths = [side.shape[2] for side in (*work.run(i), *work.beside["torch"](i))]
@@ -95,10 +96,10 @@ def test_torch_solves_the_same_problem(shape):
     shapes = ["enable_gqa", "expanded heads"]
     if made.new == 1:
         shapes.append("folded")
-    for kind, form in itertools.product(bench_peers.TYPES, shapes):
-        peer = bench_peers.torch_attention(made, kind, form)
+    for kind, form in itertools.product(other_libraries.TYPES, shapes):
+        peer = other_libraries.torch_attention(made, kind, form)
         made.check(peer.form, peer.output(), kind)
-    assert made.peer(bench_peers.torch_peer) is made.peer(bench_peers.torch_peer)
+    assert made.peer(other_libraries.torch_peer) is made.peer(other_libraries.torch_peer)
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8", "int4"])
@@ -106,41 +107,41 @@ def test_torch_solves_the_same_problem(shape):
 def test_onnxruntime_solves_the_same_problem(shape, kind):
     pytest.importorskip("onnxruntime")
     made = task(shape, {"int8": 8, "int4": 4}.get(kind, 0))
-    peer = bench_peers.onnxruntime_peer(made, kind)
+    peer = other_libraries.onnxruntime_peer(made, kind)
     made.check("onnxruntime", peer.output(), peer.kind)
 
 
-@pytest.mark.parametrize("kind", bench_ggml.TYPES)
+@pytest.mark.parametrize("kind", ggml.TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ggml_solves_the_same_problem(shape, kind):
     pytest.importorskip("libggml")
     made = task(shape, {"int8": 8, "int4": 4}.get(kind, 0))
-    peer = bench_ggml.ggml_peer(made, kind)
+    peer = ggml.ggml_peer(made, kind)
     made.check(peer.form, peer.output(), peer.kind)
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8"])
 def test_growth_reads_one_memory(kind, monkeypatch):
     """Windows lie behind one another, a step is checked, and a share of the largest is beside it."""
-    monkeypatch.setattr(bench_growth, "MOST", 128)
-    monkeypatch.setattr(bench_growth, "MANY", 128)
-    monkeypatch.setattr(bench_growth, "FLAT_FROM", 64)
-    work = bench_growth.decode(kind, 2, 32, (1, 96), 1)()
+    monkeypatch.setattr(growth, "MOST", 128)
+    monkeypatch.setattr(growth, "MANY", 128)
+    monkeypatch.setattr(growth, "FLAT_FROM", 64)
+    work = growth.decode(kind, 2, 32, (1, 96), 1)()
     assert work.moved == 64 * 2 * 8 * (256 if kind == "float16" else 160)
     assert work.shares == {"": 0.5, "read": 0.5, "the largest": pytest.approx(2 / 3)}
     for function in (work.run, *work.beside.values()):
         function(1)
-    work = bench_growth.decode(kind, 1, 32, (1, 96), 1)()
+    work = growth.decode(kind, 1, 32, (1, 96), 1)()
     assert [*work.beside] == ["read"]
-    monkeypatch.setattr(bench_memory, "FAR", 2**20)
-    starts = [cache.ctypes.data for cache, _ in bench_growth.windows(kind, 32, work.moved)]
+    monkeypatch.setattr(memory, "FAR", 2**20)
+    starts = [cache.ctypes.data for cache, _ in growth.windows(kind, 32, work.moved)]
     assert len(starts) == 4
     assert set(np.diff(starts)) == {32 * 2 * 8 * 128 * (2 if kind == "float16" else 1)}
 
 
 def test_growth_of_appends_and_plans(monkeypatch):
-    monkeypatch.setattr(bench_growth, "LENGTHS", (16, 64))
-    for prepare in (bench_growth.append(16), bench_growth.append(64), bench_growth.plan(64)):
+    monkeypatch.setattr(growth, "LENGTHS", (16, 64))
+    for prepare in (growth.append(16), growth.append(64), growth.plan(64)):
         work = prepare()
         for function in (work.run, *work.beside.values()):
             function(0)
@@ -148,46 +149,46 @@ def test_growth_of_appends_and_plans(monkeypatch):
 
 def test_a_first_call_is_a_process():
     """Which says what it took; a limit that it misses is shown."""
-    seconds = bench_first.process(["np.ones(1)"], bench_first.home() / "kept", False)
-    assert 0 < bench_first.process(["np.ones(1)"], bench_first.home() / "kept", True) < seconds < 60
+    seconds = first_calls.process(["np.ones(1)"], first_calls.home() / "kept", False)
+    assert 0 < first_calls.process(["np.ones(1)"], first_calls.home() / "kept", True) < seconds < 60
     work = Work(lambda i: 2.5, timed=True)
-    result = bench.measure(Case("first", lambda: work, limit=2, rounds=1), 11)
-    assert (result["seconds"], result["limit"], bench.row(result)[-1]) == (2.5, 2, "2 s")
+    result = measuring.measure(Case("first", lambda: work, limit=2, rounds=1), 11)
+    assert (result["seconds"], result["limit"], measuring.table_row(result)[-1]) == (2.5, 2, "2 s")
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch):
-    monkeypatch.setattr(bench_peers, "installed", lambda *names: False)
+    monkeypatch.setattr(other_libraries, "installed", lambda *names: False)
     made = task(SHAPES[0])
-    assert made.peer(bench_peers.torch_peer) is None
-    work = bench_attention.work(made, lambda i: None, "float16", {}, {"torch": None})
-    result = bench.measure(Case("empty", lambda: work, {"torch": 3}), 1)
+    assert made.peer(other_libraries.torch_peer) is None
+    work = attention.work(made, lambda i: None, "float16", {}, {"torch": None})
+    result = measuring.measure(Case("empty", lambda: work, {"torch": 3}), 1)
     assert result["beside"] == {"torch": None}
-    assert "torch not installed" in bench.row(result)[-2]
+    assert "torch not installed" in measuring.table_row(result)[-2]
 
 
-@pytest.mark.parametrize("form", sorted({case.prepare.__qualname__ for case in bench_cases.CASES}))
+@pytest.mark.parametrize("form", sorted({case.prepare.__qualname__ for case in cache_operators.CASES}))
 def test_every_form_of_case_runs(form, monkeypatch):
     for name in ("H", "SETS"):
-        monkeypatch.setattr(bench_cases, name, 1)
-    case = next(case for case in bench_cases.CASES if case.prepare.__qualname__ == form)
-    assert bench.measure(case, 1)["seconds"] > 0
+        monkeypatch.setattr(cache_operators, name, 1)
+    case = next(case for case in cache_operators.CASES if case.prepare.__qualname__ == form)
+    assert measuring.measure(case, 1)["seconds"] > 0
 
 
 def test_what_is_beside_gets_the_same_rounds():
     rounds = {"run": [], "copy": []}
     work = Work(rounds["run"].append, 100, beside={"copy": rounds["copy"].append})
-    result = bench.measure(Case("rounds", lambda: work, {"copy": 1e9}, calls=2), 3)
+    result = measuring.measure(Case("rounds", lambda: work, {"copy": 1e9}, calls=2), 3)
     assert rounds == {"run": list(range(10)), "copy": list(range(10))}
     assert set(result) == {"case", "seconds", "bytes", "beside", "pairs", "goals"}
-    assert bench.row(result)[-1] == "copy 100000000000%"
+    assert measuring.table_row(result)[-1] == "copy 100000000000%"
 
 
 def test_pairs_are_of_the_same_round(monkeypatch):
     """On a machine that gets slower and slower, what takes twice as long takes twice as long."""
     now = iter(float(x) for i in range(1, 8) for x in (0, i, 0, 2 * i))
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(now))
     work = Work(lambda i: None, beside={"copy": lambda i: None}, shares={"copy": 0.5})
-    result = bench.measure(Case("pairs", lambda: work), 5)
+    result = measuring.measure(Case("pairs", lambda: work), 5)
     assert result["pairs"]["copy"] == [1, 1, 1]
     assert (result["seconds"], result["beside"]["copy"]) == (5, 5)
 
@@ -199,20 +200,26 @@ def test_a_file_keeps_what_was_not_measured_again(tmp_path):
     def seconds():
         return {result["case"]: result["seconds"] for result in json.loads(path.read_text())["results"]}
 
-    bench.write(path, [{"case": "c", "seconds": 1}, {"case": "b", "seconds": 1}], 3, names)
-    bench.write(path, [{"case": "a", "seconds": 2}, {"case": "c", "seconds": 2}], 5, names)
+    measuring.write_figures(path, [{"case": "c", "seconds": 1}, {"case": "b", "seconds": 1}], 3, names)
+    measuring.write_figures(path, [{"case": "a", "seconds": 2}, {"case": "c", "seconds": 2}], 5, names)
     assert list(seconds().items()) == [("a", 2), ("b", 1), ("c", 2)]
-    path.write_text(path.read_text().replace(bench.machine()["cpu"], "another"))
-    bench.write(path, [{"case": "a", "seconds": 3}], 5, names)
+    path.write_text(path.read_text().replace(measuring.machine()["cpu"], "another"))
+    measuring.write_figures(path, [{"case": "a", "seconds": 3}], 5, names)
     assert seconds() == {"a": 3}
 
 
 def test_shares_and_times():
-    assert show.times("read", 0.756) == "76%"
-    assert show.times("torch", 2.95) == "3.0x"
-    assert show.times("torch", None) == "not installed"
+    assert measuring.ratio_text("read", 0.756) == "76%"
+    assert measuring.ratio_text("torch", 2.95) == "3.0x"
+    assert measuring.ratio_text("torch", None) == "not installed"
 
 
 def test_text_that_no_case_has():
     with pytest.raises(KvkitError, match="--only: expected text of a case of the suites cpu, attention"):
         bench.bench.callback(None, "no such case", 1)
+
+
+def test_suites_that_are_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr(kvkit, "__file__", str(tmp_path / "kvkit" / "__init__.py"))
+    with pytest.raises(KvkitError, match=r"^kvkit bench: its suites are not installed: run it in a checkout"):
+        bench.bench.callback(None, "", 1)

@@ -79,6 +79,8 @@ def test_the_wheel_works_where_nothing_else_is(copy, tmp_path):
     run(programs / "python", "-m", "pip", "install", "--quiet", wheel)
     shown = run(programs / "kvkit", "--help")
     assert "kvkit run" in shown
+    refused = subprocess.run([programs / "kvkit", "bench"], cwd=tmp_path, capture_output=True, text=True)
+    assert refused.stderr.startswith("kvkit: kvkit bench: its suites are not installed")
     first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
     (tmp_path / "first.txt").write_text(first)
     told = run(programs / "python", "-I", "-c", "import kvkit, doctest; print(kvkit.__file__); "

@@ -7,10 +7,10 @@ from pathlib import Path
 import numba
 import numpy as np
 
-from kvkit_cli.bench_cases import DTYPES
-from kvkit_cli.bench_memory import sets
-from kvkit_cli.bench_peers import Peer, installed
-from kvkit_cli.bench_problem import DIM
+from benchmarks.suites.cache_operators import DTYPES
+from benchmarks.suites.memory import sets
+from benchmarks.suites.other_libraries import Peer, installed
+from benchmarks.suites.problem import DIM
 
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8, "int4": 2}  # as ggml.h numbers them
 NAMES = {"int8": "Q8_0", "int4": "Q4_0"}  # what those of codes are

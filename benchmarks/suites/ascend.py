@@ -3,8 +3,9 @@
 import numpy as np
 
 import kvkit
-from kvkit_cli.bench_cases import DIM, SETS, Case, H, Work
-from kvkit_cli.bench_memory import plain_copy
+from benchmarks.suites.cache_operators import DIM, SETS, H
+from benchmarks.suites.measuring import Case, Work
+from benchmarks.suites.memory import plain_copy
 
 TOKENS, BLOCK_SIZE, BATCH = 4096, 128, 64
 GROUP = 16  # elements in a group of NZ

@@ -1,56 +1,22 @@
 """What `kvkit bench` measures of the cache: B=8, H=8, Dh=128; 4,096 past tokens and one new, or 512 new."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
 import kvkit
+from benchmarks.suites.measuring import Case, Work
+from benchmarks.suites.memory import plain_copy
 from kvkit import cpu
 from kvkit.checks import caches, tensors
 from kvkit.checks.index_tensors import dynamic, fits
 from kvkit.layouts import pmx
-from kvkit_cli.bench_memory import plain_copy
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
 GROUP = 8
 SETS = 8  # inputs and layers that stores rotate through, so that they come from memory
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
-
-
-@dataclass(frozen=True)
-class Case:
-    """`prepare` returns the work; a goal is how many times as fast it shall be as what is beside it.
-
-    `limit` are seconds that it shall stay below; `rounds` are fewer than others get, without warm-ups.
-    """
-
-    name: str
-    prepare: Callable
-    goals: dict = field(default_factory=dict)
-    calls: int = 1
-    limit: float = 0
-    rounds: int = 0
-
-
-@dataclass(frozen=True)
-class Work:
-    """Functions of the round: what is measured, and by name what it is measured beside.
-
-    `moved` counts the bytes that must be read and written once, `operations` those of the two products of
-    attention; 0 where they say nothing. A peer that is not installed is None; `forms` tells how peers ran.
-    Of something larger beside it a share of the time counts: `shares`, by name. What is `timed` returns
-    the seconds of its one call.
-    """
-
-    run: Callable
-    moved: int = 0
-    operations: int = 0
-    beside: dict = field(default_factory=dict)
-    forms: dict = field(default_factory=dict)
-    shares: dict = field(default_factory=dict)
-    timed: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import ml_dtypes
 import numpy as np
 
 import kvkit
+from benchmarks.suites import ggml, other_libraries
+from benchmarks.suites.cache_operators import DTYPES, index_tensors
+from benchmarks.suites.measuring import Case, Work
+from benchmarks.suites.memory import plain_read, read_of_pieces, sets
+from benchmarks.suites.problem import DIM, problem
 from kvkit.layouts import pmx
 from kvkit.runtime import result_pool
-from kvkit_cli import bench_ggml, bench_peers
-from kvkit_cli.bench_cases import DTYPES, Case, Work, index_tensors
-from kvkit_cli.bench_memory import plain_read, read_of_pieces, sets
-from kvkit_cli.bench_problem import DIM, problem
 
 B, PAST, PREFILL, CHUNK, PAGE = 8, 8192, 2048, 512, 128
 BITS = {"int8": 8, "int4": 4}
@@ -28,8 +29,8 @@ def decode(kind, place, number, kv_heads=8, group=0):
         run, beside = from_cache(task, kind, place, number)
         peers = {} if task.quant else torch_peers(task, kind)
         if kind != "bfloat16":
-            peers["onnxruntime"] = task.peer(bench_peers.onnxruntime_peer, kind)
-        peers["ggml"] = task.peer(bench_ggml.ggml_peer, kind)
+            peers["onnxruntime"] = task.peer(other_libraries.onnxruntime_peer, kind)
+        peers["ggml"] = task.peer(ggml.ggml_peer, kind)
         return work(task, run, kind, beside, peers)
 
     return prepare
@@ -66,9 +67,9 @@ def chunk(kind, data):
         task = problem(1, CHUNK, PAST, 8, BITS.get(kind, 0))
         run, _ = from_cache(task, kind, "offsets", 3, data=data)
         peers = {
-            "torch": task.peer(bench_peers.torch_peer, (data,)),
-            "onnxruntime": task.peer(bench_peers.onnxruntime_peer, kind),
-            "ggml": task.peer(bench_ggml.ggml_peer, kind),
+            "torch": task.peer(other_libraries.torch_peer, (data,)),
+            "onnxruntime": task.peer(other_libraries.onnxruntime_peer, kind),
+            "ggml": task.peer(ggml.ggml_peer, kind),
         }
         return work(task, run, kind, {"matmul": matmul(task.operations)}, peers)
 
@@ -90,8 +91,8 @@ def prefill(kind):
         run(0)
         task.check("kvkit", out, kind)
         peers = torch_peers(task, kind)
-        peers["onnxruntime"] = task.peer(bench_peers.onnxruntime_peer, kind)
-        peers["ggml"] = task.peer(bench_ggml.ggml_peer, kind)
+        peers["onnxruntime"] = task.peer(other_libraries.onnxruntime_peer, kind)
+        peers["ggml"] = task.peer(ggml.ggml_peer, kind)
         return work(task, run, "", {"matmul": matmul(task.operations)}, peers)
 
     return prepare
@@ -107,11 +108,11 @@ def work(task, run, kind, beside, peers):
 def torch_peers(task, kind):
     """torch at its quickest, in the same type, and by the trick that decoding allows."""
     peers = {
-        "torch": task.peer(bench_peers.torch_peer),
-        "torch same type": task.peer(bench_peers.torch_peer, (kind,)),
+        "torch": task.peer(other_libraries.torch_peer),
+        "torch same type": task.peer(other_libraries.torch_peer, (kind,)),
     }
     if task.new == 1 and task.group > 1:
-        peers["torch folded"] = task.peer(bench_peers.torch_peer, bench_peers.TYPES, ("folded",))
+        peers["torch folded"] = task.peer(other_libraries.torch_peer, other_libraries.TYPES, ("folded",))
     return peers
 
 

@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of attention over engines' pools: a step of decoding, as in `bench_attention`.
+"""What `kvkit bench` measures of attention over engines' pools: a step of decoding, as in `attention`.
 
 Beside it are the same keys and values in a layout of PMX, in the same pages.
 """
@@ -6,10 +6,11 @@ Beside it are the same keys and values in a layout of PMX, in the same pages.
 import numpy as np
 
 import kvkit
-from kvkit_cli.bench_attention import PAST, B, from_cache, token_bytes, tokens_first, work
-from kvkit_cli.bench_cases import DTYPES, Case, index_tensors
-from kvkit_cli.bench_memory import sets
-from kvkit_cli.bench_problem import DIM, problem
+from benchmarks.suites.attention import PAST, B, from_cache, token_bytes, tokens_first, work
+from benchmarks.suites.cache_operators import DTYPES, index_tensors
+from benchmarks.suites.measuring import Case
+from benchmarks.suites.memory import sets
+from benchmarks.suites.problem import DIM, problem
 
 POOLS = {  # layout of the pool; the axis of keys and values, None where they have pools of their own
     "FlashInfer": ("b kv n h c", 1),

@@ -10,11 +10,12 @@ import numba
 import numpy as np
 
 import kvkit
+from benchmarks.suites.attention import token_bytes
+from benchmarks.suites.cache_operators import index_tensors
+from benchmarks.suites.measuring import Case, Work
+from benchmarks.suites.memory import plain_read, sets
+from benchmarks.suites.problem import DIM, GROUPS, Problem
 from kvkit.cache import DynamicLayer
-from kvkit_cli.bench_attention import token_bytes
-from kvkit_cli.bench_cases import Case, Work, index_tensors
-from kvkit_cli.bench_memory import plain_read, sets
-from kvkit_cli.bench_problem import DIM, GROUPS, Problem
 
 HEADS, QUERY_HEADS, PAGE = 8, 32, 16
 LENGTHS = 2**10, 2**13, 2**16, 2**18, 2**20  # tokens of one sequence

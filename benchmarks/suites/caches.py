@@ -6,10 +6,10 @@ import weakref
 
 import numpy as np
 
+from benchmarks.suites.measuring import Case, Work
+from benchmarks.suites.memory import plain_read, sets
+from benchmarks.suites.other_libraries import installed
 from kvkit.cache import DynamicCache, DynamicLayer, PagedCache, QuantizedCache, QuantSpec
-from kvkit_cli.bench_cases import Case, Work
-from kvkit_cli.bench_memory import plain_read, sets
-from kvkit_cli.bench_peers import installed
 
 HEADS, QUERY_HEADS, DIM, PAST, PAGE = 8, 32, 128, 8192, 128
 LAYERS = 16  # that are attended to in a row: threads are awake, as in a model

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from kvkit_cli.bench_memory import sets
+from benchmarks.suites.memory import sets
 
 TYPES = "float32", "bfloat16", "float16"
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvkit_cli.bench_cases import Case, Work
+from benchmarks.suites.measuring import Case, Work
 
 ATTEND = "cache.update(new, new, 0); cache.attend(new, 0)"
 CALLS = {  # statements after `import numpy as np, kvkit`, and the seconds that they shall stay below

@@ -1,0 +1,1 @@
+"""Benchmarks of kvkit, in its checkout: suites of `kvkit bench`, and scripts."""

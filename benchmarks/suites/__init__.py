@@ -1,0 +1,1 @@
+"""Suites of cases that `kvkit bench` measures."""

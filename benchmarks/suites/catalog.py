@@ -1,0 +1,11 @@
+"""All suites of `kvkit bench`."""
+
+from benchmarks.suites import ascend, attention, cache_operators, caches, first_calls, growth, pools
+
+SUITES = {  # by the file of their figures
+    "cpu": [*cache_operators.CASES, *ascend.CASES],
+    "attention": [*attention.CASES, *pools.CASES],
+    "caches": caches.CASES,
+    "growth": growth.CASES,
+    "first": first_calls.CASES,
+}
