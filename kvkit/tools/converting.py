@@ -186,10 +186,11 @@ def moved(
                 progress(before + now, total)
 
         sizes = {axis: n for axis, n in source.sizes.items() if name == CACHE or axis != "c"}
-        made[name] = layouts.convert(
-            part, source.layout or "", to_layout, sizes=sizes or None, to_sizes=target, tables=pages,
-            verify=verify, progress=advance,
-        )  # fmt: skip
+        with source.naming():
+            made[name] = layouts.convert(
+                part, source.layout or "", to_layout, sizes=sizes or None, to_sizes=target, tables=pages,
+                verify=verify, progress=advance,
+            )  # fmt: skip
         done += sum(array.nbytes for array in leaves(part))
     return made
 
