@@ -11,7 +11,7 @@ import dask.array as da
 import numpy as np
 
 import kvkit
-from kvkit.checks.attention import weights
+from kvkit.checks.attention import Weights, weights
 from kvkit.checks.masks import no_mask
 from kvkit.checks.tensors import float_format
 from kvkit.errors import argument_error, describe
@@ -19,7 +19,7 @@ from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import partial_attention
 from kvkit.typed import Array
 
-MERGED_BYTES = 2**20  # of results of chunks, which are put together in one task; two of any size
+MERGED_BYTES = 2**20  # of partial results that one task merges; two are merged whatever their size
 
 
 def attend(
@@ -36,12 +36,12 @@ def attend(
     sinks: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of every query to keys and values that are chunked along tokens, heads and batch.
+    """Attend with every query to keys and values that are chunked along tokens, heads and batch.
 
-    Each chunk is attended to apart, where it lies, and what comes of it is put together by
-    `kvkit.merge_attention_states`, as a tree: as many at a time as take 1 MiB, but two at least. The tree
-    depends on the chunks alone, so results are the same bits whatever the workers do. A worker holds its
-    chunks, and of each query chunk a partial result besides those that are merged with it.
+    Each chunk is attended to where it lies, and `kvkit.merge_attention_states` merges the results as a tree:
+    in groups of up to 1 MiB, at least two. The tree depends on the chunks alone, so results are the same bits
+    whatever the workers do. A worker holds its chunks, and for each chunk of queries a partial result and
+    those that are merged with it.
 
     Parameters
     ----------
@@ -49,9 +49,9 @@ def attend(
         float32, float16 or bfloat16. With M keys, query i is at position M - S + i. Its tokens may be in
         chunks; batch and heads follow the chunks of ``key``.
     key : dask array, shape [B, M, Hkv, Dk]
-        Of the dtype of ``query``, in chunks of whole ``Dk``; chunks without tokens are empty parts.
+        Of the dtype of ``query``, in chunks of whole ``Dk``. Chunks may have no tokens.
     value : dask array, shape [B, M, Hkv, Dv]
-        Likewise; it is put into the chunks of ``key``.
+        Of the dtype of ``query``. It is put into the chunks of ``key``.
     attn_mask : ndarray, optional
         Boolean (True may attend), or added to the scores: [S or 1, M], with up to two axes before, which
         are 1 or B and Hq.
@@ -81,10 +81,10 @@ def attend(
     >>> attend(query, key, 3 * key).compute()[0, 0, :, 0]
     array([3., 3., 3., 3.], dtype=float32)
     """
-    query, key, value = _checked(query, key, value)
+    query, key, value = _checked_arrays(query, key, value)
     heads, group = query.shape[2], query.shape[2] // key.shape[2]
     query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
-    mask = _mask(attn_mask, query, key)
+    mask = _checked_mask(attn_mask, query, key)
     how = weights(
         query,
         None,
@@ -96,48 +96,9 @@ def attend(
         sinks=sinks,
     )
     slopes = kvkit.alibi_slope(num_heads=heads) if how.alibi else None
-    options = {"is_causal": how.causal, "window": (how.left, how.right)}
-    options |= {"softmax_scale": how.scale, "softcap": how.softcap}
-    past = key.shape[1] - query.shape[1]
-    seen = slice(how.left, 0 if how.causal or how.alibi else how.right)  # before and behind a query
-    partial, merge = dask.delayed(_attend_chunk, pure=False), dask.delayed(_merge_chunks, pure=False)
-    queries, keys, values = (array.to_delayed()[..., 0] for array in (query, key, value))
-    starts = [_ranges(key.chunks[axis]) for axis in (0, 1)]
-
-    def chunk(b, s, h):
-        """What a chunk of queries gets of the chunks of tokens that it may see, merged as a tree."""
-        rows, part = _ranges(query.chunks[1])[s], _ranges(query.chunks[2])[h]
-        own = {} if slopes is None else {"slopes": slopes[part]}
-        found = []
-        for m, tokens in enumerate(starts[1]):
-            if m and not _sees(rows, tokens, past, seen):
-                continue
-            found.append(
-                partial(
-                    queries[b, s, h],
-                    keys[b, m, h],
-                    values[b, m, h],
-                    past + rows.start,
-                    tokens.start,
-                    None if mask is None else _piece(mask, starts[0][b], part, rows, tokens),
-                    sinks=None if sinks is None or m else sinks[part],
-                    **own,
-                    **options,
-                )
-            )
-        sizes = tuple(chunks[i] for chunks, i in zip(query.chunks, (b, s, h), strict=False))
-        several = max(
-            2, MERGED_BYTES // max(1, math.prod(sizes) * (value.shape[3] * query.dtype.itemsize + 4))
-        )
-        while len(found) > 1:
-            found = [merge(*found[i : i + several]) for i in range(0, len(found), several)]
-        return (
-            [da.from_delayed(found[0][0], (*sizes, value.shape[3]), query.dtype)],
-            da.from_delayed(found[0][1], sizes, np.float32),
-        )
-
+    graph = _Chunks(query, key, value, mask, how, slopes)
     counts = query.numblocks[:3]
-    chunks = {at: chunk(*at) for at in np.ndindex(counts)}
+    chunks = {at: graph.attend(*at) for at in np.ndindex(counts)}
     results = [
         da.block(
             [
@@ -150,8 +111,78 @@ def attend(
     return tuple(results) if return_lse else results[0]
 
 
-def _checked(query, key, value):
-    """All as dask arrays that fit, in chunks that do."""
+class _Chunks:
+    """Build the lazy attention of each chunk of queries."""
+
+    def __init__(
+        self, query: Any, key: Any, value: Any, mask: Array | None, how: Weights, slopes: Array | None
+    ) -> None:
+        self._query, self._value, self._mask, self._sinks, self._slopes = (
+            query,
+            value,
+            mask,
+            how.sinks,
+            slopes,
+        )
+        self._queries, self._keys, self._values = (
+            array.to_delayed()[..., 0] for array in (query, key, value)
+        )
+        self._batches, self._tokens = (_ranges(key.chunks[axis]) for axis in (0, 1))
+        self._past = key.shape[1] - query.shape[1]
+        right = 0 if how.causal or how.alibi else how.right
+        self._window = how.left, right  # tokens before and after a query that it sees; -1: no bound
+        self._options = {"is_causal": how.causal, "window": (how.left, how.right)}
+        self._options |= {"softmax_scale": how.scale, "softcap": how.softcap}
+
+    def attend(self, b: int, s: int, h: int) -> tuple[Any, Any]:
+        """Return the lazy output and lse of a chunk of queries over the chunks of tokens that it sees."""
+        attend_chunk, merge_chunks = (
+            dask.delayed(function, pure=False) for function in (_attend_chunk, _merge_chunks)
+        )
+        rows, heads = _ranges(self._query.chunks[1])[s], _ranges(self._query.chunks[2])[h]
+        options = self._options | ({} if self._slopes is None else {"slopes": self._slopes[heads]})
+        parts = [
+            attend_chunk(
+                self._queries[b, s, h],
+                self._keys[b, m, h],
+                self._values[b, m, h],
+                self._past + rows.start,
+                tokens.start,
+                self._mask_of(self._batches[b], heads, rows, tokens),
+                sinks=None if self._sinks is None or m else self._sinks[heads],
+                **options,
+            )
+            for m, tokens in enumerate(self._tokens)
+            if not m or self._is_visible(rows, tokens)
+        ]
+        sizes = tuple(chunks[i] for chunks, i in zip(self._query.chunks, (b, s, h), strict=False))
+        result_bytes = math.prod(sizes) * (self._value.shape[3] * self._query.dtype.itemsize + 4)
+        most = max(2, MERGED_BYTES // max(1, result_bytes))
+        while len(parts) > 1:
+            parts = [merge_chunks(*parts[i : i + most]) for i in range(0, len(parts), most)]
+        return (
+            [da.from_delayed(parts[0][0], (*sizes, self._value.shape[3]), self._query.dtype)],
+            da.from_delayed(parts[0][1], sizes, np.float32),
+        )
+
+    def _mask_of(self, *ranges: slice) -> Array | None:
+        """Return the mask of a chunk: its batch, heads, queries and tokens."""
+        if self._mask is None:
+            return None
+        sizes = zip(self._mask.shape, ranges, strict=True)
+        return self._mask[tuple(slice(None) if size == 1 else at for size, at in sizes)]
+
+    def _is_visible(self, rows: slice, tokens: slice) -> bool:
+        """Return whether some query sees some of the tokens."""
+        first, last = self._past + rows.start, self._past + rows.stop - 1
+        left, right = self._window
+        if tokens.start == tokens.stop or (left >= 0 and tokens.stop <= first - left):
+            return False
+        return right < 0 or tokens.start <= last + right
+
+
+def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Return all as dask arrays, in chunks that fit."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if getattr(array, "ndim", 0) != 4:
             raise argument_error(name, "an array of 4 axes: batch, tokens, heads, elements", describe(array))
@@ -175,8 +206,8 @@ def _checked(query, key, value):
     return query, key, value.rechunk((*key.chunks[:3], -1))
 
 
-def _mask(mask, query, key):
-    """A mask with all its axes, the last two of which may not be guessed."""
+def _checked_mask(mask: Any, query: Any, key: Any) -> Array | None:
+    """Return a mask with four axes, or None."""
     if no_mask(BY_NAME[query.dtype.name], mask):
         return None
     wanted = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -189,23 +220,10 @@ def _mask(mask, query, key):
     return mask
 
 
-def _piece(mask, *ranges):
-    return mask[tuple(slice(None) if n == 1 else at for n, at in zip(mask.shape, ranges, strict=True))]
-
-
-def _ranges(sizes):
+def _ranges(sizes: tuple[int, ...]) -> list[slice]:
+    """Return the range of each of neighbouring chunks."""
     starts = np.cumsum((0, *sizes)).tolist()
     return [slice(begin, end) for begin, end in itertools.pairwise(starts)]
-
-
-def _sees(rows, tokens, past, seen):
-    """Whether some query sees some of the tokens; below 0 nothing bounds what is seen on that side."""
-    first, last = past + rows.start, past + rows.stop - 1
-    if tokens.start == tokens.stop:
-        return False
-    if seen.start >= 0 and tokens.stop <= first - seen.start:
-        return False
-    return seen.stop < 0 or tokens.start <= last + seen.stop
 
 
 def _attend_chunk(*arguments: Any, **options: Any) -> tuple[Array, Array]:
