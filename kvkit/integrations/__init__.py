@@ -1,6 +1,6 @@
-"""kvkit's operators in the terms of other frameworks: `dask`, `onnx` and `transformers`.
+"""Connect kvkit to other frameworks: `dask`, `onnx` and `transformers`.
 
-A framework is imported with its room, when that is first used.
+Each module imports its framework when it is first used.
 """
 
 import importlib

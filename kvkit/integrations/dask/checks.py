@@ -19,7 +19,7 @@ CODES = {str(fmt): bits for bits, fmt in QUANTIZED.items()}
 FORMATS = *map(str, FLOATS), *CODES, *STORED
 
 
-class Attention(NamedTuple):
+class AttendCall(NamedTuple):
     """The checked arguments of `ShardedCache.attend`, of all query heads."""
 
     query: Array
@@ -79,7 +79,7 @@ def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_s
 
 def checked_attention(
     cache: dict[str, Any], batch: int, length: int, query: Any, mask: Any, *, is_alibi: Any, **options: Any
-) -> Attention:
+) -> AttendCall:
     """Check a call of attention with the last queries of ``length`` tokens."""
     heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
     shape: tuple[int, ...] = getattr(query, "shape", ())
@@ -90,7 +90,7 @@ def checked_attention(
     how = attention.weights(query.swapaxes(1, 2), None, is_alibi=is_alibi, **options)
     slopes = kvkit.alibi_slope(num_heads=shape[1]) if how.alibi else None
     check_mask(mask, shape, length)
-    return Attention(query, mask, (how.left, how.right), how.scale, how.softcap, slopes, how.sinks)
+    return AttendCall(query, mask, (how.left, how.right), how.scale, how.softcap, slopes, how.sinks)
 
 
 def check_mask(mask: Any, shape: tuple[int, ...], length: int) -> None:

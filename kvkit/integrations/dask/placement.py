@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.errors import argument_error
-from kvkit.integrations.dask.checks import Attention
+from kvkit.integrations.dask.checks import AttendCall
 from kvkit.typed import Array
 
 
@@ -43,7 +43,7 @@ class Placement:
         )
         return [indices if indices.size else None for indices in own]
 
-    def shard_call(self, shard: int, length: int, call: Attention) -> Attention:
+    def shard_call(self, shard: int, length: int, call: AttendCall) -> AttendCall:
         """Return a shard's part of a call of attention over ``length`` tokens."""
         mask = call.mask
         if self.interleave:

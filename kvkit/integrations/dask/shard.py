@@ -12,7 +12,7 @@ import numpy as np
 
 import kvkit.cache
 from kvkit.errors import KvkitError, argument_error
-from kvkit.integrations.dask.checks import Attention
+from kvkit.integrations.dask.checks import AttendCall
 from kvkit.integrations.dask.partial_attention import (
     combine_masks,
     kernel_threads,
@@ -64,7 +64,7 @@ class Shard:
         return sizes | {"process": os.getpid(), "seconds": self.seconds}
 
     def step(
-        self, layer_idx: int, new: tuple[Array, Array] | None, length: int, call: Attention | None
+        self, layer_idx: int, new: tuple[Array, Array] | None, length: int, call: AttendCall | None
     ) -> tuple[Array, Array] | None:
         """Append new keys and values to a layer, then attend with the last queries of ``length`` tokens."""
         layer = self.cache.layers[layer_idx]
@@ -78,7 +78,7 @@ class Shard:
             self.seconds += time.perf_counter() - begin
             return states
 
-    def _attend(self, layer: Any, length: int, call: Attention) -> tuple[Array, Array]:
+    def _attend(self, layer: Any, length: int, call: AttendCall) -> tuple[Array, Array]:
         """Return outputs and lse of attention to the tokens that are here."""
         query, mask = call.query, call.mask
         options = {"softmax_scale": call.softmax_scale, "softcap": call.softcap, "sinks": call.sinks}

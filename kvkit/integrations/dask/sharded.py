@@ -15,7 +15,7 @@ from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask.actors import ShardActors, ShardError
 from kvkit.integrations.dask.checks import (
-    Attention,
+    AttendCall,
     check_new_tokens,
     checked_attention,
     checked_sizes,
@@ -370,7 +370,7 @@ class ShardedCache:
         self._call([("crop", count) for count in self._placement.token_counts(length)])
         self._tokens.begin(length, self._tokens.batch)
 
-    def _step(self, layer_idx: int, length: int, call: Attention | None = None) -> list[Any]:
+    def _step(self, layer_idx: int, length: int, call: AttendCall | None = None) -> list[Any]:
         """Append a layer's pending keys and values and attend, on every shard that has a part of either."""
         placement, tokens = self._placement, self._tokens
         pending = tokens.pending.pop(layer_idx, None)

@@ -1,8 +1,8 @@
-"""kvkit's operators in ONNX's reference evaluator: standard attention and the custom operators of PMX.
+"""Run ONNX attention and the custom operators of PMX on kvkit, in ONNX's reference evaluator.
 
 ``ReferenceEvaluator(model, new_ops=OPERATORS)`` runs the nodes `Attention` (opsets 23 to 25) and
-`TensorScatter`, and those of the PMX domains, `opmx` and `pmx`, alone and with `.dynamic_batching`; all other
-nodes run as they did. PMX nodes change `cache` and `scale` in place, in the very arrays that were fed.
+`TensorScatter`, and those of the PMX domains, `opmx` and `pmx`, alone and with `.dynamic_batching`. All other
+nodes run as before. PMX nodes change the arrays `cache` and `scale` that were fed, in place.
 """
 
 from kvkit.integrations.onnx import pmx
@@ -11,4 +11,4 @@ from kvkit.integrations.onnx.tensor_scatter import TensorScatter
 
 __all__ = ["OPERATORS"]
 
-OPERATORS = [Attention, TensorScatter, *pmx.classes()]
+OPERATORS = [Attention, TensorScatter, *pmx.operator_classes()]

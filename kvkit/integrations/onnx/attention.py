@@ -1,4 +1,4 @@
-"""ONNX `Attention` on kvkit's kernels: inputs, caches and outputs are used where they lie."""
+"""ONNX `Attention` on kvkit's kernels, without copies of inputs, caches and outputs."""
 
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,10 @@ FLOAT_TYPES = 1, 10, 11, 16  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Attention(OpRun):
-    """The ONNX operator of this name, opsets 23 to 25, for float32, float16 and bfloat16, mixed too.
+    """Compute the ONNX operator `Attention`, opsets 23 to 25, for float32, float16 and bfloat16, also mixed.
 
-    Scores, softmax and sums are float32 whatever `softmax_precision` asks for. No kernel forms the matrix
-    `qk_matmul_output`; a node that has this output gets it from numpy.
+    Scores, softmax and sums are float32 whatever `softmax_precision` asks for. Numpy computes the output
+    `qk_matmul_output` of a node that has it, because no kernel keeps that matrix.
     """
 
     def _run(
@@ -51,11 +51,11 @@ class Attention(OpRun):
         if (past_key is None) != (past_value is None):
             raise argument_error("past_key, past_value", "both or neither", "one")
         flat = query.ndim == 3
-        query = by_token("Q", query, q_num_heads)
-        key, value = by_token("K", key, kv_num_heads), by_token("V", value, kv_num_heads)
+        query = tokens_first("Q", query, q_num_heads)
+        key, value = tokens_first("K", key, kv_num_heads), tokens_first("V", value, kv_num_heads)
         past = 0
         if past_key is not None:
-            key, value = appended("past_key", past_key, key), appended("past_value", past_value, value)
+            key, value = append_past("past_key", past_key, key), append_past("past_value", past_value, value)
             past = past_key.shape[2]
         batch, rows, heads, dim = query.shape
         context = key.shape[1]
@@ -67,26 +67,28 @@ class Attention(OpRun):
         if nonpad_kv_seqlen is not None:
             if past_key is not None:
                 raise argument_error("nonpad_kv_seqlen", "a node without past_key", "one with it")
-            valid = lengths(nonpad_kv_seqlen, batch, context)
+            valid = check_lengths(nonpad_kv_seqlen, batch, context)
             offset = valid - rows
-        mask = None if attn_mask is None else with_four_axes(attn_mask, (batch, heads, rows, context))
-        sight = Sight(valid, offset, left_window_size, 0 if is_causal else right_window_size, mask)
+        mask = None if attn_mask is None else broadcast_mask(attn_mask, (batch, heads, rows, context))
+        visibility = Visibility(valid, offset, left_window_size, 0 if is_causal else right_window_size, mask)
         scale, softcap = float(dim**-0.5 if scale is None else scale), float(softcap)
 
         shape = (batch, rows, heads) if flat else (batch, heads, rows)
         output = np.zeros((*shape, value.shape[3]), query.dtype)
-        attend(query, key, value, sight, scale, softcap, output if flat else output.transpose(0, 2, 1, 3))
+        attend_visible(
+            query, key, value, visibility, scale, softcap, output if flat else output.transpose(0, 2, 1, 3)
+        )
         if flat:
             output = output.reshape(batch, rows, heads * value.shape[3])
         outputs = [output, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)]
         if len(self.output) > 3 and self.output[3]:
-            outputs.append(scores.scores(query, key, sight, scale, softcap, qk_matmul_output_mode))
+            outputs.append(scores.score_matrix(query, key, visibility, scale, softcap, qk_matmul_output_mode))
         return tuple(outputs)
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What queries see. `valid` keys and `offset` of the first query are of all sequences, or of each."""
+class Visibility:
+    """Describe which keys queries see. `valid` keys and `offset` are for all sequences, or for each."""
 
     valid: np.ndarray
     offset: np.ndarray
@@ -95,25 +97,27 @@ class Sight:
     mask: np.ndarray | None
 
 
-def attend(query, key, value, sight, scale, softcap, out):
-    """Write attention into the rows of `out` that see a key, a part at a time; the others stay zero.
+def attend_visible(query, key, value, visibility, scale, softcap, out):
+    """Write attention into the rows of `out` that see a key. The other rows stay zero.
 
-    Inputs of several types, or a mask of another one, are widened to float32.
+    Inputs of several dtypes, or a mask of another dtype, are widened to float32.
     """
-    rows, mask = query.shape[1], sight.mask
+    rows, mask = query.shape[1], visibility.mask
     types = {array.dtype for array in (query, key, value)}
     types |= {mask.dtype} if mask is not None and mask.dtype != np.bool_ else set()
     if len(types) > 1 and types <= {fmt.dtype for fmt in FLOATS}:
         query, key, value = (array.astype(np.float32) for array in (query, key, value))
         mask = mask if mask is None or mask.dtype == np.bool_ else mask.astype(np.float32)
         whole = out.astype(np.float32)
-        attend(query, key, value, replace(sight, mask=mask), scale, softcap, whole)
+        attend_visible(query, key, value, replace(visibility, mask=mask), scale, softcap, whole)
         out[...] = whole
         return
-    for part, (keys, offset) in enumerate(zip(sight.valid.tolist(), sight.offset.tolist(), strict=True)):
-        at = slice(part, part + 1) if len(sight.valid) > 1 else slice(None)
+    for part, (keys, offset) in enumerate(
+        zip(visibility.valid.tolist(), visibility.offset.tolist(), strict=True)
+    ):
+        at = slice(part, part + 1) if len(visibility.valid) > 1 else slice(None)
         keys = keys if mask is None else min(keys, mask.shape[3])
-        n, m, window = visible(rows, keys, offset, sight.left, sight.right)
+        n, m, window = visible_part(rows, keys, offset, visibility.left, visibility.right)
         if n and m:
             kvkit.multi_head_attention(
                 query[at, :n],
@@ -131,8 +135,8 @@ def attend(query, key, value, sight, scale, softcap, out):
             )
 
 
-def by_token(name, array, heads):
-    """The view [B, S, H, D] of [B, H, S, D] or [B, S, H * D]."""
+def tokens_first(name, array, heads):
+    """Return a view [B, S, H, D] of an array [B, H, S, D] or [B, S, H * D]."""
     if array.ndim == 4:
         return array.transpose(0, 2, 1, 3)
     if array.ndim != 3 or not heads or array.shape[2] % heads:
@@ -142,16 +146,16 @@ def by_token(name, array, heads):
     return array.reshape(*array.shape[:2], heads, array.shape[2] // heads)
 
 
-def appended(name, past, current):
-    """[B, past + S, H, D] of [B, H, past, D] and [B, S, H, D]."""
+def append_past(name, past, current):
+    """Join [B, H, past, D] and [B, S, H, D] into [B, past + S, H, D]."""
     batch, _, heads, dim = current.shape
     if past.ndim != 4 or (*past.shape[:2], past.shape[3]) != (batch, heads, dim):
         raise argument_error(name, f"shape ({batch}, {heads}, any, {dim})", past.shape)
     return np.concatenate((past, current.transpose(0, 2, 1, 3)), axis=2).transpose(0, 2, 1, 3)
 
 
-def lengths(nonpad_kv_seqlen, batch, context):
-    """The valid keys of each sequence."""
+def check_lengths(nonpad_kv_seqlen, batch, context):
+    """Check and return the number of valid keys of each sequence."""
     if nonpad_kv_seqlen.shape != (batch,):
         raise argument_error("nonpad_kv_seqlen", f"shape ({batch},)", nonpad_kv_seqlen.shape)
     if ((nonpad_kv_seqlen < 0) | (nonpad_kv_seqlen > context)).any():
@@ -159,8 +163,8 @@ def lengths(nonpad_kv_seqlen, batch, context):
     return nonpad_kv_seqlen
 
 
-def with_four_axes(mask, shape):
-    """The mask with all its axes. Its last may be shorter than the context: keys beyond are hidden."""
+def broadcast_mask(mask, shape):
+    """Return the mask with all four axes. Keys beyond its last axis are hidden."""
     full = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     fits = full.ndim == 4 and all(
         size in (1, want) for size, want in zip(full.shape[:3], shape, strict=False)
@@ -170,10 +174,10 @@ def with_four_axes(mask, shape):
     return full
 
 
-def visible(rows, keys, offset, left, right):
-    """How many of the first rows and keys can meet at all, and the window in kvkit's terms.
+def visible_part(rows, keys, offset, left, right):
+    """Return how many first rows and keys can meet at all, and kvkit's window over them.
 
-    Row i is at position offset + i here, whereas kvkit has the last row at the last key.
+    Row i is at position offset + i in ONNX. In kvkit the last row is at the last key.
     """
     if right >= 0:
         keys = max(min(keys, offset + rows + right), 0)

@@ -1,4 +1,4 @@
-"""The custom ONNX operators of PMX, made from kvkit's table of operators."""
+"""Make the custom ONNX operators of PMX from kvkit's table of operators."""
 
 import inspect
 
@@ -12,8 +12,8 @@ ROOTS = "opmx", "pmx"  # the second until April 2024
 DATA_TYPES = {1: "float32", 10: "float16", 16: "bfloat16"}
 
 
-def classes():
-    """A class for each operator of the table in each of its domains."""
+def operator_classes():
+    """Return a class for each operator of the table in each of its domains."""
     by_path = {
         op.source.removeprefix(SOURCE): op
         for op in operators.OPERATORS.values()
@@ -35,7 +35,7 @@ def classes():
 
 
 class PmxOperator(OpRun):
-    """A node whose inputs and attributes are the arguments of a function of kvkit.
+    """Call the function of kvkit whose arguments are the inputs and attributes of a node.
 
     PMX exports a static MultiHeadCacheAttention without a mask under the dynamic domain. Its inputs are too
     few for the dynamic operator, so a node like that runs the static one.
@@ -46,7 +46,7 @@ class PmxOperator(OpRun):
     static: operators.Operator
 
     def _run(self, *inputs, **attributes):
-        op = self.operator if len(inputs) >= least(self.operator) else self.static
+        op = self.operator if len(inputs) >= required_inputs(self.operator) else self.static
         function = op.function()
         names = [given.name for given in op.inputs if not given.keyword]
         arguments = dict(zip(names, inputs, strict=False))
@@ -62,13 +62,13 @@ class PmxOperator(OpRun):
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def least(op):
-    """The inputs of a node up to the last one that it must have."""
+def required_inputs(op):
+    """Return the number of inputs up to the last required one."""
     return max((i for i, given in enumerate(op.inputs, 1) if not given.optional), default=0)
 
 
 def argument(name, value):
-    """An ONNX attribute as kvkit's functions take it."""
+    """Return an ONNX attribute as kvkit's functions take it."""
     if name == "data_type":
         return DATA_TYPES.get(value, value)
     if name == "softmax_scale" and value == 0:  # as exported, for 1 / sqrt(head_dim)

@@ -1,12 +1,15 @@
-"""The matrix of scores that ONNX `Attention` may give as its fourth output, in float32."""
+"""Compute the fourth output of ONNX `Attention`, the matrix of scores, in float32."""
 
 import numpy as np
 
 from kvkit.checks.values import choice
 
 
-def scores(query, key, sight, scale, softcap, mode):
-    """`mode` 0: scaled products, 1: after softcap, 2: plus bias, 3: probabilities. In query's dtype."""
+def score_matrix(query, key, visibility, scale, softcap, mode):
+    """Return scores [B, H, rows, context] in the dtype of query.
+
+    `mode` 0: scaled products, 1: after softcap, 2: plus bias, 3: probabilities.
+    """
     choice("qk_matmul_output_mode", mode, (0, 1, 2, 3))
     batch, rows, heads, dim = query.shape
     context, kv_heads = key.shape[1:3]
@@ -16,7 +19,7 @@ def scores(query, key, sight, scale, softcap, mode):
     if mode >= 1 and softcap:
         result = np.float32(softcap) * np.tanh(result / np.float32(softcap))
     if mode >= 2:
-        added = bias(rows, context, sight)
+        added = score_bias(rows, context, visibility)
         result = np.where(np.isneginf(added), added, result + added)
     if mode == 3:
         top = result.max(axis=-1, keepdims=True, initial=np.finfo(np.float32).min)
@@ -26,18 +29,18 @@ def scores(query, key, sight, scale, softcap, mode):
         return result.astype(query.dtype)
 
 
-def bias(rows, context, sight):
-    """What is added to scores, [B or 1, H or 1, rows, context]: the mask, and -inf where a key is hidden."""
+def score_bias(rows, context, visibility):
+    """Return the bias of scores, [B or 1, H or 1, rows, context]: the mask, and -inf for hidden keys."""
     key = np.arange(context)
-    position = sight.offset[:, None, None, None] + np.arange(rows)[:, None]
-    seen = key < sight.valid[:, None, None, None]
-    if sight.left >= 0:
-        seen = seen & (key >= position - sight.left)
-    if sight.right >= 0:
-        seen = seen & (key <= position + sight.right)
-    if sight.mask is None:
+    position = visibility.offset[:, None, None, None] + np.arange(rows)[:, None]
+    seen = key < visibility.valid[:, None, None, None]
+    if visibility.left >= 0:
+        seen = seen & (key >= position - visibility.left)
+    if visibility.right >= 0:
+        seen = seen & (key <= position + visibility.right)
+    if visibility.mask is None:
         return np.where(seen, np.float32(0), np.float32(-np.inf))
-    mask = sight.mask
+    mask = visibility.mask
     if mask.dtype == bool:
         mask = np.where(mask, np.float32(0), np.float32(-np.inf))
     added = np.full((*mask.shape[:3], context), -np.inf, np.float32)

@@ -1,7 +1,6 @@
-"""ONNX `TensorScatter`: a cache of any type with new entries at each sequence's own index.
+"""ONNX `TensorScatter`: write new entries at an index of each sequence.
 
-Its cache is one tensor and comes back as a copy, where kvkit's operators write keys and values into theirs
-in place: numpy's indexing is the natural form.
+It returns a copy of one tensor, while kvkit's operators write keys and values in place. So numpy does it.
 """
 
 import numpy as np
@@ -11,7 +10,7 @@ from kvkit.errors import argument_error
 
 
 class TensorScatter(OpRun):
-    """The ONNX operator of this name, opset 24: a copy of the cache with `update` written into it."""
+    """Return a copy of a cache with `update` written into it (opset 24)."""
 
     def _run(self, past_cache, update, write_indices=None, *, mode="linear", axis=-2):
         ndim, batch = past_cache.ndim, past_cache.shape[0]

@@ -1,8 +1,8 @@
-"""kvkit's caches and attention in transformers; importing this registers ``attn_implementation="kvkit"``.
+"""Use kvkit's caches and attention in transformers. Importing registers ``attn_implementation="kvkit"``.
 
-`KvkitCache` is what ``model.generate(past_key_values=...)`` takes. Under ``"kvkit"`` attention reads it where
-it lies, codes included; under ``"eager"`` or ``"sdpa"`` it hands out tensors of the context. `study` says
-what schemes of quantization cost a model.
+``model.generate(past_key_values=...)`` takes a `KvkitCache`. Under ``"kvkit"`` attention reads the cache in
+place, codes included. Under ``"eager"`` or ``"sdpa"`` the cache returns tensors of the context. `study`
+measures what quantization costs a model.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

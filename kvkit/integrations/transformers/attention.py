@@ -1,4 +1,4 @@
-"""``attn_implementation="kvkit"``: attention that reads a `KvkitCache` where it lies."""
+"""``attn_implementation="kvkit"``: attention that reads a `KvkitCache` in place."""
 
 import torch
 
@@ -28,7 +28,7 @@ def attention_forward(
     position_bias=None,
     **kwargs,
 ):
-    """Attention as transformers' models call it.
+    """Compute attention for a layer of a transformers model.
 
     Parameters
     ----------
@@ -36,14 +36,14 @@ def attention_forward(
         The attention layer: its ``layer_idx``, and ``is_causal`` unless that is given.
     query : Tensor, shape [B, Hq, q, Dk]
     key : Tensor, shape [B, Hkv, S, Dk]
-        Those that `KvkitCache.update` returned stand for all that it has stored, others for themselves.
+        The tensor that `KvkitCache.update` returned stands for all stored keys; another one for itself.
     value : Tensor, shape [B, Hkv, S, Dv]
         Of the same origin as `key`.
     attention_mask : Tensor, optional
-        bool [B, S], the padding of the keys; or with 4 axes the whole mask, bool or added to the scores, in
-        which causality and the window are.
+        bool [B, S], the padding of the keys. Or the whole mask with 4 axes, bool or added to the scores, with
+        causality and the window.
     dropout : float
-        0: there is no other.
+        Only 0 is taken.
     scaling : float, optional
         Factor of the scores; 1 / sqrt(Dk) if None.
     sliding_window : int, optional
@@ -55,7 +55,7 @@ def attention_forward(
     is_causal : bool, optional
         Whether a query sees no later token; queries are the last tokens.
     position_bias : None
-        There is none.
+        Only None is taken.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def attention_forward(
     >>> attn_output[0, :, 0, 0]
     tensor([0.5000, 1.0000])
     """
-    stored = pending.take(getattr(module, "layer_idx", None), key, value)
+    stored = pending.claim(getattr(module, "layer_idx", None), key, value)
     if dropout:
         raise argument_error("dropout", "0", dropout)
     if position_bias is not None:
@@ -82,22 +82,6 @@ def attention_forward(
             "module", "one that is not trained: this attention has no gradient", "training mode"
         )
     query, key, value = map(as_cast, (query, key, value))
-    attn_output = attended(
-        module, stored, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal
-    )
-    return without_gradient(attn_output, query, key, value), None
-
-
-def attended(
-    module, stored, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal
-):
-    """Attention over what is stored or, if that is None, over the keys and values given."""
-    queries = to_numpy("query", query)
-    mask, whole = None, False
-    if attention_mask is not None:
-        mask = to_numpy("attention_mask", attention_mask)
-        whole = mask.ndim == 4
-        mask = mask if whole else mask[:, None, None]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     options = {
@@ -105,13 +89,28 @@ def attended(
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else to_numpy("s_aux", s_aux),
     }
+    attn_output = attend_states(
+        stored, (query, key, value), attention_mask, sliding_window, is_causal, options
+    )
+    return without_gradient(attn_output, query, key, value), None
+
+
+def attend_states(stored, states, attention_mask, sliding_window, is_causal, options):
+    """Attend to the stored keys and values, or to those that are given if `stored` is None."""
+    query, key, value = states
+    queries = to_numpy("query", query)
+    mask, whole = None, False
+    if attention_mask is not None:
+        mask = to_numpy("attention_mask", attention_mask)
+        whole = mask.ndim == 4
+        mask = mask if whole else mask[:, None, None]
     causal = is_causal and not whole
     window = (sliding_window - 1, -1) if causal and sliding_window else NO_WINDOW
     if stored is None:
         keys, values = to_numpy("key", key), to_numpy("value", value)
     else:
         if causal or query.shape[2] == 1:  # the last token sees all, whatever the mask says of causality
-            more = in_place(stored.layer, sliding_window, window)
+            more = window_options(stored.layer, sliding_window, window)
             if more is not None:
                 attn_output = stored.layer.attend(queries, mask, **options, **more)
                 stored.read()
@@ -136,8 +135,8 @@ def attended(
     return tensor_of(attn_output)
 
 
-def in_place(layer, sliding_window, window):
-    """The options with which a layer's own attention keeps to a window; None if it cannot."""
+def window_options(layer, sliding_window, window):
+    """Return the options that make a layer's own attention keep to a window, or None if it cannot."""
     if layer.takes_window:
         return {"window": window}
     if layer.window is None:

@@ -1,4 +1,4 @@
-"""The cache that transformers' models and `generate` take."""
+"""The cache that models of transformers and `generate` take."""
 
 import copy
 import functools
@@ -28,15 +28,15 @@ LAYER_TYPES = {
 
 
 class KvkitCache(Cache):
-    """A cache of kvkit's for a transformers model.
+    """Hold a cache of kvkit's for a model of transformers.
 
-    Under ``attn_implementation="kvkit"`` attention reads what is stored, in place; under others each update
-    returns tensors of the context, which are views of the cache unless it is quantized or paged.
+    Under ``attn_implementation="kvkit"`` attention reads the cache in place. Under others each update returns
+    tensors of the context. They are views of the cache unless it is quantized or paged.
 
     Parameters
     ----------
     config : PreTrainedConfig, optional
-        The model's: how many layers there are, which of them slide, and the attention in use. Without one
+        The model's config: the number of layers, which of them slide, and the attention in use. Without it
         layers are made when they are first used, all of them full.
     kind : str
         ``"dynamic"``, ``"static"``, ``"quantized"`` or ``"paged"``.
@@ -49,8 +49,8 @@ class KvkitCache(Cache):
     Attributes
     ----------
     cache : kvkit.cache.Cache or kvkit.cache.PagedCache
-        What holds the tokens: to save, to reserve room, to close. Until a paged cache has its first tokens,
-        and with them its geometry, an empty dynamic one.
+        Holds the tokens: save it, reserve room in it, close it. It is an empty dynamic cache until the first
+        tokens tell a paged cache its geometry.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class KvkitCache(Cache):
     (torch.Size([1, 16]), 15)
     """
 
-    _make: functools.partial | None  # of its first tokens' geometry: the cache, which is empty until then
+    _make: functools.partial | None  # makes the paged cache, from the geometry of its first tokens
 
     def __init__(self, config=None, kind="dynamic", **options):
         if kind not in KINDS:
@@ -81,7 +81,7 @@ class KvkitCache(Cache):
         if wanted:
             inspect.signature(PagedCache).bind(
                 **options | dict.fromkeys(wanted)
-            )  # other names are said at once
+            )  # refuses unknown options at once
             self._hold(DynamicCache(options["num_layers"]), config)
             self._make, self._wanted = make, wanted
         else:
@@ -89,7 +89,7 @@ class KvkitCache(Cache):
 
     @classmethod
     def of(cls, cache, config=None):
-        """One that holds a given cache of kvkit's, filled or not: loaded, opened, or made in another way."""
+        """Return a `KvkitCache` of a cache of kvkit's: loaded, opened, or made in another way."""
         held = cls.__new__(cls)
         cls._hold(held, cache, config)
         return held
@@ -120,14 +120,14 @@ class KvkitCache(Cache):
         Returns
         -------
         keys, values : Tensor
-            What is to be handed to attention. Under ``"kvkit"`` those given, which then stand for all tokens;
-            otherwise past and new tokens as `get_mask_sizes` says.
+            Pass them to attention. Under ``"kvkit"`` they are the given ones and stand for all tokens.
+            Otherwise they are past and new tokens, as many as `get_mask_sizes` says.
 
         Raises
         ------
         KvkitError
-            If an argument is wrong, or if no attention of ours has read what the layer's last update stored:
-            the model has another one than `config` says, and has lost the past.
+            If an argument is wrong, or if kvkit's attention has not read what the layer's last update stored:
+            then the model uses another attention than `config` says, and has lost the past.
         """
         last = self._stored.get(layer_idx)
         if last is not None and last.is_lost():
@@ -155,13 +155,13 @@ class KvkitCache(Cache):
             self._reads = self.config is not None and self.config._attn_implementation == NAME
         if self._reads:
             self._stored[layer_idx] = stored
-            pending.put(layer_idx, stored)
+            pending.remember(layer_idx, stored)
             return key_states, value_states
         keys, values = map(tensor_of, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 
     def _take_geometry(self, make, key_states, value_states):
-        """Make a paged cache for such keys, whatever a model's config calls their sizes."""
+        """Make a paged cache with the sizes of its first keys, which configs name differently."""
         if value_states.shape != key_states.shape:
             found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
             expected = "keys and values of one shape, for a paged cache"
@@ -177,18 +177,18 @@ class KvkitCache(Cache):
 
     @torch.compiler.disable
     def get_seq_length(self, layer_idx=0):
-        """Tokens that a layer has seen."""
+        """Return the number of tokens that a layer has seen."""
         return self.cache.get_seq_length(layer_idx)
 
     def get_max_length(self, layer_idx=None):
-        """The most tokens that a layer holds, -1 for no limit; of the cache, that of its largest layer."""
+        """Return the most tokens that a layer holds, or the largest layer; -1 is no limit."""
         return self.cache.get_max_length(layer_idx)
 
     @torch.compiler.disable
     def get_mask_sizes(self, query_length, layer_idx):
-        """(kv_length, kv_offset): how many keys the next update returns or stands for, and where they begin.
+        """Return (kv_length, kv_offset): the keys after the next update, and the position of the first.
 
-        No more than there are tokens: the empty end of a static layer is left out.
+        The empty end of a static layer is left out.
         """
         kv_length, kv_offset = self.cache.get_mask_sizes(query_length, layer_idx)
         return min(kv_length, self.get_seq_length(layer_idx) + query_length - kv_offset), kv_offset
@@ -196,7 +196,7 @@ class KvkitCache(Cache):
     # Tokens go, and the batch changes: all layers, or after an error none
 
     def crop(self, tokens_to_remove):
-        """Drop the last tokens: so many if negative. Positive: how many are to stay."""
+        """Drop as many last tokens if the number is negative. If it is positive, keep as many tokens."""
         self.cache.crop(int(tokens_to_remove))
 
     def reorder_cache(self, beam_idx):
@@ -216,12 +216,12 @@ class KvkitCache(Cache):
         self.cache.reset()
 
     def activate_past_recording(self):
-        """Let layers keep what they would drop or code until the next `crop`."""
+        """Let layers keep tokens that they would drop or encode, until the next `crop`."""
         self.cache.activate_past_recording()
 
 
 def geometry(config, kind):
-    """What the constructor of a kind has to know of a model."""
+    """Return the arguments of a kind's constructor that a model's config gives."""
     config = config.get_text_config(decoder=True)
     names, arguments = get_layer_types_and_kwargs(config)
     for i, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""A layer of a `KvkitCache`, as transformers asks for it."""
+"""The layers of a `KvkitCache`, as transformers uses them."""
 
 import numpy as np
 from transformers.cache_utils import CacheLayerMixin
@@ -7,7 +7,7 @@ from kvkit.interop import tensor_of
 
 
 class KvkitLayer(CacheLayerMixin):
-    """The layer of a kvkit cache that has a number; its cache is where its tokens come from."""
+    """Pass transformers' calls on to a layer of a kvkit cache, by its number."""
 
     is_compileable = False
     supports_early_init = False
@@ -23,17 +23,17 @@ class KvkitLayer(CacheLayerMixin):
     # Tokens come
 
     def lazy_initialization(self, key_states, value_states):
-        """Nothing to do: the first update decides."""
+        """Do nothing: the first update decides."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """As `KvkitCache.update`."""
+        """Append new keys and values, as `KvkitCache.update` does."""
         return self._owner.update(key_states, value_states, self._layer_idx, *args, **kwargs)
 
     def offload(self):
-        """Nothing to do: where a layer lies is said to kvkit's cache."""
+        """Do nothing: kvkit's cache was told where its layers lie."""
 
     def prefetch(self):
-        """Nothing to do: kvkit's cache asks for the next layer itself."""
+        """Do nothing: kvkit's cache fetches the next layer itself."""
 
     # What is there
 
@@ -66,7 +66,7 @@ class KvkitLayer(CacheLayerMixin):
 
     @property
     def batch_size(self):
-        """Rows of the batch; there is no such attribute before the first update."""
+        """The number of rows of the batch. There is no such attribute before the first update."""
         if not self.layer.batch_size:
             raise AttributeError("batch_size: there are no keys yet")
         return self.layer.batch_size

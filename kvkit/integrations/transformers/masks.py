@@ -1,4 +1,4 @@
-"""The mask that transformers makes once for all layers of a kind."""
+"""The mask that transformers makes once for all layers of one kind."""
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -18,7 +18,7 @@ def attention_mask(
     config=None,
     **kwargs,
 ):
-    """What attention has to know beside causality and the window, which it applies itself.
+    """Return the mask that attention needs beside causality and the window, which it applies itself.
 
     Parameters
     ----------

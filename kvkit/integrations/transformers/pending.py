@@ -1,4 +1,4 @@
-"""From a cache's update to the attention that follows: a model hands only the tensors on, not the cache."""
+"""Find the cache in attention: a model passes the tensors of an update on, but not their cache."""
 
 import weakref
 from contextvars import ContextVar
@@ -12,9 +12,9 @@ from kvkit.errors import argument_error
 
 @dataclass(slots=True, weakref_slot=True)
 class Stored:
-    """What an update has stored, and returned to its caller as the new keys and values alone.
+    """Record what an update has stored. The model gets the new keys and values alone.
 
-    The cache keeps it until the layer's next update, so that it is known who has read it.
+    The cache keeps the record until the layer's next update, to know whether attention has read it.
     """
 
     layer: Any  # of kvkit's cache
@@ -26,7 +26,7 @@ class Stored:
     taken: bool = False  # whether attention has read it
 
     def arrays(self):
-        """Keys and values of all tokens that attention may need, without the empty end of a static layer."""
+        """Return keys and values of the tokens that attention may need, without a static layer's end."""
         if self.keys is None:
             raise argument_error(
                 "key", "keys that attention reads in place, or once", "those that it has read"
@@ -35,11 +35,11 @@ class Stored:
         return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 
     def read(self):
-        """Attention is done: let go of what a layer may have made for it alone."""
+        """Drop the arrays after attention: a layer may have made them for it alone."""
         self.keys = self.values = None
 
     def is_lost(self):
-        """Whether tokens are in the layer that no attention has read."""
+        """Return whether the layer has tokens that no attention has read."""
         return not self.taken and self.layer.get_seq_length() > self.begin
 
 
@@ -47,17 +47,18 @@ OTHERS = "for a model that makes new keys or values use attn_implementation 'sdp
 PENDING: ContextVar[dict[int, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
 
 
-def put(layer_idx, stored):
-    """Say what the attention of a layer is to read."""
+def remember(layer_idx, stored):
+    """Record what the attention of a layer is to read."""
     PENDING.set({**PENDING.get(), layer_idx: weakref.ref(stored)})
 
 
 def forget(layer_idx):
+    """Drop the record of a layer."""
     PENDING.set({i: stored for i, stored in PENDING.get().items() if i != layer_idx})
 
 
-def take(layer_idx, key, value):
-    """What was stored with these keys; None if they come from no cache of ours, and are all there is."""
+def claim(layer_idx, key, value):
+    """Return the record of an update that returned these keys, or None if they come from no cache of ours."""
     found = PENDING.get().get(layer_idx)
     stored = None if found is None else found()
     if stored is None:

@@ -1,4 +1,4 @@
-"""What schemes of quantization cost a model: its keys and values, and what it then makes of a text."""
+"""Measure what quantization costs a model: its keys and values, and its predictions for a text."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ NAME = "kvkit-study"
 def study(model, ids, schemes, *, progress=None):
     """Compare schemes of quantization on a model that reads a text.
 
-    The model reads it once as it is, which gives keys, values and queries, and once for each scheme, with all
-    keys and values coded and decoded before attention sees them: no window of recent tokens stays as it came.
+    The model reads the text once as it is, to record keys, values and queries. Then it reads it once for each
+    scheme, with all keys and values encoded and decoded before attention sees them, recent tokens too.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def study(model, ids, schemes, *, progress=None):
     schemes : str or sequence
         As `kvkit.tools.study` takes them.
     progress : callable, optional
-        Is told how many of how many readings are done.
+        Called with the number of readings done and the number of all.
 
     Returns
     -------
@@ -88,14 +88,14 @@ def study(model, ids, schemes, *, progress=None):
 
 @dataclass
 class Reading:
-    """What a model made of a text."""
+    """The predictions of a model for a text."""
 
     best: np.ndarray  # the token that it found most likely, after each one but the last
     perplexity: float  # of those that came
 
 
 def read(model, ids, between):
-    """Read a text; `between(layer, query, key, value)` gives the keys and values that attention sees."""
+    """Read a text. `between(layer, query, key, value)` returns the keys and values that attention sees."""
     ids = torch.tensor([list(ids)])
     with attending(model, between), torch.inference_mode():
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0].double()
@@ -105,7 +105,7 @@ def read(model, ids, between):
 
 @contextmanager
 def attending(model, between):
-    """The model attends with kvkit, to other keys and values."""
+    """Let a model attend with kvkit, to the keys and values that `between` returns."""
     before, seen = model.config._attn_implementation, []
 
     def forward(module, query, key, value, *args, **kwargs):
@@ -126,7 +126,7 @@ def attending(model, between):
 
 
 def arrays_of(seen):
-    """By name, as `kvkit.tools.study` takes them: of each layer [1, heads, tokens, dim]."""
+    """Return recorded queries, keys and values by name, as `kvkit.tools.study` takes them."""
     layers = [[to_numpy("states", states)[0].swapaxes(0, 1) for states in seen[i]] for i in sorted(seen)]
     query, key, value = zip(*layers, strict=True)
     if len({(one.shape, other.shape) for one, other in zip(key, value, strict=True)}) > 1:
@@ -135,7 +135,7 @@ def arrays_of(seen):
 
 
 def through(*schemes):
-    """Keys and values as a scheme each gives them back."""
+    """Return a function that encodes and decodes keys and values, each by its scheme."""
 
     def coded(scheme, states):
         x = np.ascontiguousarray(to_numpy("states", states)[0].swapaxes(0, 1), np.float32)
