@@ -2,22 +2,20 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import click
 
+from kvkit import tools
 from kvkit.errors import KvkitError
-from kvkit.tools import check as look
-from kvkit_cli import clusters, show
+from kvkit_cli import clusters, show, tool
 
-PATH = click.Path(path_type=Path, readable=False)
 COLOURS = {"error": "red", "warning": "yellow"}
 
 
-@click.command()
-@click.argument("sources", metavar="FILE...", type=PATH, nargs=-1, required=True)
-@click.option("--after", metavar="FILE", type=PATH, help="The caches after a call, of one FILE.")
-@click.option("--layout", metavar="LINE", help="The line or name of the layout that the cache lies in.")
+@click.command(cls=tool.ToolVerb)
+@click.argument("sources", metavar="FILE...", type=tool.PATH, nargs=-1, required=True)
+@click.option("--after", metavar="FILE", type=tool.PATH, help="The caches after a call, of one FILE.")
+@tool.layout(about="The line or name of the layout that the cache lies in.")
 @clusters.on_cluster
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of several files, by their names.")
 @click.pass_context
@@ -25,8 +23,8 @@ def check(ctx, sources, after, layout, dask, as_json):
     """Say what cannot be right in page tables, slots, layouts, scales and data.
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
-    page_size; slot_mapping, slot_sequences, slot_positions; key_cache, value_cache, key_scale, value_scale.
-    Of the caches of --after only the rows of its slot_mapping may have changed.
+    page_size; slot_mapping, slot_sequences, slot_positions; cache, or key_cache and value_cache, with their
+    scales. Of the caches of --after only the rows of its slot_mapping may have changed.
 
     The exit code is 1 if there is an error among the findings, 0 if there are warnings or none.
 
@@ -39,25 +37,23 @@ def check(ctx, sources, after, layout, dask, as_json):
     """
     if after is not None and len(sources) > 1:
         raise KvkitError(f"--after {after}: expected one FILE before it, got {len(sources)}")
-    several, wrong, said = len(sources) > 1, False, {}
-    screen = show.console()
+    several, screen, results = len(sources) > 1, show.console(), {}
     with clusters.mapper(dask) as mapper:
-        for name, found in zip(sources, mapper(partial(one_file, after, layout), sources), strict=True):
-            wrong = wrong or bool(found.errors)
-            said[str(name)] = found
+        for name, found in zip(sources, mapper(partial(check_file, after, layout), sources), strict=True):
+            results[str(name)] = found
             if as_json:
                 continue
             if several:
                 screen.print(f"{name}:", style="bold", soft_wrap=True)
-            for line in str(found).splitlines():
+            for line in ctx.command.in_shell(str(found)).splitlines():
                 screen.print(line, style=COLOURS.get(line.partition(" ")[0]), soft_wrap=True)
     if as_json:
-        whole = {name: found.to_dict() for name, found in said.items()}
+        whole = {name: found.to_dict() for name, found in results.items()}
         click.echo(json.dumps(whole if several else next(iter(whole.values())), indent=2))
-    ctx.exit(1 if wrong else 0)
+    ctx.exit(1 if any(found.errors for found in results.values()) else 0)
 
 
-def one_file(after, layout, source):
-    """What is found in a file."""
+def check_file(after, layout, source):
+    """Return what is found in a file."""
     with clusters.naming(source):
-        return look(source, after, layout=layout)
+        return tools.check(source, after, layout=layout)

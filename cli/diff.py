@@ -1,29 +1,26 @@
 """`kvkit diff`: where two caches or outputs differ, and why."""
 
-import json
-from pathlib import Path
-
 import click
 
-from kvkit.tools import diff as compare
-from kvkit_cli import clusters, show
-
-PATH = click.Path(path_type=Path, readable=False)
+from kvkit import tools
+from kvkit_cli import clusters, show, tool
 
 
-@click.command()
-@click.argument("a", metavar="A", type=PATH)
-@click.argument("b", metavar="B", type=PATH)
-@click.option("--layout-a", metavar="LINE", help="The layout of the cache in A.")
-@click.option("--layout-b", metavar="LINE", help="The layout of the cache in B.")
-@click.option("--like", metavar="IN", type=PATH, help="Inputs of what made A and B, for causes in codes.")
+@click.command(cls=tool.ToolVerb)
+@click.argument("a", metavar="A", type=tool.PATH)
+@click.argument("b", metavar="B", type=tool.PATH)
+@tool.layout("--layout-a", "layout_a", "The layout of the cache in A.")
+@tool.layout("--layout-b", "layout_b", "The layout of the cache in B.")
+@click.option(
+    "--like", metavar="IN", type=tool.PATH, help="Inputs of what made A and B, for causes in codes."
+)
 @click.option("--axes", help="Axes of arrays without a layout, of: l b n h c.")
 @click.option("--atol", type=float, default=0.0, help="Elements may be so far apart.")
 @click.option("--rtol", type=float, default=0.0, help="And so far, as a share of what is expected.")
 @click.option("--ulp", type=int, default=0, help="Or so many numbers of their type.")
-@click.option("--plot", metavar="FILE", type=PATH, help="Draw a map of differences, tokens by heads.")
+@click.option("--plot", metavar="FILE", type=tool.PATH, help="Draw a map of differences, tokens by heads.")
 @clusters.on_cluster
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@tool.json_option
 @click.pass_context
 def diff(ctx, a, b, as_json, dask, **options):
     """Say where two caches or outputs differ, and why.
@@ -44,12 +41,7 @@ def diff(ctx, a, b, as_json, dask, **options):
         clusters.mapper(dask) as mapper,
         show.progress(f"comparing {a.name}", total, quiet=as_json or dask is not None) as advance,
     ):
-        found = compare(a, b, advance=advance, mapper=mapper, **options)
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
-    else:
-        screen = show.console()
-        causes = set(map(str, found.causes))
-        for line in str(found).splitlines():
-            screen.print(line, style="bold" if line in causes else None, soft_wrap=True)
+        found = tools.diff(a, b, advance=advance, mapper=mapper, **options)
+    causes = set(map(str, found.causes))
+    tool.tell(found, as_json, lambda line: "bold" if line in causes else None)
     ctx.exit(0 if found.equal else 1)

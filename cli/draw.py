@@ -8,21 +8,18 @@ from kvkit.errors import KvkitError
 from kvkit.files.paths import check_target, named
 from kvkit.files.replace import replacing
 from kvkit.layouts import NAMED
-from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw as drawing
 from kvkit.tools.source import CacheSource
-from kvkit_cli import show
-from kvkit_cli.pairs import sizes_of
+from kvkit_cli import show, tool
+from kvkit_cli.layouts import known_layout
 
 SVG = ".svg"
 
 
-@click.command()
+@click.command(cls=tool.ToolVerb)
 @click.argument("what", metavar="FILE|LAYOUT")
 @click.option("-o", "--output", metavar="OUT.svg", type=click.Path(path_type=Path), help="Write a picture.")
-@click.option(
-    "--sizes", metavar="AXIS=N,...", help="Lengths of a layout's axes; of a file, n: rows of a page."
-)
+@tool.sizes("Lengths of a layout's axes; of a file, n: rows of a page.")
 def draw(what, output, sizes):
     """Draw a layout, or whose the rows of a cache in a file are.
 
@@ -39,15 +36,13 @@ def draw(what, output, sizes):
             raise KvkitError(f"-o {output}: pictures are written as {SVG}: give -o {output.with_suffix(SVG)}")
         check_target(output)
     kind = "svg" if output else "text"
-    sizes = sizes_of(sizes)
     if Path(what).exists():
-        picture = of_file(what, sizes, kind)
-    elif what in NAMED or what in ALIASES or set(what) & set("| "):
-        picture = drawing.layout(ALIASES.get(what, what), sizes=sizes, kind=kind)
+        picture = draw_file(what, sizes, kind)
+    elif name := known_layout(what):
+        picture = drawing.layout(name, sizes=sizes, kind=kind)
     else:
-        raise KvkitError(
-            f"{what}: no such file, and no layout{show.suggestion(what, NAMED)}: see kvkit layouts"
-        )
+        hint = show.suggestion(what, NAMED)
+        raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
     if output is None:
         click.echo(picture)
         return
@@ -55,8 +50,8 @@ def draw(what, output, sizes):
         file.write(picture.encode())
 
 
-def of_file(path, sizes, kind):
-    """Draw the rows of a file's cache, by its tables; or its layout."""
+def draw_file(path, sizes, kind):
+    """Return a drawing of the rows of a file's cache, by its tables; or of its layout."""
     source = CacheSource(path)
     found = source.block_tables(sizes.get("n"))
     if found is not None:

@@ -1,7 +1,5 @@
 """`kvkit layouts`: how engines' caches lie in memory."""
 
-import json
-
 import click
 
 from kvkit.errors import KvkitError
@@ -9,8 +7,7 @@ from kvkit.layouts import NAMED, parse
 from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw
 from kvkit.tools.text import columns
-from kvkit_cli import show
-from kvkit_cli.pairs import sizes_of
+from kvkit_cli import show, tool
 
 MARKS = {
     "A": "checked against the engine's own index code",
@@ -20,10 +17,10 @@ MARKS = {
 }
 
 
-@click.command()
+@click.command(cls=tool.ToolVerb)
 @click.argument("name", required=False)
-@click.option("--sizes", metavar="AXIS=N,...", help="Lengths of axes to draw: n=4,h=3.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@tool.sizes("Lengths of axes to draw: n=4,h=3.")
+@tool.json_option
 def layouts(name, sizes, as_json):
     """List the layouts of engines, or draw one.
 
@@ -35,32 +32,34 @@ def layouts(name, sizes, as_json):
       kvkit layouts vllm-lbnhc
     """
     if name is None:
-        found = {name: described(name) for name in NAMED}
-        click.echo(json.dumps(found, indent=2)) if as_json else listed()
+        if as_json:
+            show.as_json({each: described(each) for each in NAMED})
+        else:
+            rows = [(each, about.line, f"{about.engine} {about.versions}") for each, about in NAMED.items()]
+            click.echo(columns(("name", "line", "of"), rows, len(rows)))
         return
-    real = ALIASES.get(name, name)
-    if real not in NAMED and not set(name) & set("| "):
+    if (found := known_layout(name)) is None:
         raise KvkitError(f"no layout {name!r}{show.suggestion(name, [*NAMED, *ALIASES])}: see kvkit layouts")
-    line = parse(real)
+    about = NAMED.get(found)
     if as_json:
-        click.echo(json.dumps(described(real) if real in NAMED else {"line": str(line)}, indent=2))
+        show.as_json(described(found) if about else {"line": str(parse(found))})
         return
-    click.echo(draw.layout(real if real in NAMED else line, sizes=sizes_of(sizes)))
-    if real in NAMED:
-        about = NAMED[real]
+    click.echo(draw.layout(found if about else parse(found), sizes=sizes))
+    if about:
         click.echo(f"\n{about.engine}, {about.versions}" if about.versions else f"\n{about.engine}")
         click.echo(f"{about.note}\n{about.source} ({MARKS[about.mark]})".strip())
         if about.aliases:
             click.echo(f"also called {', '.join(about.aliases)}")
 
 
+def known_layout(text):
+    """Return the name of a layout by any of its names, or the line that a text is; None of others."""
+    name = ALIASES.get(text, text)
+    return name if name in NAMED or set(name) & set("| ") else None
+
+
 def described(name):
+    """Return what is known of a layout, as JSON has it."""
     about = NAMED[name]
     keys = "line", "engine", "versions", "source", "mark", "note"
     return {key: getattr(about, key) for key in keys} | {"aliases": list(about.aliases)}
-
-
-def listed():
-    """The table of all; a line each."""
-    rows = [(name, about.line, f"{about.engine} {about.versions}") for name, about in NAMED.items()]
-    click.echo(columns(("name", "line", "of"), rows, len(rows)))

@@ -8,14 +8,13 @@ import click
 from kvkit import tools
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.tools.studies import plots, report
-from kvkit_cli import clusters, show
-from kvkit_cli.pairs import sizes_of
+from kvkit_cli import clusters, show, tool
 
 SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 
 
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path, readable=False), required=False)
+@click.command(cls=tool.ToolVerb)
+@click.argument("source", metavar="[FILE]", type=tool.PATH, required=False)
 @click.option(
     "--model", metavar="NAME", help="Study a model that reads --text: a folder, GGUF file, or name."
 )
@@ -25,11 +24,11 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
 )
-@click.option("--layout", metavar="NAME", help="How the cache lies, if the file does not say so.")
-@click.option("--sizes", metavar="AXIS=N,...", help="Lengths of axes that shapes do not tell: h=8.")
+@tool.layout()
+@tool.sizes()
 @clusters.on_cluster
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def study(file, model, text, tokens, schemes, output, layout, sizes, dask, as_json):
+@tool.json_option
+def study(source, model, text, tokens, schemes, output, layout, sizes, dask, as_json):
     """Say what schemes of quantization cost a cache, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps a rotation behind a plus
@@ -47,26 +46,25 @@ def study(file, model, text, tokens, schemes, output, layout, sizes, dask, as_js
         report.check(output)
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
-    if (file is None) == (model is None):
-        raise argument_error("study", "a FILE or --model", "none" if file is None else "both")
+    if (source is None) == (model is None):
+        raise argument_error("study", "a FILE or --model", "none" if source is None else "both")
     if model is None:
-        options = {"layout": layout, "sizes": sizes_of(sizes)}
         with clusters.mapper(dask) as mapper, show.counted("layers", quiet=dask is not None) as progress:
-            found = tools.study(file, schemes, **options, progress=progress, mapper=mapper)
+            found = tools.study(source, schemes, layout=layout, sizes=sizes, progress=progress, mapper=mapper)
     else:
         if text is None or dask or layout or sizes:
             raise argument_error(
                 "--model", "--text beside it, and no --layout, --sizes, --dask", "other options"
             )
-        found = of_model(model, text, tokens, schemes)
+        found = study_model(model, text, tokens, schemes)
     click.echo(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
     if output:
         for path in found.save(output):
             click.echo(path, err=True)
 
 
-def of_model(name, text, tokens, schemes):
-    """The study of a model that reads a text."""
+def study_model(name, text, tokens, schemes):
+    """Study a model that reads a text."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar

@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from kvkit.tools import vectors as tools
 from kvkit_cli import clusters, show
-from kvkit_cli.pairs import sizes_of
+from kvkit_cli.tool import sizes_of
 
 PATH = click.Path(path_type=Path, readable=False)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

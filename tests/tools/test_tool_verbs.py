@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvkit
+import kvkit.tools
 from kvkit.files import npz
 
 ROOT = Path(kvkit.__file__).parents[1]
@@ -34,7 +35,7 @@ def files(tmp_path):
     wrong = table | {"block_tables": np.array([[1, 2], [2, 0]])}
     key = np.arange(1, 65, dtype=np.float16).reshape(4, 2, 8)
     arrays = {"fine": table, "wrong": wrong, "a": {"key": key}, "b": {"key": np.roll(key, 1, axis=0)}}
-    arrays["other"] = {"x": key}
+    arrays |= {"other": {"x": key}, "whole": {"cache": np.zeros((6, 4, 2, 16), np.float16)}}
     for name, each in arrays.items():
         npz.write(tmp_path / f"{name}.npz", each)
     (tmp_path / "broken.npz").write_bytes(b"PK no archive")
@@ -88,6 +89,34 @@ def test_wrong_use_is_one_line(run, files, monkeypatch, arguments):
     assert (code, out) == (2, "")
     assert err.startswith("kvkit: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["study", "whole.npz"], "--layout: expected a layout, as the file does not say its own"),
+        (["convert", "whole.npz", "x.npz", "--to", "hf"], "whole.npz: --from: expected a layout, as"),
+        (["convert", "whole.npz", "x.npz"], "whole.npz: --to: expected a layout, or a format in its place"),
+        (
+            ["convert", "whole.npz", "x.npz", "--format", "q8_0", "--page-size", "4"],
+            "--page-size: expected no",
+        ),
+        (["study", "fine.npz"], "FILE: expected an array 'cache' and its layout"),
+        (["inspect", "whole.npz", "--layout", "nope"], "--layout: expected a line, such as"),
+        (["layouts", "hf", "--sizes", "q=1"], "--sizes: expected positive integers"),
+        (["diff", "a.npz", "fine.npz"], "B: expected some array of key"),
+        (["diff", "whole.npz", "a.npz", "--layout-b", "n h c"], "--layout-a: expected a layout"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_messages_name_options_of_the_shell(run, files, monkeypatch, arguments, message):
+    monkeypatch.chdir(files)
+    assert f"kvkit: {message}" in run(*arguments)[2].replace("whole.npz: --p", "--p")
+
+
+def test_findings_name_options_of_the_shell(run, files):
+    assert "layout=NAME" in str(kvkit.tools.check(files / "whole.npz"))
+    assert "Say which it is: --layout NAME" in run("check", files / "whole.npz")[1]
 
 
 @pytest.mark.parametrize("verb", ["check", "diff", "vectors"])

@@ -22,7 +22,7 @@ def line_and_array_disagree(case):
 
 @rule(
     "L2",
-    "No shape tells them apart. Say which it is: --layout NAME, or layout in the file.",
+    "No shape tells them apart. Say which it is: layout=NAME, or in the file.",
     "warning",
 )
 def several_lines_fit(case):

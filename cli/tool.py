@@ -1,0 +1,74 @@
+"""Share what the verbs of tools have in common: their options, and errors that name options."""
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from kvkit.errors import KvkitError
+from kvkit_cli import show
+
+PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
+
+
+class ToolVerb(click.Command):
+    """A verb whose errors name its options where those of the tool name its arguments."""
+
+    def invoke(self, ctx):
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except KvkitError as error:
+            raise type(error)(self.in_shell(str(error))) from error
+
+    def in_shell(self, text):
+        """Return a text with the options of the shell, ``--layout``, for the arguments of Python."""
+        for param in self.params:
+            name, spelled = param.name, param.opts[-1]
+            if isinstance(param, click.Argument):
+                spelled = (param.metavar or name.upper()).strip("[].")
+                name = name.removesuffix("s") if param.nargs == -1 else name
+            text = re.sub(rf"(^|: ){name}(?=: expected)", rf"\g<1>{spelled}", text)
+            text = re.sub(rf"\b{name}=", f"{spelled} ", text) if name in ("layout", "sizes") else text
+        return text
+
+
+def sizes_of(text, option="--sizes"):
+    """Return {axis: length} of a text such as n=16,h=8; whoever takes the axes checks them."""
+    found = {}
+    for pair in filter(None, (text or "").split(",")):
+        axis, _, number = pair.partition("=")
+        if not (number.isascii() and number.isdecimal()) or len(number) > 18:
+            raise KvkitError(f"{option} {text}: expected AXIS=NUMBER,..., as n=16,h=8")
+        found[axis.strip()] = int(number)
+    return found
+
+
+def sizes(about="Lengths of axes that shapes do not tell: h=8."):
+    """Return the option for the lengths of axes."""
+    return click.option(
+        "--sizes", metavar="AXIS=N,...", help=about, callback=lambda _, __, text: sizes_of(text)
+    )
+
+
+def layout(
+    flag="--layout", name="layout", about="How its cache lies, if it does not say so: see kvkit layouts."
+):
+    """Return an option for a layout."""
+    return click.option(flag, name, metavar="NAME", help=about)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def tell(found, as_json, style=None):
+    """Print a result for programs or for people, each line perhaps in its style."""
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2, default=str))
+    elif style is None:
+        click.echo(str(found))
+    else:
+        screen = show.console()
+        for line in str(found).splitlines():
+            screen.print(line, style=style(line), soft_wrap=True)
