@@ -4,7 +4,7 @@ import ast
 
 import numpy as np
 
-from kvkit.checks.tensors import said
+from kvkit.checks.tensors import dtype_hint
 from kvkit.errors import KvkitError, brief
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli.show import suggestion
@@ -53,7 +53,7 @@ def fits(op, path, forms, metadata, settings):
         index = "int64" in array.dtypes and form.dtype.kind in "iu"  # of any width; the operator says more
         if not index and form.dtype.name not in array.dtypes:
             wanted = " or ".join(array.dtypes)
-            raise KvkitError(f"{path}: {array.name}: expected dtype {wanted}, got {said(form.dtype)}")
+            raise KvkitError(f"{path}: {array.name}: expected dtype {wanted}, got {dtype_hint(form.dtype)}")
         if None not in axes and len(form.shape) not in axes:
             wanted = " or ".join(array.shapes)
             raise KvkitError(f"{path}: {array.name}: expected shape {wanted}, got {form.shape}")

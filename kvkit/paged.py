@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.launch import append_to_pools, arguments, attend, copy_blocks
-from kvkit.checks import paged
+from kvkit.calls.launch import append_to_pools, attend, copy_blocks
+from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
+from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
@@ -113,7 +114,21 @@ def paged_attention(
     >>> kvkit.paged_attention(query, pool, pool, [[1, 0]], [3], [0, 3], layout=layout).ravel()
     array([1., 2., 3.], dtype=float32)
     """
-    return attend(paged.checked(**arguments(locals())), out)
+    call = PoolAttention(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        query_starts,
+        layout=layout,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        alibi_slopes=alibi_slopes,
+        scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
+        return_lse=return_lse,
+    )
+    return attend(checked_paged_attention(call), out)
 
 
 @returns_input_kind
@@ -178,9 +193,17 @@ def paged_append(
     array([[3., 0., 0.],
            [0., 1., 0.]], dtype=float16)
     """
-    call = paged.checked_append(**locals())
-    if len(call.pieces):
-        append_to_pools(call)
+    call = PoolTransfer(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        layout=layout,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    append_to_pools(checked_append(call))
     return key_cache, value_cache
 
 
@@ -220,5 +243,5 @@ def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
     array([[4., 5.],
            [0., 0.]], dtype=float32)
     """
-    copy_blocks(source, target, *paged.checked_swap(source, target, pairs))
+    copy_blocks(source, target, *checked_swap(source, target, pairs))
     return target

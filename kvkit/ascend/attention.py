@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
-from kvkit.calls.launch import arguments, returned
+from kvkit.calls.launch import one_or_all
 from kvkit.checks import pools
+from kvkit.checks.arguments import BlockAttention, Scoring
 from kvkit.checks.ascend import attention
 from kvkit.checks.tensors import one_piece
 from kvkit.interop import returns_input_kind
@@ -86,30 +87,40 @@ def paged_attention(
     >>> kvkit.ascend.paged_attention(one_head, keys, values.reshape(2, 2, 1, 1), table, lens)
     array([[[2.]]], dtype=float32)
     """
-    call = attention.checked(**arguments(locals()))
-    made = call.results.taken(out)
-    attend(call, *made)
-    return returned(made)
+    arguments = BlockAttention(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        razor_offset,
+        scoring=Scoring(None, False, False, softmax_scale, window, softcap, sinks),
+        return_lse=return_lse,
+    )
+    call = attention.checked_block_attention(arguments)
+    results = call.results.arrays(out)
+    attend_to_blocks(call, *results)
+    return one_or_all(results)
 
 
-def attend(call, out, lse=None):
-    """Each entry is a sequence of one query token over rows in pages of a block."""
+def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array | None = None) -> None:
+    """Attend for each entry: a sequence of one query token over rows in pages of a block."""
     folded = attention.folded_shape(call)
     query = one_piece(call.query).reshape(*folded, call.query.shape[2])
     made = out.reshape(*folded, out.shape[2])
     made_lse = None if lse is None else lse.reshape(folded)
-    context, steps = pools.context_of(call.fmt, *call.caches), attention.steps_of(call, call.caches)
+    context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call, call.caches)
     bias, entries = bias_of(call), len(call.lengths)
-    weights = call.weights if bias is None else attention.biased(call.weights, bias)
+    weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
     cpu.launches.start(cpu.attention.prepare.prepare(query, made, made_lse, context, steps, entries, weights))
     for array, folded_array in ((out, made), (lse, made_lse)):
         if folded_array is not None and not np.may_share_memory(array, folded_array):  # strides do not fold
             array[...] = folded_array.reshape(array.shape)
 
 
-def bias_of(call):
-    """What the offset of rows adds to scores, [entries, rows]; None without one."""
+def bias_of(call: attention.BlockAttentionCall) -> Array | None:
+    """Return what the offset of rows adds to scores, [entries, rows]; None without one."""
     if call.razor_offset is None:
         return None
     bias = call.razor_offset.take(call.table, 0, mode="clip") * np.float32(call.weights.scale)
-    return bias.reshape(len(bias), attention.rows_of_a_context(call))
+    return bias.reshape(len(bias), attention.context_rows(call))

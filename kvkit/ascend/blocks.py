@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import checks, cpu
-from kvkit.calls.launch import arguments, copy_blocks
+from kvkit.calls.launch import copy_blocks
+from kvkit.checks.arguments import BlockLoad
 from kvkit.checks.ascend import blocks
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Values
@@ -69,10 +70,12 @@ def paged_cache_load(
     >>> key[:, 0, 0]
     array([5., 6., 1., 7., 8., 0., 0.], dtype=float16)
     """
-    call = blocks.checked_load(**arguments(locals()))
+    call = blocks.checked_load(
+        BlockLoad(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
+    )
     if isinstance(out, (tuple, list)) and value_cache is None:
         out = out[:1]  # behind keys alone there may be anything
-    results: Any = call.results.taken(out, new=np.zeros)
+    results: Any = call.results.arrays(out, new=np.zeros)
     pieces = blocks.pieces_of(call)
     if out is not None and pieces[:, checks.slots.COUNT].sum() < call.tokens:
         for array in results:
@@ -130,7 +133,7 @@ def block_copy(
     >>> cache.ravel()
     array([10., 14., 10., 14., 14.], dtype=float32)
     """
-    given = blocks.named(key_cache, value_cache)
+    given = blocks.named_caches(key_cache, value_cache)
     src, dst = blocks.checked_copy(given, src, dst, cum_sum)
     for _, array in given:
         copy_blocks(array, array, src, dst)

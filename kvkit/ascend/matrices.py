@@ -46,7 +46,7 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
            [18., 19.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
     """
     call = matrices.checked_nd(x)
-    (y,) = call.results.taken(out)
+    (y,) = call.results.arrays(out)
     x, shape = call.source, call.shape
     batch, rows, columns = x.shape
     padded = np.zeros((batch, rows, shape[1] * shape[3]), x.dtype)
@@ -92,7 +92,7 @@ def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None 
     True
     """
     call = matrices.checked_nz(y, m, n)
-    (x,) = call.results.taken(out)
+    (x,) = call.results.arrays(out)
     batch, rows, columns = call.shape
     whole = y[:, :, :rows].transpose(0, 2, 1, 3).reshape(batch, rows, y.shape[1] * y.shape[3])
     x[...] = whole[:, :, :columns]

@@ -7,7 +7,8 @@ from typing import Literal
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
-from kvkit.checks.ascend import reshape
+from kvkit.checks.arguments import BlockStore, Windows
+from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.tensors import one_piece
 from kvkit.interop import returns_input_kind
 from kvkit.operators.compression import CompressType
@@ -85,7 +86,19 @@ def reshape_and_cache(
     array([[3., 0., 0., 0.],
            [0., 1., 0., 0.]], dtype=float16)
     """
-    call = reshape.checked(**locals())
+    call = checked_reshape(
+        BlockStore(
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            compress_type=compress_type,
+            windows=Windows(wins, seq_lens, offset_index),
+            cache_format=cache_format,
+            empty_window=empty_window,
+        )
+    )
     if len(call.pieces):
         packed = [
             one_piece(tokens) if call.mode else tokens.reshape(len(tokens), *cache.shape[2:])

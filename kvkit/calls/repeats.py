@@ -1,121 +1,196 @@
-"""Calls that repeat: what one call has checked and prepared serves others of its form.
+"""Calls that are prepared once, and run again for other arrays of the same form.
 
-Calls of one form differ in nothing but the addresses of their arrays. Such are those for the layers of a
-model in one step, and those of a layer in one step after the other. The first is checked and prepared in
-full, the others exchange addresses.
+Calls of one form differ in nothing but the addresses of their arrays: those for the layers of a model in one
+step, and those of a layer in one step after the other. The first is checked and prepared in full, the others
+exchange addresses.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from kvkit import cpu
+from kvkit.typed import Array
 
 MOST = 4096  # forms of calls that are remembered
+Prepared = TypeVar("Prepared")
+Form = tuple[object, ...]  # what decides a call but for addresses; None if it cannot be repeated
 
 
-def form(arrays, attributes):
-    """What decides a call but for addresses; None if it cannot be repeated.
+def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
+    """Return what decides a call but for the addresses of its arrays; None if one is no array.
 
-    With their types: True is 1, and 1.0 too, but they are not all legal. So attributes that are tuples are
-    given member by member as well, see `members`.
+    Attributes come with their types: True is 1, and 1.0 too, but they are not all legal. So attributes that
+    are tuples are given member by member as well, see `members`.
     """
     try:
         shapes = [
             None if array is None else (type(array), array.shape, array.strides, array.dtype)
             for array in arrays
         ]
-        call = (*shapes, *attributes, *map(type, attributes))
-        hash(call)
-    except (AttributeError, TypeError):
+    except AttributeError:
         return None
-    return call
+    return (*shapes, *attributes, *map(type, attributes))
 
 
-def members(attribute):
-    """What is in a tuple; of anything else nothing."""
+def members(attribute: object) -> tuple[object, ...]:
+    """Return the members of a tuple, or () for any other value."""
     return attribute if isinstance(attribute, tuple) else ()
 
 
-def is_pair(out):
-    """Whether outputs are two arrays."""
+def is_pair(out: object) -> bool:
+    """Return whether outputs are two arrays."""
     return isinstance(out, (tuple, list)) and len(out) == 2 and all(isinstance(a, np.ndarray) for a in out)
 
 
-def unaligned(out):
-    """Whether given outputs lie where a load may not write around the caches, which takes other code."""
+def is_unaligned(out: Iterable[Array] | None) -> bool | None:
+    """Return whether given outputs lie where a load may not write around the caches: it takes other code."""
     return None if out is None else any(cpu.launches.address(array) % 16 for array in out)
 
 
-def addresses(arrays):
-    """Where arrays lie, by name; those that are None lie nowhere."""
+def addresses(arrays: Mapping[str, Array | None]) -> dict[str, int]:
+    """Return where arrays lie, by name; those that are None lie nowhere."""
     address = cpu.launches.address
     return {name: address(array) for name, array in arrays.items() if array is not None}
 
 
-class Repeats(dict):
-    """Prepared calls, by their form."""
+class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
+    """What is prepared for calls, by their form."""
 
-    def __init__(self, most=MOST):
+    def __init__(self, most: int = MOST) -> None:
         super().__init__()
         self.most = most
 
-    def __reduce__(self):
-        return Repeats, (self.most,)  # they know addresses, which a copy does not have
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return PreparedCalls, (self.most,)  # they know addresses, which a copy does not have
 
-    def keep(self, call, prepared):
-        """Keep a call for its next time."""
+    def find(self, form: Form | None) -> Prepared | None:
+        """Return what is prepared for calls of a form, if it is known."""
+        try:
+            return self.get(form)
+        except TypeError:  # an attribute that is not hashable
+            return None
+
+    def take(self, form: Form | None) -> Prepared | None:
+        """Return what is prepared for calls of a form, which nobody else has meanwhile."""
+        try:
+            return self.pop(form, None)
+        except TypeError:
+            return None
+
+    def keep(self, form: Form | None, prepared: Prepared) -> None:
+        """Keep what is prepared for the next call of its form, if the form can be known again."""
+        if form is None:
+            return
         if len(self) >= self.most:
             self.clear()
-        self[call] = prepared
+        try:
+            self[form] = prepared
+        except TypeError:
+            return
 
 
-class Guarded:
-    """A prepared call whose next arrays nobody has checked, but for their form.
+class PreparedCall:
+    """A checked call whose launches can run again while its arrays lie elsewhere.
 
-    It is made again once it is seen that those that are `written`, the last so many of `arrays`, are
-    writeable and overlap nothing; what lay in one place does so again, as the form says. Where that is not
-    sure the call is left to the full checks; so is one for another step, by its number, if `attention`, the
-    task of a launch, is not shared out as before. A cache has `room` rows.
+    `arrays` has arrays, or their addresses, by the names that launches have for them, in the order in which a
+    run gives the next ones. `run` checks that the last `written` of them are writeable and overlap nothing;
+    what lay in one place does so again, as the form says. Where that is not sure the call is left to the full
+    checks. A cache has `room` rows. `attention` is the record of a launch whose work is shared out again for
+    another `version` of the step.
     """
 
-    __slots__ = ("_attention", "_launches", "_near", "_planned", "_step", "_written", "room")
+    __slots__ = ("_attention", "_launches", "_moved", "_near", "_planned", "_version", "_written", "room")
 
-    def __init__(self, launches, arrays, written, room=0, attention=None, step=None):
-        self.room, self._step, self._attention = room, step, attention
+    def __init__(
+        self,
+        launches: Sequence[Any],
+        arrays: Mapping[str, Array | int | None],
+        written: int = 0,
+        *,
+        room: int = 0,
+        attention: Array | None = None,
+        version: object = None,
+    ) -> None:
+        self._launches, self._attention = launches, attention
+        self.room, self._version = room, version
         self._planned = None if attention is None else cpu.attention.prepare.planned(attention)
-        places = addresses(arrays)
-        self._launches = cpu.launches.Repeat(launches, places, tuple(arrays))
-        there = [(i, places[name], *span(arrays[name])) for i, name in enumerate(arrays) if name in places]
-        self._written = [i for i, *_ in there if i >= len(arrays) - written]
-        self._near = []  # (one, other, distances between which lie those at which they overlap)
-        for one, place, low, high in there:
-            for other, other_place, other_low, other_high in there:
-                if other < one in self._written and place != other_place:
-                    self._near.append((one, other, low - other_high, high - other_low))
+        names = list(arrays)
+        places = {
+            name: array if isinstance(array, int) else cpu.launches.address(array)
+            for name, array in arrays.items()
+            if array is not None
+        }
+        self._moved = [
+            (memoryview(launch.numbers), at, names.index(owner), int(launch.numbers[at]) - places[owner])
+            for launch in launches
+            for at, owner in launch.owners.items()
+            if owner in places
+        ]
+        self._written, self._near = overlaps(arrays, places, written)
 
-    def run(self, arrays, step=None):
-        """Make the call for other arrays of the same form, in order; False if it needs the full checks."""
+    def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
+        """Run the call for other arrays of its form; return False if it needs the full checks."""
         address = cpu.launches.address
         places = [0 if array is None else address(array) for array in arrays]
         for i in self._written:
-            if not arrays[i].flags.writeable:
+            if not arrays[i].flags.writeable:  # type: ignore[union-attr]
                 return False
         for one, other, least, most in self._near:
             if least < places[other] - places[one] < most:
                 return False
-        return self._launches.run(places, None if step == self._step else lambda: self._shared_out(step))
+        return self.run_at(places, None if version == self._version else lambda: self.reschedule(version))
 
-    def _shared_out(self, step):
-        """Share the work of another step out; False if it takes another launch."""
-        self._step = None
+    def run_at(self, places: Sequence[int], refit: Callable[[], bool] | None = None) -> bool:
+        """Run the call for arrays at these addresses, which are known to be right.
+
+        `refit` may change other numbers of the launches before. If it says that they need another launch
+        none is run, and the answer is False.
+        """
+        with cpu.launches.running:
+            if refit is not None and not refit():
+                return False
+            for numbers, at, i, offset in self._moved:
+                numbers[at] = places[i] + offset
+            for launch in self._launches:
+                launch.run()
+        return True
+
+    def reschedule(self, version: object) -> bool:
+        """Share the work of another step out; return False if it takes another launch."""
+        self._version = None
         cpu.attention.prepare.schedule(self._attention)
         if cpu.attention.prepare.planned(self._attention) != self._planned:
             return False
-        self._step = step
+        self._version = version
         return True
 
 
-def span(array):
-    """The bytes from an array's address that its elements lie in."""
+def overlaps(
+    arrays: Mapping[str, Any], places: Mapping[str, int], written: int
+) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+    """Return which of `arrays` are written, the last so many, and at which distances they overlap others.
+
+    An entry (one, other, least, most) says that two arrays overlap where the distance from one to the other
+    is between both numbers. Arrays that lie in one place are meant to.
+    """
+    if not written:
+        return [], []
+    there = [(i, places[name], *span(arrays[name])) for i, name in enumerate(arrays) if name in places]
+    last = [i for i, *_ in there if i >= len(arrays) - written]
+    return last, [
+        (one, other, low - other_high, high - other_low)
+        for one, place, low, high in there
+        for other, other_place, other_low, other_high in there
+        if other < one in last and place != other_place
+    ]
+
+
+def span(array: Array) -> tuple[int, int]:
+    """Return the range of bytes, from an array's address, that its elements lie in."""
     if not array.size:
         return 0, 0
     reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]

@@ -1,59 +1,63 @@
-"""Rotary position embedding: queries and keys turned, in calls that are prepared once for each form."""
+"""Rotary position embedding: queries and keys are rotated in calls that are prepared once for each form."""
+
+from __future__ import annotations
 
 import numpy as np
 
 from kvkit import cpu
 from kvkit.calls import launch
-from kvkit.calls.repeats import Guarded, Repeats, form, is_pair, unaligned
-from kvkit.checks import positions
+from kvkit.calls.repeats import PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned
+from kvkit.checks.arguments import PackedPositions, RotaryArguments, StaticPositions
+from kvkit.checks.positions import checked_rotation, positions_of
 from kvkit.checks.tensors import one_piece
 from kvkit.runtime import result_pool
+from kvkit.typed import Array, Pair
 
-ARRAYS = "query", "key", "turned query", "turned key"
-TURNED = 2  # of them are written
+ARRAYS = "query", "key", "rotated query", "rotated key"
+ROTATED = 2  # of them are written
 FEW = 64  # forms of calls that are remembered
 
-calls = Repeats(FEW)  # by their form; one that is made is taken away as long as it lasts
+# By their form, with the starts and first positions of their sequences. A call takes its own away as long as
+# it lasts.
+rotations: PreparedCalls[tuple[PreparedCall, Array, Array]] = PreparedCalls(FEW)
 
 
-def static(given, out):
-    """`rotary_position_embedding` of arguments by name, for sequences of one length."""
-    where = {name: given[name] for name in ("query", "start_pos", "pad_len")}
-    return rotate(given, out, where, positions.static_turn, positions.static_positions)
-
-
-def dynamic(given, out):
-    """The same for packed ones."""
-    where = {name: given[name] for name in ("query", "seqstarts", "start_pos", "max_seqlen")}
-    return rotate(given, out, where, positions.dynamic_turn, positions.dynamic_positions)
-
-
-def rotate(given, out, where, checked, positions_of):
-    """Turn queries and keys; `where` has the arguments that positions come from."""
-    arrays, known = (given["query"], given["key"]), None
+def rotate(
+    query: Array,
+    key: Array,
+    where: StaticPositions | PackedPositions,
+    arguments: RotaryArguments,
+    out: Pair | None,
+) -> Pair:
+    """Rotate queries and keys by the angles of their positions."""
+    arrays, form = (query, key), None
     if out is None or is_pair(out):
-        attributes = tuple(given.values())[1 + len(where) :]  # which tables of cosines make unhashable
-        known = form((*arrays, *(out or ())), attributes)
-    if known and out:
+        # Tables of cosines cannot be hashed, so that calls with them are checked each time.
+        form = form_of((*arrays, *(out or ())), arguments)
+    if form and out:
         address = cpu.launches.address
-        known += unaligned(out), *(address(a) == address(b) for a, b in zip(arrays, out, strict=True))
-    prepared = calls.pop(known, None)
+        form += is_unaligned(out), *(address(a) == address(b) for a, b in zip(arrays, out, strict=True))
+    prepared = rotations.take(form)
     if prepared:
-        guarded, *kept = prepared
-        found = positions_of(**where)
-        made = out or [result_pool.empty(array.shape, array.dtype) for array in arrays]
-        if len(kept[0]) == len(found[0]):
-            for ours, numbers in zip(kept, found, strict=True):
-                np.copyto(ours, numbers)
-            if guarded.run((*arrays, *made)):
-                calls.keep(known, prepared)
-                return made[0], made[1]
-    call = checked(**given)
-    made = call.results.taken(out)
-    if call.starts[-1]:
-        turn = launch.rotation(call, made)
-        cpu.launches.start(turn)
-        if known and all(one_piece(array) is array for array in arrays):
-            repeated = dict(zip(ARRAYS, (*arrays, *made), strict=True))
-            calls.keep(known, (Guarded([turn], repeated, TURNED), call.starts, call.first))
-    return made
+        call, *own = prepared
+        positions = positions_of(query, where)
+        results = out or (
+            result_pool.empty(query.shape, query.dtype),
+            result_pool.empty(key.shape, key.dtype),
+        )
+        if len(own[0]) == len(positions[0]):
+            for ours, theirs in zip(own, positions, strict=True):
+                np.copyto(ours, theirs)
+            if call.run((*arrays, *results)):
+                rotations.keep(form, prepared)
+                return results[0], results[1]
+    checked = checked_rotation(query, key, where, arguments)
+    results = checked.results.arrays(out)
+    if checked.starts[-1]:
+        rotation = launch.rotation(checked, results)
+        cpu.launches.start(rotation)
+        if form and all(one_piece(array) is array for array in arrays):
+            repeated = dict(zip(ARRAYS, (*arrays, *results), strict=True))
+            call = PreparedCall([rotation], repeated, ROTATED)
+            rotations.keep(form, (call, checked.starts, checked.first))
+    return results

@@ -4,53 +4,63 @@ Calls that bring their own index tensors, or none, have such a step too: each ta
 its form.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import SupportsIndex
+
 import numpy as np
 
 from kvkit import checks, cpu
 from kvkit.calls import launch
-from kvkit.calls.repeats import Guarded, Repeats, form, is_pair, members, unaligned
-from kvkit.checks import validation
+from kvkit.calls.repeats import Form, PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned, members
+from kvkit.checks.arguments import CacheAttention, CacheTransfer, StepArguments
 from kvkit.checks.attention import checked_cache_attention
-from kvkit.checks.index_tensors import INT64_MAX, equal
+from kvkit.checks.index_tensors import (
+    INT64_MAX,
+    Packed,
+    Sequences,
+    Static,
+    packed_in_cache,
+    static_step,
+    validates,
+)
 from kvkit.checks.key_value_cache import checked_key_value_cache
-from kvkit.checks.sequences import INDEX, Packed, Static, in_cache
+from kvkit.checks.tensors import packed_tokens
 from kvkit.checks.values import integer
 from kvkit.runtime import result_pool
+from kvkit.typed import Array, Attended, Pair
 
-# The arrays of calls that repeat, by the names that launches have for them; what is written comes last.
-LOADED = "current_key", "current_value", "cache", "scale", "key", "value"
-ATTENDED = "query", "current_key", "current_value", "cache", "scale", "out"
-LOADS, ATTENDS = 4, 3  # arrays that are written
-TENSORS = "seqstarts", "kvstarts", "cachestarts", "start_pos"
-OTHERS = (*(name for name in INDEX if name not in TENSORS), "decoding_batches")
+LOADS, ATTENDS = 4, 3  # arrays that are written: the cache, its scale, the outputs
 FEW = 64  # forms of steps that are remembered, and of calls for each
 FAR = 2**40  # positions that no cache has
 
 
-class Step:
+class PlannedStep:
     """Checked sequences. Calls that differ only in the addresses of their arrays are checked once."""
 
-    __slots__ = ("_attended", "_loaded", "_number", "_sequences")
+    __slots__ = ("_attended", "_loaded", "_sequences", "_version")
 
-    def __init__(self, sequences, *most):
-        self._sequences, self._number = sequences, 0
-        self._loaded, self._attended = Repeats(*most), Repeats(*most)
+    def __init__(self, sequences: Sequences, *most: int) -> None:
+        self._sequences, self._version = sequences, 0
+        self._loaded: PreparedCalls[PreparedCall] = PreparedCalls(*most)
+        self._attended: PreparedCalls[PreparedCall] = PreparedCalls(*most)
 
     @property
-    def sequences(self):
-        """What was checked."""
+    def sequences(self) -> Sequences:
+        """The checked sequences."""
         return self._sequences
 
-    def follows(self, tokens, tensors):
+    def follow(self, tokens: int, tensors: Sequence[Array]) -> bool:
         """Take the place of the last step, for index tensors of its form; False if they break a rule."""
         steps = self._sequences.steps
-        kept = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
-        pairs = [*zip(kept, tensors, strict=True)]
+        own = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
+        pairs = [*zip(own, tensors, strict=True)]
         # Layers of a model come with the same tensors.
-        if tokens == steps.tokens and all(ours.tobytes() == given.tobytes() for ours, given in pairs):
+        if tokens == steps.tokens and all(ours.tobytes() == theirs.tobytes() for ours, theirs in pairs):
             return True
-        for ours, given in pairs:
-            np.copyto(ours.reshape(given.shape), given)
+        for ours, theirs in pairs:
+            np.copyto(ours.reshape(theirs.shape), theirs)
         if steps.seqstarts[0] or steps.kvstarts[0] or steps.seqstarts[-1] != tokens:
             return False
         steps = steps._replace(tokens=tokens, context=int(steps.kvstarts[-1]))
@@ -58,102 +68,137 @@ class Step:
         if rule:
             return False
         self._sequences = Packed(steps._replace(rows=rows), self._sequences.decoding)
-        self._number += 1
+        self._version += 1
         return True
 
-    def begins_at(self, start):
-        """Likewise, for sequences of one length from another position on."""
+    def begin_at(self, start: int) -> None:
+        """Take the place of the last step, for sequences of one length from another position on."""
         last, steps = self._sequences.start_pos, self._sequences.steps
         if start != last:
             batch, rows = len(steps.start_pos), steps.rows + start - last
             np.multiply(np.arange(batch + 1), rows, out=steps.kvstarts)
             steps.start_pos.fill(start)
             self._sequences = Static(start, steps._replace(context=batch * rows, rows=rows))
-            self._number += 1
+            self._version += 1
 
-    def load(self, given, out):
-        """`key_value_cache` of arguments by name."""
-        arrays, known, steps = tuple([given[name] for name in LOADED[:4]]), None, self._sequences.steps
+    def load(self, call: CacheTransfer, out: Pair | None) -> Pair:
+        """Run `key_value_cache`."""
+        arrays = call.current_key, call.current_value, call.cache, call.scale
+        form, steps = None, self._sequences.steps
         if steps is not None and (out is None or is_pair(out)):
             # A launch has as many workers as its first context needs: longer ones have others.
             context = steps.context.bit_length() if out is None else steps.context
-            attributes = *tuple(given.values())[len(arrays) :], context, unaligned(out)
-            known = form((*arrays, *(out or ())), attributes)
-        prepared = self._loaded.get(known)
+            attributes = *call.place, call.num_repeat, context, is_unaligned(out)
+            form = form_of((*arrays, *(out or ())), attributes)
+        prepared = self._loaded.find(form)
         if prepared and prepared.room >= steps.rows:
-            made = out
+            results = out
             if out is None:
-                *_, heads, dim = arrays[0].shape
-                shape = *self._sequences.contexts(steps), heads * given["num_repeat"], dim
-                made = result_pool.empty(shape, arrays[0].dtype), result_pool.empty(shape, arrays[0].dtype)
-            if prepared.run((*arrays, *made)):
-                return made[0], made[1]
-        call = checked_key_value_cache(self._sequences, **given)
-        made = call.results.taken(out)
-        launches = launch.transfers(call, made)
+                *_, heads, dim = call.current_key.shape
+                shape = *self._sequences.context_axes(steps), heads * call.num_repeat, dim
+                dtype = call.current_key.dtype
+                results = result_pool.empty(shape, dtype), result_pool.empty(shape, dtype)
+            if prepared.run((*arrays, *results)):
+                return results[0], results[1]
+        checked = checked_key_value_cache(self._sequences, call)
+        key, value = checked.results.arrays(out)
+        launches = launch.transfers(checked, key, value)
         cpu.launches.start(*launches)
-        if known and call.current_key is arrays[0] and call.current_value is arrays[1]:
-            repeated = dict(zip(LOADED, (*arrays, *made), strict=True))
-            self._loaded.keep(known, Guarded(launches, repeated, LOADS, call.layer.capacity[1]))
-        return made
+        if form and checked.current_key is call.current_key and checked.current_value is call.current_value:
+            names = "current_key", "current_value", "cache", "scale", "key", "value"
+            repeated = dict(zip(names, (*arrays, key, value), strict=True))
+            room = checked.layer.capacity[1]
+            self._loaded.keep(form, PreparedCall(launches, repeated, LOADS, room=room))
+        return key, value
 
-    def attend(self, given, out):
-        """`multi_head_cache_attention`, likewise; calls with a mask or sinks are checked each time."""
-        arrays, known, steps = tuple([given[name] for name in ATTENDED[:5]]), None, self._sequences.steps
-        plain = given["attn_mask"] is None and given["sinks"] is None and given["return_lse"] is False
+    def attend(self, call: CacheAttention, out: Array | Pair | None) -> Attended:
+        """Run `multi_head_cache_attention`; calls with a mask or sinks are checked each time."""
+        arrays = call.query, call.current_key, call.current_value, call.cache, call.scale
+        form, steps, scoring = None, self._sequences.steps, call.scoring
+        plain = scoring.attn_mask is None and scoring.sinks is None and call.return_lse is False
         if plain and steps is not None:
-            attributes = *tuple(given.values())[len(arrays) :], *members(given["window"])
-            known = form((*arrays, out), attributes)
-        prepared = self._attended.get(known)
+            attributes = *call.place, *call.heads, *scoring, *members(scoring.window)
+            form = form_of((*arrays, out), attributes)
+        prepared = self._attended.find(form)
         if prepared and prepared.room >= steps.rows:
-            made = result_pool.empty(arrays[0].shape, arrays[0].dtype) if out is None else out
-            if prepared.run((*arrays, made), self._number):
-                return made
-        call = checked_cache_attention(self._sequences, **given)
-        made = call.results.taken(out)
-        launches = launch.attention(call, made)
+            result = result_pool.empty(call.query.shape, call.query.dtype) if out is None else out
+            if prepared.run((*arrays, result), self._version):
+                return result
+        checked = checked_cache_attention(self._sequences, call)
+        results = checked.results.arrays(out)
+        launches = launch.attention(checked, results)
         cpu.launches.start(*launches)
-        if known and all(a is b for a, b in zip(arrays, (call.query, *call.current), strict=False)):
-            repeated = dict(zip(ATTENDED, (*arrays, made[0]), strict=True))
-            room, attention = call.layer.capacity[1], launches[-1].numbers
-            guarded = Guarded(launches, repeated, ATTENDS, room, attention, self._number)
-            self._attended.keep(known, guarded)
-        return launch.returned(made)
+        if form and all(a is b for a, b in zip(arrays, (checked.query, *checked.current), strict=False)):
+            names = "query", "current_key", "current_value", "cache", "scale", "out"
+            repeated = dict(zip(names, (*arrays, results[0]), strict=True))
+            room, attention = checked.layer.capacity[1], launches[-1].numbers
+            self._attended.keep(
+                form,
+                PreparedCall(
+                    launches, repeated, ATTENDS, room=room, attention=attention, version=self._version
+                ),
+            )
+        return launch.one_or_all(results)
 
 
-steps = Repeats(FEW)  # by their form; a call takes its own away as long as it lasts
+planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(
+    FEW
+)  # a call takes its own away as long as it lasts
 
 
-def over_packed(name, given, out, operator):
-    """An operator of `Step` whose arguments have index tensors among them; `name` has the tokens."""
-    tensors, tokens = [given[each] for each in TENSORS], given[name]
-    known = form(tensors, (name, *[given.get(each) for each in OTHERS]))
-    step = steps.pop(known, None)
-    fresh = step is None or validation.asked() or not isinstance(tokens, np.ndarray)
-    if fresh or not step.follows(len(tokens), tensors):
-        step = Step(in_cache(name, given), FEW)
-    else:
-        for each in (*TENSORS, *OTHERS):
-            given.pop(each, None)
-    made = operator(step, given, out)
-    if known is not None:
-        steps.keep(known, step)
-    return made
+def load_packed(index: StepArguments, call: CacheTransfer, out: Pair | None) -> Pair:
+    """Run `key_value_cache` for packed sequences."""
+    step, form = take_packed(index, "current_key", call.current_key)
+    results = step.load(call, out)
+    planned_steps.keep(form, step)
+    return results
 
 
-def over_static(name, given, out, operator):
-    """Likewise of sequences of one length, from a position on."""
-    tokens, start, known = given[name], given.pop("start_pos"), None
+def attend_packed(index: StepArguments, call: CacheAttention, out: Array | Pair | None) -> Attended:
+    """Run `multi_head_cache_attention` for packed sequences."""
+    step, form = take_packed(index, "query", call.query)
+    results = step.attend(call, out)
+    planned_steps.keep(form, step)
+    return results
+
+
+def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[PlannedStep, Form | None]:
+    """Return the checked step of index tensors, and its form; the array called `name` has the tokens."""
+    tensors = index.seqstarts, index.kvstarts, index.cachestarts, index.start_pos
+    limits = index.max_seqlen, index.max_kvlen, index.cache_mode, index.page_size
+    form = form_of(tensors, (name, index.decoding_batches, *limits))
+    step = planned_steps.take(form)
+    known = step is not None and not validates() and isinstance(tokens, np.ndarray)
+    if not known or not step.follow(len(tokens), tensors):
+        step = PlannedStep(packed_in_cache(packed_tokens(name, tokens), index), FEW)
+    return step, form
+
+
+def load_static(start_pos: SupportsIndex, call: CacheTransfer, out: Pair | None) -> Pair:
+    """Run `key_value_cache` for sequences of one length."""
+    step, form = take_static(start_pos, call.current_key)
+    results = step.load(call, out)
+    planned_steps.keep(form, step)
+    return results
+
+
+def attend_static(start_pos: SupportsIndex, call: CacheAttention, out: Array | Pair | None) -> Attended:
+    """Run `multi_head_cache_attention` for sequences of one length."""
+    step, form = take_static(start_pos, call.query)
+    results = step.attend(call, out)
+    planned_steps.keep(form, step)
+    return results
+
+
+def take_static(start_pos: SupportsIndex, tokens: Array) -> tuple[PlannedStep, Form | None]:
+    """Return the step of sequences of one length, [B, S, ..], from a position on, and its form."""
+    start, form = start_pos, None
     if isinstance(tokens, np.ndarray) and tokens.ndim == Static.axes:
-        start = integer("start_pos", start, 0)
-        known = tokens.shape[:2] if start < FAR else None
-    step = steps.pop(known, None)
+        start = integer("start_pos", start_pos, 0)
+        form = tokens.shape[:2] if start < FAR else None
+    step = planned_steps.take(form)
     if step is not None:
-        step.begins_at(start)
-    else:
-        made = None if known is None else equal(known[0], known[1], start + known[1])
-        step = Step(Static(start, made), FEW)
-    made = operator(step, given, out)
-    if known is not None:
-        steps.keep(known, step)
-    return made
+        step.begin_at(start)
+        return step, form
+    steps = None if form is None else static_step(*form, start + form[1])
+    return PlannedStep(Static(start, steps), FEW), form

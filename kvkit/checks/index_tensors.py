@@ -1,28 +1,40 @@
 """The index tensors of a step: checked once, then where each sequence's tokens are packed and lie."""
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, SupportsIndex
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit import checks
-from kvkit.checks import validation
-from kvkit.checks.records import Steps
+from kvkit.checks.arguments import ContextArguments, StepArguments
+from kvkit.checks.masks import dynamic_mask, static_mask
+from kvkit.checks.records import CacheLayer, MaskPlace, StepIndex
 from kvkit.checks.values import choice, integer
 from kvkit.errors import KvkitError, argument_error
+from kvkit.formats.elements import Element
+from kvkit.layouts import pmx
+from kvkit.layouts.grammar import Layout
 from kvkit.layouts.places import ENDLESS
+from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
 AXES = {1: "axis", 2: "axes"}
+NamedLength = tuple[str, int]  # the name of an array, and its length
 
 
-def index(name, value, ndim=1, length=None):
-    """A copy of an index tensor as int64: kernels trust what was checked, whoever changes the original."""
-    array = of_form(name, value, ndim)
+def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None) -> Array:
+    """Copy an index tensor as int64: kernels trust what was checked, whoever changes the original."""
+    array = index_form(name, value, ndim)
     if length is not None and len(array) != length:
         raise argument_error(name, f"{length} entries", len(array))
     return array.astype(np.int64, order="C")
 
 
-def of_form(name, value, ndim):
-    """An index tensor of the right type and number of axes, whose elements nobody has read."""
+def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
+    """Return an index tensor of the right type and number of axes. Its elements are not read."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -36,9 +48,9 @@ def of_form(name, value, ndim):
     return array
 
 
-def has_room(batch, seqlen, start_pos, cache):
+def check_static_room(batch: int, seqlen: int, start_pos: int, layer: CacheLayer) -> None:
     """Check that a cache with a part for each sequence has rows for new tokens from a position on."""
-    sequences, rows = cache.capacity
+    sequences, rows = layer.capacity
     if batch > sequences:
         raise argument_error("cache", f"room for {batch} sequences (MaxB)", sequences)
     if start_pos > rows - seqlen:
@@ -47,49 +59,42 @@ def has_room(batch, seqlen, start_pos, cache):
         )
 
 
-def equal(batch, seqlen, kvlen):
-    """Sequences of one length as packed ones, each from row 0 of a part of its own."""
+def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
+    """Return sequences of one length as packed ones, each from row 0 of a part of its own."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
     first, sizes = zeros[:, 0], (batch * seqlen, batch * kvlen, kvlen)
-    return Steps(counts * seqlen, counts * kvlen, first + (kvlen - seqlen), first, zeros, ENDLESS, *sizes)
+    return StepIndex(counts * seqlen, counts * kvlen, first + (kvlen - seqlen), first, zeros, ENDLESS, *sizes)
 
 
-def dynamic(tokens, **index_tensors):
-    """Check every length and every row of a step, but for the size of the cache: see `fits`.
+def checked_step(tokens: NamedLength | None, arguments: StepArguments) -> StepIndex:
+    """Check every length and every row of a step, but for the size of the cache: see `check_room`.
 
-    `tokens` is (name, length) of an array of packed tokens, or None if there is none yet.
+    `tokens` names an array of packed tokens and says its length; None if there is none yet.
     """
-    return checked(unchecked(tokens, **index_tensors))
+    return check_step(read_step(tokens, arguments))
 
 
-def unchecked(
-    tokens,
-    *,
-    seqstarts,
-    kvstarts,
-    cachestarts,
-    start_pos,
-    max_seqlen,
-    max_kvlen,
-    cache_mode,
-    page_size,
-    take=index,
-):
-    """A step of the right types, shapes and totals. `take` makes its table: `index`, or `of_form`, which
-    reads nothing.
+def read_step(
+    tokens: NamedLength | None,
+    arguments: StepArguments,
+    read_table: Callable[[str, ArrayLike, int], Array] = index,
+) -> StepIndex:
+    """Read a step whose tensors have the right types, shapes and totals.
+
+    `read_table` is `index`, or `index_form`, which reads no element.
     """
-    seqstarts, kvstarts = index("seqstarts", seqstarts), index("kvstarts", kvstarts)
-    start_pos = index("start_pos", start_pos)
-    mode = choice("cache_mode", cache_mode, (0, 1))
+    seqstarts, kvstarts = index("seqstarts", arguments.seqstarts), index("kvstarts", arguments.kvstarts)
+    start_pos = index("start_pos", arguments.start_pos)
+    mode = choice("cache_mode", arguments.cache_mode, (0, 1))
     try:
-        table = take("cachestarts", cachestarts, mode + 1)
+        table = read_table("cachestarts", arguments.cachestarts, mode + 1)
     except KvkitError as error:
         other = "offsets [B]; cache_mode=1 takes a page table" if mode == 0 else "a page table [B, MaxP]"
         raise KvkitError(f"{error} (cache_mode {mode} takes {other})") from None
     if mode == 0:
         table, page_size = table.reshape(-1, 1), ENDLESS
     else:
-        page_size = min(integer("page_size", page_size, 1), ENDLESS)
+        page_size = min(integer("page_size", arguments.page_size, 1), ENDLESS)
     batch = seqstarts.shape[0] - 1
     for name, array, length in (
         ("seqstarts", seqstarts, max(batch, 0) + 1),
@@ -99,119 +104,121 @@ def unchecked(
     ):
         if array.shape[0] != length:
             raise argument_error(name, f"{length} entries for {max(batch, 0)} sequences", array.shape[0])
-    begin_with_0(seqstarts, kvstarts)
+    check_first_starts(seqstarts, kvstarts)
     if tokens:
-        ends_with("seqstarts", seqstarts[-1], tokens)
-    limits = hint("max_seqlen", max_seqlen), hint("max_kvlen", max_kvlen)
-    return Steps(
+        check_last_start("seqstarts", seqstarts[-1], tokens)
+    limits = limit("max_seqlen", arguments.max_seqlen), limit("max_kvlen", arguments.max_kvlen)
+    return StepIndex(
         seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size,
         int(seqstarts[-1]), int(kvstarts[-1]), 0, limits,
     )  # fmt: skip
 
 
-def checked(step):
-    """The step with the rows that it needs, if it breaks no rule."""
-    step = step._replace(rows=scanned(step, INT64_MAX))
-    validation.step(step)
+def check_step(step: StepIndex) -> StepIndex:
+    """Return a step with the number of rows that it needs, if it breaks no rule."""
+    step = step._replace(rows=scanned_rows(step, INT64_MAX))
+    if validates():
+        validate_step(step)
     return step
 
 
-def packed(seqstarts, kvstarts, max_seqlen, max_kvlen):
-    """A step over keys that are packed themselves: sequence b's context begins at row kvstarts[b]."""
-    seqstarts, kvstarts = index("seqstarts", seqstarts), index("kvstarts", kvstarts)
+def packed_contexts(arguments: ContextArguments) -> StepIndex:
+    """Check a step over packed keys: the context of sequence b begins at row kvstarts[b]."""
+    seqstarts, kvstarts = index("seqstarts", arguments.seqstarts), index("kvstarts", arguments.kvstarts)
     batch = seqstarts.shape[0] - 1
     if batch < 0:
         raise argument_error("seqstarts", "1 entries for 0 sequences", 0)
     if kvstarts.shape[0] != batch + 1:
         raise argument_error("kvstarts", f"{batch + 1} entries for {batch} sequences", kvstarts.shape[0])
-    begin_with_0(seqstarts, kvstarts)
-    for name, starts, limit_name, limit in (
-        ("seqstarts", seqstarts, "max_seqlen", max_seqlen),
-        ("kvstarts", kvstarts, "max_kvlen", max_kvlen),
+    check_first_starts(seqstarts, kvstarts)
+    for name, starts, limit_name, most in (
+        ("seqstarts", seqstarts, "max_seqlen", arguments.max_seqlen),
+        ("kvstarts", kvstarts, "max_kvlen", arguments.max_kvlen),
     ):
         falls = starts[1:] < starts[:-1]
         if falls.any():
             entry = falls.argmax() + 1
             raise argument_error(name, f"never to decrease (entry {entry})", starts[entry])
-        lengths, limit = starts[1:] - starts[:-1], hint(limit_name, limit)
-        if batch and lengths.max() > limit:
+        lengths, longest = starts[1:] - starts[:-1], limit(limit_name, most)
+        if batch and lengths.max() > longest:
             b = int(lengths.argmax())
-            raise argument_error(limit_name, f"at least {lengths[b]}, the length of sequence {b}", limit)
+            raise argument_error(limit_name, f"at least {lengths[b]}, the length of sequence {b}", longest)
     table, zeros = kvstarts[:-1].reshape(-1, 1), np.zeros(batch, np.int64)
     tokens, context = int(seqstarts[-1]), int(kvstarts[-1])
-    return Steps(seqstarts, kvstarts, zeros, zeros, table, ENDLESS, tokens, context, context)
+    return StepIndex(seqstarts, kvstarts, zeros, zeros, table, ENDLESS, tokens, context, context)
 
 
-def begin_with_0(seqstarts, kvstarts):
+def check_first_starts(seqstarts: Array, kvstarts: Array) -> None:
+    """Check that packed sequences begin with 0."""
     for name, starts in (("seqstarts", seqstarts), ("kvstarts", kvstarts)):
         if starts[0] != 0:
             raise argument_error(name, "to begin with 0", starts[0])
 
 
-def ends_with(starts, end, tokens):
+def check_last_start(starts: str, end: int, tokens: NamedLength) -> None:
     """Check that packed sequences end where an array does."""
     name, length = tokens
     if end != length:
         raise argument_error(starts, f"to end with the {length} tokens of {name}", end)
 
 
-def fits(step, tokens, cache):
+def check_room(step: StepIndex, tokens: NamedLength, layer: CacheLayer) -> None:
     """Check a step against the tokens of an array and the rows of a cache."""
-    ends_with("seqstarts", step.tokens, tokens)
-    if step.rows > cache.capacity[1]:
-        scanned(step, cache.capacity[1])
+    check_last_start("seqstarts", step.tokens, tokens)
+    if step.rows > layer.capacity[1]:
+        scanned_rows(step, layer.capacity[1])
 
 
-def scanned(step, rows):
-    """How many rows of a cache with `rows` a step needs, or the error for the first rule it breaks."""
+def scanned_rows(step: StepIndex, rows: int) -> int:
+    """Return how many rows of a cache with `rows` a step needs, or raise the error for a broken rule."""
     if not isinstance(step.table, np.ndarray):
         step = step._replace(table=np.asarray(step.table))
     found = checks.scan.scan(step, rows)
     if found[0]:
-        raise broken_rule(
-            found, step.seqstarts, step.start_pos, step.table, step.page_size, rows, step.limits
-        )
+        raise step_error(found, step, rows)
     return found[1]
 
 
-def stored_runs(step):
-    """How many runs of rows a step stores, or the error for what its lengths break; its table is not read."""
+def stored_runs(step: StepIndex) -> int:
+    """Return how many runs of rows a step stores, or raise the error for its lengths.
+
+    The table is not read.
+    """
     found = checks.scan.scan_lengths(step)
     if found[0]:
-        raise broken_rule(found, step.seqstarts, step.start_pos, step.table, step.page_size, 0, step.limits)
+        raise step_error(found, step, 0)
     return found[1]
 
 
-def hint(name, value):
-    """max_seqlen or max_kvlen: None knows no limit."""
+def limit(name: str, value: SupportsIndex | None) -> int:
+    """Return a checked max_seqlen or max_kvlen; None knows no limit."""
     return INT64_MAX if value is None else min(max(integer(name, value), -1), INT64_MAX)
 
 
-def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
-    """The error for what `scan` found."""
-    scan = checks.scan
+def step_error(found: list[int], step: StepIndex, rows: int) -> KvkitError:
+    """Return the error for a rule that `scan` found broken."""
+    scan, table, page_size = checks.scan, step.table, step.page_size
     rule, b, one, two = found
     if rule == scan.STARTS:
         return argument_error(("seqstarts", "kvstarts")[one], f"never to decrease (entry {b + 1})", two)
     if rule == scan.LENGTHS:
-        if start_pos[b] < 0:
-            return argument_error("start_pos", f"at least 0 for sequence {b}", start_pos[b])
-        need = f"start_pos + new tokens = {start_pos[b]} + {one} for sequence {b}"
+        start = step.start_pos[b]
+        if start < 0:
+            return argument_error("start_pos", f"at least 0 for sequence {b}", start)
+        need = f"start_pos + new tokens = {start} + {one} for sequence {b}"
         return argument_error("kvstarts", f"a length of {need}", two)
     if rule == scan.HINT:
-        return argument_error(
-            ("max_seqlen", "max_kvlen")[one], f"at least {two}, the length of sequence {b}", limits[one]
-        )
+        name = ("max_seqlen", "max_kvlen")[one]
+        return argument_error(name, f"at least {two}, the length of sequence {b}", step.limits[one])
     if rule == scan.PAGES:
         need = f"{one} pages for the {two} tokens of sequence {b} (page_size {page_size})"
         return argument_error("cachestarts", need, table.shape[1])
     # Page tables of other engines hold the numbers of pages.
-    pages = (
-        "" if page_size == ENDLESS else f" (a page begins at its number * page_size, which is {page_size})"
-    )
+    paged = page_size != ENDLESS
+    pages = f" (a page begins at its number * page_size, which is {page_size})" if paged else ""
     if rule == scan.ROW:
-        entry = f"cachestarts[{b}]" if page_size == ENDLESS else f"cachestarts[{b}, {one // page_size}]"
-        start = table[b, 0 if page_size == ENDLESS else one // page_size]
+        entry = f"cachestarts[{b}, {one // page_size}]" if paged else f"cachestarts[{b}]"
+        start = table[b, one // page_size if paged else 0]
         wanted = "rows from 0 on" if rows == INT64_MAX else f"rows within the {rows} of the cache"
         return argument_error(entry, wanted, f"{start}: position {one} is in row {two}{pages}")
     if rule == scan.STORED_TWICE:
@@ -222,3 +229,134 @@ def broken_rule(found, seqstarts, start_pos, table, page_size, rows, limits):
         "stored rows that hold no other token",
         f"row {two}, which sequence {b} stores and sequence {one} has as a past token{pages}",
     )
+
+
+# How the sequences of a call lie in its arrays: all that tells static operators from dynamic ones. A static
+# cache is offset mode with a stride between sequences, so nothing below the checks tells them apart.
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Sequences of one length, [B, S, ..], each with a part of the cache of its own."""
+
+    start_pos: SupportsIndex = 0  # checked when it is used
+    steps: StepIndex | None = None  # of new tokens from there on, if it is known already
+    decoding: ClassVar[int] = 0
+    axes: ClassVar[int] = 4  # of tokens
+    layouts: ClassVar[tuple[Layout, ...]] = pmx.STATIC
+
+    def over_keys(self, query: Array, key: Array) -> StepIndex:
+        """Return the step of queries that attend to a whole context."""
+        batch, seqlen, *_ = query.shape
+        return static_step(batch, seqlen, key.shape[1])
+
+    def over_cache(self, name: str, tokens: Array, layer: CacheLayer) -> StepIndex:
+        """Return the step of new tokens, in the array called `name`, if a layer has room for them."""
+        batch, seqlen, *_ = tokens.shape
+        start = integer("start_pos", self.start_pos, 0)
+        check_static_room(batch, seqlen, start, layer)
+        return static_step(batch, seqlen, start + seqlen) if self.steps is None else self.steps
+
+    def key_axes(self, query: Array) -> tuple[int | None, ...]:
+        """Return the outer axes of whole contexts; None is free."""
+        return query.shape[0], None
+
+    def context_axes(self, steps: StepIndex) -> tuple[int, ...]:
+        """Return the outer axes of gathered contexts."""
+        return len(steps.start_pos), steps.rows
+
+    def mask(self, fmt: Element, attn_mask: Array | None, query: Array, steps: StepIndex) -> MaskPlace:
+        """Return a checked mask, as kernels see it."""
+        batch, seqlen, num_heads, _ = query.shape
+        return static_mask(fmt, attn_mask, batch, num_heads, seqlen, steps.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences of any lengths, one after the other, [tokens, ..], which share a pool of rows."""
+
+    steps: StepIndex  # checked, but for arrays
+    decoding: int = 0
+    axes: ClassVar[int] = 3
+    layouts: ClassVar[tuple[Layout, ...]] = pmx.DYNAMIC
+
+    def index(self) -> dict[str, object]:
+        """Return the index tensors that the step was made of, by name."""
+        steps, paged = self.steps, self.steps.page_size != ENDLESS
+        table = np.asarray(steps.table)
+        tensors: dict[str, object] = {
+            name: getattr(steps, name) for name in ("seqstarts", "kvstarts", "start_pos")
+        }
+        tensors["cachestarts"] = table if paged else table[:, 0]
+        return tensors | ({"cache_mode": 1, "page_size": steps.page_size} if paged else {})
+
+    def over_keys(self, query: Array, key: Array) -> StepIndex:
+        """Return the step, if it ends where queries and keys do."""
+        check_last_start("seqstarts", self.steps.tokens, ("query", len(query)))
+        check_last_start("kvstarts", self.steps.context, ("key", len(key)))
+        return self.steps
+
+    def over_cache(self, name: str, tokens: Array, layer: CacheLayer) -> StepIndex:
+        """Return the step, if it ends where the tokens do and a layer has its rows."""
+        check_room(self.steps, (name, len(tokens)), layer)
+        return self.steps
+
+    def key_axes(self, query: Array) -> tuple[int | None, ...]:
+        """Return the outer axes of whole contexts; None is free."""
+        return (None,)
+
+    def context_axes(self, steps: StepIndex) -> tuple[int, ...]:
+        """Return the outer axes of gathered contexts."""
+        return (steps.context,)
+
+    def mask(self, fmt: Element, attn_mask: Array | None, query: Array, steps: StepIndex) -> MaskPlace:
+        """Return a checked mask, as kernels see it."""
+        return dynamic_mask(fmt, attn_mask, query.shape[1], steps.tokens, steps.context)
+
+
+Sequences = Static | Packed
+
+
+def packed_in_cache(tokens: NamedLength | None, arguments: StepArguments) -> Packed:
+    """Check packed sequences in a cache, for an array of so many tokens if that is known."""
+    steps = checked_step(tokens, arguments)
+    return Packed(steps, decoding_count(arguments.decoding_batches, steps))
+
+
+def packed_with_keys(arguments: ContextArguments) -> Packed:
+    """Check packed sequences whose keys are packed too."""
+    steps = packed_contexts(arguments)
+    return Packed(steps, decoding_count(arguments.decoding_batches, steps))
+
+
+def decoding_count(decoding_batches: SupportsIndex, steps: StepIndex) -> int:
+    """Return how many sequences the causal mask leaves alone."""
+    return integer("decoding_batches", decoding_batches, 0, len(steps.start_pos))
+
+
+# What is looked for only when KVKIT_VALIDATE=1 is in the environment: tables that are wrong, yet can be read.
+
+
+def validates() -> bool:
+    """Return whether operators look for more than they need."""
+    return os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
+
+
+def validate_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:
+    """Check the table of a call that reads pages."""
+    if validates():
+        rules = checks.table_rules
+        rules.validate("block_tables", rules.padded(table, lengths, blocks, page_size))
+
+
+def validate_step(step: StepIndex) -> None:
+    """Check the table of a step, and the pages that its new tokens are stored in; offsets have none."""
+    if step.page_size == ENDLESS:
+        return
+    rules, size = checks.table_rules, step.page_size
+    lengths = np.diff(step.kvstarts)
+    table = np.asarray(step.table)
+    tables = rules.padded(table, lengths, step.rows, size)
+    columns = np.arange(table.shape[1])
+    stored = (columns >= step.start_pos[:, None] // size) & (columns < rules.pages_of(lengths, size)[:, None])
+    rules.validate("cachestarts", tables, table[stored & (np.diff(step.seqstarts) > 0)[:, None]])

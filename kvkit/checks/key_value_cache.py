@@ -2,42 +2,43 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
 from kvkit.checks import caches
+from kvkit.checks.arguments import CacheTransfer
+from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import Cache, Steps
-from kvkit.checks.tensors import current, holdable
+from kvkit.checks.records import CacheLayer, StepIndex
+from kvkit.checks.tensors import NamedArrays, current, holdable
 from kvkit.checks.values import integer
 from kvkit.formats import Element
+from kvkit.typed import Array
 
 RESULTS = "key", "value"
 
 
-class Call(NamedTuple):
-    """A checked call, but for its outputs."""
+class TransferCall(NamedTuple):
+    """A checked call of `key_value_cache`, but for its outputs."""
 
     fmt: Element
     shape: tuple[int, ...]  # of key and value
-    current_key: np.ndarray
-    current_value: np.ndarray
-    layer: Cache
-    steps: Steps
+    current_key: Array
+    current_value: Array
+    layer: CacheLayer
+    steps: StepIndex
     repeat: int
-    written: list[tuple[str, np.ndarray]]
+    written: NamedArrays
     results: Results
 
 
-def checked_key_value_cache(sequences, current_key, current_value, cache, scale, *, num_repeat, **attributes):
-    """The checked call, of `Static` or of `Packed` sequences."""
-    fmt, current_key, current_value = current(current_key, current_value, sequences.axes)
-    heads, dim = current_key.shape[-2:]
-    repeat = integer("num_repeat", num_repeat, 1)
-    layer = caches.cache_layer(fmt, heads, dim, cache, scale, sequences.layouts, **attributes)
-    steps = sequences.over_cache("current_key", current_key, layer)
-    shape = (*sequences.contexts(steps), heads * repeat, dim)
+def checked_key_value_cache(sequences: Sequences, call: CacheTransfer) -> TransferCall:
+    """Check a call of `key_value_cache`."""
+    fmt, key, value = current(call.current_key, call.current_value, sequences.axes)
+    heads, dim = key.shape[-2:]
+    repeat = integer("num_repeat", call.num_repeat, 1)
+    layer = caches.cache_layer(fmt, heads, dim, call.cache, call.scale, sequences.layouts, call.place)
+    steps = sequences.over_cache("current_key", key, layer)
+    shape = (*sequences.context_axes(steps), heads * repeat, dim)
     holdable("num_repeat", shape, fmt)
-    inputs = [("current_key", current_key), ("current_value", current_value)]
-    written = caches.written_apart(cache, scale, layer, inputs)
-    results = Results(dict.fromkeys(RESULTS, (shape, fmt.dtype)), inputs + written)
-    return Call(fmt, shape, current_key, current_value, layer, steps, repeat, written, results)
+    inputs = [("current_key", key), ("current_value", value)]
+    written = caches.written_apart(call.cache, call.scale, layer, inputs)
+    results = Results(dict.fromkeys(RESULTS, (shape, fmt.dtype)), [*inputs, *written])
+    return TransferCall(fmt, shape, key, value, layer, steps, repeat=repeat, written=written, results=results)

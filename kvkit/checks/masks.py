@@ -1,15 +1,20 @@
 """Checks of masks of attention, and how kernels see them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from kvkit.checks.records import NO_MASK
+from kvkit.checks.records import NO_MASK, MaskPlace
 from kvkit.errors import argument_error, describe
-from kvkit.formats import BY_DTYPE, MASKS
+from kvkit.formats import BY_DTYPE, MASKS, Element
+from kvkit.typed import Array
 
 
-def static_mask(fmt, mask, batch, num_heads, seqlen, kvlen):
-    """A mask whose axes are right-aligned to [B, num_heads, S, at least kvlen], as kernels see it."""
-    if no_mask(fmt, mask):
+def static_mask(
+    fmt: Element, mask: Array | None, batch: int, num_heads: int, seqlen: int, kvlen: int
+) -> MaskPlace:
+    """Check a mask whose axes are right-aligned to [B, num_heads, S, at least kvlen]."""
+    if mask is None or is_empty(fmt, mask):
         return NO_MASK
     legal = (batch, num_heads, seqlen)[max(0, 4 - mask.ndim) :]
     fits = 2 <= mask.ndim <= 4 and mask.shape[-1] >= kvlen
@@ -20,36 +25,33 @@ def static_mask(fmt, mask, batch, num_heads, seqlen, kvlen):
         0 if size == 1 and i < mask.ndim - 1 else stride
         for i, (size, stride) in enumerate(zip(mask.shape, mask.strides, strict=True))
     ]
-    return described(mask, strides, False)
+    return mask_place(mask, strides, False)
 
 
-def dynamic_mask(fmt, mask, num_heads, tokens, keys):
-    """A mask [tokens, at least keys], or with heads in front, as kernels see it."""
-    if no_mask(fmt, mask):
+def dynamic_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, keys: int) -> MaskPlace:
+    """Check a mask [tokens, at least keys], or with heads in front."""
+    if mask is None or is_empty(fmt, mask):
         return NO_MASK
     fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and mask.shape[-1] >= keys
     if not fits or (mask.ndim == 3 and mask.shape[0] not in (1, num_heads)):
         wanted = f"[{tokens}, {keys} or more], or [{num_heads}, {tokens}, {keys} or more]"
         raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
     head = mask.strides[0] if mask.ndim == 3 and mask.shape[0] > 1 else 0
-    return described(mask, (0, head, *mask.strides[-2:]), True)
+    return mask_place(mask, (0, head, *mask.strides[-2:]), True)
 
 
-def own_mask(fmt, mask, num_heads, tokens, longest):
-    """A mask [tokens, at least the longest context], or with heads in front, as kernels see it.
+def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, longest: int) -> MaskPlace:
+    """Check a mask [tokens, at least the longest context], or with heads in front.
 
     Column j is position j of a token's own context.
     """
-    if no_mask(fmt, mask):
+    if mask is None or is_empty(fmt, mask):
         return NO_MASK
-    *place, _ = dynamic_mask(fmt, mask, num_heads, tokens, longest)
-    return (*place, 2)
+    return dynamic_mask(fmt, mask, num_heads, tokens, longest)._replace(packed=2)
 
 
-def no_mask(fmt, mask):
-    """Whether there is none; its type is right if there is one."""
-    if mask is None:
-        return True
+def is_empty(fmt: Element, mask: Array) -> bool:
+    """Check the type of a mask, and return whether it has no elements."""
     if not isinstance(mask, np.ndarray):
         raise argument_error("attn_mask", "a numpy array", describe(mask))
     if mask.dtype != np.bool_ and mask.dtype != fmt.dtype and mask.dtype != np.float32:
@@ -58,6 +60,7 @@ def no_mask(fmt, mask):
     return mask.size == 0
 
 
-def described(mask, strides, packed):
+def mask_place(mask: Array, strides: Sequence[int], packed: bool) -> MaskPlace:
+    """Return where a mask lies, with strides of its sequences, heads, rows and columns."""
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
-    return (mask.ctypes.data, MASKS[name], *strides, packed)
+    return MaskPlace(mask.ctypes.data, MASKS[name], *strides, packed)

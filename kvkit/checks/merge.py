@@ -8,20 +8,21 @@ from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import tensor
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
+from kvkit.typed import Array, Arrays
 
 
-class Call(NamedTuple):
-    """A checked call, but for its outputs."""
+class MergeCall(NamedTuple):
+    """A checked call of `merge_attention_states`, but for its outputs."""
 
     fmt: Element
-    outputs: list[np.ndarray]
-    lses: list[np.ndarray]
+    outputs: list[Array]
+    lses: list[Array]
     results: Results
 
 
-def checked(outputs, lses):
-    """The checked call."""
-    outputs, lses = parts("outputs", outputs), parts("lses", lses)
+def checked_merge(outputs: Arrays, lses: Arrays) -> MergeCall:
+    """Check a call of `merge_attention_states`."""
+    outputs, lses = listed_arrays("outputs", outputs), listed_arrays("lses", lses)
     if len(lses) != len(outputs):
         raise argument_error("lses", f"{len(outputs)} arrays, as many as outputs", len(lses))
     shape = outputs[0].shape
@@ -37,11 +38,11 @@ def checked(outputs, lses):
     inputs = [(f"outputs[{i}]", array) for i, array in enumerate(outputs)]
     inputs += [(f"lses[{i}]", array) for i, array in enumerate(lses)]
     forms = {"attn_output": (shape, fmt.dtype), "lse": (shape[:-1], FLOATS[0].dtype)}
-    return Call(fmt, outputs, lses, Results(forms, inputs))
+    return MergeCall(fmt, outputs, lses, Results(forms, inputs))
 
 
-def parts(name, arrays):
-    """A list of arrays, of a sequence or along the first axis of one."""
+def listed_arrays(name: str, arrays: Arrays) -> list[Array]:
+    """Return a list of arrays: those of a sequence, or those along the first axis of one."""
     several = isinstance(arrays, (list, tuple)) or (isinstance(arrays, np.ndarray) and arrays.ndim > 0)
     given = list(arrays) if several else []
     if not given:

@@ -3,102 +3,122 @@
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.checks import attention, masks, pools
+from kvkit.checks.arguments import PoolAttention, PoolTransfer
+from kvkit.checks.attention import AttentionCall
 from kvkit.checks.index_tensors import index
-from kvkit.checks.outputs import one_place
+from kvkit.checks.outputs import same_place
 from kvkit.checks.pools import CONTENT
-from kvkit.checks.tensors import DATA, FORMATS, POOLED, apart, filled, named, one_piece, tensor, written
+from kvkit.checks.tensors import (
+    DATA,
+    FORMATS,
+    POOLED,
+    apart,
+    check_not_empty,
+    named,
+    one_piece,
+    tensor,
+    written,
+)
 from kvkit.checks.values import number
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, INT8
+from kvkit.typed import Array
 
 SCALES = "key_scale", "value_scale"
+Scale = float | Array | None
 
 
-def checked(
-    query,
-    key_cache,
-    value_cache,
-    block_tables,
-    context_lens,
-    query_starts,
-    attn_mask,
-    *,
-    layout,
-    key_scale,
-    value_scale,
-    alibi_slopes,
-    sinks,
-    return_lse,
-    **attributes,
-):
-    """The checked call of `kvkit.paged_attention`."""
+def checked_paged_attention(call: PoolAttention) -> AttentionCall:
+    """Check a call of `kvkit.paged_attention`."""
+    query, scoring = call.query, call.scoring
     fmt = tensor("query", query, FLOATS, 3)
-    filled("query", query)
-    tokens, heads, dim = query.shape
-    key, value = pools.pools(key_cache, value_cache, layout, POOLED)
-    for name, pool in zip(pools.NAMES, (key, value), strict=True):
-        if pool is None:
-            raise argument_error(name, "a numpy array", "None")
-    blocks, page_size, kv_heads, _ = key.shape
-    if key.shape[CONTENT] != dim:
-        raise argument_error("key_cache", f"the head size of query, {dim}", key.shape[CONTENT])
-    if heads % kv_heads:
-        raise argument_error("query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads")
-    lengths = index("context_lens", context_lens)
-    table = pools.table_of(block_tables, lengths, blocks, page_size)
-    starts = starts_of(query_starts, len(lengths), tokens)
+    check_not_empty("query", query)
+    tokens, heads, _ = query.shape
+    key, value = pools_of_queries(call)
+    blocks, page_size = key.shape[:2]
+    lengths = index("context_lens", call.context_lens)
+    table = pools.table_of(call.block_tables, lengths, blocks, page_size)
+    starts = starts_of(call.query_starts, len(lengths), tokens)
     query = one_piece(query)
-    mask = masks.own_mask(fmt, attn_mask, heads, tokens, int(lengths.max(initial=0)))
-    how = attention.weights(query, mask, sinks=sinks, **attributes)
-    slopes = of_sequences("alibi_slopes", alibi_slopes, len(lengths), heads, "query heads")
-    given, cells = (key_scale, value_scale), None
-    coded = not {FORMATS[pool.dtype] for pool in (key, value)} <= set(FLOATS)
-    if coded and any(pools.of_tokens(scale, len(lengths), kv_heads) for scale in given):
-        if value.dtype != key.dtype:
-            wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
-            raise argument_error("value_cache", wanted, value.dtype)
-        whole = is_whole(key_cache, value_cache, layout)
-        scales, cells = None, pools.scales(*given, (key, value), whole, layout)
-        pools.alike(cells, (key, value))
-    else:
-        for name, scale, pool_name, pool in zip(SCALES, given, pools.NAMES, (key, value), strict=True):
-            asks_for_scale(name, scale, pool_name, pool)
-        scales = scales_of(*given, len(lengths), kv_heads, how.scale)
-    how = how._replace(slopes=slopes, scales=scales)
+    mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
+    how = attention.weights(query, mask, scoring)
+    slopes = of_sequences("alibi_slopes", call.alibi_slopes, len(lengths), heads, "query heads")
+    cells = scales_of_tokens(call, key, value, len(lengths))
+    scales = None if cells else scales_of_heads(call, key, value, len(lengths), how.scale)
     inputs = named(
         query=query,
         key_cache=key,
         value_cache=value,
-        attn_mask=attn_mask,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
+        attn_mask=scoring.attn_mask,
+        alibi_slopes=call.alibi_slopes,
+        sinks=scoring.sinks,
+        key_scale=call.key_scale,
+        value_scale=call.value_scale,
     )
     shape = (tokens, heads, value.shape[CONTENT])
-    results = attention.results(shape, fmt, return_lse, inputs)
-    context, steps = (
-        pools.context_of(fmt, key, value, cells),
-        pools.steps_of(key, value, table, lengths, starts),
+    return AttentionCall(
+        fmt,
+        shape,
+        query,
+        context=pools.context_of(fmt, key, value, cells),
+        steps=pools.steps_of(key, value, table, lengths, starts),
+        decoding=0,
+        weights=how._replace(slopes=slopes, scales=scales),
+        inputs=inputs,
+        results=attention.attention_results(shape, fmt, call.return_lse, inputs),
     )
-    return attention.Call(fmt, shape, query, context, steps, 0, how, inputs, results)
 
 
-def is_whole(key_cache, value_cache, layout):
-    """Whether one pool holds keys and values."""
-    given = key_cache if key_cache is not None else value_cache
-    return given.ndim == len(layout.split())
+def pools_of_queries(call: PoolAttention) -> tuple[Array, Array]:
+    """Return checked views of the pools of keys and of values, whose sizes are those of queries."""
+    views = pools.pools(call.key_cache, call.value_cache, call.layout, POOLED)
+    key, value = (
+        pools.present(name, pool, "a numpy array") for name, pool in zip(pools.NAMES, views, strict=True)
+    )
+    _, heads, dim = call.query.shape
+    if key.shape[CONTENT] != dim:
+        raise argument_error("key_cache", f"the head size of query, {dim}", key.shape[CONTENT])
+    if heads % key.shape[pools.HEAD]:
+        wanted = f"a multiple of the {key.shape[pools.HEAD]} heads of key_cache"
+        raise argument_error("query", wanted, f"{heads} heads")
+    return key, value
 
 
-def asks_for_scale(name, scale, pool_name, pool):
+def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) -> list[Array] | None:
+    """Return views of the scales of codes that each token and head has; None if there are no such ones."""
+    scales, heads = (call.key_scale, call.value_scale), key.shape[pools.HEAD]
+    coded = not {FORMATS[pool.dtype] for pool in (key, value)} <= set(FLOATS)
+    if not coded or not any(pools.of_tokens(scale, batch, heads) for scale in scales):
+        return None
+    if value.dtype != key.dtype:
+        wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
+        raise argument_error("value_cache", wanted, value.dtype)
+    whole = is_whole(call.key_cache, call.value_cache, call.layout)
+    cells = pools.scales(scales, (key, value), whole, call.layout)
+    key_cells, value_cells = (
+        pools.present(name, each, "an array") for name, each in zip(SCALES, cells, strict=True)
+    )
+    pools.check_alike((key_cells, value_cells), (key, value))
+    return [key_cells, value_cells]
+
+
+def is_whole(key_cache: Array | None, value_cache: Array | None, layout: str) -> bool:
+    """Return whether one pool holds keys and values."""
+    pool = key_cache if key_cache is not None else value_cache
+    return pool is not None and pool.ndim == len(layout.split())
+
+
+def check_scale_given(name: str, scale: Scale, pool_name: str, pool: Array) -> None:
+    """Check that codes of int8 come with scales."""
     if scale is None and FORMATS[pool.dtype] is INT8:
         raise argument_error(name, f"a number or an array, for codes in {pool_name}", "None")
 
 
-def starts_of(query_starts, batch, tokens):
-    """Where the queries of each sequence begin; without them a sequence has one."""
+def starts_of(query_starts: ArrayLike | None, batch: int, tokens: int) -> Array:
+    """Return where the queries of each sequence begin; without starts a sequence has one."""
     if query_starts is None:
         if tokens != batch:
             raise argument_error(
@@ -118,32 +138,36 @@ def starts_of(query_starts, batch, tokens):
     return starts
 
 
-def of_sequences(name, values, batch, heads, what):
-    """Numbers of heads, [heads] or [B, heads], as float32 [B or 1, heads]; None stays None."""
+def of_sequences(name: str, values: Array | None, batch: int, heads: int, what: str) -> Array | None:
+    """Return checked numbers of heads, [heads] or [B, heads], as float32 [B or 1, heads]."""
     if values is None:
         return None
     tensor(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
     if values.shape not in ((heads,), (batch, heads)):
-        raise argument_error(
-            name, f"shape ({heads},) or ({batch}, {heads}), a number for each of the {what}", values.shape
-        )
+        shapes = f"shape ({heads},) or ({batch}, {heads}), a number for each of the {what}"
+        raise argument_error(name, shapes, values.shape)
     return np.ascontiguousarray(np.atleast_2d(values), np.float32)
 
 
-def scales_of(key_scale, value_scale, batch, heads, factor):
-    """What keys (times the factor of the scores) and values are multiplied by; None without scales."""
-    if key_scale is None and value_scale is None:
+def scales_of_heads(call: PoolAttention, key: Array, value: Array, batch: int, factor: float) -> Array | None:
+    """Return what keys (times the factor of the scores) and values are multiplied by; None without scales."""
+    given = call.key_scale, call.value_scale
+    for name, scale, pool_name, pool in zip(SCALES, given, pools.NAMES, (key, value), strict=True):
+        check_scale_given(name, scale, pool_name, pool)
+    if call.key_scale is None and call.value_scale is None:
         return None
+    heads = key.shape[pools.HEAD]
     both = [
         np.ones((1, 1), np.float32) if scale is None else scale_of(name, scale, batch, heads)
-        for name, scale in zip(SCALES, (key_scale, value_scale), strict=True)
+        for name, scale in zip(SCALES, given, strict=True)
     ]
     scales = np.stack(np.broadcast_arrays(*both))
     scales[0] *= np.float32(factor)
     return scales
 
 
-def scale_of(name, scale, batch, heads):
+def scale_of(name: str, scale: float | Array, batch: int, heads: int) -> Array:
+    """Return a checked scale of all heads, or one for each, as float32 [B or 1, heads or 1]."""
     if isinstance(scale, np.ndarray):
         cells = of_sequences(name, scale, batch, heads, "heads of a cache")
         if not np.isfinite(cells).all():
@@ -152,98 +176,98 @@ def scale_of(name, scale, batch, heads):
     return np.full((1, 1), number(name, scale), np.float32)
 
 
-class Side(NamedTuple):
+class PoolSide(NamedTuple):
     """Keys or values to append to a pool."""
 
-    tokens: np.ndarray
-    pool: np.ndarray  # view [pages, rows, heads, content]
+    tokens: Array
+    pool: Array  # view [pages, rows, heads, content]
     packed: str
     stored: str
     cell: str | None = None  # the format of scales, if tokens become codes with one
     group: int = 0  # of elements that share a scale that is found; 0 where scales are given
-    cells: np.ndarray | None = None  # [pages, rows, heads, groups], or given ones [heads or 1]
+    cells: Array | None = None  # [pages, rows, heads, groups], or given ones [heads or 1]
 
 
-class Append(NamedTuple):
+class PoolAppend(NamedTuple):
     """A checked call of `paged_append`."""
 
-    sides: list[Side]
-    pieces: np.ndarray  # see `checks.slots`
+    sides: list[PoolSide]
+    pieces: Array  # see `checks.slots`
 
 
-def checked_append(key, value, key_cache, value_cache, slot_mapping, *, layout, key_scale, value_scale):
-    """The checked call."""
-    views = pools.pools(key_cache, value_cache, layout, POOLED)
-    sides, taken, first = [], [], None
-    scales = dict(zip(SCALES, (key_scale, value_scale), strict=True))
-    for name, array, cache_name, pool in zip(("key", "value"), (key, value), pools.NAMES, views, strict=True):
+def checked_append(call: PoolTransfer) -> PoolAppend:
+    """Check a call of `paged_append`."""
+    views = pools.pools(call.key_cache, call.value_cache, call.layout, POOLED)
+    arrays = named(key=call.key, value=call.value)
+    scales = dict(zip(("key", "value"), (call.key_scale, call.value_scale), strict=True))
+    sides: list[PoolSide] = []
+    changed: list[tuple[str, Array]] = []
+    for (name, array), cache_name, pool in zip(
+        (("key", call.key), ("value", call.value)), pools.NAMES, views, strict=True
+    ):
         if array is None:
             continue
-        fmt = tensor(name, array, POOLED, 3)
-        filled(name, array)
-        first = array if first is None else first
-        if array.shape[:2] != first.shape[:2]:
-            raise argument_error(
-                name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape
-            )
-        if pool is None:
-            raise argument_error(cache_name, f"a pool for {name}", "None")
-        stored = FORMATS[pool.dtype]
-        if stored is not fmt and (stored in FLOATS or fmt not in FLOATS):
-            raise argument_error(
-                cache_name, f"the dtype of {name}, {fmt}, or of codes for floats", pool.dtype
-            )
-        if pool.shape[2:] != array.shape[1:]:
-            sizes = "{} heads of {} elements".format(*array.shape[1:])
-            raise argument_error(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
-        written(cache_name, pool)
-        whole = is_whole(key_cache, value_cache, layout)
-        side = Side(array, pool, fmt.name, stored.name)
-        side = with_scale(side, f"{name}_scale", scales, cache_name, whole, layout)
+        side = pool_side(name, array, sides[0].tokens if sides else array, cache_name, pool)
+        side = with_scale(side, f"{name}_scale", scales[name], cache_name, call)
         sides.append(side)
-        taken += [(cache_name, pool)]
-        taken += [(f"{name}_scale", side.cells)] if side.group else []
-    if first is None:
+        changed.append((cache_name, side.pool))
+        if side.cells is not None and side.group:
+            changed.append((f"{name}_scale", side.cells))
+    if not sides:
         raise argument_error("key", "an array of tokens, or one as value", "None")
     blocks, rows = sides[0].pool.shape[:2]
-    pieces = pools.plain_pieces(len(first), blocks * rows, slot_mapping)
-    inputs = named(key=key, value=value)
-    for i, (name, array) in enumerate(taken):
-        apart(name, array, [*taken[i + 1 :], *inputs])
-    return Append(sides, pieces)
+    pieces = pools.plain_pieces(len(sides[0].tokens), blocks * rows, call.slot_mapping)
+    for i, (name, array) in enumerate(changed):
+        apart(name, array, [*changed[i + 1 :], *arrays])
+    return PoolAppend(sides, pieces)
 
 
-def with_scale(side, name, scales, pool_name, whole, layout):
-    """A side with its scales: given ones, or arrays that those which are found go to."""
-    scale, pool = scales[name], side.pool
+def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Array | None) -> PoolSide:
+    """Check tokens, which are as many as the `first` ones, and the pool that they are stored in."""
+    fmt = tensor(name, array, POOLED, 3)
+    check_not_empty(name, array)
+    if array.shape[:2] != first.shape[:2]:
+        raise argument_error(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
+    pool = pools.present(cache_name, pool, f"a pool for {name}")
+    stored = FORMATS[pool.dtype]
+    if stored is not fmt and (stored in FLOATS or fmt not in FLOATS):
+        raise argument_error(cache_name, f"the dtype of {name}, {fmt}, or of codes for floats", pool.dtype)
+    if pool.shape[2:] != array.shape[1:]:
+        sizes = "{} heads of {} elements".format(*array.shape[1:])
+        raise argument_error(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
+    written(cache_name, pool)
+    return PoolSide(array, pool, fmt.name, stored.name)
+
+
+def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: PoolTransfer) -> PoolSide:
+    """Return a side with its scales: given ones, or arrays that those which are found go to."""
+    pool = side.pool
     if side.packed == side.stored:
         if scale is not None:
             raise argument_error(name, f"None: {side.packed} is stored as it is", describe(scale))
         return side
-    asks_for_scale(name, scale, pool_name, pool)
+    check_scale_given(name, scale, pool_name, pool)
     if scale is None:
         return side
     heads, dim = pool.shape[2:]
+    side = side._replace(tokens=one_piece(side.tokens))
     if pools.of_tokens(scale, 0, heads):
-        views = [pool if own == name else None for own in SCALES]
-        given = [scale if own == name else None for own in SCALES]
-        cells = next(
-            cell for cell in pools.scales(given[0], given[1], views, whole, layout) if cell is not None
-        )
+        of_keys = name == SCALES[0]
+        given, views = ((scale, None), (pool, None)) if of_keys else ((None, scale), (None, pool))
+        whole = is_whole(call.key_cache, call.value_cache, call.layout)
+        key_cells, value_cells = pools.scales(given, views, whole, call.layout)
+        cells = pools.present(name, key_cells if of_keys else value_cells, "an array")
         written(name, cells)
-        return side._replace(
-            tokens=one_piece(side.tokens), cell=FORMATS[cells.dtype].name, group=dim // cells.shape[CONTENT],
-            cells=cells,
-        )  # fmt: skip
-    cells = scale_of(name, scale, 0, heads)[0]
-    bad = cells[~(np.isfinite(cells) & (cells > 0))]
+        return side._replace(cell=FORMATS[cells.dtype].name, group=dim // cells.shape[CONTENT], cells=cells)
+    numbers = scale_of(name, scale, 0, heads)[0]
+    bad = numbers[~(np.isfinite(numbers) & (numbers > 0))]
     if bad.size:
         raise argument_error(name, "finite numbers above 0", f"{bad[0]}".replace("nan", "NaN"))
-    return side._replace(tokens=one_piece(side.tokens), cell="float32", cells=cells)
+    return side._replace(cell="float32", cells=numbers)
 
 
-def checked_swap(source, target, pairs):
-    """(blocks of the source, those of the target) of a copy of blocks."""
+def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array, Array]:
+    """Return the blocks of the source and those of the target of a checked copy of blocks."""
     for name, array in (("source", source), ("target", target)):
         tensor(name, array, DATA, max(getattr(array, "ndim", 1), 1))
     if target.dtype != source.dtype:
@@ -257,7 +281,7 @@ def checked_swap(source, target, pairs):
     src, dst = np.ascontiguousarray(pairs.T)
     pools.blocks_within("pairs", src, len(source))
     pools.blocks_within("pairs", dst, len(target))
-    within = one_place(source, target) and len(source) == len(target)
+    within = same_place(source, target) and len(source) == len(target)
     pools.copied_once("pairs", src, dst, within)
     if not within:
         apart("target", target, [("source", source)])

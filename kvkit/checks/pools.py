@@ -1,25 +1,30 @@
 """Pools of pages as engines have them, of any strides: their layouts, places, tables and slots."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit import checks
-from kvkit.checks import validation
-from kvkit.checks.index_tensors import INT64_MAX, index
-from kvkit.checks.outputs import one_place
-from kvkit.checks.records import Context, Side, Steps
-from kvkit.checks.tensors import FORMATS, in_one_place, step, tensor
-from kvkit.errors import argument_error, describe
-from kvkit.formats import BY_DTYPE, FLOATS
+from kvkit.checks.index_tensors import INT64_MAX, index, validate_table
+from kvkit.checks.outputs import same_place
+from kvkit.checks.records import Context, Side, StepIndex
+from kvkit.checks.tensors import FORMATS, element_step, is_broadcast, tensor
+from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.formats import BY_DTYPE, FLOATS, Element
+from kvkit.typed import Array
 
 PAGE, ROW, HEAD, CONTENT = range(4)  # the axes of a view of a pool
 AXES = ("b", "n", "h", "c")
 NAMES = "key_cache", "value_cache"
 
 
-class Place(NamedTuple):
+Views = list[Array | None]  # [pages, rows, heads, content] of keys and of values
+
+
+class PoolPlace(NamedTuple):
     """How far apart pages and rows lie, counted in `unit` bytes."""
 
     unit: int
@@ -27,8 +32,8 @@ class Place(NamedTuple):
     step: int
 
 
-def axes_of(layout):
-    """The axes of a pool, outermost first, in a layout line."""
+def pool_axes(layout: object) -> list[str]:
+    """Return the axes of a pool, outermost first, in a layout line."""
     axes = layout.split() if isinstance(layout, str) else []
     known = len(set(axes)) == len(axes) and set(axes) <= {*AXES, "kv"}
     if not known or not {"b", "c"} <= set(axes):
@@ -37,20 +42,26 @@ def axes_of(layout):
     return axes
 
 
-def pools(key_cache, value_cache, layout, legal, names=NAMES):
-    """Views [pages, rows, heads, content] of keys and values in pools of any strides; None stays None.
+def pools(
+    key_cache: Array | None,
+    value_cache: Array | None,
+    layout: str,
+    legal: Collection[Element],
+    names: tuple[str, str] = NAMES,
+) -> Views:
+    """Return views [pages, rows, heads, content] of keys and values in pools of any strides.
 
     A pool of both, whose layout has an axis `kv`, is given twice, or once beside None.
     """
-    axes = axes_of(layout)
-    given = [key_cache, value_cache]
+    axes = pool_axes(layout)
+    given: Views = [key_cache, value_cache]
     if "kv" in axes:
         both = [array for array in given if isinstance(array, np.ndarray) and array.ndim == len(axes)]
         if both:
-            given = halves(given, both[0], axes.index("kv"), layout, names)
+            given = split_pool(given, both[0], axes.index("kv"), layout, names)
         axes = [axis for axis in axes if axis != "kv"]
     views = [
-        None if array is None else view(name, array, axes, legal)
+        None if array is None else pool_view(name, array, axes, legal)
         for name, array in zip(names, given, strict=True)
     ]
     there = [view for view in views if view is not None]
@@ -62,10 +73,17 @@ def pools(key_cache, value_cache, layout, legal, names=NAMES):
     return views
 
 
-def halves(given, pool, at, layout, names):
-    """Keys and values of one pool."""
+def present(name: str, array: Array | None, wanted: str) -> Array:
+    """Return an array that may not be None."""
+    if array is None:
+        raise argument_error(name, wanted, "None")
+    return array
+
+
+def split_pool(given: Views, pool: Array, at: int, layout: str, names: Sequence[str]) -> Views:
+    """Return views of the keys and the values of one pool, whose axis `at` has both."""
     for name, array in zip(names, given, strict=True):
-        if array is not None and not (isinstance(array, np.ndarray) and one_place(array, pool)):
+        if array is not None and not (isinstance(array, np.ndarray) and same_place(array, pool)):
             wanted = f"the same pool as {names[0]}, or views without the axis kv of {layout!r}"
             raise argument_error(name, wanted, describe(array))
     if pool.shape[at] != 2:
@@ -73,8 +91,8 @@ def halves(given, pool, at, layout, names):
     return [pool[(slice(None),) * at + (side,)] for side in (0, 1)]
 
 
-def view(name, array, axes, legal):
-    """A pool as [pages, rows, heads, content]."""
+def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[Element]) -> Array:
+    """Return a view [pages, rows, heads, content] of a pool."""
     tensor(name, array, legal, len(axes))
     if min(array.shape) < 1:
         raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
@@ -82,15 +100,15 @@ def view(name, array, axes, legal):
     for axis, letter in enumerate(AXES):
         if letter not in axes:
             array = np.expand_dims(array, axis)
-    if in_one_place(array):
+    if is_broadcast(array):
         raise argument_error(
             name, "elements apart", f"strides {array.strides}, of an array that is broadcast"
         )
     return array
 
 
-def place_of(pool):
-    """The `Place` of a view [pages, rows, heads, content]."""
+def place_of(pool: Array) -> PoolPlace:
+    """Return how far apart pages and rows of a view [pages, rows, heads, content] lie."""
     page, row = pool.strides[:2]
     if pool.shape[ROW] == 1:
         row = page or pool.itemsize
@@ -98,31 +116,30 @@ def place_of(pool):
         page = row * pool.shape[ROW]
     unit = math.gcd(page, row) or pool.itemsize
     unit = -unit if row < 0 else unit
-    return Place(unit, page // unit, row // unit)
+    return PoolPlace(unit, page // unit, row // unit)
 
 
-def of_tokens(scale, batch, heads):
-    """Whether scales are for each token and head, by their shape; others are for heads, or for all."""
+def of_tokens(scale: object, batch: int, heads: int) -> bool:
+    """Return whether scales are for each token and head, by their shape; others are for heads, or for all."""
     return isinstance(scale, np.ndarray) and scale.shape not in ((), (heads,), (batch, heads))
 
 
-def scales(key_scale, value_scale, views, whole, layout):
-    """Views [pages, rows, heads, groups] of the scales of codes, whose axes are those of their pools.
+def scales(given: Sequence[Any], views: Sequence[Array | None], whole: bool, layout: str) -> Views:
+    """Return views [pages, rows, heads, groups] of the scales of codes, whose axes are those of their pools.
 
     The last may be left out; `whole` says whether one pool holds both sides. A side without a pool has none.
     """
-    names, given = ("key_scale", "value_scale"), [key_scale, value_scale]
-    axes = [axis for axis in axes_of(layout) if whole or axis != "kv"]
-    for i, array in enumerate(given):
+    names, arrays = ("key_scale", "value_scale"), list(given)
+    axes = [axis for axis in pool_axes(layout) if whole or axis != "kv"]
+    for i, array in enumerate(arrays):
         if isinstance(array, np.ndarray) and array.ndim == len(axes) - 1:
-            given[i] = np.expand_dims(array, axes.index("c"))
-    cells = pools(given[0], given[1], " ".join(axes), FLOATS, names)
-    for i, (name, pool_name, cell, pool) in enumerate(zip(names, NAMES, cells, views, strict=True)):
+            arrays[i] = np.expand_dims(array, axes.index("c"))
+    cells = pools(arrays[0], arrays[1], " ".join(axes), FLOATS, names)
+    for i, (name, pool_name, pool) in enumerate(zip(names, NAMES, views, strict=True)):
         if pool is None:
             cells[i] = None
             continue
-        if cell is None:
-            raise argument_error(name, f"an array, for codes in {pool_name}", "None")
+        cell = present(name, cells[i], f"an array, for codes in {pool_name}")
         groups, dim = cell.shape[CONTENT], pool.shape[CONTENT]
         if cell.shape[:CONTENT] != pool.shape[:CONTENT] or dim % groups:
             wanted = f"scales for {pool.shape[:CONTENT]} (pages, tokens, heads), of groups of the {dim} codes"
@@ -132,12 +149,12 @@ def scales(key_scale, value_scale, views, whole, layout):
                 name, f"pages and tokens in the order of {pool_name}", f"strides {cell.strides[:2]}"
             )
         for each, array in ((pool_name, pool), (name, cell)):
-            if step(array):
+            if element_step(array):
                 raise argument_error(each, "a contiguous last axis", f"strides {array.strides}")
     return cells
 
 
-def alike(cells, views):
+def check_alike(cells: Sequence[Array], views: Sequence[Array]) -> None:
     """Check that scales of keys and of values differ in nothing but where they begin."""
     keys, values = (
         (cell.dtype, group_of(cell, pool), place_of(cell).unit, cell.strides[HEAD])
@@ -147,47 +164,62 @@ def alike(cells, views):
         raise argument_error("value_scale", "the dtype, groups and strides of key_scale", describe(cells[1]))
 
 
-def group_of(cell, pool):
-    """The elements that share a scale; 0 for floats of 8 bits that a whole head shares one of."""
+def group_of(cell: Array, pool: Array) -> int:
+    """Return how many elements share a scale; 0 for floats of 8 bits if a whole head shares one."""
     groups = cell.shape[CONTENT]
     return 0 if groups == 1 and FORMATS[pool.dtype].minifloat else pool.shape[CONTENT] // groups
 
 
-def context_of(fmt, key, value, cells=None):
-    """Pools as attention sees them, with the scales of codes, for queries of a format."""
-    formats = [FORMATS[pool.dtype].name for pool in (key, value)]
-    places, ends = [place_of(pool) for pool in (key, value)], [(0, 0, 0, 0)] * 2
-    cell = cells and BY_DTYPE[cells[0].dtype].name
-    group = group_of(cells[0], key) if cells else 0
+def context_of(fmt: Element, key: Array, value: Array, cells: Sequence[Array] | None = None) -> Context:
+    """Return pools as attention sees them, with the scales of codes, for queries of a format."""
+    key_format, value_format = (FORMATS[pool.dtype].name for pool in (key, value))
+    key_place, value_place = place_of(key), place_of(value)
+    key_side = Side(key.ctypes.data, 0, key_place.unit, key.strides[HEAD])
+    value_side = Side(value.ctypes.data, 0, value_place.unit, value.strides[HEAD])
     if cells:
-        ends = [(each.ctypes.data, 0, place_of(each).unit, each.strides[HEAD]) for each in cells]
-    key_side, value_side = (
-        Side(pool.ctypes.data, 0, place.unit, pool.strides[HEAD], *end)
-        for pool, place, end in zip((key, value), places, ends, strict=True)
-    )
-    sizes = key.shape[HEAD], key.shape[CONTENT], value.shape[CONTENT]
-    spans = sizes[1] * key.itemsize, sizes[2] * value.itemsize
+        key_side, value_side = (
+            side.with_scales(cell.ctypes.data, 0, place_of(cell).unit, cell.strides[HEAD])
+            for side, cell in zip((key_side, value_side), cells, strict=True)
+        )
     return Context(
-        fmt.name, formats[0], cell, group, *sizes, (key_side, value_side), *spans, as_loaded=False,
-        value_stored=formats[1], steps=tuple(place.step for place in places),
-        elements=(step(key), step(value)),
-    )  # fmt: skip
+        packed=fmt.name,
+        stored=key_format,
+        cell=BY_DTYPE[cells[0].dtype].name if cells else None,
+        group=group_of(cells[0], key) if cells else 0,
+        heads=key.shape[HEAD],
+        dim=key.shape[CONTENT],
+        value_dim=value.shape[CONTENT],
+        sides=(key_side, value_side),
+        key_bytes=key.shape[CONTENT] * key.itemsize,
+        value_bytes=value.shape[CONTENT] * value.itemsize,
+        as_loaded=False,
+        value_stored=value_format,
+        steps=(key_place.step, value_place.step),
+        elements=(element_step(key), element_step(value)),
+    )
 
 
-def steps_of(key, value, table, lengths, starts):
-    """Sequences of new tokens that begin at `starts`, over contexts in the pages of a table."""
+def steps_of(key: Array, value: Array, table: Array, lengths: Array, starts: Array) -> StepIndex:
+    """Return sequences of new tokens that begin at `starts`, over contexts in the pages of a table."""
     kvstarts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=kvstarts[1:])
     keys, values = place_of(key), place_of(value)
-    own = None if keys[1:] == values[1:] else table * values.page
-    return Steps(
-        starts, kvstarts, lengths, lengths, table * keys.page, key.shape[ROW],
-        int(starts[-1]), int(kvstarts[-1]), end(key, keys), value_table=own,
-    )  # fmt: skip
+    return StepIndex(
+        seqstarts=starts,
+        kvstarts=kvstarts,
+        start_pos=lengths,
+        zeros=lengths,
+        table=table * keys.page,
+        page_size=key.shape[ROW],
+        tokens=int(starts[-1]),
+        context=int(kvstarts[-1]),
+        rows=pool_end(key, keys),
+        value_table=None if keys[1:] == values[1:] else table * values.page,
+    )
 
 
-def end(pool, place):
-    """More than the number of any row of a pool; where pages come in descending order those are negative."""
+def pool_end(pool: Array, place: PoolPlace) -> int:
+    """Return more than the number of any row of a pool; numbers of descending pages are negative."""
     pages, rows = pool.shape[:2]
     return INT64_MAX if place.page < 0 else (pages - 1) * place.page + (rows - 1) * place.step + 1
 
@@ -195,8 +227,10 @@ def end(pool, place):
 # Tables
 
 
-def table_of(block_tables, lengths, blocks, page_size):
-    """The checked pages of contexts of some lengths [B, M], of such a table or of (indptr, indices)."""
+def table_of(
+    block_tables: ArrayLike | tuple[ArrayLike, ArrayLike], lengths: Array, blocks: int, page_size: int
+) -> Array:
+    """Return the checked pages of contexts [B, M], of such a table or of (indptr, indices)."""
     if isinstance(block_tables, tuple):
         return listed_pages(block_tables, lengths, blocks, page_size)
     table = index("block_tables", block_tables, 2, len(lengths))
@@ -204,8 +238,8 @@ def table_of(block_tables, lengths, blocks, page_size):
     return table
 
 
-def listed_pages(block_tables, lengths, blocks, page_size):
-    """The pages of contexts that are listed one sequence after the other."""
+def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, page_size: int) -> Array:
+    """Return the pages of contexts that are listed one sequence after the other."""
     if len(block_tables) != 2:
         raise argument_error("block_tables", "[B, M], or a tuple (indptr, indices)", describe(block_tables))
     starts = index("block_tables", block_tables[0], length=len(lengths) + 1)
@@ -213,7 +247,7 @@ def listed_pages(block_tables, lengths, blocks, page_size):
     if starts[0] < 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > len(pages):
         wanted = f"indptr that never decreases, within the {len(pages)} of indices"
         raise argument_error("block_tables", wanted, describe(block_tables[0]))
-    need = needed(lengths, page_size)
+    need = pages_needed(lengths, page_size)
     short = np.flatnonzero(need > np.diff(starts))
     if len(short):
         i = short[0]
@@ -222,55 +256,55 @@ def listed_pages(block_tables, lengths, blocks, page_size):
     column = np.arange(need.max(initial=0))
     at = starts[:-1, None] + column
     table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
-    outside = there(table, need) & ((table < 0) | (table >= blocks))
+    outside = in_use(table, need) & ((table < 0) | (table >= blocks))
     if outside.any():
         i, j = np.argwhere(outside)[0]
         raise argument_error(f"block_tables[1][{at[i, j]}]", f"a block from 0 to {blocks - 1}", table[i, j])
-    validation.block_tables(table, lengths, blocks, page_size)
+    validate_table(table, lengths, blocks, page_size)
     return table
 
 
-def check_table(table, lengths, blocks, page_size):
+def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:
     """Check the blocks that contexts lie in; what is behind them may be anything."""
-    need = needed(lengths, page_size)
+    need = pages_needed(lengths, page_size)
     if len(need) and need.max() > table.shape[1]:
         i = int(need.argmax())
         raise argument_error(
             "block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", table.shape[1]
         )
-    outside = there(table, need) & ((table < 0) | (table >= blocks))
+    outside = in_use(table, need) & ((table < 0) | (table >= blocks))
     if outside.any():
         i, j = np.argwhere(outside)[0]
         raise argument_error(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
-    validation.block_tables(table, lengths, blocks, page_size)
+    validate_table(table, lengths, blocks, page_size)
 
 
-def needed(lengths, page_size):
-    """How many pages contexts take."""
+def pages_needed(lengths: Array, page_size: int) -> Array:
+    """Return how many pages contexts take."""
     if len(lengths) and lengths.min() < 0:
         raise argument_error("context_lens", "no length below 0", lengths.min())
     return -(-lengths // page_size)
 
 
-def there(table, need):
-    """Which entries of a table hold something."""
+def in_use(table: Array, need: Array) -> Array:
+    """Return which entries of a table are in use."""
     return np.arange(table.shape[1]) < need[:, None]
 
 
 # Slots
 
 
-def plain_pieces(tokens, capacity, slot_mapping):
-    """The pieces of a slot for each token."""
+def plain_pieces(tokens: int, capacity: int, slot_mapping: ArrayLike) -> Array:
+    """Return the pieces of a slot for each token."""
     slots = index("slot_mapping", slot_mapping, length=tokens)
-    (rule, one, two, three), pieces = checks.slots.plain(slots, capacity)
+    (rule, one, two, three), pieces = checks.slots.plain_slots(slots, capacity)
     if rule:
-        raise broken_rule(rule, one, two, three, capacity)
+        raise slot_error(rule, one, two, three, capacity)
     return pieces[:one]
 
 
-def broken_rule(rule, one, two, three, capacity):
-    """The error for what `checks.slots` found."""
+def slot_error(rule: int, one: int, two: int, three: int, capacity: int) -> KvkitError:
+    """Return the error for a rule that `checks.slots` found broken."""
     slots = checks.slots
     if rule == slots.CAPACITY:
         rows = f"{three} rows from there on" if three > 1 else "that slot"
@@ -289,14 +323,14 @@ def broken_rule(rule, one, two, three, capacity):
 # Copies
 
 
-def blocks_within(name, ids, blocks):
+def blocks_within(name: str, ids: Array, blocks: int) -> None:
     """Check that blocks are there."""
     outside = np.flatnonzero((ids < 0) | (ids >= blocks))
     if len(outside):
         raise argument_error(f"{name}[{outside[0]}]", f"a block from 0 to {blocks - 1}", ids[outside[0]])
 
 
-def copied_once(name, src, dst, within):
+def copied_once(name: str, src: Array, dst: Array, within: bool) -> None:
     """Check that no block is written twice; `within` one cache, none that is read."""
     blocks, times = np.unique(dst, return_counts=True)
     if len(blocks) < len(dst):

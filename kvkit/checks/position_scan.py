@@ -6,20 +6,21 @@ import numpy as np
 from numba import types
 
 from kvkit.runtime.jit import INDEX, address, callback
+from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
 FINE, STARTS, FIRST, LAST, HINT = range(5)
 
 
-def scan(starts, first, longest):
-    """(rule, sequence, its length): the first rule that sequences break."""
+def scan_positions(starts: Array, first: Array, longest: int) -> list[int]:
+    """Return the first rule that sequences break, the sequence, and its length."""
     found = np.empty(3, np.int64)
     code().ctypes(address(found), address(starts), address(first), len(first), longest)
     return found.tolist()
 
 
 def positions(found, starts, first, batch, longest):
-    """`scan`, with its answer where `found` is."""
+    """Write the answer of `scan_positions` where `found` is."""
     found[0], found[1], found[2] = FINE, 0, 0
     for b in range(batch):
         length = starts[b + 1] - starts[b]

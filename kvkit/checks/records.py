@@ -2,25 +2,38 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
-NO_MASK = (0, 0, 0, 0, 0, 0, 0)
+from kvkit.typed import Array
 
 
-class Steps(NamedTuple):
+class MaskPlace(NamedTuple):
+    """A checked mask of attention, as kernels see it."""
+
+    address: int = 0
+    kind: int = 0
+    sequence: int = 0  # strides
+    head: int = 0
+    row: int = 0
+    column: int = 0
+    packed: int = 0  # whether rows are packed tokens; 2 if columns are positions in a token's own context
+
+
+NO_MASK = MaskPlace()
+
+
+class StepIndex(NamedTuple):
     """Checked index tensors: where each sequence's tokens are packed and which rows they have."""
 
-    seqstarts: np.ndarray
-    kvstarts: np.ndarray
-    start_pos: np.ndarray
-    zeros: np.ndarray
-    table: np.ndarray  # or something else of its shape that numpy can read
+    seqstarts: Array
+    kvstarts: Array
+    start_pos: Array
+    zeros: Array
+    table: Array  # or something else of its shape that numpy can read
     page_size: int
     tokens: int
     context: int
     rows: int  # that the cache must have
     limits: tuple[int, int] = (0, 0)
-    value_table: np.ndarray | None = None  # where values have other rows than keys
+    value_table: Array | None = None  # where values have other rows than keys
 
 
 class Side(NamedTuple):
@@ -35,8 +48,12 @@ class Side(NamedTuple):
     scale_row: int = 0
     scale_head: int = 0
 
+    def with_scales(self, address: int, sequence: int = 0, row: int = 0, head: int = 0) -> "Side":
+        """Return the side with scales at an address, and their byte strides."""
+        return self._replace(scales=address, scale_sequence=sequence, scale_row=row, scale_head=head)
 
-class Cache(NamedTuple):
+
+class CacheLayer(NamedTuple):
     """A layer of a checked cache as kernels see it: format names, and address and strides of each side."""
 
     packed: str

@@ -5,12 +5,16 @@ A piece is `count` tokens of a packed tensor, from `token` and `head` on, that l
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 from numba import types
 
 from kvkit.checks.sorting import ascending
-from kvkit.runtime.jit import INDEX, address, callback, helper
+from kvkit.runtime.jit import INDEX, Code, address, callback, helper
+from kvkit.typed import Array
+
+Verdict = tuple[int, int, int, int]  # a rule, and three numbers for its message; (FINE, pieces, 0, 0)
 
 FINE, CAPACITY, TWICE, WINDOW, OFFSET, RANGE = range(6)
 PLAIN, KVHEAD, ROPE, OMNI = range(4)
@@ -18,13 +22,10 @@ FIELDS = TOKEN, HEAD, SLOT, COUNT, MEAN = range(5)
 PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; that a pass finds
 
 
-def plain(slots, capacity):
-    """((FINE, pieces, 0, 0), pieces) of tokens that have a slot each, or ((rule, token, slot, 0), ...).
-
-    The pieces come in the order of their slots.
-    """
+def plain_slots(slots: Array, capacity: int) -> tuple[Verdict, Array]:
+    """Return the verdict on a slot for each token, (rule, token, slot, 0), and the pieces in their order."""
     pieces, found = np.empty((len(slots), PIECE), np.int64), np.empty(FOUND, np.int64)
-    code(plain_pass).ctypes(address(found), address(slots), len(slots), capacity, address(pieces))
+    pass_code(plain_pass).ctypes(address(found), address(slots), len(slots), capacity, address(pieces))
     rule, made, slot, ascends = found.tolist()
     if rule or ascends:
         return (rule, made, slot, 0), pieces
@@ -34,32 +35,45 @@ def plain(slots, capacity):
     return (FINE, made, 0, 0), pieces
 
 
-def stored_twice(pieces):
-    """(TWICE, token, later token, slot): the first slot of two pieces."""
+def stored_twice(pieces: Array) -> Verdict:
+    """Return (TWICE, token, later token, slot) for the first slot of two pieces."""
     order = np.argsort(pieces[:, SLOT], kind="stable")
     ends = pieces[order, SLOT] + pieces[order, COUNT]
     pair = order[(pieces[order[1:], SLOT] < ends[:-1]).argmax() :][:2]
     slot = pieces[pair[1], SLOT]
-    return TWICE, *sorted((pieces[pair, TOKEN] + slot - pieces[pair, SLOT]).tolist()), int(slot)
+    first, second = sorted((pieces[pair, TOKEN] + slot - pieces[pair, SLOT]).tolist())
+    return TWICE, first, second, int(slot)
 
 
-def compressed(mode, copies_empty, slots, wins, offsets, starts, heads, capacity):
-    """Likewise of a run for each sequence and head; of a broken rule the entry, and two numbers."""
+def compressed_slots(
+    mode: int,
+    copies_empty: bool,
+    slots: Array,
+    wins: Array,
+    offsets: Array,
+    starts: Array,
+    heads: int,
+    capacity: int,
+) -> tuple[Verdict, Array]:
+    """Return the verdict on a run for each sequence and head, (rule, entry, number, number), and pieces."""
     runs = len(slots)
     pieces, scratch = np.empty((3 * runs, PIECE), np.int64), np.empty(FOUND + (2 + PIECE) * runs, np.int64)
     spans = address(scratch) + 8 * FOUND
-    code(compressed_pass).ctypes(
+    pass_code(compressed_pass).ctypes(
         address(scratch), mode, copies_empty, address(slots), runs, address(wins), address(offsets),
         address(starts), heads, capacity, address(pieces), spans, spans + 8 * PIECE * runs,
     )  # fmt: skip
-    return scratch[:FOUND].tolist(), pieces
+    rule, one, two, three = scratch[:FOUND].tolist()
+    return (rule, one, two, three), pieces
 
 
-def table(blocks, lengths, first_columns, block_size, block_count):
-    """The pieces of contexts that lie in blocks; tokens of blocks that are not there have none."""
+def table_pieces(
+    blocks: Array, lengths: Array, first_columns: Array, block_size: int, block_count: int
+) -> Array:
+    """Return the pieces of contexts that lie in blocks; tokens of blocks that are not there have none."""
     pieces = np.empty((int((-(-lengths // block_size)).sum()), PIECE), np.int64)
     made = np.empty(1, np.int64)
-    code(table_pass).ctypes(
+    pass_code(table_pass).ctypes(
         address(made), address(blocks), *blocks.shape, address(lengths), address(first_columns),
         block_size, block_count, address(pieces),
     )  # fmt: skip
@@ -205,5 +219,6 @@ SIGNATURES = {
 
 
 @functools.cache
-def code(function):
+def pass_code(function: Callable[..., None]) -> Code:
+    """Return the machine code of a pass."""
     return callback(function, SIGNATURES[function])

@@ -1,14 +1,16 @@
 """Checks of plain values."""
 
 import operator
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
 from kvkit.errors import argument_error, describe
 
 
-def integer(name, value, low=None, high=None):
-    """An int, a numpy integer or an array of one, within low..high."""
+def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """Return an int, given as one, as a numpy integer or as an array of one, within low..high."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iu":
         value = value.item()
     try:
@@ -24,46 +26,46 @@ def integer(name, value, low=None, high=None):
     return number
 
 
-def choice(name, value, legal):
-    """One of the legal integers."""
-    number = integer(name, value)
-    if number not in legal:
-        raise argument_error(name, " or ".join(map(str, legal)), number)
-    return number
+def choice(name: str, value: Any, legal: Collection[int]) -> int:
+    """Return one of the legal integers."""
+    chosen = integer(name, value)
+    if chosen not in legal:
+        raise argument_error(name, " or ".join(map(str, legal)), chosen)
+    return chosen
 
 
-def text(name, value, legal):
-    """One of the legal texts."""
+def text(name: str, value: object, legal: Collection[str]) -> str:
+    """Return one of the legal texts."""
     if not isinstance(value, str) or value not in legal:
         raise argument_error(name, " or ".join(map(repr, legal)), describe(value))
     return value
 
 
-def number(name, value):
-    """A finite number."""
+def number(name: str, value: Any) -> float:
+    """Return a finite number."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not abs(value) < 3e38:
         raise argument_error(name, "a finite number", describe(value))
     return float(value)
 
 
-def positive(name, value):
-    """A finite number above 0."""
-    found = number(name, value)
-    if found <= 0:
-        raise argument_error(name, "a positive number", found)
-    return found
+def positive(name: str, value: Any) -> float:
+    """Return a finite number above 0."""
+    checked = number(name, value)
+    if checked <= 0:
+        raise argument_error(name, "a positive number", checked)
+    return checked
 
 
-def flag(name, value):
-    """True or False; ONNX says 1 and 0."""
+def flag(name: str, value: Any) -> bool:
+    """Return True or False; ONNX says 1 and 0."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     return bool(choice(name, value, (0, 1)))
 
 
-def pair(name, value):
-    """(left, right) of a window."""
+def pair(name: str, value: Any) -> tuple[int, int]:
+    """Return the two sides (left, right) of a window."""
     try:
         left, right = (operator.index(size) for size in value)
     except (TypeError, ValueError):

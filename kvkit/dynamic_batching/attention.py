@@ -6,10 +6,18 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.launch import arguments, attend
-from kvkit.calls.steps import Step, over_packed
-from kvkit.checks import sequences
+from kvkit.calls.launch import attend
+from kvkit.calls.steps import attend_packed
+from kvkit.checks.arguments import (
+    CacheArguments,
+    CacheAttention,
+    ContextArguments,
+    Heads,
+    Scoring,
+    StepArguments,
+)
 from kvkit.checks.attention import checked_attention
+from kvkit.checks.index_tensors import packed_with_keys
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
@@ -106,8 +114,12 @@ def multi_head_attention(
     ...     query, key, value, [0, 1, 3], [0, 3, 5], 1, None, None, num_heads=1, head_dim=4).ravel()
     array([1. , 3. , 3.5], dtype=float32)
     """
-    given = arguments(locals())
-    return attend(checked_attention(sequences.with_keys(given), **given), out)
+    sequences = packed_with_keys(
+        ContextArguments(seqstarts, kvstarts, decoding_batches, max_seqlen, max_kvlen)
+    )
+    scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
+    heads = Heads(num_heads, head_dim, num_kv_heads)
+    return attend(checked_attention(sequences, query, key, value, heads, scoring, return_lse), out)
 
 
 @returns_input_kind
@@ -223,4 +235,29 @@ def multi_head_cache_attention(
     >>> output[:, 0, 0]
     array([0. , 0.5, 1. , 3. ], dtype=float32)
     """
-    return over_packed("query", arguments(locals()), out, Step.attend)
+    index = StepArguments(
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        decoding_batches,
+        max_seqlen=max_seqlen,
+        max_kvlen=max_kvlen,
+        cache_mode=cache_mode,
+        page_size=page_size,
+    )
+    place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
+    scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
+    heads = Heads(num_heads, head_dim, num_kv_heads)
+    call = CacheAttention(
+        query,
+        current_key,
+        current_value,
+        cache,
+        scale,
+        place=place,
+        heads=heads,
+        scoring=scoring,
+        return_lse=return_lse,
+    )
+    return attend_packed(index, call, out)

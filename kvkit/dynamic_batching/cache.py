@@ -6,8 +6,8 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.launch import arguments
-from kvkit.calls.steps import Step, over_packed
+from kvkit.calls.steps import load_packed
+from kvkit.checks.arguments import CacheArguments, CacheTransfer, StepArguments
 from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
 from kvkit.typed import Array, Pair
@@ -111,4 +111,16 @@ def key_value_cache(
     >>> cache[[8, 9, 10, 4], 0, 0, 0, 0]
     array([  0, 127, 127, 127], dtype=int8)
     """
-    return over_packed("current_key", arguments(locals()), out, Step.load)
+    index = StepArguments(
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        max_seqlen=max_seqlen,
+        max_kvlen=max_kvlen,
+        cache_mode=cache_mode,
+        page_size=page_size,
+    )
+    place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
+    call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
+    return load_packed(index, call, out)

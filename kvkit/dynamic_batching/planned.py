@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, SupportsIndex
+from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.launch import arguments
-from kvkit.calls.steps import Step
-from kvkit.checks.sequences import planned
+from kvkit.calls.steps import PlannedStep
+from kvkit.checks.arguments import (
+    CacheArguments,
+    CacheAttention,
+    CacheTransfer,
+    Heads,
+    Scoring,
+    StepArguments,
+)
+from kvkit.checks.index_tensors import packed_in_cache
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
@@ -57,20 +64,31 @@ def plan(
     >>> output.shape, int(cache[1, 0, 0, :, 0].sum())
     ((4, 1, 8), 4)
     """
-    return Plan(Step(planned(None, **locals())))
+    index = StepArguments(
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        decoding_batches,
+        max_seqlen=max_seqlen,
+        max_kvlen=max_kvlen,
+        cache_mode=cache_mode,
+        page_size=page_size,
+    )
+    return Plan(PlannedStep(packed_in_cache(None, index)))
 
 
 class Plan:
     """The operators over one checked step; `plan` makes it. Its methods may be called for any caches.
 
     Calls that differ only in the addresses of their arrays, and have neither mask nor sinks, are checked and
-    prepared once (see `repeats`).
+    prepared once.
     """
 
     __slots__ = ("step",)
 
-    def __init__(self, step: Any) -> None:
-        self.step = step  # as `steps` has it
+    def __init__(self, step: PlannedStep) -> None:
+        self.step = step
 
     @returns_input_kind
     def key_value_cache(
@@ -90,7 +108,9 @@ class Plan:
         out: Pair | None = None,
     ) -> Pair:
         """`dynamic_batching.key_value_cache` for this step."""
-        return self.step.load(arguments(locals()), out)
+        place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
+        call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
+        return self.step.load(call, out)
 
     @returns_input_kind
     def multi_head_cache_attention(
@@ -121,4 +141,18 @@ class Plan:
         out: Array | Pair | None = None,
     ) -> Attended:
         """`dynamic_batching.multi_head_cache_attention` for this step."""
-        return self.step.attend(arguments(locals()), out)
+        place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
+        scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
+        heads = Heads(num_heads, head_dim, num_kv_heads)
+        call = CacheAttention(
+            query,
+            current_key,
+            current_value,
+            cache,
+            scale,
+            place=place,
+            heads=heads,
+            scoring=scoring,
+            return_lse=return_lse,
+        )
+        return self.step.attend(call, out)

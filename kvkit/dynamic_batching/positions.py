@@ -7,8 +7,10 @@ from typing import Literal, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.calls import launch, rotary
-from kvkit.checks import positions
+from kvkit.calls import launch
+from kvkit.calls.rotary import rotate
+from kvkit.checks.arguments import PackedPositions, RotaryArguments
+from kvkit.checks.positions import checked_dynamic_alibi, checked_position_index
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Pair
 
@@ -60,8 +62,8 @@ def position_index(
     >>> kvkit.dynamic_batching.position_index(tokens, [0, 3, 4], [0, 10])
     array([ 0,  1,  2, 10])
     """
-    call = positions.position_index(sequences, seqstarts, start_pos, max_seqlen)
-    (out,) = call.results.taken(out)
+    call = checked_position_index(sequences, PackedPositions(seqstarts, start_pos, max_seqlen))
+    (out,) = call.results.arrays(out)
     shift = np.repeat(call.first - call.starts[:-1], np.diff(call.starts))
     return np.add(shift, np.arange(call.starts[-1]), out=out)
 
@@ -117,7 +119,9 @@ def alibi_mask(
            [ 0.  ,  0.  ,  0.  ,  -inf,  0.  ],
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
-    return launch.alibi(positions.dynamic_alibi(**launch.arguments(locals())), out)
+    return launch.write_alibi(
+        checked_dynamic_alibi(seqstarts, kvstarts, attn_mask, num_heads, data_type), out
+    )
 
 
 @returns_input_kind
@@ -197,4 +201,15 @@ def rotary_position_embedding(
            [-0.301,  1.382],
            [-1.325,  0.493]], dtype=float32)
     """
-    return rotary.dynamic(launch.arguments(locals()), out)
+    arguments = RotaryArguments(
+        rotary_dim,
+        interleaved,
+        cos,
+        sin,
+        theta,
+        bypass_key=bypass_key,
+        max_position_embeddings=max_position_embeddings,
+        scaling_type=scaling_type,
+        scaling_factor=scaling_factor,
+    )
+    return rotate(query, key, PackedPositions(seqstarts, start_pos, max_seqlen), arguments, out)

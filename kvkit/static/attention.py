@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.calls.launch import arguments, attend
-from kvkit.calls.steps import Step, over_static
+from kvkit.calls.launch import attend
+from kvkit.calls.steps import attend_static
+from kvkit.checks.arguments import CacheArguments, CacheAttention, Heads, Scoring
 from kvkit.checks.attention import checked_attention
-from kvkit.checks.sequences import Static
+from kvkit.checks.index_tensors import Static
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
@@ -96,8 +97,9 @@ def multi_head_attention(
     >>> kvkit.multi_head_attention(query, key, value, num_heads=1, head_dim=4).ravel()
     array([0.5, 1. ], dtype=float32)
     """
-    given = arguments(locals())
-    return attend(checked_attention(Static(), **given), out)
+    scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
+    heads = Heads(num_heads, head_dim, num_kv_heads)
+    return attend(checked_attention(Static(), query, key, value, heads, scoring, return_lse), out)
 
 
 @returns_input_kind
@@ -196,4 +198,18 @@ def multi_head_cache_attention(
     >>> first[0, 0, 0, 0], second[0, 0, 0, 0]
     (np.float32(2.0), np.float32(3.0))
     """
-    return over_static("query", arguments(locals()), out, Step.attend)
+    place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
+    scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
+    heads = Heads(num_heads, head_dim, num_kv_heads)
+    call = CacheAttention(
+        query,
+        current_key,
+        current_value,
+        cache,
+        scale,
+        place=place,
+        heads=heads,
+        scoring=scoring,
+        return_lse=return_lse,
+    )
+    return attend_static(start_pos, call, out)

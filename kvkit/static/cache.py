@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.calls.launch import arguments
-from kvkit.calls.steps import Step, over_static
+from kvkit.calls.steps import load_static
+from kvkit.checks.arguments import CacheArguments, CacheTransfer
 from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
 from kvkit.typed import Array, Pair
@@ -86,4 +86,6 @@ def key_value_cache(
     >>> key[0, :, 0, 0]
     array([1., 1., 1., 2.], dtype=float32)
     """
-    return over_static("current_key", arguments(locals()), out, Step.load)
+    place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
+    call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
+    return load_static(start_pos, call, out)

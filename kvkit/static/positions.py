@@ -7,8 +7,10 @@ from typing import Literal, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
-from kvkit.calls import launch, rotary
-from kvkit.checks import positions
+from kvkit.calls import launch
+from kvkit.calls.rotary import rotate
+from kvkit.checks.arguments import RotaryArguments, StaticPositions
+from kvkit.checks.positions import checked_static_alibi, slope_results
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Pair
 
@@ -46,7 +48,7 @@ def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
     >>> kvkit.alibi_slope(num_heads=3)
     array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
     """
-    (out,) = positions.slopes(num_heads).taken(out)
+    (out,) = slope_results(num_heads).arrays(out)
     cpu.positions.alibi.compiled_slopes()(out.ctypes.data, len(out))
     return out
 
@@ -102,7 +104,7 @@ def alibi_mask(
     array([[-0.25,  0.  ,  -inf,  -inf],
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
-    return launch.alibi(positions.static_alibi(**launch.arguments(locals())), out)
+    return launch.write_alibi(checked_static_alibi(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type), out)
 
 
 @returns_input_kind
@@ -178,4 +180,15 @@ def rotary_position_embedding(
     array([[-0.301,  1.382,  1.   ,  1.   ],
            [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)
     """
-    return rotary.static(launch.arguments(locals()), out)
+    arguments = RotaryArguments(
+        rotary_dim,
+        interleaved,
+        cos,
+        sin,
+        theta,
+        bypass_key=bypass_key,
+        max_position_embeddings=max_position_embeddings,
+        scaling_type=scaling_type,
+        scaling_factor=scaling_factor,
+    )
+    return rotate(query, key, StaticPositions(start_pos, pad_len), arguments, out)

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvkit.checks import pools
 from kvkit.checks.ascend import attention as twin
-from kvkit.checks.tensors import step
+from kvkit.checks.tensors import element_step
 from kvkit_cuda.attention import bias
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
@@ -66,7 +66,7 @@ def prepare(call, outputs, owners, stream):
 def uneven(caches):
     """Whether caches must be copied to be read: as rows at a table's numbers, the same for both."""
     key, value = map(pools.place_of, caches)
-    return any(map(step, caches)) or key.step != 1 or key[1:] != value[1:]
+    return any(map(element_step, caches)) or key.step != 1 or key[1:] != value[1:]
 
 
 def folds(array, call):

@@ -73,7 +73,7 @@ def compiled(walk):
 
 def table(call, stream):
     """(the table, the starts of sequences, both on the device, a launch that fills the table) of a call."""
-    starts, first, pairs = call.starts, call.first, call.turned // 2
+    starts, first, pairs = call.starts, call.first, call.rotated // 2
     tokens = int(starts[-1])
     if call.tables:
         tables = host.tables((starts, first), stream)
@@ -83,7 +83,7 @@ def table(call, stream):
         theta, divisor, longest, factor = call.scaling
         stops = first + np.diff(starts)
         stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
-        found = cpu.positions.rotary.frequencies(theta, call.turned, stops, longest, factor)
+        found = cpu.positions.rotary.frequencies(theta, call.rotated, stops, longest, factor)
         if not near(starts, first, found[rows], divisor):
             return host.upload(far(call, tokens), stream), *host.tables((starts,), stream), nothing
         tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
@@ -97,11 +97,11 @@ def table(call, stream):
 
 def far(call, tokens):
     """The table on the host, [tokens, 1, 2 * pairs]: what the CPU turns (1, 0) into."""
-    ones = np.zeros((tokens, 1, call.turned), np.float32)
+    ones = np.zeros((tokens, 1, call.rotated), np.float32)
     ones[..., ::2] = 1
     table = np.empty_like(ones)
     moves = (ones, table), (ones[:, :0], table[:, :0])
-    call_of = "float32", moves, call.starts, call.first, call.turned, True, False, None, call.scaling
+    call_of = "float32", moves, call.starts, call.first, call.rotated, True, False, None, call.scaling
     cpu.launches.start(cpu.positions.rotary.prepare(*call_of))
     return table
 

@@ -156,7 +156,7 @@ def compiled(*variant):
 
 def prepare(call, targets, table, starts, stream):
     """A launch that turns a checked call's query and key into `targets`, by a table; see `angles.table`."""
-    element, dim, turned = call.fmt.name, call.query.shape[-1], call.turned
+    element, dim, turned = call.fmt.name, call.query.shape[-1], call.rotated
     turning, sides = (turned, 0 if call.bypass_key else turned), []
     for source, target, elements in zip((call.query, call.key), targets, turning, strict=True):
         places = [(array.ctypes.data, *packed_strides(array)) for array in (source, target)]

@@ -1,53 +1,47 @@
 """The checked call of attention of one query token a sequence over a cache in blocks."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvkit.checks import attention, index_tensors, pools
+from kvkit.checks.arguments import BlockAttention
 from kvkit.checks.ascend import tensors
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import NO_MASK
-from kvkit.checks.tensors import filled, named, tensor
+from kvkit.checks.records import NO_MASK, MaskPlace, StepIndex
+from kvkit.checks.tensors import NamedArrays, check_not_empty, named, tensor
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, MASKS, Element
+from kvkit.typed import Array
 
 
-class Call(NamedTuple):
+class BlockAttentionCall(NamedTuple):
     """A checked call of `paged_attention`, but for its outputs. An entry is a sequence, or a head of one."""
 
     fmt: Element
     shape: tuple[int, ...]  # of attn_output
-    query: np.ndarray
-    caches: list[np.ndarray]
-    table: np.ndarray  # [entries, blocks]
-    lengths: np.ndarray
+    query: Array
+    caches: list[Array]
+    table: Array  # [entries, blocks]
+    lengths: Array
     apart: int  # entries of a sequence
     weights: attention.Weights
-    razor_offset: np.ndarray | None
-    inputs: list[tuple[str, np.ndarray]]
+    razor_offset: Array | None
+    inputs: NamedArrays
     results: Results
 
 
-def checked(
-    query,
-    key_cache,
-    value_cache,
-    block_tables,
-    context_lens,
-    *,
-    razor_offset,
-    sinks,
-    return_lse,
-    **attributes,
-):
-    """The checked call."""
+def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
+    """Check a call of `ascend.paged_attention`."""
+    query, key_cache, value_cache = call.query, call.key_cache, call.value_cache
+    razor_offset = call.razor_offset
     fmt = tensor("query", query, FLOATS, 3)
     batch, heads, dim = query.shape
-    filled("query", query)
+    check_not_empty("query", query)
     views = []
     for name, array in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if tensors.cache(name, array, "ND", written=False)[0] is not fmt:
+        if tensors.cache_in_blocks(name, array, "ND", written=False)[0] is not fmt:
             raise argument_error(name, f"the dtype of query, {fmt}", array.dtype)
         views.append((name, array))
     blocks, block_size = tensors.same_blocks(views)
@@ -56,40 +50,47 @@ def checked(
         raise argument_error("value_cache", f"{kv_heads} heads, as key_cache", value_cache.shape[2])
     if key_cache.shape[3] != dim:
         raise argument_error("key_cache", f"the head size of query, {dim}", key_cache.shape[3])
-    lengths = index_tensors.index("context_lens", context_lens)
+    lengths = index_tensors.index("context_lens", call.context_lens)
     apart = entries_of_a_sequence(len(lengths), batch, heads, kv_heads)
-    table = index_tensors.index("block_tables", block_tables, 2, len(lengths))
+    table = index_tensors.index("block_tables", call.block_tables, 2, len(lengths))
     pools.check_table(table, lengths, blocks, block_size)
 
-    weights = attention.weights(query, NO_MASK, is_causal=False, sinks=sinks, **attributes)._replace(
-        apart=apart
-    )
+    how = attention.weights(query, NO_MASK, call.scoring)._replace(apart=apart)
     if razor_offset is not None:
         tensor("razor_offset", razor_offset, FLOATS[:1], 2)
         if razor_offset.shape != (blocks, block_size):
             raise argument_error("razor_offset", f"shape ({blocks}, {block_size})", razor_offset.shape)
-    inputs = named(
-        query=query, key_cache=key_cache, value_cache=value_cache, razor_offset=razor_offset, sinks=sinks
-    )
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    inputs = named(query=query, **caches, razor_offset=razor_offset, sinks=call.scoring.sinks)
     shape = (batch, heads, value_cache.shape[3])
-    results = attention.results(shape, fmt, return_lse, inputs)
-    caches = [array for _, array in views]
-    return Call(fmt, shape, query, caches, table, lengths, apart, weights, razor_offset, inputs, results)
+    return BlockAttentionCall(
+        fmt,
+        shape,
+        query,
+        [key_cache, value_cache],
+        table,
+        lengths,
+        apart,
+        weights=how,
+        razor_offset=razor_offset,
+        inputs=inputs,
+        results=attention.attention_results(shape, fmt, call.return_lse, inputs),
+    )
 
 
-def rows_of_a_context(call):
-    """How many rows the blocks of an entry have."""
+def context_rows(call: BlockAttentionCall) -> int:
+    """Return how many rows the blocks of an entry have."""
     return call.table.shape[1] * call.caches[0].shape[1]
 
 
-def biased(weights, bias):
-    """Weights with a bias [entries, rows] of scores."""
-    place = bias.ctypes.data, MASKS["float32"], bias.strides[0], 0, 0, bias.itemsize, False
+def with_bias(weights: attention.Weights, bias: Array) -> attention.Weights:
+    """Return weights with a bias [entries, rows] of scores."""
+    place = MaskPlace(bias.ctypes.data, MASKS["float32"], bias.strides[0], column=bias.itemsize)
     return weights._replace(mask=place)
 
 
-def entries_of_a_sequence(entries, batch, heads, kv_heads):
-    """Key heads that have contexts of their own: 1 unless the cache is compressed per head."""
+def entries_of_a_sequence(entries: int, batch: int, heads: int, kv_heads: int) -> int:
+    """Return the key heads that have contexts of their own: 1 unless the cache is compressed per head."""
     if entries == batch:
         if heads % kv_heads:
             raise argument_error(
@@ -105,14 +106,14 @@ def entries_of_a_sequence(entries, batch, heads, kv_heads):
     return apart
 
 
-def folded_shape(call):
-    """(entries, query heads of an entry)."""
+def folded_shape(call: BlockAttentionCall) -> tuple[int, int]:
+    """Return the entries, and the query heads of each."""
     batch, heads, _ = call.shape
     return batch * call.apart, heads // call.apart
 
 
-def steps_of(call, caches):
-    """The entries as sequences of one new token."""
+def entry_steps(call: BlockAttentionCall, caches: Sequence[Array]) -> StepIndex:
+    """Return the entries as sequences of one new token."""
     key, value = caches
     table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
     return pools.steps_of(key, value, table, call.lengths, starts)

@@ -1,6 +1,6 @@
 """The checked calls of conversions between matrices and their groups of columns."""
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -9,44 +9,46 @@ from kvkit.checks.outputs import Results
 from kvkit.checks.tensors import DATA, tensor
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
+from kvkit.formats import Element
+from kvkit.typed import Array
 
 FRACTAL_ROWS = 16
 
 
-class Call(NamedTuple):
+class MatrixCall(NamedTuple):
     """A checked conversion, but for its output."""
 
-    source: np.ndarray  # [b, m, n], or in NZ
+    source: Array  # [b, m, n], or in NZ
     shape: tuple[int, ...]  # of the result
     results: Results
 
 
-def checked_nd(x):
-    """The checked call of `nd_to_nz`."""
+def checked_nd(x: Array) -> MatrixCall:
+    """Check a call of `nd_to_nz`."""
     if isinstance(x, np.ndarray) and x.ndim == 2:
         x = x[None]
     fmt = tensor("x", x, DATA, 3)
-    return call("x", x, "y", (len(x), *fractals(x.shape[1], x.shape[2], fmt)))
+    return matrix_call("x", x, "y", (len(x), *fractals(x.shape[1], x.shape[2], fmt)))
 
 
-def checked_nz(y, m, n):
-    """The checked call of `nz_to_nd`."""
+def checked_nz(y: Array, m: SupportsIndex, n: SupportsIndex) -> MatrixCall:
+    """Check a call of `nz_to_nd`."""
     fmt = tensor("y", y, DATA, 4)
     rows, columns = integer("m", m, 0), integer("n", n, 0)
     want = fractals(rows, columns, fmt)
     if y.shape[1:] != want:
         sizes = f"shape [b, {', '.join(map(str, want))}] for {rows} rows and {columns} columns"
         raise argument_error("y", sizes, y.shape)
-    return call("y", y, "x", (len(y), rows, columns))
+    return matrix_call("y", y, "x", (len(y), rows, columns))
 
 
-def call(name, source, result, shape):
-    """A call from one array to another."""
+def matrix_call(name: str, source: Array, result: str, shape: tuple[int, ...]) -> MatrixCall:
+    """Return a checked call from one array to another."""
     results = Results({result: (shape, source.dtype)}, [(name, source)], alone=True, rows=False)
-    return Call(source, shape, results)
+    return MatrixCall(source, shape, results)
 
 
-def fractals(rows, columns, fmt):
-    """(groups, rows, elements of a group) of a matrix in NZ."""
+def fractals(rows: int, columns: int, fmt: Element) -> tuple[int, int, int]:
+    """Return the groups, rows, and elements of a group of a matrix in NZ."""
     size = fractal(fmt)
     return -(-columns // size), -(-rows // FRACTAL_ROWS) * FRACTAL_ROWS, size

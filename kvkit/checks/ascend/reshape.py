@@ -1,18 +1,22 @@
 """The checked call of new keys and values into slots of a cache in blocks."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvkit import checks
+from kvkit.checks.arguments import BlockStore, Windows
 from kvkit.checks.ascend import tensors
+from kvkit.checks.ascend.tensors import TokensAndCache
 from kvkit.checks.index_tensors import index
-from kvkit.checks.pools import broken_rule, plain_pieces
-from kvkit.checks.tensors import DATA, filled, tensor
+from kvkit.checks.pools import plain_pieces, slot_error
+from kvkit.checks.tensors import DATA, check_not_empty, tensor
 from kvkit.checks.values import choice, text
 from kvkit.errors import argument_error, describe
-from kvkit.formats import BY_DTYPE, INT8
+from kvkit.formats import BY_DTYPE, INT8, Element
 from kvkit.operators.compression import NEEDED, CompressType
+from kvkit.typed import Array
 
 WINDOWS = ("copy", "skip")
 
@@ -20,46 +24,45 @@ WINDOWS = ("copy", "skip")
 DIM_STEP = 32  # a head's size in compressed modes is a multiple
 
 
-class Call(NamedTuple):
+class ReshapeCall(NamedTuple):
     """A checked call of `reshape_and_cache`."""
 
     mode: CompressType
-    tokens: list[np.ndarray]  # as given
-    caches: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
-    pieces: np.ndarray  # see `checks.slots`
+    tokens: list[Array]  # as given
+    caches: list[Array]  # [blocks, rows, heads or groups, dim]
+    pieces: Array  # see `checks.slots`
     averaged: str | None  # the format of means, if there can be some
 
 
-def checked(
-    key, value, key_cache, value_cache, slot_mapping, *, compress_type, cache_format, empty_window, **windows
-):
-    """The checked call; `windows` are its arguments for compressed modes."""
-    mode = compression(compress_type)
-    text("cache_format", cache_format, tensors.FORMATS)
-    text("empty_window", empty_window, WINDOWS)
-    for name, given in windows.items():
-        if (given is not None) != (name in NEEDED[mode]):
+def checked_reshape(call: BlockStore) -> ReshapeCall:
+    """Check a call of `ascend.reshape_and_cache`."""
+    key, mode = call.key, compression(call.compress_type)
+    cache_format = text("cache_format", call.cache_format, tensors.FORMATS)
+    text("empty_window", call.empty_window, WINDOWS)
+    for name, window in zip(Windows._fields, call.windows, strict=True):
+        if (window is not None) != (name in NEEDED[mode]):
             raise argument_error(
-                name, f"{'an array' if given is None else 'None'} for {mode.name}", describe(given)
+                name, f"{'an array' if window is None else 'None'} for {mode.name}", describe(window)
             )
     if mode and cache_format == "NZ":
         raise argument_error("cache_format", f"'ND' for {mode.name}", "'NZ'")
-    given = tensors.pairs("key", key, value, key_cache, value_cache)
-    caches = views(given, mode, cache_format)
+    given = tensors.pairs("key", key, call.value, call.key_cache, call.value_cache)
+    caches = cache_views(given, mode, cache_format)
     blocks, block_size = tensors.same_blocks(
         [(name, view) for (_, _, name, _), view in zip(given, caches, strict=True)]
     )
     if mode:
-        pieces = compressed_pieces(key, blocks * block_size, slot_mapping, mode, windows, empty_window)
+        pieces = compressed_pieces(call, mode, blocks * block_size)
     else:
-        pieces = plain_pieces(len(key), blocks * block_size, slot_mapping)
+        pieces = plain_pieces(len(key), blocks * block_size, call.slot_mapping)
     written, read = [(name, array) for *_, name, array in given], [(name, array) for name, array, *_ in given]
     tensors.caches_apart(written, read)
     averaged = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
-    return Call(mode, [tokens for _, tokens, _, _ in given], caches, pieces, averaged)
+    return ReshapeCall(mode, [tokens for _, tokens, _, _ in given], caches, pieces, averaged)
 
 
-def compression(compress_type):
+def compression(compress_type: object) -> CompressType:
+    """Return a checked mode of compression."""
     if isinstance(compress_type, CompressType):
         return compress_type
     if isinstance(compress_type, str):
@@ -68,25 +71,25 @@ def compression(compress_type):
     return CompressType(choice("compress_type", compress_type, tuple(map(int, CompressType))))
 
 
-def views(given, mode, cache_format):
-    """The caches as [blocks, rows, heads or groups, dim], checked against their tokens."""
+def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_format: str) -> list[Array]:
+    """Return the caches as [blocks, rows, heads or groups, dim], checked against their tokens."""
     caches, formats = [], []
     first = given[0][1]
     for name, array, cache_name, cache in given:
         fmt = tensor(name, array, DATA, 3)
-        filled(name, array)
+        check_not_empty(name, array)
         if array.shape[:2] != first.shape[:2]:
             raise argument_error(
                 name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape
             )
-        cache_fmt, view = tensors.cache(cache_name, cache, cache_format, written=True)
+        cache_fmt, view = tensors.cache_in_blocks(cache_name, cache, cache_format, written=True)
         if cache_fmt is not fmt:
             raise argument_error(cache_name, f"the dtype of {name}, {fmt}", cache_fmt)
         if mode:
             check_compressed(name, array, first, fmt, mode)
             want = (1, array.shape[2])
         elif cache_format == "NZ":
-            want = groups(name, array, fmt)
+            want = token_groups(name, array, fmt)
         else:
             want = array.shape[1:]
         if view.shape[2:] != want:
@@ -98,7 +101,8 @@ def views(given, mode, cache_format):
     return caches
 
 
-def check_compressed(name, array, first, fmt, mode):
+def check_compressed(name: str, array: Array, first: Array, fmt: Element, mode: CompressType) -> None:
+    """Check tokens of a compressed mode; `first` are the keys."""
     dim = array.shape[2]
     if dim % DIM_STEP:
         raise argument_error(name, f"a head size that is a multiple of {DIM_STEP}, for {mode.name}", dim)
@@ -108,8 +112,8 @@ def check_compressed(name, array, first, fmt, mode):
         raise argument_error(name, "floats, which have a mean, for KVHEAD_ROPE", fmt)
 
 
-def groups(name, array, fmt):
-    """(groups, elements of one) of a token's row in NZ."""
+def token_groups(name: str, array: Array, fmt: Element) -> tuple[int, int]:
+    """Return the groups of a token's row in NZ, and the elements of one."""
     _, heads, dim = array.shape
     size = tensors.fractal(fmt)
     if heads * dim % size:
@@ -119,26 +123,27 @@ def groups(name, array, fmt):
     return heads * dim // size, size
 
 
-def compressed_pieces(key, capacity, slot_mapping, mode, windows, empty_window):
-    """The pieces of a run for each sequence and head."""
-    tokens, heads, _ = key.shape
-    lengths = index("seq_lens", windows["seq_lens"])
+def compressed_pieces(call: BlockStore, mode: CompressType, capacity: int) -> Array:
+    """Return the pieces of a run for each sequence and head."""
+    tokens, heads, _ = call.key.shape
+    windows = call.windows
+    lengths = index("seq_lens", windows.seq_lens)
     if len(lengths) and lengths.min() < 1:
         b = int(lengths.argmin())
         raise argument_error(f"seq_lens[{b}]", "at least 1", lengths[b])
     if sum(lengths.tolist()) != tokens:
         raise argument_error("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
     runs = len(lengths) * heads
-    slots = index("slot_mapping", slot_mapping, length=runs)
-    wins = index("wins", windows["wins"], length=runs)
+    slots = index("slot_mapping", call.slot_mapping, length=runs)
+    wins = index("wins", windows.wins, length=runs)
     offsets = wins
-    if windows["offset_index"] is not None:
-        offsets = index("offset_index", windows["offset_index"], length=runs)
+    if windows.offset_index is not None:
+        offsets = index("offset_index", windows.offset_index, length=runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
-    (rule, one, two, three), pieces = checks.slots.compressed(
-        mode, empty_window == "copy", slots, wins, offsets, starts, heads, capacity
+    (rule, one, two, three), pieces = checks.slots.compressed_slots(
+        mode, call.empty_window == "copy", slots, wins, offsets, starts, heads=heads, capacity=capacity
     )
     if rule:
-        raise broken_rule(rule, one, two, three, capacity)
+        raise slot_error(rule, one, two, three, capacity)
     return pieces[:one]

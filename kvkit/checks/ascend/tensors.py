@@ -1,30 +1,38 @@
 """Checks of packed tensors and of caches in blocks."""
 
+from collections.abc import Sequence
+
 from kvkit.checks import tensors
 from kvkit.errors import argument_error
-from kvkit.formats import BFLOAT16, FLOAT16, INT8
+from kvkit.formats import BFLOAT16, FLOAT16, INT8, Element
 from kvkit.layouts.places import FRACTAL_BYTES
+from kvkit.typed import Array
 
 FORMATS = ("ND", "NZ")
 MOST = 2**31 - 1  # of a count or a size: no sum or product of two, and no slot, leaves int64
+TokensAndCache = tuple[str, Array, str, Array]  # name, tokens, name of the cache, cache
 
 
-def fractal(fmt):
-    """n0: elements in a group of NZ."""
+def fractal(fmt: Element) -> int:
+    """Return n0, the elements in a group of NZ."""
     return FRACTAL_BYTES * 8 // fmt.bits
 
 
-def pairs(key_name, key, value, key_cache, value_cache):
-    """[(name, tokens, cache name, cache)] of keys and, if they are there, of values."""
-    if (value is None) != (value_cache is None):
+def pairs(
+    key_name: str, key: Array, value: Array | None, key_cache: Array, value_cache: Array | None
+) -> list[TokensAndCache]:
+    """Return tokens and caches of keys and, if they are there, of values, with their names."""
+    keys = (key_name, key, "key_cache", key_cache)
+    if value is None or value_cache is None:
+        if value is value_cache:
+            return [keys]
         missing = "value" if value is None else "value_cache"
         raise argument_error(missing, "an array, as its pair is given (or both None, for keys alone)", "None")
-    given = [(key_name, key, "key_cache", key_cache)]
-    return given if value_cache is None else [*given, ("value", value, "value_cache", value_cache)]
+    return [keys, ("value", value, "value_cache", value_cache)]
 
 
-def cache(name, array, cache_format, written):
-    """(format, view [blocks, rows, heads or groups, dim]) of a cache in blocks."""
+def cache_in_blocks(name: str, array: Array, cache_format: str, written: bool) -> tuple[Element, Array]:
+    """Return the format of a cache in blocks, and a view [blocks, rows, heads or groups, dim]."""
     fmt = tensors.tensor(name, array, tensors.DATA, 4)
     if min(array.shape) < 1:
         raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
@@ -32,31 +40,31 @@ def cache(name, array, cache_format, written):
         tensors.written(name, array)
     if cache_format == "NZ" and array.shape[3] != fractal(fmt):
         raise argument_error(name, f"a last axis of {fractal(fmt)}, for NZ of {fmt}", f"shape {array.shape}")
-    return fmt, rows(array, cache_format)
+    return fmt, in_rows(array, cache_format)
 
 
-def rows(array, cache_format):
-    """A cache, or matrices in NZ, as [blocks, rows, heads or groups, dim]."""
+def in_rows(array: Array, cache_format: str) -> Array:
+    """Return a view [blocks, rows, heads or groups, dim] of a cache, or of matrices in NZ."""
     return array.transpose(0, 2, 1, 3) if cache_format == "NZ" else array
 
 
-def same_blocks(caches):
-    """Check that keys and values have as many blocks of as many rows: (blocks, rows)."""
+def same_blocks(caches: Sequence[tuple[str, Array]]) -> tuple[int, int]:
+    """Return the blocks and their rows, which are as many for keys and for values."""
     (_, first), *others = caches
     for name, view in others:
         if view.shape[:2] != first.shape[:2]:
             sizes = f"{first.shape[0]} blocks of {first.shape[1]} rows, as key_cache"
             raise argument_error(name, sizes, f"{view.shape[0]} of {view.shape[1]}")
-    return first.shape[:2]
+    return first.shape[0], first.shape[1]
 
 
-def caches_apart(caches, others=()):
+def caches_apart(caches: Sequence[tuple[str, Array]], others: Sequence[tuple[str, Array]] = ()) -> None:
     """Check that caches which are written, with their names, share no byte with each other or the others."""
     for i, (name, array) in enumerate(caches):
         tensors.apart(name, array, [*caches[i + 1 :], *others])
 
 
-def same_types(formats, cache_format):
+def same_types(formats: Sequence[Element], cache_format: str) -> None:
     """Check that keys and values have one type; in NZ keys may be int8 and values 16-bit floats."""
     if len(formats) == 1 or formats[0] is formats[1]:
         return

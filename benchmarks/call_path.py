@@ -1,0 +1,80 @@
+"""Which files of the package a call enters, and how often it moves between them: python benchmarks/call_path.py
+
+A reader who follows a call moves as often. The first call is counted once all machine code is there, in a
+process whose kernels have been compiled by another call; it checks and prepares everything.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import kvkit
+
+PACKAGE = str(Path(kvkit.__file__).parent)
+HEADS, DIM, PAGES, PAGE_SIZE = 2, 64, 4, 16
+
+
+def path_of(function):
+    """Return the files that a call enters, in order, and how often it moves from one to another."""
+    entered: list = []
+
+    def note(frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE) and frame.f_code.co_name != "<module>":
+            entered.append(name.removeprefix(PACKAGE + "/"))
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    moves = sum(one != other for one, other in zip(entered, entered[1:], strict=False))
+    return list(dict.fromkeys(entered)), moves
+
+
+def attention(cache, new, heads=HEADS):
+    """Return a call of attention over a paged cache, for one new token of each of two sequences."""
+    query = np.ones((2, heads, DIM), np.float32)
+    index = [0, 1, 2], [0, 4, 6], [[0], [PAGE_SIZE]], [3, 1]
+    index = [np.array(tensor) for tensor in index]
+    sizes = {"num_heads": heads, "num_kv_heads": HEADS, "head_dim": DIM}
+    place = {"cache_mode": 1, "page_size": PAGE_SIZE, "cache_layout": 3}
+
+    def call():
+        seqstarts, kvstarts, cachestarts, start_pos = index
+        kvkit.dynamic_batching.multi_head_cache_attention(
+            query,
+            new,
+            new,
+            seqstarts,
+            kvstarts,
+            cachestarts,
+            start_pos,
+            0,
+            None,
+            None,
+            cache,
+            **sizes,
+            **place,
+        )
+
+    return call
+
+
+def main():
+    cache = np.zeros((1, 2, HEADS, PAGES * PAGE_SIZE, DIM), np.float32)
+    new = np.ones((2, HEADS, DIM), np.float32)
+    call = attention(cache, new)
+    call()  # compiles
+    kvkit.calls.steps.steps.clear()
+    for name in ("first", "repeated"):
+        files, moves = path_of(call)
+        print(
+            f"{name} call of dynamic_batching.multi_head_cache_attention: {len(files)} files, {moves} moves"
+        )
+        print("   ", " ".join(files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The arguments of operators, in records: as a caller gives them, and not checked yet."""
+
+from typing import NamedTuple, SupportsIndex
+
+from numpy.typing import ArrayLike
+
+from kvkit.typed import Array
+
+
+class StepArguments(NamedTuple):
+    """The index tensors of a step of packed sequences in a cache."""
+
+    seqstarts: ArrayLike
+    kvstarts: ArrayLike
+    cachestarts: ArrayLike
+    start_pos: ArrayLike
+    decoding_batches: SupportsIndex = 0
+    max_seqlen: SupportsIndex | None = None
+    max_kvlen: SupportsIndex | None = None
+    cache_mode: int = 0
+    page_size: int = 128
+
+
+class ContextArguments(NamedTuple):
+    """The index tensors of packed sequences whose keys are packed too."""
+
+    seqstarts: ArrayLike
+    kvstarts: ArrayLike
+    decoding_batches: SupportsIndex
+    max_seqlen: SupportsIndex | None
+    max_kvlen: SupportsIndex | None
+
+
+class CacheArguments(NamedTuple):
+    """Which layer of a cache is meant, what its bytes mean and in which order its axes are."""
+
+    num_layer: int = 1
+    layer_idx: int = 0
+    quant_bit: int = 0
+    quant_group: int = 8
+    quant_format: str | None = None
+    cache_layout: int = 0
+
+
+class Heads(NamedTuple):
+    """The heads of queries and of keys."""
+
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int = 0
+
+
+class Scoring(NamedTuple):
+    """How scores become weights."""
+
+    attn_mask: Array | None = None
+    is_causal: bool = True
+    is_alibi: bool = False
+    softmax_scale: float | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: Array | None = None
+
+
+class RotaryArguments(NamedTuple):
+    """By how much heads are rotated at a position."""
+
+    rotary_dim: int
+    interleaved: bool
+    cos: Array | None
+    sin: Array | None
+    theta: float
+    bypass_key: bool
+    max_position_embeddings: int
+    scaling_type: str
+    scaling_factor: float
+
+
+class StaticPositions(NamedTuple):
+    """Where sequences of one length begin."""
+
+    start_pos: SupportsIndex
+    pad_len: ArrayLike | None
+
+
+class PackedPositions(NamedTuple):
+    """Where packed sequences begin."""
+
+    seqstarts: ArrayLike
+    start_pos: ArrayLike
+    max_seqlen: SupportsIndex | None
+
+
+class PoolAttention(NamedTuple):
+    """The arguments of `paged_attention`, but for its outputs."""
+
+    query: Array
+    key_cache: Array
+    value_cache: Array | None
+    block_tables: ArrayLike | tuple[ArrayLike, ArrayLike]
+    context_lens: ArrayLike
+    query_starts: ArrayLike | None
+    layout: str
+    key_scale: float | Array | None
+    value_scale: float | Array | None
+    alibi_slopes: Array | None
+    scoring: Scoring
+    return_lse: bool
+
+
+class PoolTransfer(NamedTuple):
+    """The arguments of `paged_append`."""
+
+    key: Array | None
+    value: Array | None
+    key_cache: Array | None
+    value_cache: Array | None
+    slot_mapping: ArrayLike
+    layout: str
+    key_scale: float | Array | None
+    value_scale: float | Array | None
+
+
+class BlockAttention(NamedTuple):
+    """The arguments of `ascend.paged_attention`, but for its outputs."""
+
+    query: Array
+    key_cache: Array
+    value_cache: Array
+    block_tables: ArrayLike
+    context_lens: ArrayLike
+    razor_offset: Array | None
+    scoring: Scoring
+    return_lse: bool
+
+
+class BlockLoad(NamedTuple):
+    """The arguments of `ascend.paged_cache_load`, but for its outputs."""
+
+    key_cache: Array
+    value_cache: Array | None
+    block_tables: ArrayLike
+    seq_lens: ArrayLike
+    seq_starts: ArrayLike | None
+    cache_format: str
+
+
+class Windows(NamedTuple):
+    """The arguments of `ascend.reshape_and_cache` for compressed modes."""
+
+    wins: ArrayLike | None
+    seq_lens: ArrayLike | None
+    offset_index: ArrayLike | None
+
+
+class BlockStore(NamedTuple):
+    """The arguments of `ascend.reshape_and_cache`."""
+
+    key: Array
+    value: Array | None
+    key_cache: Array
+    value_cache: Array | None
+    slot_mapping: ArrayLike
+    compress_type: int
+    windows: Windows
+    cache_format: str
+    empty_window: str
+
+
+class CacheTransfer(NamedTuple):
+    """The arguments of `key_value_cache`, but for its index tensors."""
+
+    current_key: Array
+    current_value: Array
+    cache: Array
+    scale: Array | None
+    place: CacheArguments
+    num_repeat: int
+
+
+class CacheAttention(NamedTuple):
+    """The arguments of `multi_head_cache_attention`, but for its index tensors."""
+
+    query: Array
+    current_key: Array
+    current_value: Array
+    cache: Array
+    scale: Array | None
+    place: CacheArguments
+    heads: Heads
+    scoring: Scoring
+    return_lse: bool
