@@ -1,9 +1,10 @@
-"""Which files of the package a call enters, and how often it moves between them: python benchmarks/call_path.py
+"""Count the files of the package that a call enters, and its moves between them.
 
-A reader who follows a call moves as often. The first call is counted once all machine code is there, in a
-process whose kernels have been compiled by another call; it checks and prepares everything.
+python benchmarks/call_path.py prints both: a reader who follows a call moves as often. The first call is
+counted once all machine code is there; it checks and prepares everything.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def path_of(function):
         function()
     finally:
         sys.setprofile(None)
-    moves = sum(one != other for one, other in zip(entered, entered[1:], strict=False))
+    moves = sum(one != other for one, other in itertools.pairwise(entered))
     return list(dict.fromkeys(entered)), moves
 
 
@@ -67,7 +68,7 @@ def main():
     new = np.ones((2, HEADS, DIM), np.float32)
     call = attention(cache, new)
     call()  # compiles
-    kvkit.calls.steps.steps.clear()
+    kvkit.calls.steps.planned_steps.clear()
     for name in ("first", "repeated"):
         files, moves = path_of(call)
         print(

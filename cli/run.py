@@ -135,12 +135,11 @@ def translated(path, arrays, names):
 
 def check(op, inputs, attributes):
     """What the operator itself would refuse, before it has compiled a kernel."""
-    from kvkit.checks import sequences
-    from kvkit_cuda.calls.checks import CHECKED
+    from kvkit_cuda.calls.checks import CHECKED, packed_step
 
     values = inputs | attributes
-    step = [sequences.in_cache(op.inputs[0].name, values)] if op.name in IN_CACHE else []
-    CHECKED[op.name](*step, **values)
+    step = packed_step(values, op.inputs[0].name) if op.name in IN_CACHE else None
+    CHECKED[op.name](values, step)
 
 
 def given(arrays):

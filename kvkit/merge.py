@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvkit import cpu
-from kvkit.calls.repeats import Repeats, addresses
-from kvkit.checks.merge import checked
+from kvkit.calls.prepared import PreparedCall, PreparedCalls
+from kvkit.checks.merge import checked_merge
+from kvkit.formats import Element
 from kvkit.interop import returns_input_kind
-from kvkit.typed import Arrays, Pair
+from kvkit.typed import Array, Arrays, Pair
 
 FEW = 64  # forms of calls that are remembered
-repeats = Repeats(FEW)  # a call takes its own away as long as it lasts
+merges: PreparedCalls[PreparedCall] = PreparedCalls(FEW)  # a call takes its own away as long as it lasts
 
 
 @returns_input_kind
@@ -57,28 +60,29 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     >>> attn_output[0, :, 0].round(4), np.exp(total[0]).round(4)
     (array([3., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
-    call = checked(outputs, lses)
-    results = None if out is None else call.results.given(out)
-    made = merged(call.fmt, call.outputs, call.lses)
-    if results is None:
-        return made
-    for result, found in zip(results, made, strict=True):
-        result[...] = found
-    return results
+    call = checked_merge(outputs, lses)
+    given = None if out is None else call.results.checked(out)
+    results = merged(call.fmt, call.outputs, call.lses)
+    if given is None:
+        return results
+    for array, result in zip(given, results, strict=True):
+        array[...] = result
+    return given[0], given[1]
 
 
-def merged(fmt, outputs, lses):
-    """Checked parts of a format, put together."""
-    outputs, lses = ([np.ascontiguousarray(each) for each in side] for side in (outputs, lses))
+def merged(fmt: Element, outputs: Sequence[Array], lses: Sequence[Array]) -> Pair:
+    """Merge checked parts of a format, and return both results."""
+    outputs = [np.ascontiguousarray(each) for each in outputs]
+    lses = [np.ascontiguousarray(each) for each in lses]
     out, lse = np.empty(outputs[0].shape, fmt.dtype), np.empty(lses[0].shape, np.float32)
-    places = addresses({str(i): part for i, part in enumerate((*outputs, *lses))} | {"out": out, "lse": lse})
-    known = fmt.name, out.shape, len(outputs)
-    prepared = repeats.pop(known, None)
+    arrays = {str(i): part for i, part in enumerate((*outputs, *lses))} | {"out": out, "lse": lse}
+    form = fmt.name, out.shape, len(outputs)
+    prepared = merges.take(form)
     if prepared:
-        prepared.run(places)
+        prepared.run(list(arrays.values()))
     else:
         launch = cpu.attention.merge.prepare(fmt.name, outputs, lses, out, lse)
         cpu.launches.start(launch)
-        prepared = cpu.launches.Repeat([launch], places)
-    repeats.keep(known, prepared)
+        prepared = PreparedCall([launch], arrays)
+    merges.keep(form, prepared)
     return out, lse

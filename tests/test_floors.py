@@ -59,7 +59,7 @@ LATE = {
     "cli.study": {"kvkit.integrations.transformers", "transformers", "transformers.utils.logging"},
     "cli.warm": {"kvkit_cuda.device_runtime"},
     "cli.warming": {"kvkit_cuda"},
-    "cli.run": {"numba", "kvkit.checks", "kvkit_cuda.calls.checks"},
+    "cli.run": {"numba", "kvkit_cuda.calls.checks"},
 }
 
 

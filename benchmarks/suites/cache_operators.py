@@ -10,7 +10,8 @@ from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.memory import plain_copy
 from kvkit import cpu
 from kvkit.checks import caches, tensors
-from kvkit.checks.index_tensors import dynamic, fits
+from kvkit.checks.arguments import CacheArguments, StepArguments
+from kvkit.checks.index_tensors import check_room, checked_step
 from kvkit.layouts import pmx
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
@@ -107,17 +108,18 @@ def append_only(kind, number, mode, past, new, timed=False):
         layers = 1 if timed else SETS
         cache, scale = kind.arrays(order, B * -(-(past + new) // PAGE) * PAGE, layers)
         inputs = [tokens(kind, B * new, seed=i) for i in range(layers)]
-        where = index_tensors(mode, past, new)
+        index = StepArguments(**index_tensors(mode, past, new), cache_mode=mode, page_size=PAGE)
+        place = CacheArguments(layers, 0, kind.quant, GROUP, cache_layout=number)
 
         def run(i):
             layer, x = i % layers, inputs[i % layers]
             fmt, key, value = tensors.current(x, x, 3)
             checked = caches.cache_layer(
-                fmt, H, DIM, cache, scale, pmx.DYNAMIC, layers, layer, kind.quant, GROUP, number
+                fmt, H, DIM, cache, scale, pmx.DYNAMIC, place._replace(layer_idx=layer)
             )
             packed = tensors.packed_tokens("current_key", x)
-            step = dynamic(packed, **where, cache_mode=mode, page_size=PAGE)
-            fits(step, packed, checked)
+            step = checked_step(packed, index)
+            check_room(step, packed, checked)
             cpu.launches.start(cpu.copy.transfer.store(key, value, checked, step))
 
         if timed:
@@ -133,13 +135,15 @@ def checks_only(kind, batch):
 
     def prepare():
         cache, scale = kind.arrays(pmx.DYNAMIC[3], batch * PAGE)
-        x, where = tokens(kind, batch), index_tensors(1, PAGE - 1, 1, batch)
+        x = tokens(kind, batch)
+        index = StepArguments(**index_tensors(1, PAGE - 1, 1, batch), cache_mode=1, page_size=PAGE)
+        place = CacheArguments(1, 0, kind.quant, GROUP, cache_layout=3)
 
         def run(i):
             fmt, _, _ = tensors.current(x, x, 3)
-            checked = caches.cache_layer(fmt, H, DIM, cache, scale, pmx.DYNAMIC, 1, 0, kind.quant, GROUP, 3)
+            checked = caches.cache_layer(fmt, H, DIM, cache, scale, pmx.DYNAMIC, place)
             packed = tensors.packed_tokens("current_key", x)
-            fits(dynamic(packed, **where, cache_mode=1, page_size=PAGE), packed, checked)
+            check_room(checked_step(packed, index), packed, checked)
             for name, array in (("cache", cache), ("scale", scale)):
                 tensors.apart(name, array, [("current_key", x), ("current_value", x)])
 

@@ -107,15 +107,16 @@ def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array 
     """Attend for each entry: a sequence of one query token over rows in pages of a block."""
     folded = attention.folded_shape(call)
     query = one_piece(call.query).reshape(*folded, call.query.shape[2])
-    made = out.reshape(*folded, out.shape[2])
-    made_lse = None if lse is None else lse.reshape(folded)
-    context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call, call.caches)
-    bias, entries = bias_of(call), len(call.lengths)
+    results = [out] if lse is None else [out, lse]
+    entries = [array.reshape(*folded, *array.shape[2:]) for array in results]
+    made, made_lse = (*entries, None)[:2]
+    context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call)
+    bias, count = bias_of(call), len(call.lengths)
     weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
-    cpu.launches.start(cpu.attention.prepare.prepare(query, made, made_lse, context, steps, entries, weights))
-    for array, folded_array in ((out, made), (lse, made_lse)):
-        if folded_array is not None and not np.may_share_memory(array, folded_array):  # strides do not fold
-            array[...] = folded_array.reshape(array.shape)
+    cpu.launches.start(cpu.attention.prepare.prepare(query, made, made_lse, context, steps, count, weights))
+    for array, entry in zip(results, entries, strict=True):
+        if not np.may_share_memory(array, entry):  # strides do not fold
+            array[...] = entry.reshape(array.shape)
 
 
 def bias_of(call: attention.BlockAttentionCall) -> Array | None:

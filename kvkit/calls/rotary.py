@@ -6,14 +6,14 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.calls import launch
-from kvkit.calls.repeats import PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned
 from kvkit.checks.arguments import PackedPositions, RotaryArguments, StaticPositions
 from kvkit.checks.positions import checked_rotation, positions_of
 from kvkit.checks.tensors import one_piece
 from kvkit.runtime import result_pool
 from kvkit.typed import Array, Pair
 
-ARRAYS = "query", "key", "rotated query", "rotated key"
+ARRAYS = "query", "key", "turned query", "turned key"
 ROTATED = 2  # of them are written
 FEW = 64  # forms of calls that are remembered
 
@@ -31,8 +31,7 @@ def rotate(
 ) -> Pair:
     """Rotate queries and keys by the angles of their positions."""
     arrays, form = (query, key), None
-    if out is None or is_pair(out):
-        # Tables of cosines cannot be hashed, so that calls with them are checked each time.
+    if (out is None or is_pair(out)) and arguments.cos is None and arguments.sin is None:
         form = form_of((*arrays, *(out or ())), arguments)
     if form and out:
         address = cpu.launches.address
@@ -52,12 +51,12 @@ def rotate(
                 rotations.keep(form, prepared)
                 return results[0], results[1]
     checked = checked_rotation(query, key, where, arguments)
-    results = checked.results.arrays(out)
+    rotated_query, rotated_key = checked.results.arrays(out)
     if checked.starts[-1]:
-        rotation = launch.rotation(checked, results)
+        rotation = launch.rotation(checked, (rotated_query, rotated_key))
         cpu.launches.start(rotation)
         if form and all(one_piece(array) is array for array in arrays):
-            repeated = dict(zip(ARRAYS, (*arrays, *results), strict=True))
+            repeated = dict(zip(ARRAYS, (*arrays, rotated_query, rotated_key), strict=True))
             call = PreparedCall([rotation], repeated, ROTATED)
             rotations.keep(form, (call, checked.starts, checked.first))
-    return results
+    return rotated_query, rotated_key

@@ -7,13 +7,13 @@ its form.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
 from kvkit import checks, cpu
 from kvkit.calls import launch
-from kvkit.calls.repeats import Form, PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned, members
+from kvkit.calls.prepared import Form, PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned, members
 from kvkit.checks.arguments import CacheAttention, CacheTransfer, StepArguments
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.index_tensors import (
@@ -51,9 +51,11 @@ class PlannedStep:
         """The checked sequences."""
         return self._sequences
 
-    def follow(self, tokens: int, tensors: Sequence[Array]) -> bool:
+    def follow(self, tokens: int, tensors: Sequence[Any]) -> bool:
         """Take the place of the last step, for index tensors of its form; False if they break a rule."""
         steps = self._sequences.steps
+        if steps is None:
+            return False
         own = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
         pairs = [*zip(own, tensors, strict=True)]
         # Layers of a model come with the same tensors.
@@ -73,9 +75,9 @@ class PlannedStep:
 
     def begin_at(self, start: int) -> None:
         """Take the place of the last step, for sequences of one length from another position on."""
-        last, steps = self._sequences.start_pos, self._sequences.steps
-        if start != last:
-            batch, rows = len(steps.start_pos), steps.rows + start - last
+        sequences, steps = self._sequences, self._sequences.steps
+        if isinstance(sequences, Static) and steps is not None and start != sequences.start_pos:
+            batch, rows = len(steps.start_pos), steps.rows + start - int(sequences.start_pos)
             np.multiply(np.arange(batch + 1), rows, out=steps.kvstarts)
             steps.start_pos.fill(start)
             self._sequences = Static(start, steps._replace(context=batch * rows, rows=rows))
@@ -91,13 +93,14 @@ class PlannedStep:
             attributes = *call.place, call.num_repeat, context, is_unaligned(out)
             form = form_of((*arrays, *(out or ())), attributes)
         prepared = self._loaded.find(form)
-        if prepared and prepared.room >= steps.rows:
-            results = out
+        if prepared and steps and prepared.room >= steps.rows:
             if out is None:
                 *_, heads, dim = call.current_key.shape
                 shape = *self._sequences.context_axes(steps), heads * call.num_repeat, dim
                 dtype = call.current_key.dtype
                 results = result_pool.empty(shape, dtype), result_pool.empty(shape, dtype)
+            else:
+                results = out
             if prepared.run((*arrays, *results)):
                 return results[0], results[1]
         checked = checked_key_value_cache(self._sequences, call)
@@ -120,8 +123,8 @@ class PlannedStep:
             attributes = *call.place, *call.heads, *scoring, *members(scoring.window)
             form = form_of((*arrays, out), attributes)
         prepared = self._attended.find(form)
-        if prepared and prepared.room >= steps.rows:
-            result = result_pool.empty(call.query.shape, call.query.dtype) if out is None else out
+        if prepared and steps and prepared.room >= steps.rows:
+            result: Any = result_pool.empty(call.query.shape, call.query.dtype) if out is None else out
             if prepared.run((*arrays, result), self._version):
                 return result
         checked = checked_cache_attention(self._sequences, call)
@@ -131,13 +134,11 @@ class PlannedStep:
         if form and all(a is b for a, b in zip(arrays, (checked.query, *checked.current), strict=False)):
             names = "query", "current_key", "current_value", "cache", "scale", "out"
             repeated = dict(zip(names, (*arrays, results[0]), strict=True))
-            room, attention = checked.layer.capacity[1], launches[-1].numbers
-            self._attended.keep(
-                form,
-                PreparedCall(
-                    launches, repeated, ATTENDS, room=room, attention=attention, version=self._version
-                ),
+            prepared = PreparedCall(
+                launches, repeated, ATTENDS, attention=launches[-1].numbers, version=self._version
             )
+            prepared.room = checked.layer.capacity[1] if checked.layer else 0
+            self._attended.keep(form, prepared)
         return launch.one_or_all(results)
 
 
@@ -168,8 +169,12 @@ def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[Planned
     limits = index.max_seqlen, index.max_kvlen, index.cache_mode, index.page_size
     form = form_of(tensors, (name, index.decoding_batches, *limits))
     step = planned_steps.take(form)
-    known = step is not None and not validates() and isinstance(tokens, np.ndarray)
-    if not known or not step.follow(len(tokens), tensors):
+    if (
+        step is None
+        or validates()
+        or not isinstance(tokens, np.ndarray)
+        or not step.follow(len(tokens), tensors)
+    ):
         step = PlannedStep(packed_in_cache(packed_tokens(name, tokens), index), FEW)
     return step, form
 
@@ -192,13 +197,15 @@ def attend_static(start_pos: SupportsIndex, call: CacheAttention, out: Array | P
 
 def take_static(start_pos: SupportsIndex, tokens: Array) -> tuple[PlannedStep, Form | None]:
     """Return the step of sequences of one length, [B, S, ..], from a position on, and its form."""
-    start, form = start_pos, None
-    if isinstance(tokens, np.ndarray) and tokens.ndim == Static.axes:
-        start = integer("start_pos", start_pos, 0)
-        form = tokens.shape[:2] if start < FAR else None
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != Static.axes:
+        return PlannedStep(Static(start_pos), FEW), None
+    start = integer("start_pos", start_pos, 0)
+    if start >= FAR:
+        return PlannedStep(Static(start), FEW), None
+    batch, count, *_ = tokens.shape
+    form = batch, count
     step = planned_steps.take(form)
-    if step is not None:
-        step.begin_at(start)
-        return step, form
-    steps = None if form is None else static_step(*form, start + form[1])
-    return PlannedStep(Static(start, steps), FEW), form
+    if step is None:
+        return PlannedStep(Static(start, static_step(batch, count, start + count)), FEW), form
+    step.begin_at(start)
+    return step, form

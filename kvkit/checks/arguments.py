@@ -1,6 +1,6 @@
 """The arguments of operators, in records: as a caller gives them, and not checked yet."""
 
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from numpy.typing import ArrayLike
 
@@ -148,9 +148,9 @@ class BlockLoad(NamedTuple):
 class Windows(NamedTuple):
     """The arguments of `ascend.reshape_and_cache` for compressed modes."""
 
-    wins: ArrayLike | None
-    seq_lens: ArrayLike | None
-    offset_index: ArrayLike | None
+    wins: ArrayLike | Any  # None where a mode has no such argument
+    seq_lens: ArrayLike | Any
+    offset_index: ArrayLike | Any
 
 
 class BlockStore(NamedTuple):

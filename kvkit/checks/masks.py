@@ -63,4 +63,5 @@ def is_empty(fmt: Element, mask: Array) -> bool:
 def mask_place(mask: Array, strides: Sequence[int], packed: bool) -> MaskPlace:
     """Return where a mask lies, with strides of its sequences, heads, rows and columns."""
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
-    return MaskPlace(mask.ctypes.data, MASKS[name], *strides, packed)
+    sequence, head, row, column = strides
+    return MaskPlace(mask.ctypes.data, MASKS[name], sequence, head, row, column, packed=packed)

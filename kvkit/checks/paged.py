@@ -45,7 +45,9 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     query = one_piece(query)
     mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
     how = attention.weights(query, mask, scoring)
-    slopes = of_sequences("alibi_slopes", call.alibi_slopes, len(lengths), heads, "query heads")
+    slopes = call.alibi_slopes
+    if slopes is not None:
+        slopes = of_sequences("alibi_slopes", slopes, len(lengths), heads, "query heads")
     cells = scales_of_tokens(call, key, value, len(lengths))
     scales = None if cells else scales_of_heads(call, key, value, len(lengths), how.scale)
     inputs = named(
@@ -138,10 +140,8 @@ def starts_of(query_starts: ArrayLike | None, batch: int, tokens: int) -> Array:
     return starts
 
 
-def of_sequences(name: str, values: Array | None, batch: int, heads: int, what: str) -> Array | None:
+def of_sequences(name: str, values: Array, batch: int, heads: int, what: str) -> Array:
     """Return checked numbers of heads, [heads] or [B, heads], as float32 [B or 1, heads]."""
-    if values is None:
-        return None
     tensor(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
     if values.shape not in ((heads,), (batch, heads)):
         shapes = f"shape ({heads},) or ({batch}, {heads}), a number for each of the {what}"

@@ -1,6 +1,6 @@
 """The checked calls of the position operators."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -82,6 +82,7 @@ def angle_tables(
     """Check cosines and sines of all positions of some tokens; None if they are to be computed."""
     if cos is None and sin is None:
         return None
+    cos, sin = cast(Array, cos), cast(Array, sin)  # one that is None is refused
     for name, table in (("cos", cos), ("sin", sin)):
         tensor(name, table, FLOATS, 2)
         if table.shape[1] != rotated // 2:

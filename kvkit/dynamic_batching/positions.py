@@ -119,9 +119,8 @@ def alibi_mask(
            [ 0.  ,  0.  ,  0.  ,  -inf,  0.  ],
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
-    return launch.write_alibi(
-        checked_dynamic_alibi(seqstarts, kvstarts, attn_mask, num_heads, data_type), out
-    )
+    call = checked_dynamic_alibi(seqstarts, kvstarts, attn_mask, num_heads, data_type)
+    return launch.write_alibi(call, out)
 
 
 @returns_input_kind

@@ -104,7 +104,8 @@ def alibi_mask(
     array([[-0.25,  0.  ,  -inf,  -inf],
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
-    return launch.write_alibi(checked_static_alibi(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type), out)
+    call = checked_static_alibi(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type)
+    return launch.write_alibi(call, out)
 
 
 @returns_input_kind

@@ -1,21 +1,58 @@
-"""The check of `kvkit` for each operator: its checked call, of arrays and attributes by name.
+"""The check of `kvkit` for each operator, of the values of its arguments by name.
 
 Checks see arrays of the device as `calls.arrays` shows them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
-from kvkit.checks import merge, paged, positions, sequences, slots
-from kvkit.checks.ascend import attention, blocks, matrices, reshape, tensors
-from kvkit.checks.attention import checked_attention, checked_cache_attention
-from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.checks import slots
+from kvkit.checks.arguments import (
+    BlockAttention,
+    BlockLoad,
+    BlockStore,
+    CacheArguments,
+    CacheAttention,
+    CacheTransfer,
+    ContextArguments,
+    Heads,
+    PackedPositions,
+    PoolAttention,
+    PoolTransfer,
+    RotaryArguments,
+    Scoring,
+    StaticPositions,
+    StepArguments,
+    Windows,
+)
+from kvkit.checks.ascend import blocks, matrices, tensors
+from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_attention
+from kvkit.checks.ascend.reshape import checked_reshape
+from kvkit.checks.attention import AttentionCall, checked_attention, checked_cache_attention
+from kvkit.checks.index_tensors import Packed, Sequences, Static, packed_in_cache, packed_with_keys
+from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
+from kvkit.checks.merge import MergeCall, checked_merge
 from kvkit.checks.outputs import Results
+from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention, checked_swap
+from kvkit.checks.positions import (
+    AlibiCall,
+    PositionCall,
+    RotationCall,
+    checked_dynamic_alibi,
+    checked_position_index,
+    checked_rotation,
+    checked_static_alibi,
+    slope_results,
+)
+from kvkit.checks.tensors import packed_tokens
+from kvkit.typed import Array
 
 ZEROS = -1  # the source row of what is not there
+Values = Mapping[str, Any]  # of an operator's arguments, by name
+Record = TypeVar("Record", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,120 +64,210 @@ class Slopes:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """A checked call that moves rows between arrays in blocks; see `moves.pieces`."""
+    """A checked call that moves rows between arrays in blocks; see `copy.pieces`."""
 
-    sources: list[np.ndarray]  # [blocks, rows, heads or groups, dim]
-    targets: list[np.ndarray]  # likewise, unless they are results
-    pieces: np.ndarray  # [.., 3]: source row, target row, count
+    sources: list[Array]  # [blocks, rows, heads or groups, dim]
+    targets: list[Array]  # likewise, unless they are results
+    pieces: Array  # [.., 3]: source row, target row, count
     results: Results | None = None
-    place: Callable | None = None  # a result as such an array
-    means: np.ndarray | None = None  # pieces of which the target gets the mean,
+    place: Callable[[Array, Array], Array] | None = None  # a result as such an array
+    means: Array | None = None  # pieces of which the target gets the mean,
     averaged: str | None = None  # of this format
 
 
-def static(start_pos, *, checked, **given):
-    return checked(sequences.Static(start_pos), **given)
+def fill(record: type[Record], values: Values, **others: object) -> Record:
+    """Return a record of arguments whose fields are values of the same names, or `others`."""
+    fields: tuple[str, ...] = record._fields  # type: ignore[attr-defined]
+    given = {name: values[name] for name in fields if name in values}
+    return record(**(given | others))
 
 
-def packed(**given):
-    return checked_attention(sequences.with_keys(given), **given)
+def attention_to_keys(sequences: Sequences, values: Values) -> AttentionCall:
+    """Check a call of `multi_head_attention`."""
+    tokens = values["query"], values["key"], values["value"]
+    heads, scoring = fill(Heads, values), fill(Scoring, values)
+    return checked_attention(sequences, *tokens, heads, scoring, values["return_lse"])
 
 
-def slopes(num_heads):
-    return Slopes(positions.slopes(num_heads))
+def static_attention(values: Values, step: Packed | None) -> AttentionCall:
+    """Check a call of `multi_head_attention`, for sequences of one length."""
+    return attention_to_keys(Static(), values)
 
 
-def position_index(sequences, **index):
-    if isinstance(sequences, np.ndarray):  # its elements are not read
-        sequences = np.broadcast_to(np.zeros((), sequences.dtype), sequences.shape)
-    return positions.position_index(sequences, **index)
+def packed_attention(values: Values, step: Packed | None) -> AttentionCall:
+    """Check a call of `dynamic_batching.multi_head_attention`."""
+    return attention_to_keys(packed_with_keys(fill(ContextArguments, values)), values)
 
 
-def stored(key, **given):
-    call = reshape.checked(key, **given)
-    found = call.pieces
-    source = found[:, slots.HEAD] * len(key) + found[:, slots.TOKEN]
-    pieces, mean = stacked(source, found[:, slots.SLOT], found[:, slots.COUNT]), found[:, slots.MEAN] == 1
-    tokens = [  # as one block; compressed, a block for each head
-        tokens.transpose(1, 0, 2)[:, :, None] if call.mode else tokens[None] for tokens in call.tokens
-    ]
-    return Moves(tokens, call.caches, pieces[~mean], means=pieces[mean], averaged=call.averaged)
+def cache_attention(values: Values, step: Packed | None) -> AttentionCall:
+    """Check a call of `multi_head_cache_attention`: without a step for sequences of one length."""
+    records = {"place": fill(CacheArguments, values), "heads": fill(Heads, values)}
+    call = fill(CacheAttention, values, **records, scoring=fill(Scoring, values))
+    return checked_cache_attention(step or Static(values["start_pos"]), call)
 
 
-def swapped(source, target, pairs):
-    blocks_from, blocks_to = paged.checked_swap(source, target, pairs)
+def key_value_cache(values: Values, step: Packed | None) -> TransferCall:
+    """Check a call of `key_value_cache`: without a step for sequences of one length."""
+    call = fill(CacheTransfer, values, place=fill(CacheArguments, values))
+    return checked_key_value_cache(step or Static(values["start_pos"]), call)
+
+
+def merged(values: Values, step: Packed | None) -> MergeCall:
+    """Check a call of `merge_attention_states`."""
+    return checked_merge(values["outputs"], values["lses"])
+
+
+def pool_attention(values: Values, step: Packed | None) -> AttentionCall:
+    """Check a call of `paged_attention`."""
+    return checked_paged_attention(fill(PoolAttention, values, scoring=fill(Scoring, values)))
+
+
+def pool_append(values: Values, step: Packed | None) -> PoolAppend:
+    """Check a call of `paged_append`."""
+    return checked_append(fill(PoolTransfer, values))
+
+
+def swapped(values: Values, step: Packed | None) -> Moves:
+    """Check a call of `swap_blocks`."""
+    source, target = values["source"], values["target"]
+    blocks_from, blocks_to = checked_swap(source, target, values["pairs"])
     return Moves([source], [target], stacked(blocks_from, blocks_to, 1))
 
 
-def loaded(**given):
-    call = blocks.checked_load(**given)
-    found = blocks.pieces_of(call)
-    token, count = found[:, slots.TOKEN], found[:, slots.COUNT]
-    begins, ends = np.append(0, token + count), np.append(token, call.tokens)
-    pieces = [stacked(found[:, slots.SLOT], token, count), stacked(ZEROS, begins, ends - begins)]
+def static_rotation(values: Values, step: Packed | None) -> RotationCall:
+    """Check a call of `rotary_position_embedding`, for sequences of one length."""
+    where = fill(StaticPositions, values)
+    return checked_rotation(values["query"], values["key"], where, fill(RotaryArguments, values))
 
-    def place(array, source):
+
+def packed_rotation(values: Values, step: Packed | None) -> RotationCall:
+    """Check a call of `dynamic_batching.rotary_position_embedding`."""
+    where = fill(PackedPositions, values)
+    return checked_rotation(values["query"], values["key"], where, fill(RotaryArguments, values))
+
+
+def slopes(values: Values, step: Packed | None) -> Slopes:
+    """Check a call of `alibi_slope`."""
+    return Slopes(slope_results(values["num_heads"]))
+
+
+def static_alibi(values: Values, step: Packed | None) -> AlibiCall:
+    """Check a call of `alibi_mask`, for sequences of one length."""
+    lengths = values["seqlen_q"], values["seqlen_kv"]
+    return checked_static_alibi(*lengths, values["attn_mask"], values["num_heads"], values["data_type"])
+
+
+def packed_alibi(values: Values, step: Packed | None) -> AlibiCall:
+    """Check a call of `dynamic_batching.alibi_mask`."""
+    starts = values["seqstarts"], values["kvstarts"]
+    return checked_dynamic_alibi(*starts, values["attn_mask"], values["num_heads"], values["data_type"])
+
+
+def position_index(values: Values, step: Packed | None) -> PositionCall:
+    """Check a call of `position_index`."""
+    sequences = values["sequences"]
+    if isinstance(sequences, np.ndarray):  # its elements are not read
+        sequences = np.broadcast_to(np.zeros((), sequences.dtype), sequences.shape)
+    return checked_position_index(sequences, fill(PackedPositions, values))
+
+
+def stored(values: Values, step: Packed | None) -> Moves:
+    """Check a call of `ascend.reshape_and_cache`."""
+    call = checked_reshape(fill(BlockStore, values, windows=fill(Windows, values)))
+    pieces = call.pieces
+    source = pieces[:, slots.HEAD] * len(values["key"]) + pieces[:, slots.TOKEN]
+    rows, mean = stacked(source, pieces[:, slots.SLOT], pieces[:, slots.COUNT]), pieces[:, slots.MEAN] == 1
+    tokens = [  # as one block; compressed, a block for each head
+        tokens.transpose(1, 0, 2)[:, :, None] if call.mode else tokens[None] for tokens in call.tokens
+    ]
+    return Moves(tokens, call.caches, rows[~mean], means=rows[mean], averaged=call.averaged)
+
+
+def loaded(values: Values, step: Packed | None) -> Moves:
+    """Check a call of `ascend.paged_cache_load`."""
+    call = blocks.checked_load(fill(BlockLoad, values))
+    pieces = blocks.pieces_of(call)
+    token, count = pieces[:, slots.TOKEN], pieces[:, slots.COUNT]
+    begins, ends = np.append(0, token + count), np.append(token, call.tokens)
+    rows = [stacked(pieces[:, slots.SLOT], token, count), stacked(ZEROS, begins, ends - begins)]
+
+    def place(array: Array, source: Array) -> Array:
         return array.reshape(1, call.tokens, *source.shape[2:])
 
-    return Moves(call.caches, [], np.concatenate(pieces), call.results, place)
+    return Moves(call.caches, [], np.concatenate(rows), call.results, place)
 
 
-def copied(key_cache, value_cache, **index):
-    caches = blocks.named(key_cache, value_cache)
-    src, dst = blocks.checked_copy(caches, **index)
+def copied(values: Values, step: Packed | None) -> Moves:
+    """Check a call of `ascend.block_copy`."""
+    caches = blocks.named_caches(values["key_cache"], values["value_cache"])
+    src, dst = blocks.checked_copy(caches, values["src"], values["dst"], values["cum_sum"])
     arrays = [cache for _, cache in caches]
     return Moves(arrays, arrays, stacked(src, dst, 1))  # of blocks
 
 
-def to_nz(x):
-    call = matrices.checked_nd(x)
+def block_attention(values: Values, step: Packed | None) -> BlockAttentionCall:
+    """Check a call of `ascend.paged_attention`."""
+    scoring = fill(Scoring, values, is_causal=False)
+    return checked_block_attention(fill(BlockAttention, values, scoring=scoring))
+
+
+def to_nz(values: Values, step: Packed | None) -> Moves:
+    """Check a call of `ascend.nd_to_nz`."""
+    call = matrices.checked_nd(values["x"])
     each, rows, whole = np.arange(call.shape[0]), call.source.shape[1], call.shape[2]
     pieces = stacked(each * rows, each * whole, rows), stacked(ZEROS, each * whole + rows, whole - rows)
 
-    def place(y, _):
-        return tensors.rows(y, "NZ")
+    def place(y: Array, _: Array) -> Array:
+        return tensors.in_rows(y, "NZ")
 
     return Moves([call.source[:, :, None]], [], np.concatenate(pieces), call.results, place)
 
 
-def to_nd(y, m, n):
-    call = matrices.checked_nz(y, m, n)
+def to_nd(values: Values, step: Packed | None) -> Moves:
+    """Check a call of `ascend.nz_to_nd`."""
+    y = values["y"]
+    call = matrices.checked_nz(y, values["m"], values["n"])
     each = np.arange(call.shape[0])
     pieces = stacked(each * y.shape[2], each * call.shape[1], call.shape[1])
 
-    def place(x, _):
+    def place(x: Array, _: Array) -> Array:
         return x[:, :, None]
 
-    return Moves([tensors.rows(y, "NZ")], [], pieces, call.results, place)
+    return Moves([tensors.in_rows(y, "NZ")], [], pieces, call.results, place)
 
 
-def stacked(source, target, count):
-    """Pieces of so many rows each."""
+def packed_step(values: Values, name: str) -> Packed:
+    """Check the index tensors of a call over packed sequences in a cache; the array `name` has the tokens."""
+    return packed_in_cache(packed_tokens(name, values[name]), fill(StepArguments, values))
+
+
+def stacked(source: Any, target: Any, count: Any) -> Array:
+    """Return pieces of so many rows each."""
     return np.stack(np.broadcast_arrays(source, target, count), axis=1)
 
 
-# Where there is a step of sequences in a cache, it comes first.
-CHECKED: dict[str, Callable] = {
-    "key_value_cache": partial(static, checked=checked_key_value_cache),
-    "multi_head_attention": partial(checked_attention, sequences.Static()),
-    "multi_head_cache_attention": partial(static, checked=checked_cache_attention),
-    "merge_attention_states": merge.checked,
-    "paged_attention": paged.checked,
-    "paged_append": paged.checked_append,
+Check = Callable[[Values, Packed | None], Any]  # the step is of sequences in a cache that calls share
+CHECKED: dict[str, Check] = {
+    "key_value_cache": key_value_cache,
+    "multi_head_attention": static_attention,
+    "multi_head_cache_attention": cache_attention,
+    "merge_attention_states": merged,
+    "paged_attention": pool_attention,
+    "paged_append": pool_append,
     "swap_blocks": swapped,
-    "rotary_position_embedding": positions.static_turn,
+    "rotary_position_embedding": static_rotation,
     "alibi_slope": slopes,
-    "alibi_mask": positions.static_alibi,
-    "dynamic_batching.key_value_cache": checked_key_value_cache,
-    "dynamic_batching.multi_head_attention": packed,
-    "dynamic_batching.multi_head_cache_attention": checked_cache_attention,
+    "alibi_mask": static_alibi,
+    "dynamic_batching.key_value_cache": key_value_cache,
+    "dynamic_batching.multi_head_attention": packed_attention,
+    "dynamic_batching.multi_head_cache_attention": cache_attention,
     "dynamic_batching.position_index": position_index,
-    "dynamic_batching.rotary_position_embedding": positions.dynamic_turn,
-    "dynamic_batching.alibi_mask": positions.dynamic_alibi,
+    "dynamic_batching.rotary_position_embedding": packed_rotation,
+    "dynamic_batching.alibi_mask": packed_alibi,
     "ascend.reshape_and_cache": stored,
     "ascend.paged_cache_load": loaded,
     "ascend.block_copy": copied,
-    "ascend.paged_attention": attention.checked,
+    "ascend.paged_attention": block_attention,
     "ascend.nd_to_nz": to_nz,
     "ascend.nz_to_nd": to_nd,
 }

@@ -8,7 +8,7 @@ import numpy as np
 from kvkit.checks import caches, slots
 from kvkit_cuda.attention import merge
 from kvkit_cuda.calls import arrays, attention, paged
-from kvkit_cuda.calls.steps import Step
+from kvkit_cuda.calls.steps import PlannedStep
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.positions import alibi, angles, index, rotary
@@ -20,7 +20,7 @@ class There:
 
     call: Any
     outputs: list[np.ndarray]
-    step: Step | None  # of packed sequences and their cache
+    step: PlannedStep | None  # of packed sequences and their cache
     stream: object
     scale: arrays.Operand | None = None  # of heads, which the call has on the host
     owners: list = field(default_factory=list)
@@ -31,9 +31,7 @@ class There:
         layer = self.call.layer
         if self.scale is None:
             return layer
-        cells = caches.of_heads(self.scale.seen, layer.heads)
-        sides = [(*side[:4], *cell) for side, cell in zip(layer.sides, cells, strict=True)]
-        return layer._replace(sides=tuple(sides))
+        return caches.at_scales(layer, self.scale.seen)
 
     @property
     def tables(self):

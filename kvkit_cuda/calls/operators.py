@@ -5,15 +5,16 @@ copied to the device, and the copies are checked, for their addresses. Then ever
 and, where it belongs to the host, given back.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvkit.checks.arguments import StepArguments
 from kvkit.operators import OPERATORS
 from kvkit.runtime import call_log
-from kvkit_cuda.calls import arrays, checks, homes, launches, repeats, results, steps
+from kvkit_cuda.calls import arrays, checks, homes, launches, prepared, results, steps
+from kvkit_cuda.calls.checks import fill
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.mirror import inputs
 
@@ -92,15 +93,8 @@ KINDS = {
     "nd_to_nz": MOVE,
     "nz_to_nd": MOVE,
 }
-# What makes a step, in operators that take one, and the array whose tokens it is of.
-STEP = (
-    "seqstarts", "kvstarts", "cachestarts", "start_pos", "decoding_batches",
-    "max_seqlen", "max_kvlen", "cache_mode", "page_size",
-)  # fmt: skip
+# The array whose tokens a step is of, in operators that take one.
 TOKENS = {"dynamic_batching.key_value_cache": NEW[0], "dynamic_batching.multi_head_cache_attention": "query"}
-
-
-REPEATED = tuple(f"dynamic_batching.Plan.{name.partition('.')[2]}" for name in TOKENS)
 
 
 def call(path, values):
@@ -108,24 +102,26 @@ def call(path, values):
     host.require()
     if call_log.level:
         log(path, values)
-    stream, step, repeated = values.pop("stream"), None, None
-    if path in REPEATED:
-        step = values.pop("self").step
-        repeated = repeats.known(path, values) if host.NATIVE else None
-        made = repeated and step.repeats.again(repeated, step, stream)
+    stream, step, repeated = values["stream"], None, None
+    if path in prepared.ATTRIBUTES:
+        step = values["self"].step
+        repeated = prepared.repeatable(path, values) if host.NATIVE else None
+        known = step.calls.get(repeated.form) if repeated else None
+        made = known and known.run(repeated, step, stream)
         if made:
             return tuple(made) if len(made) > 1 else made[0]
-    home = homes.of_call(values)
+    home = homes.of_call({name: value for name, value in values.items() if name not in ("self", "stream")})
     with host.using(home.device):
         host.require_device(host.current())
         named = home.stream if stream is None else stream
         stream = host.stream(named)
         if path == "dynamic_batching.plan":
-            return steps.planned(**values, stream=stream, named=named is not None)
+            own = {name: values[name] for name in ("check", "into")}
+            return steps.planned(fill(StepArguments, values), stream, named=named is not None, **own)
         name = path.replace("Plan.", "")
         if step is None and name in TOKENS:
-            given = {each: values.pop(each) for each in STEP if each in values}
-            step = steps.planned(**given, tokens=(TOKENS[name], values[TOKENS[name]]), stream=stream)
+            tokens = TOKENS[name], values[TOKENS[name]]
+            step = steps.planned(fill(StepArguments, values), stream, tokens=tokens)
         return run(OPERATORS[name], step, values, stream, repeated)
 
 
@@ -140,10 +136,10 @@ def log(path, values):
 def run(op, step, values, stream, repeated=None):
     """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
     kind, (arrays_of, index) = KINDS.get(op.name) or KINDS[op.name.rpartition(".")[2]], inputs(op.name)
-    out = values.pop("out", None)
-    given = {name: values.pop(name) for name in arrays_of}
-    values |= {name: arrays.on_host(name, values[name], stream) for name in index if name in values}
-    checked = functools.partial(checks.CHECKED[op.name], *([step.sequences] if step else ()), **values)
+    out, check, sequences = values.get("out"), checks.CHECKED[op.name], step and step.sequences
+    given = {name: values[name] for name in arrays_of}
+    if step is None:
+        values = values | {name: arrays.on_host(name, values[name], stream) for name in index}
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
     kept = kind.read(here)
@@ -151,7 +147,7 @@ def run(op, step, values, stream, repeated=None):
     whole = here
     here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
-    call = checked(**seen)
+    call = check(values | seen, sequences)
     changed = tuple(given[each.name] for each in op.inputs if each.inout)
     made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:
@@ -164,20 +160,21 @@ def run(op, step, values, stream, repeated=None):
     copies = [result.moved(stream, contents=False) for result in made]
     moved = [name for name in here if there[name] is not here[name]]
     if moved:
-        call = checked(**{name: operand.seen for name, operand in there.items()})
+        call = check(values | {name: operand.seen for name, operand in there.items()}, sequences)
     scale = here["scale"].moved(stream) if "scale" in kept else None
     ready = launches.There(call, [copy.seen for copy in copies], step, stream, scale)
-    prepared = kind.launches(ready)
-    with repeats.RUNNING:
-        for launch in prepared:  # nothing has been written so far, and nothing can fail any more
+    made_launches = kind.launches(ready)
+    with prepared.RUNNING:
+        for launch in made_launches:  # nothing has been written so far, and nothing can fail any more
             launch()
-    operands = there | {repeats.result(i): copy for i, copy in enumerate(copies)}
+    operands = there | {prepared.result(i): copy for i, copy in enumerate(copies)}
     pairs = *((there[name], whole[name]) for name in there), *zip(copies, made, strict=True)
     stays = all(operand is given for operand, given in pairs)
     if repeated and not kept and stays and operands.keys() >= repeated.arrays.keys():
         operands = {name: each for name, each in operands.items() if each.seen is not None}
         forms = list(call.results.forms.values())
-        step.repeats.keep(repeated, repeats.Repeat(prepared, operands, forms, call.layer.capacity[1]))
+        room = call.layer.capacity[1]
+        step.calls.keep(repeated.form, prepared.PreparedCall(made_launches, operands, forms, room))
     for each in op.inputs:
         if each.name in moved and each.changes(here[each.name].seen):
             here[each.name].take(there[each.name], stream)

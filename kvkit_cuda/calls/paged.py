@@ -45,12 +45,12 @@ def prepare(call, outputs, owners, stream):
             move(made[-1].reshape(1, *rows.shape), rows[None], after)
     made = [array.reshape(*entries, *array.shape[2:]) for array in made]
     out, lse = made[0], made[1] if len(made) > 1 else None
-    tables, weights = Tables(twin.steps_of(call, caches), lasting=False), call.weights
+    tables, weights = Tables(twin.entry_steps(call, caches), lasting=False), call.weights
     owners.append(tables)
     offset = call.razor_offset
     if offset is not None:
-        scores = new((len(call.lengths), twin.rows_of_a_context(call)), np.dtype(np.float32))
-        weights = twin.biased(weights, scores)
+        scores = new((len(call.lengths), twin.context_rows(call)), np.dtype(np.float32))
+        weights = twin.with_bias(weights, scores)
     query = query.reshape(*entries, query.shape[2])
     context = pools.context_of(call.fmt, *caches)
     given = len(call.lengths), weights, tables.steps.rows, stream

@@ -17,10 +17,10 @@ def outputs(results, usual, out, source, stream):
     if out is None:
         made = [source.like(*form, stream) for form in results.forms.values()]
     elif not isinstance(made, (tuple, list)) or len(made) != len(results.forms):
-        results.given(out)
+        results.checked(out)
     labelled = zip(results.labels, made, strict=True)
     found = [arrays.operand(label, result, stream) for label, result in labelled]
     if out is not None:
         seen = tuple(result.seen for result in found)
-        results.given(seen[0] if results.alone else seen)
+        results.checked(seen[0] if results.alone else seen)
     return found, made[0] if results.alone else (*made, *absent)

@@ -135,8 +135,8 @@ class Table:
         return contents.view(np.int64).reshape(self.shape)
 
 
-def taken(step, wanted, stream, lasting):
-    """The tables of a step whose page table is on the device and has entries; checked if so `wanted`."""
+def device_tables(step, wanted, stream, lasting):
+    """Return the tables of a step whose page table is on the device; checked if so `wanted`."""
     given, runs = step.table, index_tensors.stored_runs(step) if wanted else 0
     there = host.empty(given.shape, np.int64, stream)
     blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())
@@ -160,4 +160,4 @@ def rows_in_use(tables, runs, stream):
     arguments = kvstarts, start_pos, table, step.page_size, begins, ends, verdict
     host.launch(compiled(), (1,), threads, stream, arguments)
     found = host.read(host.address(verdict), 8 * len(VERDICT), stream).view(np.int64)
-    return index_tensors.scanned(step, INT64_MAX) if found[BROKEN] else int(found[ROWS])
+    return index_tensors.scanned_rows(step, INT64_MAX) if found[BROKEN] else int(found[ROWS])

@@ -4,23 +4,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkit.checks import index_tensors, sequences
+from kvkit.checks import index_tensors
+from kvkit.checks.arguments import StepArguments
 from kvkit.checks.tensors import packed_tokens
 from kvkit.checks.values import flag
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
-from kvkit_cuda.calls.repeats import Repeats
+from kvkit_cuda.calls.prepared import PreparedCalls
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.device_runtime import host
 
 
 @dataclass(slots=True)
-class Step:
+class PlannedStep:
     """A checked step, whose tables are on a device, or wait to go there; others get them when they ask."""
 
-    sequences: sequences.Packed
+    sequences: index_tensors.Packed
     on: dict[int, Tables]
-    repeats: Repeats = field(default_factory=Repeats)
+    calls: PreparedCalls = field(default_factory=PreparedCalls)
 
     @property
     def tables(self):
@@ -62,49 +63,30 @@ def differences(one, other):
     yield "decoding_batches", one.decoding == other.decoding
 
 
-def planned(
-    seqstarts,
-    kvstarts,
-    cachestarts,
-    start_pos,
-    decoding_batches=0,
-    *,
-    max_seqlen,
-    max_kvlen,
-    cache_mode,
-    page_size,
-    stream,
-    named=False,
-    check=True,
-    into=None,
-    tokens=None,
-):
-    """A `Step` that lasts, or one for (name, array) of packed tokens; checked if `check` says so.
+def planned(arguments: StepArguments, stream, *, named=False, check=True, into=None, tokens=None):
+    """Return a `PlannedStep` that lasts, or one for (name, array) of packed tokens, checked if so asked.
 
     One that goes `into` another, given as its plan, takes the place of that.
     """
     wanted, lasting = flag("check", check), tokens is None
     earlier = getattr(into, "step", None)
-    if into is not None and not isinstance(earlier, Step):
+    if into is not None and not isinstance(earlier, PlannedStep):
         raise argument_error("into", "a plan of kvkit_cuda, or None", type(into).__name__)
-    table = arrays.operand("cachestarts", cachestarts, stream)
+    table = arrays.operand("cachestarts", arguments.cachestarts, stream)
     stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0 and into is None
-    vectors = {"seqstarts": seqstarts, "kvstarts": kvstarts, "start_pos": start_pos}
-    step = index_tensors.unchecked(
-        tokens and packed_tokens(*tokens),
-        **{name: arrays.on_host(name, index, stream) for name, index in vectors.items()},
+    arguments = arguments._replace(
+        seqstarts=arrays.on_host("seqstarts", arguments.seqstarts, stream),
+        kvstarts=arrays.on_host("kvstarts", arguments.kvstarts, stream),
+        start_pos=arrays.on_host("start_pos", arguments.start_pos, stream),
+        decoding_batches=arrays.on_host("decoding_batches", arguments.decoding_batches, stream),
         cachestarts=table.seen if stays else table.read(stream),
-        max_seqlen=max_seqlen,
-        max_kvlen=max_kvlen,
-        cache_mode=cache_mode,
-        page_size=page_size,
-        take=index_tensors.of_form if stays else index_tensors.index,
     )
+    read_table = index_tensors.index_form if stays else index_tensors.index
+    step = index_tensors.read_step(tokens and packed_tokens(*tokens), arguments, read_table)
     if stays:
-        tables = scan.taken(step, wanted, stream, lasting)
+        tables = scan.device_tables(step, wanted, stream, lasting)
     else:
-        tables = Tables(index_tensors.checked(step) if wanted else step, lasting)
-    decoding = arrays.on_host("decoding_batches", decoding_batches, stream)
-    packed = sequences.Packed(tables.steps, sequences.decoding(decoding, step))
-    made = Step(packed, {host.current(): tables})
+        tables = Tables(index_tensors.check_step(step) if wanted else step, lasting)
+    decoding = index_tensors.decoding_count(arguments.decoding_batches, step)
+    made = PlannedStep(index_tensors.Packed(tables.steps, decoding), {host.current(): tables})
     return made if earlier is None else earlier.follow(made, stream, named)

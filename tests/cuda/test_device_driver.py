@@ -160,7 +160,7 @@ def test_a_captured_graph_computes_the_next_token(model):
 
 def scratch_of(plan):
     """Where the scratch of a plan's prepared calls lies."""
-    repeats = plan.step.repeats.values()
+    repeats = plan.step.calls.values()
     return {int(numbers[at]) for repeat in repeats for numbers, at in repeat.shared}
 
 

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import kvkit
 from kvkit.calls import steps
-from kvkit.calls.repeats import Repeats
+from kvkit.calls.prepared import PreparedCalls
 from kvkit.cpu import machine
 from kvkit.cpu.attention import integers
 from kvkit.cpu.attention.prepare import WIDE, WIDE_BLOCK
@@ -244,7 +244,8 @@ def problem(rng, bits, group, heads, length=203, dim=128):
 def without(monkeypatch, function):
     with monkeypatch.context() as patch:
         patch.setattr(machine, "has_integers", lambda: False)
-        patch.setattr(steps, "steps", Repeats(1))  # or calls of one form would be those with integers
+        # Calls of one form would be those with integers.
+        patch.setattr(steps, "planned_steps", PreparedCalls(1))
         return function()
 
 

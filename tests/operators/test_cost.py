@@ -8,7 +8,8 @@ import pytest
 
 import kvkit
 from kvkit.checks import caches, tensors
-from kvkit.checks.index_tensors import dynamic, fits
+from kvkit.checks.arguments import CacheArguments, StepArguments
+from kvkit.checks.index_tensors import check_room, checked_step
 from kvkit.layouts import pmx
 
 BATCH, HEADS, DIM, PAST, PAGE = 64, 8, 128, 100, 128
@@ -36,10 +37,12 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step, microsecond):
     cache = np.zeros((1, 2, HEADS, BATCH * PAGE, DIM), np.int8)
     scale = np.zeros((1, 2, HEADS, BATCH * PAGE, DIM // 8), np.float16)
 
+    place = CacheArguments(1, 0, 8, 8, cache_layout=3)
+
     def checks():
         fmt, key, value = tensors.current(tokens, tokens, 3)
-        layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, pmx.DYNAMIC, 1, 0, 8, 8, 3)
-        fits(dynamic(("current_key", BATCH), **step), ("current_key", BATCH), layer)
+        layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, pmx.DYNAMIC, place)
+        check_room(checked_step(("current_key", BATCH), StepArguments(**step)), ("current_key", BATCH), layer)
         for name, array in (("cache", cache), ("scale", scale)):
             tensors.apart(name, array, [("current_key", key), ("current_value", value)])
 

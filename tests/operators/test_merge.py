@@ -90,10 +90,10 @@ def test_vectors_are_the_plain_form(dtype, rng, monkeypatch):
     found = merge_attention_states(outputs, lses)
     code = kvkit.cpu.attention.merge.code
     monkeypatch.setattr(kvkit.cpu.attention.merge, "code", lambda element: code(element, plain=True))
-    kvkit.merge.repeats.clear()
+    kvkit.merge.merges.clear()
     for one, other in zip(merge_attention_states(outputs, lses), found, strict=True):
         assert_same(one, other)
-    kvkit.merge.repeats.clear()
+    kvkit.merge.merges.clear()
 
 
 # Parts that count for nothing

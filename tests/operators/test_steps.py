@@ -16,7 +16,7 @@ SIZES = {"num_heads": 2 * HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "cache_
 
 @pytest.fixture(autouse=True)
 def none_kept():
-    steps.steps.clear()
+    steps.planned_steps.clear()
 
 
 def tensors(lengths, tokens=(2, 1), spread=2000):
@@ -51,12 +51,12 @@ def load(new, cache, index):
 
 def anew(operator, *given):
     """The call as the first of all."""
-    kept = dict(steps.steps)
-    steps.steps.clear()
+    kept = dict(steps.planned_steps)
+    steps.planned_steps.clear()
     try:
         return operator(*given)
     finally:
-        steps.steps.update(kept)
+        steps.planned_steps.update(kept)
 
 
 @pytest.mark.parametrize("operator", [attend, load])
@@ -71,7 +71,7 @@ def test_steps_of_one_form(operator, rng, monkeypatch):
                 result = operator(new, cache, index)
                 assert_array_equal(result, anew(operator, new, other, index))
                 assert_array_equal(cache, other)
-            assert len(steps.steps) <= 2
+            assert len(steps.planned_steps) <= 2
             for tensor in index.values():
                 tensor[...] = -1  # its caller's, who may do so
 
@@ -185,7 +185,7 @@ def test_rotary_embedding(places, rng):
             rng.standard_normal((3, 4, DIM), np.float32),
             rng.standard_normal((3, 2, DIM), np.float32),
         )
-        rotary.calls.clear()
+        rotary.rotations.clear()
         wanted = turn(query.copy(), key.copy(), [0, 2, 3], first, None)
         turn(query.copy(), key.copy(), [0, 1, 3], [1, 1], None)
         for starts in ([0, 2, 3], np.array([0, 2, 3], np.int32)):

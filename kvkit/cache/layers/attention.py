@@ -1,32 +1,47 @@
 """Attention over what a layer has just stored, read where it lies."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 
 from kvkit import cpu
-from kvkit.calls.repeats import addresses, form
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, places_of
 from kvkit.checks import attention, index_tensors, masks, tensors
-from kvkit.checks.records import NO_MASK
+from kvkit.checks.arguments import Scoring
+from kvkit.checks.records import NO_MASK, MaskPlace
 from kvkit.checks.values import flag
 from kvkit.errors import argument_error, describe
-from kvkit.formats import FLOATS
+from kvkit.formats import FLOATS, Element
+from kvkit.typed import Array, Attended
 
 
-class Attention:
-    """How a layer attends; what is prepared for a call serves the next ones while it can be made again."""
+class LayerAttention:
+    """How a layer attends; what is prepared for a call serves the next ones while it can run again."""
 
-    def __init__(self):
-        self.call = None
+    def __init__(self) -> None:
+        self._calls: PreparedCalls[PreparedAttention] = PreparedCalls(1)
 
-    def __reduce__(self):
-        return Attention, ()  # a call knows addresses, which a copy does not have
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return LayerAttention, ()  # a call knows addresses, which a copy does not have
 
-    def forget(self):
+    def forget(self) -> None:
         """Let go of the store, which is no longer the layer's."""
-        self.call = None
+        self._calls.clear()
 
-    def __call__(self, layer, query, attention_mask, softmax_scale, softcap, sinks, return_lse):
-        """See `Layer.attend`."""
-        fmt, query = asked(layer, query)
+    def __call__(
+        self,
+        layer: Any,
+        query: Array,
+        attention_mask: Array | None,
+        softmax_scale: float | None,
+        softcap: float,
+        sinks: Array | None,
+        return_lse: bool,
+    ) -> Attended:
+        """Attend to a layer; see `Layer.attend`."""
+        fmt, query = checked_query(layer, query)
         query = layer.store.query(query)
         batch, new, query_heads, _ = query.shape
         out = np.empty((batch, new, query_heads, layer.store.geometry.value_dim), query.dtype)
@@ -34,22 +49,22 @@ class Attention:
         lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
         mask = NO_MASK
         if attention_mask is not None:
-            mask = mask_of(layer, fmt, attention_mask, (batch, query_heads, new))
+            mask = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
         arrays = {"query": query, "out": out, "lse": lse}
-        call = form((query,), (wants_lse, softmax_scale, softcap)) if sinks is None else None
-        if call is None or self.call is None or not self.call.again(call, layer, arrays, mask):
+        form = form_of((query,), (wants_lse, softmax_scale, softcap)) if sinks is None else None
+        prepared = self._calls.find(form)
+        if not prepared or not prepared.run(layer, arrays, mask):
+            self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
-            weights = attention.weights(
-                query, mask, softmax_scale=softmax_scale, window=(left, -1), softcap=softcap, sinks=sinks
-            )
-            made = Call(call, layer, fmt, arrays, weights)
-            self.call = made if call else None
+            scoring = Scoring(softmax_scale=softmax_scale, window=(left, -1), softcap=softcap, sinks=sinks)
+            weights = attention.weights(query, mask, scoring)
+            self._calls.keep(form, PreparedAttention(layer, fmt, arrays, weights))
         attn_output = layer.store.output(out).swapaxes(1, 2)
         return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
 
 
-def asked(layer, query):
-    """Format and checked queries, [B, q, Hq, D] in memory; the layer holds all that they can see."""
+def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
+    """Return the format of checked queries, and them as [B, q, Hq, D]; the layer holds all that they see."""
     span = layer.span
     if layer.store is None:
         raise argument_error(layer.name, "keys and values: update comes first", "none")
@@ -65,8 +80,8 @@ def asked(layer, query):
     return fmt, tensors.one_piece(query.swapaxes(1, 2))
 
 
-def mask_of(layer, fmt, mask, sizes):
-    """A checked mask, as kernels see it: its columns are the rows of the store from the first returned on."""
+def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> MaskPlace:
+    """Check a mask: its columns are the rows of the store from the first returned on."""
     span, (batch, query_heads, new) = layer.span, sizes
     if not isinstance(mask, np.ndarray):
         raise argument_error("attention_mask", "a numpy array", describe(mask))
@@ -86,48 +101,43 @@ def mask_of(layer, fmt, mask, sizes):
     return masks.static_mask(fmt, mask, batch, query_heads, new, count)
 
 
-class Call:
-    """Attention over one store, prepared; made again while only addresses and lengths change.
+class PreparedAttention:
+    """Attention over one store; it runs again while only addresses and lengths change.
 
     What the kernels are prepared for is shapes and how the work is shared out, which changes once in some
     hundred tokens.
     """
 
-    __slots__ = ("counts", "form", "kvlen", "launch", "mask", "planned", "repeat", "step", "store")
+    __slots__ = ("_counts", "_mask", "_params", "_prepared", "_step", "_store")
 
-    def __init__(self, form, layer, fmt, arrays, weights):
-        self.form, self.store, self.mask = form, layer.store, weights.mask
+    def __init__(self, layer: Any, fmt: Element, arrays: dict[str, Any], weights: attention.Weights) -> None:
+        self._store, self._mask = layer.store, weights.mask
         first, end = layer.span.rows_from(layer.span.begin)
-        self.kvlen = end - first
-        context = self.store.context(fmt.name, first, end)
-        batch, new = arrays["query"].shape[:2]
-        self.step, self.counts = index_tensors.equal(batch, new, self.kvlen), np.arange(batch + 1)
+        context = self._store.context(fmt.name, first, end)
         query, out, lse = arrays.values()
-        self.launch = cpu.attention.prepare.prepare(query, out, lse, context, self.step, 0, weights)
-        self.planned = cpu.attention.prepare.planned(self.launch.numbers)
-        if form is not None:
-            self.repeat = cpu.launches.Repeat([self.launch], addresses(arrays))
-        cpu.launches.start(self.launch)
+        batch, new = query.shape[:2]
+        self._step, self._counts = index_tensors.static_step(batch, new, end - first), np.arange(batch + 1)
+        launch = cpu.attention.prepare.prepare(query, out, lse, context, self._step, 0, weights)
+        self._params = launch.numbers
+        self._prepared = PreparedCall([launch], arrays, attention=self._params, version=end - first)
+        cpu.launches.start(launch)
 
-    def again(self, form, layer, arrays, mask):
-        """Make the call for another query, mask and length; False if it has to be prepared."""
-        if form != self.form or layer.store is not self.store:
+    def run(self, layer: Any, arrays: dict[str, Array | None], mask: MaskPlace) -> bool:
+        """Attend with another query, mask and length; return False if that has to be prepared."""
+        if layer.store is not self._store:
             return False
         length, _, begin, origin, _ = layer.span
-        return self.repeat.run(addresses(arrays), lambda: self.follows(begin - origin, length - begin, mask))
+        places = places_of(arrays.values())
+        return self._prepared.run_at(places, lambda: self._refit(begin - origin, length - begin, mask))
 
-    def follows(self, row, kvlen, mask):
-        """Let the launch begin at another row, and end at another length unless it takes another launch."""
-        numbers = self.launch.numbers
-        if kvlen != self.kvlen:
-            self.kvlen = None
-            np.multiply(self.counts, kvlen, out=self.step.kvstarts)
-            cpu.attention.prepare.schedule(numbers)
-            if cpu.attention.prepare.planned(numbers) != self.planned:
+    def _refit(self, row: int, kvlen: int, mask: MaskPlace) -> bool:
+        """Begin at another row, and end at another length unless that takes another launch."""
+        if kvlen != self._prepared.version:
+            np.multiply(self._counts, kvlen, out=self._step.kvstarts)
+            if not self._prepared.reschedule(kvlen):
                 return False
-            self.kvlen = kvlen
-        self.store.begin_at(numbers, row)
-        if mask != self.mask:
+        self._store.begin_at(self._params, row)
+        if mask != self._mask:
             at = cpu.attention.prepare.AT["mask"]
-            numbers[at : at + len(mask)], self.mask = mask, mask
+            self._params[at : at + len(mask)], self._mask = mask, mask
         return True

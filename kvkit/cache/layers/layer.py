@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.base import BaseLayer
 from kvkit.cache.layers import requests
-from kvkit.cache.layers.attention import Attention
+from kvkit.cache.layers.attention import LayerAttention
 from kvkit.cache.stores.mapped import Home, MappedStore
 from kvkit.cache.stores.memory import Store, geometry
 from kvkit.cache.stores.span import Span
@@ -45,7 +45,7 @@ class Layer(BaseLayer):
     home: Home | None
 
     def __init__(self) -> None:
-        self.name, self._attention = type(self).__name__, Attention()
+        self.name, self._attention = type(self).__name__, LayerAttention()
         self.restore(EMPTY)
 
     def _hold(self, store, span):

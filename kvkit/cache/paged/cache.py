@@ -204,9 +204,9 @@ class PagedCache(BaseCache):
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
         formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
         names = "quant_bit", "quant_group", "quant_format", "cache_layout"
-        if store.attributes["quant_format"] and store.scale is not None:
+        if store.arguments.quant_format and store.scale is not None:
             formats["scale"] = "found" if store.found else store.scale.tolist()
-        return sizes | formats | {name: store.attributes[name] for name in names}
+        return sizes | formats | {name: getattr(store.arguments, name) for name in names}
 
     @alone
     def save(self, path: FilePath, sequences: Iterable[Sequence] = ()) -> None:

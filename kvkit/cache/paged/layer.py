@@ -10,8 +10,9 @@ from numpy.typing import ArrayLike
 from kvkit.cache.base import BaseLayer
 from kvkit.cache.stores.memory import Geometry, geometry
 from kvkit.cache.stores.view import KVView
-from kvkit.calls.repeats import form
+from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, Attended, States
@@ -172,8 +173,8 @@ class PagedLayer(BaseLayer):
         if not self.rows.sequences:
             raise argument_error("layer", "keys and values: update comes first", "none")
         options = is_causal, window, softmax_scale, softcap, sinks, return_lse
-        call = form((query,), (self.get_seq_length(), attention_mask, *options))
-        prepared = step and step.calls.get(call)
+        form = form_of((query,), (self.get_seq_length(), attention_mask, *options))
+        prepared = step and step.calls.find(form)
         if prepared:
             query = tensors.one_piece(query.swapaxes(1, 2))
             return turned(step.attend_again(prepared, query, self._layer_idx))
@@ -190,23 +191,16 @@ class PagedLayer(BaseLayer):
             mask = mask[:, None, None]
         elif mask is not None and np.ndim(mask) != 4:
             raise argument_error("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
-        mask = masks.static_mask(store.format, mask, batch, heads, tokens, length)
+        place = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
-        weights = attention.weights(
-            query,
-            mask,
-            is_causal=is_causal,
-            softmax_scale=softmax_scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        made = attention.results(query.shape, store.format, return_lse, []).taken(None)
+        scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)
+        weights = attention.weights(query, place, scoring)
+        made = attention.attention_results(query.shape, store.format, return_lse, []).arrays(None)
         decoding = batch if tokens == 1 else 0
         step = self.rows.tables()
         rows = step.equal(tokens, length)
         return turned(
-            step.attend_first(call, query, *(*made, None)[:2], self._layer_idx, rows, decoding, weights)
+            step.attend_first(form, query, *(*made, None)[:2], self._layer_idx, rows, decoding, weights)
         )
 
     def get_seq_length(self) -> int:

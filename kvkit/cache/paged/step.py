@@ -8,8 +8,9 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.blocks.step import Step
-from kvkit.calls.repeats import Repeats, addresses, form
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, places_of
 from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks.arguments import Heads, Scoring, StepArguments
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
 from kvkit.typed import Array, Attended, Pair
@@ -47,18 +48,18 @@ class PagedStep:
     def __init__(self, store: Any, index: Step) -> None:
         self._store, self.index = store, index
         self.written: set[int] = set()
-        self.calls = Repeats()
-        self._steps = index_tensors.dynamic(
-            None,
-            seqstarts=index.seqstarts,
-            kvstarts=index.kvstarts,
-            cachestarts=index.cachestarts,
-            start_pos=index.start_pos,
+        self.calls: PreparedCalls[PreparedCall] = PreparedCalls()
+        arguments = StepArguments(
+            index.seqstarts,
+            index.kvstarts,
+            index.cachestarts,
+            index.start_pos,
             max_seqlen=index.max_seqlen,
             max_kvlen=index.max_kvlen,
             cache_mode=1,
             page_size=store.page_size,
         )
+        self._steps = index_tensors.checked_step(None, arguments)
 
     def update(self, current_key: Array, current_value: Array, layer_idx: int) -> None:
         """Append the new tokens to a layer.
@@ -114,8 +115,8 @@ class PagedStep:
 
     def _attend(self, query, layer_idx, attn_mask, options, tokens):
         """Append checked tokens, if there are any, and attend."""
-        call = form((query,), (attn_mask, tuple(options), *options.values()))
-        prepared = self.calls.get(call)
+        form = form_of((query,), (attn_mask, tuple(options), *options.values()))
+        prepared = self.calls.find(form)
         if prepared:
             query = tensors.one_piece(query)
         else:
@@ -126,7 +127,7 @@ class PagedStep:
             self.append(tokens["current_key"], tokens["current_value"], layer_idx)
         if prepared:
             return self.attend_again(prepared, query, layer_idx)
-        return self.start(call, launch, query, out, lse, layer_idx)
+        return self.start(form, launch, query, out, lse, layer_idx)
 
     def gather(self, layer_idx: int) -> Pair:
         """Read the contexts of a layer, new tokens included.
@@ -184,14 +185,14 @@ class PagedStep:
         """Checked queries, outputs, and how scores become weights; `tokens` are appended before."""
         store = self._store
         tensors.tensor("query", query, (store.format,), 3)
-        _, query, _ = attention.queries(query, 3, query.shape[1], store.dim, store.heads)
+        _, query, _ = attention.queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
         count, heads, _ = query.shape
-        index_tensors.ends_with("seqstarts", self._steps.tokens, ("query", count))
+        index_tensors.check_last_start("seqstarts", self._steps.tokens, ("query", count))
         mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
-        weights = attention.weights(query, mask, sinks=sinks, **options)
+        weights = attention.weights(query, mask, Scoring(sinks=sinks, **options))
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
         inputs = tensors.named(**arrays, scale=store.scale, **tokens)
-        made = attention.results(query.shape, store.format, return_lse, inputs).taken(out)
+        made = attention.attention_results(query.shape, store.format, return_lse, inputs).arrays(out)
         return query, *(*made, None)[:2], weights
 
     # What packed tokens and rows of one length share, once arguments are checked
@@ -214,26 +215,26 @@ class PagedStep:
 
     def append(self, key, value, layer_idx):
         """Store new tokens, [tokens, heads, dim] or [batch, tokens, heads, dim]."""
-        call, arrays = form((key, value), ()), {"current_key": key, "current_value": value}
-        prepared = self.calls.get(call)
+        form, arrays = form_of((key, value), ()), {"current_key": key, "current_value": value}
+        prepared = self.calls.find(form)
         if prepared:
-            prepared.run(self.addresses(layer_idx, arrays))
+            prepared.run_at(self.places(layer_idx, arrays))
         else:
             launch = cpu.copy.transfer.store(key, value, self._store.places[layer_idx], self._steps)
             cpu.launches.start(launch)
-            self.keep(call, layer_idx, arrays, launch)
+            self.keep(form, layer_idx, arrays, launch)
         self.written.add(layer_idx)
 
-    def attend_first(self, call, query, out, lse, layer_idx, rows, decoding, weights):
+    def attend_first(self, form, query, out, lse, layer_idx, rows, decoding, weights):
         """Attend with checked arguments; calls of this form are made again for other layers."""
         context = self._store.contexts[layer_idx]
         launch = cpu.attention.prepare.prepare(query, out, lse, context, rows, decoding, weights)
-        return self.start(call, launch, query, out, lse, layer_idx)
+        return self.start(form, launch, query, out, lse, layer_idx)
 
-    def start(self, call, launch, query, out, lse, layer_idx):
+    def start(self, form, launch, query, out, lse, layer_idx):
         """Start attention, and keep the call."""
         cpu.launches.start(launch)
-        self.keep(call, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
+        self.keep(form, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
         return out if lse is None else (out, lse)
 
     def attend_again(self, prepared, query, layer_idx):
@@ -241,17 +242,16 @@ class PagedStep:
         out, lse = np.empty(query.shape, query.dtype), None
         if "lse" in prepared.owners:
             lse = np.empty(query.shape[:-1], np.float32)
-        prepared.run(self.addresses(layer_idx, {"query": query, "out": out, "lse": lse}))
+        prepared.run_at(self.places(layer_idx, {"query": query, "out": out, "lse": lse}))
         return out if lse is None else (out, lse)
 
-    def keep(self, call, layer_idx, arrays, launch):
+    def keep(self, form, layer_idx, arrays, launch):
         """Keep the launch of a call for other layers and arrays, unless its form is None."""
-        if call is not None:
-            self.calls.keep(call, cpu.launches.Repeat([launch], self.addresses(layer_idx, arrays)))
+        self.calls.keep(form, PreparedCall([launch], self._store.addresses[layer_idx] | arrays))
 
-    def addresses(self, layer_idx, arrays):
-        """Where a layer and the arrays of a call lie, by the names that launches have for them."""
-        return self._store.addresses[layer_idx] | addresses(arrays)
+    def places(self, layer_idx, arrays):
+        """Return where a layer and the arrays of a call lie."""
+        return [*self._store.addresses[layer_idx].values(), *places_of(arrays.values())]
 
     def load(self, key, value, layer_idx, contexts):
         """Load contexts into arrays of such axes."""

@@ -5,6 +5,7 @@ import json
 import numpy as np
 
 from kvkit.checks import attention, caches, tensors
+from kvkit.checks.arguments import CacheArguments
 from kvkit.checks.values import choice, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import QUANTIZED, STORED
@@ -57,13 +58,7 @@ class PagedStore:
         elif scale is not None:
             self.scale = given(scale, self.num_layers, self.heads)
         # As operators name them, but for the layer.
-        self.attributes = {
-            "num_layer": self.num_layers,
-            "quant_bit": bits,
-            "quant_group": group,
-            "quant_format": quant_format,
-            "cache_layout": number,
-        }
+        self.arguments = CacheArguments(self.num_layers, 0, bits, group, quant_format, number)
         self._find_places()
         geometry = {
             "layers": self.num_layers,
@@ -86,8 +81,7 @@ class PagedStore:
                 self.cache,
                 self.scale_of(layer_idx),
                 DYNAMIC,
-                layer_idx=layer_idx,
-                **self.attributes,
+                self.arguments._replace(layer_idx=layer_idx),
             )
             for layer_idx in range(self.num_layers)
         ]
@@ -96,7 +90,7 @@ class PagedStore:
             {"cache": place.sides[0].address, "scale": place.sides[0].scales} for place in self.places
         ]
         arrays = (self.cache, self.scale) if self.found else (self.cache,)
-        layout = DYNAMIC[self.attributes["cache_layout"]]
+        layout = DYNAMIC[self.arguments.cache_layout]
         self.blocks = [in_blocks(array, layout, self.page_size) for array in arrays]
 
     def scale_of(self, layer_idx):

@@ -1,6 +1,5 @@
 """The checked call of attention of one query token a sequence over a cache in blocks."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ class BlockAttentionCall(NamedTuple):
     fmt: Element
     shape: tuple[int, ...]  # of attn_output
     query: Array
-    caches: list[Array]
+    caches: tuple[Array, Array]
     table: Array  # [entries, blocks]
     lengths: Array
     apart: int  # entries of a sequence
@@ -67,7 +66,7 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
         fmt,
         shape,
         query,
-        [key_cache, value_cache],
+        (key_cache, value_cache),
         table,
         lengths,
         apart,
@@ -112,8 +111,8 @@ def folded_shape(call: BlockAttentionCall) -> tuple[int, int]:
     return batch * call.apart, heads // call.apart
 
 
-def entry_steps(call: BlockAttentionCall, caches: Sequence[Array]) -> StepIndex:
-    """Return the entries as sequences of one new token."""
-    key, value = caches
+def entry_steps(call: BlockAttentionCall, caches: tuple[Array, Array] | None = None) -> StepIndex:
+    """Return the entries as sequences of one new token, over the caches of the call or copies of them."""
+    key, value = caches or call.caches
     table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
     return pools.steps_of(key, value, table, call.lengths, starts)

@@ -11,8 +11,10 @@ import dask.array as da
 import numpy as np
 
 import kvkit
+from kvkit.checks.arguments import Scoring
 from kvkit.checks.attention import Weights, weights
-from kvkit.checks.masks import no_mask
+from kvkit.checks.masks import is_empty
+from kvkit.checks.records import NO_MASK
 from kvkit.checks.tensors import float_format
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME
@@ -85,16 +87,8 @@ def attend(
     heads, group = query.shape[2], query.shape[2] // key.shape[2]
     query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
     mask = _checked_mask(attn_mask, query, key)
-    how = weights(
-        query,
-        None,
-        is_causal=is_causal,
-        is_alibi=is_alibi,
-        softmax_scale=softmax_scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    scoring = Scoring(None, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
+    how = weights(query, NO_MASK, scoring)
     slopes = kvkit.alibi_slope(num_heads=heads) if how.alibi else None
     graph = _Chunks(query, key, value, mask, how, slopes)
     counts = query.numblocks[:3]
@@ -208,7 +202,7 @@ def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
 
 def _checked_mask(mask: Any, query: Any, key: Any) -> Array | None:
     """Return a mask with four axes, or None."""
-    if no_mask(BY_NAME[query.dtype.name], mask):
+    if mask is None or is_empty(BY_NAME[query.dtype.name], mask):
         return None
     wanted = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if not 2 <= mask.ndim <= 4:

@@ -9,6 +9,8 @@ import numpy as np
 
 import kvkit
 from kvkit.checks import attention
+from kvkit.checks.arguments import Scoring
+from kvkit.checks.records import NO_MASK
 from kvkit.checks.tensors import float_format
 from kvkit.checks.values import integer, text
 from kvkit.errors import argument_error, describe
@@ -87,7 +89,8 @@ def checked_attention(
     if not fits or not shape[1] or shape[1] % heads or query.dtype.name != dtype:
         wanted = f"{dtype} [{batch}, a multiple of {heads}, at most {length}, {dim}]"
         raise argument_error("query", wanted, describe(query))
-    how = attention.weights(query.swapaxes(1, 2), None, is_alibi=is_alibi, **options)
+    scoring = Scoring(is_alibi=is_alibi, **options)
+    how = attention.weights(query.swapaxes(1, 2), NO_MASK, scoring)
     slopes = kvkit.alibi_slope(num_heads=shape[1]) if how.alibi else None
     check_mask(mask, shape, length)
     return AttendCall(query, mask, (how.left, how.right), how.scale, how.softcap, slopes, how.sinks)

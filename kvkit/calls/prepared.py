@@ -51,6 +51,12 @@ def is_unaligned(out: Iterable[Array] | None) -> bool | None:
     return None if out is None else any(cpu.launches.address(array) % 16 for array in out)
 
 
+def places_of(arrays: Iterable[Array | None]) -> list[int]:
+    """Return the addresses of arrays, 0 for None."""
+    address = cpu.launches.address
+    return [0 if array is None else address(array) for array in arrays]
+
+
 def addresses(arrays: Mapping[str, Array | None]) -> dict[str, int]:
     """Return where arrays lie, by name; those that are None lie nowhere."""
     address = cpu.launches.address
@@ -103,7 +109,17 @@ class PreparedCall:
     another `version` of the step.
     """
 
-    __slots__ = ("_attention", "_launches", "_moved", "_near", "_planned", "_version", "_written", "room")
+    __slots__ = (
+        "_attention",
+        "_launches",
+        "_moved",
+        "_near",
+        "_planned",
+        "_written",
+        "owners",
+        "room",
+        "version",
+    )
 
     def __init__(
         self,
@@ -116,7 +132,7 @@ class PreparedCall:
         version: object = None,
     ) -> None:
         self._launches, self._attention = launches, attention
-        self.room, self._version = room, version
+        self.room, self.version = room, version
         self._planned = None if attention is None else cpu.attention.prepare.planned(attention)
         names = list(arrays)
         places = {
@@ -130,19 +146,19 @@ class PreparedCall:
             for at, owner in launch.owners.items()
             if owner in places
         ]
+        self.owners = {names[i] for _, _, i, _ in self._moved}
         self._written, self._near = overlaps(arrays, places, written)
 
     def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
-        address = cpu.launches.address
-        places = [0 if array is None else address(array) for array in arrays]
+        places = places_of(arrays)
         for i in self._written:
             if not arrays[i].flags.writeable:  # type: ignore[union-attr]
                 return False
         for one, other, least, most in self._near:
             if least < places[other] - places[one] < most:
                 return False
-        return self.run_at(places, None if version == self._version else lambda: self.reschedule(version))
+        return self.run_at(places, None if version == self.version else lambda: self.reschedule(version))
 
     def run_at(self, places: Sequence[int], refit: Callable[[], bool] | None = None) -> bool:
         """Run the call for arrays at these addresses, which are known to be right.
@@ -161,11 +177,11 @@ class PreparedCall:
 
     def reschedule(self, version: object) -> bool:
         """Share the work of another step out; return False if it takes another launch."""
-        self._version = None
+        self.version = None
         cpu.attention.prepare.schedule(self._attention)
         if cpu.attention.prepare.planned(self._attention) != self._planned:
             return False
-        self._version = version
+        self.version = version
         return True
 
 

@@ -1,4 +1,4 @@
-"""Calls of a plan that repeat: the first of a form is checked and prepared, the others exchange addresses.
+"""Calls of a plan that are prepared once: the others of a form exchange addresses and run again.
 
 Calls of one form differ in nothing but where their arrays lie. Such are those for the layers of a model in
 one step, and, in a plan whose step is followed by others, those of a layer in one step after the other.
@@ -6,6 +6,7 @@ one step, and, in a plan whose step is followed by others, those of a layer in o
 
 from typing import Any, NamedTuple
 
+from kvkit.checks.arguments import CacheArguments, Heads, Scoring
 from kvkit.runtime import locks
 from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
@@ -13,13 +14,18 @@ from kvkit_cuda.device_runtime import host
 
 MOST = 4096  # forms of calls that are remembered
 INPUTS = "query", "current_key", "current_value", "cache", "scale"
-OTHERS = "attn_mask", "sinks"  # arrays of calls that do not repeat
+ATTRIBUTES = {  # of calls that repeat, by their operator
+    "dynamic_batching.Plan.key_value_cache": (*CacheArguments._fields, "num_repeat"),
+    "dynamic_batching.Plan.multi_head_cache_attention": (
+        *CacheArguments._fields, *Heads._fields, *Scoring._fields, "return_lse"
+    ),
+}  # fmt: skip
 WRITTEN = "cache", "scale"
 RUNNING = locks.OneCallLock()  # launches of a call come one after the other: they share scratch
 
 
-class Known(NamedTuple):
-    """A call that may repeat."""
+class RepeatableCall(NamedTuple):
+    """A call that may repeat: its form, and its arrays by name, with their addresses."""
 
     form: tuple
     arrays: dict[str, Any]
@@ -47,7 +53,7 @@ def of_numba(array):
 
 
 def face(array):
-    """How arrays of its type are known; None if they are not."""
+    """Return the function that tells the form and address of arrays of a type; None if there is none."""
     kind = type(array)
     if kind not in FACES:
         found = {"torch": of_torch, "cupy": of_cupy}.get(homes.library(array))
@@ -58,20 +64,17 @@ def face(array):
 FACES: dict[type, Any] = {}
 
 
-def known(path, values):
-    """A call with the values of its arguments, as it may be known; None if it cannot repeat."""
-    given, attributes = {}, [path]
-    for name, value in values.items():
-        if name in INPUTS:
-            given[name] = value
-        elif name == "out":
-            several = value if isinstance(value, (tuple, list)) else (value,)
-            given |= {result(i): each for i, each in enumerate(several)}
-        elif name not in OTHERS:
-            attributes += [value, type(value)]
-        elif value is not None:
-            return None
-    given = {name: array for name, array in given.items() if array is not None}
+def repeatable(path, values):
+    """Return a call, of its arguments by name, as it may be known; None if it cannot repeat."""
+    if values.get("attn_mask") is not None or values.get("sinks") is not None:
+        return None
+    named, out = {name: values.get(name) for name in INPUTS}, values["out"]
+    several = out if isinstance(out, (tuple, list)) else (out,)
+    named |= {result(i): each for i, each in enumerate(several)}
+    given = {name: array for name, array in named.items() if array is not None}
+    attributes: list[object] = [path]
+    for name in ATTRIBUTES[path]:
+        attributes += [values[name], type(values[name])]
     places, producers, library = {}, set(), None
     for name, array in given.items():
         known_by = FACES.get(type(array)) or face(array)
@@ -88,30 +91,27 @@ def known(path, values):
         hash(call)
     except TypeError:
         return None
-    return Known(call, given, places, None if library is None else homes.stream_of(library), producers)
+    stream = None if library is None else homes.stream_of(library)
+    return RepeatableCall(call, given, places, stream, producers)
 
 
 def result(i):
-    """How launches call the result of that number."""
+    """Return what launches call the result of a number."""
     return f"result {i}"
 
 
-class Repeats(dict):
+class PreparedCalls(dict):
     """Prepared calls, by their form."""
 
-    def again(self, call, step, stream):
-        """The results of a call in a tuple, if it is known; None if it needs the full checks."""
-        prepared = self.get(call.form)
-        return prepared and prepared.run(call, step, stream)
-
-    def keep(self, call, prepared):
+    def keep(self, form, prepared):
+        """Keep a call for the next ones of its form."""
         if len(self) >= MOST:
             self.clear()
-        self[call.form] = prepared
+        self[form] = prepared
 
 
-class Repeat:
-    """A call that is prepared. It is made again once it is seen that what it writes overlaps nothing."""
+class PreparedCall:
+    """A checked call whose launches can run again at other addresses, if what it writes overlaps nothing."""
 
     def __init__(self, launches, operands, forms, capacity):
         """For operands by name, results among them, of such `forms` (shape, dtype), and rows of the cache."""
@@ -134,7 +134,7 @@ class Repeat:
                     self.moved.append((launch.numbers, at, name, offset))
 
     def run(self, call, step, stream):
-        """The results in a tuple; None if the call needs the full checks."""
+        """Run another call of the form; return its results, or None if it needs the full checks."""
         if host.context() != self.context or step.sequences.steps.rows > self.capacity:
             return None
         number = call.stream or host.LEGACY_DEFAULT
