@@ -45,7 +45,7 @@ class Form:
         return VALUES * self.values.panels
 
     @property
-    def places(self):
+    def fragment(self):
         return fragments.BY_TOKENS
 
     @property

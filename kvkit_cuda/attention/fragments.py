@@ -1,21 +1,41 @@
 """What a warp does with the fragments of a tile: products of keys and values, masks, the online softmax.
 
-Scores and sums are registers: those of a thread lie as [row, column], with 2 rows of each strip of 16 and 2
-of each 8 columns (see `ptx`). Loops over them have constant bounds, or turn them and look at the first ones.
-`form` is the form of the kernel (see `prefill` and `decode`). It says how many rows a thread has, how many
-scores (`columns`) and sums (`width`) of each, and their `places`.
+    s = q k^T               [rows, tokens]
+    m' = max(m, scale max s), alpha = 2^(m - m')            [rows]
+    p = 2^(scale s - m')    [rows, tokens]
+    l = alpha l + sum p     [rows]
+    o = alpha o + p v       [rows, dim]
+
+All of these are registers, some rows and columns of each for every thread of the warp. A tensor core adds
+the product of two matrices to a third one, whose fragment in a thread has 2 rows and 2 columns. With g =
+lane // 4 and t = lane % 4 the tile of scores of a warp is shared out so (`ptx` has the words of a and b):
+
+    prefill, BY_ROWS: s = q k^T                      decode, BY_TOKENS: s^T = k q^T
+                    tokens                                           rows of q
+              2t    2t+1    8+2t  8+2t+1                             2t      2t+1
+    row g   [ 0,0   0,1  |  0,2   0,3  ...           token g      [  0,0     1,0
+    row 8+g [ 1,0   1,1  |  1,2   1,3  ...           token 8+g    [  0,1     1,1
+
+An entry is (row of the thread, column of the thread): registers lie as [thread rows, columns], and `mma` says
+the same of both forms, which are each other's transpose. Prefill repeats the picture for every strip of 16
+rows, decode for every block of 8 rows. Loops over registers have constant bounds, or rotate them and look at
+the first ones. `form` is the form of the kernel (see `prefill` and `decode`): it says how many rows a thread
+has, how many scores (`columns`) and sums (`width`) of each, and which ones, its `fragment`.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
-from kvkit_cuda.attention import tiles
-from kvkit_cuda.attention.scores import capped, leaning, masked, visible
+from kvkit_cuda.attention import tiles, work_items
+from kvkit_cuda.attention.scores import capped, leaning, masked
+from kvkit_cuda.attention.tiles import quotient
+from kvkit_cuda.attention.work_items import lengths, visible
 from kvkit_cuda.device_runtime import device, ptx
 
 STRIP = 16  # rows that a warp multiplies at once
@@ -25,31 +45,62 @@ LOWEST = np.float32(numeric.LOWEST)
 INFINITY = 0x7F800000  # in bits
 SHRINK = 40  # binary digits by which careful weights are smaller
 SMALLER = np.float32(2.0**-SHRINK)
-int32, quotient = device.int32, tiles.quotient
+int32, fresh_register = device.int32, ptx.fresh_register
+
+
+class Softmax(NamedTuple):
+    """The state of the online softmax: registers of a thread, for its rows."""
+
+    o: Any  # sums of values [rows, width]
+    m: Any  # running maxima of scores, as powers of 2 [rows]
+    l: Any  # running sums of weights [rows]
+    work: Any  # maxima or factors of a tile [rows]
+
+
+@device.inlined
+def clear(state):
+    """Begin the online softmax: m = -inf, l = 0, o = 0."""
+    for i in range(state.o.shape[0]):
+        state.o[i] = np.float32(0)
+    for r in range(state.m.shape[0]):
+        state.m[r], state.l[r] = numeric.MINUS_INF, np.float32(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Which scores of a tile a thread has: rows so far from its first one, tokens likewise."""
+class Fragment:
+    """Which scores of a tile a thread has: its rows and tokens, counted from its first ones."""
 
-    row: Callable
-    token: Callable
-    first: Callable  # (lane) -> the first token
+    transposed: bool  # whether a product has rows of keys and columns of queries
+    row: Callable  # (r) -> how far its row r is from its first one
+    token: Callable  # (i) -> how far the token of its column i is from its first one
+    first_row: Callable  # (thread) -> the first row, of a block's thread or of a lane if all warps have them
+    first_token: Callable  # (thread)
     distances: tuple[int, ...]  # from a lane to those that have the other scores of its rows
 
 
-def _places(row, token, first, distances):
-    return Places(device.inlined(row), device.inlined(token), device.inlined(first), distances)
+@functools.cache
+def by_rows(strips):
+    """Return the fragment of products of queries with keys: a warp has so many strips of 16 rows."""
+    rows = strips * STRIP
+    return Fragment(
+        transposed=False,
+        row=device.inlined(lambda r: (r >> 1) * STRIP + (r & 1) * 8),
+        token=device.inlined(lambda i: (i >> 1) * 8 + (i & 1)),
+        first_row=device.inlined(lambda thread: (thread >> 5) * rows + (thread >> 2 & 7)),
+        first_token=device.inlined(lambda thread: (thread & 3) * 2),
+        distances=(1, 2),
+    )
 
 
-# Where a product has rows of queries and columns of tokens, and where it has them the other way round.
-BY_ROWS = _places(
-    lambda r: (r >> 1) * STRIP + (r & 1) * 8,
-    lambda i: (i >> 1) * 8 + (i & 1),
-    lambda lane: (lane & 3) * 2,
-    (1, 2),
+# The fragment of products of keys with queries: every warp has all rows.
+BY_TOKENS = Fragment(
+    transposed=True,
+    row=device.inlined(lambda r: (r >> 1) * 8 + (r & 1)),
+    token=device.inlined(lambda i: i * 8),
+    first_row=device.inlined(lambda lane: (lane & 3) * 2),
+    first_token=device.inlined(lambda lane: lane >> 2),
+    distances=(4, 8, 16),
 )
-BY_TOKENS = _places(lambda r: (r >> 1) * 8 + (r & 1), lambda i: i * 8, lambda lane: lane >> 2, (4, 8, 16))
 
 
 def suits(record, context, reach, most_rows, alignment):
@@ -76,19 +127,21 @@ def weighed(record):
 
 
 @functools.cache
-def multiply(element, strips, columns):
-    """(a, b0, b1, c, block): c = a b + c for every strip, in a block of 8 columns of c [row, column]."""
-    product, width = ptx.product(element), columns // 4
+def mma(element, width, transposed=False):
+    """(a, b, c, row, column): c += a b, in the fragment at (row, column) of the registers c [rows, width].
 
-    def multiply(a, b0, b1, c, block):
-        for strip in range(strips):
-            i, j = 4 * strip, 2 * strip * width + 2 * block
-            k = j + width
-            c[j], c[j + 1], c[k], c[k + 1] = product(
-                a[i], a[i + 1], a[i + 2], a[i + 3], b0, b1, c[j], c[j + 1], c[k], c[k + 1]
-            )
+    The registers are those of the transpose of a b if it is `transposed`.
+    """
+    emit = ptx.mma(element)
+    right, down = (width, 1) if transposed else (1, width)
 
-    return device.inlined(multiply)
+    def mma(a, b, c, row, column):
+        i = row * width + column
+        c[i], c[i + right], c[i + down], c[i + width + 1] = emit(
+            a, b, (c[i], c[i + right], c[i + down], c[i + width + 1])
+        )
+
+    return device.inlined(mma)
 
 
 def in_turn(part, count):
@@ -108,180 +161,197 @@ def in_turn(part, count):
     return device.part(both)
 
 
-def multiply_keys(form):
-    """(queries, keys, a, scores): scores of a tile of tokens; where the thread's rows of both begin."""
-    tokens, strips, row = form.tokens, form.strips, tiles.row_bytes(form.dim)
-    on, load, add = tiles.further(form.dim), ptx.matrices(False), multiply(form.element, strips, tokens)
+@functools.cache
+def multiply_strips(element, strips, width):
+    """(a, b0, b1, c, block): c += a b for every strip, in a block of 8 columns of c."""
+    multiply = mma(element, width)
 
-    def step(queries, keys, a, scores, pair):
-        queries, keys = on(queries, pair), on(keys, pair)
+    def multiply_strips(a, b0, b1, c, block):
         for strip in range(strips):
             i = 4 * strip
-            a[i], a[i + 1], a[i + 2], a[i + 3] = load(queries, strip * STRIP * row)
+            multiply((a[i], a[i + 1], a[i + 2], a[i + 3]), (b0, b1), c, 2 * strip, 2 * block)
+
+    return device.inlined(multiply_strips)
+
+
+def multiply_keys(form):
+    """(q, k, a, s): s = q k^T; `q` and `k` are where the thread's rows of both begin in shared memory."""
+    tokens, strips, row = form.tokens, form.strips, tiles.row_bytes(form.dim)
+    on, load = tiles.further(form.dim), ptx.matrices(False)
+    multiply = multiply_strips(form.element, strips, form.columns)
+
+    def step(q, k, a, s, pair):
+        q, k = on(q, pair), on(k, pair)
+        for strip in range(strips):
+            i = 4 * strip
+            a[i], a[i + 1], a[i + 2], a[i + 3] = load(q, strip * STRIP * row)  # [16 rows, 16 elements]
         for block in range(0, tokens // 8, 2):
-            b0, b1, b2, b3 = load(keys, 8 * block * row)
-            add(a, b0, b1, scores, block)
-            add(a, b2, b3, scores, block + 1)
+            b0, b1, b2, b3 = load(k, 8 * block * row)  # [16 tokens, 16 elements]
+            multiply(a, b0, b1, s, block)
+            multiply(a, b2, b3, s, block + 1)
 
     steps = in_turn(device.part(step), form.dim // 16)
 
-    def multiply_keys(queries, keys, a, scores):
+    def multiply_keys(q, k, a, s):
         for i in range(strips * tokens // 2):
-            scores[i] = np.float32(0)
-        steps(queries, keys, a, scores, 0)
+            s[i] = np.float32(0)
+        steps(q, k, a, s, 0)
 
     return device.part(multiply_keys)
 
 
 def multiply_values(form):
-    """(weights, values, a, sums): weights, rounded to the type of the data, times the tile's values."""
+    """(p, v, a, o): o += p v; weights are rounded to the type of the data, `v` is as in `multiply_keys`."""
     tokens, dim, strips, row = form.tokens, form.value_dim, form.strips, tiles.row_bytes(form.value_dim)
-    on, load, add = tiles.further(dim), ptx.matrices(True), multiply(form.element, strips, dim)
-    packed, width = ptx.packed(form.element), tokens // 4
+    on, load, multiply = (
+        tiles.further(dim),
+        ptx.matrices(True),
+        multiply_strips(form.element, strips, form.width),
+    )
+    packed, columns = ptx.packed(form.element), form.columns
 
-    def multiply_values(weights, values, a, sums):
+    def multiply_values(p, v, a, o):
         for step in range(tokens // 16):
-            for i in range(4 * strips):
-                j = (i // 4 * 2 + i % 2) * width + 4 * step + i % 4 // 2 * 2
-                a[i] = packed(weights[j], weights[j + 1])
+            for i in range(4 * strips):  # [16 rows, 16 tokens]
+                j = (i // 4 * 2 + i % 2) * columns + 4 * step + i % 4 // 2 * 2
+                a[i] = packed(p[j], p[j + 1])
             for block in range(0, dim // 8, 2):
-                b0, b1, b2, b3 = load(on(values, block // 2), 16 * step * row)
-                add(a, b0, b1, sums, block)
-                add(a, b2, b3, sums, block + 1)
+                b0, b1, b2, b3 = load(on(v, block // 2), 16 * step * row)  # [16 tokens, 16 elements]
+                multiply(a, b0, b1, o, block)
+                multiply(a, b2, b3, o, block + 1)
 
     return device.part(multiply_values)
 
 
 def multiply_carefully(form):
-    """(weights, values, lane, a, sums): the same in float32, leaving out values without weight: one of 0
-    hides NaN and infinity. Weights are smaller, so that sums stay finite.
-    """
-    rows, columns, blocks = 2 * form.strips, form.tokens // 4, form.value_dim // 8
-    at, exchange, two, turn = (
-        tiles.place(form.value_dim),
-        device.exchange,
-        tiles.two(form.element),
-        rotate(form),
-    )
+    """(p, v, lane, o): o += p v in float32, without values of weight 0, which may be NaN or infinite.
 
-    def multiply_carefully(weights, values, lane, a, sums):
+    Weights are `SMALLER`, so that sums stay finite.
+    """
+    rows, columns, blocks = form.thread_rows, form.columns, form.value_dim // 8
+    at, exchange = tiles.place(form.value_dim), device.exchange
+    two, rotate = tiles.two(form.element), rotation(form)
+
+    def multiply_carefully(p, v, lane, o):
+        lane = fresh_register(lane)
         for column in range(columns):
             for other in range(4):
                 token = column // 2 * 8 + ((lane ^ other) & 3) * 2 + column % 2
                 for row in range(rows):
-                    weight = exchange(EVERYONE, weights[row * columns], other) * SMALLER
+                    weight = exchange(EVERYONE, p[row * columns], other) * SMALLER
                     if weight != np.float32(0):
                         for block in range(blocks):
-                            low, high = two(values + at(token, block) + (lane & 3) * 4)
+                            low, high = two(v + at(token, block) + (lane & 3) * 4)
                             i = (row * blocks + block) * 2
-                            sums[i] += weight * low
-                            sums[i + 1] += weight * high
-            turn(weights, 1)
+                            o[i] += weight * low
+                            o[i + 1] += weight * high
+            rotate(p, 1)
 
     return device.part(multiply_carefully)
 
 
-def soften(form):
-    """(scores, sums, top, total, peaks, scale): scores to weights, sums shrink as a top grows.
+def update_softmax(form):
+    """(s, state, scale): s becomes p = 2^(scale s - m), o and l shrink by alpha as maxima grow, l += sum p.
 
-    Times `scale`, which is positive, scores are powers of 2, and so are tops. `peaks` are those of the tile.
+    `scale` is positive. A thread sums its own weights: those of other threads are added in the end.
     """
-    rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.places.distances
+    rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.fragment.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger
 
-    def soften(scores, sums, top, total, peaks, scale):
+    def update_softmax(s, state, scale):
+        o, m, l, m_new = state
         grown = False
         for row in range(rows):
-            peak = scores[row * columns]
+            peak = s[row * columns]
             for i in range(row * columns + 1, (row + 1) * columns):
-                peak = larger(peak, scores[i])
+                peak = larger(peak, s[i])
             for distance in distances:
                 peak = larger(peak, exchange(EVERYONE, peak, distance))
-            peaks[row] = larger(top[row], peak * scale)
-            grown |= peaks[row] != top[row]
+            m_new[row] = larger(m[row], peak * scale)
+            grown |= m_new[row] != m[row]
         if grown:
             for row in range(rows):
-                factor = power(top[row] - larger(peaks[row], LOWEST))
-                top[row] = peaks[row]
-                total[row] *= factor
+                alpha = power(m[row] - larger(m_new[row], LOWEST))
+                m[row] = m_new[row]
+                l[row] *= alpha
                 for i in range(row * width, (row + 1) * width):
-                    sums[i] *= factor
+                    o[i] *= alpha
         for row in range(rows):
-            base = larger(top[row], LOWEST)
-            added = base - base  # NaN for a top that is infinite
+            base = larger(m[row], LOWEST)
+            added = base - base  # NaN for a maximum that is infinite
             for i in range(row * columns, (row + 1) * columns):
-                scores[i] = power(scores[i] * scale - base)
-                added += scores[i]
-            total[row] += added
+                s[i] = power(s[i] * scale - base)
+                added += s[i]
+            l[row] += added
 
-    return device.part(soften)
+    return device.part(update_softmax)
 
 
-def rotate(form):
-    """(registers, step): the scores of a thread so many places on, so that a loop need not count places."""
+def rotation(form):
+    """(registers, step): scores of a thread `step` places on, so that a loop need not count places."""
     held = form.thread_rows * form.columns
 
-    def rotate(scores, step):
+    def rotate(s, step):
         for _ in range(step):
-            first = scores[0]
+            first = s[0]
             for i in range(held - 1):
-                scores[i] = scores[i + 1]
-            scores[held - 1] = first
+                s[i] = s[i + 1]
+            s[held - 1] = first
 
     return device.inlined(rotate)
 
 
-def weigh(form):
-    """(task, .., scores): the scores of a thread capped, and what is added to them: ALiBi and masks."""
-    rows, columns, turn, places = form.thread_rows, form.columns, rotate(form), form.places
-    row_of, token_of, first_of = places.row, places.token, places.first
+def apply_bias_and_mask(form):
+    """(params, step, item, thread, begin, s): cap a thread's scores of a tile; add ALiBi biases and masks.
 
-    def weigh(task, seqstarts, kvstarts, slopes, b, head, row, last, begin, lane, scores):
-        cap = numeric.float_of(np.uint32(task.cap))
-        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+    Scores come without the scale. `begin` is the first position of the tile.
+    """
+    rows, columns, rotate, fragment = form.thread_rows, form.columns, rotation(form), form.fragment
+    row_of, token_of, held = fragment.row, fragment.token, rows * columns
+    first_row, first_token = fragment.first_row, fragment.first_token
+
+    def apply_bias_and_mask(params, step, item, thread, begin, s):
+        scale, cap = numeric.float_of(np.uint32(params.scale)), numeric.float_of(np.uint32(params.cap))
+        for i in range(held):
+            s[i] *= scale
+        thread, item = fresh_register(thread), work_items.refreshed(item)
+        seqlen, kvlen = lengths(step, item.b)
         for r in range(rows):
-            here = min(row + row_of(r), last)
-            token = quotient(here, task.group)
-            query = head * task.group + here - token * task.group
-            low, high = visible(task, b, seqlen, kvlen, token)
-            low, high, position = (
-                int32(low - begin),
-                int32(high - begin),
-                int32(kvlen - seqlen + token - begin),
-            )
-            mask = task.mask + b * task.mask_sequence + query * task.mask_head + begin * task.mask_column
-            mask += token * task.mask_row
-            if task.mask_packed:
-                mask += seqstarts[b] * task.mask_row
-            if task.mask_packed == 1:
-                mask += kvstarts[b] * task.mask_column
+            number = item.first + first_row(thread) + row_of(r)
+            row = work_items.near_row_of(params, item, min(number, item.last))
+            seen = visible(params, step, item.b, row.token)
+            low, high = int32(seen.begin - begin), int32(seen.end - begin)
+            position = int32(kvlen - seqlen + row.token - begin)
+            mask = work_items.mask_address(params, step, row) + begin * params.mask_column
             for i in range(columns):
-                key = int32(token_of(i) + first_of(lane))
+                key = int32(token_of(i) + first_token(thread))
                 if low <= key < high:
-                    score = capped(scores[i], cap)
-                    if task.alibi:
-                        score = leaning(score, slopes[query], key - position)
-                    if task.mask:
-                        score = masked(score, task.mask_kind, mask + key * task.mask_column)
-                    scores[i] = score
-            turn(scores, columns)
+                    score = capped(s[i], cap)
+                    if params.alibi:
+                        score = leaning(score, step.slopes[row.query], key - position)
+                    if params.mask:
+                        score = masked(score, params.mask_kind, mask + key * params.mask_column)
+                    s[i] = score
+            rotate(s, columns)
 
-    return device.part(weigh)
+    return device.part(apply_bias_and_mask)
 
 
 def hide(form):
-    """(task, .., scores): the scores of keys that rows do not see."""
-    rows, columns, places = form.thread_rows, form.columns, form.places
-    row_of, token_of, first_of = places.row, places.token, places.first
+    """(params, step, item, thread, begin, end, s): hide keys that a row does not see, or from `end` on."""
+    rows, columns, fragment = form.thread_rows, form.columns, form.fragment
+    row_of, token_of = fragment.row, fragment.token
+    first_row, first_token = fragment.first_row, fragment.first_token
 
-    def hide(task, seqstarts, kvstarts, b, row, last, begin, end, lane, scores):
-        seqlen, kvlen = seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+    def hide(params, step, item, thread, begin, end, s):
+        thread, item = fresh_register(thread), work_items.refreshed(item)
+        first = begin + first_token(thread)
         for r in range(rows):
-            here = min(row + row_of(r), last)
-            low, high = visible(task, b, seqlen, kvlen, quotient(here, task.group))
-            low, high = int32(low - begin - first_of(lane)), int32(min(high, end) - begin - first_of(lane))
+            number = min(item.first + first_row(thread) + row_of(r), item.last)
+            seen = visible(params, step, item.b, quotient(number, params.group))
+            low, high = int32(seen.begin - first), int32(min(seen.end, end) - first)
             for i in range(columns):
                 if token_of(i) < low or token_of(i) >= high:
-                    scores[r * columns + i] = numeric.MINUS_INF
+                    s[r * columns + i] = numeric.MINUS_INF
 
     return device.part(hide)

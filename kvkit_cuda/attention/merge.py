@@ -1,4 +1,9 @@
-"""The parts of a split context put together, in order."""
+"""Results of the splits of a context put together, in order.
+
+m = max m_i
+l = sum e^(m_i - m) l_i
+o = sum e^(m_i - m) o_i / l     [value dim]     for splits i, in order
+"""
 
 import functools
 
@@ -9,6 +14,7 @@ from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit_cuda.attention import scores
 from kvkit_cuda.attention.task import OWNERS, RECORD
+from kvkit_cuda.attention.work_items import Row, StepTables, output_address
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2, sequence_of
@@ -24,76 +30,76 @@ with_sink, log_sum, weight = numeric.with_sink, numeric.log_sum, numeric.weight
 
 
 @device.inlined
-def place(task, slot, rows, row):
-    """Where a row of a slot lies."""
-    return task.partials + (slot * rows + row) * (task.value_dim + STATE) * 4
+def slot_address(params, slot, rows, row):
+    """Return where a row of a slot lies: sums of values [value dim], m, l, and the factor of weights."""
+    return params.partials + (slot * rows + row) * (params.value_dim + STATE) * 4
 
 
 @device.inlined
-def written_to(task, b, start, head, row):
-    """Where a row of the output lies."""
-    token = row // task.group
-    query = head * task.group + row - token * task.group
-    return task.out + b * task.out_sequence + (start + token) * task.out_token + query * task.out_head
+def put_state(params, address, m, l, shrink):
+    """Write the state of a row of a slot, at its address, behind the sums."""
+    at = address + params.value_dim * 4
+    write_float(at, m)
+    write_float(at + 4, l)
+    write_float(at + 8, shrink)
 
 
 @device.inlined
-def ended(task, b, start, head, row, top, total, shrink):
-    """What the sums of a row are multiplied by in the end; its log-sum-exp is written."""
-    token = row // task.group
-    query = head * task.group + row - token * task.group
+def finish_row(params, step, row, m, l, shrink):
+    """Return the factor that finishes the sums of a row, and write its log-sum-exp."""
     less = np.float32(1)
-    if task.sinks:
-        at = b % task.apart * task.heads * task.group + query
-        top, total, less = with_sink(
-            top, total, scores.number(task.sink_kind, task.sinks + at * task.sink_head)
+    if params.sinks:
+        sink = (
+            params.sinks + (row.b % params.apart * params.heads * params.group + row.query) * params.sink_head
         )
-    if task.lse:
-        at = task.lse + b * task.lse_sequence + (start + token) * task.lse_token + query * task.lse_head
-        write_float(at, log_sum(top, total))
-    return numeric.share_of(less, total, np.float32(1) / shrink)
+        m, l, less = with_sink(m, l, scores.number(params.sink_kind, sink))
+    if params.lse:
+        at = params.lse + row.b * params.lse_sequence + row.query * params.lse_head
+        write_float(at + (step.seqstarts[row.b] + row.token) * params.lse_token, log_sum(m, l))
+    return numeric.share_of(less, l, np.float32(1) / shrink)
 
 
-def merge(packed):
-    """The kernel for outputs of a format. A block takes a row of the output; tiles have so many rows."""
+def merge_splits(packed):
+    """Return the kernel for outputs of a format. A block takes a row; tiles have `rows` rows."""
     write, packed_bytes = chunks.write(packed), BY_NAME[packed].bytes(1)
 
-    def merge(task, seqstarts, items, slots, rows):
-        position = cuda.blockIdx.x // (task.heads * task.group)
-        query = cuda.blockIdx.x - position * (task.heads * task.group)
+    def merge_splits(params, seqstarts, items, slots, rows):
+        position = cuda.blockIdx.x // (params.heads * params.group)
+        query = cuda.blockIdx.x - position * (params.heads * params.group)
         b = sequence_of(seqstarts, position)
         if slots[b + 1] == slots[b]:
             return
-        start, head = seqstarts[b], query // task.group
-        row = (position - start) * task.group + query - head * task.group
-        tiles = ((seqstarts[b + 1] - start) * task.group + rows - 1) // rows
-        parts = (items[b + 1] - items[b]) // (tiles * task.heads)
-        slot = slots[b] + (head * tiles + row // rows) * parts
-        first = place(task, slot, rows, row % rows)
-        step = place(task, slot + 1, rows, row % rows) - first
-        state = first + 4 * task.value_dim
-        top, total = numeric.MINUS_INF, np.float32(0)
-        for part in range(parts):
-            top = max(top, read_float(state + part * step))
-        for part in range(parts):
-            at = state + part * step
-            total = numeric.with_total(total, top, read_float(at + 4), read_float(at))
-        factor = ended(task, b, start, head, row, top, total, np.float32(1))
-        out = written_to(task, b, start, head, row)
-        for e in range(cuda.threadIdx.x, task.value_dim, cuda.blockDim.x):
-            whole = np.float32(0)
-            for part in range(parts):
-                at = state + part * step
-                share = scores.part_of(weight(read_float(at), top), factor, read_float(at + 8))
-                whole = scores.with_part(whole, read_float(first + part * step + 4 * e), share)
-            write(out + e * packed_bytes, whole)
+        step = StepTables(seqstarts, seqstarts, slots, items, slots, slots)
+        row, head = Row(b, position - seqstarts[b], query), query // params.group
+        number = row.token * params.group + query - head * params.group
+        tiles = ((seqstarts[b + 1] - seqstarts[b]) * params.group + rows - 1) // rows
+        splits = (items[b + 1] - items[b]) // (tiles * params.heads)
+        slot = slots[b] + (head * tiles + number // rows) * splits
+        sums = slot_address(params, slot, rows, number % rows)  # [splits, value dim]
+        stride = slot_address(params, slot + 1, rows, number % rows) - sums
+        state = sums + 4 * params.value_dim  # [splits, STATE]
+        m, l = numeric.MINUS_INF, np.float32(0)
+        for split in range(splits):
+            m = max(m, read_float(state + split * stride))
+        for split in range(splits):
+            at = state + split * stride
+            l = numeric.with_total(l, m, read_float(at + 4), read_float(at))
+        factor = finish_row(params, step, row, m, l, np.float32(1))
+        out = output_address(params, step, row)
+        for e in range(cuda.threadIdx.x, params.value_dim, cuda.blockDim.x):
+            o = np.float32(0)
+            for split in range(splits):
+                at = state + split * stride
+                share = scores.part_of(weight(read_float(at), m), factor, read_float(at + 8))
+                o = scores.with_part(o, read_float(sums + split * stride + 4 * e), share)
+            write(out + e * packed_bytes, o)
 
-    return merge
+    return merge_splits
 
 
 @functools.cache
 def compiled(packed):
-    return device.kernel(merge(packed), SIGNATURE, packed)
+    return device.kernel(merge_splits(packed), SIGNATURE, packed)
 
 
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0):

@@ -1,21 +1,25 @@
 """Products of a warp with a tile of 16 tokens of its own, where a fragment is a chunk of keys or values.
 
+    s^T = k q^T   [tokens, rows] = [tokens, dim] [dim, rows]
+    o^T = v^T p^T   [dim, rows] = [dim, tokens] [tokens, rows]
+
 Tokens, or elements of values, are the 16 rows of a product, and rows of queries are its 8 columns. Its inner
 axis may be in any order that both sides share, and its rows may be any. So a thread finds what it multiplies
 as chunks, 8 neighbouring elements, and codes are widened between shared memory and the product. With
 g = lane // 4 and t = lane % 4 a thread takes
 
-    keys     chunk t of each panel of 4 chunks of tokens g and g+8
-    values   chunk g of each panel of 8 chunks of tokens 2t, 2t+1, 2t+8, 2t+9
+                panel 0             panel 1
+    keys      | t=0  t=1  t=2  t=3 | t=0 ..      chunk t of each panel of 4 chunks, of tokens g and g+8
+    values    | g=0  g=1 ..    g=7 | g=0 ..      chunk g of each panel of 8 chunks, of tokens 2t, 2t+1,
+                                                 2t+8, 2t+9
 
-and has scores [rows 2t, 2t+1; tokens g, g+8] and sums [rows 2t, 2t+1; elements of its chunks of values].
-
-A chunk is 4 words (see `stored_tiles`).
+and has s [rows 2t, 2t+1; tokens g, g+8] and o [rows 2t, 2t+1; elements of its chunks of values]. A chunk is 4
+words (see `stored_tiles`).
 """
 
 import numpy as np
 
-from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, rotate
+from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, mma, rotation
 from kvkit_cuda.attention.stored_tiles import (
     PIECE,
     VALUES,
@@ -27,43 +31,51 @@ from kvkit_cuda.attention.stored_tiles import (
     widener,
     zipper,
 )
+from kvkit_cuda.attention.work_items import near_row_of, query_address
 from kvkit_cuda.device_runtime import device, memory, ptx
 from kvkit_cuda.device_runtime.ptx import high, low
 
+fresh_register = ptx.fresh_register
 B = 4 * PIECE  # the words behind those of values: weights
 WORDS, ZERO = B + 4, np.float32(0)  # words that a thread holds on their way to a product
 four_of_memory = four_of(memory.load(16, 16))
 
 
-def query_reader(tile):
-    """(address, there, lane, words, queries, block): a row of queries, as the chunks of keys are; else zeros.
+def query_loader(form):
+    """(params, step, item, lane, words, q): q [blocks of 8 rows, panels, words], as chunks of keys are.
 
-    A thread's queries lie as [block of 8 rows, panel, word].
+    A lane has row lane // 4 of each block; rows behind the last one are zeros.
     """
+    tile, blocks = form.keys, form.blocks
     apart, panels, whole = tile.apart, tile.panels, tile.chunks % tile.panel == 0
     chunks_of_row, first, pace = tile.chunks, tile.first(1), tile.pace
 
-    def read(address, there, lane, words, queries, block):
-        for panel in range(panels):
-            chunk = (lane & 3) * first + panel * pace
-            for k in range(4):
-                words[k] = np.uint32(0)
-            if there and (whole or chunk < chunks_of_row):
-                words[0], words[1], words[2], words[3] = four_of_memory(address + 16 * chunk)
-            for k in range(4):
-                e = k // apart * 2 * apart + k % apart  # the first element of the word
-                word = words[k]
-                if apart > 1:
-                    one, other = words[e // 2], words[(e + apart) // 2]
-                    word = high(one, other) if e % 2 else low(one, other)
-                queries[(block * panels + panel) * 4 + k] = word
+    def load_queries(params, step, item, lane, words, q):
+        for block in range(blocks):
+            number = 8 * block + (lane >> 2)
+            row = near_row_of(params, item, min(number, item.last))
+            address = query_address(params, step, row)
+            for panel in range(panels):
+                chunk = (lane & 3) * first + panel * pace
+                for k in range(4):
+                    words[k] = np.uint32(0)
+                if number <= item.last and (whole or chunk < chunks_of_row):
+                    words[0], words[1], words[2], words[3] = four_of_memory(address + 16 * chunk)
+                for k in range(4):
+                    e = k // apart * 2 * apart + k % apart  # the first element of the word
+                    word = words[k]
+                    if apart > 1:
+                        one, other = words[e // 2], words[(e + apart) // 2]
+                        word = high(one, other) if e % 2 else low(one, other)
+                    q[(block * panels + panel) * 4 + k] = word
 
-    return device.part(read)
+    return device.part(load_queries)
 
 
 def multiply_keys(form):
-    """(queries, at, lane, mask, words, scores): scores of a tile of tokens."""
-    tile, blocks, columns, product = form.keys, form.blocks, form.columns, ptx.product(form.element)
+    """(q, at, lane, mask, words, s): s = q k^T for the keys of a tile at `at`."""
+    tile, blocks, columns = form.keys, form.blocks, form.columns
+    multiply = mma(form.element, columns, form.fragment.transposed)
     panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
     whole, coded, begin = chunks % panel_chunks == 0, tile.cell is not None, start(tile)
     read = reader(tile)
@@ -83,30 +95,29 @@ def multiply_keys(form):
 
     fetch = device.inlined(read_codes if coded else read_floats)
 
-    def multiply_keys(queries, at, lane, mask, words, scores):
+    def multiply_keys(q, at, lane, mask, words, s):
         for i in range(2 * blocks * columns):
-            scores[i] = ZERO
+            s[i] = ZERO
+        lane = fresh_register(lane)
         place = begin(at, lane >> 2 & 7, lane & 3, mask)
         for panel in range(panels):
-            fetch(place, panel, words)
+            fetch(place, panel, words)  # [2 tokens, 4 words]
             if not whole and panel_chunks * panel + (lane & 3) >= chunks:  # not even NaN
                 for k in range(8):
                     words[k] = np.uint32(0)
             for block in range(blocks):
-                c0, c1, c2, c3 = 4 * block, 4 * block + 2, 4 * block + 1, 4 * block + 3
                 for k in range(0, 4, 2):
                     i = (block * panels + panel) * 4 + k
-                    scores[c0], scores[c1], scores[c2], scores[c3] = product(
-                        words[k], words[4 + k], words[k + 1], words[5 + k], queries[i], queries[i + 1],
-                        scores[c0], scores[c1], scores[c2], scores[c3],
-                    )  # fmt: skip
+                    keys = words[k], words[4 + k], words[k + 1], words[5 + k]
+                    multiply(keys, (q[i], q[i + 1]), s, 2 * block, 0)
 
     return device.part(multiply_keys)
 
 
 def multiply_values(form):
-    """(weights, at, lane, mask, words, sums): weights, rounded to the data's type, times a tile's values."""
-    tile, blocks, width, product = form.values, form.blocks, form.width, ptx.product(form.element)
+    """(p, at, lane, mask, words, o): o += p v for values at `at`; weights are rounded to the data's type."""
+    tile, blocks, width = form.values, form.blocks, form.width
+    multiply = mma(form.element, width, form.fragment.transposed)
     panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
     packed, turned, coded = ptx.packed(form.element), ptx.turned, tile.cell is not None
     take, zipped = (taker(tile), zipper(tile)) if coded else (read, read)
@@ -132,48 +143,46 @@ def multiply_values(form):
     fetch = device.inlined(fetch_codes if coded else fetch_floats)
     pairs = device.inlined(pairs_of_codes if coded else pairs_of_floats)
 
-    def multiply_values(weights, at, lane, mask, words, sums):
+    def multiply_values(p, at, lane, mask, words, o):
         for i in range(2 * blocks):
             j = i // 2 * 4 + i % 2
-            words[B + i] = turned(packed(weights[j], weights[j + 2]))
+            words[B + i] = turned(packed(p[j], p[j + 2]))
+        lane = fresh_register(lane)
         place = begin(at, (lane & 3) * 2, lane >> 2 & 7, mask)
         for panel in range(panels):
-            fetch(place, panel, words)
+            fetch(place, panel, words)  # [4 tokens, 4 words]
             for k in range(4):
-                a0, a1, a2, a3 = pairs(place, words, panel, k)
+                values = pairs(place, words, panel, k)
                 for block in range(blocks):
-                    i = 2 * block * width + panel * VALUES + 2 * k
-                    j = i + width
-                    b0, b1 = words[B + 2 * block], words[B + 2 * block + 1]
-                    sums[i], sums[j], sums[i + 1], sums[j + 1] = product(
-                        a0, a1, a2, a3, b0, b1, sums[i], sums[j], sums[i + 1], sums[j + 1]
-                    )
+                    weights = words[B + 2 * block], words[B + 2 * block + 1]
+                    multiply(values, weights, o, 2 * block, panel * VALUES + 2 * k)
 
     return device.part(multiply_values)
 
 
 def multiply_carefully(form):
-    """The same in float32, leaving out values without weight: one of 0 hides NaN and infinity. Weights are
-    smaller, so that sums stay finite.
+    """(p, at, lane, mask, words, o): o += p v in float32, without values of weight 0, which may be NaN or
+    infinite. Weights are `SMALLER`, so that sums stay finite.
     """
     tile, rows, columns, width = form.values, form.thread_rows, form.columns, form.width
-    panels, begin, read, turn = tile.panels, start(tile), reader(tile), rotate(form)
+    panels, begin, read, rotate = tile.panels, start(tile), reader(tile), rotation(form)
     two, exchange = both(form.element), device.exchange
 
-    def multiply_carefully(weights, at, lane, mask, words, sums):
+    def multiply_carefully(p, at, lane, mask, words, o):
+        lane = fresh_register(lane)
         for column in range(columns):
             for other in range(8):
                 place = begin(at, column * 8 + ((lane >> 2) ^ other), lane >> 2 & 7, mask)
                 for r in range(rows):
-                    weight = exchange(EVERYONE, weights[r * columns], 4 * other) * SMALLER
+                    weight = exchange(EVERYONE, p[r * columns], 4 * other) * SMALLER
                     if weight != ZERO:
                         for panel in range(panels):
                             read(place, 0, panel, words, 0)
                             for k in range(4):
                                 x, y = two(words[k])
                                 i = r * width + panel * VALUES + 2 * k
-                                sums[i] += weight * x
-                                sums[i + 1] += weight * y
-            turn(weights, 1)
+                                o[i] += weight * x
+                                o[i + 1] += weight * y
+            rotate(p, 1)
 
     return device.part(multiply_carefully)

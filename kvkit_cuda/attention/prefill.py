@@ -1,5 +1,10 @@
 """Attention of many rows through tensor cores: 16-bit queries over a cache of their type or of codes.
 
+    s = q k^T               [rows, tokens] = [rows, dim] [dim, tokens]
+    m' = max(m, scale max s), alpha = 2^(m - m'), p = 2^(scale s - m')
+    l = alpha l + sum p     [rows]
+    o = alpha o + p v       [rows, value dim] = [rows, tokens] [tokens, value dim]
+
 A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
 rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while one is
 multiplied the next one is copied to shared memory, and a block waits once for both. Queries are there too,
@@ -9,16 +14,18 @@ scores and sums stay in registers (see `fragments`).
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
 
 from kvkit.formulas import numeric
-from kvkit_cuda.attention import forms, fragments, merge, tiles
-from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, STRIP, visible
+from kvkit_cuda.attention import forms, fragments, merge, tiles, work_items
+from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, STRIP, Softmax
 from kvkit_cuda.attention.task import RECORD
+from kvkit_cuda.attention.work_items import Range, StepTables, seen_by, within_split
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP, sequence_of
+from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 WARPS = 8  # of a block
@@ -27,8 +34,8 @@ F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
-int32, quotient, put_float = device.int32, tiles.quotient, chunks.write("float32")
-number_of = tiles.number_of
+int32, row_id_of, put_float = device.int32, tiles.row_id_of, chunks.write("float32")
+load_item = work_items.item_loader(tiled=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,10 @@ class Form:
         return 2 * self.strips
 
     @property
+    def warp_rows(self):
+        return self.strips * STRIP
+
+    @property
     def columns(self):
         return self.tokens // 4
 
@@ -57,13 +68,13 @@ class Form:
         return self.value_dim // 4
 
     @property
-    def places(self):
-        return fragments.BY_ROWS
+    def fragment(self):
+        return fragments.by_rows(self.strips)
 
     @property
     def query_bytes(self):
         """Of the rows of a warp; outputs take the same place."""
-        return self.strips * STRIP * max(tiles.row_bytes(self.dim), tiles.row_bytes(self.value_dim))
+        return self.warp_rows * max(tiles.row_bytes(self.dim), tiles.row_bytes(self.value_dim))
 
     @property
     def key_bytes(self):
@@ -97,11 +108,41 @@ def form_of(record, context):
     return form(context.packed, context.stored, context.cell, *sizes, fragments.weighed(record))
 
 
-def fill(form):
-    """(task, stage, number, keys, values, cells, thread): begin to load a tile of keys and values.
+class HeadAddresses(NamedTuple):
+    """Where keys and values of a head lie, of row 0, and how far its scales are from the first ones."""
 
-    A lane's `number` is the row of the cache that holds its token of the tile, or that of some token; `keys`
-    and `values` are where those of row 0 lie, as are `cells`, from the first scale of keys, or of values, on.
+    keys: Any
+    values: Any
+    scales: Any
+
+
+@device.inlined
+def head_addresses(params, item):
+    return HeadAddresses(
+        params.keys + item.b * params.key_sequence + item.head * params.key_head,
+        params.values + item.b * params.value_sequence + item.head * params.value_head,
+        item.b * params.cell_sequence + item.head * params.cell_head,
+    )
+
+
+def query_loader(form):
+    """(params, step, item, target, thread): begin to copy the queries of a tile, [rows, dim]."""
+    copy_row, warp_rows = tiles.copy_row(form.dim), form.warp_rows
+
+    def load_queries(params, step, item, target, thread):
+        r = int32(thread >> 3)
+        while r < cuda.blockDim.y * warp_rows:
+            row = work_items.near_row_of(params, item, min(item.first + r, item.last))
+            copy_row(target, r, work_items.query_address(params, step, row), 0, 1, thread & 7)
+            r = int32(r + cuda.blockDim.y * (WARP // 8))
+
+    return device.part(load_queries)
+
+
+def tile_loader(form):
+    """(params, stage, row_id, head, thread): begin to load a tile of keys and values, [tokens, dim].
+
+    A lane's `row_id` is the row of the cache that holds its token of the tile, or that of some token.
     """
     tokens, from_lane, key_bytes = form.tokens, device.from_lane, form.key_bytes
     load_keys, load_values = tiles.copy_row(form.dim), tiles.copy_row(form.value_dim)
@@ -109,178 +150,155 @@ def fill(form):
         codes = form.element, form.stored, form.cell
         load_keys, load_values = tiles.widen_row(form.dim, *codes), tiles.widen_row(form.value_dim, *codes)
 
-    def fill(task, stage, number, keys, values, cells, thread):
+    def load_tile(params, stage, row_id, head, thread):
         r = int32(thread >> 3)
         while r < tokens:
-            row, place = from_lane(number, r), thread & 7
-            each = cells + row * task.cell_row
-            load_keys(stage, r, keys + row * task.key_row, task.key_cells + each, task.cell_group, place)
-            at = values + row * task.value_row
-            load_values(stage + key_bytes, r, at, task.value_cells + each, task.cell_group, place)
+            row, place = from_lane(row_id, r), thread & 7
+            scales, at = head.scales + row * params.cell_row, head.keys + row * params.key_row
+            load_keys(stage, r, at, params.key_cells + scales, params.cell_group, place)
+            at = head.values + row * params.value_row
+            load_values(stage + key_bytes, r, at, params.value_cells + scales, params.cell_group, place)
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
-    return device.part(fill)
+    return device.part(load_tile)
 
 
 def attend(form):
-    """The kernel of a form."""
-    strips, tokens, width = form.strips, form.tokens, form.value_dim // 4
-    held_words, held_scores, held_rows, held_sums = (
-        4 * strips,
-        strips * tokens // 2,
-        2 * strips,
-        2 * strips * width,
-    )
+    """Return the kernel of a form."""
+    tokens, warp_rows, weighed = form.tokens, form.warp_rows, form.weighs
+    held_words, held_rows = 4 * form.strips, form.thread_rows
+    held_scores, held_sums = held_rows * form.columns, held_rows * form.width
     key_bytes, stage_bytes, block = form.key_bytes, form.stage_bytes, memory.dynamic(form.shared_bytes)
-    fill_queries, fill_tile = tiles.copy_row(form.dim), fill(form)
+    load_queries, load_tile, arrived = query_loader(form), tile_loader(form), ptx.arrived
     key_place, value_place = tiles.place(form.dim), tiles.place(form.value_dim)
-    store_row, put, packed = (
-        tiles.store_row(form.value_dim),
-        tiles.put(form.value_dim),
-        ptx.packed(form.element),
+    multiply_keys, multiply_values = fragments.multiply_keys(form), fragments.multiply_values(form)
+    multiply_carefully, update_softmax = fragments.multiply_carefully(form), fragments.update_softmax(form)
+    apply_bias_and_mask, hide, finish = (
+        fragments.apply_bias_and_mask(form),
+        fragments.hide(form),
+        finishing(form),
     )
-    times_keys, times_values = fragments.multiply_keys(form), fragments.multiply_values(form)
-    times_carefully, softens = fragments.multiply_carefully(form), fragments.soften(form)
-    weighs, hides = fragments.weigh(form), fragments.hide(form)
-    weighed, exchange, arrived, anew = form.weighs, device.exchange, ptx.arrived, ptx.anew
 
-    @device.inlined
-    def row_of_thread(first, thread):
-        return int32(first + (thread >> 5) * strips * STRIP + (thread >> 2 & 7))
-
-    def attend(task, seqstarts, kvstarts, table, items, slots, slopes):
+    def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
         if cuda.blockIdx.x >= items[items.shape[0] - 1]:
             return  # a captured launch has as many blocks as a step may need
-        b = int32(sequence_of(items, cuda.blockIdx.x))
-        start, seqlen, kvlen = seqstarts[b], seqstarts[b + 1] - seqstarts[b], kvstarts[b + 1] - kvstarts[b]
+        step = StepTables(seqstarts, kvstarts, table, items, slots, slopes)
         lane = int32(cuda.threadIdx.x)
         thread = int32(cuda.threadIdx.y * WARP + lane)
-        rows = cuda.blockDim.y * strips * STRIP
-        count = (seqlen * task.group + rows - 1) // rows  # of units for a key head
-        parts = (items[b + 1] - items[b]) // (count * task.heads)
-        unit = (cuda.blockIdx.x - items[b]) // parts
-        part, head = int32(cuda.blockIdx.x - items[b] - unit * parts), int32(unit // count)
-        unit = count - 1 - (unit - head * count)  # rows that see most come first
-        first, last = int32(unit * rows), int32(seqlen * task.group - 1)
-        slot = int32(slots[b] + (head * count + unit) * parts + part if parts > 1 else -1)
-        low, _ = visible(task, b, seqlen, kvlen, quotient(first, task.group))
-        _, high = visible(task, b, seqlen, kvlen, quotient(min(first + rows - 1, last), task.group))
-        # What the first row of a warp sees, and the last one.
-        own = int32(first + cuda.threadIdx.y * strips * STRIP)
-        since, until = visible(task, b, seqlen, kvlen, quotient(min(own, last), task.group))
-        end = min(own + strips * STRIP - 1, last)
-        all_since, end = visible(task, b, seqlen, kvlen, quotient(end, task.group))
-        if parts > 1:
-            part_tokens = slots[slots.shape[0] - 1]
-            low = min(low + part * part_tokens, high)
-            high = min(high, low + part_tokens)
-        low, high, since, all_since = int32(low), int32(high), int32(since), int32(all_since)
-        until, end = int32(min(until, high)), int32(min(end, high) if own <= last else 0)
+        rows = cuda.blockDim.y * warp_rows
+        item = load_item(params, step, cuda.blockIdx.x, rows)
+        seen, _ = seen_by(params, step, item.b, item.first, min(item.first + rows - 1, item.last))
+        seen = within_split(step, item, seen)
+        low, high = int32(seen.begin), int32(seen.end)
+        own = int32(item.first + cuda.threadIdx.y * warp_rows)  # the warp's first row
+        some, common = seen_by(
+            params, step, item.b, min(own, item.last), min(own + warp_rows - 1, item.last)
+        )  # of the positions, some of the warp's rows see these, all of them those
+        some = Range(int32(some.begin), int32(min(some.end, high) if own <= item.last else 0))
+        common = Range(int32(common.begin), int32(min(common.end, high)))
 
         stage = int32(block())
         both, queries = int32(2 * stage + stage_bytes), int32(stage + 2 * stage_bytes)
-        r = int32(thread >> 3)
-        while r < rows:
-            row = min(first + r, last)
-            token = quotient(row, task.group)
-            at = task.query + b * task.query_sequence + (start + token) * task.query_token
-            at += (head * task.group + row - token * task.group) * task.query_head
-            fill_queries(queries, r, at, 0, 1, thread & 7)
-            r = int32(r + cuda.blockDim.y * (WARP // 8))
-
-        a, scores = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
-        sums = cuda.local.array(held_sums, F32)
-        top, total = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
-        peaks = cuda.local.array(held_rows, F32)
-        scale = numeric.float_of(np.uint32(task.scale))
-        keys = task.keys + b * task.key_sequence + head * task.key_head
-        values = task.values + b * task.value_sequence + head * task.value_head
-        cells = b * task.cell_sequence + head * task.cell_head
+        load_queries(params, step, item, queries, thread)
+        a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
+        o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
+        l, m_new = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
+        state, scale = Softmax(o, m, l, m_new), numeric.float_of(np.uint32(params.scale))
+        head = head_addresses(params, item)
         first_key = key_place((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
         first_value = int32(key_bytes + value_place(lane & 15, lane >> 4))
-        first_query = int32(queries + key_place((thread >> 5) * strips * STRIP + (lane & 15), lane >> 4))
-        by, final = tiles.reciprocal(task.page_size), int32(high - 1)
-        odd, shrink = np.float32(0), np.float32(1)
-        for attempt in range(2):
-            for i in range(held_sums):
-                sums[i] = np.float32(0)
-            for r in range(held_rows):
-                top[r], total[r] = numeric.MINUS_INF, np.float32(0)
-            number, begin = np.int64(0), low
+        first_query = int32(queries + key_place((thread >> 5) * warp_rows + (lane & 15), lane >> 4))
+        by, final = tiles.reciprocal(params.page_size), int32(high - 1)
+        shrink = np.float32(1)
+        for attempt in range(2):  # the second one with care, if sums of the first one are not finite
+            fragments.clear(state)
+            row_id, begin = np.int64(0), low
             if low < high:
-                number = number_of(task, by, table, b, min(int32(low + lane), final))
-                fill_tile(task, stage, number, keys, values, cells, thread)
-                number = number_of(task, by, table, b, min(int32(low + tokens + lane), final))
+                row_id = row_id_of(params, by, table, item.b, min(int32(low + lane), final))
+                load_tile(params, stage, row_id, head, thread)
+                row_id = row_id_of(params, by, table, item.b, min(int32(low + tokens + lane), final))
             while begin < high:
                 arrived()
                 cuda.syncthreads()
                 here, coming, stage = stage, int32(begin + tokens), int32(both - stage)
                 if coming < high:
-                    fill_tile(task, stage, number, keys, values, cells, thread)
-                    number = number_of(task, by, table, b, min(int32(coming + tokens + lane), final))
-                if begin < end and coming > since:
-                    times_keys(first_query, int32(here + first_key), a, scores)
+                    load_tile(params, stage, row_id, head, thread)  # [tokens, dim]
+                    row_id = row_id_of(params, by, table, item.b, min(int32(coming + tokens + lane), final))
+                if begin < some.end and coming > some.begin:
+                    multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
                     if weighed:
-                        for i in range(held_scores):
-                            scores[i] *= scale
-                        row = row_of_thread(first, anew(thread))
-                        weighs(
-                            task, seqstarts, kvstarts, slopes, anew(b), anew(head), row, last, begin,
-                            anew(lane), scores,
-                        )  # fmt: skip
-                    if begin < all_since or coming > until:
-                        row = row_of_thread(first, anew(thread))
-                        hides(task, seqstarts, kvstarts, anew(b), row, last, begin, high, anew(lane), scores)
-                    softens(scores, sums, top, total, peaks, LOG2E if weighed else scale * LOG2E)
+                        apply_bias_and_mask(params, step, item, thread, begin, s)
+                    if begin < common.begin or coming > common.end:
+                        hide(params, step, item, thread, begin, high, s)
+                    update_softmax(s, state, LOG2E if weighed else scale * LOG2E)
                     if attempt == 0:
-                        times_values(scores, int32(here + first_value), a, sums)
+                        multiply_values(s, int32(here + first_value), a, o)  # [rows, value dim]
                     else:
-                        times_carefully(scores, int32(here + key_bytes), anew(lane), a, sums)
+                        multiply_carefully(s, int32(here + key_bytes), lane, o)
                 begin = coming
-
             odd = np.float32(0)
             for i in range(held_sums):
-                odd += sums[i] * np.float32(0)
+                odd += o[i] * np.float32(0)
             arrived()
             if not cuda.syncthreads_or(int32(odd != np.float32(0))):
                 break
             shrink = fragments.SMALLER
-
-        start, row = seqstarts[anew(b)], row_of_thread(first, thread)
-        for r in range(held_rows):
-            whole = total[r] + exchange(EVERYONE, total[r], 1)
-            total[r] = whole + exchange(EVERYONE, whole, 2)
-        for r in range(held_rows):  # by turns, as a loop this long cannot name registers
-            here = row + (r >> 1) * STRIP + (r & 1) * 8
-            factor, top[0] = np.float32(0), top[0] * LN2
-            if here <= last and slot >= 0:
-                at = merge.place(task, slot, rows, here - first) + task.value_dim * 4
-                put_float(at, top[0])
-                put_float(at + 4, total[0])
-                put_float(at + 8, shrink)
-            elif here <= last:
-                factor = merge.ended(task, b, start, head, here, top[0], total[0], shrink)
-            for i in range(held_rows - 1):
-                top[i], total[i] = top[i + 1], total[i + 1]
-            total[held_rows - 1] = factor
-        for r in range(held_rows):
-            here = row + (r >> 1) * STRIP + (r & 1) * 8
-            for i in range(0, width, 2):
-                low_sum, high_sum = sums[r * width + i], sums[r * width + i + 1]
-                if slot < 0:
-                    word = packed(low_sum * total[r], high_sum * total[r])
-                    put(queries, here - first, i >> 1, lane & 3, word)
-                elif here <= last:
-                    at = merge.place(task, slot, rows, here - first) + (i * 4 + (lane & 3) * 2) * 4
-                    put_float(at, low_sum)
-                    put_float(at + 4, high_sum)
-        cuda.syncthreads()
-        if slot < 0:
-            for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
-                if first + r <= last:
-                    store_row(queries, r, merge.written_to(task, b, start, head, first + r), thread & 7)
+        finish(params, step, item, queries, state, shrink, thread)
 
     return attend
+
+
+def finishing(form):
+    """(params, step, item, board, state, shrink, thread): write the results of a block.
+
+    They go to a slot; or, finished, to the board [rows, value dim] in shared memory, and from there to the
+    output.
+    """
+    held_rows, width, warp_rows, fragment = form.thread_rows, form.width, form.warp_rows, form.fragment
+    row_of, first_row, exchange, packed = (
+        fragment.row,
+        fragment.first_row,
+        device.exchange,
+        ptx.packed(form.element),
+    )
+    put, store_row = tiles.put(form.value_dim), tiles.store_row(form.value_dim)
+
+    def finish(params, step, item, board, state, shrink, thread):
+        item, (o, m, l, _) = work_items.refreshed(item), state
+        rows, row, lane = cuda.blockDim.y * warp_rows, item.first + first_row(thread), thread & 31
+        for r in range(held_rows):
+            whole = l[r] + exchange(EVERYONE, l[r], 1)
+            l[r] = whole + exchange(EVERYONE, whole, 2)
+        for r in range(held_rows):  # rotated, as a loop this long cannot name registers
+            here = int32(row + row_of(r))
+            factor, m[0] = np.float32(0), m[0] * LN2
+            if here <= item.last and item.slot >= 0:
+                at = merge.slot_address(params, item.slot, rows, here - item.first)
+                merge.put_state(params, at, m[0], l[0], shrink)
+            elif here <= item.last:
+                query = work_items.near_row_of(params, item, here)
+                factor = merge.finish_row(params, step, query, m[0], l[0], shrink)
+            for i in range(held_rows - 1):
+                m[i], l[i] = m[i + 1], l[i + 1]
+            l[held_rows - 1] = factor
+        for r in range(held_rows):
+            here = int32(row + row_of(r))
+            for i in range(0, width, 2):
+                low, high = o[r * width + i], o[r * width + i + 1]
+                if item.slot < 0:
+                    put(board, here - item.first, i >> 1, lane & 3, packed(low * l[r], high * l[r]))
+                elif here <= item.last:
+                    at = merge.slot_address(params, item.slot, rows, here - item.first)
+                    put_float(at + (i * 4 + (lane & 3) * 2) * 4, low)
+                    put_float(at + (i * 4 + (lane & 3) * 2) * 4 + 4, high)
+        cuda.syncthreads()
+        if item.slot < 0:
+            for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
+                if item.first + r <= item.last:
+                    query = work_items.near_row_of(params, item, item.first + r)
+                    store_row(board, r, work_items.output_address(params, step, query), thread & 7)
+
+    return device.part(finish)
 
 
 @functools.cache
@@ -297,8 +315,8 @@ def suits(record, context, reach, most_rows):
 def prepare(record, context, tables, most_rows, stream):
     """Launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context)
-    warps = min(WARPS, 1 << (-(-most_rows // (form.strips * STRIP)) - 1).bit_length())
-    rows = warps * form.strips * STRIP
+    warps = min(WARPS, 1 << (-(-most_rows // form.warp_rows) - 1).bit_length())
+    rows = warps * form.warp_rows
     record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
     block = WARP, warps
     shared = form.bytes_of(warps)

@@ -11,10 +11,8 @@ import numpy as np
 
 from kvkit.formats import MASKS
 from kvkit.formulas import numeric
-from kvkit.formulas.index import visible_range
 from kvkit.runtime.jit import shared
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.device_runtime import device
 
 READ = {name: chunks.read(name) for name in ("float32", "float16", "bfloat16", "int8")}
 read_float, read_half, read_bfloat16, read_byte = READ.values()
@@ -38,28 +36,27 @@ def multiply(rows, span):
 
 
 @functools.cache
-def soften(rows, tokens):
-    """Scores to weights, in place; `factor` is what the sums so far shrink by, `shrink` what weights do."""
+def update_softmax(rows, tokens):
+    """(s, m, l, alpha, shrink): s [tokens, rows] becomes p = e^(s - m) shrink; m, l and alpha are new."""
 
     @shared
-    def soften(scores, top, total, factor, shrink):
+    def update_softmax(s, m, l, alpha, shrink):
         for r in range(rows):
-            new = top[r]
+            m_old = m[r]
             t = 0
             while t < tokens:
-                new = max(new, scores[t * rows + r])
+                m[r] = max(m[r], s[t * rows + r])
                 t += 1
-            factor[r] = numeric.weight(top[r], new)
-            top[r] = new
-            total[r] *= factor[r]
+            alpha[r] = numeric.weight(m_old, m[r])
+            l[r] *= alpha[r]
             t = 0
             while t < tokens:
-                weight = numeric.weight(scores[t * rows + r], new)
-                total[r] += weight
-                scores[t * rows + r] = weight * shrink
+                weight = numeric.weight(s[t * rows + r], m[r])
+                l[r] += weight
+                s[t * rows + r] = weight * shrink
                 t += 1
 
-    return soften
+    return update_softmax
 
 
 @functools.cache
@@ -88,13 +85,6 @@ def add(rows, span):
                     sums[place + r * span + i] += weight * elements[i]
 
     return add
-
-
-@device.inlined
-def visible(task, b, seqlen, kvlen, token):
-    """The positions that a query token of a sequence may see, as far as they are a range."""
-    causal = task.alibi != 0 or (task.causal != 0 and b >= task.decoding)
-    return visible_range(seqlen, kvlen, token, task.left, task.right, causal)
 
 
 @shared

@@ -23,7 +23,7 @@ KEYS, VALUES = 4, 8  # chunks of a panel
 LINE = 32  # most bytes of a run of keys; half as many of values
 UNITS = 16, 4  # bytes that scales are copied by
 PIECE = 8  # words of a piece of codes: up to 4 of codes, then those of their scales
-int32, quotient, anew = device.int32, tiles.quotient, ptx.anew
+int32, quotient, fresh_register = device.int32, tiles.quotient, ptx.fresh_register
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +127,10 @@ class Tile:
 
 
 def fill(keys, values):
-    """(place, number, bases, task, lane): begin to copy a tile of keys, and one of values behind it.
+    """(place, row_id, bases, params, lane): begin to copy a tile of keys, and one of values behind it.
 
-    A lane's `number` is the row of the cache that holds its token, or that of some token. At `bases` it
-    says where keys, values and the scales of both lie, of row 0.
+    A lane's `row_id` is the row of the cache that holds its token, or that of some token. At `bases` lie the
+    addresses of keys, values and the scales of both, of row 0.
     """
     units, cells = (
         max(each.row_bytes for each in (keys, values)) // 16,
@@ -165,15 +165,16 @@ def fill(keys, values):
 
     rows_shift, cells_shift = rows_by.bit_length() - 1, cells_by.bit_length() - 1
 
-    def fill(place, number, bases, task, lane):
+    def fill(place, row_id, bases, params, lane):
+        lane = fresh_register(lane)
         there, first = int32(lane & rows_by - 1), int32((lane & WARP - 1) >> rows_shift)
         rows, others = two_addresses(bases)
         rows, others = rows + 16 * there, others + 16 * there
-        key_row, value_row = np.uint32(task.key_row), np.uint32(task.value_row)
+        key_row, value_row = np.uint32(params.key_row), np.uint32(params.value_row)
         at = int32(place + first * key_step + 16 * there)
         at_values = int32(place + begin_values + first * value_step + 16 * there)
         for i in range(0, TOKENS, WARP // rows_by):
-            row = from_lane(number, int32(i + first & TOKENS - 1))
+            row = from_lane(row_id, int32(i + first & TOKENS - 1))
             if TOKENS * rows_by >= WARP or first < TOKENS:
                 copy_keys(int32(at + i * key_step), rows + wide(row, key_row), there)
                 copy_values(int32(at_values + i * value_step), others + wide(row, value_row), there)
@@ -181,11 +182,11 @@ def fill(keys, values):
             there, first = int32(lane & cells_by - 1), int32((lane & WARP - 1) >> cells_shift)
             rows, others = two_addresses(int32(bases + 16))
             rows, others = rows + unit * there, others + unit * there
-            step = np.uint32(task.cell_row)
+            step = np.uint32(params.cell_row)
             at = int32(place + cells_of_keys + first * key_cell_step + unit * there)
             at_values = int32(place + cells_of_values + first * value_cell_step + unit * there)
             for i in range(0, TOKENS, WARP // cells_by):
-                row = wide(from_lane(number, int32(i + first & TOKENS - 1)), step)
+                row = wide(from_lane(row_id, int32(i + first & TOKENS - 1)), step)
                 if TOKENS * cells_by >= WARP or first < TOKENS:
                     copy_key_cells(int32(at + i * key_cell_step), rows + row, there)
                     copy_value_cells(int32(at_values + i * value_cell_step), others + row, there)
@@ -236,7 +237,7 @@ def start(tile):
     """(at, token, thread, mask) -> where a thread of a panel begins: its first chunk and its scale, the
     chunk's number, and the mask of codes.
 
-    They are made anew, so that what is further, in panels, is a constant away.
+    All are in fresh registers, so that what is further on, in panels, is a constant away.
     """
     step, chunk_bytes, coded, panel = tile.step, tile.chunk_bytes, tile.cell is not None, tile.panel
     cell_bytes, cell_step = BY_NAME[tile.cell].bytes(1) if coded else 0, tile.cell_step
@@ -245,10 +246,12 @@ def start(tile):
 
     def start(at, token, thread, mask):
         chunk = min(thread, last) if last < panel - 1 else thread * times
-        rows, cells = np.int64(anew(int32(at + token * step + chunk * chunk_bytes))), np.int64(0)
+        rows, cells = np.int64(fresh_register(int32(at + token * step + chunk * chunk_bytes))), np.int64(0)
         if coded:
             member = quotient(chunk, group) if regular else 0
-            cells = np.int64(anew(int32(at + TOKENS * step + token * cell_step + member * cell_bytes)))
+            cells = np.int64(
+                fresh_register(int32(at + TOKENS * step + token * cell_step + member * cell_bytes))
+            )
         return rows, cells, chunk, np.uint32(mask)
 
     return device.inlined(start)

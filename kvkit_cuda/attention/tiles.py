@@ -35,7 +35,7 @@ def reciprocal(divisor):
     while (np.int64(1) << shift) < divisor:
         shift = int32(shift + 1)
     factor = (np.uint64(1) << np.uint64(31 + shift)) // np.uint64(divisor) + np.uint64(1)
-    return ptx.anew(int32(np.uint32(factor))), shift
+    return ptx.fresh_register(int32(np.uint32(factor))), shift
 
 
 @device.inlined
@@ -46,8 +46,8 @@ def multiplied(x, by):
 
 
 @device.inlined
-def number_of(task, by, table, b, position):
-    """The row of the cache that holds a position, as `index.row_of` has it; `by`: a page's reciprocal."""
+def row_id_of(task, by, table, b, position):
+    """Return the row of the cache that holds a position; `by` is the reciprocal of the page size."""
     page = multiplied(position, by)
     return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(task.page_size))
 

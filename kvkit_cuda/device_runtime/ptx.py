@@ -99,8 +99,8 @@ def pair(low, high):
 
 
 @functools.cache
-def product(element):
-    """(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3) -> fragments of A B + C, in float32."""
+def mma(element):
+    """(a, b, c) -> the fragment of A B + C in float32, of fragments of A (4 words), B (2 words) and C."""
     short = SHORT[element]
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32 "
@@ -109,8 +109,8 @@ def product(element):
     emit = instruction(text, [NUMBER] * 4, [WORD] * 6 + [NUMBER] * 4)
     dtype = BY_NAME[element].dtype
 
-    def emulation(*fragments):
-        lane, told = device.told(fragments[:6])
+    def emulation(a, b, c):
+        lane, told = device.told((*a, *b))
         g, t = divmod(lane, 4)
         numbers = np.array(told, np.uint32).view(dtype).astype(np.float32).reshape(8, 4, 6, 2)  # [g, t, word]
 
@@ -121,12 +121,12 @@ def product(element):
         columns = line(2 * t, (4, 5)), line(2 * t + 1, (4, 5))
         with np.errstate(all="ignore"):
             sums = [row @ column for row in rows for column in columns]
-        return tuple(np.float32(c + x) for c, x in zip(fragments[6:], sums, strict=True))
+        return tuple(np.float32(each + x) for each, x in zip(c, sums, strict=True))
 
-    def product(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-        return emit(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3)
+    def mma(a, b, c):
+        return emit(a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
 
-    return either(emulation, product)
+    return either(emulation, mma)
 
 
 _turned = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [WORD], [WORD])
@@ -241,7 +241,7 @@ def _end(count):
 copy, copy_word = copies(16, "cg"), copies(4, "ca")
 
 _arrived = instruction("cp.async.wait_all;", [], [], ordered=True)
-_together = instruction("cp.async.commit_group;", [], [], ordered=True)
+_end_group = instruction("cp.async.commit_group;", [], [], ordered=True)
 
 
 def _arrived_simulated():
@@ -249,14 +249,14 @@ def _arrived_simulated():
     groups().append([])
 
 
-def _together_simulated():
+def _end_group_simulated():
     groups().append([])
 
 
 # (): wait for all copies that the thread has begun.
 arrived = either(_arrived_simulated, lambda: _arrived())
 # (): the copies that the thread has begun since the last call, if any, are a group.
-together = either(_together_simulated, lambda: _together())
+end_group = either(_end_group_simulated, lambda: _end_group())
 
 
 def all_but(count):
@@ -289,8 +289,9 @@ _larger = instruction("max.f32 $0, $1, $2;", [NUMBER], [NUMBER] * 2)
 # (x, y) -> the larger one; the other one if one is NaN.
 larger = either(np.fmax, lambda x, y: _larger(x, y))
 
-_anew = instruction("mov.b32 $0, $1;", [OFFSET], [OFFSET], ordered=True)
+_fresh_register = instruction("mov.b32 $0, $1;", [OFFSET], [OFFSET], ordered=True)
 
 
-# (x) -> x, of which the compiler knows nothing: what is made of it in a loop holds no registers through it.
-anew = either(lambda x: x, lambda x: _anew(x))
+# (x) -> x in a register of which the compiler knows nothing, so that nothing made of it in a loop is computed
+# before the loop and held in registers through it.
+fresh_register = either(lambda x: x, lambda x: _fresh_register(x))

@@ -48,12 +48,12 @@ def test_product(element, rng):
             words_b[lane, i // 2] = word(b[row : row + 2, lane // 4])
         for i in range(4):
             held[lane, i] = c[lane // 4 + (8 if i >= 2 else 0), lane % 4 * 2 + i % 2]
-    product = ptx.product(element)
+    mma = ptx.mma(element)
 
     def kernel(a, b, c):
         i = cuda.threadIdx.x
-        c[i, 0], c[i, 1], c[i, 2], c[i, 3] = product(
-            a[i, 0], a[i, 1], a[i, 2], a[i, 3], b[i, 0], b[i, 1], c[i, 0], c[i, 1], c[i, 2], c[i, 3]
+        c[i, 0], c[i, 1], c[i, 2], c[i, 3] = mma(
+            (a[i, 0], a[i, 1], a[i, 2], a[i, 3]), (b[i, 0], b[i, 1]), (c[i, 0], c[i, 1], c[i, 2], c[i, 3])
         )
 
     _, _, got = run(kernel, U32, U32, F32, arrays=(words_a, words_b, held))

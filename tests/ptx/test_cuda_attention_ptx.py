@@ -94,7 +94,7 @@ def test_every_other_kernel(made, tmp_path):
     "packed", ["float16", *(pytest.param(name, marks=pytest.mark.slow) for name in FLOATS[::2])]
 )
 def test_merge(packed, tmp_path, capabilities):
-    _, registers = check(merge.merge(packed), merge.SIGNATURE, tmp_path, capabilities)
+    _, registers = check(merge.merge_splits(packed), merge.SIGNATURE, tmp_path, capabilities)
     assert registers <= 64
     _, registers = check(merge.merge_states(packed), merge.STATES, tmp_path, capabilities)
     assert registers <= 128

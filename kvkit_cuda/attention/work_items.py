@@ -1,0 +1,172 @@
+"""Work items of attention: which rows of queries a block takes, over which positions of the context.
+
+A row is one query head of one query token. A tile is some rows of a sequence that share a key head. A work
+item is a tile over one split of the context that its rows see; blocks take work items in the order
+[sequences, key heads, tiles, splits].
+"""
+
+from typing import Any, NamedTuple
+
+from kvkit.formulas.index import visible_range
+from kvkit_cuda.attention.tiles import quotient
+from kvkit_cuda.copy.transfer import sequence_of
+from kvkit_cuda.device_runtime import device, ptx
+
+int32, fresh_register = device.int32, ptx.fresh_register
+
+
+class StepTables(NamedTuple):
+    """The int64 arrays of a step that kernels of attention read."""
+
+    seqstarts: Any  # [B + 1]: packed query tokens before each sequence
+    kvstarts: Any  # [B + 1]: likewise of contexts
+    table: Any  # [B, pages]: the row of the cache where a page begins
+    items: Any  # [B + 1]: work items before each sequence
+    slots: Any  # [B + 2]: results of splits before each sequence; then the tokens of a split
+    slopes: Any  # [heads]: ALiBi slopes as bits of float32
+
+
+class WorkItem(NamedTuple):
+    """A tile of rows that share a key head, over one split of the context."""
+
+    b: Any  # sequence
+    head: Any  # of keys
+    first: Any  # row of the tile
+    last: Any  # row of the sequence
+    split: Any
+    splits: Any  # of the context
+    slot: Any  # where the result goes until splits are merged; -1 if there is one split
+
+
+class Row(NamedTuple):
+    """A query head of a query token of a sequence."""
+
+    b: Any
+    token: Any
+    query: Any  # head
+
+
+class Range(NamedTuple):
+    """Positions begin .. end - 1."""
+
+    begin: Any
+    end: Any
+
+
+def item_loader(tiled, narrow=True):
+    """(params, step, block, rows) -> the work item of a block, of tiles of so many rows.
+
+    A sequence has one tile unless `tiled`. Numbers of 32 bits are `narrow`.
+    """
+    number = int32 if narrow else int
+
+    def load_item(params, step, block, rows):
+        b = number(sequence_of(step.items, block))
+        count = (step.seqstarts[b + 1] - step.seqstarts[b]) * params.group  # rows of a key head
+        tiles = (count + rows - 1) // rows if tiled else 1
+        splits = (step.items[b + 1] - step.items[b]) // (tiles * params.heads)
+        item = block - step.items[b]  # [heads, tiles, splits]
+        unit = item // splits
+        head = unit // tiles
+        tile = tiles - 1 - (unit - head * tiles)  # rows that see most come first
+        split, first = item - unit * splits, tile * rows
+        slot = step.slots[b] + (head * tiles + tile) * splits + split if splits > 1 else -1
+        return WorkItem(
+            b=b,
+            head=number(head),
+            first=number(first),
+            last=number(count - 1),
+            split=split,
+            splits=splits,
+            slot=number(slot),
+        )
+
+    return device.inlined(load_item)
+
+
+@device.inlined
+def refreshed(item):
+    """Return a work item in fresh registers: nothing made of it in a loop is held through the loop."""
+    return WorkItem(
+        b=fresh_register(item.b),
+        head=fresh_register(item.head),
+        first=item.first,
+        last=fresh_register(item.last),
+        split=item.split,
+        splits=item.splits,
+        slot=fresh_register(item.slot),
+    )
+
+
+@device.inlined
+def row_of(params, item, number):
+    """Return a row of a work item by its number in the sequence."""
+    token = number // params.group
+    return Row(item.b, token, item.head * params.group + number - token * params.group)
+
+
+@device.inlined
+def near_row_of(params, item, number):
+    """Return a row of a work item by its number, below 2^31, in the sequence."""
+    token = quotient(number, params.group)
+    return Row(item.b, token, item.head * params.group + number - token * params.group)
+
+
+@device.inlined
+def query_address(params, step, row):
+    """Return where the query of a row lies."""
+    at = params.query + row.b * params.query_sequence + row.query * params.query_head
+    return at + (step.seqstarts[row.b] + row.token) * params.query_token
+
+
+@device.inlined
+def output_address(params, step, row):
+    """Return where the output of a row lies."""
+    at = params.out + row.b * params.out_sequence + row.query * params.out_head
+    return at + (step.seqstarts[row.b] + row.token) * params.out_token
+
+
+@device.inlined
+def mask_address(params, step, row):
+    """Return where the row of an attention mask lies, at the first position."""
+    at = params.mask + row.b * params.mask_sequence + row.query * params.mask_head
+    at += row.token * params.mask_row
+    if params.mask_packed:
+        at += step.seqstarts[row.b] * params.mask_row
+    if params.mask_packed == 1:  # 2: columns are a sequence's own
+        at += step.kvstarts[row.b] * params.mask_column
+    return at
+
+
+@device.inlined
+def lengths(step, b):
+    """Return how many query tokens and how many positions a sequence has."""
+    return step.seqstarts[b + 1] - step.seqstarts[b], step.kvstarts[b + 1] - step.kvstarts[b]
+
+
+@device.inlined
+def visible(params, step, b, token):
+    """Return the range of positions that the causal rule and the window let a query token see."""
+    seqlen, kvlen = lengths(step, b)
+    causal = params.alibi != 0 or (params.causal != 0 and b >= params.decoding)
+    begin, end = visible_range(seqlen, kvlen, token, params.left, params.right, causal)
+    return Range(begin, end)
+
+
+@device.inlined
+def seen_by(params, step, b, first, last):
+    """Return the positions that some of the rows first .. last see, and those that all of them see."""
+    one = visible(params, step, b, quotient(first, params.group))
+    other = visible(params, step, b, quotient(last, params.group))
+    return Range(one.begin, other.end), Range(other.begin, one.end)
+
+
+@device.inlined
+def within_split(step, item, seen):
+    """Return the positions of a range that belong to the work item's split."""
+    begin, end = seen.begin, seen.end
+    if item.splits > 1:
+        tokens = step.slots[step.slots.shape[0] - 1]
+        begin = min(begin + item.split * tokens, end)
+        end = min(end, begin + tokens)
+    return Range(begin, end)
