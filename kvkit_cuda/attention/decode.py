@@ -202,13 +202,13 @@ def finishing(form):
 @device.inlined
 def put_head_addresses(params, item, at):
     """Put where the keys, the values and the scales of a head lie, of row 0, into shared memory."""
-    scales = item.b * params.cell_sequence + item.head * params.cell_head
+    scales = item.b * params.scale_sequence + item.head * params.scale_head
     put_addresses(
         at,
         params.keys + item.b * params.key_sequence + item.head * params.key_head,
         params.values + item.b * params.value_sequence + item.head * params.value_head,
     )
-    put_addresses(int32(at + 16), params.key_cells + scales, params.value_cells + scales)
+    put_addresses(int32(at + 16), params.key_scales + scales, params.value_scales + scales)
 
 
 @shared

@@ -89,7 +89,7 @@ def suits(record, context, reach, most_rows):
     sizes = context.dim, context.value_dim
     most = ROWS if max(sizes) <= DIM else forms.ROWS
     whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
-    near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.cell_row))
+    near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.scale_row))
     near &= reach.rows < LONGEST
     fits = fragments.suits(record, context, reach, most_rows, 16) and most_rows <= most
     return fits and whole and near and cells_suit(record, context, sizes, UNITS[-1])
@@ -99,6 +99,12 @@ def cells_suit(record, context, sizes, unit):
     """Whether scales are whole units."""
     if context.cell is None:
         return True
-    cells = (record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head,
-             *(BY_NAME[context.cell].bytes(size // context.group) for size in sizes))  # fmt: skip
-    return not any(number % unit for number in cells)
+    places = (
+        record.key_scales,
+        record.value_scales,
+        record.scale_sequence,
+        record.scale_row,
+        record.scale_head,
+    )
+    sizes = tuple(BY_NAME[context.cell].bytes(size // context.group) for size in sizes)
+    return not any(number % unit for number in places + sizes)

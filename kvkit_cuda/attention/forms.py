@@ -98,5 +98,11 @@ def fits(record, context, span):
     if context.cell is None or context.group % span == 0:
         return True
     size = BY_NAME[context.cell].bytes(span // context.group)
-    cells_at = record.key_cells, record.value_cells, record.cell_sequence, record.cell_row, record.cell_head
+    cells_at = (
+        record.key_scales,
+        record.value_scales,
+        record.scale_sequence,
+        record.scale_row,
+        record.scale_head,
+    )
     return span % context.group == 0 and size <= 16 and not any(number % size for number in cells_at)

@@ -13,7 +13,7 @@ from numba import cuda, types
 from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit_cuda.attention import scores
-from kvkit_cuda.attention.task import OWNERS, RECORD
+from kvkit_cuda.attention.params import OWNERS, RECORD
 from kvkit_cuda.attention.work_items import Row, StepTables, output_address
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.copy import chunks

@@ -26,7 +26,7 @@ from kvkit.runtime.jit import shared
 from kvkit_cuda.attention import merge, scores, work_items
 from kvkit_cuda.attention.forms import ELEMENTS, form_of
 from kvkit_cuda.attention.fragments import Softmax
-from kvkit_cuda.attention.task import RECORD
+from kvkit_cuda.attention.params import RECORD
 from kvkit_cuda.attention.work_items import Range, StepTables, within_split
 from kvkit_cuda.copy import blocks, chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2
@@ -96,17 +96,20 @@ def attend(form):
         m, l, alpha = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
         scales_at = cuda.local.array(pieces, types.int64)
         scale, value_scale = numeric.float_of(np.uint32(params.scale)), np.float32(1)
-        if params.key_scales:
-            at = item.b * params.scale_sequence + item.head * params.scale_head
-            scale, value_scale = number_at(params.key_scales + at), number_at(params.value_scales + at)
+        if params.key_head_scales:
+            at = item.b * params.head_scale_sequence + item.head * params.head_scale_head
+            scale, value_scale = (
+                number_at(params.key_head_scales + at),
+                number_at(params.value_head_scales + at),
+            )
         load_queries(params, scale, facts, q, scales_at)  # [rows, dim]
         row_ids = cuda.shared.array(threads, types.int64)
         value_row_ids = cuda.shared.array(threads, types.int64) if free else row_ids
-        cells = item.b * params.cell_sequence + item.head * params.cell_head
+        cells = item.b * params.scale_sequence + item.head * params.scale_head
         address = params.keys + item.b * params.key_sequence + item.head * params.key_head
-        keys = HeadRows(address, params.key_cells + cells, scales_at, row_ids)
+        keys = HeadRows(address, params.key_scales + cells, scales_at, row_ids)
         address = params.values + item.b * params.value_sequence + item.head * params.value_head
-        values = HeadRows(address, params.value_cells + cells, scales_at, value_row_ids)
+        values = HeadRows(address, params.value_scales + cells, scales_at, value_row_ids)
         needs_bias_or_mask = params.cap != 0 or params.alibi != 0 or params.mask != 0 or params.sloped != 0
         shrink = np.float32(1)
         for _ in range(2):  # the second one with smaller weights, if sums of the first one are not finite
@@ -191,7 +194,7 @@ def query_loader(form):
     def load_queries(params, scale, facts, q, scales_at):
         for p in range(pieces):
             chunk = p * lanes + cuda.threadIdx.x
-            scales_at[p] = chunk * span // params.cell_group * cell_bytes if cell_bytes else 0
+            scales_at[p] = chunk * span // params.scale_group * cell_bytes if cell_bytes else 0
             if blocks:
                 scales_at[p] = chunk * span  # an element of a row
             for r in range(rows):
@@ -234,7 +237,7 @@ def multiplying(form):
                 if chunk * span < params.dim:
                     at = keys.address + row * params.key_row
                     at += chunk * (span * params.key_element if free else stored_bytes)
-                    widen(at, keys.scales + row * params.cell_row + keys.scales_at[p], k)
+                    widen(at, keys.scales + row * params.scale_row + keys.scales_at[p], k)
                     multiply(k, q, p * rows * span, s, 0)
                 p += 1
             rotate(s)
@@ -328,7 +331,7 @@ def adding(form):
                 if chunk * span < params.value_dim:
                     at = values.address + row * params.value_row
                     at += chunk * (span * params.value_element if free else stored_bytes)
-                    widen(at, values.scales + row * params.cell_row + values.scales_at[p], v)
+                    widen(at, values.scales + row * params.scale_row + values.scales_at[p], v)
                     add(v, o, p * rows * span, weights, 0)
                 p += 1
             rotate(weights)

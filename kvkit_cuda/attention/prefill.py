@@ -22,7 +22,7 @@ from numba import cuda, types
 from kvkit.formulas import numeric
 from kvkit_cuda.attention import forms, fragments, merge, tiles, work_items
 from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, STRIP, Softmax
-from kvkit_cuda.attention.task import RECORD
+from kvkit_cuda.attention.params import RECORD
 from kvkit_cuda.attention.work_items import Range, StepTables, seen_by, within_split
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP
@@ -121,7 +121,7 @@ def head_addresses(params, item):
     return HeadAddresses(
         params.keys + item.b * params.key_sequence + item.head * params.key_head,
         params.values + item.b * params.value_sequence + item.head * params.value_head,
-        item.b * params.cell_sequence + item.head * params.cell_head,
+        item.b * params.scale_sequence + item.head * params.scale_head,
     )
 
 
@@ -154,10 +154,10 @@ def tile_loader(form):
         r = int32(thread >> 3)
         while r < tokens:
             row, place = from_lane(row_id, r), thread & 7
-            scales, at = head.scales + row * params.cell_row, head.keys + row * params.key_row
-            load_keys(stage, r, at, params.key_cells + scales, params.cell_group, place)
+            scales, at = head.scales + row * params.scale_row, head.keys + row * params.key_row
+            load_keys(stage, r, at, params.key_scales + scales, params.scale_group, place)
             at = head.values + row * params.value_row
-            load_values(stage + key_bytes, r, at, params.value_cells + scales, params.cell_group, place)
+            load_values(stage + key_bytes, r, at, params.value_scales + scales, params.scale_group, place)
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
     return device.part(load_tile)

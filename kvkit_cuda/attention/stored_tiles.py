@@ -182,7 +182,7 @@ def fill(keys, values):
             there, first = int32(lane & cells_by - 1), int32((lane & WARP - 1) >> cells_shift)
             rows, others = two_addresses(int32(bases + 16))
             rows, others = rows + unit * there, others + unit * there
-            step = np.uint32(params.cell_row)
+            step = np.uint32(params.scale_row)
             at = int32(place + cells_of_keys + first * key_cell_step + unit * there)
             at_values = int32(place + cells_of_values + first * value_cell_step + unit * there)
             for i in range(0, TOKENS, WARP // cells_by):

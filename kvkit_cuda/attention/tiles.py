@@ -46,10 +46,10 @@ def multiplied(x, by):
 
 
 @device.inlined
-def row_id_of(task, by, table, b, position):
+def row_id_of(params, by, table, b, position):
     """Return the row of the cache that holds a position; `by` is the reciprocal of the page size."""
     page = multiplied(position, by)
-    return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(task.page_size))
+    return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(params.page_size))
 
 
 def row_bytes(dim):
@@ -91,10 +91,10 @@ def code_bytes(stored):
 
 @functools.cache
 def copy_row(dim):
-    """(tile, row, address, cells, cell_group, thread): begin to copy."""
+    """(tile, row, address, scales, group, thread): begin to copy."""
     at, copy, step, chunks_of_row = place(dim), ptx.copy, 2 * CHUNK * 8, dim // CHUNK
 
-    def copy_row(tile, row, address, cells, cell_group, thread):
+    def copy_row(tile, row, address, scales, group, thread):
         target, source = int32(tile + at(row, thread)), address + 16 * thread
         for chunk in range(0, chunks_of_row, 8):
             if chunk + 8 <= chunks_of_row or chunk + thread < chunks_of_row:
@@ -106,15 +106,15 @@ def copy_row(dim):
 @functools.cache
 def widen_row(dim, element, stored, cell):
     """The same for codes: they are there when it returns."""
-    at, piece_bytes, cell_bytes = place(dim), code_bytes(stored), BY_NAME[cell].bytes(1)
+    at, piece_bytes, scale_bytes = place(dim), code_bytes(stored), BY_NAME[cell].bytes(1)
     widen, pieces = widen_codes(element, stored, cell), dim // CODES
 
-    def widen_row(tile, row, address, cells, cell_group, thread):
+    def widen_row(tile, row, address, scales, group, thread):
         for begin in range(0, pieces, 8):
             piece = begin + thread
             if begin + 8 <= pieces or piece < pieces:
-                first = cells + quotient(piece * CODES, cell_group) * cell_bytes
-                second = cells + quotient(piece * CODES + CHUNK, cell_group) * cell_bytes
+                first = scales + quotient(piece * CODES, group) * scale_bytes
+                second = scales + quotient(piece * CODES + CHUNK, group) * scale_bytes
                 targets = tile + at(row, 2 * piece), tile + at(row, 2 * piece + 1)
                 widen(address + piece * piece_bytes, first, second, targets[0], targets[1])
 

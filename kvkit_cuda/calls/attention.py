@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.formats import BY_NAME, coarser
-from kvkit_cuda.attention import decode, plain, prefill, task
+from kvkit_cuda.attention import decode, params, plain, prefill
 from kvkit_cuda.device_runtime import host
 
 KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; the last one suits any
@@ -19,11 +19,11 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
     some sequence. After the first call of its form a call with these `tables` copies and allocates nothing.
     """
     steps = tables.steps
-    record = task.task(query, out, lse, context, steps.page_size, decoding, weights)
+    record = params.attention_params(query, out, lse, context, steps.page_size, decoding, weights)
     if is_free(context, steps, weights):
         record = record._replace(**freedom(context, tables, weights, stream))
     most_rows = int(np.diff(steps.seqstarts).max(initial=0)) * record.group
-    reach = task.reach(steps, rows)
+    reach = params.reach(steps, rows)
     kernel = next(kernel for kernel in KERNELS if kernel.suits(record, context, reach, most_rows))
     return kernel.prepare(record, context, tables, most_rows, stream) if most_rows else []
 
@@ -52,7 +52,7 @@ def freedom(context, tables, weights, stream):
     own: dict = {"value_table": steps.value_table, "scales": scales}
     if scales is not None:
         _, sequences, heads = scales.shape
-        fields |= {"scale_sequence": 8 * heads * (sequences > 1), "scale_head": 8 * (heads > 1)}
+        fields |= {"head_scale_sequence": 8 * heads * (sequences > 1), "head_scale_head": 8 * (heads > 1)}
     if slopes is not None:
         sequences, heads = slopes.shape
         own["slopes", heads] = slopes.reshape(-1)
@@ -63,7 +63,7 @@ def freedom(context, tables, weights, stream):
         fields["value_table"] = host.address(tables.there["value_table"])
     if scales is not None:
         at = host.address(tables.there["scales"])
-        fields |= {"key_scales": at, "value_scales": at + 4 * scales.size}
+        fields |= {"key_head_scales": at, "value_head_scales": at + 4 * scales.size}
     return fields
 
 

@@ -14,7 +14,7 @@ from kvkit import cpu
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
 from kvkit_cuda.attention import scores
-from kvkit_cuda.attention.task import kind
+from kvkit_cuda.attention.params import kind
 from kvkit_cuda.copy.transfer import sequence_of
 from kvkit_cuda.device_runtime import device, host, memory
 

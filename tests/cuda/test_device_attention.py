@@ -205,21 +205,21 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
     size = kvkit.formats.BY_NAME[stored].bytes(dim) + head
     sides = ((4096 + moved, 0, 2 * size, size, 8192, 0, 64, 32),) * 2
     context = Context(packed, stored, cell, group, 2, dim, dim, sides, size, size)
-    names = dict.fromkeys(kvkit_cuda.attention.task.Task._fields, 0)
+    names = dict.fromkeys(kvkit_cuda.attention.params.AttentionParams._fields, 0)
     places = (
         "keys",
         "key_sequence",
         "key_row",
         "key_head",
-        "key_cells",
-        "cell_sequence",
-        "cell_row",
-        "cell_head",
+        "key_scales",
+        "scale_sequence",
+        "scale_row",
+        "scale_head",
     )
     names |= dict(zip(places, sides[0], strict=True))
-    places = "values", "value_sequence", "value_row", "value_head", "value_cells"
+    places = "values", "value_sequence", "value_row", "value_head", "value_scales"
     names |= dict(zip(places, sides[1], strict=False))
-    made = forms.form_of(kvkit_cuda.attention.task.Task(**names), context, rows)
+    made = forms.form_of(kvkit_cuda.attention.params.AttentionParams(**names), context, rows)
     return made.span, made.cells, made.pieces, made.rows, made.lanes
 
 

@@ -17,7 +17,7 @@ from kvkit.formats import BY_NAME
 from kvkit.runtime.jit import shared
 from kvkit_cuda.attention import decode, decode_forms, stored_tiles
 from kvkit_cuda.attention.fragments import LONGEST
-from kvkit_cuda.attention.task import Reach, Task
+from kvkit_cuda.attention.params import AttentionParams, Reach
 from kvkit_cuda.calls import tables
 from kvkit_cuda.device_runtime import device, host, memory, ptx
 
@@ -315,7 +315,7 @@ def test_results_are_the_same_bits_for_any_company(element, rng, taken):
 
 def test_which_calls_are_taken():
     """16-bit data in the cache, whole fragments, aligned rows, few of them."""
-    record = Task(*[0] * len(Task._fields))
+    record = AttentionParams()
     context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
 
     codes = {"stored": "int8", "cell": "float16", "group": 16}
@@ -328,14 +328,14 @@ def test_which_calls_are_taken():
     assert suits(rows=16)
     assert suits(rows=8, dim=256)
     assert suits(reach=(LONGEST - 1, LONGEST - 1))
-    assert suits(**codes, at={"cell_row": 4})
+    assert suits(**codes, at={"scale_row": 4})
     assert suits(**codes | {"stored": "int4"})
     for refused in (
         {"rows": 17}, {"rows": 9, "value_dim": 144}, {"reach": (LONGEST, 99)}, {"reach": (99, LONGEST)},
         {"dim": 24}, {"dim": 272},
         {"packed": "float32", "stored": "float32"}, {"stored": "bfloat16"}, {"value_dim": 8},
         {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"key_row": 8}}, {"at": {"out_token": 4}},
-        codes | {"group": 4}, codes | {"at": {"key_row": 8}}, codes | {"at": {"cell_row": 2}},
+        codes | {"group": 4}, codes | {"at": {"key_row": 8}}, codes | {"at": {"scale_row": 2}},
         codes | {"stored": "int4", "value_dim": 16}, codes | {"group": 32},
     ):  # fmt: skip
         assert not suits(**refused), refused

@@ -17,7 +17,7 @@ from tensor_cores import DTYPES, F32, U32, check, elements, forms_taken, run, sl
 
 from kvkit_cuda.attention import prefill, tiles
 from kvkit_cuda.attention.fragments import LONGEST
-from kvkit_cuda.attention.task import Reach, Task
+from kvkit_cuda.attention.params import AttentionParams, Reach
 from kvkit_cuda.calls import tables
 from kvkit_cuda.device_runtime import device, host, memory, ptx
 
@@ -261,7 +261,7 @@ def test_warps(warps, rng, taken, monkeypatch):
 
 def test_which_calls_are_taken():
     """16-bit data in the cache or codes of them, whole fragments, aligned rows, more than a few."""
-    record = Task(*[0] * len(Task._fields))
+    record = AttentionParams()
     context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
     codes = {"stored": "int8", "cell": "float32", "group": 16}
 

@@ -7,7 +7,7 @@ from conftest import TARGETS
 from test_cuda_ptx import CODES, MOVED, assemble, texts_for
 
 from kvkit.checks.records import Context
-from kvkit_cuda.attention import forms, merge, plain, task
+from kvkit_cuda.attention import forms, merge, params, plain
 
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -15,7 +15,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 def form(packed, stored, cell, rows, dim=128, group=8, free=0, **more):
     """The form that a call takes whose arrays are aligned."""
     context = Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0, **more)
-    record = task.Task(*[0] * len(task.Task._fields))._replace(free=free)
+    record = params.AttentionParams(free=free)
     return forms.form_of(record, context, rows)
 
 

@@ -1,0 +1,117 @@
+"""The parameters of attention kernels: one record of addresses, strides and counts, passed by value.
+
+Beside it go the tables of the step, which are on the device already, so that a planned call copies nothing.
+"""
+
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from kvkit.checks.records import Context, Side
+from kvkit.formats import BY_DTYPE, MASKS
+from kvkit.layouts.places import packed_strides
+
+# Addresses, byte strides from one sequence, row, token or head to the next, and numbers, by the functions
+# below that fill them. What nobody fills is 0.
+GROUPS = {
+    "places": "keys key_sequence key_row key_head values value_sequence value_row value_head",
+    "scales": "key_scales value_scales scale_sequence scale_row scale_head scale_group",
+    "rows": "query query_sequence query_token query_head out out_sequence out_token out_head "
+    "lse lse_sequence lse_token lse_head",
+    "scoring": "decoding causal alibi left right scale cap sinks sink_kind sink_head apart",
+    "masks": "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
+    "sizes": "page_size heads group dim value_dim",
+    "results of splits": "partials",
+    "pools": "free key_step value_step key_element value_element value_table "
+    "key_head_scales value_head_scales head_scale_sequence head_scale_head sloped slopes_sequence",
+}
+FIELDS = " ".join(GROUPS.values()).split()
+AttentionParams = namedtuple("AttentionParams", FIELDS, defaults=[0] * len(FIELDS))  # type: ignore[misc]
+RECORD = types.NamedUniTuple(types.int64, len(FIELDS), AttentionParams)
+# Whose addresses they are, in a launch whose first argument the record is.
+OWNED = {
+    "keys": "cache", "values": "cache", "key_scales": "scale", "value_scales": "scale", "query": "query",
+    "out": "result 0", "lse": "result 1", "partials": "scratch",
+}  # fmt: skip
+OWNERS = {(0, FIELDS.index(field)): name for field, name in OWNED.items()}
+
+
+class Reach(NamedTuple):
+    """How far what kernels may hold in 32 bits goes, in whatever step takes the place of a call's own."""
+
+    rows: int  # more than the number of any row
+    context: int  # of the longest one
+
+
+def reach(steps: Any, rows: int) -> Reach:
+    """Return the reach of a step over a cache of so many rows; each page of its table holds no more."""
+    return Reach(rows, steps.table.shape[1] * min(steps.page_size, rows))
+
+
+def attention_params(
+    query: np.ndarray, out: np.ndarray, lse: np.ndarray | None, context: Context, page_size: int,
+    decoding: int, weights: Any,
+) -> Any:  # fmt: skip
+    """Return the record of a checked call whose arrays are on the device."""
+    keys, values = context.sides
+    fields = place_fields("key", keys) | place_fields("value", values)
+    fields |= scale_fields(keys, values, context.group or context.dim)
+    fields |= row_fields("query", query) | row_fields("out", out)
+    fields |= row_fields("lse", lse[..., None]) if lse is not None else {}
+    fields |= scoring_fields(weights) | dict(zip(GROUPS["masks"].split(), weights.mask, strict=True))
+    fields |= {
+        "decoding": decoding,
+        "page_size": page_size,
+        "dim": context.dim,
+        "value_dim": context.value_dim,
+    }
+    fields |= {"heads": context.heads, "group": query.shape[-2] // context.heads}
+    return AttentionParams(**{name: int(number) for name, number in fields.items()})
+
+
+def place_fields(name: str, side: Side) -> dict[str, int]:
+    """Return where the keys or the values lie."""
+    return {
+        f"{name}s": side.address,
+        f"{name}_sequence": side.sequence,
+        f"{name}_row": side.row,
+        f"{name}_head": side.head,
+    }
+
+
+def scale_fields(keys: Side, values: Side, group: int) -> dict[str, int]:
+    """Return where the scales of codes lie; strides are those of both."""
+    strides = {
+        "scale_sequence": keys.scale_sequence,
+        "scale_row": keys.scale_row,
+        "scale_head": keys.scale_head,
+    }
+    return {"key_scales": keys.scales, "value_scales": values.scales, "scale_group": group} | strides
+
+
+def row_fields(name: str, rows: np.ndarray) -> dict[str, int]:
+    """Return where packed rows [.., tokens, heads, elements] lie."""
+    names = name, f"{name}_sequence", f"{name}_token", f"{name}_head"
+    return dict(zip(names, (rows.ctypes.data, *packed_strides(rows)), strict=True))
+
+
+def scoring_fields(weights: Any) -> dict[str, int]:
+    """Return what decides which keys a query sees and weighs; `scale` and `cap` as the bits of float32s."""
+    fields = {"causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right}
+    fields |= {"scale": bits(weights.scale), "cap": bits(weights.softcap), "apart": weights.apart}
+    if weights.sinks is not None:
+        sinks = weights.sinks
+        fields |= {"sinks": sinks.ctypes.data, "sink_kind": kind(sinks), "sink_head": sinks.strides[0]}
+    return fields
+
+
+def bits(number: float) -> int:
+    """Return the bits of a float32."""
+    return int(np.float32(number).view(np.uint32))
+
+
+def kind(array: np.ndarray) -> int:
+    """Return the number by which kernels know the type of an array that they read an element at a time."""
+    return MASKS[BY_DTYPE[array.dtype].name]
