@@ -110,7 +110,7 @@ def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any],
         if level >= 5:
             given = {key: read(key, value) for key, value in given.items()}
         if level >= 3:
-            lines = [f"  {key}: {describe_argument(value, level >= 5)}" for key, value in given.items()]
+            lines = [f"  {key}: {describe_value(value, level >= 5)}" for key, value in given.items()]
             print("\n".join(lines), file=sys.stderr)
         if level >= 10 and not name.endswith(".plan"):
             whole, index = name.replace("Plan.", ""), plan.step.sequences.index() if plan else {}
@@ -121,7 +121,7 @@ def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any],
         print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
 
 
-def describe_argument(value: Any, numbers: bool) -> str:
+def describe_value(value: Any, numbers: bool) -> str:
     """Describe an argument in words."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return repr(value)[:80]

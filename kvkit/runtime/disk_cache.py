@@ -1,8 +1,8 @@
-"""Compiled code on disk: in a folder that nobody else may write to, since what lies there is run.
+"""Compiled code on disk, in a folder that nobody else may write to, since the code is run.
 
-A folder and its files are used only if they are this user's (or root's) and no others may write to them; no
-link is followed. A file begins with a digest of its folder's name, its own name and its contents, so that one
-under another's name is not found. Whatever does not fit is as good as absent, and is compiled again.
+A folder and its files are used only if they belong to this user or to root and no others may write to them.
+Links are not followed. A file begins with a digest of its folder's name, its own name and its contents, so a
+file under another's name is not found. An invalid file counts as a miss.
 """
 
 import contextlib
@@ -15,18 +15,19 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 FORM = 2  # of the files
 DAY = 24 * 3600
-UNUSED = 30 * DAY  # after which code is removed: that of older sources, versions and machines
+UNUSED = 30 * DAY  # after which code of older sources, versions and machines is removed
 FOLDERS, FILES = re.compile("[0-9a-f]{20}"), re.compile(r"[\w-]+\.bin|tmp\w+")
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 POSIX = os.name == "posix"  # elsewhere folders have no descriptors, and a profile is its user's own
 
 
-def root_folder():
-    """Where the folders are; None if nothing is to be kept."""
+def root_folder() -> Path | None:
+    """Return the folder of all compiled code; None if none is to be kept."""
     chosen = os.environ.get("KVKIT_CACHE_DIR")
     if chosen == "":
         return None
@@ -36,8 +37,8 @@ def root_folder():
         return None
 
 
-def check_owner(handle, path):
-    """Refuse what somebody else owns or may write."""
+def check_owner(handle: int, path: Path) -> None:
+    """Refuse a file or folder that somebody else owns or may write to."""
     if POSIX:
         status = os.fstat(handle)
         if status.st_uid not in (os.geteuid(), 0):
@@ -47,8 +48,8 @@ def check_owner(handle, path):
 
 
 @contextlib.contextmanager
-def open_folder(folder, make=False):
-    """A way to reach the files of a folder by their names: (path for `os`, its `dir_fd`)."""
+def open_folder(folder: Path, make: bool = False) -> Iterator[tuple[Callable[[str], str | Path], int | None]]:
+    """Open a folder, and yield how `os` reaches its files by name: a function to a path, and a `dir_fd`."""
     if make:
         with contextlib.suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,12 +65,13 @@ def open_folder(folder, make=False):
         os.close(handle)
 
 
-def digest(file, payload):
+def digest(file: Path, payload: bytes) -> bytes:
+    """Return the digest that a file of these contents begins with."""
     return hashlib.sha256(f"{file.parent.name}/{file.name}\0".encode() + payload).digest()
 
 
-def load(file):
-    """What was saved under this path; None if there is nothing that may be used."""
+def load(file: Path) -> bytes | None:
+    """Return the contents saved under this path; None if there are none that may be used."""
     try:
         with open_folder(file.parent) as (at, folder):
             handle = os.open(at(file.name), os.O_RDONLY | NO_LINK, dir_fd=folder)
@@ -87,14 +89,14 @@ def load(file):
     return blob[32:] if blob[:32] == digest(file, blob[32:]) else None
 
 
-def save(file, payload):
-    """Keep this under a path. A full or read-only disk costs the next process a compilation, and no more."""
+def save(file: Path, payload: bytes) -> None:
+    """Save contents under a path. A full or read-only disk only costs the next process a compilation."""
     with contextlib.suppress(OSError):
         write(file, digest(file, payload) + payload)
         prune_once()
 
 
-def write(file, blob):
+def write(file: Path, blob: bytes) -> None:
     """Write a file in one step."""
     with open_folder(file.parent, make=True) as (at, folder):
         temporary = at(f"tmp{secrets.token_hex(8)}")
@@ -109,8 +111,8 @@ def write(file, blob):
             raise
 
 
-def refusal(folder):
-    """Why nothing can be kept in a folder; None if it can."""
+def refusal(folder: Path) -> str | None:
+    """Return why nothing can be kept in a folder; None if it can."""
     probe = folder / f"tmp{secrets.token_hex(8)}"
     try:
         write(probe, b"")
@@ -121,12 +123,14 @@ def refusal(folder):
 
 
 @functools.cache
-def prune_once():
-    """Remove what has not been used for long, once a process, which has compiled anyway."""
-    prune(root_folder(), UNUSED)
+def prune_once() -> None:
+    """Remove files that were not used for a month, once in a process that has compiled anyway."""
+    folder = root_folder()
+    if folder:
+        prune(folder, UNUSED)
 
 
-def prune(root, unused):
+def prune(root: Path, unused: float) -> tuple[int, int]:
     """Remove files that were not used for so many seconds, and folders left empty: (files, bytes) removed."""
     count = size = 0
     with contextlib.suppress(OSError):
@@ -143,7 +147,7 @@ def prune(root, unused):
     return count, size
 
 
-def clean():
-    """Remove all compiled code: (files, bytes)."""
+def clean() -> tuple[int, int]:
+    """Remove all compiled code; return (files, bytes)."""
     folder = root_folder()
     return prune(folder, -math.inf) if folder else (0, 0)

@@ -1,15 +1,16 @@
-"""Whose turn it is: locks between threads, and processes that were forked too late to get them back."""
+"""Locks that admit one call at a time. A forked child is refused."""
 
 import _thread
 import os
 
 from kvkit.errors import KvkitError
 
-used = forked = False  # whether there are turns or compiled code here; whether there were before a fork
+used = False  # whether this process has locks or compiled code
+forked = False  # whether its parent had any when it forked
 
 
-def after_fork():
-    """A child has neither the threads of its parent nor those that would give back its locks."""
+def after_fork() -> None:
+    """Note in a child that it has neither its parent's threads nor anyone to release its locks."""
     global forked
     forked = used
 
@@ -18,7 +19,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=after_fork)
 
 
-def refuse_after_fork():
+def refuse_after_fork() -> None:
     """Note that locks are taken; raise in a process that was forked after kvkit was used."""
     global used
     if forked:
@@ -30,32 +31,32 @@ def refuse_after_fork():
 
 
 class CallLock(_thread.RLock):  # type: ignore[misc]
-    """A lock that a forked process is refused; its holder may take it again."""
+    """A lock that refuses a forked process. The thread that holds it may take it again."""
 
     __slots__ = ()
-    again = True
+    reentrant = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         refuse_after_fork()
 
-    def __enter__(self):  # type: ignore[override]
+    def __enter__(self) -> bool:  # type: ignore[override]
         if forked:
             refuse_after_fork()
-        if not self.again and self._is_owned():  # type: ignore[attr-defined]
+        if not self.reentrant and self._is_owned():  # type: ignore[attr-defined]
             raise KvkitError(
                 "kvkit: expected one call at a time, got a call inside another of the same thread,"
                 " from a signal handler or a finalizer: note the event there and call kvkit later"
             )
         try:
             return self.acquire()
-        except BaseException:  # Ctrl-C may come when the turn has been taken
+        except BaseException:  # Ctrl-C may come when the lock has been taken
             if self._is_owned():  # type: ignore[attr-defined]
                 self.release()
             raise
 
 
 class OneCallLock(CallLock):  # type: ignore[misc]
-    """One that its holder is refused too: a signal handler would wait for what it interrupts."""
+    """A lock that refuses its holder, too: a signal handler would wait for the call it interrupts."""
 
     __slots__ = ()
-    again = False
+    reentrant = False

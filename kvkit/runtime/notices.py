@@ -1,12 +1,9 @@
-"""Waiting is told: before a compilation of more than a second, a line on a terminal, once.
-
-``KVKIT_QUIET=1`` keeps it quiet.
-"""
+"""Tell a terminal, once, before a compilation of more than a second. ``KVKIT_QUIET=1`` turns this off."""
 
 import os
 import sys
 
-SECONDS = {  # by function: (what is compiled, seconds for it and what follows on a core of 2024)
+SECONDS = {  # by function: (subject of the line, seconds for it and what follows on a core of 2024)
     "kvkit.cpu.attention.scheduler.schedule": ("attention", 7),
     "kvkit.cpu.attention.scheduler.work": ("attention", 6),
     "kvkit.cpu.copy.rows.quantized_panels.<locals>.transfer": ("a store of codes", 2),
@@ -17,14 +14,14 @@ SECONDS = {  # by function: (what is compiled, seconds for it and what follows o
 SHOWN: set[str] = set()
 
 
-def compiling(function, cpu):
-    """Say that `function`, a name, is about to be compiled for a CPU, if that takes long."""
-    what, seconds = SECONDS.get(function, ("", 0))
-    if what and what not in SHOWN and is_wanted():
-        SHOWN.add(what)
-        print(f"kvkit: compiling {what} for {cpu}, once, about {seconds} s", file=sys.stderr, flush=True)
+def compiling(function: str, cpu: str) -> None:
+    """Say that a function is about to be compiled for a CPU, if that takes long."""
+    subject, seconds = SECONDS.get(function, ("", 0))
+    if subject and subject not in SHOWN and is_wanted():
+        SHOWN.add(subject)
+        print(f"kvkit: compiling {subject} for {cpu}, once, about {seconds} s", file=sys.stderr, flush=True)
 
 
-def is_wanted():
-    """Whether somebody is there to be told."""
+def is_wanted() -> bool:
+    """Return whether stderr is a terminal that wants notices."""
     return os.environ.get("KVKIT_QUIET") != "1" and sys.stderr is not None and sys.stderr.isatty()

@@ -11,42 +11,43 @@ import weakref
 from collections import deque
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-SMALLEST = 2**20  # bytes of a result below which the allocator keeps memory itself
+SMALLEST = 2**20  # bytes of a result, below which the allocator keeps memory itself
 ALIGNED = 64
 VARIABLES = "KVKIT_RESULT_POOL_BYTES", "KVKIT_SPARE_BYTES"  # the second is the name of version 0.1
 
 
 class ResultPool:
-    """At most `most` bytes that were results, and the results that live.
+    """Keeps at most `most` bytes of freed result arrays, and knows the arrays in use.
 
-    Nothing is locked: results die in any thread, and within any of these lines. Each step on a deque or a
-    dict is one for all threads.
+    Nothing is locked: arrays die in any thread, and within any of these lines. Each step on a deque or a dict
+    is atomic for all threads.
     """
 
-    def __init__(self, most):
+    def __init__(self, most: int) -> None:
         self.most, self._numbers = most, itertools.count()
         self._free: deque[np.ndarray] = deque()
-        self._lent: dict[int, tuple] = {}
+        self._in_use: dict[int, tuple] = {}
 
-    def empty(self, shape, dtype):
-        """As `numpy.empty`: an array that does not own its memory, which comes back with its last view."""
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        """Return an array like `numpy.empty` does; the pool gets its memory back with its last view."""
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize
         if not SMALLEST <= size <= self.most:
             return np.empty(shape, dtype)
-        memory = self._fitting(size)
+        memory = self._take(size)
         begin, number = -memory.ctypes.data % ALIGNED, next(self._numbers)
         owner = (ctypes.c_char * size).from_buffer(memory, begin)
-        self._lent[number] = memory, weakref.ref(owner, lambda _: self._back(number))
+        self._in_use[number] = memory, weakref.ref(owner, lambda _: self._give_back(number))
         return np.ndarray(shape, dtype, owner)
 
-    def kept(self):
-        """Bytes that wait for a result."""
+    def free_bytes(self) -> int:
+        """Return the bytes that wait for a result."""
         return sum(memory.size for memory in tuple(self._free))
 
-    def _fitting(self, size):
-        """Memory for so many bytes: what came back last first, and not much more than is asked for."""
+    def _take(self, size: int) -> np.ndarray:
+        """Return memory for so many bytes: the latest freed that fits and is not much larger, or new memory."""
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()
@@ -63,11 +64,12 @@ class ResultPool:
             self._free.clear()
             return np.empty(rounded, np.uint8)
 
-    def _back(self, number):
-        memory, _ = self._lent.pop(number)
+    def _give_back(self, number: int) -> None:
+        """Make the memory of an array that died free, and drop the oldest beyond the limit."""
+        memory, _ = self._in_use.pop(number)
         self._free.append(memory)
         try:
-            while self.kept() > self.most:
+            while self.free_bytes() > self.most:
                 self._free.popleft()
         except IndexError:  # another thread has taken all
             pass
@@ -81,8 +83,8 @@ def pool_bytes() -> int:
 empty = ResultPool(pool_bytes()).empty
 
 
-def zeros(shape, dtype):
-    """As `numpy.zeros`, from the beginning of a cache line on: numpy's own begin 16 bytes behind one."""
+def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """Return zeros that begin at a cache line; numpy's own begin 16 bytes behind one."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + ALIGNED, np.uint8)
     return np.ndarray(shape, dtype, memory, -memory.ctypes.data % ALIGNED)

@@ -1,8 +1,7 @@
-"""The source files of the package, as they were when `kvkit` was imported.
+"""Digests of the source files that compiled code can come from.
 
-Compiled code is kept under a digest of the files that it can come from. Read later, after an edit, they would
-file what was compiled from the old sources under the new ones, so this is the one module that works at
-import: a millisecond or two.
+The files are read when `kvkit` is imported, in a millisecond or two. Read later, after an edit, they would file
+code of the old sources under the digest of the new ones.
 """
 
 import functools
@@ -11,15 +10,15 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-TWIN = PACKAGE.with_name("kvkit_cuda")
+CUDA_PACKAGE = PACKAGE.with_name("kvkit_cuda")
 IMPORT = re.compile(rb"^[ \t]*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|import (kvkit[\w., ]*))", re.M)
 
 
-def read_sources():
-    """Every source file, by the name of its module; None if one cannot be read."""
+def read_sources() -> dict[str, bytes] | None:
+    """Return every source file by the name of its module; None if one cannot be read."""
     found = {}
     try:
-        for root in (PACKAGE, TWIN):
+        for root in (PACKAGE, CUDA_PACKAGE):
             for path in root.rglob("[!.]*.py"):
                 parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
                 found[".".join(parts).removesuffix(".__init__")] = path.read_bytes()
@@ -32,8 +31,8 @@ SOURCES = read_sources()
 
 
 @functools.cache
-def imported_modules(module):
-    """The modules that one imports, wherever in it. A package stands for all that it may import."""
+def imported_modules(module: str) -> set[str]:
+    """Return the modules that a module imports, wherever in it. A package stands for all that it may import."""
     found = set()
     for package, names, modules in IMPORT.findall(SOURCES[module]):
         for name in modules.decode().split(","):
@@ -45,15 +44,15 @@ def imported_modules(module):
 
 
 @functools.cache
-def modules_within(name):
-    """A module, or all those of a package."""
+def modules_within(name: str) -> list[str]:
+    """Return a module, or all modules of a package."""
     inside = [module for module in SOURCES if module.startswith(f"{name}.")]
     return [name, *inside] if inside else [name] if name in SOURCES else []
 
 
 @functools.cache
-def reachable_modules(module):
-    """The modules that code of this one can come from: itself, and what it imports, directly or not."""
+def reachable_modules(module: str) -> list[str]:
+    """Return the module and all that it imports, directly or not."""
     found, left = set(), [module]
     while left:
         name = left.pop()
@@ -64,13 +63,13 @@ def reachable_modules(module):
 
 
 @functools.cache
-def digest(module):
-    """Of all that code of a module can come from; None if it is not one of the package's."""
+def digest(module: str) -> str | None:
+    """Return a digest of all sources that code of a module can come from; None for a module from elsewhere."""
     return digest_of(module, SOURCES)
 
 
-def digest_of(module, files):
-    """The same for other states of the files; None if one has gone."""
+def digest_of(module: str, files: dict[str, bytes] | None) -> str | None:
+    """Return the digest for other states of the files; None if one has gone."""
     if not files or not SOURCES or module not in SOURCES:
         return None
     total = hashlib.sha256()

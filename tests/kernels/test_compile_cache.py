@@ -152,8 +152,9 @@ def test_one_thread_and_all_are_found_by_the_next_process(copy, tmp_path):
 def test_a_version_of_numba_that_is_not_known(copy, tmp_path):
     """Helpers are then compiled as Numba does, and kernels have the same results."""
     known = call(copy, tmp_path / "cache")
-    code = "from kvkit.runtime import jit\njit.KNOWN = 'none'\n" + CALL
-    code += "from kvkit.cpu import memory\nassert not isinstance(memory.read('float16'), jit.Part)"
+    code = "from kvkit.runtime import numba_068\nnumba_068.KNOWN = 'none'\n" + CALL
+    code += "from kvkit.cpu import memory\n"
+    code += "assert not isinstance(memory.read('float16'), numba_068.InlinedHelper)"
     unknown = call(copy, tmp_path / "other", code)
     assert unknown["scale"] == known["scale"]
     assert {file.rpartition("-")[0] for file in files(unknown["folder"])} == {

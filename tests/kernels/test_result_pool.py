@@ -18,60 +18,60 @@ def place(array):
 
 
 def test_memory_comes_back_with_the_last_view():
-    kept = result_pool.ResultPool(64 * MB)
-    first = kept.empty((2, MB), np.float32)
+    pool = result_pool.ResultPool(64 * MB)
+    first = pool.empty((2, MB), np.float32)
     assert (first.shape, first.dtype, place(first) % result_pool.ALIGNED) == ((2, MB), np.float32, 0)
     at, view = place(first), first[1, 5:].view(np.int32)
     del first
-    assert kept.kept() == 0
-    assert place(kept.empty((2, MB), np.float32)) != at
+    assert pool.free_bytes() == 0
+    assert place(pool.empty((2, MB), np.float32)) != at
     view[:] = 7
     del view
     gc.collect()
-    assert kept.kept() >= 16 * MB
-    again = {place(kept.empty((2, MB), np.float16 if i else np.float32)) for i in range(2)}
+    assert pool.free_bytes() >= 16 * MB
+    again = {place(pool.empty((2, MB), np.float16 if i else np.float32)) for i in range(2)}
     assert at in again
 
 
 def test_a_result_that_has_grown_a_little_gets_it_and_a_small_one_does_not():
-    kept = result_pool.ResultPool(64 * MB)
-    at = place(kept.empty((10 * MB,), np.uint8))
-    assert place(kept.empty((10 * MB + 4096,), np.uint8)) == at
-    assert place(kept.empty((5 * MB,), np.uint8)) != at
+    pool = result_pool.ResultPool(64 * MB)
+    at = place(pool.empty((10 * MB,), np.uint8))
+    assert place(pool.empty((10 * MB + 4096,), np.uint8)) == at
+    assert place(pool.empty((5 * MB,), np.uint8)) != at
 
 
 def test_it_is_bounded_and_may_be_none():
-    kept = result_pool.ResultPool(8 * MB)
+    pool = result_pool.ResultPool(8 * MB)
     for _ in range(2):
-        results = [kept.empty((3 * MB,), np.uint8) for _ in range(5)]
+        results = [pool.empty((3 * MB,), np.uint8) for _ in range(5)]
         del results
-        assert kept.kept() <= 8 * MB
-    assert kept.empty((9 * MB,), np.uint8).flags.owndata
+        assert pool.free_bytes() <= 8 * MB
+    assert pool.empty((9 * MB,), np.uint8).flags.owndata
     assert result_pool.ResultPool(0).empty((3 * MB,), np.uint8).flags.owndata
-    assert kept.empty((100,), np.uint8).flags.owndata
+    assert pool.empty((100,), np.uint8).flags.owndata
 
 
 def test_no_memory_is_given_back_before_all_is_refused(monkeypatch):
-    kept, empty = result_pool.ResultPool(64 * MB), np.empty
-    del [kept.empty((4 * MB,), np.uint8)][:]
-    waiting = kept.kept()
+    pool, empty = result_pool.ResultPool(64 * MB), np.empty
+    del [pool.empty((4 * MB,), np.uint8)][:]
+    waiting = pool.free_bytes()
 
     def refused(*given):
-        if kept.kept():
+        if pool.free_bytes():
             raise MemoryError
         return empty(*given)
 
     monkeypatch.setattr(result_pool.np, "empty", refused)
     assert waiting
-    assert kept.empty((40 * MB,), np.uint8).size == 40 * MB
+    assert pool.empty((40 * MB,), np.uint8).size == 40 * MB
 
 
 def test_threads_never_share_a_result():
-    kept, wrong = result_pool.ResultPool(64 * MB), []
+    pool, wrong = result_pool.ResultPool(64 * MB), []
 
     def work(number):
         for _ in range(200):
-            mine = kept.empty((MB,), np.uint8)
+            mine = pool.empty((MB,), np.uint8)
             mine[:: MB // 64] = number
             if (mine[:: MB // 64] != number).any():
                 wrong.append(number)
@@ -82,7 +82,7 @@ def test_threads_never_share_a_result():
     for worker in workers:
         worker.join()
     assert not wrong
-    assert kept.kept() <= 64 * MB
+    assert pool.free_bytes() <= 64 * MB
 
 
 def test_results_of_operators(rng):
