@@ -64,9 +64,7 @@ def compiled():
 
 def module_of(name):
     """The module whose compiled code is in a file of this name."""
-    legal = [
-        module for module in source_digest.SOURCES or () if name.startswith(module.replace(".", "-") + "-")
-    ]
+    legal = [module for module in source_digest.SOURCES if name.startswith(module.replace(".", "-") + "-")]
     return max(legal, key=len, default=None)
 
 

@@ -37,12 +37,12 @@ STATE = 8  # letters of the digest of its sources in the name of a file
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 
-def shared(function: Function) -> Function:
+def shared(function: Function) -> Any:
     """Compile a scalar formula that kernels of both targets inline: no signature, no fastmath."""
     return numba.njit(inline="always", **OPTIONS)(function)
 
 
-def helper(function: Function) -> Function:
+def helper(function: Function) -> Any:
     """Compile a function that only CPU kernels call; its code becomes part of theirs."""
     named, options = with_own_name(function), OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     if numba_068.is_known():
@@ -67,7 +67,7 @@ def with_own_name(function: Function) -> Function:
     return named
 
 
-def callback(function: Function, signature: Any, key: Any = (), parallel: bool = False) -> "Code":
+def callback(function: Any, signature: Any, key: Any = (), parallel: bool = False) -> "Code":
     """Compile a function, or load it, as machine code that kernels call by its address.
 
     `key` names the variables that the function closes over. With the signature it tells its variants apart.

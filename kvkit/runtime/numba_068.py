@@ -1,7 +1,7 @@
 """Shorter compilation with Numba 0.68, through parts of Numba that it does not document.
 
-Numba optimises and assembles a helper like a kernel, then links it into its callers and does so again: most of
-a first call's time. The classes below leave that out. Other versions of Numba compile the usual way.
+Numba optimises and assembles a helper like a kernel, then links it into its callers and does so again. That
+is most of a first call's time. The classes below leave it out. Other versions of Numba compile the usual way.
 """
 
 import operator
@@ -71,7 +71,7 @@ class HelperLibrary(JITCodeLibrary):
 
 
 class KernelLibrary(HelperLibrary):
-    """Links helpers into their kernel as internal functions, so that LLVM can inline and drop their error paths."""
+    """Links helpers into their kernel as internal functions, so that LLVM can drop their error paths."""
 
     def finalize(self) -> None:
         """Link all helpers that the kernel reaches, and assemble."""

@@ -38,16 +38,16 @@ class ResultPool:
             return np.empty(shape, dtype)
         memory = self._take(size)
         begin, number = -memory.ctypes.data % ALIGNED, next(self._numbers)
-        owner = (ctypes.c_char * size).from_buffer(memory, begin)
+        owner = (ctypes.c_char * size).from_buffer(memory, begin)  # type: ignore[arg-type]
         self._in_use[number] = memory, weakref.ref(owner, lambda _: self._give_back(number))
-        return np.ndarray(shape, dtype, owner)
+        return np.ndarray(shape, dtype, owner)  # type: ignore[arg-type]
 
     def free_bytes(self) -> int:
         """Return the bytes that wait for a result."""
         return sum(memory.size for memory in tuple(self._free))
 
     def _take(self, size: int) -> np.ndarray:
-        """Return memory for so many bytes: the latest freed that fits and is not much larger, or new memory."""
+        """Return memory for so many bytes: the latest freed that fits and is not much larger, or new."""
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()

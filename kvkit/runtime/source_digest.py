@@ -1,7 +1,7 @@
 """Digests of the source files that compiled code can come from.
 
-The files are read when `kvkit` is imported, in a millisecond or two. Read later, after an edit, they would file
-code of the old sources under the digest of the new ones.
+The files are read when `kvkit` is imported, in a millisecond or two. Read later, after an edit, they would
+file code of the old sources under the digest of the new ones.
 """
 
 import functools
@@ -14,8 +14,8 @@ CUDA_PACKAGE = PACKAGE.with_name("kvkit_cuda")
 IMPORT = re.compile(rb"^[ \t]*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|import (kvkit[\w., ]*))", re.M)
 
 
-def read_sources() -> dict[str, bytes] | None:
-    """Return every source file by the name of its module; None if one cannot be read."""
+def read_sources() -> dict[str, bytes]:
+    """Return every source file by the name of its module; none if one cannot be read."""
     found = {}
     try:
         for root in (PACKAGE, CUDA_PACKAGE):
@@ -23,7 +23,7 @@ def read_sources() -> dict[str, bytes] | None:
                 parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
                 found[".".join(parts).removesuffix(".__init__")] = path.read_bytes()
     except OSError:
-        return None
+        return {}
     return found
 
 
@@ -32,7 +32,7 @@ SOURCES = read_sources()
 
 @functools.cache
 def imported_modules(module: str) -> set[str]:
-    """Return the modules that a module imports, wherever in it. A package stands for all that it may import."""
+    """Return the modules that a module imports. A package stands for all that it may import."""
     found = set()
     for package, names, modules in IMPORT.findall(SOURCES[module]):
         for name in modules.decode().split(","):
@@ -64,11 +64,11 @@ def reachable_modules(module: str) -> list[str]:
 
 @functools.cache
 def digest(module: str) -> str | None:
-    """Return a digest of all sources that code of a module can come from; None for a module from elsewhere."""
+    """Return a digest of all sources that a module's code can come from; None for one from elsewhere."""
     return digest_of(module, SOURCES)
 
 
-def digest_of(module: str, files: dict[str, bytes] | None) -> str | None:
+def digest_of(module: str, files: dict[str, bytes]) -> str | None:
     """Return the digest for other states of the files; None if one has gone."""
     if not files or not SOURCES or module not in SOURCES:
         return None
