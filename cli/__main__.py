@@ -1,16 +1,17 @@
-"""The program. Ctrl-C at any moment is one line, and the signals that end a process let it clean up first."""
+"""Start the program. Ctrl-C prints one line, and signals that end a process let it clean up first."""
 
 import sys
 
 
 def start():
+    """Run `kvkit`."""
     try:
         import signal
 
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, ended)
+                signal.signal(number, end_by_signal)
 
         from kvkit_cli.main import main
 
@@ -22,8 +23,8 @@ def start():
         exec("")  # Python ends by an interrupt that the last text it ran let out, though it was caught since
 
 
-def ended(number, frame):
-    """Unwind like Ctrl-C, so that no half-written file is left; `nohup` is respected."""
+def end_by_signal(number, frame):
+    """Unwind as Ctrl-C does, so that no half-written file is left."""
     sys.stderr.write(f"kvkit: ended by signal {int(number)}\n")
     sys.exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""From the arrays of a file and the settings of a command line to the arguments of an operator."""
+"""Make an operator's arguments from the arrays of a file and the settings of a command line."""
 
 import ast
 
@@ -19,8 +19,8 @@ KINDS = {  # type of a value: (in words, as --set takes it)
 }
 
 
-def find(name):
-    """The operator of this name."""
+def find_operator(name):
+    """Return the operator of this name."""
     if name not in OPERATORS:
         known = ", ".join(OPERATORS)
         raise KvkitError(f"no operator {name!r}{suggestion(name, OPERATORS)}; there are {known}")
@@ -28,28 +28,29 @@ def find(name):
 
 
 def is_scalar(array):
-    """Whether an input may be a single number."""
+    """Return whether an input may be a single number."""
     return "()" in array.shapes
 
 
-def left_over(op, metadata):
-    """What a file of results may hold beside what this operator takes: the other arrays of its own one."""
+def ignored_arrays(op, metadata):
+    """Return the arrays that a file of another operator's results may hold and this operator ignores."""
     made = OPERATORS.get(str(metadata.get("operator")))
-    return {array.name for array in (*made.inputs, *made.outputs)} - names_of(op) if made else set()
+    return {array.name for array in (*made.inputs, *made.outputs)} - argument_names(op) if made else set()
 
 
-def names_of(op):
+def argument_names(op):
+    """Return the names of an operator's inputs and attributes."""
     return {thing.name for thing in (*op.inputs, *op.attributes)}
 
 
-def fits(op, path, forms, metadata, settings):
-    """Whether a file can be a call's, from the headers of its arrays: nothing is unpacked in vain."""
-    forms = {name: form for name, form in forms.items() if name not in left_over(op, metadata)}
-    check_names(op, path, forms, parse(op, settings))
+def check_headers(op, path, forms, metadata, settings):
+    """Check that a file check_headers a call, from the headers of its arrays, before anything is unpacked."""
+    forms = {name: form for name, form in forms.items() if name not in ignored_arrays(op, metadata)}
+    check_names(op, path, forms, parse_settings(op, settings))
     for array in op.inputs:
         if array.name not in forms:
             continue
-        form, axes = forms[array.name], {axes_of(shape) for shape in array.shapes if "(" in shape}
+        form, axes = forms[array.name], {axis_count(shape) for shape in array.shapes if "(" in shape}
         index = "int64" in array.dtypes and form.dtype.kind in "iu"  # of any width; the operator says more
         if not index and form.dtype.name not in array.dtypes:
             wanted = " or ".join(array.dtypes)
@@ -65,41 +66,43 @@ def fits(op, path, forms, metadata, settings):
             raise KvkitError(f"{path}: {attribute.name} has shape {found}, but is {wanted}")
 
 
-def axes_of(shape):
-    """The number of axes of a shape as the table writes it; None for one with any number."""
+def axis_count(shape):
+    """Return the number of axes of a shape as the table writes it, or None if it may have any number."""
     inside = shape[shape.index("(") + 1 : shape.rindex(")")]
     return None if "..." in inside else len(inside.split(",")) if inside else 0
 
 
 def bind(op, path, arrays, settings):
-    """Inputs and attributes of a call, each a dict in the table's order; `settings` win over the file.
+    """Return the inputs and the attributes of a call, two dicts in the table's order.
 
-    `path` is None if there is no file.
+    `settings` win over the file. `path` is None if there is no file.
     """
-    values = parse(op, settings)
+    values = parse_settings(op, settings)
     check_names(op, path, arrays, values)
     inputs = {}
     for array in op.inputs:
         inputs[array.name] = arrays.get(array.name)
         if array.name in values:
-            inputs[array.name] = number(array, values[array.name])
-    attributes = {attribute.name: value(attribute, path, arrays, values) for attribute in op.attributes}
+            inputs[array.name] = scalar_input(array, values[array.name])
+    attributes = {
+        attribute.name: attribute_value(attribute, path, arrays, values) for attribute in op.attributes
+    }
     return inputs, attributes
 
 
 def settable(op):
-    """What --set may name: the type of each, and the names of its values."""
+    """Return the names that --set takes, with their types and the names of their values."""
     numbers = {array.name: (int, []) for array in op.inputs if is_scalar(array)}
     return numbers | {attribute.name: (attribute.kind, attribute.names) for attribute in op.attributes}
 
 
-def form(kind, names):
-    """A value as --set takes it."""
+def setting_form(kind, names):
+    """Return how --set writes a value of a type."""
     return "|".join([*names, KINDS[kind][1]])
 
 
-def parse(op, settings):
-    """The values of `name=value` texts, by name."""
+def parse_settings(op, settings):
+    """Return the values of `name=value` texts, by name."""
     legal, values = settable(op), {}
     for setting in settings:
         name, _, text = setting.partition("=")
@@ -109,21 +112,21 @@ def parse(op, settings):
         if name in values:
             raise KvkitError(f"--set {setting}: {name} is set twice")
         try:
-            values[name] = literal(text.strip(), *legal[name])
+            values[name] = parse_value(text.strip(), *legal[name])
         except (ValueError, SyntaxError):
-            raise KvkitError(f"--set {setting}: expected {name}={form(*legal[name])}") from None
+            raise KvkitError(f"--set {setting}: expected {name}={setting_form(*legal[name])}") from None
     return values
 
 
-def literal(text, kind, names):
-    """The value that a text stands for; texts and names need no quotes, true and false no capitals."""
+def parse_value(text, kind, names):
+    """Return the value of a text. Texts and names need no quotes, true and false no capitals."""
     if text in names or (kind is str and text[:1] not in ("'", '"')):
         return text
     return ast.literal_eval(text.capitalize() if kind is bool else text)
 
 
 def check_names(op, path, arrays, values):
-    """Every array in the file means something, and every one that must be there is."""
+    """Refuse arrays that the operator does not know, and calls without a required array."""
     legal = [thing.name for thing in (*op.inputs, *op.attributes)]
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
     extra = [name for name in arrays if name not in legal]
@@ -136,13 +139,13 @@ def check_names(op, path, arrays, values):
     missing = [name for name in required if name not in arrays and name not in values]
     if missing:
         legal = settable(op)
-        settings = " ".join(f"--set {name}={form(*legal[name])}" for name in missing if name in legal)
+        settings = " ".join(f"--set {name}={setting_form(*legal[name])}" for name in missing if name in legal)
         ways = "add arrays of these names" + (f" or give {settings}" if settings else "")
         raise KvkitError(f"{path or 'no IN.npz'}: missing {', '.join(missing)}: {ways}; {known}")
 
 
-def number(array, given):
-    """An input of shape () from a set value."""
+def scalar_input(array, given):
+    """Return an input of shape () from a value of --set."""
     if given is None and array.optional:
         return None
     info = np.iinfo(array.dtypes[0])
@@ -151,18 +154,18 @@ def number(array, given):
     return np.array(given, array.dtypes[0])
 
 
-def value(attribute, path, arrays, values):
-    """An attribute: set, in the file, or its default."""
+def attribute_value(attribute, path, arrays, values):
+    """Return an attribute from --set, from the file, or its default."""
     name = attribute.name
     if name in values:
-        return fitting(attribute, values[name], "--set")
+        return convert_value(attribute, values[name], "--set")
     if name not in arrays:
         return attribute.default
-    return fitting(attribute, arrays[name].tolist(), f"{path}:")
+    return convert_value(attribute, arrays[name].tolist(), f"{path}:")
 
 
-def fitting(attribute, given, origin):
-    """A value of the attribute's type; a float may be an integer, a flag 0 or 1, a mode its name."""
+def convert_value(attribute, given, origin):
+    """Return a value in the attribute's type. A float may be an integer, a flag 0 or 1, a mode its name."""
     kind = attribute.kind
     if given in attribute.names:
         return attribute.names.index(given)

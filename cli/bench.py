@@ -1,4 +1,4 @@
-"""`kvkit bench`: measures the suites of benchmarks/ in the checkout that kvkit is used from."""
+"""`kvkit bench`: measure the suites of benchmarks/suites, in the checkout that kvkit is used from."""
 
 import importlib
 import sys

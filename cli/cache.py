@@ -1,4 +1,4 @@
-"""`kvkit cache`: the folder of compiled code."""
+"""`kvkit cache`: manage the folder of compiled code."""
 
 import click
 
@@ -8,7 +8,7 @@ from kvkit_cli import show
 
 @click.group()
 def cache():
-    """Remove the compiled code that is kept.
+    """Remove compiled code from the disk.
 
     \b
     Example:
@@ -18,7 +18,7 @@ def cache():
 
 @cache.command()
 def clean():
-    """Remove the compiled code of every version; it is made again when it is needed."""
+    """Remove the compiled code of every version. It is compiled again when it is needed."""
     count, size = disk_cache.clean()
     folder = disk_cache.root_folder() or "nowhere: none is kept"
     click.echo(f"removed {count} files, {show.size(size)}, from {folder}")

@@ -1,4 +1,4 @@
-"""Verbs on a cluster: what `--dask` starts, and how its tasks are told of."""
+"""The option `--dask`: run the tasks of a verb on a cluster."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ NEEDS = "--dask: needs distributed: pip install 'kvkit-kernels[dask]'"
 
 
 def on_cluster(verb):
-    """The option of a verb that takes `dask`, for `mapper`."""
+    """Add the option --dask to a verb; its value goes to `mapper`."""
     return click.option(
         "--dask",
         metavar="ADDRESS|local[:N]",
@@ -21,7 +21,7 @@ def on_cluster(verb):
 
 @contextlib.contextmanager
 def naming(path):
-    """Errors name the file that a task works on."""
+    """Add the file that a task works on to its errors."""
     try:
         yield
     except KvkitError as error:
@@ -32,7 +32,7 @@ def naming(path):
 
 @contextlib.contextmanager
 def mapper(address):
-    """A function like `map`, for tools: that itself, or one on a cluster, with a bar on a terminal."""
+    """Return a function like `map` for tools: `map`, or one that runs on a cluster and shows a bar."""
     if address is None:
         yield map
         return

@@ -1,16 +1,16 @@
-"""What a shell offers behind `kvkit describe`, `kvkit run` and `--set`, where it completes."""
+"""Complete operators and settings in a shell, for `kvkit describe`, `kvkit run` and `--set`."""
 
 from kvkit.operators import OPERATORS
 from kvkit_cli.arguments import settable
 
 
 def operators(ctx, param, begun):
-    """Names of operators, also by their last part."""
+    """Return names of operators that begin so, or whose last part does."""
     return [name for name in OPERATORS if name.startswith(begun) or name.split(".")[-1].startswith(begun)]
 
 
 def settings(ctx, param, begun):
-    """What the operator of this command line has to set: a name, then the names of its values."""
+    """Return what --set takes for the operator of this command line: names, then names of values."""
     named = [word for word in (ctx.params.get("operator"), *ctx.args) if word in OPERATORS]
     legal = settable(OPERATORS[named[0]]) if named else {}
     name, sign, _ = begun.partition("=")

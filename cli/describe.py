@@ -1,12 +1,12 @@
-"""`kvkit describe`: the table of one operator, for people."""
+"""`kvkit describe`: show the inputs, attributes and outputs of an operator."""
 
 import click
 
 from kvkit.operators import REQUIRED
 from kvkit_cli import complete, show
-from kvkit_cli.arguments import find, is_scalar
+from kvkit_cli.arguments import find_operator, is_scalar
 
-# In examples; other numbers are 0.
+# Numbers in examples; others are 0.
 SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 100, "n": 30}
 
 
@@ -21,12 +21,12 @@ def describe(operator, for_programs):
       kvkit describe key_value_cache
       kvkit describe ascend.paged_attention --json
     """
-    op = find(operator)
+    op = find_operator(operator)
     if for_programs:
-        show.as_json(op.to_dict() | {"attributes": list(map(attribute, op.attributes))})
+        show.as_json(op.to_dict() | {"attributes": list(map(attribute_dict, op.attributes))})
         return
     show.out(f"{op.name}: {op.summary}\nSpecification: {op.source}\n")
-    for table in (inputs(op), attributes(op), outputs(op)):
+    for table in (input_table(op), attribute_table(op), output_table(op)):
         if table.row_count:
             show.out(table)
     if not op.outputs:
@@ -35,13 +35,14 @@ def describe(operator, for_programs):
     click.echo(example(op))
 
 
-def attribute(one):
-    """For programs: what is required has no default."""
+def attribute_dict(one):
+    """Return an attribute as a dict; a required one has no default."""
     told = {"name": one.name, "type": one.kind.__name__, "about": one.about, "modes": dict(one.modes)}
     return told if one.default is REQUIRED else told | {"default": one.default}
 
 
-def inputs(op):
+def input_table(op):
+    """Return the table of inputs."""
     table = show.table("Inputs: arrays in IN.npz", "name", "role", "dtypes", "shape", "meaning")
     for array in op.inputs:
         role = "in-out" if array.inout else "in"
@@ -52,7 +53,8 @@ def inputs(op):
     return table
 
 
-def attributes(op):
+def attribute_table(op):
+    """Return the table of attributes."""
     table = show.table("Attributes", "name", "default", "meaning")
     for attribute in op.attributes:
         modes = [f"{number} {name}: {about}" for number, (name, about) in enumerate(attribute.modes)]
@@ -67,7 +69,8 @@ def default(attribute):
     return str(value) or "''"
 
 
-def outputs(op):
+def output_table(op):
+    """Return the table of outputs."""
     beside = ", beside the in-out ones" if any(array.inout for array in op.inputs) else ""
     table = show.table(f"Outputs: arrays in OUT.npz{beside}", "name", "dtype", "shape", "meaning")
     for array in op.outputs:
@@ -77,7 +80,7 @@ def outputs(op):
 
 
 def note(op):
-    """How to give what is not an array of some size."""
+    """Return a sentence on how to give numbers and pairs."""
     scalars = ["inputs with shape ()"] if any(map(is_scalar, op.inputs)) else []
     scalars += ["attributes"] if op.attributes else []
     text = f"{' and '.join(scalars).capitalize()} are 0-d arrays in IN.npz, or are given with --set"
@@ -88,7 +91,7 @@ def note(op):
 
 
 def example(op):
-    """A line to copy, in two lines if it is long."""
+    """Return a command to copy, in two lines if it is long."""
     needed = [array for array in op.inputs if not array.optional]
     settings = [f"{array.name}={SIZES.get(array.name, 0)}" for array in needed if is_scalar(array)]
     required = [attribute for attribute in op.attributes if attribute.default is REQUIRED]

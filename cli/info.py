@@ -1,4 +1,4 @@
-"""`kvkit info`: what a report of a problem should begin with."""
+"""`kvkit info`: show versions, the CPU, compiled code and backends, for reports of problems."""
 
 import platform
 
@@ -30,21 +30,21 @@ def info(for_programs):
       kvkit info --json
     """
     if for_programs:
-        show.as_json(facts() | {"compiled": compiled()})
+        show.as_json(system_facts() | {"compiled": compiled_code()})
         return
     table = show.table(None, "what", "here")
-    for name, text in facts().items():
+    for name, text in system_facts().items():
         table.add_row(name, text)
     show.out(table)
     table = show.table("Compiled code", "of", "for", "variants", "size")
-    for row in compiled():
+    for row in compiled_code():
         table.add_row(row["of"], row["for"], str(row["variants"]), show.size(row["bytes"]))
     if table.row_count:
         show.out(table)
 
 
-def compiled():
-    """The compiled code that is kept, by the module that it comes from and the state of the package."""
+def compiled_code():
+    """Count the compiled code on disk by its module and by the state of the package."""
     root, here, found = disk_cache.root_folder(), cache_folder(), {}
     for path in sorted(root.glob("*/*.bin")) if root else ():
         module, state = module_of(path.stem), path.stem.split("-")[-2]
@@ -63,41 +63,41 @@ def compiled():
 
 
 def module_of(name):
-    """The module whose compiled code is in a file of this name."""
+    """Return the module whose compiled code is in a file of this name."""
     legal = [module for module in source_digest.SOURCES if name.startswith(module.replace(".", "-") + "-")]
     return max(legal, key=len, default=None)
 
 
-def facts():
-    """Every line of the table."""
+def system_facts():
+    """Return the lines of the table."""
     modules = (np, numba, llvmlite, ml_dtypes)
     return {
         "kvkit": __version__,
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
         **{module.__name__: module.__version__ for module in modules},
-        "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vectors()}",
+        "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vector_instructions()}",
         "threads": f"{numba.get_num_threads()} of at most {numba.config.NUMBA_NUM_THREADS}",
-        "threading layer": layer(),
+        "threading layer": threading_layer(),
         "compile cache": show.kept_in(cache_folder()),
         "backend cpu": "works",
-        "backend cuda": cuda(),
+        "backend cuda": cuda_state(),
     }
 
 
-def vectors():
-    """The widest vector instructions of this CPU."""
+def vector_instructions():
+    """Return the widest vector instructions of this CPU."""
     features = llvmlite.binding.get_host_cpu_features()
     return next((name for feature, name in VECTORS.items() if features.get(feature)), "no known vectors")
 
 
-def layer():
-    """The threading layer that Numba is told to take; it chooses when the first parallel kernel starts."""
+def threading_layer():
+    """Return the threading layer setting. Numba chooses when the first parallel kernel starts."""
     asked = numba.config.THREADING_LAYER
     return f"{asked}: the first of {', '.join(numba.config.THREADING_LAYER_PRIORITY)} that loads"
 
 
-def cuda():
-    """Whether the GPU package can run, and on which device; else all that it misses."""
+def cuda_state():
+    """Return the device that the GPU package runs on, or what it lacks."""
     from kvkit_cuda.device_runtime import needs
 
     missing = needs.told()

@@ -1,4 +1,4 @@
-"""`kvkit`: finds the verb, loads its module only then, and turns errors into one line and an exit code.
+"""`kvkit`: find the verb, load its module, and turn errors into one line and an exit code.
 
 Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device), or a tool found something; 2 a
 wrong command, file or input; 130 interrupted. Anything else is a bug and keeps its traceback.
@@ -15,7 +15,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "ops": ("kvkit_cli.ops", "List the operators."),
     "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, compiled code and backends."),
-    "warm": ("kvkit_cli.warm", "Compile ahead what calls would wait for."),
+    "warm": ("kvkit_cli.warm", "Compile code ahead of the calls that need it."),
     "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
     "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
@@ -24,7 +24,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "check": ("kvkit_cli.check", "Say what cannot be right in page tables, slots, layouts, scales and data."),
     "diff": ("kvkit_cli.diff", "Say where two caches or outputs differ, and why."),
     "vectors": ("kvkit_cli.vectors", "Make, verify, replay, compare and export packs of golden vectors."),
-    "cache": ("kvkit_cli.cache", "Remove the compiled code that is kept."),
+    "cache": ("kvkit_cli.cache", "Remove compiled code from the disk."),
     "bench": (
         "kvkit_cli.bench",
         "Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.",
@@ -33,19 +33,19 @@ VERBS = {  # verb: (module, the first line of its help)
 
 
 class Verbs(click.Group):
-    """A group that imports a verb when it is called, not to list it."""
+    """Import a verb when it is called, not when verbs are listed."""
 
     def list_commands(self, ctx):
         return list(VERBS)
 
     def parse_args(self, ctx, args):
-        """`kvkit help VERB` is `kvkit VERB --help`."""
+        """Read `kvkit help VERB` as `kvkit VERB --help`."""
         return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
     def get_command(self, ctx, name):
         if name not in VERBS:
             if not ctx.resilient_parsing:
-                ctx.fail(f"no verb {name!r}{meant(name)}")
+                ctx.fail(f"no verb {name!r}{correction(name)}")
             return None
         return getattr(importlib.import_module(VERBS[name][0]), name)
 
@@ -64,8 +64,8 @@ class Verbs(click.Group):
         sys.exit(code)
 
 
-def meant(name):
-    """What to type in the place of a verb that is none."""
+def correction(name):
+    """Return what to type in place of an unknown verb."""
     from kvkit.operators import OPERATORS
     from kvkit_cli.show import suggestion
 
@@ -75,14 +75,14 @@ def meant(name):
 
 
 def one_line(message):
-    """A message as a terminal may see it, whatever it quotes."""
+    """Return a message in one line of printable characters, whatever it quotes."""
     return "".join(
         sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in " ".join(message.split())
     )
 
 
 def explain(error):
-    """What to say about an error and the exit code; no exit code means that it is a bug."""
+    """Return the message and the exit code of an error. An error without an exit code is a bug."""
     if isinstance(error, click.UsageError):
         verb = error.ctx.command_path if error.ctx else "kvkit"
         return f"{error.format_message()} (see {verb} --help)", 2
@@ -100,7 +100,7 @@ def explain(error):
     return "", None
 
 
-def version(ctx, param, wanted):
+def print_version(ctx, param, wanted):
     """Print kvkit's version, read from its file so that the package is not imported."""
     if not wanted or ctx.resilient_parsing:
         return
@@ -115,10 +115,10 @@ def version(ctx, param, wanted):
 
 
 @click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=version)
+@click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version)
 @click.pass_context
 def main(ctx):
-    """KV-cache operators on .npz files: run them, and see what there is.
+    """Run KV-cache operators on .npz files, and look at caches.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The file contract of `kvkit.files.npz`, with a bar on a terminal while much is written."""
+"""Read and write .npz files as `kvkit.files.npz` does, with a bar on a terminal for large ones."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ __all__ = ["Contents", "FileError", "alone", "check_target", "read", "write"]
 
 
 def write(path, arrays, metadata=None, quiet=False):
-    """Write arrays, and metadata beside what is always said; the old file is whole until the new one is."""
+    """Write arrays and metadata. The old file stays until the new one is complete."""
     total = sum(np.asarray(array).nbytes for array in arrays.values())
     with progress(f"writing {Path(path).name}", total, quiet) as advance:
         npz.write(path, arrays, metadata, advance)

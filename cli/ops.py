@@ -1,4 +1,4 @@
-"""`kvkit ops`: what there is to run."""
+"""`kvkit ops`: list the operators."""
 
 import click
 from rich.padding import Padding

@@ -1,4 +1,4 @@
-"""`kvkit run`: an operator from files to files."""
+"""`kvkit run`: run an operator on the arrays of a file and write a file."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ import click
 
 from kvkit.errors import KvkitError, brief
 from kvkit_cli import complete, npz, show, watch
-from kvkit_cli.arguments import SHOWN, bind, find, fits, left_over, names_of
+from kvkit_cli.arguments import SHOWN, argument_names, bind, check_headers, find_operator, ignored_arrays
 from kvkit_cli.show import suggestion
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
@@ -40,9 +40,9 @@ def run(
     """Run an operator on the arrays of a file.
 
     IN.npz holds an array for each input, under the names that `kvkit describe OP` shows, or others that --map
-    translates. Attributes are 0-d arrays in it or are given with --set, which wins; no file is needed where
-    that is all. Of the results of another run what OP does not take is passed over. IN.npz is only changed
-    with --in-place; at least one of -o and --in-place is needed, but for --check.
+    translates. Attributes are 0-d arrays in it, or are given with --set, which wins. No file is needed if
+    there are no other arrays. In the results of another run, arrays that OP does not take are ignored. IN.npz
+    is changed only with --in-place. Without --check, -o or --in-place is needed.
 
     \b
     Examples:
@@ -50,9 +50,9 @@ def run(
       kvkit run key_value_cache IN.npz --map k=current_key --map v=current_value --check
       kvkit run alibi_slope -o OUT.npz --set num_heads=8
     """
-    op = find(operator)
+    op = find_operator(operator)
     check_targets(op, source, output, in_place, only_check)
-    names = translation(op, renamed)
+    names = parse_map(op, renamed)
     with contextlib.ExitStack() as block:
         contents = npz.Contents({}, {})
         if in_place:
@@ -60,28 +60,28 @@ def run(
         if source:
             contents = npz.read(
                 source,
-                lambda forms, metadata: fits(
-                    op, source, translated(source, forms, names), metadata, settings
+                lambda forms, metadata: check_headers(
+                    op, source, mapped_arrays(source, forms, names), metadata, settings
                 ),
             )
-        over = left_over(op, contents.metadata)
-        there = translated(source, contents.arrays, names)
+        over = ignored_arrays(op, contents.metadata)
+        there = mapped_arrays(source, contents.arrays, names)
         arrays = {name: array for name, array in there.items() if name not in over}
         inputs, attributes = bind(op, source, arrays, settings)
         if only_check:
-            check(op, inputs, attributes)
+            check_call(op, inputs, attributes)
             results, seconds = (), None
         else:
             if threads is not None:
                 use_threads(threads)
-            block.enter_context(watch.watched(source, contents.mapped))
-            results, seconds = call(op, op.function(PACKAGES[backend]), inputs, attributes)
-        changed = given(
+            block.enter_context(watch.watching(source, contents.mapped))
+            results, seconds = call_operator(op, op.function(PACKAGES[backend]), inputs, attributes)
+        changed = present(
             {each.name: inputs[each.name] for each in op.inputs if each.changes(inputs[each.name])}
         )
-        outputs = given(dict(zip(op.returned(attributes), results, strict=not only_check)))
+        outputs = present(dict(zip(op.returned(attributes), results, strict=not only_check)))
         outputs = {name: array for name, array in outputs.items() if name not in changed}
-        watch.check(source, contents.mapped)
+        watch.refuse_changed(source, contents.mapped)
         if output and not only_check:
             npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
         if in_place and not only_check:
@@ -90,7 +90,7 @@ def run(
             npz.write(source, contents.arrays | again, contents.metadata, quiet)
     if quiet:
         return
-    rows = report(inputs, outputs, changed)
+    rows = array_rows(inputs, outputs, changed)
     if for_programs:
         how = {"operator": op.name, "attributes": attributes, "backend": backend, "seconds": seconds}
         show.as_json(how | {"arrays": rows})
@@ -105,9 +105,9 @@ def run(
         click.echo(f"{op.name} on {backend}: {seconds:.3g} s (includes compiling or loading the kernels)")
 
 
-def translation(op, renamed):
-    """{array of the file: input or attribute} of `--map` texts."""
-    legal, names = names_of(op), {}
+def parse_map(op, renamed):
+    """Return {array of the file: input or attribute} of `--map` texts."""
+    legal, names = argument_names(op), {}
     for text in renamed:
         array, sign, name = text.partition("=")
         if not (array and sign and name):
@@ -122,8 +122,8 @@ def translation(op, renamed):
     return names
 
 
-def translated(path, arrays, names):
-    """What a file holds, under the names that the operator knows."""
+def mapped_arrays(path, arrays, names):
+    """Return what a file holds under the operator's names."""
     for array, name in names.items():
         if array not in arrays:
             there = suggestion(array, arrays) or f"; there are {', '.join(map(brief, list(arrays)[:SHOWN]))}"
@@ -133,8 +133,8 @@ def translated(path, arrays, names):
     return {names.get(name, name): array for name, array in arrays.items()}
 
 
-def check(op, inputs, attributes):
-    """What the operator itself would refuse, before it has compiled a kernel."""
+def check_call(op, inputs, attributes):
+    """Check a call as the operator does, without compiling a kernel."""
     from kvkit_cuda.calls.checks import CHECKED, packed_step
 
     values = inputs | attributes
@@ -142,13 +142,13 @@ def check(op, inputs, attributes):
     CHECKED[op.name](values, step)
 
 
-def given(arrays):
-    """Those that are there: optional ones may be None."""
+def present(arrays):
+    """Return the arrays that are not None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
 def check_targets(op, source, output, in_place, only_check):
-    """What can be said about the files to write before any work is done."""
+    """Refuse files that cannot be written, before any work is done."""
     changes = [array.name for array in op.inputs if array.inout]
     if in_place and not (source and changes):
         wrong = "there is no IN.npz" if changes else f"{op.name} changes none of its inputs"
@@ -174,6 +174,7 @@ def check_targets(op, source, output, in_place, only_check):
 
 
 def use_threads(count):
+    """Run kernels on so many threads."""
     import numba
 
     most = numba.config.NUMBA_NUM_THREADS
@@ -182,8 +183,8 @@ def use_threads(count):
     numba.set_num_threads(count)
 
 
-def call(op, function, inputs, attributes):
-    """The operator's results, as a tuple, and the seconds it took."""
+def call_operator(op, function, inputs, attributes):
+    """Return the operator's results, a tuple, and the seconds that it took."""
     by_position = [inputs[array.name] for array in op.inputs if not array.keyword]
     by_keyword = {array.name: inputs[array.name] for array in op.inputs if array.keyword}
     begin = time.perf_counter()
@@ -192,8 +193,8 @@ def call(op, function, inputs, attributes):
     return results if isinstance(results, tuple) else (results,), seconds
 
 
-def report(inputs, outputs, changed):
-    """What there is to say of every array."""
+def array_rows(inputs, outputs, changed):
+    """Return a row for every array: name, role, dtype, shape and bytes."""
     rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
     rows += [("out", *pair) for pair in outputs.items()]
     return [

@@ -1,4 +1,4 @@
-"""How verbs speak: tables on stdout, a progress bar on stderr, sizes for people."""
+"""Print the results of verbs: tables on stdout, progress bars on stderr, sizes for people."""
 
 import contextlib
 import difflib
@@ -33,12 +33,12 @@ BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be 
 
 
 def console(stderr=False, width=None):
-    """A console that takes texts as they are: shapes such as `kvstarts[B]` are no markup."""
+    """Return a console that prints texts as they are: shapes such as `kvstarts[B]` are no markup."""
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def out(thing, **style):
-    """Print on stdout: without padding where no terminal is, a table as a list where it would not fit."""
+    """Print on stdout. A pipe gets no padding, and a narrow terminal gets a table as a list."""
     screen = console()
     table = isinstance(thing, Table) and len(thing.columns) > 3 and screen.width < NARROW
     if table and console(width=WIDE).measure(thing).maximum > screen.width:
@@ -52,7 +52,7 @@ def out(thing, **style):
 
 
 def as_list(table):
-    """The rows of a table one below the other, each cell but the first after the name of its column."""
+    """Return the rows of a table as a list, each cell behind the name of its column."""
     columns = [(str(column.header), *map(str, column.cells)) for column in table.columns]
     lines = [Text(str(table.title or ""), style="bold")]
     for name, *cells in list(zip(*columns, strict=True))[1:]:
@@ -64,12 +64,12 @@ def as_list(table):
 
 
 def as_json(thing):
-    """Print on stdout for programs."""
+    """Print JSON on stdout."""
     click.echo(json.dumps(thing, indent=1, default=str))
 
 
 def table(title, *columns):
-    """An empty table; no cell is ever cut: long ones are folded, but for names in the first column."""
+    """Return an empty table. Long cells are folded, but never names in the first column; none is cut."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=i == 0)
@@ -77,7 +77,7 @@ def table(title, *columns):
 
 
 def kept_in(folder):
-    """Where compiled code is kept, or why none is."""
+    """Return where compiled code is on disk, or why none is."""
     if folder is None:
         return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
     refusal = disk_cache.refusal(folder)
@@ -88,12 +88,12 @@ def kept_in(folder):
 
 
 def shape(lengths):
-    """A shape as the specification writes it."""
+    """Return a shape as the specification writes it."""
     return f"({', '.join(map(str, lengths))})"
 
 
 def suggestion(name, known):
-    """` (did you mean ...?)`: what is the same but for case, begins so, has it in it, or is close."""
+    """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
     known, low = {each.lower(): each for each in known}, name.lower()
     likely = [each for each in known if each == low]
     if len(low) > 2:
@@ -104,7 +104,7 @@ def suggestion(name, known):
 
 @contextlib.contextmanager
 def progress(what, total, quiet=False):
-    """A function to call with each number of bytes done; a terminal shows a bar if there is much to do."""
+    """Yield a function that takes each number of bytes done, and show a bar if there are many."""
     screen = console(stderr=True)
     if quiet or total < BAR_FROM or not screen.is_terminal:
         yield lambda count: None
@@ -117,7 +117,7 @@ def progress(what, total, quiet=False):
 
 @contextlib.contextmanager
 def steps(what, total, quiet=False):
-    """A function to call with the name of each step that is done: a bar on a terminal, else a line each."""
+    """Yield a function that takes the name of each finished step, and show a bar, or a line a step."""
     screen, begin, count = console(), time.perf_counter(), itertools.count(1)
 
     def line(name):
@@ -135,7 +135,7 @@ def steps(what, total, quiet=False):
 
 @contextlib.contextmanager
 def counted(what, quiet=False):
-    """A function to call with how many steps of how many are done: a bar, on a terminal."""
+    """Yield a function that takes the numbers of finished and of all steps, and show a bar."""
     screen = console(stderr=True)
     if quiet or not screen.is_terminal:
         yield None

@@ -1,4 +1,4 @@
-"""`kvkit vectors`: packs of golden vectors."""
+"""`kvkit vectors`: make and use packs of golden vectors."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ OPERATOR = click.option("--operator", metavar="OP", help="Only the cases of this
 def vectors():
     """Make, verify, replay, compare and export packs of golden vectors.
 
-    A pack is a folder: manifest.json and a .npy file for every array; bfloat16 and fp8 are there as their
-    bits, with the type in the manifest. docs/tools/vectors.md describes it for those who read it elsewhere.
+    A pack is a folder with manifest.json and a .npy file for every array. Arrays of bfloat16 and fp8 hold
+    their bits; the manifest has their type. docs/tools/vectors.md describes packs for other readers.
 
     \b
     Examples:
@@ -33,7 +33,7 @@ def vectors():
     """
 
 
-def said(ctx, result, as_json):
+def print_result(ctx, result, as_json):
     """Print a result; the exit code is 1 if something is wrong with it."""
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
@@ -44,8 +44,8 @@ def said(ctx, result, as_json):
     ctx.exit(0 if getattr(result, "ok", True) else 1)
 
 
-def watched(what, quiet, function, **arguments):
-    """Call a function that tells of its cases, with a bar on a terminal."""
+def with_progress(what, quiet, function, **arguments):
+    """Call a function that counts its cases, and show a bar on a terminal."""
     screen = show.console(stderr=True)
     if quiet or not screen.is_terminal:
         return function(**arguments)
@@ -57,16 +57,18 @@ def watched(what, quiet, function, **arguments):
 @vectors.command()
 @click.argument("folder", metavar="FOLDER", type=PATH)
 @click.argument("operator", metavar="[OP]", required=False)
-@click.option("--suite", type=click.Choice(list(tools.SUITES)), help="That of OP; pmx without one.")
+@click.option(
+    "--suite", type=click.Choice(list(tools.SUITES)), help="OP's suite if not given; pmx without OP."
+)
 @click.option("--shapes", metavar="NAME=N,...", help="Of heads, dim, page and batch: heads=8,dim=64,page=16.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal bytes.")
 @click.option("--raw", is_flag=True, help="Write .bin files of the bytes alone.")
 @AS_JSON
 @click.pass_context
 def make(ctx, folder, as_json, shapes, **options):
-    """Write a pack into a new folder, of a suite or of one operator."""
+    """Write a pack of a suite or of one operator into a new folder."""
     options["shapes"] = sizes_of(shapes, "--shapes")
-    said(ctx, watched("making", as_json, tools.make, folder=folder, **options), as_json)
+    print_result(ctx, with_progress("making", as_json, tools.make, folder=folder, **options), as_json)
 
 
 @vectors.command()
@@ -75,10 +77,10 @@ def make(ctx, folder, as_json, shapes, **options):
 @AS_JSON
 @click.pass_context
 def verify(ctx, folder, dask, as_json):
-    """Check hashes, versions, missing and unlisted files; a pack without cases is wrong."""
+    """Check hashes and versions, and find missing and unlisted files and packs without cases."""
     with clusters.mapper(dask) as mapper:
         found = tools.verify(folder, mapper=mapper)
-    said(ctx, found, as_json)
+    print_result(ctx, found, as_json)
 
 
 @vectors.command()
@@ -89,7 +91,7 @@ def verify(ctx, folder, dask, as_json):
 @click.pass_context
 def replay(ctx, folder, as_json, **options):
     """Run kvkit on a pack, or on dumps of KVKIT_LOG=10."""
-    said(ctx, watched("replaying", as_json, tools.replay, folder=folder, **options), as_json)
+    print_result(ctx, with_progress("replaying", as_json, tools.replay, folder=folder, **options), as_json)
 
 
 @vectors.command()
@@ -99,8 +101,12 @@ def replay(ctx, folder, as_json, **options):
 @AS_JSON
 @click.pass_context
 def diff(ctx, folder, results, as_json, **options):
-    """Hold a device's results, CASE/NAME.npy each, against a pack."""
-    said(ctx, watched("comparing", as_json, tools.diff, folder=folder, results=results, **options), as_json)
+    """Compare a device's results, files CASE/NAME.npy, with a pack."""
+    print_result(
+        ctx,
+        with_progress("comparing", as_json, tools.diff, folder=folder, results=results, **options),
+        as_json,
+    )
 
 
 @vectors.command()
@@ -111,4 +117,4 @@ def diff(ctx, folder, results, as_json, **options):
 @click.pass_context
 def export(ctx, folder, target, as_json, to):
     """Write cases as ONNX's test data sets, where ONNX has the operator."""
-    said(ctx, tools.export(folder, target, to=to), as_json)
+    print_result(ctx, tools.export(folder, target, to=to), as_json)

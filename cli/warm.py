@@ -1,4 +1,4 @@
-"""`kvkit warm`: compile ahead, in processes of its own, what calls would wait for, on the CPU or on a GPU."""
+"""`kvkit warm`: compile code ahead of calls, in several processes, for the CPU or a GPU."""
 
 import concurrent.futures
 import contextlib
@@ -22,8 +22,8 @@ GROUP = 8
 COUNT = click.IntRange(1)
 
 
-def kinds(texts, data, dim, queries):
-    """(text, kind) of each cache that a command line names."""
+def parse_formats(texts, data, dim, queries):
+    """Return (text, kind) for each cache that a command line names."""
     legal = [*(fmt.name for fmt in formats.FLOATS), *CODES]
     for text in ",".join(texts or [USUAL]).split(","):
         name, _, group = text.partition("/")
@@ -55,11 +55,11 @@ def kinds(texts, data, dim, queries):
 )  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def warm(what, texts, data, dim, queries, backend, quiet):
-    """Compile ahead what calls would wait for.
+    """Compile code ahead of the calls that need it.
 
-    Compiled code is kept, so that every process after this one starts at once; `kvkit info` shows where. As
-    many processes compile as there are CPUs. With --backend cuda they compile what steps over a cache in
-    pages take: appends, loads and attention together.
+    Compiled code is kept on disk, so that every later process starts at once; `kvkit info` shows where. A
+    process for each CPU compiles. --backend cuda compiles the kernels of steps over a cache in pages: append,
+    load and attention together.
 
     \b
     Examples:
@@ -68,20 +68,20 @@ def warm(what, texts, data, dim, queries, backend, quiet):
       kvkit warm cache --formats int8/64,int4/32 --data float32
       kvkit warm --backend cuda --formats bfloat16,int8 --data bfloat16
     """
-    chosen = list(kinds(texts, data, dim, queries))
+    chosen = list(parse_formats(texts, data, dim, queries))
     if backend == "cpu":
-        ahead(tasks(what, chosen), quiet)
+        compile_waves(task_waves(what, chosen), quiet)
         return
     if what != "all":
         raise KvkitError(f"{what}: --backend cuda compiles attention and cache together: leave {what} out")
-    name, folder = device()
-    ahead([[(f"kernels for a cache of {text}", "kernels", kind) for text, kind in chosen]], quiet)
+    name, folder = find_device()
+    compile_waves([[(f"kernels for a cache of {text}", "kernels", kind) for text, kind in chosen]], quiet)
     if not quiet:
         click.echo(f"for {name}; compile cache {show.kept_in(folder)}")
 
 
-def device():
-    """The GPU that kernels are compiled for, and where they are kept; an error if there is none."""
+def find_device():
+    """Return the name of the GPU that kernels are compiled for, and the folder of their code."""
     from kvkit_cuda.device_runtime import needs
 
     needs.packages()
@@ -93,8 +93,8 @@ def device():
     return host.name(), compiled.folder()
 
 
-def tasks(what, kinds):
-    """Waves of tasks, (name, task, kind): those of one share little code, those of the next need it."""
+def task_waves(what, kinds):
+    """Return waves of tasks (name, task, kind). Tasks of a wave share little code; the next wave needs it."""
     (_, usual), *_ = kinds
     first, second = [("index tensors of a step", "step", usual)], []
     if what != "cache":
@@ -105,14 +105,14 @@ def tasks(what, kinds):
     return [first, second]
 
 
-def ahead(waves, quiet=False):
-    """Run all tasks, in as many processes as help."""
+def compile_waves(waves, quiet=False):
+    """Run all tasks, a process for each CPU."""
     count = min(os.cpu_count() or 1, len(waves[0]))
     idle = queue.SimpleQueue()
     command, environment = [sys.executable, "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
 
     def run(name, task, kind):
-        """One task, in the next process that is idle."""
+        """Run one task in the next idle process."""
         process = idle.get()
         process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")
         process.stdin.flush()

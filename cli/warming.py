@@ -1,6 +1,6 @@
-"""The calls that `kvkit warm` compiles for, in a process that it starts: a line asks, a line answers.
+"""Make the calls that `kvkit warm` compiles, in a process of its own. A line of stdin is a task.
 
-A task returns what there is to say besides its name, or None.
+A task returns a text to print after its name, or None.
 """
 
 import json
@@ -21,7 +21,7 @@ SCALE = "float16"
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache to compile for: floats, or codes that share a scale in groups, of data of a type of floats."""
+    """Describe a cache to compile for: its format, the type of its data, and its heads."""
 
     cache: str
     group: int
@@ -31,12 +31,12 @@ class Kind:
 
 
 def arrays(kind, tokens, heads=1):
-    """Keys or values of so many tokens."""
+    """Return keys or values of so many tokens."""
     return np.ones((1, tokens, heads, kind.dim), formats.BY_NAME[kind.data].dtype)
 
 
 def empty(kind, rows):
-    """An empty cache, and what operators have to know of it."""
+    """Return an empty cache and the attributes that describe it."""
     bits = CODES.get(kind.cache, 0)
     dtype, last = formats.BY_NAME[kind.cache].dtype, kind.dim * bits // 8 if bits else kind.dim
     scale = np.zeros((1, 1, 2, rows, 1, kind.dim // kind.group), SCALE) if bits else None
@@ -45,21 +45,21 @@ def empty(kind, rows):
 
 
 def cache(kind):
-    """Appends and loads, in one thread and in all."""
+    """Append and load, on one thread and on all."""
     for tokens in SIZES:
         new = arrays(kind, tokens)
         kvkit.key_value_cache(new, new, 0, **empty(kind, tokens))
 
 
 def attention(kind):
-    """What attention to any cache shares: a prompt, then a token."""
+    """Attend with a prompt, then with a token: all formats share this code."""
     for tokens in PROMPT, 1:
         query, new = arrays(kind, tokens, kind.queries), arrays(kind, PROMPT)
         kvkit.multi_head_attention(query, new, new, **heads(kind))
 
 
 def attention_to_cache(kind):
-    """A prompt, then a token."""
+    """Attend over a cache with a prompt, then with a token."""
     given = empty(kind, PROMPT + 1)
     for past, tokens in ((0, PROMPT), (PROMPT, 1)):
         query, new = arrays(kind, tokens, kind.queries), arrays(kind, tokens)
@@ -67,16 +67,17 @@ def attention_to_cache(kind):
 
 
 def heads(kind):
+    """Return the attributes of heads."""
     return {"num_heads": kind.queries, "num_kv_heads": 1, "head_dim": kind.dim}
 
 
 def step(kind):
-    """The check of a page table."""
+    """Check a page table."""
     kvkit.dynamic_batching.plan([0, 1], [0, 1], [[0]], start_pos=[0], cache_mode=1, page_size=16)
 
 
 def kernels(kind):
-    """Those of a GPU."""
+    """Compile the kernels of a GPU."""
     from kvkit_cuda import warm
 
     before = dict(warm.compiled.counts)
@@ -88,6 +89,7 @@ TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, 
 
 
 def main():
+    """Run the tasks that stdin names, and print a line for each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one
     for line in sys.stdin:
         task, kind = json.loads(line)

@@ -1,6 +1,6 @@
-"""A file that is changed while it is mapped: what is read then is neither the old nor the new.
+"""Notice that another program changes a file while it is mapped, and refuse its arrays.
 
-Where it was shortened the system ends whoever reads behind its end, by SIGBUS and without a word.
+If the file was shortened, the system ends a process that reads behind its end: SIGBUS, without a message.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from kvkit.files.errors import file_error
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
-def changed(path, status):
-    """Whether a file is no longer as its status said."""
+def is_changed(path, status):
+    """Return whether a file has changed since its status was taken."""
     with contextlib.suppress(OSError):
         now = os.stat(path)
         return os.path.samestat(now, status) and (now.st_size, now.st_mtime_ns) != (
@@ -24,27 +24,28 @@ def changed(path, status):
     return False  # it has gone, and the mapping keeps its bytes
 
 
-def complaint(path):
+def changed_error(path):
+    """Return the error that names a changed file."""
     return file_error(path, "another program changed it while it was in use", "run this again")
 
 
-def check(path, status):
+def refuse_changed(path, status):
     """Refuse results of a file that was changed; `status` is None if none is mapped."""
-    if status and changed(path, status):
-        raise complaint(path)
+    if status and is_changed(path, status):
+        raise changed_error(path)
 
 
 @contextlib.contextmanager
-def watched(path, status):
-    """Say so if the system ends the process because a mapped file was shortened."""
+def watching(path, status):
+    """Print a message if the system ends the process because a mapped file was shortened."""
     if status is None or os.name != "posix":  # Windows lets nobody change a mapped file
         yield
         return
 
     def ended(number):
-        # Whoever reads an array holds nothing that Python needs to speak.
-        if changed(path, status):
-            os.write(2, f"kvkit: {complaint(path)}\n".encode())
+        # A thread that reads an array holds no lock that Python needs to write this.
+        if is_changed(path, status):
+            os.write(2, f"kvkit: {changed_error(path)}\n".encode())
             os._exit(1)
         libc.signal(number, None)  # another fault: it comes again, and ends the process
 

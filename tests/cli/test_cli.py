@@ -245,7 +245,7 @@ def test_info_about_a_gpu(found, monkeypatch):
         monkeypatch.setattr(needs, "told", list)
         for name, value in {"current": 0, "require_device": None, "name": "a GPU"}.items():
             monkeypatch.setattr(host, name, lambda *_, value=value: value)
-    text = info.facts()["backend cuda"]
+    text = info.system_facts()["backend cuda"]
     expected = "works on a GPU" if found else "not available: kvkit_cuda: expected an NVIDIA GPU"
     assert text.startswith(expected)
 
