@@ -1,6 +1,7 @@
 """What the house forbids itself, read from its syntax trees."""
 
 import ast
+import re
 from pathlib import Path
 
 import kvkit
@@ -37,3 +38,13 @@ def test_no_object_touches_anothers_private_names():
             elif isinstance(node, ast.ImportFrom):
                 found[name].update(alias.name for alias in node.names if is_private(alias.name))
     assert {name: names for name, names in found.items() if names} == FOREIGN
+
+
+def test_no_test_imports_another():
+    """What tests share is in `scenes/`, `oracles/` and `ptx/`, so that each may go or move alone."""
+    tests = Path(__file__).parent
+    found = {
+        path.name: re.findall(r"(?m)^\s*(?:from|import) test_\w+", path.read_text())
+        for path in tests.rglob("*.py")
+    }
+    assert {name: lines for name, lines in found.items() if lines} == {}

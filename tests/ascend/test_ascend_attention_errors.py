@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from test_ascend_attention import apart_or_not, call_of, run
-from test_ascend_blocks import refused
+from ascend_attention_scenes import apart_or_not, call_of, run
+from ascend_block_scenes import refused
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 

@@ -3,20 +3,11 @@
 import backends
 import numpy as np
 import pytest
+from ascend_block_scenes import INT64_MAX, INT64_MIN, NO_BLOCK, caches_of, refused
+from ascend_scenes import DTYPES, Memory, any_bits, dtypes_of, every_dtype, index_array, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ascend import (
-    DTYPES,
-    Memory,
-    any_bits,
-    dtypes_of,
-    every_dtype,
-    index_array,
-    random_heads,
-    seeds,
-)
 
-from kvkit import KvkitError
 from kvkit.reference import ascend as oracle
 
 block_copy = backends.operators.ascend.block_copy
@@ -24,33 +15,10 @@ nd_to_nz = backends.operators.ascend.nd_to_nz
 nz_to_nd = backends.operators.ascend.nz_to_nd
 paged_cache_load = backends.operators.ascend.paged_cache_load
 
-INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 formats_of = st.sampled_from(["ND", "NZ"])
-NO_BLOCK = [-1, -2, 100, 2**31, INT64_MAX, INT64_MIN]
-
-
-def refused(call, name, *written):
-    before = [array.tobytes() for array in written]
-    with pytest.raises(KvkitError) as error:
-        call()
-    message = str(error.value)
-    assert message.startswith(name), message
-    assert ": expected " in message
-    assert ", got " in message
-    assert [array.tobytes() for array in written] == before
 
 
 # paged_cache_load
-
-
-def caches_of(rng, dtypes, cache_format, blocks, rows):
-    heads, dims = random_heads(rng, cache_format, *dtypes)
-    caches = []
-    for dtype, dim in zip(dtypes, dims, strict=True):
-        size = dtype.itemsize
-        nz = (blocks, heads * dim * size // 32, rows, 32 // size)
-        caches.append(any_bits(rng, nz if cache_format == "NZ" else (blocks, rows, heads, dim), dtype))
-    return caches
 
 
 @settings(max_examples=120)

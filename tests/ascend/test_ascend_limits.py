@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_ascend_blocks import refused
+from ascend_block_scenes import refused
 
 from kvkit.ascend import block_copy, compressed_slots, paged_cache_load, razor_windows, slots
 

@@ -6,9 +6,9 @@ import backends
 import exact_mean
 import numpy as np
 import pytest
+from ascend_scenes import FLOATS, finite, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ascend import FLOATS, finite, seeds
 
 from kvkit.cpu.copy import pieces
 from kvkit.reference import ascend as oracle

@@ -1,12 +1,11 @@
 """What holds between calls of `reshape_and_cache`, whatever an oracle says."""
 
 import backends
-import numba
 import numpy as np
 import pytest
+from ascend_scenes import FLOATS, any_bits, compressed_call, dtypes_of, finite, needs_two, seeds, with_threads
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ascend import FLOATS, any_bits, compressed_call, dtypes_of, finite, seeds
 
 from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
@@ -157,18 +156,6 @@ def test_int32_is_int64_and_strided_is_contiguous(rng, dtype, mode):
 
 
 # Threads
-
-
-def with_threads(count, call):
-    before = numba.get_num_threads()
-    numba.set_num_threads(count)
-    try:
-        return call()
-    finally:
-        numba.set_num_threads(before)
-
-
-needs_two = pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
 
 
 @needs_two

@@ -4,12 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from attention_scenes import assert_near
+from ascend_block_scenes import refused
+from ascend_scenes import any_bits, seeds
+from attention_scenes import TOLERANCE, assert_near, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ascend import any_bits, seeds
-from test_ascend_attention import TOLERANCE, normal
-from test_ascend_blocks import refused
 
 from kvkit.ascend import (
     CompressType,

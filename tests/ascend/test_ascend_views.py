@@ -4,7 +4,7 @@ import backends
 import ml_dtypes
 import numpy as np
 import pytest
-from test_ascend import any_bits, check, every_dtype, finite, random_slots
+from ascend_scenes import any_bits, check, every_dtype, finite, random_slots
 
 from kvkit.reference import ascend as oracle
 from kvkit.reference.ascend import KVHEAD, ROPE

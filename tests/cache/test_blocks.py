@@ -1,45 +1,12 @@
 """Blocks and steps: the specification's vectors, copies on write, crops, cost."""
 
-import pickle
 import time
 
 import numpy as np
 import pytest
+from block_scenes import P, filled, refused, run, state
 
-from kvkit import KvkitError
 from kvkit.cache import BlockAllocator
-
-P = 4
-
-
-def run(blocks, *sequences):
-    """A whole step."""
-    with blocks.begin_step(sequences) as step:
-        return step
-
-
-def filled(blocks, token_ids):
-    """A sequence of tokens that are in the cache."""
-    seq = blocks.add(token_ids)
-    run(blocks, (seq, len(token_ids) - seq.length))
-    return seq
-
-
-def state(blocks, *sequences):
-    """All that an error must leave alone."""
-    held = [
-        (seq.blocks, seq.length, seq.token_ids.tolist(), seq.pending, list(seq.chain)) for seq in sequences
-    ]
-    return pickle.dumps(vars(blocks._pool)), held, blocks.open_step
-
-
-def refused(blocks, action, *arguments, sequences=(), **more):
-    """The message of an error that changes nothing."""
-    before = state(blocks, *sequences)
-    with pytest.raises(KvkitError) as error:
-        action(*arguments, **more)
-    assert state(blocks, *sequences) == before
-    return str(error.value)
 
 
 def specified():

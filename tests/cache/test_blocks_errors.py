@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from test_blocks import P, filled, refused, run, state
+from block_scenes import P, filled, refused, run, state
 
 from kvkit import KvkitError
 from kvkit.cache import BlockAllocator, OutOfBlocksError

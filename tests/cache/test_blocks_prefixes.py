@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from test_blocks import P, filled, refused, run
+from block_scenes import P, filled, refused, run
 
 from kvkit.cache import BlockAllocator
 

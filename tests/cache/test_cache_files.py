@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cache_model import KINDS
+from folder_scenes import assert_same, filled, four_layers, random
 
 import kvkit
 from kvkit.cache import (
@@ -17,7 +18,6 @@ from kvkit.cache import (
     QuantizedLayer,
     SlidingWindowLayer,
     StaticLayer,
-    StaticSlidingWindowLayer,
     load,
 )
 from kvkit.files import members
@@ -26,64 +26,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
 
 
-def four_layers():
-    return [DynamicLayer(), SlidingWindowLayer(4), StaticLayer(20), StaticSlidingWindowLayer(20, 4)]
-
-
-def random(dtype, count, seed=0, dims=(4, 6)):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal((2, 3, count, dim)).astype(dtype) for dim in dims]
-
-
-def filled(dtype=np.float32, counts=(6, 1)):
-    cache = Cache(four_layers())
-    for seed, count in enumerate(counts):
-        for i in range(len(cache)):
-            cache.update(*random(dtype, count, seed + i), i)
-    return cache
-
-
-def assert_same(one, other):
-    """Both have the same tokens, and go on alike."""
-    assert len(one) == len(other)
-    for a, b in zip(one.layers, other.layers, strict=True):
-        assert type(a) is type(b)
-        assert (a.get_seq_length(), a.describe(), a.record_past) == (
-            b.get_seq_length(), b.describe(), b.record_past,
-        )  # fmt: skip
-        assert (a.keys is None) == (b.keys is None)
-        for side in ("keys", "values") if a.keys is not None else ():
-            got, expected = getattr(a, side), getattr(b, side)
-            assert got.dtype == expected.dtype
-            assert got.shape == expected.shape
-            assert got.tobytes() == expected.tobytes()
-
-
-def assert_alike_from_now_on(one, other, dtype):
-    """Updates, attention and crops give the same bytes."""
-    for i in range(len(one)):
-        for seed, count in enumerate((1, 3, 1, 1)):
-            new = random(dtype, count, 50 + seed)
-            for a, b in zip(one.update(*new, i), other.update(*new, i), strict=True):
-                assert a.tobytes() == b.tobytes()
-            query = random(dtype, count, 90 + seed)[0]
-            assert one.attend(query, i).tobytes() == other.attend(query, i).tobytes()
-    assert_same(one, other)
-
-
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "cache.npz"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("counts", [(6, 1), (2,), (0,), ()], ids=str)
-def test_round_trip(path, dtype, counts):
-    cache = filled(dtype, counts)
-    cache.save(path)
-    again = load(path)
-    assert_same(again, cache)
-    assert_alike_from_now_on(again, cache, dtype)
 
 
 def test_a_layer_without_tokens_beside_others(path):
@@ -91,22 +36,6 @@ def test_a_layer_without_tokens_beside_others(path):
     cache.update(*random(np.float32, 3), 2)
     cache.save(path)
     assert_same(load(path), cache)
-
-
-def test_cropped_and_recording_layers(path):
-    cache = Cache(four_layers())
-    cache.activate_past_recording()
-    for i in range(4):
-        cache.update(*random(np.float32, 6), i)
-    cache.save(path)
-    again = load(path)
-    assert again.layers[1].keys.shape[2] == 6
-    assert_same(again, cache)
-    for some in (cache, again):
-        some.crop(-1)
-    assert_same(again, cache)
-    cache.save(path)
-    assert_alike_from_now_on(load(path), cache, np.float32)
 
 
 def test_what_was_loaded_is_in_memory(path):

@@ -1,39 +1,22 @@
 """Files that are not what they say are refused by `load`."""
 
-import json
 import zipfile
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_cache_files import filled
+from folder_scenes import changed, filled, sealed
 
 import kvkit
-from kvkit.cache import load, saving
+from kvkit.cache import load
 from kvkit.files import npz
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def changed(path, change):
-    """Write the file again after a change of its arrays and of what it says of the cache."""
-    contents = npz.read(path)
-    arrays = {name: array.copy() for name, array in contents.arrays.items()}
-    about = json.loads(json.dumps(contents.metadata["cache"]))
-    about = change(arrays, about) or about
-    npz.write(path, arrays, {"cache": about})
-
-
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "cache.npz"
-
-
-def sealed(about, arrays):
-    """As if it had been written so."""
-    about["arrays"] = {name: [array.dtype.name, *array.shape] for name, array in arrays.items()}
-    del about["fingerprint"]
-    about["fingerprint"] = saving.fingerprint(about, arrays)
 
 
 def one_bit(arrays, about):

@@ -180,20 +180,6 @@ def test_indices_that_one_layer_lacks_change_none():
         cache.repeat(0)
 
 
-def test_reorder_twice_is_reorder_of_the_order():
-    rng = np.random.default_rng(0)
-    a, b = rng.integers(0, 5, 7), rng.integers(0, 7, 4)
-    one, other = DynamicCache(), DynamicCache()
-    for cache in (one, other):
-        states = np.random.default_rng(1).standard_normal((2, 5, 2, 3, 4)).astype(np.float16)
-        cache.update(*states, 0)
-    one.reorder(a)
-    one.reorder(b)
-    other.reorder(a[b])
-    assert one.layers[0].keys.tobytes() == other.layers[0].keys.tobytes()
-    assert one.layers[0].values.tobytes() == other.layers[0].values.tobytes()
-
-
 def test_changes_of_a_cache_without_tokens():
     cache = DynamicCache(2)
     cache.reorder([3])

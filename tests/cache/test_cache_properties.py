@@ -1,13 +1,22 @@
-"""Random sequences of operations on every kind of layer, in memory and in files, against a list of tokens."""
+"""Random sequences of operations on every kind of layer, in memory and in files, against a list of tokens.
 
+Between operations a cache is copied, or saved and loaded; its folder is closed and opened, or left by a
+process that ends; its disk has no room.
+"""
+
+import copy
+import pickle
 import shutil
 import tempfile
+from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 from attention_scenes import TOLERANCE, assert_near
 from cache_model import KINDS, Model, arrays_of, tokens_of
+from folder_scenes import ON_DISK, full_disk, names
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -19,11 +28,13 @@ from kvkit.cache import (
     SlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
+    load,
 )
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 HEADS, GROUP, DIMS = 2, 2, (5, 3)
 MAX = 24
+COPIES = {"copy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
 
 
 def layer_of(kind, window):
@@ -44,22 +55,30 @@ class Operations(RuleBasedStateMachine):
     @initialize(window=st.integers(1, 9), dtype=st.sampled_from(DTYPES), batch=st.integers(1, 3))
     def begin(self, window, dtype, batch):
         self.model = Model(self.kind, window if "sliding" in self.kind else None, MAX)
-        self.cache, self.folder = Cache([layer_of(self.kind, window)]), None
-        if self.offloaded:
-            self.folder = tempfile.mkdtemp()
-            self.cache.offload(self.folder, only_non_sliding=False)
-        (self.layer,) = self.cache.layers
+        self.room = Path(tempfile.mkdtemp())
+        self.folder, self.folders = self.room / "0", 0
+        self.go_on_with(Cache([layer_of(self.kind, window)]))
         self.dtype, self.batch, self.rng = dtype, batch, np.random.default_rng(window)
         self.queries = 0  # of the last tokens, whose windows are there
 
+    def go_on_with(self, cache):
+        """Take a cache in memory, or move it to files."""
+        if self.offloaded:
+            cache.offload(self.folder, only_non_sliding=False)
+        self.cache, (self.layer,) = cache, cache.layers
+
     def teardown(self):
-        if getattr(self, "folder", None):
+        if getattr(self, "room", None):
             self.cache.close()
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self.room)
 
     def new(self, count):
-        shape = self.batch, HEADS, count
-        return [self.rng.standard_normal((*shape, dim)).astype(self.dtype) for dim in DIMS]
+        """Tokens, contiguous or fused with others and turned."""
+        if self.rng.random() < 0.5:
+            shape = self.batch, HEADS, count
+            return [self.rng.standard_normal((*shape, dim)).astype(self.dtype) for dim in DIMS]
+        fused = self.rng.standard_normal((self.batch, count, 3, HEADS, 2 * DIMS[0])).astype(self.dtype)
+        return [fused[:, ::-1, 1, :, ::-2].swapaxes(1, 2), fused[:, :, 2, :, : DIMS[1]].swapaxes(1, 2)]
 
     def append(self, count, start=None):
         """Update both; what is returned has the model's tokens, and zeros after them."""
@@ -74,12 +93,14 @@ class Operations(RuleBasedStateMachine):
             np.zeros((self.batch, HEADS, DIMS[1]), self.dtype),
         )
         expected = arrays_of(self.model.update(tokens_of(keys, values)), like)
+        keys[...] = values[...] = 99  # they were copied
         for got, side in zip(returned, expected, strict=True):
             whole = np.zeros((*side.shape[:2], length, side.shape[3]), side.dtype)
             whole[:, :, : side.shape[2]] = side
             assert got.dtype == side.dtype
             assert got.shape == whole.shape
             assert got.tobytes() == whole.tobytes()
+            assert not got.size or got[0, 0].flags.c_contiguous
         self.same(like)
         self.queries = count
         if count:
@@ -100,6 +121,7 @@ class Operations(RuleBasedStateMachine):
     def same(self, like=None):
         """Everything that can be seen is as the model has it."""
         assert self.layer.get_seq_length() == len(self.model)
+        assert self.layer.record_past == self.model.recording
         for count in (0, 1, 3, 12):
             assert self.layer.get_mask_sizes(count) == self.model.sizes(count)
         if self.model.stored:
@@ -147,10 +169,18 @@ class Operations(RuleBasedStateMachine):
         self.same()
 
     @precondition(lambda self: self.kind == "sliding")
-    @rule()
-    def record(self):
-        self.model.recording = True
-        self.cache.activate_past_recording()
+    @rule(room=st.booleans())
+    def record(self, room):
+        if self.offloaded and not room and not self.model.recording:
+            with (
+                mock.patch.object(*ON_DISK["sidecar"](), full_disk),
+                pytest.raises(OSError, match="No space"),
+            ):
+                self.cache.activate_past_recording()
+            self.same()
+        else:
+            self.model.recording = True
+            self.cache.activate_past_recording()
 
     @precondition(lambda self: len(self.model) and self.layer.keys is not None)
     @rule(data=st.data())
@@ -185,10 +215,56 @@ class Operations(RuleBasedStateMachine):
     def settle(self):
         """What an update of another layer does."""
         self.layer.settle()
+        self.last_query()
+
+    def last_query(self):
+        """Only the window of the last token need be there."""
         self.same()
         self.queries = min(self.queries, 1)
         if self.queries:
             self.attend(1)
+
+    @rule(how=st.sampled_from([*COPIES, "file"]))
+    def come_back(self, how):
+        """Go on with what a copy or a file gives, which is in memory, without the files of the other one."""
+        before, path = self.cache, self.room / "cache.npz"
+        if how == "file":
+            before.save(path)
+        again = load(path) if how == "file" else COPIES[how](before)
+        before.close()
+        if self.offloaded:
+            assert names(self.folder) == []
+        self.go_on_with(again)
+        self.last_query()
+
+    @precondition(lambda self: self.offloaded)
+    @rule(closed=st.booleans())
+    def open_again(self, closed):
+        """Go on with the folder, closed or as a process that ends leaves it."""
+        before, self.folders = self.folder, self.folders + 1
+        self.cache.folder.keep = closed
+        self.folder = self.room / str(self.folders)
+        if closed:
+            self.cache.close()
+        shutil.copytree(before, self.folder)
+        if not closed:
+            self.cache.close()
+            assert names(before) == []
+        self.cache = Cache.open(self.folder, keep=False)
+        (self.layer,) = self.cache.layers
+        self.last_query()
+
+    @precondition(lambda self: self.offloaded and len(self.model) and self.layer.keys is not None)
+    @rule(what=st.sampled_from([*ON_DISK]))
+    def lack_room(self, what):
+        before, calls = names(self.folder), [lambda: self.cache.repeat(2), lambda: self.cache.select([0, 0])]
+        if self.kind in ("dynamic", "sliding"):
+            calls.append(lambda: self.cache.update(*self.new(80), 0))
+        for call in calls:
+            with mock.patch.object(*ON_DISK[what](), full_disk), pytest.raises(OSError, match="No space"):
+                call()
+        assert names(self.folder) == before
+        self.last_query()
 
     @precondition(lambda self: len(self.model) > 6)
     @rule()

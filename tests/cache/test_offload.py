@@ -1,19 +1,25 @@
 """Layers in files: the same bytes, whatever happens to the process, the disk or the memory."""
 
-import copy
 import json
 import os
-import shutil
-import subprocess
 import sys
-import textwrap
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_cache_files import assert_alike_from_now_on, assert_same, four_layers, random
+from folder_scenes import (
+    DIMS,
+    assert_alike_from_now_on,
+    assert_same,
+    fill,
+    five_layers,
+    four_layers,
+    names,
+    random,
+    run,
+)
 
-from kvkit.cache import Cache, DynamicCache, QuantizedLayer, QuantSpec, SlidingWindowLayer, StaticCache
+from kvkit.cache import Cache, DynamicCache, QuantSpec, StaticCache
 from kvkit.cache.stores import mapped
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -21,55 +27,21 @@ DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
 CODES = QuantSpec(8, group=2)
 
 
-def run(script, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)], capture_output=True, text=True
-    )
-
-
-def fill(cache, dtype=np.float32, counts=(6, 1, 1)):
-    for seed, count in enumerate(counts):
-        for i in range(len(cache)):
-            cache.update(*random(dtype, count, seed + i), i)
-    return cache
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("only_non_sliding", [True, False])
-def test_files_change_no_result(tmp_path, dtype, when, only_non_sliding):
-    memory, files = fill(Cache(four_layers()), dtype), Cache(four_layers())
-    if when == "before":
-        files.offload(tmp_path, only_non_sliding)
-    fill(files, dtype)
-    if when == "after":
-        files.offload(tmp_path, only_non_sliding)
-    in_files = [isinstance(layer.store, mapped.MappedStore) for layer in files.layers]
-    assert in_files == ([True, False, True, False] if only_non_sliding else [True] * 4)
-    assert_same(files, memory)
-    assert_alike_from_now_on(files, memory, dtype)
-    for change in (
-        lambda cache: cache.reorder([1, 1]),
-        lambda cache: cache.repeat(2),
-        lambda cache: cache.select([3, 0]),
-    ):
-        change(memory)
-        change(files)
-        assert_same(files, memory)
-    assert_alike_from_now_on(files, memory, dtype)
-    for cache in (memory, files):
-        cache.layers[0].crop(3)
-        cache.layers[2].crop(-2)
-    assert_same(files, memory)
-    for cache in (memory, files):
-        cache.reset()
-        fill(cache, dtype)
-    assert_same(files, memory)
+def test_layers_in_files_and_in_memory(tmp_path, only_non_sliding):
+    """Of all kinds, and layers that stayed in memory: equal bit for bit while open and opened again."""
+    memory, files = (fill(Cache(five_layers()), dims=DIMS) for _ in "ab")
+    files.offload(tmp_path, only_non_sliding, keep=True)
+    in_files = [layer.store.file is not None for layer in files.layers]
+    assert in_files == ([True, False, True, False, True] if only_non_sliding else [True] * 5)
+    assert_alike_from_now_on(files, memory, np.float32, DIMS)
     files.close()
+    assert files.get_seq_length() == 0
+    with Cache.open(tmp_path) as again:
+        assert_alike_from_now_on(again, memory, np.float32, DIMS)
+    with Cache.open(tmp_path, keep=False) as third:
+        assert_same(third, memory)
+    assert names(tmp_path) == []
 
 
 def test_close_deletes_the_files(tmp_path):
@@ -101,23 +73,6 @@ def test_old_files_go_when_a_layer_grows(tmp_path):
     assert raw == ["layer-000-7.raw"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("only_non_sliding", [True, False])
-def test_kept_files_open_again(tmp_path, dtype, only_non_sliding):
-    """Sliding layers that were in memory are there too; equal bit for bit, and so is what follows."""
-    expected, cache = fill(Cache(four_layers()), dtype), fill(Cache(four_layers()), dtype)
-    cache.offload(tmp_path, only_non_sliding, keep=True)
-    cache.close()
-    assert cache.get_seq_length() == 0
-    again = Cache.open(tmp_path)
-    assert_same(again, expected)
-    assert_alike_from_now_on(again, expected, dtype)
-    again.close()
-    with Cache.open(tmp_path, keep=False) as third:
-        assert_same(third, expected)
-    assert names(tmp_path) == []
-
-
 def test_kept_layers_without_tokens_and_recorded_ones(tmp_path):
     caches = [
         DynamicCache(layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=3) for _ in "ab"
@@ -137,52 +92,6 @@ def test_kept_layers_without_tokens_and_recorded_ones(tmp_path):
         cache.crop(-2)
     assert_same(again, caches[0])
     again.close()
-
-
-@pytest.mark.parametrize("tokens", [0, 8])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("layer", [SlidingWindowLayer(3), QuantizedLayer(CODES, CODES, 2)], ids=repr)
-def test_recording_is_remembered_at_once(tmp_path, layer, when, tokens):
-    """Whether there are tokens or not, by a folder that is closed and by one whose process ends."""
-
-    def recording(place, **options):
-        with Cache.open(place, **options) as again:
-            return again.layers[0].record_past
-
-    cache = Cache([copy.deepcopy(layer)])
-    fill(cache, counts=(tokens,) * bool(tokens))
-    if when == "before":
-        cache.activate_past_recording()
-    cache.offload(tmp_path / "cache", only_non_sliding=False, keep=True)
-    if when == "after":
-        cache.activate_past_recording()
-    shutil.copytree(tmp_path / "cache", tmp_path / "crashed")
-    assert recording(tmp_path / "crashed", keep=False) is True
-    cache.close()
-    assert recording(tmp_path / "cache") is True
-    with Cache.open(tmp_path / "cache") as again:
-        fill(again)
-        again.crop(-4)
-        again.reset()
-        assert recording(shutil.copytree(tmp_path / "cache", tmp_path / "reset")) is False
-    assert recording(tmp_path / "cache") is False
-
-
-def test_a_recording_that_the_disk_does_not_take_has_not_begun(tmp_path, monkeypatch):
-    cache = Cache([SlidingWindowLayer(3)])
-    cache.offload(tmp_path, only_non_sliding=False)
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    for _ in "ab":  # without tokens, and with some
-        with monkeypatch.context() as patch:
-            patch.setattr(mapped.os, "write", full)
-            with pytest.raises(OSError, match="No space"):
-                cache.activate_past_recording()
-        assert not cache.layers[0].record_past
-        fill(cache)
-    cache.close()
 
 
 def test_layers_made_later_are_in_files_too(tmp_path):

@@ -6,22 +6,17 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
+from folder_scenes import DIMS, as_folder, files_of, five_layers, full_disk, names, random, watched
 from quantized_cache_scenes import OPTIONS
-from test_cache_files import four_layers, random
-from test_offload import names
-from test_offload_quantized_crashes import watched
 
 from kvkit.cache import Cache, DynamicLayer, QuantizedLayer, SlidingWindowLayer
 from kvkit.cache.offload import Folder
 from kvkit.cache.stores import mapped
 
-DIMS = 4, 8
-
 
 def filled(*counts):
     """Layers of all kinds."""
-    cache = Cache([*four_layers(), QuantizedLayer(**OPTIONS | {"residual_length": 2})])
-    return more(cache, *counts)
+    return more(Cache(five_layers()), *counts)
 
 
 def filled_twice():
@@ -89,10 +84,7 @@ def next_step(cache):
 
 def opened(folder, files):
     """What a folder of these files opens to, and what follows; the folder is deleted."""
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    with Cache.open(folder, keep=False) as cache:
+    with Cache.open(as_folder(folder, files), keep=False) as cache:
         found = contents(cache), next_step(cache)
     assert not list(folder.iterdir())
     folder.rmdir()
@@ -123,9 +115,7 @@ def test_a_process_may_end_at_any_line(tmp_path, make, change):
     cache.close()
 
     # An opening that completes the change may end at any line too.
-    (tmp_path / "half").mkdir()
-    for name, data in moments[found.index(1)].items():
-        (tmp_path / "half" / name).write_bytes(data)
+    as_folder(tmp_path / "half", moments[found.index(1)])
     found.clear()
     watched(tmp_path / "half", seen, lambda: Cache.open(tmp_path / "half"))
     assert len(found) >= len(cache)
@@ -142,7 +132,7 @@ def test_a_crop_is_done_once(tmp_path, change):
         for i in range(len(each)):
             batch = each.layers[i].batch_size or 2
             each.update(*(x[:batch] for x in random(np.float32, 3, 7, DIMS)), i)
-    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    files = files_of(tmp_path / "cache")
     assert opened(tmp_path / "crashed", files) == (contents(expected), next_step(expected))
     cache.close()
 
@@ -154,18 +144,15 @@ def test_no_room_on_the_disk_for_a_crop(tmp_path, monkeypatch, name):
     cache.offload(tmp_path / "cache")
     before, files = contents(cache), names(tmp_path / "cache")
 
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(mapped.os, name, full)
+        patch.setattr(mapped.os, name, full_disk)
         for change in (lambda: cache.crop(-3), cache.reset):
             with pytest.raises(OSError, match="No space"):
                 change()
     assert contents(cache) == before
     assert names(tmp_path / "cache") == files
     more(cache, 1)
-    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    files = files_of(tmp_path / "cache")
     assert opened(tmp_path / "crashed", files) == (contents(cache), next_step(cache))
     cache.close()
 
@@ -252,7 +239,7 @@ def test_an_interrupt_leaves_a_folder_that_goes_on(tmp_path):
             lambda cache: cache.repeat(2),
         ):
             change(cache)
-            files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+            files = files_of(tmp_path / "cache")
             assert opened(tmp_path / "crashed", files)[0] == contents(cache)
         cache.close()
         assert names(tmp_path / "cache") == []

@@ -5,66 +5,24 @@ import os
 
 import numpy as np
 import pytest
-from quantized_cache_scenes import OPTIONS, feed, states
+from folder_scenes import ON_DISK, full_disk, names
+from quantized_cache_scenes import (
+    KINDS,
+    OPTIONS,
+    assert_alike_from_now_on,
+    assert_same,
+    attended,
+    do,
+    feed,
+    some_operations,
+    states,
+)
 from scenes import first_quick
-from test_offload import names
-from test_quantized_cache_files import SPECS, assert_same
 
 import kvkit
 from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, QuantSpec
 from kvkit.cache.stores import mapped
 from kvkit.cache.stores.coded import MappedCodeStore
-
-KINDS = OPTIONS, SPECS["token and channel"], OPTIONS | {"residual_length": 0, "sink": 0, "read_back": True}
-
-
-def some_operations(rng, count):
-    """(name, argument) of calls that any layer takes; in the last quarter past is recorded."""
-    batch, length = 2, 0
-    for i in range(count):
-        name = (
-            rng.choice(["update", "update", "update", "crop", "reorder", "repeat", "reserve"])
-            if i
-            else "update"
-        )
-        argument = int(rng.integers(0, 60))
-        if i == 3 * count // 4:
-            name, argument = "activate_past_recording", None
-        elif name == "update":
-            argument = int(rng.choice([0, 1, 1, 2, 7, 40]))
-            length += argument
-        elif name == "crop":
-            argument = -(argument % (min(length, 20) + 1))
-            length += argument
-        elif name == "reorder":
-            argument = rng.integers(0, batch, max(1, batch + rng.integers(-1, 2)))
-            batch = len(argument)
-        elif name == "repeat":
-            argument = 2 if batch < 3 else 1
-            batch *= argument
-        yield name, argument
-
-
-def do(layer, name, argument, seed):
-    """Call a method; what it returns, as bytes."""
-    if name == "update":
-        new = states(argument, layer.batch_size or 2, seed=seed)
-        return [np.asarray(view).tobytes() for view in layer.update(*new)]
-    return getattr(layer, name)(*(() if argument is None else (argument,)))
-
-
-def attended(layer):
-    if not layer.get_seq_length():
-        return None
-    query = states(1, layer.batch_size, 4, dims=(16,), seed=9)[0]
-    return layer.attend(query).tobytes()
-
-
-def assert_alike_from_now_on(one, other):
-    for seed, count in enumerate((1, 6, 1)):
-        assert do(one, "update", count, seed) == do(other, "update", count, seed)
-        assert attended(one) == attended(other)
-    assert_same(one, other)
 
 
 @pytest.mark.parametrize("case", first_quick(range(3)))
@@ -84,6 +42,11 @@ def test_files_change_no_result(tmp_path, case):
                     or not array.size
                 )
         assert len(names(tmp_path)) == 3
+        if seed % 10 == 9:  # closed and opened again
+            cache.folder.keep = True
+            cache.close()
+            cache = Cache.open(tmp_path, keep=False)
+            (layer,) = cache.layers
     for each in (layer, memory):
         each.reset()
     assert_same(layer, memory)
@@ -92,57 +55,16 @@ def test_files_change_no_result(tmp_path, case):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("recording", [False, True])
-def test_kept_files_open_again(tmp_path, when, recording):
-    types = ["full_attention", "sliding_attention", "full_attention"]
-    make = {"layer_types": types, "sliding_window": 4, "residual_length": 5, "sink": 2}
-    make |= {"key": OPTIONS["key"], "value": OPTIONS["value"]}
-    given, memory = states(80, dtype=np.float16), QuantizedCache(**make)
-    cache = QuantizedCache(**make, offload=tmp_path if when == "before" else None)
-    for each in (memory, cache):
-        for layer in each.layers[:2]:
-            feed(layer, given, 33)
-            if recording:
-                layer.activate_past_recording()
-            feed(layer, given, 57, 60)
-        if recording:
-            each.layers[0].crop(-3)
-    if when == "after":
-        cache.offload(tmp_path)
-    cache.folder.keep = True
-    cache.close()
-    for _ in range(2):
-        with Cache.open(tmp_path) as again:
-            assert_same(again.layers[0], memory.layers[0])
-            assert again.layers[2].keys is None
-            assert again.layers[1].keys.tobytes() == memory.layers[1].keys.tobytes()
-    with Cache.open(tmp_path, keep=False) as again:
-        for one, other in zip(again.layers, memory.layers, strict=True):
-            for end in (61, 80):
-                got, wanted = feed(one, given, end), feed(other, given, end)
-                assert [np.asarray(x).tobytes() for x in got] == [np.asarray(x).tobytes() for x in wanted]
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "where",
-    [lambda full: (mapped, "allocate", full), lambda full: (mapped.os, "write", full),
-     lambda full: (mapped.os, "replace", full), lambda full: (mapped.mmap, "mmap", full)],
-    ids=["data", "sidecar", "replace", "map"],
-)  # fmt: skip
-def test_no_room_on_the_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, where):
+@pytest.mark.parametrize("what", ON_DISK)
+def test_no_room_on_the_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, what):
     cache, memory = Cache([QuantizedLayer(**OPTIONS) for _ in "ab"]), QuantizedLayer(**OPTIONS)
     for layer in (cache.layers[0], memory):
         feed(layer, states(20), 19, 20)
     cache.offload(tmp_path)
     before = names(tmp_path)
 
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(*where(full))
+        patch.setattr(*ON_DISK[what](), full_disk)
         for call in (
             lambda: cache.layers[0].update(*states(300)),
             lambda: cache.layers[0].reserve(300),

@@ -6,51 +6,28 @@ import shutil
 import signal
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-from quantized_cache_scenes import OPTIONS, feed, states
+from folder_scenes import as_folder, run, watched
+from quantized_cache_scenes import (
+    KINDS,
+    OPTIONS,
+    assert_alike_from_now_on,
+    assert_same,
+    do,
+    feed,
+    some_operations,
+    states,
+)
 from scenes import first_quick
-from test_offload import run
-from test_offload_quantized import KINDS, assert_alike_from_now_on, do, some_operations
-from test_quantized_cache_files import assert_same
 
-import kvkit
 from kvkit.cache import Cache, DynamicLayer, QuantizedLayer
-
-SOURCES = str(Path(kvkit.cache.__file__).parent)
 
 
 def many_updates(rng, count):
     """Calls of which a tail has room for some, and then for others only in the place of what counts."""
     return [("update", int(tokens)) for tokens in rng.integers(1, 25, count)]
-
-
-def watched(folder, seen, call):
-    """Do what `call` does; each time that a line of it has changed the folder, `seen` gets a copy of it."""
-    latest = None
-
-    def look():
-        nonlocal latest
-        now = {path.name: path.read_bytes() for path in folder.iterdir()}
-        if now != latest:
-            latest = now
-            seen(now)
-
-    def trace(frame, event, argument):
-        if not frame.f_code.co_filename.startswith(SOURCES):
-            return None
-        look()
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    look()
 
 
 @pytest.mark.parametrize("case", first_quick(range(3)))
@@ -65,10 +42,7 @@ def test_a_process_may_end_at_any_line(tmp_path, case, operations):
         do(memory, name, argument, seed)
 
         def opens(contents, before=before):
-            where = tmp_path / "crashed"
-            where.mkdir()
-            for file, data in contents.items():
-                (where / file).write_bytes(data)
+            where = as_folder(tmp_path / "crashed", contents)
             with Cache.open(where, keep=False) as again:
                 layer = again.layers[0]
                 expected = [copy.deepcopy(each) for each in (before, memory)]

@@ -6,10 +6,9 @@ import warnings
 
 import numpy as np
 import pytest
+from folder_scenes import as_folder, random, watched
 from quantized_cache_scenes import OPTIONS
 from scenes import first_quick
-from test_cache_files import random
-from test_offload_quantized_crashes import watched
 
 from kvkit.cache import (
     Cache,
@@ -54,9 +53,7 @@ def has_tokens(files):
 def reopened(folder, files):
     """The cache that these files open to, in a new folder, and the warnings."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
+    as_folder(folder, files)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         cache = Cache.open(folder, keep=False)

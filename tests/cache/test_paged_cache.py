@@ -7,9 +7,9 @@ import pytest
 from attention_scenes import normal
 from paged_scenes import DIM, HEADS, KINDS, LAYERS, P, Plain, paged
 from scenes import assert_same
-from test_docs import run_examples
 
 import kvkit
+from examples import run_examples
 from kvkit.cache import BlockAllocator, PagedCache
 
 layouts = pytest.mark.parametrize("layout", range(4))

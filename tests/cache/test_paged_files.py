@@ -7,31 +7,16 @@ import sys
 import numpy as np
 import pytest
 from attention_scenes import normal
-from paged_scenes import DIM, HEADS, KINDS, LAYERS, P, paged, refused
-from test_cache_files_refused import changed, sealed
+from folder_scenes import changed, sealed
+from paged_scenes import DIM, HEADS, IDS, KINDS, LAYERS, P, paged, refused, run
 
 from kvkit.cache import PagedCache, load
 from kvkit.errors import KvkitError
-
-IDS = list(range(100, 111))
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "paged.npz"
-
-
-def run(cache, *pairs, seed=0):
-    """A step of random tokens through all layers; the outputs."""
-    rng, outputs = np.random.default_rng(seed), []
-    with cache.begin_step(pairs) as step:
-        tokens = int(step.index.seqstarts[-1])
-        for layer in range(LAYERS):
-            query, key, value = (
-                normal(rng, (tokens, heads, DIM), cache.store.format.dtype) for heads in (4, HEADS, HEADS)
-            )
-            outputs.append(step.multi_head_cache_attention(query, key, value, layer).tobytes())
-    return outputs
 
 
 def served(kind="float32", layout=3):
@@ -109,7 +94,8 @@ def test_prefix_reuse_in_another_process(path):
         cache.blocks.free(seq)
     cache.save(path)
     script = f"""
-from test_paged_files import IDS, load, run
+from paged_scenes import IDS, run
+from kvkit.cache import load
 cache = load({str(path)!r})
 seq = cache.blocks.add(IDS)
 print(seq.length, *(output.hex() for output in run(cache, (seq, len(IDS) - seq.length), seed=3)))

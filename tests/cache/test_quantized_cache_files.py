@@ -1,40 +1,13 @@
 """Quantized layers in files: every bit comes back, tokens go on, and what cannot be is refused."""
 
-import copy
-
 import numpy as np
 import pytest
-from quantized_cache_scenes import OPTIONS, coded, feed, states
+from folder_scenes import changed, sealed
+from quantized_cache_scenes import OPTIONS, SPECS, assert_same, feed, states
 from scenes import first_quick
-from test_cache_files_refused import changed, sealed
 
 from kvkit.cache import Cache, DynamicLayer, KVView, QuantizedCache, QuantizedLayer, QuantSpec, load
 from kvkit.errors import KvkitError
-
-SPECS = {
-    "channel and token": OPTIONS,
-    "token and channel": OPTIONS | {"key": OPTIONS["value"], "value": OPTIONS["key"]},
-    "no sinks, no tail": OPTIONS | {"sink": 0, "residual_length": 0, "read_back": True},
-}
-
-
-def assert_same(one, other):
-    assert one.describe() == other.describe()
-    assert one.get_seq_length() == other.get_seq_length()
-    assert one.record_past == other.record_past
-    one, other = copy.deepcopy((one, other))
-    for layer in (one, other):
-        if layer.store:
-            layer.store.settle()
-    assert one.nbytes == other.nbytes
-    if not one.nbytes:
-        return
-    for side in (0, 1):
-        for a, b in zip(coded(one, side), coded(other, side), strict=True):
-            assert a.dtype == b.dtype
-            assert a.tobytes() == b.tobytes()
-    assert one.keys.tobytes() == other.keys.tobytes()
-    assert one.values.tobytes() == other.values.tobytes()
 
 
 @pytest.fixture

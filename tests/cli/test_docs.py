@@ -1,6 +1,5 @@
 """Every example that a reader sees runs as printed, and the operator table tells the truth."""
 
-import doctest
 import functools
 import importlib.util
 import inspect
@@ -13,21 +12,13 @@ import numpy as np
 import pytest
 
 import kvkit
+from examples import run_examples
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit.operators.attributes import ATTRIBUTES
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 HELPERS = kvkit.ascend.compressed_slots, kvkit.ascend.razor_windows, kvkit.ascend.slots
-
-
-def run_examples(text, name):
-    test = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
-    assert test.examples
-    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE)
-    report = []
-    runner.run(test, out=report.append)
-    assert runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
 def test_readme_examples():

@@ -4,8 +4,8 @@ import doctest
 
 import numpy as np
 import pytest
+from ascend_scenes import DTYPES, FLOATS, any_bits, compressed_call, finite, plain_call
 from device_arrays import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
-from test_ascend import DTYPES, FLOATS, any_bits, compressed_call, finite, plain_call
 
 import kvkit
 from kvkit.reference import ascend as oracle

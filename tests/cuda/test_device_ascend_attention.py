@@ -4,9 +4,9 @@ import doctest
 
 import numpy as np
 import pytest
+from ascend_attention_scenes import call_of, run
 from attention_scenes import TOLERANCE, assert_near
 from device_arrays import KINDS, Array, Tensor, contents
-from test_ascend_attention import call_of, run
 
 import kvkit
 from kvkit.reference import ascend as oracle

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from device_arrays import Array, contents
-from test_quant_formats import BAD, CASES, SLOW, empty, normal
+from quant_format_scenes import BAD, CASES, SLOW, empty, normal
 
 import kvkit
 import kvkit_cuda

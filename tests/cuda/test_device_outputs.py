@@ -1,10 +1,9 @@
 """What is wrong with outputs of the device is said with the CPU's names; see `test_refusals.py`."""
 
 import pytest
-from calls import CALLS
+from calls import CALLS, arrays_of, like, with_outputs
 from device_arrays import Array
 from refusals import refused
-from test_refusals import arrays_of, like, with_outputs
 
 import kvkit
 

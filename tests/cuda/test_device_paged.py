@@ -7,9 +7,8 @@ import pool_scenes
 import pytest
 from attention_scenes import TOLERANCE, assert_near
 from device_arrays import Array, contents
-from test_paged_append import any_bits, bytes_of
-from test_paged_append import scene as append_scene
-from test_paged_attention import EXTRAS, Scene, mask_of
+from pool_calls import EXTRAS, Scene, any_bits, bytes_of, mask_of
+from pool_calls import scene as append_scene
 
 import kvkit
 import kvkit_cuda

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import scenes
 from device_arrays import KINDS, Array, contents
-from refusals import legal
+from refusals import LEGAL_ROWS, ROWS, STARTS, changed, legal
 from scenes import assert_all_same
-from test_key_value_cache_index_errors import LEGAL_ROWS, ROWS, STARTS, changed
 
 import kvkit
 import kvkit_cuda

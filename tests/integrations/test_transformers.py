@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_docs import run_examples
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -20,6 +19,7 @@ from transformers import StaticCache as TheirStaticCache
 from transformers_scenes import MODELS, SIZES, expected, generated, logits, model, prompt
 
 import kvkit.cache
+from examples import run_examples
 from kvkit.cache import QuantSpec
 from kvkit.integrations.transformers import KvkitCache, masks, pending
 from kvkit.integrations.transformers.attention import attention_forward

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from test_numeric import float32_patterns, mapped
+from patterns import float32_patterns, mapped
 
 from kvkit import formats
 from kvkit.cpu import memory

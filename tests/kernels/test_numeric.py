@@ -1,36 +1,19 @@
 """The scalar numerics over all 16-bit patterns and all bytes, and the proof behind the vector quotients."""
 
-import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from patterns import PATTERNS, float32_patterns, mapped
 from scenes import DTYPES, FLOATS
 
 import kvkit
 from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 
-PATTERNS = np.arange(2**16, dtype=np.uint16)
 NARROW = {"fp16": ("float16", numeric.half_to_float, numeric.float_to_half),
           "bf16": ("bfloat16", numeric.bfloat16_to_float, numeric.float_to_bfloat16)}  # fmt: skip
 narrow_formats = pytest.mark.parametrize("t1", NARROW)
 SIGNIFICANDS = {"fp16": 1024, "bf16": 128}
-
-
-def mapped(function, dtype):
-    """The helper over an array, compiled."""
-
-    @numba.njit
-    def loop(values, results):
-        for i in range(len(values)):
-            results[i] = function(values[i])
-
-    def run(values):
-        results = np.empty(len(values), dtype)
-        loop(values, results)
-        return results
-
-    return run
 
 
 def rounded_by(name):
@@ -48,19 +31,6 @@ def assert_same_floats(got, expected):
     nan = np.isnan(expected.astype(np.float32))
     assert (np.isnan(got.astype(np.float32)) == nan).all()
     assert (got.view(bits)[~nan] == expected.view(bits)[~nan]).all()
-
-
-def float32_patterns(dtype):
-    """Round every narrow number: it, the point halfway to the next, one and two float32 steps from both."""
-    info = ml_dtypes.finfo(dtype)
-    ordered = PATTERNS[: 1 + int(np.array(info.max).view(np.uint16))].view(dtype).astype(np.float64)
-    halfway = (ordered + np.append(ordered[1:], 2 * ordered[-1] - ordered[-2])) / 2
-    near = np.concatenate([ordered, halfway]).astype(np.float32).view(np.uint32)
-    near = np.concatenate([near.view(np.int32) + step for step in (-2, -1, 0, 1, 2)]).view(np.uint32)
-    random = np.random.default_rng(1).integers(0, 2**32, 200_000, np.uint32)
-    special = [0, 1, 2, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
-    patterns = np.concatenate([near, random, np.array(special, np.uint32)])
-    return np.concatenate([patterns, patterns ^ np.uint32(1 << 31)]).view(np.float32)
 
 
 @narrow_formats

@@ -17,17 +17,16 @@ import warnings
 import attention_scenes as attention
 import numpy as np
 import scenes
+from ascend_attention_scenes import EXTRAS, call_of
+from ascend_block_scenes import NO_BLOCK, caches_of
+from ascend_scenes import compressed_call, plain_call
 from borders import BEGIN, END, at_border
+from plan_scenes import append, planned
+from plan_scenes import attend as attend_by
+from pool_calls import EXTRAS as OPTIONS
+from pool_calls import Scene, any_bits, mask_of, scene
+from position_scenes import random_mask
 from scenes import DTYPES, FLOATS, INT64_MAX, INT64_MIN, LAYER, Formats
-from test_ascend import compressed_call, plain_call
-from test_ascend_attention import EXTRAS, call_of
-from test_ascend_blocks import NO_BLOCK, caches_of
-from test_paged_append import any_bits, scene
-from test_paged_attention import EXTRAS as OPTIONS
-from test_paged_attention import Scene, mask_of
-from test_plan import append, planned
-from test_plan import attend as attend_by
-from test_positions import random_mask
 
 import kvkit
 from kvkit import KvkitError

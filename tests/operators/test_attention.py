@@ -18,6 +18,7 @@ from attention_scenes import (
     check,
 )
 from scenes import FLOATS, ODD_GROUPS, assert_same
+from strides import at_an_odd_address, backwards, fused, guarded, heads_first
 from surroundings import carve
 
 CACHED = ("static_cache", "dynamic_cache")
@@ -456,33 +457,8 @@ def test_values_of_another_size_than_keys(dims, rng):
 # Forms of arrays
 
 
-def fused(array):
-    """As a slice of rows that hold query, key and value side by side."""
-    heads, dim = array.shape[-2:]
-    rows = np.full((*array.shape[:-2], 3 * heads + 1, dim), 9, np.float32).astype(array.dtype)
-    part = rows[..., heads : 2 * heads, :]
-    part[...] = array
-    return part
-
-
-def heads_first(array):
-    return array.swapaxes(-3, -2).copy().swapaxes(-3, -2)
-
-
-def backwards(array):
-    return np.flip(np.flip(array, (0, -2)).copy(), (0, -2))
-
-
 def elements_apart(array):
     return np.repeat(array[..., ::-1], 2, -1)[..., ::-2]
-
-
-def guarded(array):
-    return carve(array)[0]
-
-
-def at_an_odd_address(array):
-    return carve(array, offset=1)[0]
 
 
 def read_only(array):

@@ -5,10 +5,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_scenes import FP32, INT8, KINDS, check
+from page_tables import PAGED, REFUSED
 from refusals import legal_attention as legal
 from refusals import refused
 from scenes import INT64_MAX, INT64_MIN
-from test_pmx_vectors import PAGED, REFUSED
 
 CACHED = ("static_cache", "dynamic_cache")
 kinds = pytest.mark.parametrize("kind", KINDS)

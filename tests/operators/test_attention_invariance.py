@@ -8,7 +8,7 @@ from attention_scenes import FP16, FP32, INT8, KINDS, TOLERANCE, any_kind, asser
 from hypothesis import given
 from hypothesis import strategies as st
 from scenes import DYNAMIC_AXES, assert_same
-from test_key_value_cache import strided
+from strides import strided
 
 CACHED = ("static_cache", "dynamic_cache")
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -5,8 +5,18 @@ import math
 import attention_scenes as scenes
 import numpy as np
 import pytest
-from attention_scenes import FP16, FP32, INT8, KINDS, TOLERANCE, any_kind, assert_near, check
-from test_attention_vectors import one
+from attention_scenes import (
+    FP16,
+    FP32,
+    INT8,
+    KINDS,
+    TOLERANCE,
+    any_kind,
+    assert_near,
+    check,
+    one,
+    whole_context,
+)
 
 import kvkit
 from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
@@ -366,14 +376,3 @@ def test_elements_in_one_place():
     np.testing.assert_allclose(output, 149.5, rtol=1e-6)
     with pytest.raises(kvkit.KvkitError, match=r"^key_cache: expected elements apart, got strides"):
         kvkit.paged_attention(query[0], keys, values, [[0]], [300])
-
-
-INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
-
-
-def whole_context(call):
-    """Keys and values as the package's own KeyValueCache returns them; it has tests of its own."""
-    call = call.copy()
-    arrays = [call[name] for name in ("current_key", "current_value", *INDEX)]
-    attrs = {name: call.attrs[name] for name in CACHE_ATTRIBUTES}
-    return kvkit.dynamic_batching.key_value_cache(*arrays, None, None, call["cache"], call["scale"], **attrs)

@@ -6,7 +6,7 @@ import math
 import attention_scenes as scenes
 import numpy as np
 import pytest
-from attention_scenes import KINDS, Call
+from attention_scenes import KINDS, Call, f32, i64, one
 
 import kvkit
 
@@ -25,40 +25,6 @@ def package(call):
 @pytest.fixture(params=[oracle, package], ids=["oracle", "package"])
 def run(request):
     return request.param
-
-
-def f32(x):
-    return np.array(x, np.float32)
-
-
-def i64(x):
-    return np.array(x, np.int64)
-
-
-def one(kind, query, key, value, mask=None, **attrs):
-    """A call of one sequence: query [n, H, Dh], key and value [m, KVH, D]."""
-    query, key, value = f32(query), f32(key), f32(value)
-    (n, heads, dim), (m, kv_heads, _) = query.shape, key.shape
-    attrs = {"num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads} | attrs
-    mask = None if mask is None else f32(mask)
-    lengths = {"seqstarts": i64([0, n]), "kvstarts": i64([0, m])}
-    if kind == "static":
-        inputs = {"query": query[None], "key": key[None], "value": value[None]}
-    elif kind == "dynamic":
-        hints = {"decoding_batches": 0, "max_seqlen": n, "max_kvlen": m}
-        inputs = {"query": query, "key": key, "value": value, **lengths, **hints}
-    else:
-        cache = np.stack([key, value], axis=1)[:, None]
-        cache[m - n :] = np.nan
-        inputs = {"query": query, "current_key": key[m - n :], "current_value": value[m - n :]}
-        if kind == "static_cache":
-            inputs = {name: array[None] for name, array in inputs.items()}
-            inputs |= {"start_pos": m - n, "cache": cache.transpose(1, 2, 0, 3, 4)[None].copy()}
-        else:
-            inputs |= lengths | {"cachestarts": i64([0]), "start_pos": i64([m - n])}
-            inputs |= {"decoding_batches": 0, "max_seqlen": n, "max_kvlen": m, "cache": cache}
-        inputs["scale"] = None
-    return Call(kind, inputs | {"attn_mask": mask}, attrs)
 
 
 def answer(run, *args, **attrs):

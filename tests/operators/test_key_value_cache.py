@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scenes
 from scenes import ALL_FORMATS, MOVED, QUANTIZED, Formats, assert_all_same, assert_same, check
+from strides import strided
 
 FP32 = MOVED[0]
 NARROWED = Formats("fp32", "fp16")
@@ -160,12 +161,6 @@ def test_a_full_cache(formats, rng):
 # Index tensors
 
 INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
-
-
-def strided(array):
-    wide = np.full((*array.shape[:-1], 3 * array.shape[-1]), -7, array.dtype)
-    wide[..., ::3] = array
-    return wide[..., ::3]
 
 
 def read_only(array):

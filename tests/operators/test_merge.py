@@ -6,11 +6,10 @@ import attention_scenes as scenes
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_scenes import FP32, TOLERANCE, assert_near
+from attention_scenes import FP32, TOLERANCE, assert_near, whole_context
 from hypothesis import given
 from hypothesis import strategies as st
 from scenes import assert_same
-from test_attention_numbers import whole_context
 
 import kvkit
 from kvkit import KvkitError, merge_attention_states

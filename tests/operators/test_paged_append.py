@@ -5,7 +5,7 @@ import pool_scenes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenes import DTYPES
+from pool_calls import any_bits, bytes_of, scene
 
 import kvkit
 from kvkit import KvkitError, formats
@@ -15,26 +15,6 @@ from kvkit.reference import paged as oracle
 pytestmark = pytest.mark.cpu
 E4M3 = BY_NAME["e4m3"].dtype
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
-
-
-def any_bits(rng, shape, dtype):
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
-
-
-def scene(rng, engine, dtype="fp16", tokens=9, blocks=5, rows=4, heads=2, dim=16, value_dim=None):
-    """(pools full of any bits, packed keys and values, a slot each, some of none)."""
-    dtype, value_dim = DTYPES[dtype], value_dim or dim
-    pools = pool_scenes.made(engine, blocks, rows, heads, dim, value_dim, dtype)
-    for memory in pools.memory:
-        memory.view(np.uint8)[...] = rng.integers(0, 256, memory.view(np.uint8).shape)
-    new = [any_bits(rng, (tokens, heads, size), dtype) for size in (dim, value_dim)]
-    slots = rng.permutation(blocks * rows)[:tokens]
-    return pools, new, np.where(rng.random(tokens) < 0.2, -rng.integers(1, 9, tokens), slots)
-
-
-def bytes_of(pools):
-    return [memory.tobytes() for memory in pools.memory]
 
 
 def check(pools, new, slots, sides=(0, 1)):

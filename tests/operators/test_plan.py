@@ -9,42 +9,18 @@ import numba
 import numpy as np
 import pytest
 from attention_scenes import FP16, FP32, INT8, assert_near, assert_unchanged, poison
+from plan_scenes import CACHED, PLANNED, STEPS, TOKENS, append, attend, planned
 from refusals import legal_attention as legal
 from scenes import GARBAGE, INT64_MAX, LAYERS, assert_same
-from test_attention import at_an_odd_address, backwards, fused, guarded, heads_first
+from strides import at_an_odd_address, backwards, fused, guarded, heads_first
 
 import kvkit
 from kvkit import KvkitError, checks
 from kvkit.dynamic_batching import plan
 
 LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
-STEPS = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
-TOKENS = ("query", "current_key", "current_value")
-PLANNED = ("cache_mode", "page_size")
-CACHED = ("num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout")
 modes = pytest.mark.parametrize("mode", [0, 1], ids=["offsets", "pages"])
 formats_of = pytest.mark.parametrize("formats", [FP32, FP16, INT8], ids=str)
-
-
-def planned(call, **more):
-    """The plan of a call."""
-    options = {name: call.attrs[name] for name in PLANNED}
-    hints = {name: call[name] for name in ("max_seqlen", "max_kvlen")}
-    steps = [call[name] for name in STEPS]
-    return plan(*steps, call["decoding_batches"], **hints, **{**options, **more})
-
-
-def attend(step, call, **more):
-    """What remains to be said for a layer."""
-    attrs = {name: value for name, value in call.attrs.items() if name not in PLANNED}
-    arrays = [call[name] for name in (*TOKENS, "cache", "scale", "attn_mask")]
-    return step.multi_head_cache_attention(*arrays, **{**attrs, **more})
-
-
-def append(step, call, **more):
-    attrs = {name: call.attrs[name] for name in CACHED}
-    arrays = [call[name] for name in ("current_key", "current_value", "cache", "scale")]
-    return step.key_value_cache(*arrays, **{**attrs, **more})
 
 
 def function(call, **more):
@@ -244,7 +220,7 @@ def test_a_cache_with_too_few_rows(mode):
         rows = 0
         for b, kvlen in enumerate(np.diff(call["kvstarts"])):
             for t in range(kvlen):
-                place = scenes.reference.dynamic_row(call["cachestarts"], b, t, mode, call.attrs["page_size"])
+                place = scenes.reference.cache_row(call["cachestarts"], b, t, mode, call.attrs["page_size"])
                 rows = max(rows, place + 1)
         arrays = {n: call[n] for n in ("cache", "scale") if call[n] is not None}
         exact = {

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from page_tables import REFUSED, paged
 
 import kvkit
 from kvkit.reference import key_value_cache as reference
@@ -15,7 +16,6 @@ BITS = {FP32: np.uint32, FP16: np.uint16, BF16: np.uint16}
 SHORT = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
 ONE = {FP32: 0x3F800000, FP16: 0x3C00, BF16: 0x3F80}
 EPS = {FP32: 0x3727C5AC, FP16: 0x00A8, BF16: 0x3728}
-INT64_MAX = np.iinfo(np.int64).max
 
 ORACLE = SimpleNamespace(
     static=reference.key_value_cache,
@@ -403,22 +403,6 @@ def check_refused(case, *, max_t, quant_bit, layout):
 quant_bits = pytest.mark.parametrize("quant_bit", [0, 8, 4], ids="bit{}".format)
 layouts = pytest.mark.parametrize("layout", [0, 1, 2, 3], ids="layout{}".format)
 
-PAGED = {
-    "cache_mode": 1,
-    "page_size": 4,
-    "seqstarts": [0, 1, 7, 7],
-    "kvstarts": [0, 6, 12, 15],
-    "start_pos": [5, 0, 3],
-    "cachestarts": [[8, 2, -1], [20, 16, INT64_MAX], [8, INT64_MAX, -1]],
-}
-
-
-def paged(*, rows=(), **changes):
-    table = [list(row) for row in PAGED["cachestarts"]]
-    for batch, start in rows:
-        table[batch][: len(start)] = start
-    return {**PAGED, "cachestarts": table, **changes}
-
 
 @layouts
 @quant_bits
@@ -458,18 +442,6 @@ def test_page_table_hint_large_enough(ops, hint, given):
         loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
         stores=[3, 20, 21, 22, 23, 16, 17],
     )
-
-
-REFUSED = {
-    "row_24": paged(rows=[(1, [12, 23])]),
-    "rows_20_21_stored_twice": paged(rows=[(1, [20, 20])]),
-    "loads_row_3_of_another": paged(rows=[(2, [2])]),
-    "own_past_is_stored": paged(rows=[(0, [8, 8]), (2, [0])]),
-    "row_minus_1": paged(rows=[(0, [8, -1])]),
-    "kvlen_is_not_start_plus_seqlen": paged(kvstarts=[0, 5, 11, 14]),
-    "max_seqlen_too_small": paged(max_seqlen=5),
-    "max_kvlen_too_small": paged(max_kvlen=5),
-}
 
 
 @layouts

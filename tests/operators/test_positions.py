@@ -12,6 +12,7 @@ import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from position_scenes import INF, random_mask
 from scenes import DTYPES, FLOATS, assert_same, raw
 
 import kvkit
@@ -21,7 +22,6 @@ from kvkit.reference import alibi, positions
 
 formats = pytest.mark.parametrize("t1", FLOATS)
 kinds = pytest.mark.parametrize("kind", ["static", "dynamic"])
-INF = np.inf
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.cpu)], ids=["vectors", "plain"])
@@ -90,15 +90,6 @@ def test_bias_of_the_specification(backend):
     assert mask.shape == (6, 2, 16)
     assert mask[0, :, :4].tolist() == [[-0.5, -0.25, 0, -INF], [-0.75, -0.5, -0.25, 0]]
     assert (mask[:, :, 4:] == -INF).all()
-
-
-def random_mask(rng, shape, dtype):
-    """A mask with some -inf in it."""
-    if dtype is bool:
-        return rng.random(shape) < 0.6
-    values = rng.standard_normal(shape) * 4
-    values[rng.random(shape) < 0.1] = -INF
-    return values.astype(dtype)
 
 
 SIZES = [(3, 5), (1, 4), (5, 3), (20, 37), (2, 16), (1, 65), (4, 0), (0, 4), (0, 0)]

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from quant_format_scenes import BAD, CASES, HEADS, ROOM, SLOW, B, D, H, empty, normal
 
 import kvkit
 from kvkit import KvkitError, formats
@@ -11,28 +12,8 @@ from kvkit.dynamic_batching import plan
 from kvkit.formats.elements import BY_NAME
 
 pytestmark = pytest.mark.cpu
-B, H, HEADS, D, ROOM = 2, 2, 4, 64, 40
 
-# (quant_format, what shares a scale: None, "tensor" or "head" if given, elements of a group if found)
-CASES = [("e4m3", "head"), ("e4m3", 64), ("q8_0", None), ("q4_0", None)]
-MORE = [("e4m3", None), ("e4m3", "tensor"), ("e4m3", 32), ("e5m2", None), ("e5m2", "head")]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 cases = pytest.mark.parametrize(("name", "shared"), [*CASES, *SLOW])
-
-
-def empty(name, shared, rng):
-    """(cache, scale, attributes) of a static cache of one layer."""
-    cache = np.zeros((B, 1, 2, ROOM, H, BY_NAME[name].bytes(D)), np.uint8)
-    how = {"quant_format": name}
-    if isinstance(shared, int):
-        return cache, np.zeros((*cache.shape[:-1], D // shared), np.float32), how | {"quant_group": shared}
-    if shared is None:
-        return cache, None, how
-    return cache, rng.uniform(0.2, 2, (2, H) if shared == "head" else 2).astype(np.float32), how
-
-
-def normal(rng, *shape):
-    return rng.standard_normal(shape).astype(np.float16)
 
 
 def encoded(x, side, name, shared, scale):
@@ -135,17 +116,6 @@ def test_scales_that_change_between_runs(rng):
         keys, values = (encoded(x, side, "e4m3", "head", scale)[1] for side, x in enumerate(new))
         assert np.abs(got - softmax_over(query, keys.astype(float), values.astype(float))).max() < 4e-3
         scale *= np.float32(0.7)
-
-
-BAD = {
-    "unknown": ({"quant_format": "fp8"}, "quant_format: expected one of e4m3, e5m2, q8_0, q4_0, or None"),
-    "both": ({"quant_bit": 8}, "quant_bit: expected 0, for quant_format 'e4m3', got 8"),
-    "dtype": ({"cache": np.zeros((B, 1, 2, ROOM, H, D), np.int8)}, "cache: expected dtype uint8 or float8"),
-    "NaN": ({"scale": np.array([1, np.nan], np.float32)}, "scale: expected finite numbers above 0, got NaN"),
-    "zero": ({"scale": np.zeros((2, H), np.float32)}, "scale: expected finite numbers above 0, got 0.0"),
-    "inside": ({"quant_format": "q8_0", "scale": np.ones(2, np.float32)}, "scale: expected None"),
-    "int8 keys": ({"current_key": np.zeros((B, 1, H, D), np.int8)}, "current_key: expected dtype float32"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BAD)

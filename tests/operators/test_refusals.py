@@ -3,7 +3,7 @@
 import attention_scenes
 import numpy as np
 import pytest
-from calls import CALLS
+from calls import CALLS, arrays_of, like, with_outputs
 from refusals import NO_ARRAYS, Tensor, refused, swapped
 from scenes import assert_same
 
@@ -189,15 +189,6 @@ def each(array):
     yield np.broadcast_to(array.ravel()[:1], array.shape)
 
 
-def arrays_of(results):
-    return [results] if isinstance(results, np.ndarray) else list(results)
-
-
-def like(results, arrays):
-    """One array, or several, as results are."""
-    return arrays[0] if isinstance(results, np.ndarray) else tuple(arrays)
-
-
 def wrongs(call, results):
     """What may be wrong with all of `out`."""
     there = arrays_of(results)
@@ -223,18 +214,6 @@ def wrongs(call, results):
 def placed(memory, array, begin=0):
     """An array of this shape in memory."""
     return memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-
-
-def outputs():
-    """Every call that returns new arrays, with the attributes that make it return more."""
-    for label, make in CALLS.items():
-        if make().operator.outputs:
-            yield pytest.param(make, {}, id=label)
-            if "attention" in label:
-                yield pytest.param(make, {"return_lse": True}, id=f"{label}-lse")
-
-
-with_outputs = pytest.mark.parametrize(("make", "more"), [*outputs()])
 
 
 @with_outputs

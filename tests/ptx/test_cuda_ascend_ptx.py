@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_cuda_ptx import REGISTERS, assemble, texts_for
+from ptx_texts import REGISTERS, assemble, texts_for
 
 from kvkit_cuda.attention import bias
 from kvkit_cuda.copy import means, pieces

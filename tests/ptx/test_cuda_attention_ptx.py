@@ -4,7 +4,7 @@ import re
 
 import pytest
 from conftest import TARGETS
-from test_cuda_ptx import CODES, MOVED, assemble, texts_for
+from ptx_texts import CODES, MOVED, assemble, texts_for
 
 from kvkit.checks.records import Context
 from kvkit_cuda.attention import forms, merge, params, plain

@@ -5,8 +5,7 @@ import re
 
 import pytest
 from conftest import TARGETS
-from test_cuda_prefill_ptx import CACHES, SIZES
-from test_cuda_ptx import assemble, texts_for
+from ptx_texts import CACHES, SIZES, assemble, counted, texts_for
 
 from kvkit_cuda.attention import decode, decode_forms
 
@@ -84,3 +83,22 @@ def test_every_size_fits():
         made = form("float16", *cache, dim=dim, value_dim=value_dim)
         assert made.shared_bytes <= SHARED_MEMORY
         assert made.stages >= 1
+
+
+# Instructions of a GPU in the main loop, for a warp: 16 tokens, heads of 128, scales of 8 codes each.
+LOOPS = {
+    "float16": (None, "float16", 16, 300),
+    "int8": ("float16", "int8", 16, 600),
+    "int4": ("float16", "int4", 16, 445),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.perf
+@pytest.mark.parametrize("stored", LOOPS)
+def test_instructions(stored, tmp_path):
+    cell, stored, expected, most = LOOPS[stored]
+    kernel = decode.attend(form(cell=cell, stored=stored))
+    products, instructions = counted(kernel, decode.SIGNATURE, tmp_path)
+    assert products == expected
+    assert instructions <= most

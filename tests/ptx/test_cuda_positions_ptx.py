@@ -4,7 +4,7 @@ import re
 
 import pytest
 from conftest import TARGETS
-from test_cuda_ptx import REGISTERS, assemble, texts_for
+from ptx_texts import REGISTERS, assemble, texts_for
 
 from kvkit_cuda.positions import alibi, angles, index, rotary
 

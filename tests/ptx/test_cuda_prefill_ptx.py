@@ -5,14 +5,12 @@ import re
 
 import pytest
 from conftest import TARGETS
-from test_cuda_ptx import assemble, texts_for
+from ptx_texts import CACHES, SIZES, assemble, counted, texts_for
 
 from kvkit_cuda.attention import prefill
 from kvkit_cuda.device_runtime import device, memory
 
 REGISTERS, GRAIN = 64 * 1024, 8 * 32  # of a multiprocessor; those of a warp are given by so many
-CACHES = [(None, "{}"), *itertools.product(("float16", "bfloat16", "float32"), ("int8", "int4"))]
-SIZES = [*range(16, 257, 16)]
 
 
 def form(element="float16", cell=None, stored="{}", dim=128, value_dim=None, weighs=False):
@@ -81,3 +79,12 @@ def test_every_device_has_the_shared_memory():
     most = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
     assert set(most) == set(TARGETS)
     assert min(most.values()) * 1024 == device.SHARED_MEMORY
+
+
+@pytest.mark.slow
+@pytest.mark.perf
+def test_instructions(tmp_path):
+    """Of a GPU in the main loop, for a warp: 32 rows, 32 tokens, heads of 128."""
+    products, instructions = counted(prefill.attend(form()), prefill.SIGNATURE, tmp_path)
+    assert products == 128
+    assert instructions <= 500

@@ -1,22 +1,16 @@
 """Every kernel of kvkit_cuda compiles without a device, for two generations, into what a GPU runs well."""
 
-import importlib.util
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 from conftest import TARGETS
+from ptx_texts import CODES, FAMILIES, FLOATS, MOVED, REGISTERS, assemble, retargeted, target, texts_for
 
 from kvkit.formats import BY_NAME
 from kvkit.formats.elements import BLOCKS, FLOATS8
 from kvkit_cuda.copy import chunks, transfer
 from kvkit_cuda.device_runtime import device
 
-FLOATS = ("float32", "float16", "bfloat16")
-MOVED = [(packed, stored, None) for packed in FLOATS for stored in FLOATS] + [("int8", "int8", None)]
-CODES = [(packed, stored, cell) for packed in FLOATS for stored in ("int8", "int4") for cell in FLOATS]
 VARIANTS = [
     (direction, *formats, span(formats))
     for formats in MOVED + CODES
@@ -49,48 +43,6 @@ QUICK = [
     ("store", "float16", "e4m3", "float32", 8, True),
     ("store", "float16", "q4_0", None, 32, False),
 ]
-FAMILIES = (8, 0), (10, 0)  # the first of those for which NVVM makes the same PTX
-REGISTERS = 80  # of a thread: three blocks of 256 threads share a multiprocessor
-
-
-def ptxas():
-    """NVIDIA's assembler: of the package nvidia-cuda-nvcc, or of a toolkit."""
-    packages = importlib.util.find_spec("nvidia")
-    folders = [Path(folder) for folder in packages.submodule_search_locations] if packages else []
-    found = [path for folder in folders for path in folder.glob("*/bin/ptxas")]
-    return str(found[0]) if found else shutil.which("ptxas")
-
-
-def texts_for(kernel, signature, capabilities):
-    """A kernel's PTX for some compute capabilities; NVVM makes the same for all of a family."""
-    families = {each: max(first for first in FAMILIES if first <= each) for each in capabilities}
-    firsts = list(dict.fromkeys(families.values()))
-    made = dict(zip(firsts, device.ptx(kernel, signature, firsts), strict=True))
-    return [retargeted(made[families[each]], each) for each in capabilities]
-
-
-def retargeted(text, capability):
-    return re.sub(r"(?m)^\.target sm_\w+", f".target {target(capability)}", text)
-
-
-def target(capability):
-    return "sm_" + "".join(map(str, capability))
-
-
-def assemble(ptx, capability, folder):
-    """What ptxas says of a kernel: (bytes of stack and spills, registers)."""
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    done = subprocess.run(
-        [ptxas(), "-v", f"-arch={target(capability)}", source, "-o", folder / "kernel.cubin"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (frame,) = re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
-    )
-    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
-    return [int(number) for number in frame], int(registers)
 
 
 def check(variant, folder, capabilities):

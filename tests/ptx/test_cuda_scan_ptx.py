@@ -1,7 +1,7 @@
 """The kernels that check index tensors compile without a device, into what a GPU runs well."""
 
 import pytest
-from test_cuda_ptx import assemble, texts_for
+from ptx_texts import assemble, texts_for
 
 from kvkit_cuda.calls import scan
 

@@ -13,8 +13,10 @@ import numpy as np
 import scenes
 from scenes import DTYPES, DYNAMIC_AXES, LAYER, LAYERS, STATIC_AXES, Formats, assert_same
 
+import kvkit
 from kvkit.reference import attention as oracle
 from kvkit.reference import key_value_cache as reference
+from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
 
 KINDS = ("static", "dynamic", "static_cache", "dynamic_cache")
 OPERATORS = {
@@ -27,7 +29,6 @@ OPERATORS = {
     ),
 }
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
-
 PLAIN = {t1: Formats(t1, t1) for t1 in scenes.FLOATS}
 FP32, FP16, BF16 = PLAIN.values()
 INT8 = Formats("fp16", "int8", "fp16", 8, 8)
@@ -310,3 +311,48 @@ def any_kind(kind, rng, formats=FP32, past=3, seqlen=2, **options):
     if kind.startswith("static"):
         return globals()[kind](rng, formats, past, seqlen, **options)
     return globals()[kind](rng, formats, [(past, seqlen), (2, 1), (past, seqlen), (0, 4)], **options)
+
+
+def f32(x):
+    return np.array(x, np.float32)
+
+
+def i64(x):
+    return np.array(x, np.int64)
+
+
+def one(kind, query, key, value, mask=None, **attrs):
+    """A call of one sequence: query [n, H, Dh], key and value [m, KVH, D]."""
+    query, key, value = f32(query), f32(key), f32(value)
+    (n, heads, dim), (m, kv_heads, _) = query.shape, key.shape
+    attrs = {"num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads} | attrs
+    mask = None if mask is None else f32(mask)
+    lengths = {"seqstarts": i64([0, n]), "kvstarts": i64([0, m])}
+    if kind == "static":
+        inputs = {"query": query[None], "key": key[None], "value": value[None]}
+    elif kind == "dynamic":
+        hints = {"decoding_batches": 0, "max_seqlen": n, "max_kvlen": m}
+        inputs = {"query": query, "key": key, "value": value, **lengths, **hints}
+    else:
+        cache = np.stack([key, value], axis=1)[:, None]
+        cache[m - n :] = np.nan
+        inputs = {"query": query, "current_key": key[m - n :], "current_value": value[m - n :]}
+        if kind == "static_cache":
+            inputs = {name: array[None] for name, array in inputs.items()}
+            inputs |= {"start_pos": m - n, "cache": cache.transpose(1, 2, 0, 3, 4)[None].copy()}
+        else:
+            inputs |= lengths | {"cachestarts": i64([0]), "start_pos": i64([m - n])}
+            inputs |= {"decoding_batches": 0, "max_seqlen": n, "max_kvlen": m, "cache": cache}
+        inputs["scale"] = None
+    return Call(kind, inputs | {"attn_mask": mask}, attrs)
+
+
+INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
+
+
+def whole_context(call):
+    """Keys and values as the package's own KeyValueCache returns them; it has tests of its own."""
+    call = call.copy()
+    arrays = [call[name] for name in ("current_key", "current_value", *INDEX)]
+    attrs = {name: call.attrs[name] for name in CACHE_ATTRIBUTES}
+    return kvkit.dynamic_batching.key_value_cache(*arrays, None, None, call["cache"], call["scale"], **attrs)

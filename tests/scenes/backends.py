@@ -22,7 +22,7 @@ SHARED = (
 SLOW = (
     "attention_errors", "attention_vectors", "key_value_cache", "position_errors", "positions", "properties",
     "ascend", "ascend_attention", "ascend_attention_errors", "ascend_blocks", "ascend_errors",
-    "ascend_index_errors", "ascend_means", "ascend_properties", "ascend_views",
+    "ascend_means", "ascend_properties", "ascend_views",
 )  # fmt: skip
 # The machine that runs PTX compiles for a minute, so that few kernels of each kind are quick.
 MACHINE = {
@@ -49,7 +49,6 @@ QUICK = {  # by backend and file, what is not slow there
 }
 PLUGINS = {"simulator": "simulator", "machine": "cuda_machine", "stand_in": "stand_in"}
 NAMES = ("cpu", *QUICK)
-
 name, operators = "cpu", kvkit
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import attention_scenes
 import backends
 import numpy as np
+import pytest
 import refusals
 
 from kvkit.operators import OPERATORS
@@ -168,3 +169,24 @@ CALLS = {
     "matrices": of("ascend.nd_to_nz", x=np.ones((2, 20, 10), np.float32)),
     "matrices back": of("ascend.nz_to_nd", y=np.ones((2, 2, 32, 8), np.float32), m=20, n=10),
 }
+
+
+def arrays_of(results):
+    return [results] if isinstance(results, np.ndarray) else list(results)
+
+
+def like(results, arrays):
+    """One array, or several, as results are."""
+    return arrays[0] if isinstance(results, np.ndarray) else tuple(arrays)
+
+
+def outputs():
+    """Every call that returns new arrays, with the attributes that make it return more."""
+    for label, make in CALLS.items():
+        if make().operator.outputs:
+            yield pytest.param(make, {}, id=label)
+            if "attention" in label:
+                yield pytest.param(make, {"return_lse": True}, id=f"{label}-lse")
+
+
+with_outputs = pytest.mark.parametrize(("make", "more"), [*outputs()])

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from attention_scenes import normal
 
 import kvkit
 from kvkit import KvkitError
@@ -92,3 +93,19 @@ class Plain:
             query, *new, *index, decoding, None, None, cache, scale,
             num_heads=query.shape[1], head_dim=DIM, num_kv_heads=HEADS, **attributes, **options,
         )  # fmt: skip
+
+
+IDS = list(range(100, 111))
+
+
+def run(cache, *pairs, seed=0):
+    """A step of random tokens through all layers; the outputs."""
+    rng, outputs = np.random.default_rng(seed), []
+    with cache.begin_step(pairs) as step:
+        tokens = int(step.index.seqstarts[-1])
+        for layer in range(LAYERS):
+            query, key, value = (
+                normal(rng, (tokens, heads, DIM), cache.store.format.dtype) for heads in (4, HEADS, HEADS)
+            )
+            outputs.append(step.multi_head_cache_attention(query, key, value, layer).tobytes())
+    return outputs

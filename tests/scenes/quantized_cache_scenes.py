@@ -1,5 +1,7 @@
 """Quantized layers of two kinds of codes, their tokens, and what of them is stored."""
 
+import copy
+
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
@@ -35,3 +37,79 @@ def coded(layer, side=0):
     """(bytes of codes, cells) of a layer's keys or values."""
     side = layer.store.sides[side]
     return side.codes[:, :, : side.coded], side.cells[:, :, : side.blocks]
+
+
+SPECS = {
+    "channel and token": OPTIONS,
+    "token and channel": OPTIONS | {"key": OPTIONS["value"], "value": OPTIONS["key"]},
+    "no sinks, no tail": OPTIONS | {"sink": 0, "residual_length": 0, "read_back": True},
+}
+KINDS = tuple(SPECS.values())
+
+
+def assert_same(one, other):
+    assert one.describe() == other.describe()
+    assert one.get_seq_length() == other.get_seq_length()
+    assert one.record_past == other.record_past
+    one, other = copy.deepcopy((one, other))
+    for layer in (one, other):
+        if layer.store:
+            layer.store.settle()
+    assert one.nbytes == other.nbytes
+    if not one.nbytes:
+        return
+    for side in (0, 1):
+        for a, b in zip(coded(one, side), coded(other, side), strict=True):
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes()
+    assert one.keys.tobytes() == other.keys.tobytes()
+    assert one.values.tobytes() == other.values.tobytes()
+
+
+def some_operations(rng, count):
+    """(name, argument) of calls that any layer takes; in the last quarter past is recorded."""
+    batch, length = 2, 0
+    for i in range(count):
+        name = (
+            rng.choice(["update", "update", "update", "crop", "reorder", "repeat", "reserve"])
+            if i
+            else "update"
+        )
+        argument = int(rng.integers(0, 60))
+        if i == 3 * count // 4:
+            name, argument = "activate_past_recording", None
+        elif name == "update":
+            argument = int(rng.choice([0, 1, 1, 2, 7, 40]))
+            length += argument
+        elif name == "crop":
+            argument = -(argument % (min(length, 20) + 1))
+            length += argument
+        elif name == "reorder":
+            argument = rng.integers(0, batch, max(1, batch + rng.integers(-1, 2)))
+            batch = len(argument)
+        elif name == "repeat":
+            argument = 2 if batch < 3 else 1
+            batch *= argument
+        yield name, argument
+
+
+def do(layer, name, argument, seed):
+    """Call a method; what it returns, as bytes."""
+    if name == "update":
+        new = states(argument, layer.batch_size or 2, seed=seed)
+        return [np.asarray(view).tobytes() for view in layer.update(*new)]
+    return getattr(layer, name)(*(() if argument is None else (argument,)))
+
+
+def attended(layer):
+    if not layer.get_seq_length():
+        return None
+    query = states(1, layer.batch_size, 4, dims=(16,), seed=9)[0]
+    return layer.attend(query).tobytes()
+
+
+def assert_alike_from_now_on(one, other):
+    for seed, count in enumerate((1, 6, 1)):
+        assert do(one, "update", count, seed) == do(other, "update", count, seed)
+        assert attended(one) == attended(other)
+    assert_same(one, other)

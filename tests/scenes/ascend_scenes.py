@@ -1,0 +1,183 @@
+"""Random legal calls of Ascend's operators, and their comparison with the reference, byte by byte."""
+
+import backends
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from kvkit.reference import ascend as oracle
+from kvkit.reference.ascend import KVHEAD, ROPE
+
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
+FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+FLOATS["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+DTYPES = FLOATS | {"int8": np.dtype(np.int8)}
+DIMS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 40, 64, 96, 129)
+seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+dtypes_of = st.sampled_from(list(DTYPES.values()))
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+
+
+def any_bits(rng, shape, dtype):
+    """Every bit pattern: NaN with any payload, infinities, -0.0, subnormal numbers."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
+
+
+def finite(rng, shape, dtype):
+    """Any bits but those of NaN and infinities."""
+    array = any_bits(rng, shape, dtype)
+    if array.dtype != np.int8:
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            array[~np.isfinite(array)] = -0.0
+    return array
+
+
+class Memory:
+    """An array within larger memory: axes in any order, gaps between elements, forwards or backwards."""
+
+    def __init__(self, rng, array):
+        self.dtype, self.shape = array.dtype, array.shape
+        self.order, self.offset = rng.permutation(array.ndim), int(rng.integers(0, 8))
+        self.steps = rng.choice([1, 1, 1, 2, -1], array.ndim)
+        self.inner = rng.random() < 0.5  # the last axis stays innermost and in one piece
+        if self.inner:
+            last = array.ndim - 1
+            self.order = np.append(self.order[self.order != last], last)
+            self.steps[last] = 1
+        self.big = [abs(step) * size + 2 for step, size in zip(self.steps, self.shape, strict=True)]
+        if self.inner and rng.random() < 0.5:
+            self.big = [abs(step) * size for step, size in zip(self.steps, self.shape, strict=True)]
+        self.bytes = rng.integers(
+            0, 256, self.offset + int(np.prod(self.big)) * self.dtype.itemsize, np.uint8
+        )
+        self.view[...] = array
+
+    @property
+    def view(self):
+        sizes = [self.big[axis] for axis in self.order]
+        count = int(np.prod(sizes)) * self.dtype.itemsize
+        whole = self.bytes[self.offset : self.offset + count].view(self.dtype).reshape(sizes)
+        whole = whole.transpose(np.argsort(self.order))
+        where = zip(self.steps, self.shape, self.big, strict=True)
+        parts = [slice(big - size * abs(s), None, abs(s)) for s, size, big in where]
+        return whole[tuple(parts)][tuple(slice(None, None, int(np.sign(s))) for s in self.steps)]
+
+    def copy(self):
+        other = object.__new__(Memory)
+        other.__dict__.update(self.__dict__, bytes=self.bytes.copy())
+        return other
+
+
+def check(rng, key, value, key_cache, value_cache, slots, **keywords):
+    """kvkit does to whole memories what the loops do, returns the caches it got, and changes no input."""
+    given = [None if array is None else Memory(rng, array) for array in (key, value, key_cache, value_cache)]
+    after = [memory and memory.copy() for memory in given]
+    oracle.reshape_and_cache(*(memory and memory.view for memory in after), slots, **keywords)
+    views = [memory and memory.view for memory in given]
+    indices = {name: keywords.pop(name, None) for name in ("wins", "seq_lens", "offset_index")}
+    indices["slot_mapping"] = slots
+    indices = {name: index_array(rng, index) for name, index in indices.items() if index is not None}
+    before = {name: index.copy() for name, index in indices.items()}
+    results = reshape_and_cache(*views, **indices, **keywords)
+    assert results[0] is views[2]
+    assert results[1] is views[3]
+    for memory, expected in zip(given, after, strict=True):
+        assert memory is expected or np.array_equal(memory.bytes, expected.bytes)
+    for name, index in before.items():
+        assert np.array_equal(indices[name], index)
+
+
+def index_array(rng, numbers):
+    """int32 or int64, in one piece or not."""
+    array = np.array(numbers, np.int64)
+    fits = np.array_equal(array, array.astype(np.int32))
+    array = array.astype(np.int32) if fits and rng.random() < 0.5 else array
+    return np.repeat(array, 2, 0)[::2] if rng.random() < 0.5 else array
+
+
+def random_slots(rng, tokens, capacity):
+    """Different slots in runs that ascend, and some negative ones."""
+    slots = rng.permutation(capacity)[:tokens]
+    if rng.random() < 0.5:
+        slots = np.sort(slots)
+    if rng.random() < 0.5:
+        slots = np.arange(tokens) + rng.integers(0, capacity - tokens + 1)
+    hidden = rng.random(tokens) < rng.choice([0, 0.2, 1], p=[0.5, 0.4, 0.1])
+    slots[hidden] = rng.choice([-1, -2, -capacity, -(2**31), -(2**63)], hidden.sum())
+    return slots
+
+
+def random_heads(rng, cache_format, *dtypes):
+    """(heads, a head size for each type)."""
+    if cache_format == "ND":
+        heads = int(rng.integers(1, 5))
+        return heads, [int(rng.choice(DIMS)) for _ in dtypes]
+    heads = int(rng.choice([1, 2, 3, 4, 8]))
+    groups = [32 // dtype.itemsize for dtype in dtypes]
+    return heads, [group // np.gcd(group, heads) * int(rng.integers(1, 4)) for group in groups]
+
+
+def plain_call(rng, dtypes, cache_format="ND"):
+    heads, dims = random_heads(rng, cache_format, *dtypes)
+    blocks, rows = int(rng.integers(1, 5)), int(rng.choice([1, 2, 3, 5, 16, 37]))
+    tokens = int(rng.integers(0, min(blocks * rows, 50) + 1))
+    packed, caches = [], []
+    for dtype, dim in zip(dtypes, dims, strict=True):
+        packed.append(any_bits(rng, (tokens, heads, dim), dtype))
+        shape = (blocks, rows, heads, dim)
+        if cache_format == "NZ":
+            shape = (blocks, heads * dim * dtype.itemsize // 32, rows, 32 // dtype.itemsize)
+        caches.append(any_bits(rng, shape, dtype))
+    if len(dtypes) == 1:
+        packed, caches = [*packed, None], [*caches, None]
+    return *packed, *caches, random_slots(rng, tokens, blocks * rows)
+
+
+def compressed_call(rng, dtype, mode, count=2, empty_window="copy"):
+    """Runs in any order with gaps between some; entries that store nothing carry garbage."""
+    heads, dim = int(rng.integers(1, 5)), int(rng.choice([32, 64, 96]))
+    seq_lens = rng.integers(1, 10, int(rng.integers(0, 4)))
+    lengths = np.repeat(seq_lens, heads)
+    wins = rng.integers(0, lengths + 1)
+    offsets = np.where(rng.random(len(wins)) < 0.2, -1, rng.integers(0, lengths - wins + 1))
+    if mode != KVHEAD:
+        wins[offsets == -1] = rng.choice([-5, 0, 3, 2**40], (offsets == -1).sum())
+    made = [
+        len(oracle.compress_run(np.zeros((n, 1)), mode, w, o, empty_window))
+        for n, w, o in zip(lengths, wins, offsets, strict=True)
+    ]
+    slots, end = np.zeros(len(wins), np.int64), 0
+    for i in rng.permutation(len(wins)):
+        slots[i] = end + rng.integers(0, 3)
+        end = slots[i] + made[i]
+    rows = int(rng.integers(1, 6))
+    blocks = max(1, -(-int(end) // rows)) + int(rng.integers(0, 2))
+    hidden = rng.random(len(wins)) < 0.2
+    slots[hidden] = rng.choice([-1, -7, -(2**63)], hidden.sum())
+    wins[hidden] = rng.choice([-1, 2**40], hidden.sum())
+    offsets[hidden] = rng.choice([-2, 2**40], hidden.sum())
+    make = finite if mode == ROPE else any_bits
+    packed = [make(rng, (int(seq_lens.sum()), heads, dim), dtype) for _ in range(count)]
+    caches = [any_bits(rng, (blocks, rows, 1, dim), dtype) for _ in range(count)]
+    nothing = [None] * (2 - count)
+    keywords = {"compress_type": mode, "wins": wins, "seq_lens": seq_lens}
+    if mode == KVHEAD:
+        keywords["empty_window"] = empty_window
+    else:
+        keywords["offset_index"] = offsets
+    return (*packed, *nothing, *caches, *nothing, slots), keywords
+
+
+def with_threads(count, call):
+    before = numba.get_num_threads()
+    numba.set_num_threads(count)
+    try:
+        return call()
+    finally:
+        numba.set_num_threads(before)
+
+
+needs_two = pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")

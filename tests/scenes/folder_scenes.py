@@ -1,0 +1,163 @@
+"""Caches of all kinds of layers in files and folders: made, filled, compared, cut off, changed on disk."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+from quantized_cache_scenes import OPTIONS
+
+import kvkit
+from kvkit.cache import (
+    Cache,
+    DynamicLayer,
+    QuantizedLayer,
+    SlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    saving,
+)
+from kvkit.cache.stores import mapped
+from kvkit.files import npz
+
+SOURCES = str(Path(kvkit.cache.__file__).parent)
+DIMS = 4, 8  # which groups of codes divide
+# What a full disk refuses: memory for data, a sidecar, its place, the mapping.
+ON_DISK = {
+    "data": lambda: (mapped, "allocate"),
+    "sidecar": lambda: (mapped.os, "write"),
+    "replace": lambda: (mapped.os, "replace"),
+    "map": lambda: (mapped.mmap, "mmap"),
+}
+
+
+def full_disk(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+def run(script, *arguments):
+    """The run of a script in a process of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def four_layers():
+    return [DynamicLayer(), SlidingWindowLayer(4), StaticLayer(20), StaticSlidingWindowLayer(20, 4)]
+
+
+def five_layers():
+    """A quantized one besides."""
+    return [*four_layers(), QuantizedLayer(**OPTIONS | {"residual_length": 2})]
+
+
+def random(dtype, count, seed=0, dims=(4, 6)):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((2, 3, count, dim)).astype(dtype) for dim in dims]
+
+
+def fill(cache, dtype=np.float32, counts=(6, 1, 1), dims=(4, 6)):
+    for seed, count in enumerate(counts):
+        for i in range(len(cache)):
+            cache.update(*random(dtype, count, seed + i, dims), i)
+    return cache
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def as_folder(folder, files):
+    """A new folder with these files."""
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+# Comparison
+
+
+def bits(side):
+    return None if side is None else (side.dtype, side.shape, side.tobytes())
+
+
+def assert_same(one, other):
+    """Both have the same layers with the same tokens."""
+    assert len(one) == len(other)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert type(a) is type(b)
+        assert (a.get_seq_length(), a.describe(), a.record_past) == (
+            b.get_seq_length(), b.describe(), b.record_past,
+        )  # fmt: skip
+        assert bits(a.keys) == bits(b.keys)
+        assert bits(a.values) == bits(b.values)
+
+
+def assert_alike_from_now_on(one, other, dtype, dims=(4, 6)):
+    """Updates, attention and crops give the same bytes."""
+    for i in range(len(one)):
+        for seed, count in enumerate((1, 3, 1, 1)):
+            new = random(dtype, count, 50 + seed, dims)
+            for a, b in zip(one.update(*new, i), other.update(*new, i), strict=True):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            query = random(dtype, count, 90 + seed)[0]
+            assert one.attend(query, i).tobytes() == other.attend(query, i).tobytes()
+    assert_same(one, other)
+
+
+# Ends of processes
+
+
+def watched(folder, seen, call):
+    """Do what `call` does; each time that a line of it has changed the folder, `seen` gets a copy of it."""
+    latest = None
+
+    def look():
+        nonlocal latest
+        now = files_of(folder)
+        if now != latest:
+            latest = now
+            seen(now)
+
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        look()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    look()
+
+
+# Changes of a file
+
+
+def filled(dtype=np.float32, counts=(6, 1)):
+    return fill(Cache(four_layers()), dtype, counts)
+
+
+def changed(path, change):
+    """Write a file again after a change of its arrays and of what it says of the cache."""
+    contents = npz.read(path)
+    arrays = {name: array.copy() for name, array in contents.arrays.items()}
+    about = json.loads(json.dumps(contents.metadata["cache"]))
+    about = change(arrays, about) or about
+    npz.write(path, arrays, {"cache": about})
+
+
+def sealed(about, arrays):
+    """As if it had been written so."""
+    about["arrays"] = {name: [array.dtype.name, *array.shape] for name, array in arrays.items()}
+    del about["fingerprint"]
+    about["fingerprint"] = saving.fingerprint(about, arrays)

@@ -1,0 +1,29 @@
+"""Calls of a plan, from calls of the operators."""
+
+from kvkit.dynamic_batching import plan
+
+STEPS = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
+TOKENS = ("query", "current_key", "current_value")
+PLANNED = ("cache_mode", "page_size")
+CACHED = ("num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout")
+
+
+def planned(call, **more):
+    """The plan of a call."""
+    options = {name: call.attrs[name] for name in PLANNED}
+    hints = {name: call[name] for name in ("max_seqlen", "max_kvlen")}
+    steps = [call[name] for name in STEPS]
+    return plan(*steps, call["decoding_batches"], **hints, **{**options, **more})
+
+
+def attend(step, call, **more):
+    """What remains to be said for a layer."""
+    attrs = {name: value for name, value in call.attrs.items() if name not in PLANNED}
+    arrays = [call[name] for name in (*TOKENS, "cache", "scale", "attn_mask")]
+    return step.multi_head_cache_attention(*arrays, **{**attrs, **more})
+
+
+def append(step, call, **more):
+    attrs = {name: call.attrs[name] for name in CACHED}
+    arrays = [call[name] for name in ("current_key", "current_value", "cache", "scale")]
+    return step.key_value_cache(*arrays, **{**attrs, **more})
