@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -102,13 +102,13 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
     (array([0, 1, 2, 4], dtype=int32), array([[ 0,  1],
            [ 2, -1]], dtype=int32))
     """
-    lengths = lengths_of(seq_lens)
-    tables, blocks, size = tables_of(lengths, block_size, headroom, first_block)
+    lengths = checked_lengths(seq_lens)
+    tables, blocks, size = own_tables(lengths, block_size, headroom, first_block)
     entry = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(entry)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     mapping = tables[entry, position // size].astype(np.int64) * size + position % size
     nothing = np.full(len(lengths), -1, np.int32)
-    return Slots(small(mapping), tables, small(lengths), blocks, nothing, np.zeros_like(nothing), size)
+    return Slots(as_int32(mapping), tables, as_int32(lengths), blocks, nothing, np.zeros_like(nothing), size)
 
 
 def compressed_slots(
@@ -162,7 +162,7 @@ def compressed_slots(
         raise argument_error("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
     text("empty_window", empty_window, WINDOWS)
     heads = integer("num_head", num_head, 1, MOST)
-    lengths = np.repeat(lengths_of(seq_lens), heads)
+    lengths = np.repeat(checked_lengths(seq_lens), heads)
     windows = index("wins", wins, length=len(lengths))
     if (offset_index is None) != (mode is CompressType.KVHEAD):
         needs = "None" if mode is CompressType.KVHEAD else "an array"
@@ -178,13 +178,13 @@ def compressed_slots(
         kept = np.where(windows == 0, lengths if empty_window == "copy" else 0, windows)
     else:
         kept = lengths - np.where(changed, windows, 0) + (changed if mode is CompressType.KVHEAD_ROPE else 0)
-    tables, blocks, size = tables_of(kept, block_size, headroom, first_block)
+    tables, blocks, size = own_tables(kept, block_size, headroom, first_block)
     begins = tables[:, 0].astype(np.int64) * size if tables.shape[1] else np.zeros(len(kept), np.int64)
     begins = np.where(begins < 0, 0, begins)
     averaged = changed & (mode is CompressType.KVHEAD_ROPE)
     return Slots(
-        small(begins), tables, small(kept), blocks,
-        small(np.where(averaged, begins + offsets, -1)), small(np.where(averaged, windows, 0)), size,
+        as_int32(begins), tables, as_int32(kept), blocks,
+        as_int32(np.where(averaged, begins + offsets, -1)), as_int32(np.where(averaged, windows, 0)), size,
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def razor_windows(
     (array([76,  0, 76], dtype=int32), array([ 4, -1,  4], dtype=int32))
     """
     heads = integer("num_head", num_head, 1, MOST)
-    lengths = np.repeat(lengths_of(seq_lens), heads)
+    lengths = np.repeat(checked_lengths(seq_lens), heads)
     sinks, recent = integer("sinks", sinks, 0, MOST), integer("recent", recent, 0, MOST)
     fraction = integer("fraction", fraction, 1, MOST)
     whole = np.zeros(heads, bool)
@@ -243,11 +243,11 @@ def razor_windows(
         whole[integer("retrieval_heads", head, 0, heads - 1)] = True
     middle = lengths - sinks - np.maximum(recent, lengths // fraction)
     averages = (middle > 1) & ~np.tile(whole, len(lengths) // heads)
-    return small(np.where(averages, middle, 0)), small(np.where(averages, sinks, -1))
+    return as_int32(np.where(averages, middle, 0)), as_int32(np.where(averages, sinks, -1))
 
 
-def slots_at(block_tables, positions, block_size):
-    """The slot of one position of each entry."""
+def slots_at(block_tables: Array, positions: Array, block_size: int) -> Array:
+    """Return the slot of one position of each entry."""
     padded = np.pad(block_tables, ((0, 0), (0, 1)), constant_values=-1)
     column = np.minimum(positions // block_size, block_tables.shape[1])
     block = padded[np.arange(len(positions)), column].astype(np.int64)
@@ -256,10 +256,11 @@ def slots_at(block_tables, positions, block_size):
         raise argument_error(
             "step", f"a position in the blocks of entry {i} (see headroom)", f"position {positions[i]}"
         )
-    return small(block * block_size + positions % block_size)
+    return as_int32(block * block_size + positions % block_size)
 
 
-def lengths_of(seq_lens):
+def checked_lengths(seq_lens: ArrayLike) -> Array:
+    """Return checked lengths of sequences, at least 1 each."""
     lengths = index("seq_lens", seq_lens)
     if len(lengths) and lengths.min() < 1:
         raise argument_error("seq_lens", "at least 1 token each", lengths.min())
@@ -268,8 +269,8 @@ def lengths_of(seq_lens):
     return lengths
 
 
-def check_windows(mode, lengths, wins, offsets):
-    """The rules of `reshape_and_cache`."""
+def check_windows(mode: CompressType, lengths: Array, wins: Array, offsets: Array) -> None:
+    """Check windows by the rules of `reshape_and_cache`."""
     used = np.ones_like(wins, bool) if mode is CompressType.KVHEAD else offsets != -1
     wrong_windows = used & ((wins < 0) | (wins > lengths))
     if wrong_windows.any():
@@ -283,18 +284,20 @@ def check_windows(mode, lengths, wins, offsets):
         )
 
 
-def tables_of(rows, block_size, headroom, first_block):
-    """(block tables, blocks up to the last in use, block size) of entries with blocks of their own."""
+def own_tables(
+    rows: Array, block_size: SupportsIndex, headroom: SupportsIndex, first_block: SupportsIndex
+) -> tuple[Array, int, int]:
+    """Return block tables of entries with blocks of their own, the blocks up to the last, and their size."""
     size = integer("block_size", block_size, 1, MOST)
     need = -(-(rows + integer("headroom", headroom, 0, MOST)) // size)
     first = integer("first_block", first_block, 0, MOST)
     begins = first + np.cumsum(need) - need
     column = np.arange(need.max(initial=0))
     tables = np.where(column < need[:, None], begins[:, None] + column, -1)
-    return small(tables), int(begins[-1] + need[-1]) if len(need) else first, size
+    return as_int32(tables), int(begins[-1] + need[-1]) if len(need) else first, size
 
 
-def small(array):
-    """As int32, which Ascend takes; int64 where that is too small."""
+def as_int32(array: Array) -> Array:
+    """Return an array as int32, which Ascend takes; int64 where that is too small."""
     fits = array.size == 0 or int(array.max()) < 2**31
     return array.astype(np.int32 if fits else np.int64)

@@ -7,7 +7,7 @@ layouts are compared once, for the content of a token; what lies together in bot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,34 +22,38 @@ from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import given_sizes, inner_size, inner_sizes, length, offsets
 from kvkit.layouts.tables import Index, Pages
 from kvkit.layouts.views import Leaf, leaves, of_one_kind
+from kvkit.typed import Array
 
 TILE = 64  # tokens of a run whose content is turned: their lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
 SCRATCH_BYTES = 2**18  # to compare in, of each cache
+Tables = tuple[Pages, Pages] | None
+Moved = tuple[Index, Index] | None  # the row of every token, and the row that it goes to
 
 
 @dataclass(frozen=True)
-class Part:
-    """Keys or values of a layer: the address of each block, and what is added to it."""
+class LayerRows:
+    """Keys or values of a layer: the address of each block, and the offsets of tokens and content in it."""
 
     blocks: Index
     tokens: Index  # [tokens of a block]
     content: Index  # [heads, content]
     even: int  # tokens between which steps are even
-    dtype: np.dtype
+    dtype: np.dtype[Any]
 
     @property
     def step(self) -> int:
+        """The bytes from token to token."""
         return int(self.tokens[1] - self.tokens[0]) if self.even > 1 else 0
 
 
 @dataclass(frozen=True)
-class Side:
+class CacheRows:
     """A cache to read or to write: keys and values of each layer, or one row for both."""
 
     name: str
-    layers: list[tuple[Part, ...]]
-    arrays: list[np.ndarray]
+    layers: list[tuple[LayerRows, ...]]
+    arrays: list[Array]
     blocks: int
     page_size: int
     even: int
@@ -121,12 +125,12 @@ def convert(
     if ("kv" in before.names) != ("kv" in after.names):
         one = "an" if "kv" in before.names else "no"
         raise argument_error("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
-    read = side(source, before, given_sizes("sizes", sizes), "source")
-    rows = rows_of(tables, read)
+    read = cache_rows(source, before, given_sizes("sizes", sizes), "source")
+    rows = moved_rows(tables, read)
     wanted = target_sizes(read, rows, after, given_sizes("to_sizes", to_sizes), tables, out is None)
-    target = new(after, wanted, [part.dtype for part in read.layers[0]]) if out is None else out
-    written = side(target, after, wanted, "out")
-    compatible(read, written)
+    target = new_arrays(after, wanted, [part.dtype for part in read.layers[0]]) if out is None else out
+    written = cache_rows(target, after, wanted, "out")
+    check_compatible(read, written)
     runs = runs_between(rows, read, written)
     moves = [move for layer in zip(read.layers, written.layers, strict=True) for move in moves_of(*layer)]
     alive = (*read.arrays, *written.arrays)
@@ -142,29 +146,29 @@ def convert(
     return target if out is not None else in_kind_of(source, target)
 
 
-def side(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> Side:
-    """Where everything of a cache lies."""
-    layers: dict[int, list[list[Part]]] = {}
-    found: list[np.ndarray] = []
+def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> CacheRows:
+    """Return where everything of a cache lies."""
+    layers: dict[int, list[list[LayerRows]]] = {}
+    found: list[Array] = []
     for index, pair in leaves(arrays, line, known, name):
         several = pair if "kv" in line.names else pair[:1]
         found += [leaf.array for leaf in several]
         for which, leaf in enumerate(several):
-            for layer, part in enumerate(parts(leaf)):
+            for layer, part in enumerate(layers_of(leaf)):
                 kinds = layers.setdefault(index.get("l", layer), [[] for _ in several])
                 kinds[which].append(part)
-    joined = [tuple(map(in_one, kinds)) for _, kinds in sorted(layers.items())]
+    joined = [tuple(map(joined_blocks, kinds)) for _, kinds in sorted(layers.items())]
     sizes = {(len(part.blocks), len(part.tokens)) for layer in joined for part in layer}
     if len(sizes) > 1:
         raise argument_error(
             name, "as many blocks and tokens in each layer", " and ".join(map(str, sorted(sizes)))
         )
     even = min(part.even for layer in joined for part in layer)
-    return Side(name, joined, found, *sizes.pop(), even)
+    return CacheRows(name, joined, found, *sizes.pop(), even)
 
 
-def parts(leaf: Leaf) -> Iterator[Part]:
-    """Each layer of an array."""
+def layers_of(leaf: Leaf) -> Iterator[LayerRows]:
+    """Return the rows of each layer of an array."""
     array, axes = leaf.array, leaf.axes
     inner = {axis.name: inner_size(axis, array.itemsize) for axis in axes if axis.inner}
     adds = {
@@ -175,11 +179,11 @@ def parts(leaf: Leaf) -> Iterator[Part]:
     even = inner.get("n", len(tokens))
     for layer in layers:
         first = array.ctypes.data + layer + blocks
-        yield Part(first, tokens, heads[:, None] + content, even, array.dtype)
+        yield LayerRows(first, tokens, heads[:, None] + content, even, array.dtype)
 
 
-def in_one(several: list[Part]) -> Part:
-    """Blocks that are arrays of their own, together."""
+def joined_blocks(several: list[LayerRows]) -> LayerRows:
+    """Return blocks that are arrays of their own as blocks of one layer."""
     first = several[0]
     for each in several[1:]:
         if not (np.array_equal(each.tokens, first.tokens) and np.array_equal(each.content, first.content)):
@@ -187,8 +191,8 @@ def in_one(several: list[Part]) -> Part:
     return replace(first, blocks=np.concatenate([each.blocks for each in several]))
 
 
-def rows_of(tables: tuple[Pages, Pages] | None, read: Side) -> tuple[Index, Index] | None:
-    """The row of every token, and the one that it goes to; None if all stay."""
+def moved_rows(tables: Tables, read: CacheRows) -> Moved:
+    """Return the row of every token, and the row that it goes to; None if all stay."""
     if tables is None:
         return None
     pair = [each for each in tables if isinstance(each, Pages)] if isinstance(tables, (tuple, list)) else []
@@ -199,7 +203,7 @@ def rows_of(tables: tuple[Pages, Pages] | None, read: Side) -> tuple[Index, Inde
     if not np.array_equal(tables[0].lengths, tables[1].lengths):
         raise argument_error("tables[1]", "the lengths of tables[0]", "others")
     old, to = (each.rows() for each in tables)
-    in_cache("tables[0]", old, read)
+    check_rows("tables[0]", old, read)
     order = np.argsort(to, kind="stable")
     old, to = old[order], to[order]
     same = np.diff(to) == 0
@@ -210,7 +214,7 @@ def rows_of(tables: tuple[Pages, Pages] | None, read: Side) -> tuple[Index, Inde
     return old[first], to[first]
 
 
-def in_cache(name: str, rows: Index, side: Side) -> None:
+def check_rows(name: str, rows: Index, side: CacheRows) -> None:
     """Check that rows are those of a cache."""
     count = side.blocks * side.page_size
     if len(rows) and (rows.min() < 0 or rows.max() >= count):
@@ -219,9 +223,9 @@ def in_cache(name: str, rows: Index, side: Side) -> None:
 
 
 def target_sizes(
-    read: Side, rows, line: Layout, given: Mapping[str, int], tables, new: bool
+    read: CacheRows, rows: Moved, line: Layout, given: Mapping[str, int], tables: Tables, new: bool
 ) -> dict[str, int]:
-    """The sizes of a target, as far as the source and the caller tell them."""
+    """Return the sizes of a target, as far as the source and the caller say them."""
     contents = [part.content.shape for part in read.layers[0]]
     (heads, content), (_, value) = contents[0], contents[-1]
     sizes = {"l": len(read.layers), "h": heads, "c": content, "s": content}
@@ -249,14 +253,14 @@ def target_sizes(
     return sizes
 
 
-def new(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype]) -> Any:
-    """Arrays of zeros, in lists as a layout says."""
+def new_arrays(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype[Any]]) -> Any:
+    """Return arrays of zeros, in lists as a layout says."""
 
-    def made(levels, which):
+    def nested(levels: Sequence[str], which: int) -> Any:
         if levels:
             level, *rest = levels
             count = 2 if level == "kv" else sizes[level]
-            return [made(rest, i if level == "kv" else which) for i in range(count)]
+            return [nested(rest, i if level == "kv" else which) for i in range(count)]
         groups, dtype = (line.value_groups if which else line.groups), dtypes[-1 if which else 0]
         lengths = {**sizes, "c": sizes["v"]} if which and "v" in sizes else sizes
         inner = inner_sizes(groups, dtype.itemsize)
@@ -268,10 +272,10 @@ def new(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype]) -> Any:
         shape = [math.prod(length(axis, lengths, inner) for axis in group) for group in groups]
         return np.zeros(shape, dtype)
 
-    return made(line.lists, 0)
+    return nested(line.lists, 0)
 
 
-def compatible(read: Side, written: Side) -> None:
+def check_compatible(read: CacheRows, written: CacheRows) -> None:
     """Check that one cache can be moved to another, and be written."""
     if len(read.layers) != len(written.layers):
         raise argument_error("out", f"{len(read.layers)} layers", len(written.layers))
@@ -295,8 +299,8 @@ def compatible(read: Side, written: Side) -> None:
         reached[which] = max(reached[which], end)
 
 
-def runs_between(rows, read: Side, written: Side) -> Index:
-    """[source row, target row, tokens] of runs with even steps on both sides."""
+def runs_between(rows: Moved, read: CacheRows, written: CacheRows) -> Index:
+    """Return runs with even steps on both sides: [source row, target row, tokens]."""
     if rows is None:
         count, sizes = read.blocks * read.page_size, (read.page_size, written.page_size)
         if max(sizes) % min(sizes):
@@ -309,7 +313,7 @@ def runs_between(rows, read: Side, written: Side) -> Index:
         first = np.arange(0, count, even)
         return np.stack([first, first, np.full(len(first), even)], axis=1)
     old, to = rows
-    in_cache("tables[1]", to, written)
+    check_rows("tables[1]", to, written)
     apart = (np.diff(old) != 1) | (np.diff(to) != 1)
     apart |= (old[1:] % read.even == 0) | (to[1:] % written.even == 0)
     first = np.append(0, np.flatnonzero(apart) + 1)[: len(old)]
@@ -317,7 +321,7 @@ def runs_between(rows, read: Side, written: Side) -> Index:
 
 
 def portions(runs: Index, tokens: int) -> Iterator[Index]:
-    """Runs in turn, about so many tokens at a time."""
+    """Yield runs in portions of about so many tokens."""
     ends = np.cumsum(runs[:, 2])
     first = 0
     while first < len(runs):
@@ -327,8 +331,8 @@ def portions(runs: Index, tokens: int) -> Iterator[Index]:
         first = last
 
 
-def cut(runs: Index, tokens: int) -> Index:
-    """Runs of at most so many tokens."""
+def cut_runs(runs: Index, tokens: int) -> Index:
+    """Return runs of at most so many tokens."""
     pieces = -(-runs[:, 2] // tokens)
     if not len(runs) or pieces.max() == 1:
         return runs
@@ -341,8 +345,8 @@ def cut(runs: Index, tokens: int) -> Index:
 class Move:
     """A layer, or its keys or values, from one cache to another."""
 
-    read: Part
-    written: Part
+    read: LayerRows
+    written: LayerRows
     chunks: Index  # [chunks, 2]: what each adds to the addresses of a token
     width: int  # bytes of each
 
@@ -351,28 +355,29 @@ class Move:
         """Bytes of a token."""
         return len(self.chunks) * self.width
 
-    def launch(self, runs: Index, alive: tuple):
+    def launch(self, runs: Index, alive: tuple[Array, ...]) -> Any:
+        """Return the launch that copies runs."""
         steps = self.read.step, self.written.step
         gaps = np.diff(self.chunks[:, 1])
         by_chunk = len(gaps) == 0 or steps[1] < gaps.min()
         if by_chunk and steps != (self.width, self.width):
-            runs = cut(runs, TILE)
-        places = addresses(self.read, runs[:, 0]), addresses(self.written, runs[:, 1]), runs[:, 2]
+            runs = cut_runs(runs, TILE)
+        places = row_addresses(self.read, runs[:, 0]), row_addresses(self.written, runs[:, 1]), runs[:, 2]
         return cpu.copy.runs.prepare(
             np.stack(places, axis=1), self.chunks, steps, self.width, by_chunk, alive
         )
 
-    def compare(self, runs: Index, alive: tuple) -> None:
+    def compare(self, runs: Index, alive: tuple[Array, ...]) -> None:
         """Check that both caches hold the same."""
         tokens = max(1, SCRATCH_BYTES // self.row)
         packed = np.arange(len(self.chunks)) * self.width
         order = np.argsort(self.chunks[:, 0])
         lines = np.empty((2, tokens * self.row), np.uint8)
-        for some in portions(cut(runs, tokens), tokens):
+        for some in portions(cut_runs(runs, tokens), tokens):
             counts = some[:, 2]
             at = (np.cumsum(counts) - counts) * self.row
             for which, part in enumerate((self.read, self.written)):
-                places = addresses(part, some[:, which]), lines[which].ctypes.data + at, counts
+                places = row_addresses(part, some[:, which]), lines[which].ctypes.data + at, counts
                 chunks = np.stack([self.chunks[order, which], packed], axis=1)
                 steps = part.step, self.row
                 cpu.launches.start(
@@ -387,12 +392,13 @@ class Move:
                 )
 
 
-def addresses(part: Part, rows: Index) -> Index:
+def row_addresses(part: LayerRows, rows: Index) -> Index:
+    """Return the addresses of rows."""
     return part.blocks[rows // len(part.tokens)] + part.tokens[rows % len(part.tokens)]
 
 
-def moves_of(read: tuple[Part, ...], written: tuple[Part, ...]) -> list[Move]:
-    """How a layer moves: keys and values together, where a token has them side by side in either cache."""
+def moves_of(read: tuple[LayerRows, ...], written: tuple[LayerRows, ...]) -> list[Move]:
+    """Return how a layer moves: keys and values together where a token has them side by side in one cache."""
     if len(read) == 2 and read[0].dtype == read[1].dtype:
         old, to = distance(read), distance(written)
         if old is not None and to is not None and (abs(old) < read[0].step or abs(to) < written[0].step):
@@ -407,15 +413,15 @@ def moves_of(read: tuple[Part, ...], written: tuple[Part, ...]) -> list[Move]:
     ]
 
 
-def distance(parts: tuple[Part, ...]) -> int | None:
-    """The bytes from keys to values, where they are the same in all blocks."""
+def distance(parts: tuple[LayerRows, ...]) -> int | None:
+    """Return the bytes from keys to values, if they are the same in all blocks."""
     steps = parts[-1].blocks - parts[0].blocks
     even = np.array_equal(parts[-1].tokens, parts[0].tokens) and (steps == steps[0]).all()
     return int(steps[0]) if even else None
 
 
 def chunks_of(source: Index, target: Index, itemsize: int) -> tuple[Index, int]:
-    """[chunks, 2] and their bytes: of elements, those together that are neighbours on both sides."""
+    """Return chunks of elements that are neighbours on both sides, [chunks, 2], and the bytes of one."""
     order = np.argsort(target, kind="stable")
     source, target = source[order], target[order]
     joined = (np.diff(source) == itemsize) & (np.diff(target) == itemsize)

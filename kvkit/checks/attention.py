@@ -9,9 +9,9 @@ import numpy as np
 from kvkit.checks import caches
 from kvkit.checks.arguments import CacheAttention, Heads, Scoring
 from kvkit.checks.index_tensors import Sequences
-from kvkit.checks.outputs import NamedArrays, Results
+from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, CacheLayer, Context, MaskPlace, Side, StepIndex
-from kvkit.checks.tensors import current, element_step, is_broadcast, named, one_piece, tensor
+from kvkit.checks.tensors import NamedArrays, current, element_step, is_broadcast, named, one_piece, tensor
 from kvkit.checks.values import flag, integer, number, pair
 from kvkit.errors import argument_error
 from kvkit.formats.elements import BY_NAME, FLOATS, Element

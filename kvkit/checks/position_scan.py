@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.runtime.jit import INDEX, address, callback
+from kvkit.runtime.jit import INDEX, Code, Integers, address, callback
 from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
@@ -15,11 +15,11 @@ FINE, STARTS, FIRST, LAST, HINT = range(5)
 def scan_positions(starts: Array, first: Array, longest: int) -> list[int]:
     """Return the first rule that sequences break, the sequence, and its length."""
     found = np.empty(3, np.int64)
-    code().ctypes(address(found), address(starts), address(first), len(first), longest)
+    positions_code().ctypes(address(found), address(starts), address(first), len(first), longest)
     return found.tolist()
 
 
-def positions(found, starts, first, batch, longest):
+def positions(found: Integers, starts: Integers, first: Integers, batch: int, longest: int) -> None:
     """Write the answer of `scan_positions` where `found` is."""
     found[0], found[1], found[2] = FINE, 0, 0
     for b in range(batch):
@@ -39,5 +39,5 @@ def positions(found, starts, first, batch, longest):
 
 
 @functools.cache
-def code():
+def positions_code() -> Code:
     return callback(positions, types.void(*[INDEX] * 3, types.int64, types.int64))

@@ -5,41 +5,46 @@ import functools
 import numpy as np
 from numba import types
 
+from kvkit.checks.records import StepIndex
 from kvkit.checks.sorting import ascending
 from kvkit.formulas.index import filled, inside, met, page_of
-from kvkit.runtime.jit import INDEX, address, callback, helper
+from kvkit.runtime.jit import INDEX, Code, Integers, address, callback, helper
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
 FOUND, SPARE = 4, 5  # numbers that a pass finds; that it needs for each stored run
 
 
-def scan(step, rows):
-    """(rule, sequence, and two numbers for the message) of a step; if fine, (FINE, rows in use, 0, 0)."""
+def scan(step: StepIndex, rows: int) -> list[int]:
+    """Return the rule that a step breaks, the sequence, and two numbers; or (FINE, rows in use, 0, 0)."""
     table = np.asarray(step.table)
     runs = min(table.size, max(step.tokens, 0))
     found = np.empty(FOUND + SPARE * runs, np.int64)
     at = address(found)
     spare = range(at + 8 * FOUND, at + 8 * (FOUND + SPARE * runs), 8 * runs) if runs else [at] * SPARE
     scan_code().ctypes(at, *lengths_of(step), address(table), rows, *spare)
-    return found[:FOUND].tolist()
+    verdict: list[int] = found[:FOUND].tolist()
+    return verdict
 
 
-def scan_lengths(step):
-    """The same of all but its page table, which is not read; if fine, (FINE, stored runs, 0, 0)."""
+def scan_lengths(step: StepIndex) -> list[int]:
+    """Return what `scan` does, without reading the page table; or (FINE, stored runs, 0, 0)."""
     found = np.empty(FOUND, np.int64)
     lengths_code().ctypes(address(found), *lengths_of(step))
     return found.tolist()
 
 
-def lengths_of(step):
-    """The arguments of `lengths`."""
+def lengths_of(step: StepIndex) -> tuple[int, ...]:
+    """Return the arguments of `lengths`."""
     starts = address(step.seqstarts), address(step.kvstarts), address(step.start_pos)
     return *starts, *step.table.shape, step.page_size, *step.limits
 
 
 @helper
-def lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen):
-    """What `scan` finds in all but a page table of so many columns; if fine, (FINE, stored runs, 0, 0)."""
+def lengths(
+    seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
+    max_seqlen: int, max_kvlen: int,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Return what `scan_lengths` does, for a page table of so many columns."""
     stored_runs = 0
     for b in range(batch):
         for which, starts in enumerate((seqstarts, kvstarts)):
@@ -60,16 +65,20 @@ def lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqle
     return FINE, stored_runs, 0, 0
 
 
-def scan_starts(found, seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen):
-    """`lengths`, with its answer where `found` is."""
+def scan_starts(
+    found: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
+    page_size: int, max_seqlen: int, max_kvlen: int,
+) -> None:  # fmt: skip
+    """Write the answer of `lengths` where `found` is."""
     put(found, lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen))
 
 
 def scan_rows(
-    found, seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen,
-    table, rows, begins, ends, owners, order, spare,
-):  # fmt: skip
-    """What `scan` finds. No sum here can overflow."""
+    found: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
+    page_size: int, max_seqlen: int, max_kvlen: int, table: Integers, rows: int, begins: Integers, ends:
+    Integers, owners: Integers, order: Integers, spare: Integers,
+) -> None:  # fmt: skip
+    """Write the answer of `scan` where `found` is. No sum here can overflow."""
     first_rule = lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen)
     put(found, first_rule)
     if first_rule[0]:
@@ -95,15 +104,16 @@ def scan_rows(
 
 
 @helper
-def put(found, numbers):
+def put(found: Integers, numbers: tuple[int, int, int, int]) -> None:
     found[0], found[1], found[2], found[3] = numbers
 
 
 @helper
 def conflicts(
-    kvstarts, table, start_pos, batch, columns, page_size, stored_runs, begins, ends, owners, order, spare
-):  # fmt: skip
-    """Whether a stored row holds two tokens: runs of stored rows are sorted, past pages looked up in them."""
+    kvstarts: Integers, table: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
+    stored_runs: int, begins: Integers, ends: Integers, owners: Integers, order: Integers, spare: Integers,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Find stored rows that hold two tokens: runs of stored rows are sorted, past pages looked up in them."""
     run = 0
     for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]
@@ -138,10 +148,10 @@ STARTS_AND_LIMITS = [INDEX] * 3 + [types.int64] * 5
 
 
 @functools.cache
-def scan_code():
+def scan_code() -> Code:
     return callback(scan_rows, types.void(INDEX, *STARTS_AND_LIMITS, INDEX, types.int64, *[INDEX] * SPARE))
 
 
 @functools.cache
-def lengths_code():
+def lengths_code() -> Code:
     return callback(scan_starts, types.void(INDEX, *STARTS_AND_LIMITS))

@@ -6,12 +6,13 @@ A piece is `count` tokens of a packed tensor, from `token` and `head` on, that l
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import types
 
 from kvkit.checks.sorting import ascending
-from kvkit.runtime.jit import INDEX, Code, address, callback, helper
+from kvkit.runtime.jit import INDEX, Code, Integers, address, callback, helper
 from kvkit.typed import Array
 
 Verdict = tuple[int, int, int, int]  # a rule, and three numbers for its message; (FINE, pieces, 0, 0)
@@ -46,15 +47,9 @@ def stored_twice(pieces: Array) -> Verdict:
 
 
 def compressed_slots(
-    mode: int,
-    copies_empty: bool,
-    slots: Array,
-    wins: Array,
-    offsets: Array,
-    starts: Array,
-    heads: int,
+    mode: int, copies_empty: bool, slots: Array, wins: Array, offsets: Array, starts: Array, heads: int,
     capacity: int,
-) -> tuple[Verdict, Array]:
+) -> tuple[Verdict, Array]:  # fmt: skip
     """Return the verdict on a run for each sequence and head, (rule, entry, number, number), and pieces."""
     runs = len(slots)
     pieces, scratch = np.empty((3 * runs, PIECE), np.int64), np.empty(FOUND + (2 + PIECE) * runs, np.int64)
@@ -80,14 +75,14 @@ def table_pieces(
     return pieces[: made[0]]
 
 
-def plain_pass(found, slots, tokens, capacity, pieces):
+def plain_pass(found: Integers, slots: Integers, tokens: int, capacity: int, pieces: Integers) -> None:
     made, last, ascends = 0, 0, True
     for token in range(tokens):
         slot = slots[token]
         if slot < 0:
             continue
         if slot >= capacity:
-            put(found, CAPACITY, token, slot, 1)
+            put_verdict(found, CAPACITY, token, slot, 1)
             return
         at = (made - 1) * PIECE
         if last and token == pieces[at + TOKEN] + last and slot == pieces[at + SLOT] + last:
@@ -97,12 +92,14 @@ def plain_pass(found, slots, tokens, capacity, pieces):
         if made and slot < pieces[at + SLOT] + last:
             ascends = False
         made, last = add(pieces, made, token, 0, slot, 1, 0), 1
-    put(found, FINE, made, 0, ascends)
+    put_verdict(found, FINE, made, 0, ascends)
 
 
 def compressed_pass(
-    found, mode, copies_empty, slots, entries, wins, offsets, starts, heads, capacity, pieces, spans, scratch
-):
+    found: Integers, mode: int, copies_empty: int, slots: Integers, entries: int, wins: Integers, offsets:
+    Integers, starts: Integers, heads: int, capacity: int, pieces: Integers, spans: Integers, scratch:
+    Integers,
+) -> None:  # fmt: skip
     made, runs = 0, 0
     for i in range(entries):
         slot, begin, head = slots[i], starts[i // heads], i % heads
@@ -112,18 +109,18 @@ def compressed_pass(
         window, offset = wins[i], -1
         if mode == KVHEAD:
             if window < 0 or window > length:
-                put(found, WINDOW, i, window, length)
+                put_verdict(found, WINDOW, i, window, length)
                 return
         else:
             offset = offsets[i]
             if offset < -1:
-                put(found, OFFSET, i, offset, length)
+                put_verdict(found, OFFSET, i, offset, length)
                 return
             if offset >= 0 and (window < 0 or window > length):
-                put(found, WINDOW, i, window, length)
+                put_verdict(found, WINDOW, i, window, length)
                 return
             if offset > length - window and offset >= 0:
-                put(found, RANGE, i, offset, window)
+                put_verdict(found, RANGE, i, offset, window)
                 return
         first = made
         if mode == KVHEAD:
@@ -142,24 +139,25 @@ def compressed_pass(
         for p in range(first, made):
             written += 1 if pieces[p * PIECE + MEAN] else pieces[p * PIECE + COUNT]
         if written > capacity - slots[i]:
-            put(found, CAPACITY, i, slots[i], written)
+            put_verdict(found, CAPACITY, i, slots[i], written)
             return
         runs = add(spans, runs, i, 0, slots[i], written, 0)
     first, second, slot = overlapping(spans, runs, scratch, entries)
     if first >= 0:
-        put(found, TWICE, spans[first * PIECE + TOKEN], spans[second * PIECE + TOKEN], slot)
+        put_verdict(found, TWICE, spans[first * PIECE + TOKEN], spans[second * PIECE + TOKEN], slot)
     else:
-        put(found, FINE, made, 0, 0)
+        put_verdict(found, FINE, made, 0, 0)
 
 
 @helper
-def put(found, rule, one, two, three):
+def put_verdict(found: Integers, rule: int, one: int, two: int, three: int) -> None:
+    """Write a verdict where `found` is."""
     found[0], found[1], found[2], found[3] = rule, one, two, three
 
 
 @helper
-def add(pieces, made, token, head, slot, count, mean):
-    """One more piece, unless it is empty; how many there are."""
+def add(pieces: Integers, made: int, token: int, head: int, slot: int, count: int, mean: int) -> int:
+    """Add a piece unless it is empty, and return how many there are."""
     if count == 0:
         return made
     at = made * PIECE
@@ -169,8 +167,8 @@ def add(pieces, made, token, head, slot, count, mean):
 
 
 @helper
-def overlapping(pieces, count, scratch, most):
-    """Two pieces and a slot they share, or -1: runs that ascend are seen to be apart, others are sorted.
+def overlapping(pieces: Integers, count: int, scratch: Integers, most: int) -> tuple[int, int, int]:
+    """Return two pieces and a slot they share, or -1: runs that ascend are apart, others are sorted.
 
     `scratch` has two numbers for each of at most `most` pieces.
     """
@@ -189,11 +187,15 @@ def overlapping(pieces, count, scratch, most):
 
 
 @helper
-def slot_of(pieces, number):
+def slot_of(pieces: Integers, number: int) -> Any:
+    """Return where a piece begins."""
     return pieces[number * PIECE + SLOT]
 
 
-def table_pass(found, blocks, batch, columns, lengths, first_columns, block_size, block_count, pieces):
+def table_pass(
+    found: Integers, blocks: Integers, batch: int, columns: int, lengths: Integers, first_columns: Integers,
+    block_size: int, block_count: int, pieces: Integers,
+) -> None:  # fmt: skip
     made, token = 0, np.int64(0)
     for b in range(batch):
         column, end = first_columns[b], token + lengths[b]

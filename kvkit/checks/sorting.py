@@ -1,11 +1,13 @@
 """The order of rows, for the compiled passes."""
 
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import Integers, helper
 
 
 @helper
-def ascending(keys, first, step, count, places, order, spare):
-    """At `order` of `places`, where the least of `count` keys is, then the next: merged from pairs up.
+def ascending(
+    keys: Integers, first: int, step: int, count: int, places: Integers, order: int, spare: int,
+) -> None:  # fmt: skip
+    """Write at `order` of `places` where the least of `count` keys is, then the next: merged from pairs up.
 
     Keys are every so many numbers from `keys[first]` on; from `spare` on there is room for as many.
     """

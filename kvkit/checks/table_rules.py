@@ -8,12 +8,14 @@ environment every operator that takes a table looks for that, too.
 import functools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numba import types
 
 from kvkit.errors import argument_error
-from kvkit.runtime.jit import INDEX, address, callback, helper
+from kvkit.runtime.jit import INDEX, Integers, address, callback, helper
+from kvkit.typed import Array
 
 OUTSIDE, TWICE, FOREIGN = range(3)  # what a hit is
 FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)  # OTHER is a sequence, THERE its column
@@ -25,8 +27,14 @@ HIT = len(FIELDS)
 SPARE = 5  # numbers that a pass needs for each page
 
 
-def scan(starts, batch, ids, num_blocks, placeholder, owners, hits, owner, column, before, last, there):
-    """How many hits there are in tables that lie one after the other; `owners` counts sequences of each page.
+def scan(
+    starts: Integers, batch: int, ids: Integers, num_blocks: int, placeholder: int, owners: Integers, hits:
+    Integers, owner: Integers, column: Integers, before: Integers, last: Integers, there: Integers,
+) -> int:  # fmt: skip
+    """Write the hits of tables that lie one after the other, and return how many there are.
+
+    `owners` counts the sequences of each page.
+
 
     A page may have several owners only where they begin alike: in the same column, behind the same page,
     which has been compared in its turn; where a placeholder is before it, all columns are.
@@ -75,8 +83,11 @@ def scan(starts, batch, ids, num_blocks, placeholder, owners, hits, owner, colum
 
 
 @helper
-def alike(ids, one, two, columns, before, previous, placeholder, num_blocks):
-    """Whether tables that begin at `one` and `two` may be equal in their first columns."""
+def alike(
+    ids: Integers, one: int, two: int, columns: int, before: int, previous: int, placeholder: int,
+    num_blocks: int,
+) -> bool:  # fmt: skip
+    """Return whether tables that begin at `one` and `two` may be equal in their first columns."""
     if before != UNKNOWN and previous != UNKNOWN:
         return before == previous
     for c in range(columns):
@@ -88,7 +99,7 @@ def alike(ids, one, two, columns, before, previous, placeholder, num_blocks):
 
 
 @functools.cache
-def code():
+def scan_code() -> Any:
     integer = types.int64
     signature = integer(INDEX, integer, INDEX, integer, integer, INDEX, INDEX, *[INDEX] * SPARE)
     return callback(scan, signature).ctypes
@@ -102,14 +113,14 @@ class Tables:
     `placeholder` is an id that stands for no page: it may repeat, and be where it likes.
     """
 
-    starts: np.ndarray
-    ids: np.ndarray
+    starts: Array
+    ids: Array
     num_blocks: int
     placeholder: int | None = None
 
     @cached_property
-    def scanned(self):
-        """(hits, how many sequences have each page)."""
+    def scanned(self) -> tuple[Array, Any]:
+        """The hits, and how many sequences have each page."""
         hits = np.empty((len(self.ids), HIT), np.int64)
         ids, pool, known = self.ids, self.num_blocks, None
         none = np.iinfo(np.int64).min
@@ -120,7 +131,7 @@ class Tables:
             ids, pool = np.where(ids == placeholder, none, -1), len(known)
             ids[legal], placeholder = ranks, none
         owners, spare = np.zeros(pool, np.int64), np.empty((SPARE, pool), np.int64)
-        count = code()(
+        count = scan_code()(
             address(self.starts), len(self.starts) - 1, address(ids), pool, placeholder,
             address(owners), address(hits), *(address(spare) + 8 * pool * i for i in range(SPARE)),
         )  # fmt: skip
@@ -128,31 +139,35 @@ class Tables:
         found[:, PAGE] = self.ids[self.starts[found[:, SEQUENCE]] + found[:, COLUMN]]
         return found, owners if known is None else dict(zip(known.tolist(), owners.tolist(), strict=True))
 
-    def hits(self, rule):
-        """The hits of a rule, [hits, FIELDS]."""
-        found = self.scanned[0]
-        return found[found[:, RULE] == rule]
+    def hits(self, rule: int) -> Array:
+        """Return the hits of a rule, [hits, FIELDS]."""
+        hits, _ = self.scanned
+        chosen: Array = hits[hits[:, RULE] == rule]
+        return chosen
 
-    def shared(self, pages):
-        """Those of some pages, each once, that more than one sequence has."""
+    def shared(self, pages: Array) -> Array:
+        """Return which of some pages, each once, more than one sequence has."""
         owners = self.scanned[1]
         pages = np.unique(pages[(pages >= 0) & (pages < self.num_blocks)])
-        if isinstance(owners, dict):
-            return pages[[owners.get(page, 0) > 1 for page in pages.tolist()]]
-        return pages[owners[pages] > 1]
+        known = isinstance(owners, dict)
+        counts = [owners.get(page, 0) for page in pages.tolist()] if known else owners[pages]
+        return pages[np.greater(counts, 1)]
 
-    def owners(self, page):
-        """The sequences that have a page."""
-        return np.unique(np.searchsorted(self.starts, np.flatnonzero(self.ids == page), "right") - 1).tolist()
+    def owners(self, page: int) -> list[int]:
+        """Return the sequences that have a page."""
+        sequences = np.searchsorted(self.starts, np.flatnonzero(self.ids == page), "right") - 1
+        return list(map(int, np.unique(sequences)))
 
 
-def pages_of(lengths, page_size):
-    """How many pages hold so many tokens."""
+def pages_of(lengths: Array, page_size: int) -> Array:
+    """Return how many pages hold so many tokens."""
     return -(-np.maximum(lengths, 0) // page_size)
 
 
-def padded(table, lengths, num_blocks, page_size, placeholder=None):
-    """`Tables` of rows [sequences, columns], of which only what lengths need is looked at."""
+def padded(
+    table: Array, lengths: Array, num_blocks: int, page_size: int, placeholder: int | None = None,
+) -> Tables:  # fmt: skip
+    """Return the `Tables` of rows [sequences, columns]: the entries that lengths need."""
     counts = np.minimum(pages_of(lengths, page_size), table.shape[1])
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
@@ -160,7 +175,7 @@ def padded(table, lengths, num_blocks, page_size, placeholder=None):
     return Tables(starts, ids, num_blocks, placeholder)
 
 
-def validate(name, tables, written=NOTHING):
+def validate(name: str, tables: Tables, written: Array = NOTHING) -> None:
     """Refuse tables, whose argument has a name, that break a rule; `written` are pages that get tokens."""
     hits, _ = tables.scanned
     if len(hits):

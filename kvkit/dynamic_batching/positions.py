@@ -65,7 +65,8 @@ def position_index(
     call = checked_position_index(sequences, PackedPositions(seqstarts, start_pos, max_seqlen))
     (out,) = call.results.arrays(out)
     shift = np.repeat(call.first - call.starts[:-1], np.diff(call.starts))
-    return np.add(shift, np.arange(call.starts[-1]), out=out)
+    np.add(shift, np.arange(call.starts[-1]), out=out)
+    return out
 
 
 @returns_input_kind

@@ -31,6 +31,7 @@ from kvkit.runtime import disk_cache, lazy_imports, locks, notices, numba_068, s
 Function = Callable[..., Any]
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
 pointer_at = ctypes.c_void_p.from_address
+Integers = Any  # int64 where an address says, as kernels index them
 INDEX = numba.types.CPointer(numba.types.int64)  # where int64 lie
 LIVE_CODE: list["Code"] = []  # kernels know callbacks by address only: their code must outlive every variable
 STATE = 8  # letters of the digest of its sources in the name of a file

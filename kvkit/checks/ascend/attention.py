@@ -79,7 +79,7 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
 
 def context_rows(call: BlockAttentionCall) -> int:
     """Return how many rows the blocks of an entry have."""
-    return call.table.shape[1] * call.caches[0].shape[1]
+    return int(call.table.shape[1] * call.caches[0].shape[1])
 
 
 def with_bias(weights: attention.Weights, bias: Array) -> attention.Weights:

@@ -100,7 +100,8 @@ def differences(name: str, sums: Array) -> Array:
         raise argument_error(
             f"{name}[{down[0]}]", f"at least {before[down[0]]}: sums that never decrease", sums[down[0]]
         )
-    return sums - before
+    growth: Array = sums - before
+    return growth
 
 
 def checked_copy(
