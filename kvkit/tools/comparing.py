@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,27 +13,30 @@ import numpy as np
 from kvkit.checks.values import integer, number
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.interop import as_numpy
+from kvkit.layouts import Layout
 from kvkit.tools import counting
 from kvkit.tools.case import stacked
 from kvkit.tools.causes import Cause, Trial, tried
 from kvkit.tools.source import SIDES, CacheSource
 from kvkit.tools.tasks import Lazy, Mapper
+from kvkit.typed import FilePath
 
+Arrays = dict[str, np.ndarray]
 NAMES = {"l": "layer", "kv": "side", "b": "page", "n": "position", "h": "head", "c": "element"}
 BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
-BLOCK = 2**25  # bytes that are looked at in one go
+BLOCK = 2**25  # bytes that are compared at a time
 MOST_TRIED = 2**22  # bytes of an array that causes are tried on
 LEAST_NAMED = 8  # heads, layers or pages that are listed
 
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """Where one array differs from another.
+    """The places where one array differs from another.
 
     Attributes
     ----------
     name : str
-        Of the array.
+        The array's name.
     shape : tuple of int
         Its sizes, by axes of these names.
     axes : tuple of str
@@ -42,7 +44,7 @@ class ArrayDifference:
     differing, total : int
         Elements.
     first : dict
-        Its place by axis, and what is there: ``expected`` and ``got``.
+        The first place by axis, and what is there: ``expected`` and ``got``.
     counts : dict of str to dict
         Differing elements by layer, page and head.
     histogram : dict of str to int
@@ -61,42 +63,41 @@ class ArrayDifference:
     histogram: dict[str, int]
     worst: dict[str, Any]
 
-    def lines(self):
-        """For a terminal."""
+    def __str__(self) -> str:
         share = self.differing / self.total
-        yield f"{self.name}: {self.differing} of {self.total} elements differ ({share:.2%})"
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
-        yield f"  {argument_error(f'first: {place}', self.first['expected'], self.first['got'])}"
+        first = argument_error(f"first: {place}", self.first["expected"], self.first["got"])
+        lines = [f"{self.name}: {self.differing} of {self.total} elements differ ({share:.2%})", f"  {first}"]
         for axis, counts in self.counts.items():
             most = sorted(counts.items(), key=lambda item: -item[1])[:LEAST_NAMED]
-            rest = len(counts) - len(most)
-            said = ", ".join(f"{i}: {count}" for i, count in sorted(most))
-            yield f"  by {axis}: {said}{f', and {rest} more' if rest else ''}"
+            rest = f", and {len(counts) - len(most)} more" if len(counts) > len(most) else ""
+            lines.append(f"  by {axis}: " + ", ".join(f"{i}: {count}" for i, count in sorted(most)) + rest)
         if self.histogram:
-            yield "  ulps apart: " + ", ".join(
-                f"{bucket}: {count}" for bucket, count in self.histogram.items()
-            )
+            lines.append("  ulps apart: " + ", ".join(f"{ulps}: {n}" for ulps, n in self.histogram.items()))
         if self.worst:
             place = ", ".join(f"{axis} {i}" for axis, i in self.worst.items() if axis != "error")
-            yield f"  worst: {place or 'all'}: off by {self.worst['error']:.6g}"
+            lines.append(f"  worst: {place or 'all'}: off by {self.worst['error']:.6g}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What `diff` found.
+    """The result of `diff`.
 
     Attributes
     ----------
     arrays : list of ArrayDifference
-        Of arrays that differ.
+        The arrays that differ.
     causes : list of Cause
-        What explains some of that, the best first.
+        Causes that explain some of that, the best first.
     problems : list of str
         Arrays that only one side has, or that have other shapes.
     compared : int
         Bytes of each side.
     notes : list of str
-        What was not tried, and why.
+        Causes that were not tried, and why.
+    maps : dict
+        Differing elements of each row and the letters of axes, of arrays that are to be drawn.
     """
 
     arrays: list[ArrayDifference] = field(default_factory=list)
@@ -104,16 +105,16 @@ class Difference:
     problems: list[str] = field(default_factory=list)
     compared: int = 0
     notes: list[str] = field(default_factory=list)
+    maps: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def equal(self) -> bool:
-        """Whether there is nothing to say."""
+        """Return whether nothing differs."""
         return not self.arrays and not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        arrays = [asdict(each) for each in self.arrays]
-        causes = [asdict(cause) for cause in self.causes]
+        """Return the result as JSON has it."""
+        arrays, causes = [asdict(each) for each in self.arrays], [asdict(cause) for cause in self.causes]
         return {
             "equal": self.equal, "compared": self.compared, "arrays": arrays, "causes": causes,
             "problems": self.problems, "notes": self.notes,
@@ -122,24 +123,23 @@ class Difference:
     def __str__(self) -> str:
         if self.equal:
             return f"equal: {self.compared} bytes"
-        lines = [*self.problems, *(line for each in self.arrays for line in each.lines())]
-        return "\n".join([*lines, *map(str, self.causes), *self.notes])
+        return "\n".join([*self.problems, *map(str, self.arrays), *map(str, self.causes), *self.notes])
 
 
 def diff(
     a: Any,
     b: Any,
     *,
-    layout_a: Any = None,
-    layout_b: Any = None,
+    layout_a: str | Layout | None = None,
+    layout_b: str | Layout | None = None,
     like: Any = None,
     sizes: Mapping[str, int] | None = None,
     axes: str | None = None,
     atol: float = 0.0,
     rtol: float = 0.0,
     ulp: int = 0,
-    plot: str | os.PathLike | None = None,
-    advance: Any = None,
+    plot: FilePath | None = None,
+    advance: Callable[[int], object] | None = None,
     mapper: Mapper = map,
 ) -> Difference:
     """Compare two caches or outputs, and try to say why they differ.
@@ -147,8 +147,8 @@ def diff(
     Parameters
     ----------
     a, b : path, dict of arrays, or array
-        What is expected, and what came. Arrays are compared by name; those of a file or dict that has a
-        layout are its keys and values, whatever lies where.
+        What is expected, and what came. Arrays are compared by name; where a side has a layout, or where
+        no names are equal, keys and values are compared, whatever they are called.
     layout_a, layout_b : str or Layout, optional
         The lines of ``cache`` (or ``cache.0``, ...), or of ``key_cache`` and ``value_cache``.
     like : path or dict of arrays, optional
@@ -186,52 +186,45 @@ def diff(
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = number("atol", atol), number("rtol", rtol), integer("ulp", ulp, 0)
-    given = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like)
-    one, two, _ = given.value
-    result = Difference()
+    arrays = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like)
+    one, two, _ = arrays.value
     common = [name for name in one if name in two]
     if not common:
         raise argument_error("b", f"some array of {', '.join(one) or 'none'}", ", ".join(two) or "none")
-    for mine, other, side in ((one, two, "a"), (two, one, "b")):
-        result.problems.extend(f"{name}: only in {side}" for name in mine if name not in other)
-    maps = {}
+    problems = [f"{name}: only in a" for name in one if name not in two]
+    problems += [f"{name}: only in b" for name in two if name not in one]
     here = advance if mapper is map else None  # elsewhere pieces are not heard of, only arrays
     letters = [letters_of(one[name], axes, layout_a is not None) for name in common]
-    work = partial(one_array, given, tolerances=tolerances, drawn=plot is not None, advance=here)
-    for found in mapper(work, common, letters):
-        result.problems.extend(found.problems)
-        result.arrays.extend(found.arrays)
-        result.causes.extend(found.causes)
-        result.notes.extend(found.notes)
-        object.__setattr__(result, "compared", result.compared + found.bytes)
-        maps.update(found.maps)
+    work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
+    found = Difference(problems=problems)
+    compared = 0
+    for part in mapper(work, common, letters):
+        for name in ("arrays", "causes", "problems", "notes"):
+            getattr(found, name).extend(getattr(part, name))
+        found.maps.update(part.maps)
+        compared += part.compared
         if advance is not None and here is None:
-            advance(found.bytes)
-    result.causes.sort(key=lambda cause: -cause.explained / cause.differing)
-    if plot is not None and maps:
-        draw(plot, maps)
-    return result
-
-
-Arrays = dict[str, np.ndarray]
+            advance(part.compared)
+    found.causes.sort(key=lambda cause: -cause.explained / cause.differing)
+    if plot is not None and found.maps:
+        draw_maps(plot, found.maps)
+    return replace(found, compared=compared)
 
 
 def compared_arrays(
-    a: Any, b: Any, layout_a: Any, layout_b: Any, sizes: Mapping[str, int] | None, like: Any
-) -> tuple[Arrays, Arrays, Arrays]:
+    a: Any, b: Any, layout_a: str | Layout | None, layout_b: str | Layout | None,
+    sizes: Mapping[str, int] | None, like: Any,
+) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
     """Return the arrays of both sides by name, and inputs; keys and values where a side has a layout."""
-    sources = [
-        CacheSource({"array": array} if isinstance(array := as_numpy(side), np.ndarray) else side,
-                    layout, sizes, (argument, "format"))
-        for side, layout, argument in ((a, layout_a, "layout_a"), (b, layout_b, "layout_b"))
-    ]  # fmt: skip
+    sources = []
+    for side, layout, name in ((a, layout_a, "layout_a"), (b, layout_b, "layout_b")):
+        array = as_numpy(side)
+        given = {"array": array} if isinstance(array, np.ndarray) else side
+        sources.append(CacheSource(given, layout, sizes, (name, "format")))
     inputs = {} if like is None else CacheSource(like).arrays
-    one, two = (
-        {name: x for name, x in source.arrays.items() if x.dtype.kind not in "SUO"} for source in sources
-    )
-    if not any(source.stated_layout for source in sources) and (
-        one.keys() & two.keys() or not all(source.layout for source in sources)
-    ):
+    one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
+    named = one.keys() & two.keys() or not all(source.layout for source in sources)
+    if named and not any(source.stated_layout for source in sources):
         return one, two, inputs
     return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs
 
@@ -241,72 +234,61 @@ def keys_and_values(source: CacheSource) -> Arrays:
     if source.cache is None and not source.apart:
         expected = "an array cache, key_cache or value_cache to lie in it"
         raise argument_error("layout", expected, ", ".join(source.arrays) or "none")
-    if not source.apart:
-        source.require_cache()
-    kv = source.kv
-    if kv is None:
-        raise argument_error(
-            source.arguments[0], "one whose content is not split (kvkit convert makes one)", source.layout
-        )
-    parts = {"": kv}
+    parts = {"": source.require_view(both=False)}
     with contextlib.suppress(KvkitError):  # scales that have other axes are not compared
         parts |= {f"_{part}": view for part, view in source.part_views.items()}
-    return {
-        f"{side}s{part}": stacked(getattr(view, f"{side}s"))
-        for part, view in parts.items()
-        for side in SIDES
-        if not source.apart or side in source.apart
-    }
+    sides = [side for side in SIDES if not source.apart or side in source.apart]
+    return {f"{one}s{part}": stacked(getattr(kv, f"{one}s")) for part, kv in parts.items() for one in sides}
 
 
-@dataclass(frozen=True)
-class ComparedArray:
-    """What came of an array: its part of a `Difference`; counts of rows, if they are drawn."""
-
-    bytes: int = 0
-    arrays: list[ArrayDifference] = field(default_factory=list)
-    causes: list[Cause] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    maps: dict[str, Any] = field(default_factory=dict)
-
-
-def one_array(given: Lazy, name: str, letters: Any, tolerances: Any, drawn: bool, advance: Any):
+def compare_array(
+    arrays: Lazy,
+    name: str,
+    letters: tuple[str, ...],
+    tolerances: tuple[float, float, int],
+    drawn: bool,
+    advance: Callable[[int], object] | None,
+) -> Difference:
     """Compare an array of both sides, and look for causes."""
-    one, two, inputs = given.value
+    one, two, inputs = arrays.value
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
-        return ComparedArray(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])
-    found, counts = compared(name, letters, expected, got, tolerances, advance)
-    if found is None:
-        return ComparedArray(expected.nbytes)
+        return Difference(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])
+    found = count_rows(expected, got, tolerances, advance)
+    if not found[0].any():
+        return Difference(compared=expected.nbytes)
+    array = describe_difference(name, letters, expected, got, found, tolerances)
     notes: list[str] = []
+    causes: list[Cause] = []
     if expected.dtype != got.dtype:
         notes.append(f"{name}: {expected.dtype} against {got.dtype}: no cause was tried")
-        causes = []
     else:
-        causes = causes_of(name, letters, one, two, inputs, found, notes)
-    maps = {name: (counts, letters)} if drawn else {}
-    return ComparedArray(expected.nbytes, [found], causes, notes=notes, maps=maps)
+        causes = causes_of(array, letters, one, got, inputs, notes)
+    maps = {name: (found[0].reshape(expected.shape[:-1]), letters)} if drawn else {}
+    return Difference([array], causes, [], expected.nbytes, notes, maps)
 
 
-def letters_of(array, axes, has_layout):
-    """The names of an array's axes."""
-    letters = tuple((axes if axes and not has_layout else BY_NDIM.get(array.ndim, "")).split())
-    if axes and not has_layout and len(letters) != array.ndim and array.ndim in BY_NDIM:
-        letters = tuple(BY_NDIM[array.ndim].split())
+def letters_of(array: np.ndarray, axes: str | None, has_layout: bool) -> tuple[str, ...]:
+    """Return the names of an array's axes."""
+    usual = tuple(BY_NDIM.get(array.ndim, "").split())
+    letters = tuple(axes.split()) if axes and not has_layout else usual
     if len(letters) != array.ndim:
-        letters = tuple(f"axis {i}" for i in range(array.ndim))
+        letters = usual or tuple(f"axis {i}" for i in range(array.ndim))
     if len(set(letters)) != len(letters):
         raise argument_error("axes", "each of l b n h c at most once", describe(axes))
     return letters
 
 
-def compared(name, letters, expected, got, tolerances, advance):
-    """(`ArrayDifference`, or None; differing elements of each row) of two arrays of one shape."""
+Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def count_rows(
+    expected: np.ndarray, got: np.ndarray, tolerances: tuple[float, float, int],
+    advance: Callable[[int], object] | None,
+) -> Counts:  # fmt: skip
+    """Return (differing elements of each row, largest errors of each, histogram of ulps) of two arrays."""
     content = expected.shape[-1] if expected.ndim else 1
-    outer = expected.shape[:-1]
-    rows = int(np.prod(outer, dtype=np.int64))
+    rows = int(np.prod(expected.shape[:-1], dtype=np.int64))
     counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     histogram = np.zeros(counting.BUCKETS, np.int64)
     one, two = (array.reshape(1) if not array.ndim else array for array in (expected, got))
@@ -322,67 +304,61 @@ def compared(name, letters, expected, got, tolerances, advance):
             histogram += more
         if advance is not None:
             advance(x.nbytes)
-    if not counts.any():
-        return None, counts
-    return described(name, letters, expected, got, counts, errors, histogram, tolerances), counts.reshape(
-        outer
-    )
+    return counts, errors, histogram
 
 
-def same_bytes(one, two):
-    """Whether arrays hold equal bytes, as fast as they can be read."""
+def same_bytes(one: np.ndarray, two: np.ndarray) -> bool:
+    """Compare the bytes of arrays, as fast as they can be read."""
     if one.dtype != two.dtype:
         return False
     one, two = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, two))
     whole = len(one) // 8 * 8
-    return np.array_equal(one[:whole].view(np.uint64), two[:whole].view(np.uint64)) and np.array_equal(
-        one[whole:], two[whole:]
-    )
+    words = (array[:whole].view(np.uint64) for array in (one, two))
+    return np.array_equal(*words) and np.array_equal(one[whole:], two[whole:])
 
 
-def described(name, letters, expected, got, counts, errors, histogram, tolerances):
-    names = tuple(NAMES.get(letter, letter) for letter in letters)
-    outer = expected.shape[:-1]
-    row = np.unravel_index(int(counts.argmax() if not counts.any() else (counts > 0).argmax()), outer)
+def describe_difference(
+    name: str, letters: tuple[str, ...], expected: np.ndarray, got: np.ndarray, found: Counts,
+    tolerances: tuple[float, float, int],
+) -> ArrayDifference:  # fmt: skip
+    """Return the first place, counts by axis and the worst head of arrays that differ."""
+    counts, errors, histogram = found
+    names, outer = tuple(NAMES.get(letter, letter) for letter in letters), expected.shape[:-1]
+    row = np.unravel_index(int((counts > 0).argmax()), outer)
     x, y = (array[row].reshape(1, -1) if array.ndim else array.reshape(1, 1) for array in (expected, got))
     each = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances)[0][0] for i in range(x.shape[1])]
     element = int(np.argmax(np.array(each) > 0))
     place = (*(int(i) for i in row), element)[: expected.ndim]
-    first = dict(zip(names, place, strict=True)) | {
-        "expected": plain(x[0, element]),
-        "got": plain(y[0, element]),
-    }
+    first = dict(zip(names, place, strict=True))
+    first |= {"expected": plain_number(x[0, element]), "got": plain_number(y[0, element])}
     table, far = counts.reshape(outer), errors.reshape(outer)
     by = {}
-    for letter, axis in zip(letters[:-1], names[:-1], strict=True):
+    for i, letter in enumerate(letters[:-1]):
         if letter in ("l", "b", "h"):
-            i = letters.index(letter)
             sums = table.sum(axis=tuple(j for j in range(table.ndim) if j != i))
-            by[axis] = {int(j): int(sums[j]) for j in np.flatnonzero(sums)}
+            by[names[i]] = {int(j): int(sums[j]) for j in np.flatnonzero(sums)}
     heads = [i for i, letter in enumerate(letters[:-1]) if letter in ("l", "h")]
     largest = far.max(axis=tuple(i for i in range(far.ndim) if i not in heads)) if heads else far.max()
     at = np.unravel_index(int(np.argmax(largest)), np.shape(largest)) if heads else ()
     worst = {names[i]: int(j) for i, j in zip(heads, at, strict=True)} | {"error": float(np.max(largest))}
-    ulps = {bucket(i): int(n) for i, n in enumerate(histogram) if n}
-    return ArrayDifference(
-        name, expected.shape, names, int(counts.sum()), expected.size, first, by, ulps, worst
-    )
+    ulps = {str(i) if i < 2 else f"{2 ** (i - 1)}-{2**i - 1}": int(n) for i, n in enumerate(histogram) if n}
+    total = int(counts.sum()), expected.size
+    return ArrayDifference(name, expected.shape, names, *total, first, by, ulps, worst)
 
 
-def bucket(i):
-    """The distances that a bucket of the histogram counts."""
-    return str(i) if i < 2 else f"{2 ** (i - 1)}-{2**i - 1}"
+def plain_number(value: Any) -> int | float | bool:
+    """Return a number as JSON and people may have it."""
+    found = value.item()
+    return found if isinstance(found, (int, float, bool)) else float(value)
 
 
-def plain(value):
-    """A number as JSON and people may have it."""
-    return value.item() if isinstance(value.item(), (int, float, bool)) else float(value)
-
-
-def causes_of(name, letters, one, two, inputs, found, notes):
-    """The causes that explain a difference, tried where it begins, on no more than can be looked at soon."""
-    expected, got = one[name], two[name]
-    others = {other: array for other, array in one.items() if other != name}
+def causes_of(
+    found: ArrayDifference, letters: tuple[str, ...], one: Arrays, got: np.ndarray, inputs: Arrays,
+    notes: list[str],
+) -> list[Cause]:  # fmt: skip
+    """Try causes where the difference begins, on as many bytes as can be tried soon; note which."""
+    expected = one[found.name]
+    others = {other: array for other, array in one.items() if other != found.name}
     like = {key: np.asarray(value) for key, value in inputs.items()}
     outer = expected.shape[:-1]
     for i, axis in enumerate(found.axes[:-1]):
@@ -391,30 +367,26 @@ def causes_of(name, letters, one, two, inputs, found, notes):
         begin, take = found.first[axis], max(1, MOST_TRIED * expected.shape[i] // expected.nbytes)
         begin = max(0, min(begin, expected.shape[i] - take))
         part = (*[slice(None)] * i, slice(begin, begin + take))
-        notes.append(f"{name}: causes were tried on {axis} {begin} to {begin + take - 1} alone")
+        notes.append(f"{found.name}: causes were tried on {axis} {begin} to {begin + take - 1} alone")
         for arrays in (others, like):
             arrays.update({key: array[part] for key, array in arrays.items() if array.shape[:-1] == outer})
         expected, got = expected[part], got[part]
         outer = expected.shape[:-1]
-    return tried(Trial(name, letters, expected, got, like, others))
+    return tried(Trial(found.name, letters, expected, got, like, others))
 
 
-def draw(path, maps):
-    """A map of tokens by heads for each array that differs."""
+def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
+    """Draw a map of tokens by heads for each array that differs."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise KvkitError("plot: needs matplotlib: pip install 'kvkit-kernels[plot]'") from None
     figure = Figure(figsize=(9, 2.2 * len(maps) + 0.6), layout="constrained")
-    for axes, (name, (counts, letters)) in zip(
-        figure.subplots(len(maps), squeeze=False)[:, 0], maps.items(), strict=True
-    ):
-        head = letters[:-1].index("h") if "h" in letters[:-1] else None
-        table = (
-            counts.reshape(1, -1)
-            if head is None
-            else np.moveaxis(counts, head, 0).reshape(counts.shape[head], -1)
-        )
+    places = figure.subplots(len(maps), squeeze=False)[:, 0]
+    for axes, (name, (counts, letters)) in zip(places, maps.items(), strict=True):
+        head = letters[:-1].index("h") if "h" in letters[:-1] else 0
+        heads = counts.shape[head] if "h" in letters[:-1] else 1
+        table = np.moveaxis(counts, head, 0).reshape(heads, -1) if counts.ndim else counts.reshape(1, 1)
         image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
         axes.set(title=name, xlabel="token", ylabel="head")
         figure.colorbar(image, ax=axes, label="differing elements")

@@ -192,14 +192,12 @@ def of_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
 
 def viewed_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
     """Return views of codes and of what is beside them, and the pages of their block tables."""
-    if source.kv is None:
-        name = source.arguments[0]
-        raise argument_error(name, "one whose content is not split (kvkit convert makes one)", source.layout)
+    kv = source.require_view()
     for one in formats or ():
         if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
             raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
     pages = None if source.sequence_starts else source.block_tables()
-    return {"codes": source.kv} | (source.part_views if formats else {}), pages and pages[1]
+    return {"codes": kv} | (source.part_views if formats else {}), pages and pages[1]
 
 
 def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:

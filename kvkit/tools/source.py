@@ -201,6 +201,15 @@ class CacheSource:
                 text = text.replace(f"arrays[{i}]", name).replace(f"source[{i}]", name)
             raise KvkitError(text) from error
 
+    def require_view(self, both: bool = True) -> KV:
+        """Return `kv`; refuse a source without a cache or layout, or one whose layout no view tells."""
+        if both or len(self.apart) != 1:
+            self.require_cache()
+        if self.kv is None:
+            wanted = "one whose content is not split (kvkit convert makes one)"
+            raise argument_error(self.arguments[0], wanted, self.layout)
+        return self.kv
+
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """Return the lengths of the layout's axes, as far as views tell them."""
