@@ -1,11 +1,11 @@
-"""What `check` is given, normalised: tables as pages in use, caches as [layers, blocks, rows, heads,
-content].
+"""Normalise the arrays of `check`: tables as pages in use, caches as [layers, blocks, rows, heads, content].
 
 Nothing is computed before a rule asks for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +64,8 @@ class Case:
         if self.source.paged and (found := self.source.block_tables()) is not None:
             self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
         self.layout = self.source.stated_layout
+        known = {"b": self.number("num_blocks"), "n": self.number("page_size")}
+        self.sizes = {axis: size for axis, size in known.items() if size is not None}
         for name in NUMBERS:
             setattr(self, name, self.number(name))
         self.in_pages = self.source.layout is not None and "b" in parse(self.source.layout).names
@@ -81,8 +83,8 @@ class Case:
         """Return an integer; None without it."""
         return integer(name, self.given[name]) if name in self.given else None
 
-    def index(self, name, ndim=None):
-        """An index tensor of any integers; None if it is not given."""
+    def index(self, name: str, ndim: int | None = None) -> Any:
+        """Return an index tensor of any integers; None if it is not given."""
         if name not in self.given:
             return None
         array = np.asarray(self.given[name])
@@ -93,8 +95,8 @@ class Case:
         return array
 
     @cached_property
-    def table_name(self):
-        """Which of the arrays holds pages; None if there is none, or nothing to hold it against."""
+    def table_name(self) -> str | None:
+        """Return which of the arrays holds pages; None if there is none."""
         name = next((name for name in TABLES if name in self.given), None)
         if name is None:
             return None
@@ -106,21 +108,21 @@ class Case:
         return name
 
     @cached_property
-    def raw_table(self):
-        """The pages as they are given: (rows [sequences, columns]) or (starts, pages one after the other)."""
-        value = self.given[self.table_name]
+    def raw_table(self) -> Any:
+        """Return the pages as they are given: rows [sequences, columns], or (starts, pages in a row)."""
+        value = self.given[self.table_name or ""]
         if self.table_name == "kv_indices":
             return self.index("kv_indptr", 1), self.index("kv_indices", 1)
         if isinstance(value, (tuple, list)) and len(value) == 2 and np.ndim(value[0]) == 1:
             starts, pages = map(np.asarray, value)
             if len(starts) != len(pages) or starts.dtype.kind in "iu":
                 return starts, pages
-        return self.index(self.table_name, 2)
+        return self.index(self.table_name or "", 2)
 
     @cached_property
-    def lengths(self):
-        """Tokens of each sequence."""
-        lengths = self.index("context_lens", 1)
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each sequence."""
+        lengths: np.ndarray | None = self.index("context_lens", 1)
         if lengths is None and "kvstarts" in self.given:
             lengths = np.diff(self.index("kvstarts", 1))
         if lengths is None and isinstance(self.raw_table, tuple):
@@ -133,15 +135,14 @@ class Case:
         return lengths.astype(np.int64, copy=False)
 
     @cached_property
-    def pages(self):
-        """The table as (starts, pages in use one after the other); None without one."""
+    def pages(self) -> Any:
+        """Return the table as (starts, pages in use one after the other); None without one."""
         if self.table_name is None:
             return None
         if isinstance(self.raw_table, tuple):
             starts, pages = self.raw_table
-            legal = (
-                len(starts) and starts[0] == 0 and starts[-1] <= len(pages) and (np.diff(starts) >= 0).all()
-            )
+            legal = len(starts) and not starts[0] and starts[-1] <= len(pages)
+            legal = legal and (np.diff(starts) >= 0).all()
             starts = starts.astype(np.int64) if legal else np.zeros(1, np.int64)
             return starts, np.ascontiguousarray(pages[: starts[-1]].astype(np.int64))
         rows = min(len(self.raw_table), len(self.lengths))
@@ -149,54 +150,46 @@ class Case:
         return found.starts, found.ids
 
     @cached_property
-    def of_rows(self):
-        """Whether the table says first rows, as PMX does, and not the numbers of pages."""
-        return self.table_name == "cachestarts"
-
-    @cached_property
-    def page_tables(self):
-        """`table_rules.Tables` of page numbers; None without a table."""
+    def page_tables(self) -> Any:
+        """Return the tables of page numbers; None without a table."""
         if self.pages is None:
             return None
         starts, ids = self.pages
         placeholder = self.placeholder if self.placeholder is not None else self.reserved_block
-        if self.aligned:
-            return table_rules.Tables(starts, ids // self.unit, self.num_blocks, placeholder)
-        return table_rules.Tables(starts, ids, self.num_blocks * self.page_size, placeholder)
+        unit, rows = (self.unit, 1) if self.aligned else (1, self.page_size)
+        return table_rules.Tables(starts, ids // unit, self.num_blocks * rows, placeholder)
 
     @cached_property
-    def unit(self):
-        """What a page is counted in: PMX's tables say its first row."""
-        return self.page_size if self.of_rows else 1
+    def unit(self) -> int:
+        """Return how many entries of the table a page spans: PMX's tables have its first row."""
+        return self.page_size if self.table_name == "cachestarts" else 1
 
     @cached_property
-    def aligned(self):
-        """Whether the table's entries are pages: PMX allows them to begin at any row."""
+    def aligned(self) -> bool:
+        """Return whether the table's entries are whole pages: PMX lets pages begin at any row."""
         return self.unit == 1 or not (self.pages[1] % self.unit).any()
 
-    def entry(self, sequence, column):
-        """The name of an entry of the table."""
+    def entry(self, sequence: int, column: int) -> str:
+        """Return the name of an entry of the table."""
         if isinstance(self.raw_table, tuple):
-            return (
-                f"{self.table_name}[{self.pages[0][sequence] + column}] (sequence {sequence}, page {column})"
-            )
+            place = self.pages[0][sequence] + column
+            return f"{self.table_name}[{place}] (sequence {sequence}, page {column})"
         return f"{self.table_name}[{sequence}, {column}]"
 
     @cached_property
-    def slots(self):
-        """The slots of a step, as int64; None if there are none, or no pages to hold them against."""
+    def slots(self) -> Any:
+        """Return the slots of a step, as int64; None if there are none, or no pages to hold them against."""
         slots = self.index("slot_mapping")
-        if slots is None or self.page_size is None or self.num_blocks is None:
-            return None
-        return slots.reshape(-1).astype(np.int64)
+        unknown = slots is None or self.page_size is None or self.num_blocks is None
+        return None if unknown else slots.reshape(-1).astype(np.int64)
 
     @cached_property
-    def slot_places(self):
-        """(sequence, position) of each slot; None if that is not said."""
+    def slot_places(self) -> Any:
+        """Return (sequence, position) of each slot; None if nobody says them."""
         sequences, positions = self.index("slot_sequences", 1), self.index("slot_positions", 1)
-        if self.slots is None or sequences is None or positions is None or self.table_name is None:
+        if self.slots is None or sequences is None or positions is None:
             return None
-        if not self.aligned:
+        if self.table_name is None or not self.aligned:
             return None
         for name, array in (("slot_sequences", sequences), ("slot_positions", positions)):
             if len(array) != len(self.slots):
@@ -204,8 +197,8 @@ class Case:
         return sequences.astype(np.int64), positions.astype(np.int64)
 
     @cached_property
-    def page_of_slots(self):
-        """The page that the table has for each slot's token; -1 where it has none. None without tokens."""
+    def page_of_slots(self) -> Any:
+        """Return the page that the table has for each slot's token, -1 for none; None without tokens."""
         if self.slot_places is None:
             return None
         sequences, positions = self.slot_places
@@ -223,12 +216,6 @@ class Case:
         return np.where(known, pages // self.unit, -1).astype(np.int64)
 
     @cached_property
-    def sizes(self):
-        """What is known of a layout's axes."""
-        known = {"b": self.given.get("num_blocks"), "n": self.given.get("page_size")}
-        return {axis: int(size) for axis, size in known.items() if size is not None}
-
-    @cached_property
     def viewed(self) -> tuple[KV | None, str]:
         """Return (views of keys and values, ""), or (None, why the layout gives none)."""
         try:
@@ -244,10 +231,11 @@ class Case:
         found: list[CheckedSide] = []
         apart, kv = self.source.apart, self.viewed[0]
         if self.source.layout is None and self.source.pair == PAGED_NAMES:
-            wanted = "[blocks, rows, heads, content], or [layers, ...] of that"
-            raise argument_error(
-                PAGED_NAMES["key" not in apart], wanted, describe(next(iter(apart.values())))
+            wanted, name = (
+                "[blocks, rows, heads, content], or [layers, ...] of that",
+                PAGED_NAMES["key" not in apart],
             )
+            raise argument_error(name, wanted, describe(next(iter(apart.values()))))
         if kv is None:
             return found
         labels = self.source.pair if apart and self.source.pair else PAGED_NAMES
@@ -261,7 +249,9 @@ class Case:
         """Return the scales of keys or values, with an axis of layers where codes have none."""
         scale = self.source.beside_side(side, "scale")
         if scale is None:
-            scales = None if self.source.apart else self.source.part_views.get("scale")
+            scales = None
+            with contextlib.suppress(KvkitError):  # scales with other axes are not looked at
+                scales = None if self.source.apart else self.source.part_views.get("scale")
             return None if scales is None else stacked(getattr(scales, f"{side}s"))
         scale = np.asarray(scale)
         codes = self.source.apart.get(side)
@@ -269,8 +259,8 @@ class Case:
         return scale[None] if scale.ndim in (3, 4) and one_layer else scale
 
     @cached_property
-    def used(self):
-        """Which rows [blocks, rows] hold a token, and which blocks are in use; None without a table."""
+    def used(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return which rows [blocks, rows] hold a token, and which blocks are in use; None without tables."""
         if self.page_tables is None or not self.sides or not self.aligned or not self.in_pages:
             return None
         blocks, rows = self.sides[0].array.shape[1:3]

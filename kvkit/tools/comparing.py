@@ -313,8 +313,8 @@ def same_bytes(one: np.ndarray, two: np.ndarray) -> bool:
         return False
     one, two = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, two))
     whole = len(one) // 8 * 8
-    words = (array[:whole].view(np.uint64) for array in (one, two))
-    return np.array_equal(*words) and np.array_equal(one[whole:], two[whole:])
+    words = one[:whole].view(np.uint64), two[:whole].view(np.uint64)
+    return np.array_equal(words[0], words[1]) and np.array_equal(one[whole:], two[whole:])
 
 
 def describe_difference(
@@ -340,7 +340,8 @@ def describe_difference(
     heads = [i for i, letter in enumerate(letters[:-1]) if letter in ("l", "h")]
     largest = far.max(axis=tuple(i for i in range(far.ndim) if i not in heads)) if heads else far.max()
     at = np.unravel_index(int(np.argmax(largest)), np.shape(largest)) if heads else ()
-    worst = {names[i]: int(j) for i, j in zip(heads, at, strict=True)} | {"error": float(np.max(largest))}
+    worst: dict[str, Any] = {names[i]: int(j) for i, j in zip(heads, at, strict=True)}
+    worst["error"] = float(np.max(largest))
     ulps = {str(i) if i < 2 else f"{2 ** (i - 1)}-{2**i - 1}": int(n) for i, n in enumerate(histogram) if n}
     total = int(counts.sum()), expected.size
     return ArrayDifference(name, expected.shape, names, *total, first, by, ulps, worst)

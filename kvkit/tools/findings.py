@@ -1,12 +1,13 @@
-"""What `check` finds, rule by rule, and how a rule is written."""
+"""Findings of `check`, and the table of its rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["error", "warning"]
+Seen = tuple[Any, Callable[[Any], tuple[str, str]]] | list[tuple[str, str]] | None  # see `Rule`
 SHOWN = 5  # findings of a rule that are described; all are counted
 
 
@@ -40,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """What `check` found: an iterable of `Finding`, of each rule no more than the first five.
+    """The result of `check`: an iterable of `Finding`, of each rule no more than the first five.
 
     Attributes
     ----------
@@ -64,16 +65,16 @@ class Findings:
 
     @property
     def errors(self) -> list[Finding]:
-        """Those that are no warnings."""
+        """Return the findings that are no warnings."""
         return [finding for finding in self.found if finding.severity == "error"]
 
     @property
     def rules(self) -> set[str]:
-        """The names of the rules that are broken."""
+        """Return the names of the rules that are broken."""
         return set(self.counts)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the result as JSON has it."""
         return {
             "errors": sum(self.counts[rule] for rule in {finding.rule for finding in self.errors}),
             "findings": [asdict(finding) for finding in self.found],
@@ -95,25 +96,25 @@ class Findings:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: `look` gives nothing where there is nothing to look at, else all hits and words for one of
-    them.
+    """A rule of `check`. The docstring of `look` names an incident that it would have caught.
 
-    Its docstring says which incident it would have caught.
+    `look` returns None where there is nothing to look at; else a list of (where, what), or all hits and a
+    function that puts one of them into such words.
     """
 
     name: str
     severity: Severity
     hint: str
-    look: Callable[[Any], tuple[Sequence, Callable[[Any], tuple[str, str]]] | None]
+    look: Callable[[Any], Seen]
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(name: str, hint: str, severity: Severity = "error"):
+def rule(name: str, hint: str, severity: Severity = "error") -> Callable[[Any], Any]:
     """Enter a function into the table of rules: a decorator."""
 
-    def enter(look):
+    def enter(look: Callable[[Any], Seen]) -> Callable[[Any], Seen]:
         RULES[name] = Rule(name, severity, hint, look)
         return look
 
@@ -121,17 +122,16 @@ def rule(name: str, hint: str, severity: Severity = "error"):
 
 
 def examine(case: Any, rules: dict[str, Rule]) -> Findings:
-    """What the rules find in a case."""
+    """Return what the rules find in a case."""
     result = Findings()
     for each in rules.values():
         seen = each.look(case)
         if seen is None:
             continue
         result.checked.append(each.name)
-        hits, words = seen
+        hits, words = seen if isinstance(seen, tuple) else (seen, lambda hit: hit)
         if len(hits):
             result.counts[each.name] = len(hits)
-            result.found.extend(
-                Finding(each.name, each.severity, *words(hit), each.hint) for hit in hits[:SHOWN]
-            )
+            for where, message in map(words, hits[:SHOWN]):
+                result.found.append(Finding(each.name, each.severity, where, message, each.hint))
     return result

@@ -3,14 +3,15 @@
 import numpy as np
 
 from kvkit.formats import BY_DTYPE
-from kvkit.tools.findings import rule
+from kvkit.tools.case import Case, CheckedSide
+from kvkit.tools.findings import Seen, rule
 from kvkit.tools.rules.scales import codes
 
 BASE_2 = np.log(2.0)
 
 
-def not_finite(case, side):
-    """Which elements are NaN or infinity; None of codes that are neither."""
+def not_finite(case: Case, side: CheckedSide) -> np.ndarray | None:
+    """Return which elements are NaN or infinity; None of codes, which are neither."""
     kind = codes(case, side)
     if kind is not None and side.array.dtype.itemsize == 1:
         bad = ~np.isfinite(kind[1].format.code.table)
@@ -19,9 +20,10 @@ def not_finite(case, side):
     return ~np.isfinite(side.array) if fmt is not None and fmt.significant else None
 
 
-def rows_of(case, which):
-    """The rows that `which` chooses of (rows in use, blocks in use), with an element that is not finite."""
-    found, looked = [], False
+def rows_not_finite(case: Case, which: np.ndarray) -> Seen:
+    """Return the rows of a mask [blocks, rows] with an element that is not finite."""
+    found: list[tuple[str, str]] = []
+    looked = False
     for side in case.sides:
         bad = not_finite(case, side)
         if bad is None:
@@ -33,17 +35,15 @@ def rows_of(case, which):
             shown = case.row_name(side, layer, block, row)
             elements = int(bad[layer, block, row].sum())
             found.append((shown, f"{elements} elements are NaN or infinity, in heads {heads}"))
-    return (found, lambda hit: hit) if looked else None
+    return found if looked else None
 
 
 @rule("D1", "Every query that sees this token becomes NaN. Find what computed it: the row itself is in use.")
-def nan_in_use(case):
+def nan_in_use(case: Case) -> Seen:
     """vllm#39444: NaN of dummy runs lay in block 0 and came out of attention for all who read that block."""
-    return (
-        rows_of(case, case.used[0] if case.used is not None else np.ones((1, 1), bool))
-        if case.sides
-        else None
-    )
+    if not case.sides:
+        return None
+    return rows_not_finite(case, np.ones((1, 1), bool) if case.used is None else case.used[0])
 
 
 @rule(
@@ -52,21 +52,21 @@ def nan_in_use(case):
     "given out.",
     "warning",
 )
-def nan_behind_the_end(case):
+def nan_behind_the_end(case: Case) -> Seen:
     """vllm#43990: blocks of an fp8 cache came back with NaN bytes and had to be cleared; flash-attention#1974
     is alike.
     """
     if not case.sides or case.used is None:
         return None
     rows, blocks = case.used
-    return rows_of(case, blocks[:, None] & ~rows)
+    return rows_not_finite(case, blocks[:, None] & ~rows)
 
 
 @rule(
     "D3",
     "Parts merged with it get wrong weights. Multiply base 2 by ln 2, and write -inf for an empty context.",
 )
-def other_base(case):
+def other_base(case: Case) -> Seen:
     """flash-attention#2573: the log-sum-exp of an empty context is +inf there, and -inf elsewhere."""
     lse = case.given.get("lse")
     if lse is None or case.table_name is None:
@@ -81,29 +81,22 @@ def other_base(case):
         got, meant = lse[there], expected[there]
         tolerance = 0.01 * (1 + np.abs(meant))
         apart = np.abs(got - meant) > tolerance
-        for what, factor in (
-            ("base 2", BASE_2),
-            ("the sign turned", -1.0),
-            ("base 2, the sign turned", -BASE_2),
-        ):
+        factors = {"base 2": BASE_2, "the sign turned": -1.0, "base 2, the sign turned": -BASE_2}
+        for what, factor in factors.items():
             if apart.any() and (np.abs(got * factor - meant) <= tolerance).all():
                 b, h = np.argwhere(there)[apart.argmax()].tolist()
                 found.append((f"lse[{b}, {h}]", f"{lse[b, h]:.6g}: all are those of this cache with {what}"))
                 break
-    return found, lambda hit: hit
+    return found
 
 
-def log_sum_exp(case):
-    """Logarithms of the softmax denominators of one query a sequence, in float64; None without queries."""
+def log_sum_exp(case: Case) -> np.ndarray | None:
+    """Return the logarithms of the softmax denominators of one query a sequence; None without queries."""
     query = case.given.get("query")
     keys = next((side for side in case.sides if side.name == "key"), None)
-    if (
-        query is None
-        or keys is None
-        or case.page_tables is None
-        or not case.aligned
-        or not_finite(case, keys) is None
-    ):
+    if query is None or keys is None or case.page_tables is None or not case.aligned:
+        return None
+    if not_finite(case, keys) is None:
         return None
     query = np.asarray(query, np.float64)  # [sequences, query heads, content]
     starts, ids = case.page_tables.starts, case.page_tables.ids

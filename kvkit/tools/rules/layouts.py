@@ -4,7 +4,8 @@ import numpy as np
 
 from kvkit.errors import KvkitError
 from kvkit.layouts import NAMED, view
-from kvkit.tools.findings import Rule, rule
+from kvkit.tools.case import Case, CheckedSide
+from kvkit.tools.findings import Rule, Seen, rule
 
 LEAST_TOKENS = 16
 OUTSTANDING = 2.5  # |mean| over standard deviation of a channel that keys have, and values have not
@@ -12,12 +13,12 @@ TIMES = 1.8
 
 
 @rule("L1", "Every address is another one than is meant. Name the line that made the cache, or transpose it.")
-def line_and_array_disagree(case):
+def line_and_array_disagree(case: Case) -> Seen:
     """vllm#46204: a connector forced one order of heads and tokens on a cache that had the other."""
     if case.layout is None:
         return None
     views, why = case.viewed
-    return ([] if views else [("layout", why)]), lambda hit: hit
+    return [] if views or not why else [("layout", why)]
 
 
 @rule(
@@ -25,7 +26,7 @@ def line_and_array_disagree(case):
     "No shape tells them apart. Say which it is: layout=NAME, or in the file.",
     "warning",
 )
-def several_lines_fit(case):
+def several_lines_fit(case: Case) -> Seen:
     """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and
     strides.
     """
@@ -39,15 +40,15 @@ def several_lines_fit(case):
             continue
         lines.setdefault(str(named.layout), name)
     if len(lines) == 1:
-        return [], lambda hit: hit
+        return []
     said = ", ".join(f"'{line}' ({name})" for line, name in lines.items()) or "none that kvkit knows"
-    return [("cache", f"{len(lines)} lines fit: {said}")], lambda hit: hit
+    return [("cache", f"{len(lines)} lines fit: {said}")]
 
 
 @rule(
     "L3", "Attention weighs values with values. Keys come first in every engine's pairs: look at the split."
 )
-def keys_and_values_swapped(case):
+def keys_and_values_swapped(case: Case) -> Seen:
     """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back
     wrong.
 
@@ -56,27 +57,24 @@ def keys_and_values_swapped(case):
     """
     if len(case.sides) < 2 or case.used is None:
         return None
-    outstanding = [outstanding_channels(case, side) for side in case.sides]
-    if None in outstanding:
+    rows = case.used[0]
+    outstanding = [each for side in case.sides if (each := outstanding_channels(side, rows)) is not None]
+    if len(outstanding) < 2:
         return None
-    found = []
+    found: list[tuple[str, str]] = []
     for layer, (key, value) in enumerate(zip(*outstanding, strict=True)):
         if value > OUTSTANDING and value > TIMES * key:
             layers = f"[{layer}]" if len(outstanding[0]) > 1 else ""
-            found.append((
-                ", ".join(f"{side.label}{layers}" for side in case.sides),
-                f"values have channels with |mean| {value:.1f} times their spread, keys have {key:.1f}: "
-                "it is keys that do",
-            ))  # fmt: skip
-    return found, lambda hit: hit
+            where = ", ".join(f"{side.label}{layers}" for side in case.sides)
+            spread = f"values have channels with |mean| {value:.1f} times their spread, keys have {key:.1f}"
+            found.append((where, f"{spread}: it is keys that do"))
+    return found
 
 
-def outstanding_channels(case, side):
-    """For each layer the median over heads of the largest |mean| / spread; None of too few tokens."""
-    rows = case.used[0]
-    if rows.sum() < LEAST_TOKENS or (
-        side.array.dtype.kind not in "fiV" and side.array.dtype.name != "bfloat16"
-    ):
+def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | None:
+    """Return for each layer the median over heads of the largest |mean| / spread; None of too few tokens."""
+    dtype = side.array.dtype
+    if rows.sum() < LEAST_TOKENS or (dtype.kind not in "fiV" and dtype.name != "bfloat16"):
         return None
     found = []
     for layer in range(len(side.array)):
@@ -92,7 +90,7 @@ def outstanding_channels(case, side):
     return found
 
 
-def written_elsewhere(pair):
+def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
     """vllm#56734: idle ranks stored draft tokens through stale rows of tables, in pages of a prefix cache."""
     before, after, slots = pair
     hits = []
@@ -110,7 +108,7 @@ def written_elsewhere(pair):
             rows &= ~stored.reshape(rows.shape[1:])
             hits += [(name, len(rows), *place) for place in np.argwhere(rows).tolist()]
 
-    def words(hit):
+    def words(hit: tuple[str, int, int, int, int]) -> tuple[str, str]:
         name, layers, layer, block, row = hit
         at = f"{layer}, {block}, {row}" if layers > 1 else f"{block}, {row}"
         slot = block * pair[0].sides[0].array.shape[2] + row
@@ -127,7 +125,7 @@ WRITTEN_ELSEWHERE = Rule(
 )
 
 
-def bits(array):
-    """An array as integers, so that NaN is equal to itself."""
+def bits(array: np.ndarray) -> np.ndarray:
+    """Return an array as integers, so that NaN is equal to itself."""
     array = np.ascontiguousarray(array)
     return array.view(f"u{array.dtype.itemsize}")

@@ -1,22 +1,26 @@
 """Rules of page tables."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 
 from kvkit.checks import table_rules
-from kvkit.tools.findings import rule
+from kvkit.tools.case import Case
+from kvkit.tools.findings import Seen, rule
 
 TOP_BIT = 2**31 - 1  # what is left of an id without the mark of a second pool
 
 
-def of_kind(case, kind, words):
-    """The hits of the pass over tables that are of a kind."""
+def of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
+    """Return the hits of the pass over tables that are of a kind."""
     if case.page_tables is None:
         return None
     return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
 
 
 @rule("P1", "A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.")
-def outside_the_pool(case):
+def outside_the_pool(case: Case) -> Seen:
     """onnxruntime#32391: reads of a paged cache held ids against 0 only, so larger ones went past its end."""
     last = case.num_blocks - 1 if case.num_blocks else None
     return of_kind(
@@ -25,7 +29,7 @@ def outside_the_pool(case):
 
 
 @rule("P2", "Tokens of one place overwrite those of the other. The allocator gave a page that was not free.")
-def twice_in_a_sequence(case):
+def twice_in_a_sequence(case: Case) -> Seen:
     """vllm-rbln#41: after a preemption blocks were in a sequence's table twice."""
     return of_kind(
         case,
@@ -39,15 +43,15 @@ def twice_in_a_sequence(case):
     "One sequence reads what the other wrote. Only pages of an equal prefix may be shared: look for a page "
     "that was freed while it was in use, or a row of the table that is another sequence's.",
 )
-def in_two_sequences(case):
+def in_two_sequences(case: Case) -> Seen:
     """sparkinfer#289: block tables were looked up by row of the batch, not by sequence, after slots had been
     reused.
     """
     return of_kind(
         case,
         table_rules.FOREIGN,
-        lambda c, page, b, there: (
-            f"page {page} is in column {there} of sequence {b}, which begins with other pages"
+        lambda c, page, b, at: (
+            f"page {page} is in column {at} of sequence {b}, which begins with other pages"
         ),
     )
 
@@ -56,7 +60,7 @@ def in_two_sequences(case):
     "P4",
     "The other sequences will read these tokens as their own. Copy the page before it is written.",
 )
-def shared_and_written(case):
+def shared_and_written(case: Case) -> Seen:
     """atlas#1193: a prefix cache shared a partly filled last page with no copy on write."""
     if case.page_tables is None or case.slots is None or not case.aligned:
         return None
@@ -64,7 +68,7 @@ def shared_and_written(case):
     shared = case.page_tables.shared(stored // case.page_size)
     hits = np.flatnonzero((case.slots >= 0) & np.isin(case.slots // case.page_size, shared))
 
-    def words(i):
+    def words(i: int) -> tuple[str, str]:
         page = int(case.slots[i]) // case.page_size
         owners = ", ".join(map(str, case.page_tables.owners(page)))
         return f"slot_mapping[{i}]", f"slot {case.slots[i]} is in page {page}, which sequences {owners} have"
@@ -75,15 +79,15 @@ def shared_and_written(case):
 @rule(
     "P5", "Something reads behind the table or leaves tokens out. Make lengths, sums and tables of one step."
 )
-def lengths_disagree(case):
+def lengths_disagree(case: Case) -> Seen:
     """flash-attention#2711: lengths beyond the columns of block_table were read out of its bounds."""
     if case.table_name is None:
         return None
-    return list(disagreements(case)), lambda found: found
+    return list(disagreements(case))
 
 
-def disagreements(case):
-    """(where, what) of all lengths that do not fit."""
+def disagreements(case: Case) -> Iterator[tuple[str, str]]:
+    """Give (where, what) of all lengths that do not fit."""
     lengths, table = case.lengths, case.raw_table
     rows = len(table[0]) - 1 if isinstance(table, tuple) else len(table)
     if len(lengths) != rows:
@@ -93,13 +97,8 @@ def disagreements(case):
     needed = table_rules.pages_of(lengths, case.page_size)
     if not isinstance(table, tuple):
         for b in np.flatnonzero(needed > table.shape[1]).tolist():
-            yield (
-                f"context_lens[{b}]",
-                (
-                    f"{lengths[b]} tokens need {needed[b]} pages, {case.table_name} has "
-                    f"{table.shape[1]} columns"
-                ),
-            )
+            has = f"{case.table_name} has {table.shape[1]} columns"
+            yield f"context_lens[{b}]", f"{lengths[b]} tokens need {needed[b]} pages, {has}"
         return
     starts, pages = table
     if not len(starts) or starts[0] != 0:
@@ -134,7 +133,7 @@ def disagreements(case):
     "rest of a row with -1.",
     "warning",
 )
-def live_behind_the_end(case):
+def live_behind_the_end(case: Case) -> Seen:
     """vllm#42494: a kernel of paged attention may read stale entries behind the end of a sequence."""
     if case.table_name is None or isinstance(case.raw_table, tuple):
         return None
@@ -148,7 +147,7 @@ def live_behind_the_end(case):
             live &= table != padding * case.unit
     hits = np.argwhere(live)
 
-    def words(hit):
+    def words(hit: Any) -> tuple[str, str]:
         b, c = hit.tolist()
         return case.entry(b, c), f"page {table[b, c]} behind the {needed[b]} pages of sequence {b}"
 
@@ -156,26 +155,25 @@ def live_behind_the_end(case):
 
 
 @rule("P7", "These ids are of another pool or rank. Translate them before they are used with this cache.")
-def of_another_pool(case):
+def of_another_pool(case: Case) -> Seen:
     """vllm-ascend#14534: replicated and rank-local mappings of one step were taken for each other."""
     if case.page_tables is None:
         return None
     ids = case.page_tables.ids
     outside = case.page_tables.hits(table_rules.OUTSIDE)
     if not len(outside):
-        return [], lambda hit: hit
+        return []
     strange = outside[:, table_rules.PAGE]
     b, c = outside[0, 1:3].tolist()
 
-    def inside(pages):
+    def inside(pages: np.ndarray) -> bool:
         return bool(((pages >= 0) & (pages < case.num_blocks)).all())
 
     if inside(strange & TOP_BIT):
-        what = (
-            f"page {strange[0]} is page {strange[0] & TOP_BIT} with its top bit set, and so are all outside"
-        )
+        page = strange[0] & TOP_BIT
+        what = f"page {strange[0]} is page {page} with its top bit set, and so are all outside"
     elif len(outside) == len(ids) > 1 and inside(ids - ids.min()) and ids.min() >= case.num_blocks:
         what = f"all {len(ids)} pages are {ids.min()} or more: numbers of a pool that begins elsewhere"
     else:
-        return [], lambda hit: hit
-    return [(case.entry(b, c), what)], lambda hit: hit
+        return []
+    return [(case.entry(b, c), what)]

@@ -1,5 +1,6 @@
 """Rules of the scales of codes."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -7,20 +8,21 @@ import numpy as np
 
 from kvkit.checks.tensors import FORMATS
 from kvkit.formats import NAMED, Format, named
-from kvkit.tools.findings import rule
+from kvkit.tools.case import Case, CheckedSide
+from kvkit.tools.findings import Seen, rule
 
 MOST_SATURATED = 0.001
 
 
 @dataclass(frozen=True)
-class Codes:
-    """What rules ask of a format."""
+class CodedFormat:
+    """A format, as rules look at it."""
 
     format: Format
 
     @cached_property
-    def largest(self):
-        """Which bytes are the least or the largest codes; none where each group has both by its minimum."""
+    def largest(self) -> np.ndarray:
+        """Return which bytes are the least or largest codes; none where groups have both by their minima."""
         code = self.format.code
         if code.bits != 8 or self.format.beside or self.format.order:  # blocks hold scales, too
             return np.zeros(256, bool)
@@ -28,78 +30,71 @@ class Codes:
         return np.isfinite(code.table) & ((code.table <= low) | (code.table >= high))
 
     @property
-    def signed(self):
-        """Whether scales may be negative."""
+    def signed(self) -> bool:
+        """Return whether scales may be negative."""
         return bool(self.format.beside) or self.format.find == "signed"
-
-    @property
-    def of_group(self):
-        """Whether a scale is made of the largest element of its group, which then saturates."""
-        return self.format.find != "given"
-
-    def at_the_limit(self, array):
-        return self.largest[array.view(np.uint8)]
 
 
 @cache
-def known(name):
-    """The `Codes` of a format by its name, or None."""
-    return Codes(named(name)) if name and name.partition(":")[0] in NAMED else None
+def known(name: str | None) -> CodedFormat | None:
+    """Return a format by its name, or None."""
+    return CodedFormat(named(name)) if name and name.partition(":")[0] in NAMED else None
 
 
-def codes(case, side):
-    """(the name of the format, its `Codes`) of keys or values; None of floats, and of what nobody named."""
+def codes(case: Case, side: CheckedSide) -> tuple[str, CodedFormat] | None:
+    """Return the format of keys or values, with its name; None of floats, and of codes that nobody named."""
     by_dtype = FORMATS.get(side.array.dtype)
     name = (case.source.text("format") or case.source.contents.description.format) or (
         by_dtype.name if by_dtype else None
     )
-    return (name, known(name)) if known(name) else None
+    found = known(name)
+    return None if name is None or found is None else (name, found)
 
 
-def used_of(case, side, array):
-    """A mask of what belongs to rows in use, as wide as an array of scales or codes; all without tables."""
-    if case.used is None or (array.ndim != 5 and array.ndim != 4):
-        return np.ones(array.shape, bool)
-    rows = case.used[0]
-    if array.shape[1:3] != rows.shape:
+def used_of(case: Case, array: np.ndarray) -> np.ndarray:
+    """Return a mask of the scales or codes that belong to rows in use; of all without tables."""
+    rows = None if case.used is None else case.used[0]
+    if rows is None or array.ndim not in (4, 5) or array.shape[1:3] != rows.shape:
         return np.ones(array.shape, bool)
     return np.broadcast_to(rows.reshape(1, *rows.shape, *[1] * (array.ndim - 3)), array.shape)
 
 
-def scales(case):
-    """(side, its scales as float32, which of them are in use) of keys and values that have some."""
+def scales(case: Case) -> Iterator[tuple[CheckedSide, np.ndarray, np.ndarray]]:
+    """Give (side, its scales as float32, which of them are in use) of keys and values that have some."""
     for side in case.sides:
         if side.scale is not None and side.scale.size:
-            yield side, side.scale.astype(np.float32), used_of(case, side, side.scale)
+            yield side, side.scale.astype(np.float32), used_of(case, side.scale)
 
 
-def each(case, name, find):
-    """The hits of `find` in every array of scales, with the place of the first one."""
+def scales_found(
+    case: Case, name: str, find: Callable[[CheckedSide, np.ndarray, np.ndarray], np.ndarray]
+) -> Seen:
+    """Return the arrays of scales that `find` finds something in, with the place of the first one."""
     found, looked = [], False
     for side, scale, used in scales(case):
         looked = True
         bad = find(side, scale, used)
-        if bad is None or not bad.any():
+        if not bad.any():
             continue
         first = tuple(np.argwhere(bad)[0].tolist()) if bad.ndim else ()
         where = f"{side.name}_scale{list(first) if first else ''}"
         what = f"{scale[first]:g}: {bad.sum()} of {int(used.sum())} scales in use {name}"
         found.append((where, what))
-    return (found, lambda hit: hit) if looked else None
+    return found if looked else None
 
 
 @rule(
     "Q1", "All elements of the group become NaN or infinity. Look for a division by 0, or a float16 overflow."
 )
-def not_finite(case):
+def not_finite(case: Case) -> Seen:
     """sglang#40243: infinite scales of a checkpoint were copied into layers, and NaN gave an error without
     words.
     """
-    return each(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
+    return scales_found(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
 
 
 @rule("Q2", "Nobody calibrated them: 1.0 is what stands there without a checkpoint's scales.", "warning")
-def all_ones(case):
+def all_ones(case: Case) -> Seen:
     """vllm#54705: fp8 with scales of 1 was 4.2 points worse on MATH-500 than with calibrated ones."""
     found, looked = [], False
     for side, scale, used in scales(case):
@@ -111,11 +106,11 @@ def all_ones(case):
             found.append(
                 (f"{side.name}_scale", f"all {int(used.sum())} scales of {kind[0]} codes are exactly 1.0")
             )
-    return (found, lambda hit: hit) if looked else None
+    return found if looked else None
 
 
 @rule("Q3", "Larger values were cut off. The scale was fixed before they came: measure it over more tokens.")
-def saturated(case):
+def saturated(case: Case) -> Seen:
     """transformers#48677: an fp8 cache keeps the scale of its first update, and later outliers saturate in
     silence.
     """
@@ -125,41 +120,39 @@ def saturated(case):
         if kind is None or not kind[1].largest.any() or side.array.dtype.itemsize != 1:
             continue
         looked = True
-        limit = kind[1].at_the_limit(side.array)
-        used = used_of(case, side, side.array)
+        limit = kind[1].largest[side.array.view(np.uint8)]
+        used = used_of(case, side.array)
         scale_count = 0 if side.scale is None else side.scale.size
-        per_group = scale_count / side.array.size if kind[1].of_group else 0
+        of_group = kind[1].format.find != "given"  # the largest of each group is at the limit
+        per_group = scale_count / side.array.size if of_group else 0
         most = MOST_SATURATED + (2 * per_group if per_group > 1e-3 else per_group)
         total = np.maximum(used.sum(axis=(1, 2, 4)), 1)
         share = (limit & used).sum(axis=(1, 2, 4)) / total
         for layer, head in np.argwhere(share > most).tolist():
             layers = f"layer {layer}, " if len(side.array) > 1 else ""
-            found.append((
-                f"{side.label} ({layers}head {head})",
-                f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest there is "
-                f"(at most {most:.2%})",
-            ))  # fmt: skip
-    return (found, lambda hit: hit) if looked else None
+            what = f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest there is"
+            found.append((f"{side.label} ({layers}head {head})", f"{what} (at most {most:.2%})"))
+    return found if looked else None
 
 
 @rule("Q4", "Everything there reads as 0, or with the wrong sign. Keep scales above the format's smallest.")
-def zero(case):
+def zero(case: Case) -> Seen:
     """onnxruntime#32515: what scales of 0, below 0 and subnormal ones mean was open, and passes treated them
     apart.
     """
 
-    def find(side, scale, used):
+    def find(side: CheckedSide, scale: np.ndarray, used: np.ndarray) -> np.ndarray:
         kind = codes(case, side)
         bad = scale == 0
         if kind is not None and not kind[1].signed:
             bad |= scale < 0
         return used & bad & ~empty(side, scale)
 
-    return each(case, "are 0 or below", find)
+    return scales_found(case, "are 0 or below", find)
 
 
-def empty(side, scale):
-    """Which scales have codes of 0 alone, for which formats write 0: ggml, and FlashInfer's NVFP4."""
+def empty(side: CheckedSide, scale: np.ndarray) -> np.ndarray:
+    """Return which scales have codes of 0 alone, for which ggml and FlashInfer's NVFP4 write 0."""
     array = side.array
     if scale.ndim < 4 or scale.shape[:4] != array.shape[:4] or array.dtype.kind == "f":
         return np.zeros(scale.shape, bool)

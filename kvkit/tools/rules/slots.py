@@ -1,8 +1,11 @@
 """Rules of slots: where the tokens of a step are stored."""
 
+from typing import Any
+
 import numpy as np
 
-from kvkit.tools.findings import rule
+from kvkit.tools.case import Case
+from kvkit.tools.findings import Seen, rule
 
 BITS = {"int32": 31, "uint32": 32, "int64": 63}
 
@@ -10,7 +13,7 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
 @rule(
     "S1", "The token is stored where nobody looks for it, over another one. Make slots from the same table."
 )
-def not_where_the_table_says(case):
+def not_where_the_table_says(case: Case) -> Seen:
     """LMCache#4921: a partial slot mapping was cut by whole positions, and tokens went to others' slots."""
     if case.page_of_slots is None:
         return None
@@ -18,7 +21,7 @@ def not_where_the_table_says(case):
     meant = case.page_of_slots * case.page_size + positions % case.page_size
     hits = np.flatnonzero((case.slots >= 0) & (case.slots != meant))
 
-    def words(i):
+    def words(i: int) -> tuple[str, str]:
         sequence, position = case.slot_places[0][i], positions[i]
         what = f"slot {case.slots[i]} for position {position} of sequence {sequence}"
         if case.page_of_slots[i] < 0:
@@ -31,7 +34,7 @@ def not_where_the_table_says(case):
 @rule(
     "S2", "One of the tokens is lost, and which one is chance. Look for a window or ring that is too small."
 )
-def twice_in_a_step(case):
+def twice_in_a_step(case: Case) -> Seen:
     """pypto-lib#459: with slots modulo a window, positions 0 and its size were stored in one slot."""
     if case.slots is None:
         return None
@@ -45,7 +48,7 @@ def twice_in_a_step(case):
 
 
 @rule("S3", "A store there is outside the cache. Check how many blocks were really allocated.")
-def outside_the_cache(case):
+def outside_the_cache(case: Case) -> Seen:
     """kvcached#469: a manager gave out blocks of a pool larger than the one that had been reserved."""
     if case.slots is None:
         return None
@@ -59,7 +62,7 @@ def outside_the_cache(case):
     "Padding is stored there, and unused entries of tables read it. If this is padding, -1 stores nothing.",
     "warning",
 )
-def in_the_reserved_page(case):
+def in_the_reserved_page(case: Case) -> Seen:
     """vllm#39444: dummy runs stored NaN in slot 0, in the block that all unused entries of tables name."""
     if case.slots is None or case.reserved_block is None:
         return None
@@ -71,9 +74,9 @@ def in_the_reserved_page(case):
 
 
 @rule("S5", "Half of the numbers are halves of others. Convert the tensor, do not reinterpret it.")
-def read_with_another_size(case):
+def read_with_another_size(case: Case) -> Seen:
     """vllm-ascend#16775: a kernel took an int64 buffer of slots for int32."""
-    looked = []
+    looked: list[tuple[Any, ...]] = []
     if case.slots is not None:
         columns = np.arange(len(case.slots))
         looked.append(("slot_mapping", case.index("slot_mapping").dtype, case.slots, columns, True))
@@ -85,13 +88,14 @@ def read_with_another_size(case):
         looked.append((case.table_name, dtype, ids, columns, case.page_tables.placeholder not in (0, -1)))
     if not looked:
         return None
-    return [
-        found for each in looked if (found := halves(*each, case.num_blocks * case.page_size))
-    ], lambda hit: hit
+    most = case.num_blocks * case.page_size
+    return [found for each in looked if (found := misread_words(*each, most=most))]
 
 
-def halves(name, dtype, numbers, columns, zero_counts, most):
-    """(where, what) if index numbers of a dtype, in columns of theirs, look like those of another size."""
+def misread_words(
+    name: str, dtype: np.dtype, numbers: np.ndarray, columns: np.ndarray, zero_counts: bool, most: int
+) -> tuple[str, str] | None:
+    """Return (where, what) if index numbers, in their columns, look like those of another size."""
     if dtype.itemsize == 4 and len(numbers) >= 4 and zero_counts:
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
@@ -107,7 +111,7 @@ def halves(name, dtype, numbers, columns, zero_counts, most):
 
 
 @rule("S6", "The product wraps around and the access goes elsewhere. Compute addresses in 64 bits.")
-def beyond_the_index_type(case):
+def beyond_the_index_type(case: Case) -> Seen:
     """vllm#1486: offsets of slots in a cache of 64,000 blocks did not fit in int32."""
     given = case.index("slot_mapping")
     if case.num_blocks is None or case.page_size is None or (given is None and not case.sides):
@@ -116,18 +120,17 @@ def beyond_the_index_type(case):
     if given is not None and capacity - 1 > np.iinfo(given.dtype).max:
         found.append(("slot_mapping", f"{given.dtype} for the {capacity} slots of the cache"))
     kind = case.source.text("index_type")
-    for side in case.sides if kind in BITS else ():
-        steps = [
-            (size - 1) * abs(step) for size, step in zip(side.array.shape, side.array.strides, strict=True)
-        ]
-        last = max(sum(steps) // side.array.itemsize, side.array.size - 1)
-        if last >> BITS[kind]:
+    for side in case.sides if kind is not None and kind in BITS else ():
+        sizes = zip(side.array.shape, side.array.strides, strict=True)
+        reach = sum((size - 1) * abs(step) for size, step in sizes)
+        last = max(reach // side.array.itemsize, side.array.size - 1)
+        if last >> BITS[kind or ""]:
             found.append((side.label, f"its last element is at {last}, which {kind} cannot say"))
-    return found, lambda hit: hit
+    return found
 
 
 @rule("S7", "A page's first row is its number times page_size. Multiply or divide once, in one place.")
-def rows_and_pages_mixed(case):
+def rows_and_pages_mixed(case: Case) -> Seen:
     """LMCache#4253: a block size of 1 or 64 was taken for one of 1600, and blocks for tokens."""
     if (case.pages is None or case.page_size == 1) and case.page_of_slots is None:
         return None
@@ -135,18 +138,13 @@ def rows_and_pages_mixed(case):
     if case.pages is not None and case.page_size > 1 and len(case.pages[1]):
         ids, size = case.pages[1], case.page_size
         least, most = ids.min(), ids.max()
-        numbers = case.of_rows and not case.aligned and least >= 0 and most < case.num_blocks
+        numbers = (case.unit > 1) and not case.aligned and least >= 0 and most < case.num_blocks
         if numbers and (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
             found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
-        if (
-            not case.of_rows
-            and least >= 0
-            and most >= case.num_blocks > most // size
-            and not (ids % size).any()
-        ):
-            found.append(
-                (case.entry(0, 0), f"{ids[0]} and all others are first rows of pages, not their numbers")
-            )
+        firsts = case.unit == 1 and least >= 0 and most >= case.num_blocks > most // size
+        if firsts and not (ids % size).any():
+            what = f"{ids[0]} and all others are first rows of pages, not their numbers"
+            found.append((case.entry(0, 0), what))
     if case.page_of_slots is not None and case.page_size > 1:
         stored = (case.slots >= 0) & (case.page_of_slots >= 0)
         offset = case.slot_places[1] % case.page_size
@@ -156,4 +154,4 @@ def rows_and_pages_mixed(case):
             if wrong and (slots == numbers).all():
                 found.append(("slot_mapping", f"all {len(slots)} slots are {what}"))
                 break
-    return found, lambda hit: hit
+    return found
