@@ -43,7 +43,7 @@ def study(source, model, text, tokens, schemes, output, layout, sizes, dask, as_
       kvkit study --model HuggingFaceTB/SmolLM2-135M --text book.txt -o report
     """
     if output:
-        report.check(output)
+        report.check_folder(output)
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
     if (source is None) == (model is None):

@@ -329,7 +329,7 @@ def describe_difference(
     each = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances)[0][0] for i in range(x.shape[1])]
     element = int(np.argmax(np.array(each) > 0))
     place = (*(int(i) for i in row), element)[: expected.ndim]
-    first = dict(zip(names, place, strict=True))
+    first: dict[str, Any] = dict(zip(names, place, strict=True))
     first |= {"expected": plain_number(x[0, element]), "got": plain_number(y[0, element])}
     table, far = counts.reshape(outer), errors.reshape(outer)
     by = {}

@@ -15,7 +15,7 @@ from kvkit.interop import tensor_of
 from kvkit.tools.readers import open_cache
 from kvkit.tools.studies.measures import QUERIES
 from kvkit.tools.studies.schemes import listed
-from kvkit.tools.studies.studying import studied
+from kvkit.tools.studies.studying import study_layers
 from kvkit.tools.tasks import Lazy
 
 NAME = "kvkit-study"
@@ -75,7 +75,7 @@ def study(model, ids, schemes, *, progress=None):
 
     own = read(model, ids, kept)
     done(1)
-    found = studied(Lazy(open_cache, arrays_of(seen)), Lazy(list, wanted))
+    found = study_layers(Lazy(open_cache, arrays_of(seen)), Lazy(list, wanted))
     summary = []
     for number, ((_, *sides), one) in enumerate(zip(wanted, found.summary, strict=True), 2):
         coded = read(model, ids, through(*sides))

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from kvkit.tools.causes.trial import cause
+from kvkit.tools.causes.trial import Guesses, Trial, cause
 
 
 @cause("nibbles swapped")
-def nibbles(trial):
+def nibbles(trial: Trial) -> Guesses:
     """The even element is in the high nibble: OpenVINO's u4; elsewhere it is in the low one."""
     if trial.expected.dtype.itemsize == 1 and not trial.is_float:
         byte = trial.expected.view(np.uint8)
@@ -14,7 +14,7 @@ def nibbles(trial):
 
 
 @cause("halves of a head interleaved")
-def halves(trial):
+def interleaved_halves(trial: Trial) -> Guesses:
     """Element i of the first half is beside that of the second, or was and is not: LMDeploy packs halves."""
     array, axis = trial.expected, trial.axis("c")
     if axis is None or array.shape[axis] % 2 or array.shape[axis] < 4:
@@ -27,7 +27,7 @@ def halves(trial):
 
 
 @cause("endianness")
-def endianness(trial):
+def endianness(trial: Trial) -> Guesses:
     """The bytes of an element are in the other order."""
     if trial.expected.dtype.itemsize > 1:
         word = trial.expected.view(f"u{trial.expected.dtype.itemsize}")
@@ -35,20 +35,20 @@ def endianness(trial):
 
 
 @cause("flushed subnormals")
-def flushed(trial):
+def flushed(trial: Trial) -> Guesses:
     """Numbers below the smallest normal one became 0."""
     if trial.is_float:
         from_here = (
             np.finfo(np.float32).tiny if trial.expected.dtype != np.float16 else np.finfo(np.float16).tiny
         )
-        small = np.abs(trial.numbers(trial.expected)) < from_here
+        small = np.abs(trial.expected.astype(np.float32)) < from_here
         zero = np.zeros((), trial.expected.dtype)
         yield "", np.where(small, np.copysign(zero, trial.expected), trial.expected)
         yield "without their signs", np.where(small, zero, trial.expected)
 
 
 @cause("old bytes: not written")
-def not_written(trial):
+def not_written(trial: Trial) -> Guesses:
     """What was there before the call, or the zeros of new memory."""
     before = trial.like.get(f"before_{trial.name}", trial.like.get("before"))
     if isinstance(before, np.ndarray) and before.shape == trial.expected.shape:

@@ -1,51 +1,43 @@
 """Causes of right bytes in wrong places."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
-from kvkit.tools.causes.trial import cause
+from kvkit.tools.causes.trial import Guesses, Trial, cause
 
 PAIRS = (("key", "value"), ("value", "key"), ("k_", "v_"), ("v_", "k_"))
 
 
 @cause("keys and values swapped")
-def swapped_sides(trial):
+def swapped_sides(trial: Trial) -> Guesses:
     """The value is where the key should be."""
     for one, other in PAIRS:
         partner = trial.others.get(trial.name.replace(one, other)) if one in trial.name else None
-        if (
-            partner is not None
-            and partner.shape == trial.expected.shape
-            and partner.dtype == trial.expected.dtype
-        ):
+        kind = trial.expected.shape, trial.expected.dtype
+        if partner is not None and (partner.shape, partner.dtype) == kind:
             yield "", partner
 
 
 @cause("heads and tokens swapped")
-def swapped_axes(trial):
+def swapped_axes(trial: Trial) -> Guesses:
     """Rows of [heads, tokens] that are read as [tokens, heads], or the other way round."""
     tokens, heads = trial.axis("n"), trial.axis("h")
-    if (
-        tokens is None
-        or heads is None
-        or trial.axis("c") is None
-        or 1 in (trial.expected.shape[tokens], trial.expected.shape[heads])
-    ):
+    content, shape = trial.axis("c"), trial.expected.shape
+    if tokens is None or heads is None or content is None or 1 in (shape[tokens], shape[heads]):
         return
-    back = (tokens, heads, trial.axis("c"))
+    back = (tokens, heads, content)
     array = np.moveaxis(trial.expected, back, (-3, -2, -1))
     n, h = array.shape[-3:-1]
-    yield (
-        "[heads, tokens] for [tokens, heads]",
-        np.moveaxis(array.swapaxes(-3, -2).reshape(array.shape), (-3, -2, -1), back),
-    )
+    swapped = array.swapaxes(-3, -2).reshape(array.shape)
+    yield "[heads, tokens] for [tokens, heads]", np.moveaxis(swapped, (-3, -2, -1), back)
     turned = array.reshape(*array.shape[:-3], h, n, array.shape[-1]).swapaxes(-3, -2)
     yield "[tokens, heads] for [heads, tokens]", np.moveaxis(turned, (-3, -2, -1), back)
 
 
 @cause("row off by one")
-def next_row(trial):
+def next_row(trial: Trial) -> Guesses:
     """Every token is one row too far, or one too near."""
     rows = trial.rows(trial.expected)
     if rows is not None and rows.shape[1] > 1:
@@ -54,7 +46,7 @@ def next_row(trial):
 
 
 @cause("page number for row")
-def page_for_row(trial):
+def page_for_row(trial: Trial) -> Guesses:
     """Row o of page p was stored in row p + o, not in p * page_size + o."""
     rows = trial.rows(trial.expected)
     if rows is None or trial.axis("b") is None:
@@ -77,15 +69,15 @@ def page_for_row(trial):
         yield "", trial.of_rows(np.ascontiguousarray(mask))
 
 
-def same_rows(one, two):
-    """Which rows [layers, rows] have equal bytes."""
+def same_rows(one: np.ndarray, two: np.ndarray) -> Any:
+    """Return which rows [layers, rows] have equal bytes."""
     word = f"u{one.dtype.itemsize}"
     one, two = np.ascontiguousarray(one).view(word), np.ascontiguousarray(two).view(word)
     return (one == two).reshape(*one.shape[:2], -1).all(axis=-1)
 
 
 @cause("another token's or layer's bytes")
-def elsewhere(trial):
+def elsewhere(trial: Trial) -> Guesses:
     """The row of this head is that of another token or layer, byte by byte."""
     expected, got = trial.rows(trial.expected), trial.rows(trial.got)
     if expected is None:
@@ -109,7 +101,5 @@ def elsewhere(trial):
     if steps:
         plane = "side or layer" if trial.axis("kv") is not None else "layer"
         (layer, token), _ = steps.most_common(1)[0]
-        yield (
-            f"{plane} {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}",
-            trial.of_rows(mask),
-        )
+        detail = f"{plane} {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}"
+        yield detail, trial.of_rows(mask)

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from kvkit.tools.causes.trial import cause
+from kvkit.tools.causes.trial import Guesses, Trial, cause
 
 ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # of the largest element of a row
 
 
-def rotated(x, angles, pairs):
-    """x [..., content] turned by angles [..., content / 2]; `pairs` are "halves" or "interleaved"."""
+def rotated(x: np.ndarray, angles: np.ndarray, pairs: str) -> np.ndarray:
+    """Rotate x [..., content] by angles [..., content / 2]; `pairs` are "halves" or "interleaved"."""
     half = x.shape[-1] // 2
     one, two = (x[..., :half], x[..., half:]) if pairs == "halves" else (x[..., ::2], x[..., 1::2])
     cos, sin = np.cos(angles), np.sin(angles)
@@ -19,7 +19,7 @@ def rotated(x, angles, pairs):
 
 
 @cause("rotation of keys")
-def rotation(trial):
+def rotation(trial: Trial) -> Guesses:
     """RoPE applied twice, not at all, or to the other pairs of elements."""
     rows = trial.rows(trial.expected) if trial.is_float else None
     if rows is None or rows.shape[-1] % 2 or "value" in trial.name:

@@ -1,15 +1,17 @@
 """Causes in the making of codes and scales, recomputed from what was stored: they need the inputs."""
 
+from typing import Any
+
 import numpy as np
 
 from kvkit.formats import BY_DTYPE, FLOATS
-from kvkit.tools.causes.trial import cause
+from kvkit.tools.causes.trial import Guesses, Trial, cause
 
 FLOAT_DTYPES = {fmt.dtype for fmt in FLOATS}
 
 
-def rounded(x, how):
-    """Numbers to integers."""
+def rounded(x: np.ndarray, how: str) -> Any:
+    """Round numbers to integers."""
     if how == "truncation":
         return np.trunc(x)
     if how == "half away":
@@ -17,8 +19,11 @@ def rounded(x, how):
     return np.rint(x)
 
 
-def quantized(x, group, bits, rounding="even", reciprocal=False, exact=False, wide=False, smallest=True):
-    """(codes, scales) of x [..., content], by PMX's recipe or with one step of it changed."""
+def quantized(
+    x: np.ndarray, group: int, bits: int, rounding: str = "even", reciprocal: bool = False,
+    exact: bool = False, wide: bool = False, smallest: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return (codes, scales) of x [..., content], by PMX's recipe or with one step of it changed."""
     dtype, most = x.dtype, np.float32(2 ** (bits - 1) - 1)
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
     scale = np.abs(groups).max(axis=-1, keepdims=True) / most
@@ -40,64 +45,57 @@ def quantized(x, group, bits, rounding="even", reciprocal=False, exact=False, wi
     return codes, scale[..., 0].astype(dtype)
 
 
-def inputs(trial):
-    """(x, group, bits, whether the array holds scales) of codes or scales whose inputs are given; None of
-    others.
-    """
+def inputs(trial: Trial) -> tuple[np.ndarray, int, int, bool] | None:
+    """Return (x, group, bits, whether the array holds scales), of codes or scales whose inputs are given."""
     scales = trial.name.endswith("_scale")
     base = trial.name.removesuffix("_scale").removesuffix("_cache")
     names = base, f"{base}_cache"
     x = next((trial.like[name] for name in names if name in trial.like), None)
     if not isinstance(x, np.ndarray) or x.dtype not in FLOAT_DTYPES:
         return None
-    codes, cells = trial.expected, trial.others.get(f"{base}_scale")
+    codes: np.ndarray | None = trial.expected
+    scale_array = trial.others.get(f"{base}_scale")
     if scales:
-        codes, cells = (
-            next((trial.others[name] for name in names if name in trial.others), None),
-            trial.expected,
-        )
-    if codes is None or cells is None or codes.dtype.itemsize != 1 or x.shape[:-1] != codes.shape[:-1]:
+        codes, scale_array = next((trial.others[name] for name in names if name in trial.others), None), codes
+    if codes is None or scale_array is None or codes.dtype.itemsize != 1 or x.shape[:-1] != codes.shape[:-1]:
         return None
-    group, bits = x.shape[-1] // max(cells.shape[-1], 1), 8 * codes.shape[-1] // x.shape[-1]
-    return (x, group, bits, scales) if bits in (4, 8) and cells.shape[-1] * group == x.shape[-1] else None
+    group, bits = x.shape[-1] // max(scale_array.shape[-1], 1), 8 * codes.shape[-1] // x.shape[-1]
+    return (
+        (x, group, bits, scales) if bits in (4, 8) and scale_array.shape[-1] * group == x.shape[-1] else None
+    )
 
 
-def guess(trial, **change):
-    """What the array would hold, were one step of the recipe another."""
+def guess(trial: Trial, **change: Any) -> Guesses:
+    """Give what the array would hold, were one step of the recipe another."""
     found = inputs(trial)
     if found is None:
         return
     x, group, bits, scales = found
-    codes, cells = quantized(x, group, bits, **change)
-    yield "", cells.astype(trial.expected.dtype) if scales else codes.view(trial.expected.dtype)
+    codes, scale_array = quantized(x, group, bits, **change)
+    yield "", scale_array.astype(trial.expected.dtype) if scales else codes.view(trial.expected.dtype)
 
 
 @cause("truncation")
-def truncation(trial):
+def truncation(trial: Trial) -> Guesses:
     """Codes cut off, as vLLM's first kernels of scales per token and head did; or floats cut short."""
     yield from guess(trial, rounding="truncation")
     yield from narrowed(trial, "truncation")
 
 
 @cause("rounding half away from zero")
-def half_away(trial):
+def half_away(trial: Trial) -> Guesses:
     """Ties go away from zero: C's round; ggml rounds so, others to even."""
     yield from guess(trial, rounding="half away")
     yield from narrowed(trial, "half away")
 
 
-def narrowed(trial, how):
-    """Floats of 16 bits that were made of float32 with another rounding."""
+def narrowed(trial: Trial, how: str) -> Guesses:
+    """Give floats of 16 bits that were made of float32 with another rounding."""
     x = trial.like.get(trial.name)
     fmt = BY_DTYPE.get(trial.expected.dtype)
-    if (
-        not isinstance(x, np.ndarray)
-        or x.dtype != np.float32
-        or x.shape != trial.expected.shape
-        or fmt is None
-    ):
+    if not isinstance(x, np.ndarray) or x.dtype != np.float32 or x.shape != trial.expected.shape:
         return
-    if fmt.bits != 16 or not fmt.significant:
+    if fmt is None or fmt.bits != 16 or not fmt.significant:
         return
     near = x.astype(fmt.dtype)
     if how == "truncation":
@@ -111,7 +109,7 @@ def narrowed(trial, how):
 
 
 @cause("reciprocal instead of division")
-def reciprocal(trial):
+def reciprocal(trial: Trial) -> Guesses:
     """x * (1 / s) is not x / s within an ulp of a tie."""
     yield from guess(trial, reciprocal=True)
     for _, found in guess(trial, reciprocal=True, exact=True, wide=True):
@@ -119,13 +117,13 @@ def reciprocal(trial):
 
 
 @cause("quotient not rounded to the data's type")
-def quotient(trial):
+def quotient(trial: Trial) -> Guesses:
     """x / s was rounded to an integer from float32, not from the type of x."""
     yield from guess(trial, exact=True)
 
 
 @cause("float32 scale for a 16-bit one")
-def wide_scale(trial):
+def wide_scale(trial: Trial) -> Guesses:
     """Codes were made with a scale that nobody can read back."""
     yield from guess(trial, wide=True)
     for _, found in guess(trial, wide=True, exact=True):
@@ -133,6 +131,6 @@ def wide_scale(trial):
 
 
 @cause("missing smallest scale")
-def smallest_scale(trial):
+def smallest_scale(trial: Trial) -> Guesses:
     """Groups of tiny numbers have a scale below 1e-5, and codes of full size."""
     yield from guess(trial, smallest=False)

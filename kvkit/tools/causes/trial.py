@@ -1,6 +1,4 @@
-"""A cause: what it would have given in the place of what is expected, and how much of the difference that
-explains.
-"""
+"""Try causes of a difference: what each would have given, and how much of the difference that explains."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is expected, and what is there instead, of one array with named axes.
+    """An array with named axes: the expected one, and the one that is there instead.
 
     `like` are inputs by name, `others` the arrays that are expected beside this one.
     """
@@ -60,16 +58,17 @@ class Trial:
     others: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
-    def is_float(self):
+    def is_float(self) -> bool:
+        """Return whether the array holds floats."""
         fmt = BY_DTYPE.get(self.expected.dtype)
         return fmt is not None and bool(fmt.significant)
 
-    def axis(self, name):
-        """The index of an axis; None if there is none."""
+    def axis(self, name: str) -> Any:
+        """Return the index of an axis; None if there is none."""
         return self.axes.index(name) if name in self.axes else None
 
-    def rows(self, array):
-        """[layers and sides, rows, heads, content], a row being a page's position; None without such axes."""
+    def rows(self, array: np.ndarray) -> Any:
+        """Return [layers and sides, rows, heads, content], a row a position; None without such axes."""
         wanted = [name for name in ORDER if name in self.axes]
         if "n" not in wanted or "c" not in wanted or len(wanted) != len(self.axes):
             return None
@@ -78,41 +77,39 @@ class Trial:
         planes = sizes.get("l", 1) * sizes.get("kv", 1)
         return array.reshape(planes, sizes.get("b", 1) * sizes["n"], sizes.get("h", 1), sizes["c"])
 
-    def of_rows(self, rows):
-        """Back to the axes of the array."""
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows with the axes of the array."""
         wanted: list[str] = [name for name in ORDER if name in self.axes]
         shape = [self.expected.shape[self.axes.index(name)] for name in wanted]
         return rows.reshape(shape).transpose([wanted.index(name) for name in self.axes])
 
-    def numbers(self, array):
-        return np.asarray(array, np.float32)
+
+Guesses = Iterator[tuple[str, np.ndarray]]
+CAUSES: dict[str, Callable[[Trial], Guesses]] = {}
 
 
-CAUSES: dict[str, Callable[[Trial], Iterator[tuple[str, Any]]]] = {}
-
-
-def cause(name):
+def cause(name: str) -> Callable[[Callable[[Trial], Guesses]], Callable[[Trial], Guesses]]:
     """Enter a function into the table of causes: a decorator.
 
     It yields (detail, what would be there): an array like the expected one, or a mask of elements that are
     explained where there is nothing to compare byte by byte.
     """
 
-    def enter(function):
+    def enter(function: Callable[[Trial], Guesses]) -> Callable[[Trial], Guesses]:
         CAUSES[name] = function
         return function
 
     return enter
 
 
-def octets(array):
-    """[..., bytes of an element]."""
+def octets(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of elements, [..., bytes of an element]."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
 def tried(trial: Trial) -> list[Cause]:
-    """The causes that explain something, the best first; of each the form that explains most."""
+    """Return the causes that explain something, the best first; of each the form that explains most."""
     expected, got = octets(trial.expected), octets(trial.got)
     differing = expected != got
     total, found = int(differing.sum()), []

@@ -1,10 +1,14 @@
-"""What a scheme does to the keys or values of a layer, head by head, and through attention to its outputs."""
+"""Measure what a scheme does to the keys or values of a layer, and through attention to its outputs."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvkit.errors import argument_error
+from kvkit.tools.readers import LayerReader, SideReader
 
 PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
@@ -12,17 +16,17 @@ ALONE = 2**18  # multiplications of a product for which OpenBLAS starts no threa
 ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it is 1
 
 
-class Errors:
-    """Sums over the tokens of a side, by head: of numbers, of errors, of cosines."""
+class SideErrors:
+    """Sums over the tokens of a side, by head: of squares, of errors, of cosines."""
 
-    def __init__(self, heads):
+    def __init__(self, heads: int) -> None:
         self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
         self.tokens = self.coded = 0
-        self.marks = None
+        self.marks: Any = None
         self.bits = 0
 
-    def add(self, x, found, codes=None, marks=None):
-        """Tokens [tokens, heads, dim], the same as they come back, and what `marked` says of their codes."""
+    def add(self, x: np.ndarray, found: np.ndarray, codes: Any = None, marks: Any = None) -> None:
+        """Add tokens [tokens, heads, dim], the same as they come back, and the marks of their codes."""
         error = found - x
         squares, back, both = (
             np.einsum("thd,thd->th", one, other) for one, other in ((x, x), (found, found), (x, found))
@@ -31,17 +35,16 @@ class Errors:
         self.errors += np.einsum("thd,thd->h", error, error)
         self.largest = np.maximum(self.largest, np.abs(error).max((0, 2), initial=0))
         norms = np.sqrt(squares * back)
-        self.cosines += np.divide(both, norms, out=np.where(squares == back, 1.0, 0.0), where=norms > 0).sum(
-            0
-        )
+        equal = np.where(squares == back, 1.0, 0.0)
+        self.cosines += np.divide(both, norms, out=equal, where=norms > 0).sum(0)
         self.tokens += len(x)
         if codes is not None:
             found = marks[codes].sum(0).sum(-1)
             self.marks = found if self.marks is None else self.marks + found
             self.coded += codes[:, 0].size
 
-    def by_head(self):
-        """A dict of numbers for each head."""
+    def by_head(self) -> Iterator[dict[str, Any]]:
+        """Give the numbers of each head by name."""
         for h in range(len(self.squares)):
             norm = self.squares[h]
             yield {
@@ -53,59 +56,55 @@ class Errors:
             }
 
 
-def marked(code):
-    """uint64 for each code: its marks, which are counted at once."""
+def marks_of(code: Any) -> Any:
+    """Return uint64 for each code: its two marks, which are then counted at once."""
     low, high = code.limits
     return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
 
-def pieces(begin, end, elements, step=1):
-    """Slices of tokens, whose elements are so many each, some at a time."""
+def pieces(begin: int, end: int, elements: int, step: int = 1) -> list[slice]:
+    """Return slices of some tokens each, for tokens of so many elements."""
     count = max(PIECE // elements // step, 1) * step
     return [slice(first, min(first + count, end)) for first in range(begin, end, count)]
 
 
-def floats(side, parts):
-    """float32 [tokens, heads, dim] of each slice."""
+def floats(side: SideReader, parts: Sequence[slice]) -> Iterator[np.ndarray]:
+    """Give float32 [tokens, heads, dim] of each slice."""
     return (np.ascontiguousarray(side.read(part), np.float32) for part in parts)
 
 
-def divided(begin, end, *pairs):
-    """Schemes that may code parts of the tokens of their sides, and these parts, which all of them take."""
+def divided(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[Any], list[slice]]:
+    """Return schemes that may code parts of the tokens of their sides, and these parts, the same for all."""
     steps = [getattr(scheme, "step", 1) for scheme, _ in pairs]
     elements = max(side.heads * side.dim for _, side in pairs)
     parts = pieces(begin, end, elements, int(np.lcm.reduce(steps)))
-    schemes = [
-        scheme.over(floats(side, parts)) if hasattr(scheme, "over") else scheme for scheme, side in pairs
-    ]
+    schemes = [each.over(floats(side, parts)) if hasattr(each, "over") else each for each, side in pairs]
     whole = any(getattr(scheme, "whole", False) for scheme in schemes)
     return schemes, [slice(begin, end)] if whole else parts
 
 
-def decoded(scheme, arrays, like):
-    """float32 of what a scheme gives back, which has to be numbers of that shape."""
+def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
+    """Return float32 of what a scheme gives back, which must have the shape of `like`."""
     found = np.asarray(scheme.decode(arrays), np.float32)
     if found.shape != like.shape:
         raise argument_error("decode", f"shape {like.shape}", found.shape)
     return found
 
 
-def through(scheme, side):
-    """The tokens of a side, and as a scheme gives them back: errors, and bits that are stored."""
+def errors_of(scheme: Any, side: SideReader) -> SideErrors:
+    """Return the errors of a side's tokens as a scheme gives them back, and the bits that it stores."""
     (scheme,), parts = divided(0, side.tokens, (scheme, side))
-    errors = Errors(side.heads)
+    errors = SideErrors(side.heads)
     for part, x in zip(parts, floats(side, parts), strict=True):
         arrays = scheme.encode(x)
-        found = decoded(scheme, arrays, x)
+        found = decode_like(scheme, arrays, x)
         with np.errstate(invalid="ignore", over="ignore"):
             total = found.sum()
         if not np.isfinite(total):
-            finite("decode", found, part.start)
+            check_finite("decode", found, part.start)
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
-        if codes is not None and codes.size:
-            errors.add(x, found, codes, marked(scheme.format.code))
-        else:
-            errors.add(x, found)
+        coded = codes is not None and codes.size
+        errors.add(x, found, *((codes, marks_of(scheme.format.code)) if coded else ()))
         if hasattr(scheme, "stored"):
             errors.bits += scheme.stored(arrays, side.bits, first=not part.start)
         else:
@@ -113,10 +112,10 @@ def through(scheme, side):
     return errors
 
 
-def outliers(name, side):
-    """Of each head, the largest mean magnitude of a channel over the median one; and all of them.
+def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each head the largest mean magnitude of a channel over the median one; and all of them.
 
-    The first pass over a side, which refuses what is not finite.
+    This is the first pass over a side. It refuses numbers that are not finite.
     """
     total = np.zeros((side.heads, side.dim))
     for part in pieces(0, side.tokens, side.heads * side.dim):
@@ -124,7 +123,7 @@ def outliers(name, side):
             x = np.abs(side.read(part).astype(np.float32))
             sums = x.sum(0)
         if not np.isfinite(sums).all():
-            finite(name, x, part.start)
+            check_finite(name, x, part.start)
             sums = x.sum(0, dtype=np.float64)
         total += sums
     means = total / max(1, side.tokens)
@@ -132,8 +131,8 @@ def outliers(name, side):
     return np.divide(means.max(1), middle, out=np.ones(side.heads), where=middle > 0), means
 
 
-def finite(name, x, first=0):
-    """Check numbers [tokens, heads, dim], of which the first is that token."""
+def check_finite(name: str, x: np.ndarray, first: int = 0) -> None:
+    """Check that numbers [tokens, heads, dim] are finite; `first` is the number of the first token."""
     wrongs = np.argwhere(~np.isfinite(x))
     if len(wrongs):
         token, head, place = wrongs[0]
@@ -141,10 +140,10 @@ def finite(name, x, first=0):
         raise argument_error(name, "finite numbers", f"{what} in head {head}, token {first + token}")
 
 
-def product(rows, other):
-    """Of [heads, rows, k] and [heads, k, n], in parts that BLAS does in the thread that asks.
+def product(rows: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Multiply [heads, rows, k] by [heads, k, n], in parts for which BLAS starts no threads.
 
-    Schemes have the threads already, and those that OpenBLAS takes for larger parts wait by spinning.
+    Schemes run in threads already, and those of OpenBLAS wait by spinning.
     """
     out = np.empty((*rows.shape[:2], other.shape[2]), np.float32)
     count = max(ALONE // other[0].size, 1)
@@ -154,16 +153,16 @@ def product(rows, other):
     return out
 
 
-class Attention:
+class RunningAttention:
     """Softmax of rows [heads, rows] over the tokens so far, and values with its weights."""
 
-    def __init__(self, heads, rows, dim):
+    def __init__(self, heads: int, rows: int, dim: int) -> None:
         self.most = np.full((heads, rows), -np.inf, np.float32)
         self.total, self.top = np.zeros((heads, rows)), np.zeros((heads, rows), np.int64)
         self.out = np.zeros((heads, rows, dim), np.float32)
 
-    def add(self, logits, value, first):
-        """Make weights of logits [heads, rows, tokens], in their place; what weights before shrink by."""
+    def add(self, logits: np.ndarray, value: np.ndarray, first: int) -> np.ndarray:
+        """Make weights of logits [heads, rows, tokens], in place; return what weights before shrink by."""
         top = logits.argmax(-1)
         most = np.take_along_axis(logits, top[..., None], -1)[..., 0]
         self.top = np.where(most > self.most, first + top, self.top)
@@ -176,33 +175,33 @@ class Attention:
         return shrunk
 
     @property
-    def output(self):
+    def output(self) -> Any:
+        """Return the output [heads, rows, dim]."""
         return self.out / self.total[..., None]
 
     @property
-    def log_sum(self):
+    def log_sum(self) -> Any:
+        """Return the log-sum-exp of each row."""
         return self.most + np.log(self.total)
 
 
-def attended(layer, query, begin, end, *schemes):
-    """What coded keys and values of a sequence do to attention of its last queries, causally.
+def compare_attention(
+    layer: LayerReader, query: np.ndarray, begin: int, end: int, *schemes: Any
+) -> dict[str, np.ndarray]:
+    """Return by name, [heads, rows], what coded keys and values do to causal attention of the last queries.
 
-    By query row: the query heads of a key head are rows of one product, over some tokens at a time.
-
-    Returns
-    -------
-    dict of str to ndarray [heads, rows]
+    The query heads of a key head are rows of one product, over some tokens at a time.
     """
     sides = layer.key, layer.value
     heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
     rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
     rows = rows / np.float32(np.sqrt(dim))
     last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # that each row sees
-    exact, found = (Attention(heads, rows.shape[1], layer.value.dim) for _ in range(2))
+    exact, found = (RunningAttention(heads, rows.shape[1], layer.value.dim) for _ in range(2))
     logit, divergence = np.zeros((2, *exact.total.shape))
-    schemes, parts = divided(begin, end, *zip(schemes, sides, strict=True))
+    own, parts = divided(begin, end, *zip(schemes, sides, strict=True))
     for part, *numbers in zip(parts, *(floats(side, parts) for side in sides), strict=True):
-        coded = [decoded(scheme, scheme.encode(x), x) for scheme, x in zip(schemes, numbers, strict=True)]
+        coded = [decode_like(scheme, scheme.encode(x), x) for scheme, x in zip(own, numbers, strict=True)]
         key, value, other_key, other_value = (x.swapaxes(0, 1) for x in (*numbers, *coded))
         logits, others = (product(rows, side.swapaxes(1, 2)) for side in (key, other_key))
         change = others - logits
@@ -223,13 +222,13 @@ def attended(layer, query, begin, end, *schemes):
     }
 
 
-def through_attention(layer, *schemes):
-    """By key head: what coded keys and values do to attention of the queries that are known."""
+def attention_errors(layer: LayerReader, *schemes: Any) -> Iterator[dict[str, float]]:
+    """Give for each key head what coded keys and values do to attention of the queries that are known."""
     sums: dict[str, np.ndarray] = {}
     count = 0
-    for query, begin, end in zip(layer.queries, layer.starts, layer.starts[1:], strict=False):
+    for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
         query = np.asarray(query[-QUERIES:], np.float32)
-        for name, numbers in attended(layer, query, begin, end, *schemes).items():
+        for name, numbers in compare_attention(layer, query, begin, end, *schemes).items():
             sums[name] = sums.get(name, np.zeros(1)) + numbers.sum(1, dtype=np.float64)
         count += query.shape[0] * query.shape[1] // layer.key.heads
     for h in range(layer.key.heads):

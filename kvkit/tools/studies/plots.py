@@ -18,17 +18,14 @@ COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "yt
 
 
 def missing() -> str | None:
-    """What pictures want that is not there."""
-    found = (
-        importlib.util.find_spec("matplotlib")
-        if "matplotlib" not in sys.modules
-        else sys.modules["matplotlib"]
-    )
+    """Return a note where matplotlib is not installed; None where it is."""
+    loaded = "matplotlib" in sys.modules
+    found = sys.modules["matplotlib"] if loaded else importlib.util.find_spec("matplotlib")
     return None if found else "no pictures: they need matplotlib, pip install 'kvkit-kernels[plot]'"
 
 
 def pictures(study: Study, page: str = "light") -> dict[str, str]:
-    """Name -> SVG: errors by layer and head, error against bytes, channels of keys."""
+    """Return pictures as SVG by name: errors by layer and head, error against bytes, channels of keys."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -40,7 +37,7 @@ def pictures(study: Study, page: str = "light") -> dict[str, str]:
 
 
 def style(ink: str) -> Any:
-    """What matplotlib is told of any picture: the same figures give the same text."""
+    """Return the settings of all pictures: equal figures give equal text."""
     return {
         "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
         "axes.spines.right": False,
@@ -49,6 +46,7 @@ def style(ink: str) -> Any:
 
 
 def svg(figure: Any) -> str:
+    """Return a figure as SVG."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None}, bbox_inches="tight")
     text = out.getvalue()
@@ -56,7 +54,7 @@ def svg(figure: Any) -> str:
 
 
 def error_maps(study: Study, Figure: Any) -> Any:
-    """A map for each scheme: keys and values by layer and head."""
+    """Draw a map for each scheme: keys and values by layer and head."""
     count = len(study.summary)
     wide, high = min(count, MAPS), -(-count // MAPS)
     figure = Figure(figsize=(2.2 * wide + 1, (1.2 + 0.16 * len(study.layers)) * high), layout="constrained")
@@ -69,9 +67,8 @@ def error_maps(study: Study, Figure: Any) -> Any:
         table = np.zeros((len(study.layers), 2 * study.heads))
         for row in study.rows:
             if row["scheme"] == one.scheme and row["side"] != "attention":
-                table[number[row["layer"]], row["head"] + study.heads * (row["side"] == "values")] = row[
-                    "relative_rms"
-                ]
+                column = row["head"] + study.heads * (row["side"] == "values")
+                table[number[row["layer"]], column] = row["relative_rms"]
         found.append(table)
     most = max(table.max() for table in found) or 1.0
     for ax, one, table in zip(axes, study.summary, found, strict=False):
@@ -85,7 +82,7 @@ def error_maps(study: Study, Figure: Any) -> Any:
 
 
 def pareto(study: Study, Figure: Any, ink: str) -> Any:
-    """Error against bytes; the schemes that no other one beats in both are joined."""
+    """Draw error against bytes; the schemes that no other one beats in both are joined."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     ax = figure.subplots()
     points = sorted((one.bits, one.worst_error, one.scheme) for one in study.summary)
@@ -107,7 +104,7 @@ def pareto(study: Study, Figure: Any, ink: str) -> Any:
 
 
 def channels(study: Study, Figure: Any) -> Any:
-    """Histograms of keys by channel: mean magnitudes over the median one, a line a layer."""
+    """Draw histograms of keys by channel: mean magnitudes over the median one, a line a layer."""
     figure = Figure(figsize=(6, 3), layout="constrained")
     ax = figure.subplots()
     for row in study.channels:

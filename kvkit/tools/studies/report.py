@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvkit.errors import argument_error, brief
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
-from kvkit.tools.studies.words import Table, by_head, table, worded
+from kvkit.tools.studies.words import Table, head_in_words, table, table_of_heads
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.studying import Study
@@ -59,16 +59,16 @@ for (const table of document.querySelectorAll("table")) {
 """
 
 
-def check(folder: Path) -> None:
-    """Whether a report can be written there; to be asked before long work."""
+def check_folder(folder: Path) -> None:
+    """Check before long work that a report can be written to a folder."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise argument_error("output", "a folder, or a place to make one", brief(folder))
 
 
-def written(study: Study, folder: Path) -> list[Path]:
-    """Write all files of a report; their paths. Without matplotlib there are no pictures, which it says."""
-    check(folder)
+def write_report(study: Study, folder: Path) -> list[Path]:
+    """Write all files of a report and return their paths; without matplotlib a note stands for pictures."""
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lacking = plots.missing()
     drawn = {page: {} if lacking else plots.pictures(study, page) for page in ("light", "dark")}
@@ -87,24 +87,23 @@ def written(study: Study, folder: Path) -> list[Path]:
 
 
 def markdown(study: Study, pictures: list[str]) -> str:
+    """Return a report in Markdown, with links to pictures."""
     heads, rows = table(study.summary)
-    lines = [
-        f"# {study.source}",
-        "",
-        f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens.",
-        "",
-    ]
+    about = f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens."
+    lines = [f"# {study.source}", "", about, ""]
     lines += [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", f"{study.budget()[0].upper()}{study.budget()[1:]}.", "", "## The three worst heads", ""]
-    lines += [f"- {one.scheme}: {', '.join(map(worded, study.worst(one.scheme)))}" for one in study.summary]
+    lines += [
+        f"- {one.scheme}: {', '.join(map(head_in_words, study.worst(one.scheme)))}" for one in study.summary
+    ]
     lines += ["", *(f"![{caption}]({name}.svg)\n" for name, caption in CAPTIONS.items() if name in pictures)]
     lines += [f"Note: {note}.\n" for note in study.notes]
     return "\n".join(lines)
 
 
 def sortable(cells: Table) -> str:
-    """A table whose headings sort it."""
+    """Return an HTML table whose headings sort it."""
     heads, rows = cells
     said = html.escape
     head = "".join(f"<th><button>{said(name)}</button></th>" for name in heads)
@@ -113,10 +112,10 @@ def sortable(cells: Table) -> str:
 
 
 def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
-    """HTML that needs no other file and no network."""
+    """Return a page of HTML that needs no other file and no network."""
     said = html.escape
     worst = "".join(
-        f"<li>{said(one.scheme)}: {said(', '.join(map(worded, study.worst(one.scheme))))}</li>"
+        f"<li>{said(one.scheme)}: {said(', '.join(map(head_in_words, study.worst(one.scheme))))}</li>"
         for one in study.summary
     )
     figures = "".join(
@@ -142,7 +141,7 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
 <ul>{worst}</ul>
 {figures}
 <h2>By layer, head and side</h2>
-{sortable(by_head(study))}
+{sortable(table_of_heads(study))}
 <p>{said(END)}.</p>
 {notes}
 <script>{SCRIPT}</script>

@@ -1,4 +1,4 @@
-"""Schemes as `study` is told of them: by name, as classes of a file, as objects."""
+"""Find the schemes of `study`: by name, as classes of a file, as objects."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ class Cast:
     dtype: np.dtype
     whole = False
 
-    def encode(self, x):
+    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the numbers in that type."""
         with np.errstate(over="ignore"):
             return {"codes": x.astype(self.dtype)}
 
-    def decode(self, arrays):
+    def decode(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """Return the numbers as float32."""
         return arrays["codes"].astype(np.float32)
 
 
-def parsed(text: Any) -> tuple[Any, Any]:
-    """The scheme of keys and that of values: of "int4:g32+hadamard", "mine.py:Scheme", or an object."""
+def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
+    """Return the schemes of keys and of values, of "int4:g32+hadamard", "mine.py:Scheme", or an object."""
     if not isinstance(text, str):
         made = checked(instance(text, text.__name__) if isinstance(text, type) else text, name_of(text))
         return made, made
@@ -56,7 +58,7 @@ def parsed(text: Any) -> tuple[Any, Any]:
 
 
 def loaded(path: str, name: str) -> Any:
-    """A class of a Python file."""
+    """Load a class of a Python file."""
     if not Path(path).is_file():
         raise argument_error("scheme", "a Python file and a class in it, FILE.py:NAME", brief(path))
     spec = importlib.util.spec_from_file_location(f"kvkit_scheme_{Path(path).stem}", path)
@@ -76,7 +78,7 @@ def loaded(path: str, name: str) -> Any:
 
 
 def instance(made: type, name: str) -> Any:
-    """One of a class."""
+    """Make an object of a class, whose constructor takes no arguments."""
     try:
         return made()
     except Exception as error:
@@ -84,21 +86,21 @@ def instance(made: type, name: str) -> Any:
 
 
 def caused(error: BaseException) -> str:
+    """Return an error as words."""
     return f"{type(error).__name__} ({brief(error)})"
 
 
 def name_of(scheme: Any) -> str:
-    """Of a class or an object that says none."""
+    """Return the name of a class or an object, which may say one."""
     return str(getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__)))
 
 
 def listed(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
-    """(name, scheme of keys, scheme of values) of each."""
+    """Return (name, scheme of keys, scheme of values) of each scheme."""
     items = schemes.split(",") if isinstance(schemes, str) else list(schemes)
     items = [item.strip() if isinstance(item, str) else item for item in items]
-    found = []
-    for item in filter(None, items):
-        found.append((item if isinstance(item, str) else name_of(item), *parsed(item)))
+    named = [(item if isinstance(item, str) else name_of(item), item) for item in items if item]
+    found = [(name, *key_and_value_schemes(item)) for name, item in named]
     if not found:
         raise argument_error(
             "schemes", "one or more, as in 'fp8,int8:g8,int4:g32+hadamard'", describe(schemes)

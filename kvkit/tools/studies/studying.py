@@ -16,11 +16,12 @@ from kvkit.errors import KvkitError, argument_error
 from kvkit.tools.readers import LayerReader, open_cache
 from kvkit.tools.studies import measures, report
 from kvkit.tools.studies.schemes import listed
-from kvkit.tools.studies.words import WORST, table, worded
+from kvkit.tools.studies.words import WORST, head_in_words, table
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
 MOST = 60  # schemes in a text
+SIDES = "keys", "values"
 Row = dict[str, Any]
 
 
@@ -75,7 +76,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Study:
-    """What `study` found; its text is a table of schemes and the worst heads of each.
+    """The result of `study`; its text is a table of schemes and the worst heads of each.
 
     Attributes
     ----------
@@ -105,13 +106,13 @@ class Study:
     notes: tuple[str, ...] = ()
 
     def worst(self, scheme: str, count: int = WORST) -> list[Row]:
-        """The heads that a scheme serves worst: by divergence if there were queries, else by error."""
+        """Return the heads that a scheme serves worst: by divergence if there were queries, else by error."""
         own = [row for row in self.rows if row["scheme"] == scheme]
         by = "kl" if any("kl" in row for row in own) else "relative_rms"
         return sorted((row for row in own if by in row), key=lambda row: -row[by])[:count]
 
     def budget(self) -> str:
-        """Which scheme is the smallest of the good ones, in a line."""
+        """Return in a line which scheme is the smallest of the good ones."""
         fine = [one for one in self.summary if one.worst_error <= 0.1]
         if not fine:
             return "no scheme keeps every head within an error of 10 %"
@@ -122,7 +123,7 @@ class Study:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the result as JSON has it."""
         channels = [row | {"means": row["means"].tolist()} for row in self.channels]
         return asdict(self) | {"channels": channels, "budget": self.budget()}
 
@@ -131,15 +132,12 @@ class Study:
 
         Plots want matplotlib, the extra ``plot``; without it the rest is written, and says so.
         """
-        return report.written(self, Path(folder))
+        return report.write_report(self, Path(folder))
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
         parts.append(columns(*table(self.summary, wide=False), MOST))
-        lines = []
-        for one in self.summary:
-            heads = ", ".join(worded(row) for row in self.worst(one.scheme))
-            lines.append((one.scheme, heads))
+        lines = [(one.scheme, ", ".join(map(head_in_words, self.worst(one.scheme)))) for one in self.summary]
         parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), lines, MOST))
         parts.append(self.budget())
         parts.append("\n".join(f"note: {note}" for note in self.notes))
@@ -195,43 +193,33 @@ def study(
     >>> [(one.scheme, one.bits) for one in found.summary]
     [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
     """
-    wanted, given = Lazy(listed, schemes), Lazy(open_cache, source, layout, sizes)
-    return studied(given, wanted, progress, mapper)
+    return study_layers(Lazy(open_cache, source, layout, sizes), Lazy(listed, schemes), progress, mapper)
 
 
-def studied(
-    given: Lazy, wanted: Lazy, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
+def study_layers(
+    source: Lazy, schemes: Lazy, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
 ) -> Study:
-    """The same of an opened source and listed schemes."""
-    names, count = [name for name, *_ in wanted.value], given.value.count
-    titles = [f"{given.value.name}, layer {i}" for i in range(count)]
+    """Study an opened source under listed schemes."""
+    opened = source.value
+    titles = [f"{opened.name}, layer {i}" for i in range(opened.count)]
     layers: list[StudiedLayer] = []
-    for layer in mapper(partial(one_layer, given, wanted), titles, range(count)):
+    for layer in mapper(partial(study_layer, source, schemes), titles, range(opened.count)):
         layers.append(layer)
         if progress:
-            progress(len(layers), count)
+            progress(len(layers), opened.count)
     rows = [row for layer in layers for row in layer.rows]
-    elements, tokens = sum(layer.elements for layer in layers), layers[-1].tokens
-    summary = []
-    for name in names:
-        bits = sum(layer.bits[name] for layer in layers)
-        totals = {side: np.zeros(2) for side in ("keys", "values")}
-        for layer in layers:
-            for side, pair in layer.sums[name].items():
-                totals[side] += pair
-        summary.append(summed(name, rows, bits / elements, bits / 8 / tokens, totals))
+    summary = [summary_of(name, rows, layers) for name, *_ in schemes.value]
     outliers = [row for layer in layers for row in layer.outliers]
     channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
-    named = [layer.name for layer in layers]
-    notes = given.value.notes
-    if given.value.format:
-        notes = (f"the source is quantized ({given.value.format}): errors are those that come on top", *notes)
-    return Study(given.value.name, named, layers[-1].heads, tokens, summary, rows, outliers, channels, notes)
+    named, notes, last = [layer.name for layer in layers], opened.notes, layers[-1]
+    if opened.format:
+        notes = (f"the source is quantized ({opened.format}): errors are those that come on top", *notes)
+    return Study(opened.name, named, last.heads, last.tokens, summary, rows, outliers, channels, notes)
 
 
 @dataclass(frozen=True)
 class StudiedLayer:
-    """What came of a layer: its part of a `Study`; by scheme bits that it stores, and squares of errors."""
+    """A layer's part of a `Study`; by scheme the bits that it stores, and squares of errors and numbers."""
 
     name: str
     heads: int
@@ -241,81 +229,86 @@ class StudiedLayer:
     channels: np.ndarray
     rows: list[Row]
     bits: dict[str, int]
-    sums: dict[str, dict[str, np.ndarray]]
+    sums: dict[str, np.ndarray]
 
 
-def one_layer(given: Lazy, wanted: Lazy, title: str, i: int) -> StudiedLayer:
-    """A layer under all schemes."""
-    layer, schemes = given.value.layer(i), wanted.value
+def study_layer(source: Lazy, schemes: Lazy, title: str, i: int) -> StudiedLayer:
+    """Study a layer under all schemes, each in a thread."""
+    layer, name = source.value.layer(i), source.value.name
     rows: list[Row] = []
     outliers: list[Row] = []
     bits, sums = {}, {}
-    with ThreadPoolExecutor(min(len(schemes) + 1, os.cpu_count() or 1)) as threads:
-        where = [f"{given.value.name}, {layer.name}, {side}" for side in ("keys", "values")]
-        found = threads.map(measures.outliers, where, (layer.key, layer.value))
-        (key_ratios, channels), (value_ratios, _) = found
+    with ThreadPoolExecutor(min(len(schemes.value) + 1, os.cpu_count() or 1)) as threads:
+        where = [f"{name}, {layer.name}, {side}" for side in SIDES]
+        found = list(threads.map(measures.outliers, where, (layer.key, layer.value)))
         for sequence, query in enumerate(layer.queries or ()):
-            measures.finite(f"{given.value.name}, {layer.name}, queries of sequence {sequence}", query)
-        jobs = {name: threads.submit(one_scheme, layer, name, *pair) for name, *pair in schemes}
-        for side, ratios in (("keys", key_ratios), ("values", value_ratios)):
-            outliers += [
-                {"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)}
-                for h, ratio in enumerate(ratios)
-            ]
-        for name, job in jobs.items():
-            its_rows, bits[name], sums[name] = job.result()
-            rows += [{"scheme": name, "layer": layer.name, **row} for row in its_rows]
-    heads, tokens = layer.key.heads, layer.key.tokens
+            measures.check_finite(f"{name}, {layer.name}, queries of sequence {sequence}", query)
+        jobs = {each: threads.submit(study_scheme, layer, each, *pair) for each, *pair in schemes.value}
+        for side, (ratios, _) in zip(SIDES, found, strict=True):
+            for h, ratio in enumerate(ratios):
+                outliers.append({"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)})
+        for each, job in jobs.items():
+            its_rows, bits[each], sums[each] = job.result()
+            rows += [{"scheme": each, "layer": layer.name, **row} for row in its_rows]
+    heads, tokens, channels = layer.key.heads, layer.key.tokens, found[0][1]
     elements = tokens * heads * (layer.key.dim + layer.value.dim)
-    return StudiedLayer(layer.name, heads, tokens, elements, outliers, channels, rows, bits, sums)
+    return StudiedLayer(
+        layer.name,
+        heads,
+        tokens,
+        elements,
+        outliers=outliers,
+        channels=channels,
+        rows=rows,
+        bits=bits,
+        sums=sums,
+    )
 
 
-def one_scheme(
-    layer: LayerReader, name: str, key_scheme: Any, value_scheme: Any
-) -> tuple[list[Row], int, dict]:
-    """Rows of a layer under a scheme; bits that it stores; squares of errors and numbers by side."""
+def study_scheme(layer: LayerReader, name: str, *schemes: Any) -> tuple[list[Row], int, np.ndarray]:
+    """Return the rows of a layer under a scheme; its bits; squares of errors and numbers [side, 2]."""
     found: list[Row] = []
-    stored, sums = 0, {}
+    stored, sums = 0, []
     try:
-        for side, scheme, data in (("keys", key_scheme, layer.key), ("values", value_scheme, layer.value)):
-            errors = measures.through(scheme, data)
+        for side, scheme, data in zip(SIDES, schemes, (layer.key, layer.value), strict=True):
+            errors = measures.errors_of(scheme, data)
             found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
             stored += errors.bits
-            sums[side] = np.array([errors.errors.sum(), errors.squares.sum()])
+            sums.append((errors.errors.sum(), errors.squares.sum()))
         if layer.queries is not None:
-            by_head = measures.through_attention(layer, key_scheme, value_scheme)
+            by_head = measures.attention_errors(layer, *schemes)
             found += [{"head": h, "side": "attention", **row} for h, row in enumerate(by_head)]
     except KvkitError as error:
         raise KvkitError(f"{name}, {layer.name}: {error}") from error
     except Exception as error:
-        raise argument_error(
-            f"scheme {name}", f"to code {layer.name}", f"{type(error).__name__} ({error})"
-        ) from error
-    return found, stored, sums
+        cause = f"{type(error).__name__} ({error})"
+        raise argument_error(f"scheme {name}", f"to code {layer.name}", cause) from error
+    return found, stored, np.array(sums)
 
 
-def summed(name: str, rows: list[Row], bits: float, bytes_per_token: float, totals: Mapping) -> Summary:
+def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summary:
+    """Sum a scheme up over all layers and heads."""
     own = [row for row in rows if row["scheme"] == name]
     sides = [row for row in own if row["side"] != "attention"]
-    codes = {name: [row[name] for row in sides if row[name] is not None] for name in ("at_end", "zero")}
-    errors = {
-        side: float(np.sqrt(wrongs / squares)) if squares else 0.0
-        for side, (wrongs, squares) in totals.items()
-    }
-    through = [row for row in own if row["side"] == "attention"]
-    means = {
-        field: float(np.mean([row[field] for row in through])) if through else None
-        for field in ("kl", "top_changed", "output_error", "logit_error")
-    }
+    attention = [row for row in own if row["side"] == "attention"]
+    bits = sum(layer.bits[name] for layer in layers)
+    total = sum(layer.sums[name] for layer in layers)
+
+    def mean(field: str, among: list[Row]) -> float | None:
+        numbers = [row[field] for row in among if row[field] is not None]
+        return float(np.mean(numbers)) if numbers else None
+
+    errors = [float(np.sqrt(wrong / squares)) if squares else 0.0 for wrong, squares in np.asarray(total)]
+    means: dict[str, Any] = {field: mean(field, sides) for field in ("cosine", "at_end", "zero")}
+    for field in ("kl", "top_changed", "output_error", "logit_error"):
+        means[field] = mean(field, attention)
     return Summary(
         name,
-        bits,
-        bytes_per_token,
-        errors["keys"],
-        errors["values"],
-        max(row["relative_rms"] for row in sides),
-        max(row["largest_error"] for row in sides),
-        float(np.mean([row["cosine"] for row in sides])),
-        **{name: float(np.mean(shares)) if shares else None for name, shares in codes.items()},
+        bits / sum(layer.elements for layer in layers),
+        bits / 8 / layers[-1].tokens,
+        key_error=errors[0],
+        value_error=errors[1],
+        worst_error=max(row["relative_rms"] for row in sides),
+        largest_error=max(row["largest_error"] for row in sides),
         **means,
     )

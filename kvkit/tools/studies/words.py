@@ -1,7 +1,8 @@
-"""Schemes and heads as the cells of a table, and as words."""
+"""Put schemes and heads of a study into the cells of a table, and into words."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,76 +10,52 @@ if TYPE_CHECKING:
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 WORST = 3  # heads that are named
+COLUMNS = {  # of a summary or a head: its heading, and how its numbers are written
+    "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
+    "key_error": ("keys", ".4f"), "value_error": ("values", ".4f"), "worst_error": ("worst head", ".4f"),
+    "relative_rms": ("error", ".4f"), "largest_error": ("largest error", ".3g"), "cosine": ("cosine", ".5f"),
+    "at_end": ("at an end", "%"), "zero": ("zero", "%"), "ratio": ("outlier ratio", ".2f"),
+    "logit_error": ("logit", ".2e"), "kl": ("KL", ".2e"), "top_changed": ("top changed", "%"),
+    "output_error": ("output", ".4f"), "perplexity": ("perplexity", ".2f"), "agreement": ("agreement", "%"),
+}  # fmt: skip
+ON_PAGES = "largest error", "cosine", "logit"  # columns too many for a terminal
 
 
 def table(summary: list[Summary], wide: bool = True) -> Table:
-    """Headings and a row for each scheme, without columns that no scheme has; `wide` ones for pages."""
-    rows = [
-        {
-            "scheme": one.scheme,
-            "bits": f"{one.bits:.2f}",
-            "bytes a token": f"{one.bytes_per_token:,.0f}",
-            "keys": f"{one.key_error:.4f}",
-            "values": f"{one.value_error:.4f}",
-            "worst head": f"{one.worst_error:.4f}",
-            "largest error": f"{one.largest_error:.3g}" if wide else "",
-            "cosine": f"{one.cosine:.5f}" if wide else "",
-            "at an end": share(one.at_end),
-            "zero": share(one.zero),
-            "logit": "" if one.logit_error is None or not wide else f"{one.logit_error:.2e}",
-            "KL": "" if one.kl is None else f"{one.kl:.2e}",
-            "top changed": share(one.top_changed),
-            "output": "" if one.output_error is None else f"{one.output_error:.4f}",
-            "perplexity": "" if one.perplexity is None else f"{one.perplexity:.2f}",
-            "agreement": share(one.agreement),
-        }
-        for one in summary
-    ]
-    return shown(rows)
+    """Return headings and a row for each scheme; `wide` with the columns of pages."""
+    rows = [{"scheme": one.scheme, **cells(vars(one))} for one in summary]
+    return filled_columns([{name: row[name] for name in row if wide or name not in ON_PAGES} for row in rows])
 
 
-def by_head(study: Study) -> Table:
-    """The same of each head and side of each layer: errors, codes, outliers; what attention makes of it."""
+def table_of_heads(study: Study) -> Table:
+    """Return headings and a row for each scheme, layer, head and side."""
     ratios = {(one["layer"], one["head"], one["side"]): one["ratio"] for one in study.outliers}
     rows = []
     for row in study.rows:
         at = row["layer"], row["head"], row["side"]
-        rows.append(
-            {
-                "scheme": row["scheme"],
-                "layer": row["layer"],
-                "head": str(row["head"]),
-                "side": row["side"],
-                "error": number(row, "relative_rms", ".4f"),
-                "largest error": number(row, "largest_error", ".3g"),
-                "cosine": number(row, "cosine", ".5f"),
-                "at an end": share(row.get("at_end")),
-                "zero": share(row.get("zero")),
-                "outlier ratio": f"{ratios[at]:.2f}" if at in ratios else "",
-                "logit": number(row, "logit_error", ".2e"),
-                "KL": number(row, "kl", ".2e"),
-                "top changed": share(row.get("top_changed")),
-                "output": number(row, "output_error", ".4f"),
-            }
-        )
-    return shown(rows)
+        names = dict(zip(("scheme", "layer", "head", "side"), (row["scheme"], *map(str, at)), strict=True))
+        rows.append(names | cells(row | {"ratio": ratios.get(at)}))
+    return filled_columns(rows)
 
 
-def shown(rows: list[dict[str, str]]) -> Table:
+def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """Return the numbers of a row as texts, by their headings; "" for those that it does not have."""
+    found = {}
+    for name, (heading, form) in COLUMNS.items():
+        number = numbers.get(name)
+        shown = "" if number is None else f"{100 * number:.2f} %" if form == "%" else format(number, form)
+        found[heading] = shown
+    return found
+
+
+def filled_columns(rows: list[dict[str, str]]) -> Table:
+    """Return a table without the columns that no row has."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     return tuple(names), [tuple(row[name] for name in names) for row in rows]
 
 
-def number(row: dict[str, Any], name: str, form: str) -> str:
-    return format(row[name], form) if name in row else ""
-
-
-def share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.2f} %"
-
-
-def worded(row: dict[str, Any]) -> str:
-    """A head, and by what it is bad."""
+def head_in_words(row: Mapping[str, Any]) -> str:
+    """Return the name of a head, with what it suffers."""
     if "kl" in row:
         return f"{row['layer']} head {row['head']} (KL {row['kl']:.2e}, output {row['output_error']:.3f})"
     return f"{row['layer']} head {row['head']} {row['side']} ({row['relative_rms']:.3f})"
