@@ -13,6 +13,7 @@ the command line, too, and is loaded when it is first used.
 """
 
 import importlib
+from typing import Any
 
 TOOLS = {  # name: the module that has it, or that it is
     "inspect": "kvkit.tools.inspecting",
@@ -26,12 +27,12 @@ TOOLS = {  # name: the module that has it, or that it is
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in TOOLS:
         raise AttributeError(f"module 'kvkit.tools' has no attribute {name!r}")
     module = importlib.import_module(TOOLS[name])
     return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(TOOLS)

@@ -1,4 +1,4 @@
-"""What lies in the memory of a layout, one after the other: runs of elements that are one thing."""
+"""Cut the memory of a layout into boxes: runs of elements that are one thing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from itertools import product
 
 from kvkit.errors import argument_error
 from kvkit.layouts import Layout
+from kvkit.layouts.grammar import Axis
 
 SMALL = {"l": 2, "b": 2, "n": 3, "h": 2, "c": 4, "s": 1}  # sizes to draw
 MOST = 2**15  # elements that are drawn
 SIDES = "KV"
+Group = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +33,15 @@ class Box:
     whole: bool
 
     def label(self, outer: tuple[str, ...]) -> str:
-        """What is in there: ``K n0 h1``, and which part of it; without the axes that are said elsewhere."""
-        words = [
-            self.kind,
-            *(f"{axis}{self.at[axis]}" for axis in "lbnhc" if axis in self.at and axis not in outer),
-        ]
+        """Return what is in there, ``K n0 h1``, and which part of it; without the axes of `outer`."""
+        axes = [f"{axis}{self.at[axis]}" for axis in "lbnhc" if axis in self.at and axis not in outer]
+        words = [self.kind, *axes]
         span = f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
         return " ".join(words if self.whole and self.along == "c" else [*words, f"{self.along}{span}"])
 
 
 def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """Small sizes of all axes, or those given; whole multiples of what is inside."""
+    """Return small sizes of all axes, or those given; whole multiples of inner parts."""
     split: dict[str, int] = {}
     for group in (*layout.groups, *layout.value_groups):
         for axis in group:
@@ -55,19 +55,18 @@ def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, in
     for group in (*layout.groups, *layout.value_groups):
         for axis in group:
             if axis.inner and found[axis.name] % inner(axis):
-                raise argument_error(
-                    "sizes", f"a size of {axis.name} that {inner(axis)} divides", str(found[axis.name])
-                )
+                wanted = f"a size of {axis.name} that {inner(axis)} divides"
+                raise argument_error("sizes", wanted, str(found[axis.name]))
     return found
 
 
-def inner(axis) -> int:
-    """Elements of an inner part; bytes are taken for 16-bit elements."""
+def inner(axis: Axis) -> int:
+    """Return the elements of an inner part; bytes are taken for 16-bit elements."""
     return axis.inner // 2 if axis.in_bytes else axis.inner
 
 
-def entries(axes: tuple, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """The indices along one axis of an array that has these of the layout, outermost first."""
+def entries(axes: Group, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Give the indices along one axis of an array that has these of the layout, outermost first."""
     lengths = [length(axis, sizes, parts) for axis in axes]
     for index in product(*map(range, lengths)):
         found: dict[str, int] = {}
@@ -77,8 +76,8 @@ def entries(axes: tuple, sizes: Mapping[str, int], parts: Mapping[str, int]) -> 
         yield found
 
 
-def length(axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> int:
-    """The length of one axis."""
+def length(axis: Axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> int:
+    """Return the length of one axis."""
     if axis.name in ("1", "kv"):
         return 2 if axis.name == "kv" else 1
     if axis.part:
@@ -86,16 +85,16 @@ def length(axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> int:
     return sizes[axis.name]
 
 
-def axes_of(layout: Layout, side: int) -> list[tuple[str, tuple]]:
-    """(its text, the axes of the layout in it) of each axis of an array of keys (0) or values (1)."""
+def array_axes(layout: Layout, side: int) -> list[tuple[str, Group]]:
+    """Return (its text, the axes of the layout in it) of each axis of an array of keys (0) or values (1)."""
     groups, names = (layout.value_groups, layout.value_axes) if side else (layout.groups, layout.axes)
     return list(zip(names, groups, strict=True))
 
 
 def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
-    """The axes l and b that all of a page's rows have in common."""
+    """Return the axes l and b that all rows of a page have in common."""
     found: list[str] = []
-    for _, group in axes_of(layout, side):
+    for _, group in array_axes(layout, side):
         if any(axis.name not in ("l", "b", "kv", "1") for axis in group):
             break
         found += [axis.name for axis in group if axis.name in "lb"]
@@ -103,9 +102,9 @@ def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
 
 
 def strides(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """(axis, its length, its stride in elements), those that share an axis of the array each of its own."""
+    """Return (axis, length, stride in elements); axes that share one of the array have each their own."""
     found, parts = [], parts_of(layout, side)
-    for name, group in axes_of(layout, side):
+    for name, group in array_axes(layout, side):
         if "+" in name:
             sums = (math.prod(length(a, sizes, parts) for a in each) for each in segments(name, group))
             found.append((name, sum(sums)))
@@ -116,12 +115,12 @@ def strides(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[s
 
 
 def parts_of(layout: Layout, side: int) -> dict[str, int]:
-    """Axis -> elements of its inner part."""
-    return {axis.name: inner(axis) for _, group in axes_of(layout, side) for axis in group if axis.inner}
+    """Return the elements of inner parts, by axis."""
+    return {axis.name: inner(axis) for _, group in array_axes(layout, side) for axis in group if axis.inner}
 
 
-def segments(name: str, group: tuple) -> list[tuple]:
-    """What lies one after the other along one axis of an array: ``(n c + n s)`` are two."""
+def segments(name: str, group: Group) -> list[Group]:
+    """Return the axes that lie one after the other along one axis of an array: ``(n c + n s)`` are two."""
     found, rest = [], list(group)
     for words in name.strip("()").split("+"):
         count = len(words.split())
@@ -131,8 +130,8 @@ def segments(name: str, group: tuple) -> list[tuple]:
 
 
 def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
-    """The memory of one array of keys (0) or values (1), or of both if they share it."""
-    axes, parts = axes_of(layout, side), parts_of(layout, side)
+    """Return the boxes of one array of keys (0) or values (1), or of both if they share it."""
+    axes, parts = array_axes(layout, side), parts_of(layout, side)
     total = math.prod(size for _, size, _ in strides(layout, side, sizes))
     if total > MOST:
         raise argument_error("sizes", f"arrays of at most {MOST} elements, to draw them", str(total))

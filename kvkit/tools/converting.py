@@ -16,29 +16,30 @@ from kvkit.files.arrays import CACHE
 from kvkit.layouts import tables
 from kvkit.layouts.tables import Pages
 from kvkit.tools import recoding
+from kvkit.tools.readers import LINE
 from kvkit.tools.source import CacheSource, Source, leaves, sizes_of, view_of
 from kvkit.tools.text import size
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did.
+    """The result of `convert`.
 
     Attributes
     ----------
     arrays : dict
-        The cache in its new layout, ``"cache"`` as the layout has it; its tables; all else as it was. None of
-        numbers that were coded again, into a file.
+        The cache in its new layout, ``"cache"`` as the layout has it; its tables; all else as it was. Empty
+        where numbers were coded again into a file.
     description : Description
-        What is said of it.
+        The new description of the cache.
     before : str
         The layout that it had.
     bytes : int
-        Of its elements.
+        The bytes of its elements.
     verified : bool
         Whether it was read back and compared.
     format : str, optional
-        What held its numbers, if they were coded again.
+        The format that it had, if its numbers were coded again.
     """
 
     arrays: dict[str, Any]
@@ -49,7 +50,7 @@ class Conversion:
     format: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without the arrays."""
+        """Return the result as JSON has it, without the arrays."""
         said = self.description.to_dict()
         found = {"from": self.before, "to": said, "bytes": self.bytes, "verified": self.verified}
         return found | ({"from_format": self.format} if self.format else {})
@@ -142,7 +143,7 @@ def convert(
                 "page_size", "no page_size, tables_from or verify, with a format", "one of them"
             )
         recoded = recoding.recode(found, target, format or "", from_format, progress)
-        return Conversion(*recoded[:2], str(found.layout or recoding.LINE), recoded[3], False, recoded[2])
+        return Conversion(*recoded[:2], str(found.layout or LINE), recoded[3], False, recoded[2])
     said = found.contents.description.layout
     if from_layout is not None and said is not None and layouts.parse(from_layout) != layouts.parse(said):
         raise argument_error("from_layout", f"{said}, as the file says", from_layout)

@@ -1,6 +1,7 @@
-"""One pass over two arrays of one type: which elements differ, by how many ulps, and how far at most."""
+"""Count in one pass over two arrays which elements differ, by how many ulps, and how far at most."""
 
 import functools
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -13,45 +14,48 @@ BUCKETS = 34  # distances of 0, of 1, of 2 and 3, of 4 to 7, ...
 WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}
 
 
-def form_of(dtype):
-    """What decides the pass over a dtype: the name of a float format, or "byte"; None if there is no pass."""
+def form_of(dtype: np.dtype) -> str | None:
+    """Return the name of the compiled pass over a dtype: a float format, or "byte"; None without one."""
     fmt = BY_DTYPE.get(dtype)
     if fmt is not None and fmt.significant and fmt.bits > 8:
         return fmt.name
     return "byte" if dtype.itemsize == 1 else None
 
 
-def numbers_of_bytes(dtype):
-    """The numbers that the 256 bytes of a dtype are."""
+def numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
+    """Return the numbers that the 256 bytes of a dtype are."""
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
 @helper
-def distance(one, two, sign):
-    """How many numbers of a float type are between two of its words."""
+def distance(one: Any, two: Any, sign: Any) -> Any:
+    """Return how many numbers of a float type are between two of its words."""
     low = -(one - sign) if one >= sign else one
     high = -(two - sign) if two >= sign else two
     return abs(low - high)
 
 
 @functools.cache
-def compiled(form):
-    """The pass over words [rows, elements]."""
+def compiled(form: str) -> Any:
+    """Return the pass over words [rows, elements]."""
     bits = 8 if form == "byte" else BY_DTYPE_BITS[form]
     sign = np.int64(1 << (bits - 1))
     if form == "byte":
 
-        def number(word, table):
+        def number(word: Any, table: Any) -> Any:
             return table[word]
     else:
         widen = numeric.widening(form)
 
-        def number(word, table):
+        def number(word: Any, table: Any) -> Any:
             return widen(word)
 
     number = helper(number)
 
-    def count(one, two, rows, elements, table, atol, rtol, ulp, counts, errors, histogram):
+    def count(
+        one: Any, two: Any, rows: Any, elements: Any, table: Any, atol: Any, rtol: Any, ulp: Any, counts: Any,
+        errors: Any, histogram: Any,
+    ) -> None:  # fmt: skip
         tolerant = atol > 0 or rtol > 0 or ulp > 0
         for i in range(rows):
             differing, largest = 0, np.float32(0)
@@ -86,10 +90,10 @@ def compiled(form):
 BY_DTYPE_BITS = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
 
 
-def count(one, two, atol, rtol, ulp):
-    """(differing elements of each row, largest errors of each, histogram) of arrays [rows, elements], any
-    types.
-    """
+def count(
+    one: np.ndarray, two: np.ndarray, atol: float, rtol: float, ulp: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (differing elements of each row, largest errors of each, histogram) of [rows, elements]."""
     rows = len(one)
     counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     histogram = np.zeros(BUCKETS, np.int64)

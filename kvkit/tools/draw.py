@@ -1,4 +1,4 @@
-"""Drawings for a terminal or a page: what lies where in a layout's memory, and whose a cache's rows are."""
+"""Draw the memory of a layout, and whose the rows of a cache are, for a terminal or a page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_ROWS = 1_000_000
 
 
 def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: Kind = "text") -> str:
-    """The memory of a layout, box by box, with the stride of every axis.
+    """Draw the memory of a layout, box by box, with the stride of every axis.
 
     Parameters
     ----------
@@ -71,21 +71,21 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
     lines: list[tuple[str, list[svg.Cell]]] = [(title, []), (several(line, found), [])]
     for side in sides:
         heading = ("keys", "values")[side] if len(sides) > 1 else ""
-        lines += [("", []), *((text, []) for text in table(line, side, found, heading)), ("", [])]
+        lines += [("", []), *((text, []) for text in stride_table(line, side, found, heading)), ("", [])]
         lines += memory(line, side, found)
     return drawn(title, lines, kind)
 
 
 def several(line: Layout, sizes: Mapping[str, int]) -> str:
-    """How many arrays there are, in words."""
+    """Return in words how many arrays there are."""
     if not line.lists:
         return "one array"
     counts = " of ".join(f"{2 if axis == 'kv' else sizes[axis]} ({axis})" for axis in line.lists)
     return f"lists of {counts} arrays; one of them:"
 
 
-def table(line: Layout, side: int, sizes: Mapping[str, int], heading: str) -> list[str]:
-    """Length and stride, in elements, of each axis."""
+def stride_table(line: Layout, side: int, sizes: Mapping[str, int], heading: str) -> list[str]:
+    """Return the length and stride, in elements, of each axis."""
     rows = strides(line, side, sizes)
     wide = max(4, *(len(axis) for axis, _, _ in rows))
     text = [f"{'axis':{wide}}  length  stride{'  of ' * bool(heading)}{heading}"]
@@ -93,7 +93,7 @@ def table(line: Layout, side: int, sizes: Mapping[str, int], heading: str) -> li
 
 
 def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, list[svg.Cell]]]:
-    """Lines of boxes, cut where an axis begins again."""
+    """Return lines of boxes, cut where an axis begins again."""
     found, common = boxes(line, side, sizes), outer_axes(line, side)
     each = sum(box.last - box.first + 1 for box in found) / len(found)
     rows = strides(line, side, sizes)
@@ -109,10 +109,8 @@ def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str,
             lines.append((f"... {len(found) - begin} more", []))
             break
         labels = [box.label(common) for box in part]
-        cells = [
-            svg.Cell(label, CLASSES[box.kind], len(label) + 3)
-            for label, box in zip(labels, part, strict=True)
-        ]
+        kinds = [CLASSES[box.kind] for box in part]
+        cells = [svg.Cell(*each, len(each[0]) + 3) for each in zip(labels, kinds, strict=True)]
         lines.append((" ".join(f"{axis}{part[0].at[axis]}" for axis in common), cells))
     return lines
 
@@ -125,7 +123,7 @@ def cells(
     filled: ArrayLike | None = None,
     kind: Kind = "text",
 ) -> str:
-    """Whose the rows of a cache are: a letter and a colour for each sequence.
+    """Draw whose the rows of a cache are: a letter and a colour for each sequence.
 
     Parameters
     ----------
@@ -186,7 +184,7 @@ def cells(
 
 
 def cell_of(owners: list[int], used: bool) -> svg.Cell:
-    """The sign of a row."""
+    """Return the sign of a row."""
     if len(owners) == 1:
         return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
     mark = SHARED if owners else STALE if used else FREE
@@ -194,7 +192,7 @@ def cell_of(owners: list[int], used: bool) -> svg.Cell:
 
 
 def legend(lengths: list[int], marks: list[str]) -> str:
-    """What letters and signs stand for, and how many rows each has."""
+    """Return what letters and signs stand for, and how many rows each has."""
     shown = [f"{LETTERS[who % len(LETTERS)]} {count} rows" for who, count in enumerate(lengths[:NAMES])]
     more = [f"{len(lengths) - NAMES} more sequences"] if len(lengths) > NAMES else []
     others = [f"{mark} {WHOSE[mark]} {marks.count(mark)}" for mark in WHOSE if mark in marks]
@@ -202,12 +200,13 @@ def legend(lengths: list[int], marks: list[str]) -> str:
 
 
 def check_kind(kind: str) -> None:
+    """Check that a drawing is text or SVG."""
     if kind not in ("text", "svg"):
         raise argument_error("kind", "'text' or 'svg'", repr(kind))
 
 
 def drawn(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> str:
-    """Lines of boxes as text, or as a picture."""
+    """Return lines of boxes as text, or as a picture."""
     if kind == "svg":
         return svg.picture(title, lines)
     indent = max(len(label) for label, cells in lines if cells)

@@ -10,20 +10,20 @@ import numpy as np
 
 from kvkit import layouts
 from kvkit.errors import KvkitError, brief
-from kvkit.files import Description
+from kvkit.files import Contents, Description
 from kvkit.files.members import is_own
 from kvkit.layouts.views import KV
 from kvkit.tools.source import SIDES, CacheSource, Source
 from kvkit.tools.text import columns, size
 
 SHOWN = 40  # arrays or layers in a text; all are in to_dict()
-TOLD = "description", "dtypes", "cache"  # of metadata, elsewhere
-SOME = 2**22  # elements that are looked at at once
+SHOWN_ELSEWHERE = "description", "dtypes", "cache"  # of metadata
+PIECE = 2**22  # elements that are counted at a time
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One array: its name, dtype and shape, its bytes."""
+class ArrayEntry:
+    """An array: its name, dtype and shape, its bytes."""
 
     name: str
     dtype: str
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the elements of some keys or values are like; of no number min and max are None."""
+    """Counts over the elements of some keys or values; min and max are None where none is a number."""
 
     name: str
     minimum: float | None
@@ -43,10 +43,15 @@ class Numbers:
     zero_rows: int
     rows: int
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of a table."""
+        ends = ("" if end is None else f"{end:.4g}" for end in (self.minimum, self.maximum))
+        return (self.name, *ends, str(self.nan), str(self.infinite), f"{self.zero_rows} of {self.rows}")
+
 
 @dataclass(frozen=True)
-class Use:
-    """What tables beside a cache say of it: sequences, their tokens, blocks in use and shared by several."""
+class TableUse:
+    """The block tables beside a cache: sequences, their tokens, blocks in use and shared by several."""
 
     convention: str
     lengths: list[int]
@@ -54,17 +59,24 @@ class Use:
     blocks: int
     shared: int
 
+    def __str__(self) -> str:
+        lengths = ", ".join(map(str, self.lengths[:12])) + (", ..." if len(self.lengths) > 12 else "")
+        shared = f", {self.shared} of them shared" if self.shared else ""
+        pages = f"blocks of {self.page_size} rows" if self.page_size > 1 else "rows"
+        sequences = f"{len(self.lengths)} sequences ({self.convention}), tokens {lengths or 'none'}"
+        return f"{sequences}; {self.blocks} {pages} in use{shared}"
+
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     Attributes
     ----------
     kind : str
-        Of file, or "arrays".
-    arrays : list of Entry
-        All of them.
+        The kind of file, or "arrays".
+    arrays : list of ArrayEntry
+        All arrays.
     description : Description
         What the file says of its cache.
     metadata : dict
@@ -74,72 +86,54 @@ class Inspection:
     fits : list of str
         Layouts that the cache's arrays may have, by shape and strides: proposals, if none is said.
     sizes : dict of str to int
-        Of the axes l b n h c, if the layout is known.
-    use : Use, optional
-        What its tables say.
+        The sizes of the axes l b n h c, if the layout is known.
+    use : TableUse, optional
+        What its block tables say.
     numbers : list of Numbers
-        Of keys and values by layer, or of each array if no layout is known; if asked for.
+        Counts over keys and values by layer, or over each array if no layout is known; if asked for.
     """
 
     kind: str
-    arrays: list[Entry]
+    arrays: list[ArrayEntry]
     description: Description
     metadata: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fits: list[str] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    use: Use | None = None
+    use: TableUse | None = None
     numbers: list[Numbers] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the result as JSON has it."""
         return asdict(self) | {"description": self.description.to_dict()}
 
     def __str__(self) -> str:
         total = sum(entry.bytes for entry in self.arrays)
-        parts = [f"{self.kind}: {len(self.arrays)} arrays, {size(total)}"]
         rows = [(entry.name, entry.dtype, str(entry.shape), size(entry.bytes)) for entry in self.arrays]
-        parts.append(columns(("array", "dtype", "shape", "size"), rows, SHOWN))
         said = self.description.to_dict()
-        parts.append("\n".join(f"{name}: {worded(value)}" for name, value in said.items()))
+        parts = [
+            f"{self.kind}: {len(self.arrays)} arrays, {size(total)}",
+            columns(("array", "dtype", "shape", "size"), rows, SHOWN),
+            "\n".join(f"{name}: {in_brief(value)}" for name, value in said.items()),
+        ]
         if self.sizes and not said.get("sizes"):
-            parts.append(f"sizes: {worded(self.sizes)}")
+            parts.append(f"sizes: {in_brief(self.sizes)}")
         if self.fits:
             parts.append(f"may lie as {', '.join(self.fits)}: name one with layout, nothing is guessed")
-        parts.append("\n".join(f"{name}: {worded(value)}" for name, value in self.metadata.items()))
+        parts.append("\n".join(f"{name}: {in_brief(value)}" for name, value in self.metadata.items()))
         if self.use:
-            parts.append(str_of_use(self.use))
+            parts.append(str(self.use))
         if self.numbers:
-            lines = [
-                (one.name, number(one.minimum), number(one.maximum), str(one.nan), str(one.infinite),
-                 f"{one.zero_rows} of {one.rows}")
-                for one in self.numbers
-            ]  # fmt: skip
-            parts.append(columns(("of", "min", "max", "NaN", "inf", "rows of zeros"), lines, SHOWN))
+            heads = "of", "min", "max", "NaN", "inf", "rows of zeros"
+            parts.append(columns(heads, [each.cells() for each in self.numbers], SHOWN))
         parts.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(filter(None, parts))
 
 
-def worded(value: Any) -> str:
-    """A value of a file as a line may show it."""
-    if isinstance(value, Mapping):
-        return brief(", ".join(f"{name} {each}" for name, each in value.items()), 200)
-    return brief(value, 200)
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def str_of_use(use: Use) -> str:
-    lengths = ", ".join(map(str, use.lengths[:12])) + (", ..." if len(use.lengths) > 12 else "")
-    shared = f", {use.shared} of them shared" if use.shared else ""
-    pages = (
-        f"{use.blocks} blocks of {use.page_size} rows in use"
-        if use.page_size > 1
-        else f"{use.blocks} rows in use"
-    )
-    return f"{len(use.lengths)} sequences ({use.convention}), tokens {lengths or 'none'}; {pages}{shared}"
+def in_brief(value: Any) -> str:
+    """Return a value of a file as a line may show it."""
+    several = isinstance(value, Mapping)
+    return str(brief(", ".join(f"{name} {each}" for name, each in value.items()) if several else value, 200))
 
 
 def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, int] | None = None,
@@ -180,36 +174,37 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     Numbers(name='layer 0 keys', minimum=0.0, maximum=0.0, nan=0, infinite=0, zero_rows=480, rows=480)
     """
     found = CacheSource(source, layout, sizes)
-    contents, line = found.contents, found.layout
+    contents, cache = found.contents, found.contents.cache
     kv, lengths = found.one_head_view()
-    cache = contents.cache
-    kind = f"{contents.kind}, {saved}" if (saved := kind_of_saved(contents.metadata)) else contents.kind
+    arrays = found.arrays.items()
     return Inspection(
-        kind,
-        [Entry(name, array.dtype.name, array.shape, array.nbytes) for name, array in found.arrays.items()],
+        kind_of(contents),
+        [ArrayEntry(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
         contents.description,
-        {name: value for name, value in contents.metadata.items() if name not in TOLD},
+        {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
         contents.notes,
-        [] if line or cache is None else fitting_layouts(cache, stats),
-        lengths,
-        use_of(found),
-        statistics(found.arrays, kv, found.apart) if stats else [],
+        fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
+        sizes=lengths,
+        use=use_of(found),
+        numbers=statistics(found.arrays, kv, found.apart) if stats else [],
     )
 
 
-def kind_of_saved(metadata: Mapping[str, Any]) -> str:
-    """What a file of kvkit's own is, beside its arrays."""
-    about = metadata.get("cache")
-    if "operator" in metadata:
-        return f"results of {brief(metadata['operator'])}"
+def kind_of(contents: Contents) -> str:
+    """Return the kind of a file, and what kvkit wrote in it."""
+    about, kind = contents.metadata.get("cache"), contents.kind
+    if "operator" in contents.metadata:
+        return f"{kind}, results of {brief(contents.metadata['operator'])}"
     if not isinstance(about, dict):
-        return ""
+        return kind
     layers = about.get("layers")
-    return f"a cache of {len(layers)} layers" if isinstance(layers, list) else "a paged cache"
+    return (
+        f"{kind}, a cache of {len(layers)} layers" if isinstance(layers, list) else f"{kind}, a paged cache"
+    )
 
 
 def fitting_layouts(cache: Any, contents: bool) -> list[str]:
-    """Layouts that fit; those that contents speak for, if they are looked at and speak for any."""
+    """Return the layouts that fit; those that contents speak for, if contents are read and speak for any."""
     try:
         return (layouts.fits(cache, contents=True) if contents else []) or layouts.fits(cache)
     except KvkitError:
@@ -219,7 +214,7 @@ def fitting_layouts(cache: Any, contents: bool) -> list[str]:
 def statistics(arrays: Mapping[str, np.ndarray], kv: KV | None, apart: Collection[str]) -> list[Numbers]:
     """Count over keys and values of each layer; over each array if nobody knows which are which."""
     if kv is None:
-        return [numbers_of(name, [array]) for name, array in arrays.items() if is_number(array)]
+        return [numbers_of(name, [array]) for name, array in arrays.items() if of_numbers(array.dtype)]
     sides = [(f"{side}s", getattr(kv, f"{side}s")) for side in SIDES if not apart or side in apart]
     return [
         numbers_of(f"layer {layer} {name}", side[layer] if isinstance(side[layer], tuple) else [side[layer]])
@@ -228,8 +223,9 @@ def statistics(arrays: Mapping[str, np.ndarray], kv: KV | None, apart: Collectio
     ]
 
 
-def is_number(array: np.ndarray) -> bool:
-    return array.dtype.kind in "fiub" or is_own(array.dtype)
+def of_numbers(dtype: np.dtype) -> bool:
+    """Return whether elements are numbers."""
+    return dtype.kind in "fiub" or is_own(dtype)
 
 
 def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
@@ -237,7 +233,7 @@ def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
     least, most, nan, infinite, zeros, rows = np.inf, -np.inf, 0, 0, 0, 0
     for array in arrays:
         flat = array if array.ndim > 1 else array.reshape(1, -1)
-        step = max(SOME // max(flat[:1].size, 1), 1)
+        step = max(PIECE // max(flat[:1].size, 1), 1)
         for begin in range(0, len(flat), step):
             with np.errstate(invalid="ignore"):  # NaN may be of the signalling kind
                 piece = flat[begin : begin + step].astype(np.float32)
@@ -252,11 +248,11 @@ def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
     return Numbers(name, least if some else None, most if some else None, nan, infinite, zeros, rows)
 
 
-def use_of(source: CacheSource) -> Use | None:
+def use_of(source: CacheSource) -> TableUse | None:
     """Return what the block tables say, whatever their convention; None without tables."""
     pages = source.block_tables()
     if pages is None:
         return None
     convention, found = pages
     used, count = np.unique(found.table[found.table >= 0], return_counts=True)
-    return Use(convention, found.lengths.tolist(), found.page_size, len(used), int((count > 1).sum()))
+    return TableUse(convention, found.lengths.tolist(), found.page_size, len(used), int((count > 1).sum()))

@@ -70,7 +70,7 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
 
 
 def box(cell: Cell, x: float, y: float) -> str:
-    """One cell."""
+    """Draw one cell."""
     size = cell.width * CHARACTER
     text = f'<text x="{x + size / 2:.1f}" y="{y + 16}" text-anchor="middle">{escape(cell.text)}</text>'
     title = f"<title>{escape(cell.title)}</title>" if cell.title else ""

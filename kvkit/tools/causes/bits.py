@@ -49,7 +49,7 @@ def flushed(trial: Trial) -> Guesses:
 
 @cause("old bytes: not written")
 def not_written(trial: Trial) -> Guesses:
-    """What was there before the call, or the zeros of new memory."""
+    """The bytes are those of before the call, or the zeros of new memory."""
     before = trial.like.get(f"before_{trial.name}", trial.like.get("before"))
     if isinstance(before, np.ndarray) and before.shape == trial.expected.shape:
         yield "as before", before.astype(trial.expected.dtype, copy=False)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def zero(case: Case) -> Seen:
     apart.
     """
 
-    def find(side: CheckedSide, scale: np.ndarray, used: np.ndarray) -> np.ndarray:
+    def find(side: CheckedSide, scale: np.ndarray, used: np.ndarray) -> Any:
         kind = codes(case, side)
         bad = scale == 0
         if kind is not None and not kind[1].signed:
@@ -151,7 +152,7 @@ def zero(case: Case) -> Seen:
     return scales_found(case, "are 0 or below", find)
 
 
-def empty(side: CheckedSide, scale: np.ndarray) -> np.ndarray:
+def empty(side: CheckedSide, scale: np.ndarray) -> Any:
     """Return which scales have codes of 0 alone, for which ggml and FlashInfer's NVFP4 write 0."""
     array = side.array
     if scale.ndim < 4 or scale.shape[:4] != array.shape[:4] or array.dtype.kind == "f":

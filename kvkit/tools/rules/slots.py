@@ -89,7 +89,7 @@ def read_with_another_size(case: Case) -> Seen:
     if not looked:
         return None
     most = case.num_blocks * case.page_size
-    return [found for each in looked if (found := misread_words(*each, most=most))]
+    return [found for name, *each in looked if (found := misread_words(name, *each, most))]
 
 
 def misread_words(

@@ -161,7 +161,7 @@ class RunningAttention:
         self.total, self.top = np.zeros((heads, rows)), np.zeros((heads, rows), np.int64)
         self.out = np.zeros((heads, rows, dim), np.float32)
 
-    def add(self, logits: np.ndarray, value: np.ndarray, first: int) -> np.ndarray:
+    def add(self, logits: np.ndarray, value: np.ndarray, first: int) -> Any:
         """Make weights of logits [heads, rows, tokens], in place; return what weights before shrink by."""
         top = logits.argmax(-1)
         most = np.take_along_axis(logits, top[..., None], -1)[..., 0]

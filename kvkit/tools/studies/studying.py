@@ -294,14 +294,13 @@ def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summar
     bits = sum(layer.bits[name] for layer in layers)
     total = sum(layer.sums[name] for layer in layers)
 
-    def mean(field: str, among: list[Row]) -> float | None:
-        numbers = [row[field] for row in among if row[field] is not None]
+    def mean(of: str, among: list[Row]) -> float | None:
+        numbers = [row[of] for row in among if row[of] is not None]
         return float(np.mean(numbers)) if numbers else None
 
     errors = [float(np.sqrt(wrong / squares)) if squares else 0.0 for wrong, squares in np.asarray(total)]
-    means: dict[str, Any] = {field: mean(field, sides) for field in ("cosine", "at_end", "zero")}
-    for field in ("kl", "top_changed", "output_error", "logit_error"):
-        means[field] = mean(field, attention)
+    means: dict[str, Any] = {of: mean(of, sides) for of in ("cosine", "at_end", "zero")}
+    means |= {of: mean(of, attention) for of in ("kl", "top_changed", "output_error", "logit_error")}
     return Summary(
         name,
         bits / sum(layer.elements for layer in layers),
