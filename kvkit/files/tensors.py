@@ -1,10 +1,10 @@
-"""Safetensors files, read and checked by the package of that name, their tensors mapped.
+"""Safetensors files, checked by the package of that name when they are read, their tensors mapped.
 
-The package makes a copy of each tensor. So it only checks a file, all of whose bytes have their place then;
-arrays are made here, in the file's own memory. kvkit's description is a text of JSON in its metadata.
+The package copies each tensor that it reads, so it only checks a file; arrays are made here, in the file's
+memory. It would also rename a file of its own over the locked one, so files are written here, too. kvkit's
+description is a text of JSON in the metadata.
 """
 
-import errno
 import json
 import struct
 from collections.abc import Mapping
@@ -91,26 +91,33 @@ def tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array) -> 
 
 
 def write(path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None) -> None:
-    """Write tensors, and metadata as one text of JSON."""
+    """Write tensors, and metadata as one text of JSON, to a locked file that then takes the path's place."""
     check_target(path)
-    package = needed(path, "safetensors", "files")
-    whole = {}
-    for name, array in arrays.items():
-        array = np.asarray(array)
+    whole: dict[str, Array] = {}
+    for name, given in arrays.items():
+        array = np.asarray(given)
         if array.dtype.newbyteorder("=") not in NAMES:
             raise file_error(
                 path, f"{name} has dtype {array.dtype}, which no safetensors file can say", "convert it"
             )
         whole[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
-    specs = {
-        name: package.TensorSpec(
-            dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
-        )
-        for name, array in whole.items()
-    }
+    # Tensors of the largest elements come first, so that each begins at a multiple of its element's size.
+    whole = dict(sorted(whole.items(), key=lambda item: (-item[1].itemsize, item[0])))
     text = json.dumps({"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})})
     with named(path), replacing(path) as file:
-        try:
-            package.serialize_file(specs, file.name, metadata={METADATA: text})
-        except package.SafetensorError as error:  # nothing but the machine can be wrong by now
-            raise OSError(errno.EIO, brief(str(error))) from None
+        file.write(header_of(whole, {METADATA: text}))
+        for array in whole.values():
+            file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def header_of(arrays: Mapping[str, Array], texts: Mapping[str, str]) -> bytes:
+    """Return the first bytes of a file: the length of its header in 8 bytes, and the header, padded to 8."""
+    header: dict[str, Any] = {"__metadata__": dict(texts)}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        kind = NAMES[array.dtype.newbyteorder("=")]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from kvkit import files
-from kvkit.files import Description, FileError, mapping, npz, tensors
+from kvkit.files import Description, FileError, mapping, npz, replace, tensors
 
 DTYPES = [np.dtype(kind) for kind in ("f4", "f2", "i1", "u1", "i8", ml_dtypes.bfloat16)]
 DTYPES += [
@@ -323,3 +323,27 @@ def test_metadata_is_json(tmp_path):
         (length,) = struct.unpack("<Q", file.read(8))
         texts = json.loads(file.read(length))["__metadata__"]
     assert json.loads(texts["kvkit"])["description"] == json.loads(json.dumps(SAID.to_dict()))
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy", ".safetensors"])
+def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch, suffix):
+    """Writers of other files sweep the folder meanwhile. A kill leaves nothing that they cannot sweep."""
+    arrays = {
+        "bytes": np.arange(3, dtype=np.uint8),
+        "numbers": np.arange(4.0),
+        "none": np.zeros((0, 2), "f4"),
+    }
+    given, take_place = arrays if suffix != ".npy" else arrays["numbers"], replace.take_place
+
+    def swept(temporary, target):
+        replace.sweep(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [temporary.name]
+        assert replace.NAMES.fullmatch(temporary.name)
+        take_place(temporary, target)
+
+    monkeypatch.setattr(replace, "take_place", swept)
+    path = tmp_path / f"x{suffix}"
+    files.write(path, given)
+    if suffix == ".safetensors":
+        for name, array in safetensors.numpy.load_file(path).items():
+            assert_same(array, arrays[name])
