@@ -86,11 +86,11 @@ def convert_file(source, target, options, quiet, alone):
     total = sum(array.nbytes for array in contents.arrays.values())
     quiet = quiet or not alone
     coding = options["format"] is not None
-    with clusters.naming(source), watch.watched(source, contents.mapped if alone and not coding else None):
+    with clusters.naming(source), watch.watching(source, contents.mapped if alone and not coding else None):
         with show.progress(f"{'coding' if coding else 'moving'} {source.name}", total, quiet) as advance:
             done = tools.convert(contents, target if coding else None, **options, progress=in_steps(advance))
         if not coding:
-            watch.check(source, contents.mapped)
+            watch.refuse_changed(source, contents.mapped)
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
                 files.write(target, done.arrays, done.description, advance=advance)
     return replace(done, arrays={})
