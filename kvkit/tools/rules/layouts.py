@@ -21,11 +21,7 @@ def line_and_array_disagree(case: Case) -> Seen:
     return [] if views or not why else [("layout", why)]
 
 
-@rule(
-    "L2",
-    "No shape tells them apart. Say which it is: layout=NAME, or in the file.",
-    "warning",
-)
+@rule("L2", "No shape tells them apart. Say which it is: layout=NAME, or in the file.", "warning")
 def several_lines_fit(case: Case) -> Seen:
     """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and
     strides.

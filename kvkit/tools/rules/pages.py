@@ -56,10 +56,7 @@ def in_two_sequences(case: Case) -> Seen:
     )
 
 
-@rule(
-    "P4",
-    "The other sequences will read these tokens as their own. Copy the page before it is written.",
-)
+@rule("P4", "The other sequences will read these tokens as their own. Copy the page before it is written.")
 def shared_and_written(case: Case) -> Seen:
     """atlas#1193: a prefix cache shared a partly filled last page with no copy on write."""
     if case.page_tables is None or case.slots is None or not case.aligned:
