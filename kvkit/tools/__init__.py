@@ -16,13 +16,13 @@ import importlib
 from typing import Any
 
 TOOLS = {  # name: the module that has it, or that it is
-    "inspect": "kvkit.tools.inspecting",
-    "convert": "kvkit.tools.converting",
+    "inspect": "kvkit.tools.inspection",
+    "convert": "kvkit.tools.conversion",
     "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
-    "diff": "kvkit.tools.comparing",
+    "diff": "kvkit.tools.comparison",
     "scheme": "kvkit.formats.schemes",
-    "study": "kvkit.tools.studies.studying",
+    "study": "kvkit.tools.studies.study",
     "vectors": "kvkit.tools.vectors",
 }
 

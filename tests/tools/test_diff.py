@@ -271,7 +271,7 @@ def test_layouts():
 
 
 def test_large_arrays_are_tried_in_part(monkeypatch):
-    monkeypatch.setattr("kvkit.tools.comparing.MOST_TRIED", 700)
+    monkeypatch.setattr("kvkit.tools.comparison.MOST_TRIED", 700)
     expected = cache()
     got = other(expected, key=np.roll(expected["key"], 1, axis=2))
     got["key"][:, :2] = expected["key"][:, :2]

@@ -15,7 +15,7 @@ from kvkit.interop import tensor_of
 from kvkit.tools.readers import open_cache
 from kvkit.tools.studies.measures import QUERIES
 from kvkit.tools.studies.schemes import listed
-from kvkit.tools.studies.studying import study_layers
+from kvkit.tools.studies.study import study_layers
 from kvkit.tools.tasks import Lazy
 
 NAME = "kvkit-study"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvkit.tools.studies.studying import Study
+    from kvkit.tools.studies.study import Study
 
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
 MAPS = 8  # in a row

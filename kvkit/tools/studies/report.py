@@ -15,7 +15,7 @@ from kvkit.tools.studies import plots
 from kvkit.tools.studies.words import Table, head_in_words, table, table_of_heads
 
 if TYPE_CHECKING:
-    from kvkit.tools.studies.studying import Study
+    from kvkit.tools.studies.study import Study
 
 CAPTIONS = {
     "errors": "Relative error by layer and head",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvkit.tools.studies.studying import Study, Summary
+    from kvkit.tools.studies.study import Study, Summary
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 WORST = 3  # heads that are named

@@ -14,7 +14,7 @@ from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
 from kvkit.reference.key_value_cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
-from kvkit.tools.comparing import diff as compare
+from kvkit.tools.comparison import diff as compare
 from kvkit.tools.vectors import packs
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
