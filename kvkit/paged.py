@@ -115,19 +115,11 @@ def paged_attention(
     array([1., 2., 3.], dtype=float32)
     """
     call = PoolAttention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        query_starts,
-        layout=layout,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        alibi_slopes=alibi_slopes,
+        query, key_cache, value_cache, block_tables, context_lens, query_starts, layout=layout,
+        key_scale=key_scale, value_scale=value_scale, alibi_slopes=alibi_slopes,
         scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
         return_lse=return_lse,
-    )
+    )  # fmt: skip
     return attend(checked_paged_attention(call), out)
 
 
@@ -194,15 +186,9 @@ def paged_append(
            [0., 1., 0.]], dtype=float16)
     """
     call = PoolTransfer(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        layout=layout,
-        key_scale=key_scale,
+        key, value, key_cache, value_cache, slot_mapping, layout=layout, key_scale=key_scale,
         value_scale=value_scale,
-    )
+    )  # fmt: skip
     append_to_pools(checked_append(call))
     return key_cache, value_cache
 

@@ -88,15 +88,9 @@ def paged_attention(
     array([[[2.]]], dtype=float32)
     """
     arguments = BlockAttention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        razor_offset,
-        scoring=Scoring(None, False, False, softmax_scale, window, softcap, sinks),
-        return_lse=return_lse,
-    )
+        query, key_cache, value_cache, block_tables, context_lens, razor_offset,
+        scoring=Scoring(None, False, False, softmax_scale, window, softcap, sinks), return_lse=return_lse,
+    )  # fmt: skip
     call = attention.checked_block_attention(arguments)
     results = call.results.arrays(out)
     attend_to_blocks(call, *results)

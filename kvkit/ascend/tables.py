@@ -49,7 +49,7 @@ class Slots:
     block_size: int
 
     def razor_offset(self, softmax_scale: float, num_blocks: int | None = None) -> Array:
-        """For `paged_attention`: ln(N) / softmax_scale for each mean of N tokens, 0 elsewhere.
+        """Return for `paged_attention` ln(N) / softmax_scale for each mean of N tokens, 0 elsewhere.
 
         With it a mean counts as the N tokens it stands for. float32 [num_blocks, block_size]; `num_blocks`
         are those of the cache.
@@ -65,13 +65,13 @@ class Slots:
         return offset.reshape(blocks, self.block_size)
 
     def next_slots(self, step: int = 0) -> Array:
-        """The slot of each entry's row after its context, `step` steps on, for a decoded token."""
+        """Return the slot of each entry's row after its context, `step` steps on, for a decoded token."""
         step = integer("step", step, 0, MOST)
         return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
 
 
 def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, first_block: int = 0) -> Slots:
-    """Blocks for new sequences, and a slot for each of their tokens.
+    """Return blocks for new sequences, and a slot for each of their tokens.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def compressed_slots(
     first_block: int = 0,
     empty_window: Literal["copy", "skip"] = "copy",
 ) -> Slots:
-    """Blocks for new sequences whose heads keep rows of their own, each run on blocks of its own.
+    """Return blocks for new sequences whose heads keep rows of their own.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ def razor_windows(
     recent: int = 4000,
     fraction: int = 5,
 ) -> Pair:
-    """The windows of RazorAttention: retrieval heads keep all, others their first and most recent tokens.
+    """Return the windows of RazorAttention: retrieval heads keep all, others the first and last tokens.
 
     Parameters
     ----------

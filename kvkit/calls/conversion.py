@@ -352,7 +352,7 @@ class Move:
 
     @property
     def row(self) -> int:
-        """Bytes of a token."""
+        """The bytes of a token."""
         return len(self.chunks) * self.width
 
     def launch(self, runs: Index, alive: tuple[Array, ...]) -> Any:

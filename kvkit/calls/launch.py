@@ -25,7 +25,7 @@ def transfers(call: TransferCall, key: Array, value: Array) -> tuple[Any, Any]:
 
 
 def attend(call: AttentionCall, out: Array | Pair | None) -> Attended:
-    """Attend, to a cache once new tokens are appended to it, and return the results as operators do."""
+    """Attend, after an append if the call has a cache, and return the results as operators do."""
     results = call.results.arrays(out)
     cpu.launches.start(*attention(call, results))
     return one_or_all(results)

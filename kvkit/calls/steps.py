@@ -139,7 +139,7 @@ class PlannedStep:
             )
             prepared.room = checked.layer.capacity[1] if checked.layer else 0
             self._attended.keep(form, prepared)
-        return launch.one_or_all(results)
+        return results if len(results) > 1 else results[0]
 
 
 planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(

@@ -68,7 +68,9 @@ def checked_attention(
     key, value = keys_and_values(fmt, key, value, outer, kv_heads, query.shape[-1])
     key, value = (np.ascontiguousarray(each) if is_broadcast(each) else each for each in (key, value))
     steps = sequences.over_keys(query, key)
-    mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
+    mask = NO_MASK
+    if scoring.attn_mask is not None:
+        mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
     how = weights(query, mask, scoring)
     inputs = named(query=query, key=key, value=value, attn_mask=scoring.attn_mask, sinks=how.sinks)
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
@@ -87,26 +89,19 @@ def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> Atten
     cache, scale, scoring = call.cache, call.scale, call.scoring
     layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, call.place)
     steps = sequences.over_cache("query", query, layer)
-    mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
+    mask = NO_MASK
+    if scoring.attn_mask is not None:
+        mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
     how = weights(query, mask, scoring)
     key, value = tokens
     arrays = {"query": query, "current_key": key, "current_value": value}
     inputs = named(**arrays, attn_mask=scoring.attn_mask, sinks=how.sinks)
     written = caches.written_apart(cache, scale, layer, inputs)
     return AttentionCall(
-        fmt,
-        query.shape,
-        query,
-        cache_context(layer),
-        steps,
-        sequences.decoding,
-        how,
-        inputs=inputs,
-        results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]),
-        current=tokens,
-        layer=layer,
-        written=written,
-    )
+        fmt, query.shape, query, cache_context(layer), steps, sequences.decoding, how, inputs=inputs,
+        results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]), current=tokens,
+        layer=layer, written=written,
+    )  # fmt: skip
 
 
 def queries(query: Array, ndim: int, heads: Heads) -> tuple[Element, Array, int]:
@@ -172,7 +167,7 @@ def context_of(fmt: Element, key: Array, value: Array, sides: Sequence[Sequence[
 
 def cache_context(layer: CacheLayer) -> Context:
     """Return the `Context` of a checked layer of a cache."""
-    group = 0 if BY_NAME[layer.stored].minifloat and layer.group == layer.dim else layer.group
+    group = 0 if layer.group == layer.dim and BY_NAME[layer.stored].minifloat else layer.group
     formats = layer.packed, layer.stored, layer.cell, group
     sizes = layer.heads, layer.dim, layer.dim
     return Context(*formats, *sizes, layer.sides, layer.stored_bytes, layer.stored_bytes)

@@ -38,17 +38,11 @@ def cache_layer(
     key = Side(where.address, where.sequence, where.row, where.head)
     value = key._replace(address=where.address + where.kv)
     layer = CacheLayer(
-        packed=fmt.name,
-        stored=stored.name,
-        cell=None,
-        group=0,
-        heads=heads,
-        dim=dim,
+        packed=fmt.name, stored=stored.name, cell=None, group=0, heads=heads, dim=dim,
         stored_bytes=stored.bytes(dim),
         capacity=(cache.shape[at["b"]] if "b" in at else 1, cache.shape[at["n"]]),
-        heads_adjoin=where.head == stored.bytes(dim),
-        sides=(key, value),
-    )
+        heads_adjoin=where.head == stored.bytes(dim), sides=(key, value),
+    )  # fmt: skip
     if stored.name in STORED and has_own_scales(stored, heads, scale):
         return layer if scale is None else with_own_scales(layer, scale)
     if not quant_bit and stored.name not in STORED:

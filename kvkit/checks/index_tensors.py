@@ -265,7 +265,7 @@ class Static:
         """Return the outer axes of gathered contexts."""
         return len(steps.start_pos), steps.rows
 
-    def mask(self, fmt: Element, attn_mask: Array | None, query: Array, steps: StepIndex) -> MaskPlace:
+    def mask(self, fmt: Element, attn_mask: Array, query: Array, steps: StepIndex) -> MaskPlace:
         """Return a checked mask, as kernels see it."""
         batch, seqlen, num_heads, _ = query.shape
         return static_mask(fmt, attn_mask, batch, num_heads, seqlen, steps.rows)
@@ -309,7 +309,7 @@ class Packed:
         """Return the outer axes of gathered contexts."""
         return (steps.context,)
 
-    def mask(self, fmt: Element, attn_mask: Array | None, query: Array, steps: StepIndex) -> MaskPlace:
+    def mask(self, fmt: Element, attn_mask: Array, query: Array, steps: StepIndex) -> MaskPlace:
         """Return a checked mask, as kernels see it."""
         return dynamic_mask(fmt, attn_mask, query.shape[1], steps.tokens, steps.context)
 

@@ -51,27 +51,17 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     cells = scales_of_tokens(call, key, value, len(lengths))
     scales = None if cells else scales_of_heads(call, key, value, len(lengths), how.scale)
     inputs = named(
-        query=query,
-        key_cache=key,
-        value_cache=value,
-        attn_mask=scoring.attn_mask,
-        alibi_slopes=call.alibi_slopes,
-        sinks=scoring.sinks,
-        key_scale=call.key_scale,
+        query=query, key_cache=key, value_cache=value, attn_mask=scoring.attn_mask,
+        alibi_slopes=call.alibi_slopes, sinks=scoring.sinks, key_scale=call.key_scale,
         value_scale=call.value_scale,
-    )
+    )  # fmt: skip
     shape = (tokens, heads, value.shape[CONTENT])
     return AttentionCall(
-        fmt,
-        shape,
-        query,
-        context=pools.context_of(fmt, key, value, cells),
-        steps=pools.steps_of(key, value, table, lengths, starts),
-        decoding=0,
-        weights=how._replace(slopes=slopes, scales=scales),
-        inputs=inputs,
+        fmt, shape, query, context=pools.context_of(fmt, key, value, cells),
+        steps=pools.steps_of(key, value, table, lengths, starts), decoding=0,
+        weights=how._replace(slopes=slopes, scales=scales), inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs),
-    )
+    )  # fmt: skip
 
 
 def pools_of_queries(call: PoolAttention) -> tuple[Array, Array]:

@@ -182,21 +182,13 @@ def context_of(fmt: Element, key: Array, value: Array, cells: Sequence[Array] | 
             for side, cell in zip((key_side, value_side), cells, strict=True)
         )
     return Context(
-        packed=fmt.name,
-        stored=key_format,
-        cell=BY_DTYPE[cells[0].dtype].name if cells else None,
-        group=group_of(cells[0], key) if cells else 0,
-        heads=key.shape[HEAD],
-        dim=key.shape[CONTENT],
-        value_dim=value.shape[CONTENT],
-        sides=(key_side, value_side),
-        key_bytes=key.shape[CONTENT] * key.itemsize,
-        value_bytes=value.shape[CONTENT] * value.itemsize,
-        as_loaded=False,
-        value_stored=value_format,
-        steps=(key_place.step, value_place.step),
+        packed=fmt.name, stored=key_format, cell=BY_DTYPE[cells[0].dtype].name if cells else None,
+        group=group_of(cells[0], key) if cells else 0, heads=key.shape[HEAD], dim=key.shape[CONTENT],
+        value_dim=value.shape[CONTENT], sides=(key_side, value_side),
+        key_bytes=key.shape[CONTENT] * key.itemsize, value_bytes=value.shape[CONTENT] * value.itemsize,
+        as_loaded=False, value_stored=value_format, steps=(key_place.step, value_place.step),
         elements=(element_step(key), element_step(value)),
-    )
+    )  # fmt: skip
 
 
 def steps_of(key: Array, value: Array, table: Array, lengths: Array, starts: Array) -> StepIndex:
@@ -205,17 +197,10 @@ def steps_of(key: Array, value: Array, table: Array, lengths: Array, starts: Arr
     np.cumsum(lengths, out=kvstarts[1:])
     keys, values = place_of(key), place_of(value)
     return StepIndex(
-        seqstarts=starts,
-        kvstarts=kvstarts,
-        start_pos=lengths,
-        zeros=lengths,
-        table=table * keys.page,
-        page_size=key.shape[ROW],
-        tokens=int(starts[-1]),
-        context=int(kvstarts[-1]),
-        rows=pool_end(key, keys),
-        value_table=None if keys[1:] == values[1:] else table * values.page,
-    )
+        seqstarts=starts, kvstarts=kvstarts, start_pos=lengths, zeros=lengths, table=table * keys.page,
+        page_size=key.shape[ROW], tokens=int(starts[-1]), context=int(kvstarts[-1]),
+        rows=pool_end(key, keys), value_table=None if keys[1:] == values[1:] else table * values.page,
+    )  # fmt: skip
 
 
 def pool_end(pool: Array, place: PoolPlace) -> int:

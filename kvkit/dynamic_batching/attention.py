@@ -236,28 +236,14 @@ def multi_head_cache_attention(
     array([0. , 0.5, 1. , 3. ], dtype=float32)
     """
     index = StepArguments(
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        decoding_batches,
-        max_seqlen=max_seqlen,
-        max_kvlen=max_kvlen,
-        cache_mode=cache_mode,
-        page_size=page_size,
-    )
+        seqstarts, kvstarts, cachestarts, start_pos, decoding_batches, max_seqlen=max_seqlen,
+        max_kvlen=max_kvlen, cache_mode=cache_mode, page_size=page_size,
+    )  # fmt: skip
     place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
     call = CacheAttention(
-        query,
-        current_key,
-        current_value,
-        cache,
-        scale,
-        place=place,
-        heads=heads,
-        scoring=scoring,
+        query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
         return_lse=return_lse,
-    )
+    )  # fmt: skip
     return attend_packed(index, call, out)

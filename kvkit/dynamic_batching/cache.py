@@ -112,15 +112,9 @@ def key_value_cache(
     array([  0, 127, 127, 127], dtype=int8)
     """
     index = StepArguments(
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        max_seqlen=max_seqlen,
-        max_kvlen=max_kvlen,
-        cache_mode=cache_mode,
-        page_size=page_size,
-    )
+        seqstarts, kvstarts, cachestarts, start_pos, max_seqlen=max_seqlen, max_kvlen=max_kvlen,
+        cache_mode=cache_mode, page_size=page_size,
+    )  # fmt: skip
     place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
     call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
     return load_packed(index, call, out)

@@ -65,16 +65,9 @@ def plan(
     ((4, 1, 8), 4)
     """
     index = StepArguments(
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        decoding_batches,
-        max_seqlen=max_seqlen,
-        max_kvlen=max_kvlen,
-        cache_mode=cache_mode,
-        page_size=page_size,
-    )
+        seqstarts, kvstarts, cachestarts, start_pos, decoding_batches, max_seqlen=max_seqlen,
+        max_kvlen=max_kvlen, cache_mode=cache_mode, page_size=page_size,
+    )  # fmt: skip
     return Plan(PlannedStep(packed_in_cache(None, index)))
 
 
@@ -107,7 +100,7 @@ class Plan:
         cache_layout: int = 0,
         out: Pair | None = None,
     ) -> Pair:
-        """`dynamic_batching.key_value_cache` for this step."""
+        """Run `dynamic_batching.key_value_cache` for this step."""
         place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
         call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
         return self.step.load(call, out)
@@ -140,19 +133,12 @@ class Plan:
         return_lse: bool = False,
         out: Array | Pair | None = None,
     ) -> Attended:
-        """`dynamic_batching.multi_head_cache_attention` for this step."""
+        """Run `dynamic_batching.multi_head_cache_attention` for this step."""
         place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
         scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
         heads = Heads(num_heads, head_dim, num_kv_heads)
         call = CacheAttention(
-            query,
-            current_key,
-            current_value,
-            cache,
-            scale,
-            place=place,
-            heads=heads,
-            scoring=scoring,
+            query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
             return_lse=return_lse,
-        )
+        )  # fmt: skip
         return self.step.attend(call, out)

@@ -24,7 +24,7 @@ def position_index(
     *,
     out: Array | None = None,
 ) -> Array:
-    """The position of every packed token.
+    """Return the position of every packed token.
 
     It is ``start_pos[b] + i`` for token ``seqstarts[b] + i``.
 
@@ -79,7 +79,7 @@ def alibi_mask(
     data_type: Literal["float32", "float16", "bfloat16"] = "float32",
     out: Array | None = None,
 ) -> Array:
-    """A mask with the ALiBi biases of packed sequences on its diagonal blocks.
+    """Return a mask with the ALiBi biases of packed sequences on its diagonal blocks.
 
     In the block of a sequence, query i of n, which is key m - n + i of m, sees key j with
     ``slope * (j - (m - n + i))``, and no later key.
@@ -202,14 +202,8 @@ def rotary_position_embedding(
            [-1.325,  0.493]], dtype=float32)
     """
     arguments = RotaryArguments(
-        rotary_dim,
-        interleaved,
-        cos,
-        sin,
-        theta,
-        bypass_key=bypass_key,
-        max_position_embeddings=max_position_embeddings,
-        scaling_type=scaling_type,
+        rotary_dim, interleaved, cos, sin, theta, bypass_key=bypass_key,
+        max_position_embeddings=max_position_embeddings, scaling_type=scaling_type,
         scaling_factor=scaling_factor,
-    )
+    )  # fmt: skip
     return rotate(query, key, PackedPositions(seqstarts, start_pos, max_seqlen), arguments, out)

@@ -202,14 +202,7 @@ def multi_head_cache_attention(
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
     call = CacheAttention(
-        query,
-        current_key,
-        current_value,
-        cache,
-        scale,
-        place=place,
-        heads=heads,
-        scoring=scoring,
+        query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
         return_lse=return_lse,
-    )
+    )  # fmt: skip
     return attend_static(start_pos, call, out)

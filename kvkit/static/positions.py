@@ -16,7 +16,7 @@ from kvkit.typed import Array, Pair
 
 
 def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
-    """The slope of each head's linear bias.
+    """Return the slope of each head's linear bias.
 
     With P the largest power of two up to ``num_heads``: 2^(-8(h+1)/P) for head h < P, and
     2^(-4(2(h-P)+1)/P) for the others.
@@ -63,7 +63,7 @@ def alibi_mask(
     data_type: Literal["float32", "float16", "bfloat16"] = "float32",
     out: Array | None = None,
 ) -> Array:
-    """A mask with ALiBi biases, causal and aligned at the last query and key.
+    """Return a mask with ALiBi biases, causal and aligned at the last query and key.
 
     Query i of n, which is key m - n + i of m, sees key j with ``slope * (j - (m - n + i))``, and no later
     key. Add it to scores instead of asking an attention operator for ``is_alibi``.
@@ -182,14 +182,8 @@ def rotary_position_embedding(
            [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)
     """
     arguments = RotaryArguments(
-        rotary_dim,
-        interleaved,
-        cos,
-        sin,
-        theta,
-        bypass_key=bypass_key,
-        max_position_embeddings=max_position_embeddings,
-        scaling_type=scaling_type,
+        rotary_dim, interleaved, cos, sin, theta, bypass_key=bypass_key,
+        max_position_embeddings=max_position_embeddings, scaling_type=scaling_type,
         scaling_factor=scaling_factor,
-    )
+    )  # fmt: skip
     return rotate(query, key, StaticPositions(start_pos, pad_len), arguments, out)

@@ -29,7 +29,7 @@ class Operand:
     given: object = None  # by the caller
 
     def moved(self, stream, contents=True):
-        """The operand on the device: itself, or a copy (of its form only, if the contents do not matter)."""
+        """Return the operand on the device: itself, or a copy (of its form only, without `contents`)."""
         if self.on_device:
             return self
         if contents:
@@ -40,7 +40,7 @@ class Operand:
         return Operand(addressed(host.address(copy), self.seen.shape, None, self.seen.dtype), True, copy)
 
     def read(self, stream):
-        """The elements, in a numpy array on the host."""
+        """Return the elements, in a numpy array on the host."""
         array = self.seen
         if not self.on_device or array.size == 0:
             return array
@@ -50,7 +50,7 @@ class Operand:
         return np.ndarray(array.shape, array.dtype, memory, before, array.strides)
 
     def on_host(self, stream):
-        """The operand, or a copy for the host to read."""
+        """Return the operand, or a copy for the host to read."""
         return replace(self, seen=self.read(stream), on_device=False)
 
     def take(self, other, stream):
@@ -59,7 +59,7 @@ class Operand:
             self.seen[...] = other.read(stream)
 
     def one_piece(self, stream):
-        """The operand, or a copy by way of the host if it is on the device with a last axis in pieces."""
+        """Return the operand, or a copy if it is on the device with a last axis in pieces."""
         array = self.seen
         if not self.on_device or array.ndim == 0 or array.strides[-1] == array.itemsize:
             return self
@@ -67,7 +67,7 @@ class Operand:
         return replace(copy, given=self.given)
 
     def like(self, shape, dtype, stream):
-        """A new array where this one is: numpy's, torch's, CuPy's or else numba's."""
+        """Return a new array where this one is: numpy's, torch's, CuPy's or else numba's."""
         if not self.on_device:
             return in_kind_of(self.given, np.empty(shape, dtype))
         library = homes.library(self.given)
@@ -96,7 +96,7 @@ class Operands:
 
 
 def moved(here, stream):
-    """Operands on the device, by name; an array of the host that is given as two is copied once."""
+    """Return operands on the device, by name; an array of the host that is given as two is copied once."""
     copies: dict = {}
     for name, operand in here.items():
         at = operand.seen
@@ -112,7 +112,7 @@ def of_parts(parts):
 
 
 def operands(name, given, stream):
-    """A sequence of arrays, or the arrays along the first axis of one."""
+    """Return operands of a sequence of arrays, or of those along the first axis of one."""
     if isinstance(given, (list, tuple)):
         return of_parts([operand(f"{name}[{i}]", array, stream) for i, array in enumerate(given)])
     whole = operand(name, given, stream)
@@ -122,7 +122,7 @@ def operands(name, given, stream):
 
 
 def operand(name, array, stream):
-    """An array as it is given; what is no array at all stays as it is, for the checks to refuse."""
+    """Return an operand of an array; any other value stays as it is, for the checks to refuse."""
     if isinstance(array, np.ndarray):
         return Operand(array, False, array, array)
     of_torch = homes.library(array) == "torch"  # whose interface says nothing of streams, nor of bfloat16
@@ -154,7 +154,7 @@ def operand(name, array, stream):
 
 
 def by_dlpack(name, tensor, stream):
-    """A tensor of the device as `host.by_dlpack` tells it."""
+    """Return what `host.by_dlpack` says of a tensor of the device."""
     try:
         return host.by_dlpack(tensor, stream)
     except (BufferError, TypeError) as error:
@@ -163,7 +163,7 @@ def by_dlpack(name, tensor, stream):
 
 
 def addressed(place, shape, strides, dtype, read_only=False):
-    """A numpy array that says where elements lie; to read one would crash."""
+    """Return a numpy array that says where elements lie; to read one would crash."""
     if dtype.kind == "V" and dtype.itemsize == 2:
         dtype = BFLOAT16.dtype  # protocols have no name for it
     form = {"shape": tuple(shape), "strides": strides, "typestr": f"|V{dtype.itemsize}", "version": 3}
@@ -180,7 +180,7 @@ class Memory:
 
 
 def on_host(name, value, stream):
-    """An index tensor, or several, on the host: what kernels read without a check is checked there."""
+    """Return an index tensor, or several, on the host: they are checked there."""
     if isinstance(value, tuple):
         return tuple(on_host(f"{name}[{i}]", each, stream) for i, each in enumerate(value))
     return operand(name, value, stream).read(stream)

@@ -10,7 +10,7 @@ KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; 
 
 
 def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
-    """Launches that compute attention into `out` and, unless None, `lse`; all arrays lie on the device.
+    """Return launches that compute attention into `out` and, unless None, `lse`, all on the device.
 
     There are so many `rows`, whatever the step needs of them: another one may take its place.
 
@@ -29,7 +29,7 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
 
 
 def is_free(context, steps, weights):
-    """Whether keys and values lie, or are scaled, as in pools of pages, and not as in caches of operators."""
+    """Return whether keys and values lie, or are scaled, as in pools of pages, not as in caches."""
     rounds = context.cell or coarser(context.packed, context.stored)
     return (
         context.steps != (1, 1)
@@ -41,7 +41,7 @@ def is_free(context, steps, weights):
 
 
 def freedom(context, tables, weights, stream):
-    """The fields of a record that say how, and tables for it on the device; float32s come as their bits."""
+    """Return the fields that say how they lie, and put their tables on the device; float32 comes as bits."""
     steps, scales, slopes = tables.steps, weights.scales, weights.slopes
     stored = context.stored, context.value_stored or context.stored
     key_element, value_element = (

@@ -26,13 +26,13 @@ NOWHERE = Home()
 
 
 def library(array):
-    """The package that an array's type is of; torch or CuPy also if it is derived from one of theirs."""
+    """Return the package that an array's type, or a type it derives from, is of: torch and CuPy first."""
     packages = [kind.__module__.partition(".")[0] for kind in type(array).__mro__]
     return next((name for name in packages if name in ("torch", "cupy")), packages[0])
 
 
 def stream_of(array):
-    """The address of the current stream of a library, torch or CuPy, on the device of its array."""
+    """Return the address of the current stream of torch or CuPy, on the device of its array."""
     package: Any = sys.modules[library(array)]
     if package.__name__ == "torch":
         return package.cuda.current_stream(array.device).cuda_stream or host.LEGACY_DEFAULT
@@ -41,7 +41,7 @@ def stream_of(array):
 
 
 def of(name, array):
-    """The home of an array; that of one on the host, and of what is no array, is nowhere."""
+    """Return the home of an array; arrays of the host, and other values, have none."""
     if host.SIMULATED or isinstance(array, np.ndarray):
         return NOWHERE
     if library(array) == "torch" and getattr(array, "is_cuda", False):
@@ -64,7 +64,7 @@ def of(name, array):
 
 
 def of_call(values):
-    """The home of all arrays among the arguments of a call, by name; the first one's stream is the call's."""
+    """Return the home of all arrays among the arguments of a call; the first one's stream is the call's."""
     found, first = NOWHERE, None
     for name, value in values.items():
         several = isinstance(value, (list, tuple)) and not (value and isinstance(value[0], NUMBERS))

@@ -50,7 +50,7 @@ def append(there):
 
 
 def attend(there):
-    """Attention, after an append if the call has a cache."""
+    """Return the launches of attention, after an append if the call has a cache."""
     call, tables, stream = there.call, there.tables, there.stream
     out, lse = (*there.outputs, None)[:2]
     layer, context, rows = there.layer, call.context, tables.steps.rows
@@ -88,7 +88,7 @@ def mask(there):
 
 
 def slope(there):
-    """Slopes are computed on the host."""
+    """Return the launch that copies slopes, which are computed on the host."""
     (target,) = there.outputs
     slopes = arrays.Operand(alibi.slopes(target.size), False, None).moved(there.stream)
     there.owners.append(slopes)
@@ -102,7 +102,7 @@ def position_index(there):
 
 
 def move(there):
-    """Rows from sources to targets, or to results in their place."""
+    """Return the launches that move rows from sources to targets, or to results in their place."""
     call, stream = there.call, there.stream
     results = [call.place(*pair) for pair in zip(there.outputs, call.sources, strict=False)]
     pairs = list(zip(call.sources, call.targets or results, strict=True))
@@ -113,7 +113,7 @@ def move(there):
 
 
 def append_to_pools(there):
-    """Tokens to the slots of pools: as they are, or as codes with scales that are found, or given."""
+    """Return the launch that stores tokens in pools: as they are, or as codes with scales."""
     found, moves = there.call.pieces, []
     for side in there.call.sides:
         source, cells = side.tokens[None], side.cells
@@ -131,7 +131,7 @@ def append_to_pools(there):
 
 
 def copy_blocks(there):
-    """Views of as many rows a block, two at a time: those of keys and values may differ."""
+    """Return the launches that copy blocks, two views at a time: those of keys and values may differ."""
     both = zip(there.call.sources, there.call.targets, strict=True)
     views = [pair for each in both for pair in zip(*map(in_four_axes, each), strict=True)]
     launches = []
@@ -143,7 +143,7 @@ def copy_blocks(there):
 
 
 def in_four_axes(cache):
-    """Views [blocks, rows, heads, dim] of a cache with any axes behind the first."""
+    """Return views [blocks, rows, heads, dim] of a cache with any axes behind the first."""
     if cache.ndim < 4:
         return [cache.reshape(len(cache), *[1] * (4 - cache.ndim), *cache.shape[1:])]
     return [cache[(slice(None), *at)] for at in np.ndindex(cache.shape[1:-3])]

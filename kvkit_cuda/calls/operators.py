@@ -40,12 +40,12 @@ def no_scale(call):
 
 
 def numbers_of_heads(here):
-    """What heads are multiplied by; scales of tokens lie beside their codes."""
+    """Return the names of the numbers of heads; scales of tokens lie beside their codes."""
     return "alibi_slopes", *scales_of_heads(here)
 
 
 def scales_of_heads(here):
-    """Those that are not of as many axes as the pools of codes, and as large, but for the last axis."""
+    """Return the names of scales that are not of the shape of the pools, but for the last axis."""
     pools = {getattr(here[name].seen, "shape", ())[:-1] for name in ("key_cache", "value_cache")}
     shapes = {name: getattr(here[name].seen, "shape", ()) for name in ("key_scale", "value_scale")}
     return tuple(
@@ -56,7 +56,7 @@ def scales_of_heads(here):
 
 
 def given_scale(here):
-    """Scales of heads, which only a caller finds; those of tokens are as many axes as a cache."""
+    """Return the name of scales of heads, if they are given; scales of tokens have a cache's axes."""
     scale = here["scale"].seen if "scale" in here else None
     return ("scale",) if isinstance(scale, np.ndarray) and scale.ndim < 3 else ()
 

@@ -16,7 +16,7 @@ from kvkit_cuda.device_runtime import host
 
 
 def prepare(call, outputs, owners, stream):
-    """Launches of a checked call; what owns their memory is added to `owners`."""
+    """Return the launches of a checked call; what owns their memory is added to `owners`."""
     before: list = []
     after: list = []
 
@@ -64,13 +64,13 @@ def prepare(call, outputs, owners, stream):
 
 
 def uneven(caches):
-    """Whether caches must be copied to be read: as rows at a table's numbers, the same for both."""
+    """Return whether caches must be copied, as rows of both do not lie at a table's numbers."""
     key, value = map(pools.place_of, caches)
     return any(map(element_step, caches)) or key.step != 1 or key[1:] != value[1:]
 
 
 def folds(array, call):
-    """Whether [B, heads, dim] is [entries, heads of an entry, dim] where it lies."""
+    """Return whether [B, heads, dim] is [entries, heads of an entry, dim] where it lies."""
     batch, heads, dim = array.shape
     together = call.apart == 1 or batch < 2 or array.strides[0] == heads * array.strides[1]
     return together and (dim < 2 or array.strides[2] == array.itemsize)

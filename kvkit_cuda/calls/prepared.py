@@ -114,7 +114,7 @@ class PreparedCall:
     """A checked call whose launches can run again at other addresses, if what it writes overlaps nothing."""
 
     def __init__(self, launches, operands, forms, capacity):
-        """For operands by name, results among them, of such `forms` (shape, dtype), and rows of the cache."""
+        """Prepare a call of operands by name, results among them, whose `forms` are (shape, dtype)."""
         self.launches = [launch.prepared() for launch in launches if all(launch.blocks[1:])]
         self.forms, self.capacity = forms, capacity
         self.device, self.context = host.current(), host.context()
@@ -171,7 +171,7 @@ class PreparedCall:
         self.places = places
 
     def overlaps(self, places):
-        """Whether something that is written may overlap anything."""
+        """Return whether something that is written may overlap anything."""
         ends = [(name, places[name] + low, places[name] + high) for name, (low, high) in self.spans.items()]
         for name in self.written:
             low, high = self.spans[name]
@@ -192,7 +192,7 @@ class PreparedCall:
 
 
 def span(array):
-    """The bytes from an array's address that its elements lie in."""
+    """Return the range of bytes, from an array's address, that its elements lie in."""
     if not array.size:
         return 0, 0
     reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]

@@ -6,7 +6,7 @@ from kvkit_cuda.calls import arrays
 
 
 def outputs(results, usual, out, source, stream):
-    """(operands, what is returned) of a call that gives `results`, new ones where the operand `source` is.
+    """Return the operands of a call's results, new ones where `source` is, and what the call returns.
 
     The last of as many as are `usual` may be None; then it does not matter what is given for them.
     """

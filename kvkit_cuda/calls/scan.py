@@ -29,7 +29,7 @@ met = device.inlined(met.py_func)
 
 
 def copy(size):
-    """The kernel that copies a table whose entries have `size` bytes."""
+    """Return the kernel that copies a table whose entries have `size` bytes."""
     read, integer = memory.load(size, size), FROM[size]
 
     @shared
@@ -38,7 +38,7 @@ def copy(size):
         return np.int64(integer(low))
 
     def copy(place, row_step, column_step, table):
-        """The entries from `place` on, so many bytes apart, become those of `table`."""
+        """Copy the entries from `place` on, so many bytes apart, to `table`."""
         columns = table.shape[1]
         for i in range(cuda.grid(1), table.shape[0] * columns, cuda.gridsize(1)):
             b = i // columns
@@ -49,7 +49,7 @@ def copy(size):
 
 
 def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
-    """Whether rows lie outside of every cache, or hold two tokens, one of them new; and the rows in use.
+    """Find rows that lie outside of every cache, or hold two tokens, one of them new; and the rows in use.
 
     The stored runs, at most as many as `begins`, whose length is a power of two, are sorted; past pages are
     looked up in them.
@@ -150,7 +150,7 @@ def device_tables(step, wanted, stream, lasting):
 
 
 def rows_in_use(tables, runs, stream):
-    """How many rows of a cache a step with so many stored runs needs, or the error for what it breaks."""
+    """Return how many rows a step with so many stored runs needs, or raise the error for a broken rule."""
     step = tables.steps
     kvstarts, start_pos, table = tables.of(("kvstarts", "start_pos", "table"), stream)
     most = 1 << max(runs - 1, 0).bit_length()

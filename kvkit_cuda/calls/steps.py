@@ -25,7 +25,7 @@ class PlannedStep:
 
     @property
     def tables(self):
-        """Those of the current device."""
+        """The tables of the current device."""
         device = host.current()
         if device not in self.on:
             steps, lasting = self.sequences.steps, next(iter(self.on.values())).lasting
@@ -56,7 +56,7 @@ class PlannedStep:
 
 
 def differences(one, other):
-    """(what it is, whether it is the same) of all that launches may have been captured with."""
+    """Yield what launches may have been captured with, and whether it is the same in both."""
     here, there = one.steps, other.steps
     yield "seqstarts", np.array_equal(here.seqstarts, there.seqstarts)
     yield "page_size and cache_mode", here.page_size == there.page_size

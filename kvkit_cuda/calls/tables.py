@@ -35,7 +35,7 @@ class Tables:
         self.turn = locks.CallLock()
 
     def contents(self, name):
-        """A table on the host."""
+        """Return a table on the host."""
         if isinstance(name, str):
             table = getattr(self.steps, name)
             return self.widened(table) if name == "table" else table
@@ -43,13 +43,13 @@ class Tables:
         return slope_bits(key) if kind == "slopes" else getattr(self.works[key], kind)
 
     def widened(self, table):
-        """A page table, which may have fewer columns than the one whose place it takes."""
+        """Return a page table with as many columns as the one whose place it takes."""
         there: Any = self.there.get("table")
         more = there.shape[1] - table.shape[1] if there is not None else 0
         return np.pad(table, ((0, 0), (0, more))) if more else table
 
     def of(self, names, stream):
-        """Tables on the device; all that wait go there in one copy."""
+        """Return tables on the device; all that wait go there in one copy."""
         with self.turn:
             self.follow(stream)
             if not all(name in self.there for name in names):
@@ -96,7 +96,7 @@ class Tables:
             self.write(stream)
 
     def work(self, task, rows, most=0):
-        """How a call of attention is shared out in tiles of so many rows; its tables wait with the others."""
+        """Return how a call of attention is shared out in tiles of so many rows, and its key."""
         reach = task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
         key = Key(rows, most or PARTS, *reach)
         with self.turn:
@@ -141,7 +141,7 @@ class Work:
         self.most_slots = min(self.most_items, 2 * key.most)
 
     def share_out(self, steps, key):
-        """The work of a call: by its shapes only, so that results depend on no device."""
+        """Share the work of a call out by its shapes only, so that results depend on no device."""
         seqlens, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
         units = units_of(steps, key)
         lengths = enumerate(zip(seqlens.tolist(), kvlens.tolist(), strict=True))
@@ -155,12 +155,12 @@ class Work:
 
 
 def units_of(steps, key):
-    """The units of each sequence."""
+    """Return the units of each sequence."""
     return -(-np.diff(steps.seqstarts) * key.group // key.rows) * key.heads
 
 
 def span(key, b, seqlen, kvlen):
-    """How many tokens the queries of a sequence see between them."""
+    """Return how many tokens the queries of a sequence see between them."""
     if not seqlen:
         return 0
     reach = key.left, key.right, key.alibi or (key.causal and b >= key.decoding)
@@ -183,7 +183,7 @@ class Scratch(dict):
         self.owners: list = []  # of all memory
 
     def of(self, size, device, number, captured):
-        """The address of so much memory, for a device and the address of a stream."""
+        """Return the address of so much memory, for a device and the address of a stream."""
         if not size:
             return 0
         stream = host.key(number)
@@ -207,7 +207,7 @@ SCRATCH = Scratch()
 
 
 def unprepared():
-    """The error for a captured call that needs memory, which only others may take."""
+    """Return the error for a captured call that needs memory, which only others may take."""
     return argument_error(
         "stream", "a call of this form on this device before each capture", "one that is captured"
     )

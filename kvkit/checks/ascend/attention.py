@@ -63,18 +63,10 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
     inputs = named(query=query, **caches, razor_offset=razor_offset, sinks=call.scoring.sinks)
     shape = (batch, heads, value_cache.shape[3])
     return BlockAttentionCall(
-        fmt,
-        shape,
-        query,
-        (key_cache, value_cache),
-        table,
-        lengths,
-        apart,
-        weights=how,
-        razor_offset=razor_offset,
-        inputs=inputs,
+        fmt, shape, query, (key_cache, value_cache), table, lengths, apart, weights=how,
+        razor_offset=razor_offset, inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs),
-    )
+    )  # fmt: skip
 
 
 def context_rows(call: BlockAttentionCall) -> int:
