@@ -1,0 +1,121 @@
+"""Count what makes the code hard to read: `python tests/house.py` prints each count and its limit.
+
+`tests/test_laws.py` holds the counts to the limits. A change may lower a limit, never raise one.
+"""
+
+import ast
+import collections
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = "kvkit", "kvkit_cuda", "cli"
+TYPED = "errors", "interop", "checks", "calls", "files", "formats", "layouts", "operators", "tools"
+PROTOCOL = {"read", "write", "main"}  # functions that every reader of files, or every verb, has
+NO_SUBJECT = re.compile(r"(What|The same|Likewise|That of|Those|Of|As)\b")
+LONGEST, LONGEST_OF_KERNELS, WIDEST = 60, 90, 8
+
+Trees = dict[str, ast.Module]
+
+
+def trees(*packages: str) -> Trees:
+    """Return the syntax tree of every file of some packages, by its path."""
+    paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
+
+
+def lines(package: str) -> int:
+    """Return the number of lines of a package, with its stubs."""
+    paths = [path for suffix in ("*.py", "*.pyi") for path in (ROOT / package).rglob(suffix)]
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def nodes(sources: Trees, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of these kinds in all trees."""
+    return (node for tree in sources.values() for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def body_lines(function: ast.FunctionDef) -> int:
+    """Return the lines of a function without its signature and its docstring."""
+    first = function.body[0]
+    begin = first.lineno if ast.get_docstring(function) is None else first.end_lineno + 1
+    return function.end_lineno - begin + 1
+
+
+def long_functions(sources: Trees) -> list[str]:
+    """Return the functions that are longer than one can see at once, kernels and vector forms apart."""
+    found = []
+    for path, tree in sources.items():
+        limit = LONGEST_OF_KERNELS if path.startswith("kvkit_cuda/att") else LONGEST
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        if "/simd/" not in path:
+            found += [f"{path}:{each.name}" for each in functions if body_lines(each) > limit]
+    return found
+
+
+def repeated_classes(sources: Trees) -> list[str]:
+    """Return the class names that stand more than once."""
+    names = collections.Counter(node.name for node in nodes(sources, ast.ClassDef))
+    return [name for name, count in names.items() if count > 1]
+
+
+def most_namesakes(sources: Trees) -> int:
+    """Return how many functions of modules share the commonest name."""
+    functions = [
+        node.name for tree in sources.values() for node in tree.body if isinstance(node, ast.FunctionDef)
+    ]
+    return max(collections.Counter(name for name in functions if name not in PROTOCOL).values())
+
+
+def headless_docstrings(sources: Trees) -> int:
+    """Return how many docstrings begin without a subject or a verb."""
+    texts = [
+        ast.get_docstring(node) or "" for node in nodes(sources, ast.FunctionDef, ast.ClassDef, ast.Module)
+    ]
+    return sum(bool(NO_SUBJECT.match(text)) for text in texts)
+
+
+def wide_calls(sources: Trees) -> int:
+    """Return how many calls have eight or more positional arguments, vector forms apart."""
+    plain = {path: tree for path, tree in sources.items() if "/simd/" not in path}
+    return sum(len(call.args) >= WIDEST for call in nodes(plain, ast.Call))
+
+
+def untyped_parameters(sources: Trees) -> int:
+    """Return how many parameters of the rooms that are typed have no annotation."""
+    rooms = {path: tree for path, tree in sources.items() if path.split("/")[1].removesuffix(".py") in TYPED}
+    parameters = [
+        each
+        for function in nodes(rooms, ast.FunctionDef)
+        for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    ]
+    return sum(each.annotation is None and each.arg not in ("self", "cls") for each in parameters)
+
+
+def locals_calls(sources: Trees) -> int:
+    """Return how often `locals()` is called."""
+    return sum(ast.unparse(call.func) == "locals" for call in nodes(sources, ast.Call))
+
+
+def counts() -> dict[str, tuple[int, int]]:
+    """Return (count, limit) of everything that is counted."""
+    everything, host, kvkit = trees(*PACKAGES), trees("kvkit", "cli"), trees("kvkit")
+    return {
+        "lines of kvkit": (lines("kvkit"), 31_500),
+        "lines of kvkit_cuda": (lines("kvkit_cuda"), 7_300),
+        "lines of cli": (lines("cli"), 2_300),
+        "lines of tests": (lines("tests"), 32_000),
+        "calls of locals()": (locals_calls(everything), 0),
+        "class names that stand twice": (len(repeated_classes(host)), 0),
+        "functions of one name": (most_namesakes(host), 3),
+        "functions too long to see at once": (len(long_functions(everything)), 0),
+        "docstrings without a subject": (headless_docstrings(everything), 40),
+        "calls with eight or more positional arguments": (wide_calls(everything), 25),
+        "parameters without a type": (untyped_parameters(kvkit), 0),
+    }
+
+
+if __name__ == "__main__":
+    for subject, (count, limit) in counts().items():
+        print(f"{'ok  ' if count <= limit else 'over'} {subject}: {count} ({limit})")
