@@ -1,4 +1,5 @@
 """Printed by `python -m kvkit_cuda.print_stubs`."""
+# fmt: off
 
 from collections.abc import Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
@@ -28,148 +29,62 @@ Array: TypeAlias = Any  # of numpy, or of a device and any library
 __version__: str
 
 def alibi_mask(
-    seqlen_q: SupportsIndex,
-    seqlen_kv: SupportsIndex,
-    attn_mask: Array | None = None,
-    *,
-    num_heads: int,
-    data_type: Literal["float32", "float16", "bfloat16"] = "float32",
-    out: Array | None = None,
-    stream: object = None,
+    seqlen_q: SupportsIndex, seqlen_kv: SupportsIndex, attn_mask: Array | None = None, *, num_heads: int,
+    data_type: Literal["float32", "float16", "bfloat16"] = "float32", out: Array | None = None,
+    stream: object = None
 ) -> Array: ...
 def alibi_slope(
-    *,
-    num_heads: int,
-    out: Array | None = None,
-    stream: object = None,
+    *, num_heads: int, out: Array | None = None, stream: object = None
 ) -> Array: ...
 def key_value_cache(
-    current_key: Array,
-    current_value: Array,
-    start_pos: SupportsIndex,
-    cache: Array,
-    scale: Array | None = None,
-    *,
-    num_layer: int = 1,
-    layer_idx: int = 0,
-    quant_bit: Literal[0, 4, 8] = 0,
-    quant_group: int = 8,
-    quant_format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None,
-    num_repeat: int = 1,
-    cache_layout: int = 0,
-    out: tuple[Array, Array] | None = None,
-    stream: object = None,
+    current_key: Array, current_value: Array, start_pos: SupportsIndex, cache: Array,
+    scale: Array | None = None, *, num_layer: int = 1, layer_idx: int = 0,
+    quant_bit: Literal[0, 4, 8] = 0, quant_group: int = 8,
+    quant_format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None, num_repeat: int = 1,
+    cache_layout: int = 0, out: tuple[Array, Array] | None = None, stream: object = None
 ) -> tuple[Array, Array]: ...
 def merge_attention_states(
-    outputs: Sequence[Array] | Array,
-    lses: Sequence[Array] | Array,
-    *,
-    out: tuple[Array, Array] | None = None,
-    stream: object = None,
+    outputs: Sequence[Array] | Array, lses: Sequence[Array] | Array, *,
+    out: tuple[Array, Array] | None = None, stream: object = None
 ) -> tuple[Array, Array]: ...
 def multi_head_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_mask: Array | None = None,
-    *,
-    num_heads: int,
-    head_dim: int,
-    is_causal: bool = True,
-    is_alibi: bool = False,
-    num_kv_heads: int = 0,
-    softmax_scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    return_lse: bool = False,
-    out: Array | tuple[Array, Array] | None = None,
-    stream: object = None,
+    query: Array, key: Array, value: Array, attn_mask: Array | None = None, *, num_heads: int,
+    head_dim: int, is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0,
+    softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    sinks: Array | None = None, return_lse: bool = False, out: Array | tuple[Array, Array] | None = None,
+    stream: object = None
 ) -> Array | Any: ...
 def multi_head_cache_attention(
-    query: Array,
-    current_key: Array,
-    current_value: Array,
-    start_pos: SupportsIndex,
-    cache: Array,
-    scale: Array | None = None,
-    attn_mask: Array | None = None,
-    *,
-    num_heads: int,
-    head_dim: int,
-    is_causal: bool = True,
-    is_alibi: bool = False,
-    num_kv_heads: int = 0,
-    num_layer: int = 1,
-    layer_idx: int = 0,
-    quant_bit: Literal[0, 4, 8] = 0,
-    quant_group: int = 8,
-    quant_format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None,
-    cache_layout: int = 0,
-    softmax_scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    return_lse: bool = False,
-    out: Array | tuple[Array, Array] | None = None,
-    stream: object = None,
+    query: Array, current_key: Array, current_value: Array, start_pos: SupportsIndex, cache: Array,
+    scale: Array | None = None, attn_mask: Array | None = None, *, num_heads: int, head_dim: int,
+    is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, num_layer: int = 1,
+    layer_idx: int = 0, quant_bit: Literal[0, 4, 8] = 0, quant_group: int = 8,
+    quant_format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None, cache_layout: int = 0,
+    softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    sinks: Array | None = None, return_lse: bool = False, out: Array | tuple[Array, Array] | None = None,
+    stream: object = None
 ) -> Array | Any: ...
 def paged_append(
-    key: Array | None,
-    value: Array | None,
-    key_cache: Array | None,
-    value_cache: Array | None,
-    slot_mapping: Array,
-    *,
-    layout: str = "b n h c",
-    key_scale: float | Array | None = None,
-    value_scale: float | Array | None = None,
-    stream: object = None,
+    key: Array | None, value: Array | None, key_cache: Array | None, value_cache: Array | None,
+    slot_mapping: Array, *, layout: str = "b n h c", key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None, stream: object = None
 ) -> tuple[Array | None, Array | None]: ...
 def paged_attention(
-    query: Array,
-    key_cache: Array,
-    value_cache: Array | None,
-    block_tables: Array | tuple[Array, Array],
-    context_lens: Array,
-    query_starts: Array | None = None,
-    attn_mask: Array | None = None,
-    *,
-    layout: str = "b n h c",
-    key_scale: float | Array | None = None,
-    value_scale: float | Array | None = None,
-    is_causal: bool = True,
-    alibi_slopes: Array | None = None,
-    softmax_scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    return_lse: bool = False,
-    out: Array | tuple[Array, Array] | None = None,
-    stream: object = None,
+    query: Array, key_cache: Array, value_cache: Array | None, block_tables: Array | tuple[Array, Array],
+    context_lens: Array, query_starts: Array | None = None, attn_mask: Array | None = None, *,
+    layout: str = "b n h c", key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None, is_causal: bool = True, alibi_slopes: Array | None = None,
+    softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    sinks: Array | None = None, return_lse: bool = False, out: Array | tuple[Array, Array] | None = None,
+    stream: object = None
 ) -> Array | Any: ...
 def rotary_position_embedding(
-    query: Array,
-    key: Array,
-    start_pos: SupportsIndex,
-    pad_len: Array | None = None,
-    *,
-    rotary_dim: int = 0,
-    interleaved: bool = True,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    theta: float = 10000.0,
-    bypass_key: bool = False,
-    max_position_embeddings: int = 2048,
-    scaling_type: Literal["", "linear", "dynamic"] = "",
-    scaling_factor: float = 1.0,
-    out: tuple[Array, Array] | None = None,
-    stream: object = None,
+    query: Array, key: Array, start_pos: SupportsIndex, pad_len: Array | None = None, *,
+    rotary_dim: int = 0, interleaved: bool = True, cos: Array | None = None, sin: Array | None = None,
+    theta: float = 10000.0, bypass_key: bool = False, max_position_embeddings: int = 2048,
+    scaling_type: Literal["", "linear", "dynamic"] = "", scaling_factor: float = 1.0,
+    out: tuple[Array, Array] | None = None, stream: object = None
 ) -> tuple[Array, Array]: ...
 def swap_blocks(
-    source: Array,
-    target: Array,
-    pairs: Array,
-    *,
-    stream: object = None,
+    source: Array, target: Array, pairs: Array, *, stream: object = None
 ) -> Array: ...

@@ -1,4 +1,5 @@
 """Printed by `python -m kvkit_cuda.print_stubs`."""
+# fmt: off
 
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
@@ -21,67 +22,30 @@ __all__ = [
 Array: TypeAlias = Any  # of numpy, or of a device and any library
 
 def block_copy(
-    key_cache: Array,
-    value_cache: Array | None,
-    src: Array,
-    dst: Array,
-    cum_sum: Array,
-    *,
-    stream: object = None,
+    key_cache: Array, value_cache: Array | None, src: Array, dst: Array, cum_sum: Array, *,
+    stream: object = None
 ) -> tuple[Array, Array | None]: ...
 def nd_to_nz(
-    x: Array,
-    *,
-    out: Array | None = None,
-    stream: object = None,
+    x: Array, *, out: Array | None = None, stream: object = None
 ) -> Array: ...
 def nz_to_nd(
-    y: Array,
-    m: SupportsIndex,
-    n: SupportsIndex,
-    *,
-    out: Array | None = None,
-    stream: object = None,
+    y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None, stream: object = None
 ) -> Array: ...
 def paged_attention(
-    query: Array,
-    key_cache: Array,
-    value_cache: Array,
-    block_tables: Array,
-    context_lens: Array,
-    *,
-    razor_offset: Array | None = None,
-    softmax_scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    return_lse: bool = False,
-    out: Array | tuple[Array, Array] | None = None,
-    stream: object = None,
+    query: Array, key_cache: Array, value_cache: Array, block_tables: Array, context_lens: Array, *,
+    razor_offset: Array | None = None, softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Array | None = None,
+    return_lse: bool = False, out: Array | tuple[Array, Array] | None = None, stream: object = None
 ) -> Array | Any: ...
 def paged_cache_load(
-    key_cache: Array,
-    value_cache: Array | None,
-    block_tables: Array,
-    seq_lens: Array,
-    seq_starts: Array | None = None,
-    *,
-    cache_format: Literal["ND", "NZ"] = "ND",
-    out: tuple[Array, ...] | None = None,
-    stream: object = None,
+    key_cache: Array, value_cache: Array | None, block_tables: Array, seq_lens: Array,
+    seq_starts: Array | None = None, *, cache_format: Literal["ND", "NZ"] = "ND",
+    out: tuple[Array, ...] | None = None, stream: object = None
 ) -> tuple[Array, Array | None]: ...
 def reshape_and_cache(
-    key: Array,
-    value: Array | None,
-    key_cache: Array,
-    value_cache: Array | None,
-    slot_mapping: Array,
-    *,
-    compress_type: CompressType | Literal[0, 1, 2, 3] = ...,
-    wins: Array | None = None,
-    seq_lens: Array | None = None,
-    offset_index: Array | None = None,
-    cache_format: Literal["ND", "NZ"] = "ND",
-    empty_window: Literal["copy", "skip"] = "copy",
-    stream: object = None,
+    key: Array, value: Array | None, key_cache: Array, value_cache: Array | None, slot_mapping: Array, *,
+    compress_type: CompressType | Literal[0, 1, 2, 3] = ..., wins: Array | None = None,
+    seq_lens: Array | None = None, offset_index: Array | None = None,
+    cache_format: Literal["ND", "NZ"] = "ND", empty_window: Literal["copy", "skip"] = "copy",
+    stream: object = None
 ) -> tuple[Array, Array | None]: ...

@@ -1,6 +1,6 @@
-"""What every operator of this package has from its namesake in `kvkit`: its name, its arguments, its words.
+"""Operators that mirror those of `kvkit`: they have the same names, arguments and documentation.
 
-What a call then does is told in `kvkit_cuda.calls`, which is loaded by the first one.
+`kvkit_cuda.calls` does the work; the first call loads it.
 """
 
 import functools
@@ -42,7 +42,7 @@ NO_DEVICE = """DeviceError
 
 
 class Arguments:
-    """Those of a function and, by keyword, `own` ones with their defaults."""
+    """The arguments of a function and, by keyword, `own` ones with their defaults."""
 
     def __init__(self, function, own):
         given = inspect.signature(function)
@@ -57,7 +57,7 @@ class Arguments:
         self.others = [self.names.difference(self.positional[:i]) for i in range(len(self.positional) + 1)]
 
     def bind(self, args, kwargs):
-        """The values of all arguments of a call, by name."""
+        """Return the values of all arguments of a call, by name."""
         values, count = self.defaults | kwargs, len(args)
         values.update(zip(self.positional, args, strict=False))
         known = count < len(self.others) and kwargs.keys() <= self.others[count]
@@ -68,13 +68,13 @@ class Arguments:
 
 
 def parameter(name, default):
-    """A parameter that is given by keyword."""
+    """Return a parameter that is given by keyword."""
     kind = object if default is None else type(default)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def twin(path, *notes, own=None, then=None):
-    """The operator of `kvkit` with that path, on a device.
+    """Return the operator of `kvkit` with that path, on a device.
 
     Its words end with `notes` on what differs. It has `own` arguments besides, with their defaults and words,
     and `stream`. What it returns is passed to `then`.
@@ -99,7 +99,7 @@ def twin(path, *notes, own=None, then=None):
 
 @functools.cache
 def kernels():
-    """All that needs Numba."""
+    """Import everything that needs Numba."""
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
         needs.packages()
     return importlib.import_module("kvkit_cuda.calls.operators")
@@ -107,14 +107,14 @@ def kernels():
 
 @functools.cache
 def inputs(path):
-    """The names of an operator's (arrays, index tensors)."""
+    """Return the names of an operator's arrays and of its index tensors."""
     names = OPERATORS[path].inputs
     arrays = [each.name for each in names if each.dtypes is not INDEX or each.name in SHOWN]
     return arrays, [each.name for each in names if each.name not in arrays]
 
 
 def words(path, function, notes, more):
-    """The words of the function, with where arrays are, the arguments in `more`, and `notes`."""
+    """Return the documentation of a function, with the arguments in `more` and the `notes`."""
     summary, _, rest = str(inspect.getdoc(function)).partition("\n\n")
     arrays, index = inputs(path) if path in OPERATORS else ([], [])
     about = [WHERE.format(path=path)]

@@ -7,6 +7,7 @@ import ast
 import functools
 import importlib
 import inspect
+import textwrap
 import types
 import typing
 from collections import defaultdict
@@ -16,13 +17,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 MODULES = "kvkit_cuda", "kvkit_cuda.ascend", "kvkit_cuda.dynamic_batching"
-HEAD = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n'
+HEAD = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n# fmt: off\n'
+WIDTH = 106  # of a line, before its indentation in a class
 ARRAY = "Array: TypeAlias = Any  # of numpy, or of a device and any library\n"
 LIKE = set(typing.get_args(ArrayLike))
 
 
 class Stub:
-    """What is printed of a module."""
+    """The stub of a module."""
 
     def __init__(self, module):
         self.module, self.imports = module, defaultdict(set, typing={"Any", "TypeAlias"})
@@ -40,7 +42,7 @@ class Stub:
         return "\n".join(parts).rstrip() + "\n"
 
     def name(self, name, value):
-        """A public name."""
+        """Return the stub of a public name."""
         if isinstance(value, str):
             return f"{name}: str\n\n"
         if isinstance(value, types.ModuleType):
@@ -59,19 +61,21 @@ class Stub:
     def function(self, name, function):
         path = function.__module__.replace("kvkit_cuda", "kvkit"), *function.__qualname__.split(".")
         origin: typing.Any = functools.reduce(getattr, path[1:], importlib.import_module(path[0]))  # type: ignore[arg-type]
-        signature, keyword, lines = inspect.signature(origin, eval_str=True), False, []
+        signature, keyword, given = inspect.signature(origin, eval_str=True), False, []
         own = inspect.signature(function).parameters
         for each in (own | dict(signature.parameters)).values():
             if each.kind is each.KEYWORD_ONLY and not keyword:
                 keyword = True
-                lines.append("    *,\n")
-            lines.append(f"    {each.name}{self.annotation(each)},\n")
-        given = signature.return_annotation
-        returned = "" if given is signature.empty else f" -> {self.type(given)}"
-        return f"def {name}(\n{''.join(lines)}){returned}: ...\n"
+                given.append("*")
+            given.append(f"{each.name}{self.annotation(each)}")
+        kind = signature.return_annotation
+        returned = "" if kind is signature.empty else f" -> {self.type(kind)}"
+        text = ", ".join(each.replace(" ", "\0") for each in given)  # lines break between parameters
+        text = textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ").replace("\0", " ")
+        return f"def {name}(\n{text}\n){returned}: ...\n"
 
     def annotation(self, parameter):
-        """The type of a parameter, and its default."""
+        """Return the type of a parameter, and its default."""
         known, default = parameter.annotation is not parameter.empty, parameter.default
         told = f": {self.type(parameter.annotation)}" if known else ""
         if default is parameter.empty:
@@ -80,7 +84,7 @@ class Stub:
         return f"{told}{space}={space}{literal(default)}"
 
     def type(self, kind):
-        """A type in words; arrays are those of any library."""
+        """Return a type in words; arrays are those of any library."""
         args, origin = typing.get_args(kind), typing.get_origin(kind)
         if origin in (typing.Union, types.UnionType):
             return " | ".join(dict.fromkeys(self.members(args)))
@@ -100,7 +104,7 @@ class Stub:
         return kind.__name__
 
     def members(self, kinds):
-        """The types of a union; what `ArrayLike` takes is an array."""
+        """Yield the types of a union; what `ArrayLike` takes is an array."""
         if set(kinds) >= LIKE:
             yield "Array"
             kinds = [kind for kind in kinds if kind not in LIKE]
@@ -108,7 +112,7 @@ class Stub:
 
 
 def literal(value):
-    """A default as a stub may have it."""
+    """Return a default as a stub may have it."""
     try:
         ast.literal_eval(repr(value))
     except (SyntaxError, ValueError):
@@ -117,7 +121,7 @@ def literal(value):
 
 
 def stubs():
-    """The stubs of all modules, by their files."""
+    """Return the stubs of all modules, by their files."""
     modules = map(importlib.import_module, MODULES)
     return {Path(str(module.__file__)).with_suffix(".pyi"): str(Stub(module)) for module in modules}
 

@@ -1,4 +1,4 @@
-"""The bias of every row of contexts in blocks, from one of every row of the cache."""
+"""Copy the bias of rows of a cache to the rows of contexts in blocks, times the scale."""
 
 import functools
 
@@ -20,11 +20,11 @@ read, write = chunks.read("float32"), chunks.write("float32")
 
 @shared
 def put(target, source, scale):
-    """A number times one that comes as bits."""
+    """Write a number times one that comes as bits."""
     write(target, device.product(read(source), numeric.float_of(np.uint32(scale))))
 
 
-def walk(table, step, blocks, block_size, source, scale, target):
+def copy_bias(table, step, blocks, block_size, source, scale, target):
     """Write the scaled bias [entries, rows]; `source` is address and byte strides (block, row).
 
     `table` [entries, blocks] has the rows where blocks begin, `step` rows apart.
@@ -41,11 +41,11 @@ def walk(table, step, blocks, block_size, source, scale, target):
 
 @functools.cache
 def compiled():
-    return device.kernel(walk, SIGNATURE)
+    return device.kernel(copy_bias, SIGNATURE)
 
 
 def prepare(table, step, offset, scale, target, stream):
-    """A launch that writes `target` from `offset` [blocks, rows of a block], both on the device."""
+    """Return a launch that writes `target` from `offset` [blocks, rows of a block], both on the device."""
     blocks, block_size = offset.shape
     source = offset.ctypes.data, *offset.strides
     bits = int(np.float32(scale).view(np.uint32))

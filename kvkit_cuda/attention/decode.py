@@ -233,8 +233,8 @@ def compiled(form):
 
 
 def prepare(record, context, tables, most_rows, stream):
-    """Launches: of the kernel, and of the merge if contexts are split."""
+    """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
     record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
     block = WARP, form.warps
-    return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream, PARTS)
+    return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream, most=PARTS)

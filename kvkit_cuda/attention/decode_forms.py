@@ -14,8 +14,8 @@ ROWS, DIM = 16, 128  # most rows of a call, and the head size up to which there 
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What decides a kernel's machine code."""
+class DecodeForm:
+    """Everything that decides a kernel's machine code."""
 
     keys: Tile
     values: Tile
@@ -54,17 +54,17 @@ class Form:
 
     @property
     def ring_bytes(self):
-        """Of the tiles of a warp, and four addresses."""
+        """Return the bytes of the tiles of a warp and of four addresses."""
         return self.stages * self.stage_bytes + 32
 
     @property
     def shared_bytes(self):
-        """Of all warps; in the end their sums take the place."""
+        """Return the bytes of all warps; in the end their sums take the place."""
         return self.warps * max(self.ring_bytes, self.rows * self.values.dim * 4)
 
 
 def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
-    """The form of a kernel: as many warps, and as many tiles for each, as shared memory holds."""
+    """Return the form of a kernel with as many warps, and tiles for each, as shared memory holds."""
     keys, values = (
         Tile(element, stored, cell, group, size, panel, unit)
         for size, panel in ((dim, KEYS), (value_dim, VALUES))
@@ -73,11 +73,11 @@ def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[
     while most * each > SHARED_MEMORY:
         most //= 2
     stages = min(STAGES, SHARED_MEMORY // (most * each))
-    return Form(keys, values, -(-rows // 8), most, stages, bool(weighs))
+    return DecodeForm(keys, values, -(-rows // 8), most, stages, bool(weighs))
 
 
 def form_of(record, context, most_rows):
-    """The form of the kernel for a call."""
+    """Return the form of the kernel for a call."""
     sizes, weighs = (context.dim, context.value_dim), fragments.weighed(record)
     kinds = context.packed, context.stored, context.cell, context.group
     unit = next(unit for unit in UNITS if cells_suit(record, context, sizes, unit))
@@ -85,7 +85,7 @@ def form_of(record, context, most_rows):
 
 
 def suits(record, context, reach, most_rows):
-    """Whether a call is taken: few rows of 16-bit data or codes, whole fragments, rows of whole copies."""
+    """Return whether decode takes a call: few rows of 16-bit data or codes, whole fragments and copies."""
     sizes = context.dim, context.value_dim
     most = ROWS if max(sizes) <= DIM else forms.ROWS
     whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
@@ -96,7 +96,7 @@ def suits(record, context, reach, most_rows):
 
 
 def cells_suit(record, context, sizes, unit):
-    """Whether scales are whole units."""
+    """Return whether scales are whole units."""
     if context.cell is None:
         return True
     places = (

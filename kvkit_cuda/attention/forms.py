@@ -13,8 +13,8 @@ ELEMENTS, IN_PIECES, MIXED = 64, 48, 32
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What decides a kernel's machine code."""
+class PlainForm:
+    """Everything that decides a kernel's machine code."""
 
     packed: str
     stored: str
@@ -35,12 +35,12 @@ class Form:
 
     @property
     def rounds(self):
-        """The format that `chunks.widen` rounds for; that of scales, or float32, rounds nothing."""
+        """Return the format that `chunks.widen` rounds for; that of scales, or float32, rounds nothing."""
         return self.packed if self.as_loaded else self.cell or "float32"
 
     @property
     def ahead(self):
-        """Tokens that a team takes at once: as many as there are registers for what it holds of them."""
+        """Return how many tokens a team takes at once: as many as it has registers for."""
         held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
         full = held == ELEMENTS or self.pieces > 1
         if self.cell or full or not self.packed == self.stored == self.values:
@@ -49,7 +49,7 @@ class Form:
 
 
 def form_of(record, context, most_rows):
-    """The form of the kernel for a call.
+    """Return the form of the kernel for a call.
 
     A chunk has as many elements as 16 bytes hold, or fewer: those of a row are whole chunks, chunks are
     aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
@@ -70,13 +70,14 @@ def form_of(record, context, most_rows):
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
     cells = max(span // (context.group or context.dim), 1) if context.cell else 0
-    formats = context.packed, context.stored, context.cell
-    how = values, context.as_loaded, bool(record.free)
-    return Form(*formats, cells, span, pieces, rows, lanes, THREADS // lanes, *how)
+    formats = {"packed": context.packed, "stored": context.stored, "cell": context.cell, "values": values}
+    shape = {"cells": cells, "span": span, "pieces": pieces, "rows": rows}
+    team = {"lanes": lanes, "teams": THREADS // lanes}
+    return PlainForm(**formats, **shape, **team, as_loaded=context.as_loaded, free=bool(record.free))
 
 
 def mixed(packed, cell):
-    """Whether scales are of another type than the data: to widen codes takes registers of its own then."""
+    """Return whether scales have another type than data: widening codes takes more registers then."""
     return cell not in (None, packed)
 
 

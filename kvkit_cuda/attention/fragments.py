@@ -1,4 +1,4 @@
-"""What a warp does with the fragments of a tile: products of keys and values, masks, the online softmax.
+"""Fragments of a tile in the registers of a warp: products of keys and values, masks, the online softmax.
 
     s = q k^T               [rows, tokens]
     m' = max(m, scale max s), alpha = 2^(m - m')            [rows]
@@ -104,7 +104,7 @@ BY_TOKENS = Fragment(
 
 
 def suits(record, context, reach, most_rows, alignment):
-    """Whether data can be multiplied so: of 16 bits or codes, whole fragments, and rows that are aligned."""
+    """Return whether tensor cores can multiply the data: 16 bits or codes, whole fragments, aligned rows."""
     sizes, group = (context.dim, context.value_dim), context.group
     whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
     known = context.packed in ptx.SHORT and (

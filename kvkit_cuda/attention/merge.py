@@ -22,7 +22,7 @@ from kvkit_cuda.device_runtime import device, host
 
 THREADS = 128  # of a block; a block takes a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
-STATE = 3  # floats behind the sums of a row: its top, its total and what its weights were multiplied by
+STATE = 3  # floats behind the sums of a row: m, l, and what weights were multiplied by
 
 
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
@@ -103,7 +103,7 @@ def compiled(packed):
 
 
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0):
-    """Launches: of a kernel over tiles of so many rows, and of the merge if contexts are split.
+    """Return the launches of a kernel over tiles of so many rows, and of the merge if contexts are split.
 
     A call is split into at most so many parts (0: as many as `tables` has it). A lasting step may come to
     have more of them, or to be split. `shared` is how much dynamic memory a block of the kernel takes.
@@ -141,7 +141,7 @@ STATES = types.void(INDEX1, INDEX2)
 
 @device.inlined
 def row_at(sizes, places, array, axes):
-    """Where the row of a block begins in an array."""
+    """Return where the row of a block begins in an array."""
     index, at = cuda.blockIdx.x, places[array, 0]
     for axis in range(axes - 1, -1, -1):
         rest = index // sizes[axis]
@@ -152,13 +152,13 @@ def row_at(sizes, places, array, axes):
 
 @device.inlined
 def lse_at(sizes, places, array, axes):
-    """The log-sum-exp of a block's row: -inf where a part has no keys, which may say so with +inf."""
+    """Return the log-sum-exp of a block's row: -inf where a part has no keys, which may say so with +inf."""
     lse = read_float(row_at(sizes, places, array, axes))
     return numeric.MINUS_INF if lse == -numeric.MINUS_INF else lse
 
 
 def merge_states(packed):
-    """The kernel for parts of a format: a block takes a row."""
+    """Return the kernel for parts of a format: a block takes a row."""
     read, write = chunks.read(packed), chunks.write(packed)
 
     def merge_states(sizes, places):
@@ -193,7 +193,7 @@ def compiled_states(packed):
 
 
 def prepare_states(packed, arrays, stream):
-    """A launch that merges parts; `arrays` as the kernel has them, on the device."""
+    """Return a launch that merges parts; `arrays` as the kernel has them, on the device."""
     sizes = arrays[0].shape
     places = np.zeros((len(arrays), 1 + len(sizes)), np.int64)
     for place, array in zip(places, arrays, strict=True):

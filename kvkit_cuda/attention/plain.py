@@ -209,7 +209,7 @@ def query_loader(form):
 
 
 def chunk_of(form, stored):
-    """The bytes of a chunk, and what widens it; in rows of blocks that finds it by its first element."""
+    """Return the bytes of a chunk and the function that widens it; of blocks, by a chunk's first element."""
     if form.blocks:
         return 0, blocks.widen(stored, form.span)
     widen = chunks.widen(form.rounds, stored, form.cell, form.cells, form.span)
@@ -435,7 +435,7 @@ def suits(record, context, reach, most_rows):
 
 
 def prepare(record, context, tables, most_rows, stream):
-    """Launches: of the kernel, and of the merge if contexts are split."""
+    """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
     block = form.lanes, form.teams
     return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream)

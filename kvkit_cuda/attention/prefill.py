@@ -39,8 +39,8 @@ load_item = work_items.item_loader(tiled=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What decides a kernel's machine code."""
+class PrefillForm:
+    """Everything that decides a kernel's machine code."""
 
     element: str
     stored: str
@@ -73,7 +73,7 @@ class Form:
 
     @property
     def query_bytes(self):
-        """Of the rows of a warp; outputs take the same place."""
+        """Return the bytes of the queries of a warp; outputs take the same place."""
         return self.warp_rows * max(tiles.row_bytes(self.dim), tiles.row_bytes(self.value_dim))
 
     @property
@@ -82,12 +82,12 @@ class Form:
 
     @property
     def stage_bytes(self):
-        """Of a tile of keys and one of values."""
+        """Return the bytes of a tile of keys and one of values."""
         return self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
 
     @property
     def shared_bytes(self):
-        """Of a block that is as large as may be."""
+        """Return the bytes of the largest block."""
         return self.bytes_of(WARPS)
 
     def bytes_of(self, warps):
@@ -95,15 +95,16 @@ class Form:
 
 
 def form(element, stored, cell, dim, value_dim, weighs):
-    """The form of a kernel: as many rows and tokens as registers and shared memory hold."""
+    """Return the form of a kernel with as many rows and tokens as registers and shared memory hold."""
     longest, most = max(dim, value_dim), 64 if weighs else (96 if cell else 128)
     strips = 2 if longest <= most else 1
-    made = Form(element, stored, cell, dim, value_dim, strips, 32, bool(weighs))
-    return made if made.shared_bytes <= device.SHARED_MEMORY else replace(made, tokens=16)
+    sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32}
+    form = PrefillForm(element, stored, cell, **sizes, weighs=bool(weighs))
+    return form if form.shared_bytes <= device.SHARED_MEMORY else replace(form, tokens=16)
 
 
 def form_of(record, context):
-    """The form of the kernel for a call."""
+    """Return the form of the kernel for a call."""
     sizes = context.dim, context.value_dim
     return form(context.packed, context.stored, context.cell, *sizes, fragments.weighed(record))
 
@@ -307,17 +308,19 @@ def compiled(form):
 
 
 def suits(record, context, reach, most_rows):
-    """Whether tensor cores take a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
+    """Return whether prefill takes a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
     alignment = 16 if context.cell is None else tiles.code_bytes(context.stored)
     return most_rows > forms.ROWS and fragments.suits(record, context, reach, most_rows, alignment)
 
 
 def prepare(record, context, tables, most_rows, stream):
-    """Launches: of the kernel, and of the merge if contexts are split."""
+    """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context)
     warps = min(WARPS, 1 << (-(-most_rows // form.warp_rows) - 1).bit_length())
     rows = warps * form.warp_rows
     record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
     block = WARP, warps
     shared = form.bytes_of(warps)
-    return merge.prepare(compiled(form), record, context.packed, tables, rows, block, stream, PARTS, shared)
+    return merge.prepare(
+        compiled(form), record, context.packed, tables, rows, block, stream, most=PARTS, shared=shared
+    )

@@ -1,4 +1,4 @@
-"""What happens to the scores of a tile: products, masks and the online softmax, as formulas of one thread.
+"""Formulas of one thread for the scores of a tile: products, masks and the online softmax.
 
 Arrays are registers: queries and sums [rows, span] from a place on, weights [tokens, rows], and [rows]. All
 loops have constant bounds. Those over tokens, here, and over pieces, in `plain`, say `while`: for compute
@@ -89,19 +89,19 @@ def add(rows, span):
 
 @shared
 def part_of(weight, factor, shrink):
-    """What the sums of a part are multiplied by."""
+    """Return the factor of the sums of a split."""
     return weight * factor / shrink
 
 
 @shared
 def with_part(whole, x, share):
-    """A sum and one more part of it, unless that has no weight."""
+    """Add a split's share to a sum, unless the split has no weight."""
     return whole + x * share if share != np.float32(0) else whole
 
 
 @shared
 def number(kind, address):
-    """A number of one of the types of masks: False is -inf, True is 0."""
+    """Return a number of one of the types of masks: False is -inf, True is 0."""
     if kind == FLOAT32:
         return read_float(address)
     if kind == FLOAT16:

@@ -56,12 +56,12 @@ class Tile:
 
     @property
     def cell_bytes(self):
-        """Of the scales of a row."""
+        """Return the bytes of the scales of a row."""
         return BY_NAME[self.cell].bytes(self.dim // self.group) if self.cell else 0
 
     @property
     def step(self):
-        """From a row to the next one: what 8 threads, or 16, or 32 read at once is in different banks."""
+        """Return the bytes from row to row: what 8, 16 or 32 threads read at once is in different banks."""
         size = self.row_bytes
         if self.panel == VALUES:
             return size + (16 - size) % 32
@@ -72,7 +72,7 @@ class Tile:
 
     @property
     def cell_step(self):
-        """The same for scales."""
+        """Return the bytes from the scales of a row to those of the next one, likewise."""
         size = self.cell_bytes + -self.cell_bytes % 16
         return size + (16 - size) % 32 if size and self.panel == VALUES else size
 
@@ -86,7 +86,7 @@ class Tile:
 
     @property
     def apart(self):
-        """How far apart the two elements of a word are."""
+        """Return how far apart the two elements of a word are."""
         return 16 // BY_NAME[self.stored].bits
 
     @property
@@ -98,23 +98,23 @@ class Tile:
 
     @property
     def piece(self):
-        """Chunks of a piece: one of values with a float32 for each chunk, as threads hold four pieces."""
+        """Return the chunks of a piece; one of values with a float32 each, as threads hold four pieces."""
         dear = self.panel == VALUES and self.group == CHUNK and self.cell == "float32"
         return min(self.panels, 16 // self.chunk_bytes) if self.in_runs and not dear else 1
 
     @property
     def piece_cells(self):
-        """Scales of a piece."""
+        """Return how many scales a piece has."""
         return max(1, self.piece * CHUNK // self.group)
 
     @property
     def regular(self):
-        """Whether scales are as far from panel to panel for every chunk."""
+        """Return whether scales are as far from panel to panel for every chunk."""
         group = self.group // CHUNK if self.cell else 1
         return self.in_runs or self.panel % group == 0 or group % self.panel == 0
 
     def first(self, thread):
-        """The first chunk of a thread of a panel."""
+        """Return the first chunk of a thread of a panel."""
         return thread * self.panels if self.in_runs else thread
 
     def chunk(self, thread, panel):
@@ -122,7 +122,7 @@ class Tile:
 
     @property
     def pace(self):
-        """Chunks from panel to panel."""
+        """Return how many chunks lie from panel to panel."""
         return 1 if self.in_runs else self.panel
 
 
@@ -205,17 +205,17 @@ def two_addresses(at):
 
 @device.inlined
 def wide(x, y):
-    """The product of numbers below 2^32."""
+    """Return the product of numbers below 2^32."""
     return np.int64(np.uint64(np.uint32(x)) * np.uint64(y))
 
 
 def threads_of(units):
-    """How many threads copy a row of so many units."""
+    """Return how many threads copy a row of so many units."""
     return next((n for n in (1, 2, 4) if units <= n), 8)
 
 
 def four_of(load):
-    """(address) -> what a load of up to 16 bytes gives, as four words."""
+    """(address) -> four words, of a load of up to 16 bytes."""
 
     @shared
     def four(address):
@@ -258,7 +258,7 @@ def start(tile):
 
 
 def code_mask(tile):
-    """The bits of a code in both halves of a word, to be kept in a register."""
+    """Return the bits of a code in both halves of a word, to be kept in a register."""
     return (2 ** BY_NAME[tile.stored].bits - 1) * 0x10001 if tile.cell else 0
 
 

@@ -24,13 +24,13 @@ _write_word = memory.store(4, 4, memory.SHARED)
 
 @device.inlined
 def quotient(x, y):
-    """Of numbers below 2^31: a division of 64 bits takes the registers of a tile."""
+    """Return the quotient of numbers below 2^31: a division of 64 bits takes the registers of a tile."""
     return int32(np.uint32(x) // np.uint32(y))
 
 
 @device.inlined
 def reciprocal(divisor):
-    """What `multiplied` takes for a division by a number below 2^31: a factor and a shift."""
+    """Return a factor and a shift by which `quotient_by` divides by a number below 2^31."""
     shift = int32(0)
     while (np.int64(1) << shift) < divisor:
         shift = int32(shift + 1)
@@ -39,8 +39,8 @@ def reciprocal(divisor):
 
 
 @device.inlined
-def multiplied(x, by):
-    """The quotient of a number below 2^31 (Granlund and Montgomery, 1994)."""
+def quotient_by(x, by):
+    """Return the quotient of a number below 2^31 (Granlund and Montgomery, 1994)."""
     product = np.uint64(np.uint32(x + x)) * np.uint64(np.uint32(by[0]))
     return int32(np.uint32(product >> np.uint64(32)) >> np.uint32(by[1]))
 
@@ -48,18 +48,18 @@ def multiplied(x, by):
 @device.inlined
 def row_id_of(params, by, table, b, position):
     """Return the row of the cache that holds a position; `by` is the reciprocal of the page size."""
-    page = multiplied(position, by)
+    page = quotient_by(position, by)
     return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(params.page_size))
 
 
 def row_bytes(dim):
-    """From one row of a tile to the next: rows that would begin in the same bank are a chunk apart."""
+    """Return the bytes from row to row of a tile; rows of the same bank are moved a chunk apart."""
     return 2 * (dim if dim % BANKS == 0 else dim + CHUNK)
 
 
 @functools.cache
 def place(dim):
-    """(row, chunk) -> its offset in a tile of rows of `dim` elements."""
+    """(row, chunk) -> the offset of a chunk in a tile of rows of `dim` elements."""
     size, turn = row_bytes(dim), CHUNK - 1 if dim % BANKS == 0 else 0
 
     def place(row, chunk):
@@ -91,7 +91,7 @@ def code_bytes(stored):
 
 @functools.cache
 def copy_row(dim):
-    """(tile, row, address, scales, group, thread): begin to copy."""
+    """(tile, row, address, scales, group, thread): begin to copy a row."""
     at, copy, step, chunks_of_row = place(dim), ptx.copy, 2 * CHUNK * 8, dim // CHUNK
 
     def copy_row(tile, row, address, scales, group, thread):
@@ -105,7 +105,7 @@ def copy_row(dim):
 
 @functools.cache
 def widen_row(dim, element, stored, cell):
-    """The same for codes: they are there when it returns."""
+    """(tile, row, address, scales, group, thread): widen a row of codes, which is there when this returns."""
     at, piece_bytes, scale_bytes = place(dim), code_bytes(stored), BY_NAME[cell].bytes(1)
     widen, pieces = widen_codes(element, stored, cell), dim // CODES
 

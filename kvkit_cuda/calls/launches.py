@@ -118,16 +118,16 @@ def append_to_pools(there):
     for side in there.call.sides:
         source, cells = side.tokens[None], side.cells
         if side.packed == side.stored:
-            moves.append(pieces.moved(source, side.pool))
+            moves.append(pieces.byte_copy(source, side.pool))
             continue
         if cells is not None and not side.group:
             given = arrays.Operand(cells, False, None).moved(there.stream)
             there.owners.append(given)
             cells = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
         formats = side.packed, side.stored, side.cell
-        moves.append(pieces.coded(source, side.pool, *formats, side.group, cells))
+        moves.append(pieces.code_copy(source, side.pool, *formats, side.group, cells))
     where = np.stack([found[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
-    return [pieces.launched(moves, where, there.stream)]
+    return [pieces.launch_copies(moves, where, there.stream)]
 
 
 def copy_blocks(there):

@@ -1,4 +1,4 @@
-"""What a thread does to a chunk: the neighbouring elements of a head that it takes at once.
+"""Read, convert and write chunks: the neighbouring elements of a head that a thread takes at once.
 
 A chunk's bytes are two 64-bit words, and loops over its elements have constant bounds, so that nothing of it
 is ever in memory. The formulas are those of `kvkit.formulas.numeric`.
@@ -18,30 +18,30 @@ MAGNITUDE = 0x7FFFFFFF  # of a float32: magnitudes are in the order of these bit
 
 
 def widest(packed, stored):
-    """How many elements a chunk may have: no access is longer than 16 bytes."""
+    """Return how many elements a chunk may have: no access is longer than 16 bytes."""
     return 128 // max(BY_NAME[packed].bits, BY_NAME[stored].bits)
 
 
 def smallest(stored):
-    """How many it has at least: whole bytes."""
+    """Return how many elements a chunk has at least: whole bytes."""
     return max(8 // BY_NAME[stored].bits, 1)
 
 
 def access(element, span):
-    """Size and alignment of `span` elements; a smallest chunk is aligned as its elements are."""
+    """Return size and alignment of `span` elements; a smallest chunk is aligned as its elements are."""
     size = BY_NAME[element].bytes(span)
     return size, min(size, max(BY_NAME[element].bits // 8, 1)) if span < 4 else size
 
 
 @shared
 def field(low, high, place):
-    """The bits from `place` on, and whatever is above them."""
+    """Return the bits from `place` on, and whatever is above them."""
     return (low if place < 64 else high) >> np.uint64(place & 63)
 
 
 @shared
 def joined(low, high, word, place):
-    """The two words of a chunk with an element's bits at `place`."""
+    """Return the two words of a chunk with an element's bits at `place`."""
     if place < 64:
         return low | (word << np.uint64(place)), high
     return low, high | (word << np.uint64(place - 64))
@@ -79,7 +79,7 @@ def as_they_are(low, high):
 
 @functools.cache
 def store(packed, stored, span):
-    """(packed address, cache address): a chunk of new elements."""
+    """(packed address, cache address): store a chunk of new elements."""
     read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
     to_stored = convert(packed, stored, span)
 
@@ -94,7 +94,7 @@ def store(packed, stored, span):
 
 @functools.cache
 def load(packed, stored, span):
-    """(packed address, cache address): a chunk of the cache."""
+    """(packed address, cache address): load a chunk of the cache."""
     read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
     to_packed = convert(stored, packed, span)
 
@@ -109,7 +109,7 @@ def load(packed, stored, span):
 
 @functools.cache
 def dequantize(packed, stored, cell, span):
-    """(packed address, cache address, scale address): a chunk of codes."""
+    """(packed address, cache address, scale address): load a chunk of codes."""
     element, scale_element = packed, "float32" if BY_NAME[stored].minifloat else cell
     read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
     read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
@@ -175,7 +175,10 @@ def quantize(packed, stored, cell, span):
 
 @functools.cache
 def divide(packed, stored, cell, span, given):
-    """As `quantize`, but quotients are rounded once, by a scale that is stored or `given`."""
+    """(packed, cache, scale address, largest, first): encode quotients by a scale that is found or `given`.
+
+    They are rounded once, unlike those of `quantize`.
+    """
     read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
     (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].limits[1]
     read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
@@ -207,7 +210,7 @@ def divide(packed, stored, cell, span, given):
 
 @functools.cache
 def widen(packed, stored, cell, cells, span):
-    """(cache address, scale address, elements): a chunk as float32, rounded as far as attention does.
+    """(cache address, scale address, elements): load a chunk as float32, rounded as far as attention does.
 
     A float has the bits of the coarser one of the types of data and cache. A code times its scale is rounded
     only where the type of scales is coarser than that of the data.
@@ -246,7 +249,7 @@ def widen_floats(packed, stored, span):
 
 @functools.cache
 def read(element):
-    """(address) -> the element there, as float32."""
+    """(address) -> the element at an address, as float32."""
     load, (raw, decode) = memory.load(*access(element, 1)), DECODE[element]
 
     @shared
@@ -259,7 +262,7 @@ def read(element):
 
 @functools.cache
 def write(element):
-    """(address, x): a float32 in another float format."""
+    """(address, x): write a float32 in another float format."""
     store, encode = memory.store(*access(element, 1)), ENCODE[element]
 
     @shared

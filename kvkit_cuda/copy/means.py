@@ -11,7 +11,7 @@ from numba import cuda, types
 
 from kvkit.runtime.jit import shared
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.copy.pieces import COUNT, INDEX2, ROW, SIDE, SOURCE, STEP, TARGET, nothing, row_at, side
+from kvkit_cuda.copy.pieces import COUNT, INDEX2, SIDE, SOURCE, TARGET, nothing, row_at, side
 from kvkit_cuda.device_runtime import device, host
 
 THREADS = 128  # of a block
@@ -22,7 +22,7 @@ SIGNATURE = types.void(INDEX2, types.int64, SIDE, SIDE, SIDE, SIDE)
 
 @functools.cache
 def mean(element):
-    """(source, its row stride, count, target): an element of the mean of `count` rows."""
+    """(source, its row stride, count, target): write an element of the mean of `count` rows."""
     read, write = chunks.read(element), chunks.write(element)
 
     @shared
@@ -41,11 +41,11 @@ def mean(element):
     return mean
 
 
-def walk(element):
-    """The kernel for a format."""
+def average_rows(element):
+    """Return the kernel for a format."""
     average = mean(element)
 
-    def walk(pieces, dim, from_keys, to_keys, from_values, to_values):
+    def average_rows(pieces, dim, from_keys, to_keys, from_values, to_values):
         """Write the mean of every piece's rows into its target row."""
         source = from_keys if cuda.blockIdx.y == 0 else from_values
         target = to_keys if cuda.blockIdx.y == 0 else to_values
@@ -54,18 +54,18 @@ def walk(element):
             place = row_at(source, pieces[piece, SOURCE])
             to_place = row_at(target, pieces[piece, TARGET])
             i = item - piece * dim
-            average(place + i * source[STEP], source[ROW], pieces[piece, COUNT], to_place + i * target[STEP])
+            average(place + i * source.step, source.row, pieces[piece, COUNT], to_place + i * target.step)
 
-    return walk
+    return average_rows
 
 
 @functools.cache
 def compiled(element):
-    return device.kernel(walk(element), SIGNATURE, element)
+    return device.kernel(average_rows(element), SIGNATURE, element)
 
 
 def prepare(pairs, pieces, element, stream):
-    """A launch that writes the means of pieces, for a pair of arrays (source, target) or two at once."""
+    """Return a launch that writes the means of pieces, for one or two pairs of arrays (source, target)."""
     if not len(pieces):
         return nothing
     dim, size = pairs[0][0].shape[3], pairs[0][0].itemsize

@@ -7,6 +7,7 @@ of bytes, or of as many elements of source and target.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -14,139 +15,167 @@ from numba import cuda, types
 from kvkit.formulas.index import page_of, rest_of_page, row_of, share
 from kvkit.runtime.jit import shared
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.copy.transfer import lanes_of, mates_of, on_chunk_of, sequence_of
+from kvkit_cuda.copy.transfer import Group, lanes_of, mates_of, on_chunk_of, sequence_of
 from kvkit_cuda.device_runtime import device, host, memory
 
 THREADS = 256  # of a block
 WIDEST = 16  # bytes of a chunk
-FIELDS = SOURCE, TARGET, COUNT = range(3)
+SOURCE, TARGET, COUNT = range(3)  # columns of pieces
 
-# An array as kernels see it: its address, rows and strides of a block, its row in parts of neighbouring
-# chunks, and how many chunks that are.
-ADDRESS, ROWS, BLOCK, ROW, PART, PART_STEP, STEP, CHUNKS = range(8)
+INT = types.int64
+INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
 
-SIDE = types.UniTuple(types.int64, 8)
-INDEX1, INDEX2 = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-SIGNATURE = types.void(INDEX1, INDEX2, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, types.int64, types.int64)
+
+class Blocks(NamedTuple):
+    """An array in blocks as kernels see it; a row lies in parts of neighbouring chunks."""
+
+    address: Any
+    rows: Any  # of a block
+    block: Any  # bytes from block to block
+    row: Any  # bytes from row to row
+    part: Any  # chunks of a part
+    part_step: Any  # bytes from part to part
+    step: Any  # bytes from chunk to chunk
+    chunks: Any  # of a row
+
+
+class Run(NamedTuple):
+    """A chunk in neighbouring rows of source and target: where it lies, and bytes from row to row."""
+
+    source: Any
+    source_row: Any
+    target: Any
+    target_row: Any
+    scale: Any
+    scale_row: Any
+    rows: Any
+    there: Any  # whether there is a source; else the target becomes zeros
+
+
+SIDE = types.NamedUniTuple(INT, len(Blocks._fields), Blocks)
+SIGNATURE = types.void(INDEX1, INDEX2, *[SIDE] * 6, INT, INT)
 
 
 def mover(size):
-    """What happens to a chunk of `size` bytes in some rows, of which there may be no source."""
+    """(run, group): copy a chunk of `size` bytes in some rows."""
     read, write = memory.load(size, size), memory.store(size, size)
 
     @shared
-    def move(
-        source, source_row, target, target_row, cell, cell_row, rows, there, member, group, lanes, mates
-    ):
+    def move(run, group):
+        source, target = run.source, run.target
         low, high = np.uint64(0), np.uint64(0)
-        for _ in range(rows):
-            if there:
+        for _ in range(run.rows):
+            if run.there:
                 low, high = read(source)
             write(target, low, high)
-            source += source_row
-            target += target_row
+            source += run.source_row
+            target += run.target_row
 
     return move
 
 
 def coder(packed, stored, cell, span, given):
-    """Likewise of `span` elements that become codes, member by member of a group with a scale."""
+    """(run, group): encode `span` elements in some rows, member by member of a group with a scale."""
     on_chunk = on_chunk_of("store", packed, stored, cell, span, given)
 
-    def move(
-        source, source_row, target, target_row, cell, cell_row, rows, there, member, group, lanes, mates
-    ):
-        for _ in range(rows):
-            on_chunk(source, target, cell, member, group, lanes, mates)
-            source += source_row
-            target += target_row
-            cell += cell_row
+    def move(run, group):
+        source, target, scale = run.source, run.target, run.scale
+        for _ in range(run.rows):
+            on_chunk(source, target, scale, group)
+            source += run.source_row
+            target += run.target_row
+            scale += run.scale_row
 
     return device.inlined(move)
 
 
 @device.inlined
 def row_at(side, row):
-    """Where a row begins."""
-    return side[ADDRESS] + page_of(row, side[ROWS]) * side[BLOCK] + row_of(0, row, side[ROWS]) * side[ROW]
+    """Return where a row begins."""
+    return side.address + page_of(row, side.rows) * side.block + row_of(0, row, side.rows) * side.row
 
 
 @device.inlined
 def chunk_at(side, chunk):
-    """How far into a row a chunk lies."""
-    part = chunk // side[PART]
-    return part * side[PART_STEP] + (chunk - part * side[PART]) * side[STEP]
+    """Return how far into a row a chunk lies."""
+    part = chunk // side.part
+    return part * side.part_step + (chunk - part * side.part) * side.step
 
 
-def walk(variant):
-    """The kernel for chunks of so many bytes, or of floats that become codes."""
+def copy_pieces(variant):
+    """Return the kernel for chunks of so many bytes, or of floats that become codes."""
     move = mover(*variant) if len(variant) == 1 else coder(*variant)
 
-    def walk(
-        starts, pieces, from_keys, to_keys, key_cells, from_values, to_values, value_cells, group, lanes
-    ):
-        """Move every piece; `starts` [pieces + 1] are the rows before each.
+    def copy_pieces(starts, pieces, keys, to_keys, key_scales, values, to_values, value_scales, group, lanes):
+        """Copy every piece; `starts` [pieces + 1] are the rows before each.
 
         Rows are shared out to teams of threads, of which each takes a chunk of a row and follows it. `group`
         chunks share a scale, and the `lanes` threads that take them tell each other of it (0: each looks).
         """
-        source = from_keys if cuda.blockIdx.y == 0 else from_values
+        source = keys if cuda.blockIdx.y == 0 else values
         target = to_keys if cuda.blockIdx.y == 0 else to_values
-        cells = key_cells if cuda.blockIdx.y == 0 else value_cells
+        scales = key_scales if cuda.blockIdx.y == 0 else value_scales
         team = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         teams = cuda.gridDim.x * cuda.blockDim.y
         total = starts[starts.shape[0] - 1]
         begin, end = share(total, team, teams), share(total, team + 1, teams)
         first = sequence_of(starts, begin)
         mates = mates_of(cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x, lanes)
-        for chunk in range(cuda.threadIdx.x, target[CHUNKS], cuda.blockDim.x):
+        for chunk in range(cuda.threadIdx.x, target.chunks, cuda.blockDim.x):
             in_source, in_target = chunk_at(source, chunk), chunk_at(target, chunk)
-            in_cells, member = chunk_at(cells, chunk // group), chunk % group
+            in_scales, mine = chunk_at(scales, chunk // group), Group(chunk % group, group, lanes, mates)
             done, piece = begin, first
             while done < end:
                 while done >= starts[piece + 1]:
                     piece += 1
                 row, to_row = pieces[piece, SOURCE], pieces[piece, TARGET] + done - starts[piece]
-                rows = min(min(end, starts[piece + 1]) - done, rest_of_page(to_row, target[ROWS]))
-                there, place = row >= 0, source[ADDRESS]
+                rows = min(min(end, starts[piece + 1]) - done, rest_of_page(to_row, target.rows))
+                there, place = row >= 0, source.address
                 if there:
                     row += done - starts[piece]
-                    rows = min(rows, rest_of_page(row, source[ROWS]))
+                    rows = min(rows, rest_of_page(row, source.rows))
                     place = row_at(source, row) + in_source
-                to_place, cell = row_at(target, to_row) + in_target, row_at(cells, to_row) + in_cells
-                there = there and chunk < source[CHUNKS]
-                move(
-                    place, source[ROW], to_place, target[ROW], cell, cells[ROW], rows, there,
-                    member, group, lanes, mates,
-                )  # fmt: skip
+                run = Run(
+                    source=place,
+                    source_row=source.row,
+                    target=row_at(target, to_row) + in_target,
+                    target_row=target.row,
+                    scale=row_at(scales, to_row) + in_scales,
+                    scale_row=scales.row,
+                    rows=rows,
+                    there=there and chunk < source.chunks,
+                )
+                move(run, mine)
                 done += rows
 
-    return walk
+    return copy_pieces
 
 
 @functools.cache
 def compiled(variant):
-    return device.kernel(walk(variant), SIGNATURE, variant)
+    return device.kernel(copy_pieces(variant), SIGNATURE, variant)
 
 
 def prepare(pairs, pieces, stream):
-    """A launch that moves the pieces of one pair of arrays (source, target), or of two at once."""
-    return launched([moved(source, target) for source, target in pairs if target.size], pieces, stream)
+    """Return a launch that copies the pieces of one pair of arrays (source, target), or of two at once."""
+    return launch_copies(
+        [byte_copy(source, target) for source, target in pairs if target.size], pieces, stream
+    )
 
 
-def launched(moves, pieces, stream):
-    """A launch of moves: what is alike, two at once."""
+def launch_copies(copies, pieces, stream):
+    """Return a launch of copies, two of the same kind at once."""
     pieces = pieces[pieces[:, COUNT] > 0]
-    if not len(pieces) or not moves:
+    if not len(pieces) or not copies:
         return nothing
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
     tables = host.tables((starts, pieces), stream)
     launches = []
-    for how in {how for how, _ in moves}:
-        variant, group, lanes = how
-        alike = [array for other, arrays in moves if other == how for array in arrays]
-        chunks = max(target[CHUNKS] for target in alike[1::3])
+    for kind in {kind for kind, _ in copies}:
+        variant, group, lanes = kind
+        alike = [array for other, arrays in copies if other == kind for array in arrays]
+        chunks = max(target.chunks for target in alike[1::3])
         team = min(THREADS, 1 << (chunks - 1).bit_length())
         teams = THREADS // team
         blocks = min(-(-int(starts[-1]) // teams), host.most_blocks())
@@ -161,18 +190,20 @@ def launched(moves, pieces, stream):
 
 
 def nothing():
-    """The launch of no pieces."""
+    """Launch no pieces."""
 
 
-def moved(source, target):
-    """(how, its sides): chunks of 16 bytes, if rows and addresses are so aligned."""
+def byte_copy(source, target):
+    """Return the kind of a copy and its arrays: in chunks of 16 bytes, if rows and addresses allow."""
     size = min(aligned(source), aligned(target))
     to = side(target, size)
     return ((size,), 1, 0), (side(source, size), to, to)
 
 
-def coded(source, target, packed, stored, cell, group, cells):
-    """(how, its sides) where floats become codes; `cells` [blocks, rows, heads, groups] have their scales.
+def code_copy(source, target, packed, stored, cell, group, cells):
+    """Return the kind of a copy of floats that become codes and its arrays.
+
+    `cells` [blocks, rows, heads, groups] have their scales.
 
     Without a cell there is none; those of `group` 0 are given, one for a row of a head.
     """
@@ -190,8 +221,8 @@ def coded(source, target, packed, stored, cell, group, cells):
 
 
 def aligned(array):
-    """The largest power of two, 16 at most, that divides an array's address and strides."""
-    (length, part_step, step), size = form(array), WIDEST
+    """Return the largest power of two, 16 at most, that divides an array's address and strides."""
+    (length, part_step, step), size = parts_of(array), WIDEST
     if step != array.itemsize:
         return array.itemsize
     far = [stride for stride, count in zip(array.strides, array.shape[:2], strict=False) if count > 1]
@@ -200,8 +231,8 @@ def aligned(array):
     return size & -size
 
 
-def form(array):
-    """(bytes, stride, stride of elements) of the parts of a row: its heads, or all of them at once."""
+def parts_of(array):
+    """Return bytes, stride and stride of elements of the parts of a row: its heads, or all at once."""
     (_, _, heads, dim), size = array.shape, array.itemsize
     head, step = array.strides[2:]
     if dim == 1:
@@ -212,8 +243,9 @@ def form(array):
 
 
 def side(array, size):
-    """An array as kernels see it, in chunks of `size` bytes."""
-    (_, rows, heads, dim), (length, part_step, step) = array.shape, form(array)
+    """Return an array as kernels see it, in chunks of `size` bytes."""
+    (_, rows, heads, dim), (length, part_step, step) = array.shape, parts_of(array)
     chunks = heads * dim * array.itemsize // size
     apart = size if step == array.itemsize else step
-    return array.ctypes.data, rows, *array.strides[:2], length // size, part_step, apart, chunks
+    places = array.ctypes.data, rows, *array.strides[:2], length // size, part_step, apart, chunks
+    return Blocks(*places)

@@ -5,6 +5,7 @@ its threads take a chunk of a row each.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -19,8 +20,36 @@ THREADS = 256  # of a block
 WARP = 32
 
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-SIDE = types.UniTuple(types.int64, 12)
-SIGNATURE = types.void(INDEX1, INDEX1, INDEX2, INT, SIDE, SIDE, INT, INT, INT, INT, INT)
+
+
+class Places(NamedTuple):
+    """Addresses and byte strides of packed tokens, of the rows of a cache, and of their scales."""
+
+    packed: Any
+    packed_sequence: Any
+    packed_token: Any
+    packed_head: Any
+    cache: Any
+    cache_sequence: Any
+    cache_row: Any
+    cache_head: Any
+    scale: Any
+    scale_sequence: Any
+    scale_row: Any
+    scale_head: Any
+
+
+class Group(NamedTuple):
+    """A thread's part in a group of codes that have one scale."""
+
+    member: Any  # the number of its chunk
+    members: Any  # chunks of the group
+    lanes: Any  # threads that tell each other of the group, a chunk each; 0: each looks for itself
+    mates: Any  # these threads, as a mask
+
+
+PLACES = types.NamedUniTuple(INT, len(Places._fields), Places)
+SIGNATURE = types.void(INDEX1, INDEX1, INDEX2, INT, PLACES, PLACES, *[INT] * 5)
 
 sequence_among = device.inlined(sequence_among.py_func)
 
@@ -30,21 +59,20 @@ def sequence_of(starts, token):
     return sequence_among(starts, starts.shape[0] - 1, token)
 
 
-def walk(direction, packed, stored, cell, span, given=False):
-    """The kernel for a direction ("store" or "load"), formats (`cell` is None: no codes) and a chunk size.
+def copy_tokens(direction, packed, stored, cell, span, given=False):
+    """Return the kernel for a direction ("store" or "load"), formats and a chunk size.
 
-    A cell that is `given` is a whole row's, and a store finds none.
+    Without codes `cell`, the format of scales, is None. A scale that is `given` is a whole row's, and a store
+    finds none.
     """
     on_chunk = on_chunk_of(direction, packed, stored, cell, span, given)
     packed_bytes, stored_bytes = BY_NAME[packed].bytes(span), BY_NAME[stored].bytes(span)
     cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
 
-    def walk(starts, first, table, page_size, keys, values, heads, repeat, chunks, group, lanes):
-        """Move the packed tokens of every sequence, which take positions from `first` on, to or from rows.
+    def copy_tokens(starts, first, table, page_size, keys, values, heads, repeat, chunks, group, lanes):
+        """Copy the packed tokens of every sequence, which take positions from `first` on, to or from rows.
 
-        `keys` and `values` hold address and byte strides: packed (address, sequence, token, head), then cache
-        and scale (address, sequence, row, head). A head has `chunks` chunks, a group of codes `group`; the
-        `lanes` threads that share a group tell each other of it (0: each looks for itself).
+        A head has `chunks` chunks, a group of codes `group`; `lanes` threads share a group.
         """
         at = keys if cuda.blockIdx.y == 0 else values
         team = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -62,25 +90,28 @@ def walk(direction, packed, stored, cell, span, given=False):
             for column in range(cuda.threadIdx.x, heads * repeat * chunks, cuda.blockDim.x):
                 packed_head = column // chunks
                 chunk = column - packed_head * chunks
-                head, member = packed_head // repeat, chunk % group
-                packed = at[0] + sequence * at[1] + token * at[2] + packed_head * at[3] + chunk * packed_bytes
-                cache = at[4] + sequence * at[5] + row * at[6] + head * at[7] + chunk * stored_bytes
-                scale = at[8] + sequence * at[9] + row * at[10] + head * at[11] + chunk // group * cell_bytes
+                head, mine = packed_head // repeat, Group(chunk % group, group, lanes, mates)
+                packed = at.packed + sequence * at.packed_sequence + token * at.packed_token
+                packed += packed_head * at.packed_head + chunk * packed_bytes
+                cache = at.cache + sequence * at.cache_sequence + row * at.cache_row
+                cache += head * at.cache_head + chunk * stored_bytes
+                scale = at.scale + sequence * at.scale_sequence + row * at.scale_row
+                scale += head * at.scale_head + chunk // group * cell_bytes
                 for _ in range(run):
-                    on_chunk(packed, cache, scale, member, group, lanes, mates)
-                    packed += at[2]
-                    cache += at[6]
-                    scale += at[10]
+                    on_chunk(packed, cache, scale, mine)
+                    packed += at.packed_token
+                    cache += at.cache_row
+                    scale += at.scale_row
             token += run
 
-    return walk
+    return copy_tokens
 
 
 def store_floats(packed, stored, cell, span):
     block = BY_NAME[stored].block
     store = blocks.store(packed, stored) if block else chunks.store(packed, stored, span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes, mates):
+    def on_chunk(packed, cache, scale, group):
         store(packed, cache)
 
     return device.inlined(on_chunk)
@@ -90,7 +121,7 @@ def load_floats(packed, stored, cell, span):
     block = BY_NAME[stored].block
     load = blocks.load(packed, stored) if block else chunks.load(packed, stored, span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes, mates):
+    def on_chunk(packed, cache, scale, group):
         load(packed, cache)
 
     return device.inlined(on_chunk)
@@ -99,7 +130,7 @@ def load_floats(packed, stored, cell, span):
 def load_codes(packed, stored, cell, span):
     dequantize = chunks.dequantize(packed, stored, cell, span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes, mates):
+    def on_chunk(packed, cache, scale, group):
         dequantize(packed, cache, scale)
 
     return device.inlined(on_chunk)
@@ -111,15 +142,16 @@ def store_codes(packed, stored, cell, span):
         quantize = chunks.divide(packed, stored, cell, span, given=False)
     exchange, chunk_bytes = device.exchange, BY_NAME[packed].bytes(span)
 
-    def on_chunk(packed, cache, scale, member, group, lanes, mates):
+    def on_chunk(packed, cache, scale, group):
         found = np.int32(0)
-        for other in range(0 if lanes else -member, 1 if lanes else group - member):
+        before = 0 if group.lanes else group.member
+        for other in range(-before, 1 if group.lanes else group.members - before):
             found = max(found, np.int32(largest(packed + other * chunk_bytes)))
         distance = 1
-        while distance < lanes:
-            found = max(found, np.int32(exchange(mates, found, distance)))
+        while distance < group.lanes:
+            found = max(found, np.int32(exchange(group.mates, found, distance)))
             distance *= 2
-        quantize(packed, cache, scale, found, member == 0)
+        quantize(packed, cache, scale, found, group.member == 0)
 
     return device.inlined(on_chunk)
 
@@ -127,7 +159,7 @@ def store_codes(packed, stored, cell, span):
 def store_quotients(packed, stored, cell, span):
     divide = chunks.divide(packed, stored, cell, span, given=True)
 
-    def on_chunk(packed, cache, scale, member, group, lanes, mates):
+    def on_chunk(packed, cache, scale, group):
         divide(packed, cache, scale, np.int32(0), False)
 
     return device.inlined(on_chunk)
@@ -144,50 +176,47 @@ ON_CHUNK = {
 
 @device.inlined
 def mates_of(thread, lanes):
-    """The threads of a warp that share a group with one, as a mask; `lanes` of them, or 0."""
+    """Return the threads of a warp that share a group with one, as a mask; `lanes` of them, or 0."""
     return ((1 << lanes) - 1) << (thread % WARP & -lanes)
 
 
 def lanes_of(members, team=WARP):
-    """How many threads of a team tell each other of a group of so many chunks; 0 if each looks for itself."""
+    """Return how many threads of a team tell each other of a group of so many chunks; 0 for none."""
     return members if members <= min(WARP, team) and members & (members - 1) == 0 else 0
 
 
 def on_chunk_of(direction, packed, stored, cell, span, given):
-    """(packed, cache, scale address, member, group, lanes, mates): what happens to a chunk."""
+    """(packed, cache, scale address, group): copy a chunk."""
     kind = "given" if given and direction == "store" else cell is not None
     return ON_CHUNK[direction, kind](packed, stored, cell, span)
 
 
 # Whose addresses those of keys and of values are.
-CACHE = {4: "cache", 8: "scale"}
-OWNERS = {
-    "store": ({0: "current_key"} | CACHE, {0: "current_value"} | CACHE),
-    "load": ({0: "result 0"} | CACHE, {0: "result 1"} | CACHE),
-}
+OWNERS = {"store": ("current_key", "current_value"), "load": ("result 0", "result 1")}
 
 
 @functools.cache
 def compiled(*variant):
-    return device.kernel(walk(*variant), SIGNATURE, variant)
+    return device.kernel(copy_tokens(*variant), SIGNATURE, variant)
 
 
 def store(current_key, current_value, cache, tables, stream):
-    """A launch that appends the packed new tokens to their rows."""
-    return prepare("store", current_key, current_value, cache, tables, ("seqstarts", "start_pos"), 1, stream)
+    """Return a launch that appends the packed new tokens to their rows."""
+    pair, names = (current_key, current_value), ("seqstarts", "start_pos")
+    return prepare("store", pair, cache, tables, names, 1, stream)
 
 
 def load(key, value, cache, tables, repeat, stream):
-    """A launch that gathers the rows of every sequence's context into packed outputs."""
-    return prepare("load", key, value, cache, tables, ("kvstarts", "zeros"), repeat, stream)
+    """Return a launch that gathers the rows of every sequence's context into packed outputs."""
+    return prepare("load", (key, value), cache, tables, ("kvstarts", "zeros"), repeat, stream)
 
 
-def prepare(direction, key, value, cache, tables, names, repeat, stream):
-    """Compile what a transfer needs, or find it, and gather its arguments; the result launches it."""
+def prepare(direction, pair, cache, tables, names, repeat, stream):
+    """Return a launch that copies a pair of packed arrays; `names` are those of its tables."""
     steps = tables.steps
     sides = [
-        (array.ctypes.data, *packed_strides(array), *place)
-        for array, place in zip((key, value), cache.sides, strict=True)
+        Places(array.ctypes.data, *packed_strides(array), *place)
+        for array, place in zip(pair, cache.sides, strict=True)
     ]
     span, given = span_of(cache, sides), cache.cell is not None and not cache.group
     kernel = compiled(direction, cache.packed, cache.stored, cache.cell, span, given)
@@ -200,12 +229,16 @@ def prepare(direction, key, value, cache, tables, names, repeat, stream):
     copies = tables.of((*names, "table"), stream) if tokens else ()
     arguments = *copies, steps.page_size, *sides, heads, repeat, in_head, group, lanes
     first = len(copies) + 1
-    owners = {(first + i, at): name for i, side in enumerate(OWNERS[direction]) for at, name in side.items()}
+    owners = {
+        (first + i, Places._fields.index(field)): owner
+        for i, packed in enumerate(OWNERS[direction])
+        for field, owner in (("packed", packed), ("cache", "cache"), ("scale", "scale"))
+    }
     return host.Launch(kernel, (blocks, 2), (team, teams), stream, arguments, owners)
 
 
 def span_of(cache, sides):
-    """Elements of a chunk: as many as 16 bytes hold, or the fewest if those are not aligned or not whole."""
+    """Return the elements of a chunk: as many as 16 bytes hold, or the fewest if those do not fit."""
     if BY_NAME[cache.stored].block:
         return BY_NAME[cache.stored].block.elements
     span = chunks.widest(cache.packed, cache.stored)

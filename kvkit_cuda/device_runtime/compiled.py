@@ -20,7 +20,7 @@ counts = {"loaded": 0, "compiled": 0}  # kernels of this process
 
 
 class Folder:
-    """What a dispatcher of numba-cuda takes for its cache; a missing or odd file is just a miss."""
+    """A kernel's files, as a dispatcher of numba-cuda takes its cache; an invalid file counts as a miss."""
 
     cache_path = None
 
@@ -29,7 +29,7 @@ class Folder:
         self.name = re.sub(r"(\W|<locals>)+", "-", f"{self.module}.{function.__qualname__}")
 
     def file(self, signature):
-        """The file of a kernel; None if none is kept."""
+        """Return the file of a kernel; None if none is kept."""
         there, source = folder(), source_digest.digest(self.module)
         if there is None or source is None:
             return None
@@ -58,14 +58,14 @@ class Folder:
 
 
 def folder():
-    """Where kernels are kept; None if none are."""
+    """Return where kernels are kept; None if none are."""
     root = disk_cache.root_folder()
     return root and root / fingerprint()
 
 
 @functools.cache
 def fingerprint():
-    """Of everything but sources that decides what kernels compile to, for one compute capability."""
+    """Return a digest of everything but sources that decides what kernels compile to."""
     import numba_cuda
     from cuda.bindings import nvjitlink
 
@@ -74,7 +74,7 @@ def fingerprint():
 
 
 def library(name):
-    """What tells a library from others of its name: where it lies, its size and its age."""
+    """Return the path, size and age of a library, which tell it from others of its name."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     path = Path(load_nvidia_dynamic_lib(name).abs_path)

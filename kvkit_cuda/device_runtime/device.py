@@ -42,7 +42,7 @@ def kernel(function, signature, key=None, options=OPTIONS):
 
 
 def capability():
-    """Of the current device."""
+    """Return the compute capability of the current device."""
     return tuple(cuda.get_current_device().compute_capability)
 
 
@@ -51,17 +51,17 @@ int32 = int if SIMULATED else np.int32
 
 
 def inlined(function):
-    """A function of threads, which becomes part of the kernels that call it."""
+    """Make a function of threads part of the kernels that call it."""
     return function if SIMULATED else cuda.jit(function, device=True, inline="always", fastmath=False)
 
 
 def part(function):
-    """The same for a long one: it is compiled once, and LLVM copies what numba would copy more slowly."""
+    """Inline a long function of threads by LLVM: it is compiled once, and numba would copy it more slowly."""
     return function if SIMULATED else cuda.jit(function, device=True, forceinline=True, fastmath=False)
 
 
 def ptx(function, signature, capabilities):
-    """The PTX of a kernel for each of some compute capabilities; needs no device."""
+    """Return the PTX of a kernel for each of some compute capabilities; needs no device."""
     from numba.cuda import compiler, dispatcher
 
     options = {"fastmath": OPTIONS["fastmath"], "opt": OPTIONS["opt"], "abi": "numba", "abi_info": None}
@@ -77,7 +77,7 @@ def ptx(function, signature, capabilities):
 
 
 class Meeting(threading.Barrier):
-    """Where threads of a simulated warp wait for each other, and what each one says.
+    """A barrier where threads of a simulated warp wait for each other, and say a value each.
 
     Two boards take turns, so that nobody writes what another one still reads.
     """
@@ -96,7 +96,7 @@ class Meeting(threading.Barrier):
 
 
 def told(value, members=-1):
-    """(lane, values): what each lane of a simulated warp tells the others; these members call it together."""
+    """Return the lane and the values of all lanes of a simulated warp, whose `members` call it together."""
     thread = threading.current_thread()
     block, place = thread._manager, thread.thread_id  # type: ignore[attr-defined]
     members, warp, lane = int(members) & 2**WARP - 1, place // WARP, place % WARP
@@ -113,7 +113,7 @@ def _meet_simulated():
 
 
 def simulated_memory(size):
-    """Memory of the thread's block; it has only one."""
+    """Return the memory of the thread's block; it has only one."""
     block = threading.current_thread()._manager  # type: ignore[attr-defined]
     return block.__dict__.setdefault("memory", np.empty(size, np.uint8))
 
@@ -151,7 +151,7 @@ def add_others(count):
 
 @intrinsic
 def product(typingctx, a, b):
-    """The rounded product of float32 numbers: never part of a fused sum, as compilers for devices like it."""
+    """Multiply float32 numbers and round: compilers for devices never fuse this into a sum."""
 
     def codegen(context, builder, signature, values):
         if SIMULATED:

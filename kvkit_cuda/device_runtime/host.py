@@ -39,23 +39,23 @@ def require_device(which):
 
 
 def name():
-    """What the current device calls itself."""
+    """Return the name of the current device."""
     return str(cuda.get_current_device().name)
 
 
 def current():
-    """The number of the current device."""
+    """Return the number of the current device."""
     return 0 if SIMULATED else cuda.get_current_device().id
 
 
 def context():
-    """The address of the driver's current context."""
+    """Return the address of the driver's current context."""
     return int(driver().binding.cuCtxGetCurrent()[1])
 
 
 @contextlib.contextmanager
 def using(which):
-    """The device of that number, None for the current one, is the current one meanwhile."""
+    """Make the device of that number, None for the current one, the current one meanwhile."""
     if SIMULATED or which is None or which == current():
         yield
     else:
@@ -64,7 +64,7 @@ def using(which):
 
 
 def device_of(place):
-    """The number of the device in whose memory an address lies; None if it is the host's."""
+    """Return the number of the device in whose memory an address lies; None if it is the host's."""
     if SIMULATED:
         return 0
     binding = driver().binding
@@ -81,7 +81,7 @@ def driver():
 
 
 def most_blocks():
-    """More blocks than these are of no use."""
+    """Return how many blocks are of use at most."""
     return 2 if SIMULATED else blocks_of(current())
 
 
@@ -111,7 +111,7 @@ def stream(given):
 
 
 def number(stream):
-    """The address of a stream."""
+    """Return the address of a stream."""
     return LEGACY_DEFAULT if SIMULATED else int(stream.handle)
 
 
@@ -122,7 +122,7 @@ def finish(stream):
 
 
 def key(number):
-    """What tells the stream of an address from all others: less than 0, of a thread's own default stream."""
+    """Return what tells a stream from all others: a number below 0 for a thread's own default stream."""
     return -threading.get_ident() if number == PER_THREAD_DEFAULT else number
 
 
@@ -138,12 +138,12 @@ def wait_for(producer, stream):
 
 
 def capturing(stream):
-    """Whether a stream is captured, into a graph."""
+    """Return whether a stream is captured into a graph."""
     return is_captured(stream.handle) if NATIVE else False
 
 
 def is_captured(handle):
-    """The same for a stream of the driver's."""
+    """Return whether a stream of the driver's is captured into a graph."""
     if not NATIVE:
         return False
     error, status = driver().binding.cuStreamIsCapturing(handle)
@@ -152,7 +152,7 @@ def is_captured(handle):
 
 @functools.cache
 def handle(number):
-    """The driver's stream of that address."""
+    """Return the driver's stream of an address."""
     if not NATIVE:
         return None
     return driver().binding.CUstream(number)
@@ -186,7 +186,7 @@ class Launch:
             launch(self.kernel, blocks, self.threads, self.stream, self.arguments, self.shared)
 
     def prepared(self):
-        """The same, to be launched for other addresses."""
+        """Return the launch in a form that can be started for other addresses."""
         begins = np.cumsum([0, *(len(words((each,))) for each in self.arguments)])
         owners = {int(begins[i]) + j: name for (i, j), name in self.owners.items()}
         return Prepared(
@@ -240,7 +240,7 @@ def check(answer):
 
 @functools.cache
 def loaded(kernel, which):
-    """The function of a kernel on a device, the current one."""
+    """Return the function of a kernel on a device, the current one."""
     (overload,) = kernel.overloads.values()
     overload.bind()
     return driver().binding.CUfunction(int(overload.library.get_cufunc().handle))
@@ -256,12 +256,12 @@ def allow_shared(function, which):
 
 
 def bits(word):
-    """A number as 64 bits."""
+    """Return a number as 64 bits."""
     return np.float64(word).view(np.int64) if isinstance(word, float) else word
 
 
 def words(arguments):
-    """Arguments as the entry of a kernel takes them, numbers of 64 bits; arrays as numba's are."""
+    """Return arguments as a kernel takes them: numbers of 64 bits, with arrays as numba has them."""
     found: list = []
     for each in arguments:
         if isinstance(each, tuple):
@@ -291,7 +291,7 @@ class Table:
 
 
 def interface(array):
-    """What the CUDA array interface says of an array; None if it has none."""
+    """Return the CUDA array interface of an array; None if it has none."""
     if SIMULATED and isinstance(array, type(cuda.device_array(1, np.uint8))):
         return array.__array_interface__
     try:
@@ -303,7 +303,7 @@ def interface(array):
 
 
 def by_dlpack(array, stream):
-    """(address, shape, byte strides, dtype, whether read-only, owner) of a tensor that DLPack passes on."""
+    """Return address, shape, byte strides, dtype, whether read-only, and owner of a DLPack tensor."""
     from cuda.core.utils import StridedMemoryView
 
     view = StridedMemoryView.from_dlpack(array, stream_ptr=number(stream))
@@ -312,23 +312,23 @@ def by_dlpack(array, stream):
 
 
 def empty(shape, dtype, stream):
-    """A new array of numba's."""
+    """Return a new array of numba's."""
     return cuda.device_array(shape, dtype, stream=stream)
 
 
 def address(array):
-    """Where an array of numba's lies, or a table."""
+    """Return the address of an array of numba's, or of a table."""
     return array.place if isinstance(array, Table) else interface(array)["data"][0]
 
 
 def upload(array, stream):
-    """A copy of a numpy array on the device, without its shape."""
+    """Copy a numpy array to the device, without its shape."""
     contents = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return cuda.to_device(contents, stream=stream) if contents.size else empty(1, np.uint8, stream)
 
 
 def tables(arrays, stream):
-    """Copies of int64 arrays on the device, by one transfer on a stream."""
+    """Copy int64 arrays to the device, by one transfer on a stream."""
     return parts(upload(together(arrays), stream), arrays)
 
 
@@ -337,7 +337,7 @@ def together(arrays):
 
 
 def parts(there, arrays):
-    """Memory of the device as arrays of such shapes, one behind the other."""
+    """Return memory of the device as arrays of such shapes, one behind the other."""
     copies, begin = [], 0
     for array in arrays:
         if NATIVE:
@@ -349,7 +349,7 @@ def parts(there, arrays):
 
 
 def fill(there, arrays, stream):
-    """Such arrays once more, in the place of the last ones."""
+    """Copy arrays of the same shapes into the place of the last ones."""
     contents = together(arrays).view(np.uint8)
     if SIMULATED:
         there.reshape(-1).view(np.uint8).copy_to_device(contents)
@@ -358,7 +358,7 @@ def fill(there, arrays, stream):
 
 
 def read(place, size, stream):
-    """So many bytes of the device, when the stream has come so far."""
+    """Return bytes of the device, once the stream has done its work."""
     host = np.empty(size, np.uint8)
     if SIMULATED:
         ctypes.memmove(host.ctypes.data, place, size)

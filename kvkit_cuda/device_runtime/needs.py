@@ -1,4 +1,4 @@
-"""What a machine needs for kernels to run, and what it should do about what is missing.
+"""Find what a machine lacks for kernels to run, and say how to mend it.
 
 Nothing here loads numba-cuda before it is known to be there.
 """
@@ -25,7 +25,7 @@ INSTALL = "pip install 'kvkit-kernels[{extra}]'"
 
 
 def told():
-    """What is missing of all that kernels need, in a list of messages."""
+    """Return a message for each thing that kernels need and the machine lacks."""
     found = []
     for need in (packages, driver, devices):
         try:
@@ -72,7 +72,7 @@ def driver():
 
 
 def toolkit_version():
-    """The major version of CUDA that numba-cuda's libraries are of."""
+    """Return the major version of CUDA of numba-cuda's libraries."""
     return int(metadata.version("cuda-bindings").partition(".")[0])
 
 
@@ -128,7 +128,7 @@ def libraries(found):
 
 
 def small_ptx(found):
-    """What NVVM makes of a formula that all kernels share, for a compute capability.
+    """Return the PTX of a formula that all kernels share, for a compute capability.
 
     numba-cuda compiles for an earlier one where its libraries do not know that.
     """
@@ -140,7 +140,7 @@ def small_ptx(found):
 
 
 def first_line(error):
-    """What an error says, in a line; what a linker says is in its notes."""
+    """Return the first line of an error; a linker's is in its notes."""
     lines = [*str(error).splitlines(), *getattr(error, "__notes__", ())]
     with suppress(ImportError):
         lines = [line for line in lines if "version" in line] or lines

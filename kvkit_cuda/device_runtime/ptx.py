@@ -32,7 +32,7 @@ SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def instruction(text, results, arguments, ordered=False):
-    """A function of threads that is one PTX instruction, whose operands are results, then arguments.
+    """Return a function of threads that is one PTX instruction: operands are results, then arguments.
 
     `ordered`: it keeps its place among what reads and writes memory.
     """
@@ -61,7 +61,7 @@ def instruction(text, results, arguments, ordered=False):
 
 
 def either(emulation, function):
-    """What threads call: the function on a device, its emulation in the simulator."""
+    """Return what threads call: the function on a device, its emulation in the simulator."""
     return emulation if device.SIMULATED else device.inlined(function)
 
 
@@ -93,7 +93,7 @@ def matrices(transposed):
 
 
 def pair(low, high):
-    """A word of two elements, by their addresses."""
+    """Return a word of two elements, by their addresses."""
     low, high = (ctypes.c_uint16.from_address(place).value for place in (low, high))
     return np.uint32(low | high << 16)
 
@@ -226,7 +226,7 @@ def copies(size, kind):
 
 
 def groups():
-    """The groups of copies that a simulated thread waits for, the one that it adds to last."""
+    """Return the groups of copies of a simulated thread; it adds to the last one."""
     return threading.current_thread().__dict__.setdefault("groups", [[]])
 
 

@@ -4,6 +4,7 @@ Slopes are made on the host.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -22,12 +23,24 @@ ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
 
 INT, INDEX1 = types.int64, types.Array(types.int64, 1, "C")
 PLACE = types.UniTuple(types.int64, 4)
-SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, PLACE, PLACE, INT, INT, INT, INT)
+SIGNATURE = types.void(*[INDEX1] * 3, *[PLACE] * 2, *[INT] * 4)
+
+
+class Row(NamedTuple):
+    """A row of a mask: the keys that its query sees, and what is added to them."""
+
+    begin: Any
+    end: Any
+    diagonal: Any  # the column of the query itself
+    total: Any  # columns of the mask; what is behind them is `padding`
+    slope: Any
+    padding: Any
+    added: Any  # where the row of the other mask lies
 
 
 @functools.cache
 def slopes(num_heads):
-    """The slope of every head, float32."""
+    """Return the slope of every head, float32."""
     return np.array([numeric.alibi_slope(head, num_heads) for head in range(num_heads)], np.float32)
 
 
@@ -38,7 +51,7 @@ def slope_bits(num_heads):
 
 @functools.cache
 def addend(mask):
-    """(address) -> float32, an element of a mask; False of a boolean one hides. None has no elements."""
+    """(address) -> an element of a mask as float32; False of a boolean one hides. None has no elements."""
     if mask != "bool":
         return chunks.read(mask) if mask else shared(lambda address: ZERO)
     read = memory.load(1, 1)
@@ -53,7 +66,7 @@ def addend(mask):
 
 @functools.cache
 def fill(element, mask, span):
-    """(target, mask, first column, begin, end, diagonal, columns of the mask, slope, padding): a chunk."""
+    """(target, first column, row): write a chunk of a row."""
     write, encode, bits = (
         memory.store(*chunks.access(element, span)),
         chunks.ENCODE[element],
@@ -62,30 +75,31 @@ def fill(element, mask, span):
     added, mask_size, product = addend(mask), mask_bytes(mask), device.product
 
     @shared
-    def fill(target, row, first, begin, end, diagonal, total, slope, padding):
+    def fill(target, first, row):
         low, high = np.uint64(0), np.uint64(0)
         for i in range(span):
             column = first + i
-            if column >= total:
-                x = numeric.float_of(np.uint32(padding))
-            elif begin <= column < end and column > diagonal:
+            if column >= row.total:
+                x = numeric.float_of(np.uint32(row.padding))
+            elif row.begin <= column < row.end and column > row.diagonal:
                 x = MINUS_INF
             else:
                 x = ZERO
-                if begin <= column < end:
-                    x = product(numeric.float_of(np.uint32(slope)), np.float32(column - diagonal))
-                x += added(row + column * mask_size)
+                if row.begin <= column < row.end:
+                    distance = np.float32(column - row.diagonal)
+                    x = product(numeric.float_of(np.uint32(row.slope)), distance)
+                x += added(row.added + column * mask_size)
             low, high = chunks.joined(low, high, np.uint64(encode(x)), i * bits)
         write(target, low, high)
 
     return fill
 
 
-def walk(element, mask, span):
-    """The kernel for the format of the result, that of another mask, or None, and a chunk size."""
+def write_mask(element, mask, span):
+    """Return the kernel for the format of the result, that of another mask, or None, and a chunk size."""
     fill_chunk, size = fill(element, mask, span), BY_NAME[element].bytes(1)
 
-    def walk(starts, kvstarts, slopes, target, added, batches, heads, columns, padding):
+    def write_mask(starts, kvstarts, slopes, target, added, batches, heads, columns, padding):
         """Write every row of [batches, heads, rows, columns]; `target` and `added` are address and byte
         strides (batch, head, row). Slopes and padding come as bits of float32.
         """
@@ -95,28 +109,32 @@ def walk(element, mask, span):
         teams = cuda.gridDim.x * cuda.blockDim.y
         for item in range(share(items, team, teams), share(items, team + 1, teams)):
             pair = item // rows
-            row, batch = item - pair * rows, pair // heads
+            token, batch = item - pair * rows, pair // heads
             head = pair - batch * heads
-            sequence = sequence_of(starts, row)
-            begin, end = kvstarts[sequence], kvstarts[sequence + 1]
-            diagonal = end - starts[sequence + 1] + row
-            place = target[0] + batch * target[1] + head * target[2] + row * target[3]
-            other = added[0] + batch * added[1] + head * added[2] + row * added[3]
+            sequence = sequence_of(starts, token)
+            row = Row(
+                begin=kvstarts[sequence],
+                end=kvstarts[sequence + 1],
+                diagonal=kvstarts[sequence + 1] - starts[sequence + 1] + token,
+                total=total,
+                slope=slopes[head],
+                padding=padding,
+                added=added[0] + batch * added[1] + head * added[2] + token * added[3],
+            )
+            place = target[0] + batch * target[1] + head * target[2] + token * target[3]
             for first in range(cuda.threadIdx.x * span, columns, cuda.blockDim.x * span):
-                fill_chunk(
-                    place + first * size, other, first, begin, end, diagonal, total, slopes[head], padding
-                )
+                fill_chunk(place + first * size, first, row)
 
-    return walk
+    return write_mask
 
 
 @functools.cache
 def compiled(element, mask, span):
-    return device.kernel(walk(element, mask, span), SIGNATURE, (element, mask, span))
+    return device.kernel(write_mask(element, mask, span), SIGNATURE, (element, mask, span))
 
 
 def prepare(call, target, stream):
-    """A launch that writes a checked call's mask, [batches, heads, rows, columns]."""
+    """Return a launch that writes a checked call's mask, [batches, heads, rows, columns]."""
     batches, heads, rows, columns = target.shape
     element, place = call.fmt.name, (target.ctypes.data, *target.strides[:3])
     aligned = all(number % WIDEST == 0 for number in place)

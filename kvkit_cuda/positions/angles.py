@@ -1,4 +1,4 @@
-"""The cosine and sine of every token's angles: a table that queries and keys are turned by.
+"""The cosine and sine of every token's angles: a table by which queries and keys are rotated.
 
 Angles are reduced and their series added up in float64, as on the CPU: this is the only kernel that knows it.
 Where a call gives cosines and sines they are looked up.
@@ -31,7 +31,7 @@ write, number = memory.store(PAIR, PAIR), scores.number
 
 @shared
 def put(target, position, divisor, frequency):
-    """The cosine and sine of an angle; a frequency comes as bits."""
+    """Write the cosine and sine of an angle; a frequency comes as bits."""
     angle = numeric.rotary_angle(position, divisor, numeric.float_of(np.uint32(frequency)))
     cosine, sine = numeric.cos_sin(angle)
     put_pair(target, cosine, sine)
@@ -43,7 +43,7 @@ def put_pair(target, cosine, sine):
     write(target, word, np.uint64(0))
 
 
-def walk(starts, first, rows, frequencies, divisor, target):
+def compute_table(starts, first, rows, frequencies, divisor, target):
     """Write [tokens, pairs] cosines and sines; sequence b has the frequencies of row ``rows[b]``."""
     pairs = frequencies.shape[1]
     total = starts[starts.shape[0] - 1] * pairs
@@ -55,7 +55,7 @@ def walk(starts, first, rows, frequencies, divisor, target):
 
 
 def look_up(starts, first, cosines, sines, pairs, target):
-    """Write those of the rows that positions have in tables: address, byte strides, and the type's number."""
+    """Write [tokens, pairs] from tables of every position: address, byte strides, and the type's number."""
     total = starts[starts.shape[0] - 1] * pairs
     for item in range(cuda.grid(1), total, cuda.gridsize(1)):
         token = item // pairs
@@ -67,12 +67,12 @@ def look_up(starts, first, cosines, sines, pairs, target):
 
 
 @functools.cache
-def compiled(walk):
-    return device.kernel(walk, SIGNATURE if walk is not look_up else LOOK_UP)
+def compiled(function):
+    return device.kernel(function, SIGNATURE if function is not look_up else LOOK_UP)
 
 
 def table(call, stream):
-    """(the table, the starts of sequences, both on the device, a launch that fills the table) of a call."""
+    """Return a call's table, the starts of its sequences, both on the device, and a launch that fills it."""
     starts, first, pairs = call.starts, call.first, call.rotated // 2
     tokens = int(starts[-1])
     if call.tables:
@@ -87,7 +87,7 @@ def table(call, stream):
         if not near(starts, first, found[rows], divisor):
             return host.upload(far(call, tokens), stream), *host.tables((starts,), stream), nothing
         tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
-        kernel, arguments = walk, (*tables, divisor)
+        kernel, arguments = compute_table, (*tables, divisor)
     numbers = host.empty(tokens * pairs * PAIR, np.uint8, stream)
     blocks = min(-(-tokens * pairs // THREADS), host.most_blocks())
     arguments = *arguments, host.address(numbers)
@@ -96,7 +96,7 @@ def table(call, stream):
 
 
 def far(call, tokens):
-    """The table on the host, [tokens, 1, 2 * pairs]: what the CPU turns (1, 0) into."""
+    """Compute the table on the host, [tokens, 1, 2 * pairs]: the CPU rotates (1, 0)."""
     ones = np.zeros((tokens, 1, call.rotated), np.float32)
     ones[..., ::2] = 1
     table = np.empty_like(ones)
@@ -107,11 +107,11 @@ def far(call, tokens):
 
 
 def nothing():
-    """The launch for a table that is there."""
+    """Launch nothing, for a table that is there."""
 
 
 def near(starts, first, frequencies, divisor):
-    """Whether all angles are small enough for `numeric.cos_sin`."""
+    """Return whether all angles are small enough for `numeric.cos_sin`."""
     lengths = np.diff(starts)
     farthest = np.maximum(np.abs(first), np.abs(first + lengths - 1))[lengths > 0]
     with np.errstate(over="ignore"):

@@ -22,7 +22,7 @@ def put(target, position):
     write(target, np.uint64(position), np.uint64(0))
 
 
-def walk(starts, first, target):
+def write_positions(starts, first, target):
     """Write the position of every packed token."""
     for token in range(cuda.grid(1), starts[starts.shape[0] - 1], cuda.gridsize(1)):
         sequence = sequence_of(starts, token)
@@ -31,11 +31,11 @@ def walk(starts, first, target):
 
 @functools.cache
 def compiled():
-    return device.kernel(walk, SIGNATURE)
+    return device.kernel(write_positions, SIGNATURE)
 
 
 def prepare(starts, first, target, stream):
-    """A launch that writes the position of every packed token to an array of the device."""
+    """Return a launch that writes the position of every packed token to an array of the device."""
     tables, tokens = host.tables((starts, first), stream), int(starts[-1])
     blocks = min(-(-tokens // THREADS), host.most_blocks())
     arguments = *tables, target.ctypes.data

@@ -1,10 +1,13 @@
-"""Rotary position embedding: neighbouring elements of a head turn in pairs, by a table of `angles`.
+"""Rotary position embedding: pairs of elements of a head are rotated, by a table of `angles`.
 
-Tokens are shared out to teams of threads, which take a chunk of a head each. A chunk may turn where it lies:
+    x', y' = x cos a - y sin a, x sin a + y cos a
+
+Tokens are shared out to teams of threads, which take a chunk of a head each. A chunk may be rotated in place:
 its thread reads all of it before it writes.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -23,29 +26,42 @@ THREADS = 256  # of a block
 WIDEST = 16  # bytes of a chunk
 SMALLEST = 2  # elements of one
 
-INT, SIDE = types.int64, types.UniTuple(types.int64, 10)
+
+class Heads(NamedTuple):
+    """Addresses and byte strides of queries or keys, and of what they become."""
+
+    source: Any
+    source_sequence: Any
+    source_token: Any
+    source_head: Any
+    target: Any
+    target_sequence: Any
+    target_token: Any
+    target_head: Any
+    heads: Any
+    rotated: Any  # elements of a head
+
+
+INT, SIDE = types.int64, types.NamedUniTuple(types.int64, len(Heads._fields), Heads)
 SIGNATURE = types.void(types.Array(types.int64, 1, "C"), INT, INT, INT, SIDE, SIDE)
 
 
 def widest(element):
-    """How many elements 16 bytes hold."""
+    """Return how many elements 16 bytes hold."""
     return WIDEST * 8 // BY_NAME[element].bits
 
 
 @functools.cache
-def turn(element, span):
-    """(source, target, table): a chunk, turned by the cosine and sine of each pair."""
-    form, step = (
-        chunks.access(element, span),
-        min(span, 4),
-    )  # elements whose pairs one access to the table has
+def rotate_neighbours(element, span):
+    """(source, target, table): rotate the neighbours of a chunk by the cosine and sine of each pair."""
+    form, step = chunks.access(element, span), min(span, 4)  # elements whose pairs one access has
     read, write = memory.load(*form, invariant=False), memory.store(*form)
     pairs = memory.load(step * 4, step * 4)
     (raw, decode), encode, bits = chunks.DECODE[element], chunks.ENCODE[element], BY_NAME[element].bits
     rotated = numeric.rotation(device.product)
 
     @shared
-    def turn(source, target, table):
+    def rotate(source, target, table):
         low, high = read(source)
         new_low, new_high = np.uint64(0), np.uint64(0)
         for first in range(0, span, step):
@@ -61,12 +77,12 @@ def turn(element, span):
                 new_low, new_high = chunks.joined(new_low, new_high, np.uint64(encode(odd)), (i + 1) * bits)
         write(target, new_low, new_high)
 
-    return turn
+    return rotate
 
 
 @functools.cache
-def turn_halves(element, span):
-    """(source, target, bytes between the elements of a pair, table): two chunks, turned by each other."""
+def rotate_halves(element, span):
+    """(source, target, bytes between the elements of a pair, table): rotate the elements of two chunks."""
     form, at_once = chunks.access(element, span), min(span, 2)  # pairs that one access to the table has
     read, write = memory.load(*form, invariant=False), memory.store(*form)
     pairs = memory.load(at_once * 8, at_once * 8)
@@ -74,7 +90,7 @@ def turn_halves(element, span):
     rotated = numeric.rotation(device.product)
 
     @shared
-    def turn(source, target, behind, table):
+    def rotate(source, target, behind, table):
         x_low, x_high = read(source)
         y_low, y_high = read(source + behind)
         low, high, other_low, other_high = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
@@ -92,12 +108,12 @@ def turn_halves(element, span):
         write(target, low, high)
         write(target + behind, other_low, other_high)
 
-    return turn
+    return rotate
 
 
 @functools.cache
 def copy(element, span):
-    """(source, target): a chunk as it is."""
+    """(source, target): copy a chunk."""
     form = chunks.access(element, span)
     read, write = memory.load(*form, invariant=False), memory.store(*form)
 
@@ -109,18 +125,14 @@ def copy(element, span):
     return copy
 
 
-def walk(element, span, halves=False):
-    """The kernel for a format and a chunk size; of neighbours that turn, or of halves."""
+def rotate_tokens(element, span, halves=False):
+    """Return the kernel for a format and a chunk size; pairs are neighbours, or lie in the two `halves`."""
     copy_chunk, copy_one = copy(element, span), copy(element, 1)
-    turn_chunk = turn_halves(element, span) if halves else turn(element, span)
+    rotate_chunk = rotate_halves(element, span) if halves else rotate_neighbours(element, span)
     size = BY_NAME[element].bytes(1)
 
-    def walk(starts, table, pairs, dim, query, key):
-        """Turn all heads of every token by row `token` of the table, [tokens, pairs].
-
-        `query` and `key` hold address and byte strides (sequence, token, head) of source and target, how many
-        heads there are, and how many elements of each turn; what else there is of a head is copied.
-        """
+    def rotate_tokens(starts, table, pairs, dim, query, key):
+        """Rotate all heads of every token by row `token` of the table, [tokens, pairs], and copy the rest."""
         at = query if cuda.blockIdx.y == 0 else key
         team = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         teams = cuda.gridDim.x * cuda.blockDim.y
@@ -130,41 +142,44 @@ def walk(element, span, halves=False):
         while token < end:
             while token >= starts[sequence + 1]:
                 sequence += 1
-            for column in range(cuda.threadIdx.x, at[8] * in_head, cuda.blockDim.x):
+            for column in range(cuda.threadIdx.x, at.heads * in_head, cuda.blockDim.x):
                 head = column // in_head
                 i = (column - head * in_head) * span
-                source = at[0] + sequence * at[1] + token * at[2] + head * at[3] + i * size
-                target = at[4] + sequence * at[5] + token * at[6] + head * at[7] + i * size
-                if i >= at[9]:
+                source = at.source + sequence * at.source_sequence + token * at.source_token
+                source += head * at.source_head + i * size
+                target = at.target + sequence * at.target_sequence + token * at.target_token
+                target += head * at.target_head + i * size
+                if i >= at.rotated:
                     if i + span <= dim:
                         copy_chunk(source, target)
                     else:
                         copy_one(source, target)
                 elif not halves:
-                    turn_chunk(source, target, table + (token * pairs + i // 2) * angles.PAIR)
-                elif i < at[9] // 2:
-                    turn_chunk(source, target, at[9] // 2 * size, table + (token * pairs + i) * angles.PAIR)
+                    rotate_chunk(source, target, table + (token * pairs + i // 2) * angles.PAIR)
+                elif i < at.rotated // 2:
+                    pair = table + (token * pairs + i) * angles.PAIR
+                    rotate_chunk(source, target, at.rotated // 2 * size, pair)
             token += 1
 
-    return walk
+    return rotate_tokens
 
 
 @functools.cache
 def compiled(*variant):
-    return device.kernel(walk(*variant), SIGNATURE, variant)
+    return device.kernel(rotate_tokens(*variant), SIGNATURE, variant)
 
 
 def prepare(call, targets, table, starts, stream):
-    """A launch that turns a checked call's query and key into `targets`, by a table; see `angles.table`."""
+    """Return a launch that rotates query and key of a checked call into `targets`; see `angles.table`."""
     element, dim, turned = call.fmt.name, call.query.shape[-1], call.rotated
-    turning, sides = (turned, 0 if call.bypass_key else turned), []
-    for source, target, elements in zip((call.query, call.key), targets, turning, strict=True):
+    rotated, sides = (turned, 0 if call.bypass_key else turned), []
+    for source, target, elements in zip((call.query, call.key), targets, rotated, strict=True):
         places = [(array.ctypes.data, *packed_strides(array)) for array in (source, target)]
         heads = source.shape[-2] if elements or places[0][0] != places[1][0] else 0  # nothing to do in place
-        sides.append((*places[0], *places[1], heads, elements))
+        sides.append(Heads(*places[0], *places[1], heads=heads, rotated=elements))
     span = span_of(element, dim, turned, sides, call.halves)
     tokens = int(call.starts[-1])
-    columns = max(max(side[8] for side in sides) * -(-dim // span), 1)
+    columns = max(max(side.heads for side in sides) * -(-dim // span), 1)
     team = min(THREADS, 1 << (columns - 1).bit_length())
     blocks = min(-(-tokens // (THREADS // team)), host.most_blocks())
     arguments = starts, host.address(table), turned // 2, dim, *sides
@@ -173,7 +188,7 @@ def prepare(call, targets, table, starts, stream):
 
 
 def span_of(element, dim, turned, sides, halves):
-    """Elements of a chunk: as many as 16 bytes hold, or few if those are not aligned or not whole."""
+    """Return the elements of a chunk: as many as 16 bytes hold, or few if those do not fit."""
     span, numbers = widest(element), 0
     together = turned // 2 if halves else turned
     for side in sides:

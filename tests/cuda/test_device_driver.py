@@ -700,7 +700,7 @@ def test_kernels_are_kept(tmp_path, monkeypatch):
 
     def made(key=None):
         before = dict(compiled.counts)
-        kernel = device.kernel(index.walk, index.SIGNATURE, key)
+        kernel = device.kernel(index.write_positions, index.SIGNATURE, key)
         (text,) = (each.library.get_asm_str() for each in kernel.overloads.values())
         (what,) = (name for name in before if compiled.counts[name] > before[name])
         return what, text

@@ -9,11 +9,13 @@ from kvkit_cuda.attention import bias
 from kvkit_cuda.copy import means, pieces
 
 FLOATS = ("float32", "float16", "bfloat16")
-KERNELS = {f"move {size}": (pieces.walk, (size,), pieces.SIGNATURE) for size in (16, 8, 4, 2, 1)}
+KERNELS = {f"move {size}": (pieces.copy_pieces, (size,), pieces.SIGNATURE) for size in (16, 8, 4, 2, 1)}
 CODES = {"given": ("float16", "e4m3", "float32", 8, True), "found": ("bfloat16", "int8", "float16", 8, False)}
-KERNELS |= {f"codes {name}": (pieces.walk, variant, pieces.SIGNATURE) for name, variant in CODES.items()}
-KERNELS["bias"] = (lambda _: bias.walk, None, bias.SIGNATURE)
-KERNELS |= {f"mean {element}": (means.walk, element, means.SIGNATURE) for element in FLOATS}
+KERNELS |= {
+    f"codes {name}": (pieces.copy_pieces, variant, pieces.SIGNATURE) for name, variant in CODES.items()
+}
+KERNELS["bias"] = (lambda _: bias.copy_bias, None, bias.SIGNATURE)
+KERNELS |= {f"mean {element}": (means.average_rows, element, means.SIGNATURE) for element in FLOATS}
 QUICK = ("move 16", "codes found", "mean float16", "bias")
 
 
@@ -30,7 +32,7 @@ def test_kernel(name, tmp_path, capabilities):
                 assert re.search(access + r"\.v(2\.\w64|4\.\w32)", text)
         if variant is None:
             assert "mul.rn.f32" in text
-        if walk is means.walk:
+        if walk is means.average_rows:
             assert "div.rn.f32" in text
             assert not re.search(r"\bfma\.", text)
             assert len(re.findall(r"ld\.global\.nc", text)) > means.AHEAD  # of one element before the next

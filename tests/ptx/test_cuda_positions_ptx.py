@@ -11,16 +11,16 @@ from kvkit_cuda.positions import alibi, angles, index, rotary
 FLOATS = ("float32", "float16", "bfloat16")
 MASKS = (None, "bool", *FLOATS)
 QUICK = {
-    "angles": (angles.walk, angles.SIGNATURE),
+    "angles": (angles.compute_table, angles.SIGNATURE),
     "look up": (angles.look_up, angles.LOOK_UP),
-    "position index": (index.walk, index.SIGNATURE),
-    "rotary float32 4": (rotary.walk("float32", 4), rotary.SIGNATURE),
-    "rotary float16 8": (rotary.walk("float16", 8), rotary.SIGNATURE),
-    "rotary halves 8": (rotary.walk("float16", 8, True), rotary.SIGNATURE),
-    "rotary bfloat16 2": (rotary.walk("bfloat16", 2), rotary.SIGNATURE),
-    "alibi float32 None 4": (alibi.walk("float32", None, 4), alibi.SIGNATURE),
-    "alibi bfloat16 float16 8": (alibi.walk("bfloat16", "float16", 8), alibi.SIGNATURE),
-    "alibi float16 bool 1": (alibi.walk("float16", "bool", 1), alibi.SIGNATURE),
+    "position index": (index.write_positions, index.SIGNATURE),
+    "rotary float32 4": (rotary.rotate_tokens("float32", 4), rotary.SIGNATURE),
+    "rotary float16 8": (rotary.rotate_tokens("float16", 8), rotary.SIGNATURE),
+    "rotary halves 8": (rotary.rotate_tokens("float16", 8, True), rotary.SIGNATURE),
+    "rotary bfloat16 2": (rotary.rotate_tokens("bfloat16", 2), rotary.SIGNATURE),
+    "alibi float32 None 4": (alibi.write_mask("float32", None, 4), alibi.SIGNATURE),
+    "alibi bfloat16 float16 8": (alibi.write_mask("bfloat16", "float16", 8), alibi.SIGNATURE),
+    "alibi float16 bool 1": (alibi.write_mask("float16", "bool", 1), alibi.SIGNATURE),
 }
 OTHERS = [("rotary", element, span) for element in FLOATS for span in (rotary.widest(element), 2)]
 OTHERS += [("rotary", element, span, True) for element in FLOATS for span in (rotary.widest(element), 1)]
@@ -53,4 +53,5 @@ def test_kernel(name, tmp_path, capabilities):
 @pytest.mark.parametrize("variant", OTHERS, ids=str)
 def test_every_other_kernel(variant, tmp_path):
     module = rotary if variant[0] == "rotary" else alibi
-    check(" ".join(map(str, variant)), module.walk(*variant[1:]), module.SIGNATURE, tmp_path, TARGETS)
+    kernel = rotary.rotate_tokens if module is rotary else alibi.write_mask
+    check(" ".join(map(str, variant)), kernel(*variant[1:]), module.SIGNATURE, tmp_path, TARGETS)

@@ -47,7 +47,7 @@ QUICK = [
 
 def check(variant, folder, capabilities):
     direction, packed, stored, cell, span, *_ = variant
-    texts = texts_for(transfer.walk(*variant), transfer.SIGNATURE, capabilities)
+    texts = texts_for(transfer.copy_tokens(*variant), transfer.SIGNATURE, capabilities)
     for text, capability in zip(texts, capabilities, strict=True):
         assert ".target sm_{}{}\n".format(*capability) in text
         assert ".f64" not in text
@@ -82,7 +82,7 @@ def test_families(tmp_path):
 
     numba-cuda asks for features of the very device from 9.0 on, as in sm_90a: they change nothing.
     """
-    kernel = transfer.walk("load", "int8", "int8", None, 16)
+    kernel = transfer.copy_tokens("load", "int8", "int8", None, 16)
     launched = [(*each, "a") for each in TARGETS if each >= (9, 0)]
     every = TARGETS + launched
     texts = dict(zip(every, device.ptx(kernel, transfer.SIGNATURE, every), strict=True))

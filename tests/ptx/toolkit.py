@@ -23,7 +23,7 @@ def compiled(_):
     Behind them is what `needs` says for `NEWER`, or None.
     """
     try:
-        (text,) = device.ptx(transfer.walk(*KERNEL), transfer.SIGNATURE, [needs.OLDEST])
+        (text,) = device.ptx(transfer.copy_tokens(*KERNEL), transfer.SIGNATURE, [needs.OLDEST])
     except nvvm.nvvmError as error:
         return said(needs.OLDEST), str(error), said(NEWER)
     return needs.small_ptx(needs.OLDEST), text, said(NEWER)
