@@ -33,7 +33,7 @@ def layouts(name, sizes, as_json):
     """
     if name is None:
         if as_json:
-            show.as_json({each: described(each) for each in NAMED})
+            show.as_json({each: layout_facts(each) for each in NAMED})
         else:
             rows = [(each, about.line, f"{about.engine} {about.versions}") for each, about in NAMED.items()]
             click.echo(columns(("name", "line", "of"), rows, len(rows)))
@@ -42,7 +42,7 @@ def layouts(name, sizes, as_json):
         raise KvkitError(f"no layout {name!r}{show.suggestion(name, [*NAMED, *ALIASES])}: see kvkit layouts")
     about = NAMED.get(found)
     if as_json:
-        show.as_json(described(found) if about else {"line": str(parse(found))})
+        show.as_json(layout_facts(found) if about else {"line": str(parse(found))})
         return
     click.echo(draw.layout(found if about else parse(found), sizes=sizes))
     if about:
@@ -58,7 +58,7 @@ def known_layout(text):
     return name if name in NAMED or set(name) & set("| ") else None
 
 
-def described(name):
+def layout_facts(name):
     """Return what is known of a layout, as JSON has it."""
     about = NAMED[name]
     keys = "line", "engine", "versions", "source", "mark", "note"

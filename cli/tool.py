@@ -34,7 +34,7 @@ class ToolVerb(click.Command):
         return text
 
 
-def sizes_of(text, option="--sizes"):
+def parse_sizes(text, option="--sizes"):
     """Return {axis: length} of a text such as n=16,h=8; whoever takes the axes checks them."""
     found = {}
     for pair in filter(None, (text or "").split(",")):
@@ -48,7 +48,7 @@ def sizes_of(text, option="--sizes"):
 def sizes(about="Lengths of axes that shapes do not tell: h=8."):
     """Return the option for the lengths of axes."""
     return click.option(
-        "--sizes", metavar="AXIS=N,...", help=about, callback=lambda _, __, text: sizes_of(text)
+        "--sizes", metavar="AXIS=N,...", help=about, callback=lambda _, __, text: parse_sizes(text)
     )
 
 

@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from kvkit.tools import vectors as tools
 from kvkit_cli import clusters, show
-from kvkit_cli.tool import sizes_of
+from kvkit_cli.tool import parse_sizes
 
 PATH = click.Path(path_type=Path, readable=False)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -67,7 +67,7 @@ def with_progress(what, quiet, function, **arguments):
 @click.pass_context
 def make(ctx, folder, as_json, shapes, **options):
     """Write a pack of a suite or of one operator into a new folder."""
-    options["shapes"] = sizes_of(shapes, "--shapes")
+    options["shapes"] = parse_sizes(shapes, "--shapes")
     print_result(ctx, with_progress("making", as_json, tools.make, folder=folder, **options), as_json)
 
 

@@ -17,7 +17,7 @@ from kvkit.layouts import tables
 from kvkit.layouts.tables import Pages
 from kvkit.tools import recoding
 from kvkit.tools.readers import LINE
-from kvkit.tools.source import CacheSource, Source, leaves, sizes_of, view_of
+from kvkit.tools.source import CacheSource, Source, axis_sizes_of, leaves, view_of
 from kvkit.tools.text import size
 
 
@@ -154,7 +154,7 @@ def convert(
     description = replace(
         found.contents.description,
         layout=to_layout,
-        sizes={} if kv is None else sizes_of(kv, to_layout),
+        sizes={} if kv is None else axis_sizes_of(kv, to_layout),
         tables="blocks" if block_tables else found.contents.description.tables,
     )
     total = sum(array.nbytes for name in made for array in leaves(found.parts[name]))

@@ -213,7 +213,7 @@ class CacheSource:
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """Return the lengths of the layout's axes, as far as views tell them."""
-        return {} if self.kv is None or self.layout is None else sizes_of(self.kv, self.layout)
+        return {} if self.kv is None or self.layout is None else axis_sizes_of(self.kv, self.layout)
 
     def one_head_view(self) -> tuple[KV | None, dict[str, int]]:
         """Return views and sizes; with the heads of a row as one where nobody says how many there are."""
@@ -228,7 +228,7 @@ class CacheSource:
                 kv = None
             if kv is None or self.layout is None:
                 raise
-            return kv, {axis: n for axis, n in sizes_of(kv, self.layout).items() if axis not in "hc"}
+            return kv, {axis: n for axis, n in axis_sizes_of(kv, self.layout).items() if axis not in "hc"}
 
     @cached_property
     def beside(self) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class CacheSource:
         starts = self.arrays.get("seqstarts")
         if starts is None or self.kv is None or self.pair in (PAGED_NAMES, None):
             return None
-        tokens = self.axis_sizes["n"]
+        tokens = self.axis_sizes.get("b", 1) * self.axis_sizes["n"]
         wanted = f"integers that ascend from 0 to {tokens}, the tokens"
         if starts.ndim != 1 or starts.dtype.kind not in "iu":
             raise argument_error("seqstarts", wanted, describe(starts))
@@ -405,7 +405,7 @@ def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | 
     return None if line.split or line.joined else layouts.view(cache, line, sizes=sizes or None)
 
 
-def sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
+def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
     """Return the lengths of a layout's axes, as views have them."""
     several = isinstance(kv.keys[0], tuple)
     first = kv.keys[0][0] if several else kv.keys[0]

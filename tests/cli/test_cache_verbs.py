@@ -226,7 +226,9 @@ def test_draw_layouts(run, file, tmp_path):
     assert_refused(run("draw", tmp_path / "x.npy"), "it has no tables and says no layout")
 
 
-@pytest.mark.parametrize("verb", ["layouts", "inspect", "convert", "draw"])
+@pytest.mark.parametrize(
+    "verb", ["layouts", "inspect", "convert", "draw", "study", "check", "diff", "vectors"]
+)
 def test_help_has_an_example(run, verb):
     code, out, _ = run(verb, "--help")
     assert code == 0

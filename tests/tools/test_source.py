@@ -92,7 +92,7 @@ def test_every_tool_takes_every_name(sides, name, tmp_path):
     rolled = np.roll(sides[1], 1, axis=2)
     [found] = tools.diff(expected, SCHEMES[name](sides[0], rolled)).arrays
     assert found.differing == (rolled != sides[1]).sum()
-    sides[0, 1, 2, 3, 1, 5] = 0
+    sides[0, 1, 2, 3, 1, 5], sides[:, :, 1, 5:] = 0, np.nan  # rows without a token are not read
     expected, arrays = whole(*sides) | TABLES, SCHEMES[name](*sides) | TABLES
     assert studied(arrays) == studied(expected)
 

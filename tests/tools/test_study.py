@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from kvkit import files, formats, tools
-from kvkit.cache import DynamicCache
 from kvkit.errors import KvkitError
 from kvkit.tools.studies import measures
 from kvkit_cli.main import main
@@ -124,24 +123,6 @@ def test_floats_of_8_bits_that_saturate_are_counted(arrays):
     rows = [row for row in tools.study(arrays, "e4m3").rows if row["side"] == "values"]
     assert [row["at_end"] for row in rows[:3]] == [0, 24 / TOKENS, 0]
     assert one.at_end == pytest.approx(24 / TOKENS / (2 * LAYERS * HEADS))
-
-
-def test_sources_are_alike(rng, arrays, tmp_path):
-    """Arrays, a file of kvkit, pages of an engine with their tables, and a cache."""
-    key, value = arrays["key"], arrays["value"]
-    expected = tools.study({"key": key, "value": value}, "int4:g32").summary
-    cache = DynamicCache()
-    for i in range(LAYERS):
-        cache.update(*(side[i][None].swapaxes(1, 2) for side in (key, value)), i)
-    assert tools.study(cache, "int4:g32").summary == expected
-    pool = np.full((LAYERS, 14, 2, 8, HEADS, DIM), np.nan, np.float16)
-    table = rng.permutation(14)[:12]
-    for side, states in enumerate((key, value)):
-        pool[:, table, side] = states.reshape(LAYERS, 12, 8, HEADS, DIM)
-    tables = {"block_tables": table[None], "context_lens": np.array([TOKENS])}
-    files.write(tmp_path / "pool.npz", {"cache": pool, **tables}, files.Description("| l b kv n h c"))
-    found = tools.study(tmp_path / "pool.npz", "int4:g32")
-    assert found.summary == expected
 
 
 def test_a_scheme_of_ones_own(arrays, tmp_path):

@@ -119,13 +119,6 @@ def test_findings_name_options_of_the_shell(run, files):
     assert "Say which it is: --layout NAME" in run("check", files / "whole.npz")[1]
 
 
-@pytest.mark.parametrize("verb", ["check", "diff", "vectors"])
-def test_help_has_examples(run, verb):
-    code, out, _ = run(verb, "--help")
-    assert code == 0
-    assert f"kvkit {verb}" in out.partition("Examples:")[2]
-
-
 def test_importing_the_room_loads_no_tool():
     import subprocess
 
