@@ -1,15 +1,13 @@
 """`kvkit_cuda.ascend`: arrays of the device, chunks of every size, outputs, doctests."""
 
-import doctest
-
 import numpy as np
 import pytest
-from ascend_scenes import DTYPES, FLOATS, any_bits, compressed_call, finite, plain_call
+from ascend_scenes import DTYPES, FLOATS, any_bits, finite, plain_call
 from device_arrays import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
 
 import kvkit
 from kvkit.reference import ascend as oracle
-from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
+from kvkit.reference.ascend import ROPE
 from kvkit_cuda import ascend
 from kvkit_cuda.copy import means, pieces
 from kvkit_cuda.device_runtime import host
@@ -49,26 +47,6 @@ def same(got, expected):
 
 
 # reshape_and_cache
-
-
-@every_kind
-@pytest.mark.parametrize("mode", range(5), ids=["nd", "kvhead", "rope", "omni", "nz"])
-def test_arrays_of_the_device(kind, mode, rng):
-    """They are used where they are, and index tensors of the device are read."""
-    if mode in (KVHEAD, ROPE, OMNI):
-        call, keywords = compressed_call(rng, FLOATS["bfloat16"], mode)
-        indices = {n: Array(np.array(keywords.pop(n))) for n in ("wins", "seq_lens")}
-        if mode != KVHEAD:
-            indices["offset_index"] = Array(np.array(keywords.pop("offset_index")))
-    else:
-        indices, keywords = {}, {"cache_format": "NZ" if mode == 4 else "ND"}
-        call = plain_call(rng, [FLOATS["float16"]] * 2, keywords["cache_format"])
-    expected = stored(call, **keywords, **{name: index.array for name, index in indices.items()})
-    given = [KINDS[kind](np.ascontiguousarray(array)) for array in call[:4]]
-    results = ascend.reshape_and_cache(*given, Array(np.array(call[4])), **keywords, **indices)
-    assert results[0] is given[2]
-    assert results[1] is given[3]
-    same(given[2:], expected)
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -147,20 +125,6 @@ def test_means_of_more_tokens_than_are_read_ahead(count, element, rng):
     same([cache], expected[:1])
 
 
-@pytest.mark.parametrize("broken", [pieces, means])
-def test_nothing_is_written_if_a_launch_cannot_be_prepared(broken, rng, monkeypatch):
-    call, keywords = compressed_call(rng, FLOATS["float16"], ROPE)
-    before = [array.tobytes() for array in call[2:4]]
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(broken, "prepare", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ascend.reshape_and_cache(*map(Array, call[:4]), call[4], **keywords)
-    assert [array.tobytes() for array in call[2:4]] == before
-
-
 def test_what_an_array_of_the_device_may_not_be(rng):
     call = plain_call(rng, [FLOATS["float16"]] * 2)
     place = call[2].__array_interface__["data"][0]
@@ -209,19 +173,6 @@ def test_load_into_given_arrays(rng):
 
 
 @every_kind
-def test_block_copy_of_the_device(kind, rng):
-    for shapes in (((5, 2, 3, 4), (5, 3, 1, 7)), ((5, 2, 3, 2, 2), (5, 7)), ((5,), (5, 3, 4))):
-        caches = any_bits(rng, shapes[0], np.float32), any_bits(rng, shapes[1], np.int8)
-        after = [cache.copy() for cache in caches]
-        for cache in after:
-            oracle.block_copy(cache, None, [4, 0], [1, 3, 2], [2, 3])
-        given = [KINDS[kind](cache) for cache in caches]
-        results = ascend.block_copy(*given, *(Array(np.array(x)) for x in ([4, 0], [1, 3, 2], [2, 3])))
-        assert results == tuple(given)
-        same(results, after)
-
-
-@every_kind
 @pytest.mark.parametrize("shape", [(2, 19, 13), (1, 16, 16), (3, 5, 1)])
 def test_matrices_of_the_device(kind, shape, rng):
     x = any_bits(rng, shape, np.float32)
@@ -243,13 +194,3 @@ def test_strided_matrices_of_the_device(rng):
     back = Array(np.zeros((2, 40, 12), np.float16)[:, ::2])
     assert ascend.nz_to_nd(expected, 20, 12, out=back) is back
     same([back], [np.ascontiguousarray(x)])
-
-
-@pytest.mark.parametrize(
-    "operator",
-    [ascend.reshape_and_cache, ascend.paged_cache_load, ascend.block_copy, ascend.nd_to_nz, ascend.nz_to_nd],
-)
-def test_docstring_example(operator):
-    test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, operator.__name__, None, 0)
-    assert len(test.examples) > 1
-    assert doctest.DocTestRunner().run(test).failed == 0

@@ -1,18 +1,15 @@
 """`kvkit_cuda.ascend.paged_attention`: against loops in float64."""
 
-import doctest
-
 import numpy as np
 import pytest
 from ascend_attention_scenes import call_of, run
 from attention_scenes import TOLERANCE, assert_near
-from device_arrays import KINDS, Array, Tensor, contents
+from device_arrays import Array, contents
 
 import kvkit
 from kvkit.reference import ascend as oracle
 from kvkit_cuda import ascend
-from kvkit_cuda.calls import attention, tables
-from kvkit_cuda.device_runtime import host
+from kvkit_cuda.calls import tables
 
 TENSORS = ("query", "key_cache", "value_cache", "razor_offset", "sinks")
 LENGTHS = (9, 0, 1, 40)
@@ -31,17 +28,6 @@ def check(call, given, **more):
     assert_near(contents(results[0]), output, TOLERANCE[str(call["query"].dtype)])
     assert_near(contents(results[1]), lse, 2e-5, "lse")
     return results
-
-
-@pytest.mark.parametrize("kind", few_of(KINDS, "interface"))
-def test_arrays_of_the_device(kind, rng):
-    """Also the index tensors, which are read; results are of the kind of the query."""
-    call = call_of(rng, "float32", kind in ("torch", "numba"), LENGTHS, **ALL)
-    given = {name: KINDS[kind](call[name]) for name in TENSORS}
-    given |= {name: Array(call[name]) for name in ("block_tables", "context_lens")}
-    results = check(call, given)
-    wanted = Tensor if kind == "torch" else type(host.empty(1, np.int8, 0))
-    assert [type(array) for array in results] == [wanted] * 2
 
 
 def strided(rng, array, where):
@@ -105,23 +91,3 @@ def test_a_mean_counts_as_the_tokens_it_stands_for(rng):
         query, *(cache.array for cache in caches), *arguments, razor_offset=razor_offset
     )
     assert_near(contents(got), expected, TOLERANCE["float32"])
-
-
-def test_nothing_is_written_if_a_launch_cannot_be_prepared(rng, monkeypatch):
-    call = call_of(rng, "float32", False, (9, 2))
-    out = np.ones_like(call["query"])
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(attention, "prepare", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(call, ascend.paged_attention, out=Array(out))
-    assert (out == 1).all()
-
-
-@pytest.mark.slow
-def test_docstring_example():
-    test = doctest.DocTestParser().get_doctest(ascend.paged_attention.__doc__, {}, "paged", None, 0)
-    assert len(test.examples) > 3
-    assert doctest.DocTestRunner().run(test).failed == 0

@@ -1,13 +1,12 @@
 """The cache operators of kvkit_cuda, against the oracle and the CPU twin, and arrays of every kind."""
 
-import doctest
 import sys
 import types
 
 import numpy as np
 import pytest
 import scenes
-from device_arrays import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
+from device_arrays import Array, Capsule, OnTheHost, contents, moved
 from numba import cuda
 from scenes import ALL_FORMATS, Formats, assert_all_same, assert_same
 
@@ -95,22 +94,6 @@ def scene_of(kind, rng, formats, **choices):
     return getattr(scenes, kind)(rng, formats, **choices)
 
 
-@kinds
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("formats", [HALF, CODES], ids=str)
-def test_arrays_of_the_device(kind, name, formats, rng):
-    """They are used where they are, and results are of their kind."""
-    scene = scene_of(kind, rng, formats)
-    expected = scene.oracle()
-    given = {n: KINDS[name](scene[n]) for n in TENSORS if scene[n] is not None}
-    key, value = scene.but(**given).run()
-    cache, scale = given["cache"], given.get("scale")
-    assert type(key) is type(value)
-    assert type(key) is (Tensor if name == "torch" else type(cuda.device_array(1)))
-    got = [None if array is None else contents(array) for array in (key, value, cache, scale)]
-    assert_all_same(got, expected)
-
-
 def fail(array):
     raise array.error
 
@@ -163,16 +146,6 @@ def test_results_are_cupys(rng, monkeypatch):
     assert_all_same((key.array, value.array, scene["cache"], None), expected)
 
 
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("kind", [Array, OnTheHost])
-def test_kinds_may_be_mixed(name, kind, rng):
-    scene = scenes.dynamic(rng, Formats("fp32", "int8", "fp16", 8, 8, (24,)), 2, 1)
-    expected = scene.oracle()
-    key, value = scene.but(**{name: kind(scene[name])}).run()
-    assert_all_same((contents(key), contents(value), scene["cache"], scene["scale"]), expected)
-    assert isinstance(key, np.ndarray) is (name != "current_key" or kind is OnTheHost)
-
-
 @kinds
 def test_results_that_are_given(kind, rng):
     scene = scene_of(kind, rng, HALF)
@@ -201,20 +174,6 @@ def test_strided_arrays_of_the_device(rng, monkeypatch):
     key, value = scene.but(current_key=Array(wide), current_value=Array(flipped), cache=Array(cache)).run()
     assert type(key) is type(value) is type(cuda.device_array(1))
     assert_all_same((contents(key), contents(value), cache, None), expected)
-
-
-@pytest.mark.parametrize("index", ["seqstarts", "kvstarts", "cachestarts", "start_pos"])
-def test_index_tensors_of_the_device(index, rng):
-    scene = scenes.dynamic(rng, HALF, 2, 1)
-    expected = scene.oracle()
-    backwards = np.ascontiguousarray(np.flip(scene[index]))
-    assert_all_same((*scene.but(**{index: Array(np.flip(backwards))}).run(), scene["cache"], None), expected)
-
-
-def test_start_pos_of_the_device(rng):
-    scene = scenes.static(rng, HALF)
-    expected = scene.oracle()
-    assert_all_same((*scene.but(start_pos=Array(np.array([3]))).run(), scene["cache"], None), expected)
 
 
 @pytest.mark.parametrize(
@@ -317,21 +276,6 @@ def test_arrays_of_the_device_that_overlap(rng):
     )
 
 
-@pytest.mark.parametrize("name", ["store", "load"])
-def test_nothing_is_written_if_a_launch_cannot_be_prepared(name, rng, monkeypatch):
-    scene = scenes.static(rng, HALF)
-    scene = scene.but(cache=Array(scene["cache"]))
-    before = scene["cache"].array.tobytes()
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(transfer, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        scene.run()
-    assert scene["cache"].array.tobytes() == before
-
-
 # Streams
 
 
@@ -390,23 +334,6 @@ def test_no_call_waits_for_tables(rng, monkeypatch):
     cache, keys = Array(np.zeros((1, 1 << 12, 2, heads, dim), np.float16)), Array(scene["current_key"])
     step.key_value_cache(keys, keys, cache, cache_layout=1)
     assert not finished
-
-
-OPERATORS = [
-    getattr(module, name)
-    for module in (kvkit_cuda, kvkit_cuda.dynamic_batching)
-    for name in module.__all__
-    if isinstance(getattr(module, name), types.FunctionType)
-]
-
-
-@pytest.mark.parametrize(
-    "operator", OPERATORS, ids=lambda operator: f"{operator.__module__}.{operator.__name__}"
-)
-def test_docstring_example(operator):
-    test = doctest.DocTestParser().get_doctest(operator.__doc__, {}, operator.__name__, None, 0)
-    assert len(test.examples) > 1
-    assert doctest.DocTestRunner().run(test).failed == 0
 
 
 def test_calls_are_dumped_with_what_lies_on_the_device(monkeypatch, tmp_path, capfd, rng):

@@ -1,7 +1,5 @@
 """`kvkit_cuda.paged_attention`, `paged_append` and `swap_blocks`: against loops, and the CPU's bytes."""
 
-import doctest
-
 import numpy as np
 import pool_scenes
 import pytest
@@ -128,10 +126,3 @@ def test_blocks_from_cache_to_cache(shape, rng):
     assert memory.tobytes() == expected.tobytes()
     assert kvkit_cuda.swap_blocks(source, source, [[0, 5]]) is source
     assert source[5].tobytes() == source[0].tobytes()
-
-
-def test_the_examples_run():
-    for operator in (kvkit_cuda.paged_attention, kvkit_cuda.paged_append, kvkit_cuda.swap_blocks):
-        examples = doctest.DocTestFinder().find(operator, operator.__name__, globs={})
-        for example in examples:
-            assert doctest.DocTestRunner().run(example).failed == 0

@@ -11,7 +11,7 @@ from scenes import DTYPES, FLOATS
 import kvkit
 import kvkit_cuda
 from kvkit_cuda.device_runtime import host
-from kvkit_cuda.positions import alibi, angles, rotary
+from kvkit_cuda.positions import alibi, rotary
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 packed = kvkit_cuda.dynamic_batching
@@ -114,17 +114,6 @@ def test_given_cosines_and_sines(kind, rng):
             ),
             expected,
         )
-
-
-@every_kind
-def test_rotary_of_the_device(kind, rng):
-    """Index tensors of the device are read; results are of the kind of the query."""
-    arrays, starts, first = turn_call(rng, "bf16")
-    expected = kvkit.dynamic_batching.rotary_position_embedding(*arrays, starts, first, None)
-    given = [KINDS[kind](array) for array in arrays]
-    results = packed.rotary_position_embedding(*given, Array(starts), Array(first), None)
-    assert [type(array) for array in results] == [kind_of(kind)] * 2
-    same(results, expected)
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -250,13 +239,6 @@ def test_masks_in_chunks(elements, span, rng, spans):
     assert spans == [span]
 
 
-@every_kind
-def test_slopes_into_arrays_of_the_device(kind):
-    out = KINDS[kind](np.zeros(6, np.float32))
-    assert kvkit_cuda.alibi_slope(num_heads=6, out=out) is out
-    same([out], [kvkit.alibi_slope(num_heads=6)])
-
-
 # Positions
 
 
@@ -269,17 +251,3 @@ def test_positions_of_the_device(kind):
     same([result], [np.array([2**63 - 3, 2**63 - 2, 0])])
     with pytest.raises(kvkit.KvkitError, match=r"^sequences: expected integers"):
         packed.position_index(Array(np.zeros(3, np.float32)), starts, first)
-
-
-@pytest.mark.parametrize("broken", [angles, rotary])
-def test_nothing_is_written_if_a_launch_cannot_be_prepared(broken, rng, monkeypatch):
-    arrays, starts, first = turn_call(rng, "fp32")
-    before = [array.tobytes() for array in arrays]
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(broken, "table" if broken is angles else "prepare", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        packed.rotary_position_embedding(*arrays, starts, first, None, out=tuple(map(Array, arrays)))
-    assert [array.tobytes() for array in arrays] == before

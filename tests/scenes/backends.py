@@ -11,8 +11,8 @@ import sys
 import kvkit
 
 DEVICE = (
-    "ascend", "ascend_attention", "attention", "cache", "decode", "formats", "outputs", "paged", "positions",
-    "prefill", "scan",
+    "arrays", "ascend", "ascend_attention", "attention", "cache", "decode", "formats", "outputs", "paged",
+    "positions", "prefill", "scan",
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
 SHARED = (
@@ -26,8 +26,7 @@ SLOW = (
 )  # fmt: skip
 # The machine that runs PTX compiles for a minute, so that few kernels of each kind are quick.
 MACHINE = {
-    "test_device_cache": [r"test_arrays_of_the_device.*interface-dynamic"],
-    "test_device_ascend": [r"test_arrays_of_the_device.*interface"],
+    "test_device_arrays": [r"\[(cache|cache of floats|blocks (nd|nz|kvhead|rope|omni))-interface"],
     "test_device_attention": [r"test_what_weighs_keys.*plain"],
     "test_device_decode": [r"test_contexts.*100-fp16", r"test_groups_of_copies"],
     "test_device_formats": [],

@@ -172,7 +172,7 @@ CALLS = {
 
 
 def arrays_of(results):
-    return [results] if isinstance(results, np.ndarray) else list(results)
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 def like(results, arrays):

@@ -1,0 +1,109 @@
+"""Every operator over arrays of the device, of every kind: the CPU's results, as arrays of that kind."""
+
+import doctest
+import types
+
+import numpy as np
+import pytest
+from attention_scenes import TOLERANCE, assert_near
+from calls import CALLS, arrays_of
+from device_arrays import KINDS, Array, Tensor, contents
+from scenes import assert_same
+
+import kvkit
+import kvkit_cuda
+from kvkit_cuda import ascend
+from kvkit_cuda.calls import attention
+from kvkit_cuda.copy import means, pieces, transfer
+from kvkit_cuda.device_runtime import host
+from kvkit_cuda.positions import angles, rotary
+
+ROOMS = kvkit_cuda, kvkit_cuda.dynamic_batching, ascend
+OPERATORS = {
+    f"{room.__name__}.{name}": getattr(room, name)
+    for room in ROOMS
+    for name in room.__all__
+    if isinstance(getattr(room, name), types.FunctionType)
+}
+
+
+def is_near(call):
+    """Sums are in another order than the CPU's."""
+    return "attention" in call.name
+
+
+def cases():
+    for label, make in CALLS.items():
+        for kind in KINDS:
+            slow = is_near(make()) and (kind != "interface" or "codes" in label)
+            yield pytest.param(label, kind, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("label", "kind"), [*cases()])
+def test_arrays_of_the_device(label, kind):
+    """They are used where they are, index tensors are read; results are of the kind of the first array."""
+    call, twin = CALLS[label](), CALLS[label]()
+    more = {"return_lse": True} if is_near(call) and call.name != "merge_attention_states" else {}
+    expected, given = twin.run(kvkit, **more), {}
+    for array in call.operator.inputs:
+        value = call.inputs.get(array.name)
+        if isinstance(value, np.ndarray) and value.ndim:
+            is_index = "int64" in array.dtypes
+            given[array.name] = Array(value) if is_index else KINDS[kind](np.ascontiguousarray(value))
+    results = call.but(**given).run(**more)
+    inout = [array.name for array in call.operator.inputs if array.inout and array.name in given]
+    for name in inout:
+        assert_same(contents(given[name]), twin[name], name)
+    if not call.operator.outputs:
+        assert all(result is given[name] for result, name in zip(arrays_of(results), inout, strict=False))
+        return
+    wanted = type(host.empty(1, np.int8, 0)) if given else np.ndarray
+    if Tensor in map(type, given.values()):
+        wanted = Tensor
+    for got, right in zip(arrays_of(results), arrays_of(expected), strict=True):
+        assert type(got) is wanted
+        assert contents(got).dtype == right.dtype
+        if is_near(call):
+            assert_near(contents(got), right, TOLERANCE[str(right.dtype)])
+        else:
+            assert_same(contents(got), right)
+
+
+BROKEN = {  # what prepares a launch, and a call that asks for it
+    "store": (transfer, "store", "static cache of floats"),
+    "load": (transfer, "load", "static cache of floats"),
+    "angles": (angles, "table", "rotary"),
+    "rotary": (rotary, "prepare", "rotary"),
+    "pieces": (pieces, "prepare", "blocks nd"),
+    "means": (means, "prepare", "blocks rope"),
+    "attention": (attention, "prepare", "paged attention"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_nothing_is_written_if_a_launch_cannot_be_prepared(what, monkeypatch):
+    """Not into caches, and not into outputs."""
+    module, name, label = BROKEN[what]
+    call = CALLS[label]()
+    arrays = {n: x for n, x in call.inputs.items() if isinstance(x, np.ndarray) and x.dtype.kind != "i"}
+    before = {n: x.tobytes() for n, x in arrays.items()}
+
+    def interrupted(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, name, interrupted)
+    out = {}
+    if call.name.endswith(("rotary_position_embedding", "paged_attention")):
+        outs = [np.ones_like(call[n]) for n in ("query", "key") if n in call.inputs]
+        out = {"out": tuple(map(Array, outs)) if len(outs) > 1 else Array(outs[0])}
+    with pytest.raises(KeyboardInterrupt):
+        call.but(**{n: Array(x) for n, x in arrays.items()}).run(**out)
+    assert {n: x.tobytes() for n, x in arrays.items()} == before
+    assert all((x == 1).all() for x in (outs if out else ()))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_docstring_example(name):
+    test = doctest.DocTestParser().get_doctest(OPERATORS[name].__doc__, {}, name, None, 0)
+    assert len(test.examples) > 1
+    assert doctest.DocTestRunner().run(test).failed == 0
