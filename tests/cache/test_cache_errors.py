@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_scenes import any_kind, append, filled, state
+from cache_scenes import LAYERS, any_kind, append, filled, state
 
 import kvkit
 from kvkit.cache import (
@@ -15,8 +15,8 @@ from kvkit.cache import (
 
 
 def wrong_updates():
-    """(what is wrong, arguments) of calls for a layer of [2, 3, ., 4 and 6] float16 with 5 tokens."""
-    key, value = np.ones((2, 3, 2, 4), np.float16), np.ones((2, 3, 2, 6), np.float16)
+    """(what is wrong, arguments) of calls for a layer of [2, 3, ., 4 and 8] float16 with 5 tokens."""
+    key, value = np.ones((2, 3, 2, 4), np.float16), np.ones((2, 3, 2, 8), np.float16)
     yield "key_states: expected a numpy array, got list", (key.tolist(), value)
     yield "key_states: expected dtype", (key.astype(np.float64), value)
     yield "value_states: expected the dtype of key_states", (key, value.astype(np.float32))
@@ -50,9 +50,9 @@ def other_wrong_calls():
     yield "repeats: expected at least 1", "repeat", (0,)
 
 
-@any_kind
+@pytest.mark.parametrize("kind", LAYERS)
 def test_errors_leave_a_layer_as_it_was(kind):
-    layer = filled(kind)
+    layer = filled(kind, dims=(4, 8))
     before = state(layer)
     calls = [(message, "update", arguments) for message, arguments in wrong_updates()]
     for message, name, arguments in (*calls, *other_wrong_calls()):
@@ -62,7 +62,7 @@ def test_errors_leave_a_layer_as_it_was(kind):
         assert state(layer) == before
     if kind != "static":
         with pytest.raises(kvkit.KvkitError, match="cache_position: expected positions from 5 on"):
-            layer.update(np.ones((2, 3, 2, 4), np.float16), np.ones((2, 3, 2, 6), np.float16), [4, 5])
+            layer.update(np.ones((2, 3, 2, 4), np.float16), np.ones((2, 3, 2, 8), np.float16), [4, 5])
         assert state(layer) == before
 
 

@@ -1,7 +1,5 @@
 """Wrong arguments change nothing; sizes; caches of quantized layers."""
 
-import copy
-
 import numpy as np
 import pytest
 from quantized_cache_scenes import KEY, OPTIONS, VALUE, feed, states
@@ -9,47 +7,6 @@ from quantized_cache_scenes import KEY, OPTIONS, VALUE, feed, states
 from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, SlidingWindowLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.errors import KvkitError
-
-WRONG = {
-    "an array": lambda k, v: (k.tolist(), v),
-    "one dtype": lambda k, v: (k, v.astype(np.float16)),
-    "the dtype of the first": lambda k, v: (k.astype(np.float16), v.astype(np.float16)),
-    "one batch": lambda k, v: (k, v[:1]),
-    "one number of tokens": lambda k, v: (k, v[:, :, :1]),
-    "the batch of the first": lambda k, v: (k[:1], v[:1]),
-    "the heads of the first": lambda k, v: (k[:, :1], v[:, :1]),
-    "the head size of the first": lambda k, v: (k[..., :8], v),
-    "four axes": lambda k, v: (k[0], v[0]),
-    "a float": lambda k, v: (k.astype(int), v.astype(int)),
-    "the next positions": lambda k, v: (k, v, [3, 4, 5]),
-    "as many positions": lambda k, v: (k, v, [20]),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_update_changes_nothing(case):
-    layer, given = QuantizedLayer(**OPTIONS), states(24)
-    keys, _ = feed(layer, given, 20)
-    before = copy.deepcopy(layer)
-    with pytest.raises(KvkitError):
-        layer.update(*WRONG[case](*(x[:, :, 20:23] for x in given)))
-    assert np.array_equal(keys, given[0][:, :, :20])
-    for each in (layer, before):
-        feed(each, given, 24)
-    assert layer.keys.tobytes() == before.keys.tobytes()
-    assert layer.values.tobytes() == before.values.tobytes()
-
-
-@pytest.mark.parametrize(
-    "change", [("crop", -21), ("crop", 1.5), ("reorder", [2]), ("reorder", [-1]), ("select", [])]
-)
-def test_a_wrong_change_changes_nothing(change):
-    layer, given = QuantizedLayer(**OPTIONS), states(20)
-    layer.update(*given)
-    keys = layer.keys
-    with pytest.raises(KvkitError):
-        getattr(layer, change[0])(change[1])
-    assert np.array_equal(layer.keys, keys)
 
 
 @pytest.mark.parametrize(

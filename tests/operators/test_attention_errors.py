@@ -144,14 +144,6 @@ def test_out_in_another_type_needs_a_float32_lse():
     refused(call, "out", out=out, return_lse=True)
 
 
-@kinds
-def test_out_over_sinks(kind):
-    call = legal(kind)
-    memory = np.zeros(call["query"].size + 3, np.float32)
-    out = memory[3:].reshape(call["query"].shape)
-    refused(call.but(sinks=memory[:4]), "out", out=out)
-
-
 # Cache, scale and their attributes
 
 MISMATCHED = {
@@ -176,21 +168,6 @@ def test_caches(kind):
     cache = call["cache"]
     for array in (cache[..., ::2], cache.view(np.uint8), cache.astype(np.float16)):
         refused(call.but(cache=array), "cache")
-    codes = scenes.poison(np.random.default_rng(0), (4096,), np.int8)
-    shared = codes[: cache.size].reshape(cache.shape)
-    scale = call["scale"]
-    overlap = codes[: scale.nbytes].view(scale.dtype).reshape(scale.shape)
-    refused(call.but(cache=shared, scale=overlap), ("cache", "scale"))
-
-
-@cached
-def test_cache_over_the_mask_or_sinks(kind):
-    call = legal(kind)
-    flat = call["cache"].reshape(-1)
-    shape = (1, 3, 5) if "static" in kind else (1, 4, 10)
-    inside = flat[: int(np.prod(shape))].reshape(shape)
-    refused(call.but(attn_mask=inside), ("cache", "attn_mask"))
-    refused(call.but(sinks=flat[:4]), ("cache", "sinks"))
 
 
 def test_static_start_pos():
@@ -231,12 +208,6 @@ def test_starts(kind, case):
 
 
 INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
-
-
-@dynamics
-def test_no_starts(kind):
-    for name in ("seqstarts", "kvstarts"):
-        refused(legal(kind).but(**{name: np.zeros(0, np.int64)}), name)
 
 
 @dynamics

@@ -1,4 +1,4 @@
-"""Errors of sections 2 to 5 about attributes, types and shapes; the legal call is broken in one way."""
+"""Errors of sections 2 to 5 about attributes, types, shapes and places; a legal call is broken in one way."""
 
 import numpy as np
 import pytest
@@ -152,3 +152,36 @@ def test_more_new_tokens_than_a_static_cache_has():
         legal("static").but(**{n: legal("static", seqlen=8)[n] for n in TENSORS[:2]}, start_pos=0),
         "start_pos",
     )
+
+
+# Memory
+
+
+@kinds
+@pytest.mark.parametrize("name", ["cache", "scale"])
+def test_rows_that_overlap_each_other(kind, name):
+    scene = legal(kind)
+    array = scene[name]
+    for axis in range(array.ndim - 1):
+        for stride in (0, array.itemsize):
+            strides = [stride if i == axis else s for i, s in enumerate(array.strides)]
+            folded = np.lib.stride_tricks.as_strided(array, array.shape, strides, writeable=True)
+            refused(scene.but(**{name: folded}), name)
+
+
+@kinds
+def test_unrelated_views_of_one_buffer_are_legal(kind):
+    """Outputs between the rows of new tokens: disjoint, though their bounds overlap."""
+    scene = legal(kind, FLOAT, dim=24)
+    expected = scene.oracle()
+    wide = np.zeros((*expected[0].shape[:-1], 3 * 24), np.float32)
+    out = wide[..., :24], wide[..., 48:]
+    key = wide[tuple(slice(size) for size in scene["current_key"].shape[:-1])][..., 24:48]
+    key[...] = scene["current_key"]
+    scenes.assert_all_same(scene.but(current_key=key).results(out=out), expected)
+
+
+def test_refusal_leaves_surroundings_alone(poison):
+    scene = legal("dynamic")
+    views = {name: poison.around(scene[name], 1) for name in TENSORS}
+    refused(scene.but(**views, max_kvlen=1), "max_kvlen")

@@ -10,12 +10,6 @@ import kvkit
 from kvkit.cpu.copy import transfer
 
 
-def test_no_entries():
-    empty = np.zeros(0, np.int64)
-    for name in ("seqstarts", "kvstarts"):
-        refused(legal("dynamic").but(**{name: empty}), name)
-
-
 def test_an_array_for_the_other_mode():
     scene = legal("dynamic")
     refused(scene.but(cache_mode=0), "cachestarts")

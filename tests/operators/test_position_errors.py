@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import refusals
 from calls import CALLS
-from refusals import swapped
 from scenes import INT64_MAX, INT64_MIN
 
 rotary = pytest.mark.parametrize("operator", ["static rotary", "rotary"])
@@ -92,15 +91,7 @@ def test_the_last_positions(backend):
     backend.rotary_position_embedding(X, X, INT64_MAX - 3)
 
 
-def test_sequences():
-    for wrong in (np.zeros(3), np.zeros((3, 1), np.int64), None, np.zeros(3, bool)):
-        refused("positions", "sequences", sequences=wrong)
-    refused("positions", "seqstarts", sequences=np.zeros(4, np.int64))
-
-
-@pytest.mark.parametrize(
-    "value", [[0], [0, 0, 0], [0, -1], [[0, 0]], 0, [0.0, 1.0], [INT64_MIN, 0]], ids=repr
-)
+@pytest.mark.parametrize("value", [[0, -1], [INT64_MIN, 0]], ids=repr)
 def test_pad_len(value):
     refused("static rotary", "pad_len", pad_len=np.array(value))
 
@@ -141,21 +132,7 @@ def test_dynamic_masks_that_do_not_fit(shape):
     refused("alibi", "attn_mask", attn_mask=np.zeros(shape, np.float32))
 
 
-@pytest.mark.parametrize("operator", ["static alibi", "alibi"])
-def test_masks_of_other_types(operator):
-    mask = np.zeros((4, 16), np.float32)
-    for wrong in (mask.astype(np.float64), mask.astype(np.int8), swapped(mask), mask.tolist(), 0.0):
-        refused(operator, "attn_mask", attn_mask=wrong)
-
-
 # Outputs
-
-
-def test_an_output_over_the_mask():
-    mask = np.zeros((4, 3, 16), np.float32)
-    refused("static alibi", "out", attn_mask=mask, out=mask)
-    mask = np.zeros((2, 4, 16), np.float32)
-    refused("alibi", "out", attn_mask=mask[1], out=mask)
 
 
 @rotary

@@ -16,7 +16,7 @@ DEVICE = (
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
 SHARED = (
-    "refusals", "key_value_cache_errors", "key_value_cache_index_errors", "key_value_cache_memory_errors",
+    "refusals", "key_value_cache_errors", "key_value_cache_index_errors",
     "ascend_vectors",
 )  # fmt: skip
 SLOW = (

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 from cache_model import KINDS
+from quantized_cache_scenes import OPTIONS
 
-from kvkit.cache import DynamicLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from kvkit.cache import (
+    DynamicLayer,
+    QuantizedLayer,
+    SlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from kvkit.runtime.result_pool import ALIGNED
 
 LAYERS = {
@@ -12,6 +19,7 @@ LAYERS = {
     "sliding": lambda: SlidingWindowLayer(4),
     "static": lambda: StaticLayer(12),
     "static sliding": lambda: StaticSlidingWindowLayer(12, 4),
+    "quantized": lambda: QuantizedLayer(**OPTIONS),
 }
 any_kind = pytest.mark.parametrize("kind", KINDS)
 
