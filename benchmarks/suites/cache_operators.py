@@ -113,7 +113,7 @@ def append_only(kind, number, mode, past, new, timed=False):
 
         def run(i):
             layer, x = i % layers, inputs[i % layers]
-            fmt, key, value = tensors.current(x, x, 3)
+            fmt, key, value = tensors.check_new_tokens(x, x, 3)
             checked = caches.cache_layer(
                 fmt, H, DIM, cache, scale, pmx.DYNAMIC, place._replace(layer_idx=layer)
             )
@@ -140,12 +140,12 @@ def checks_only(kind, batch):
         place = CacheArguments(1, 0, kind.quant, GROUP, cache_layout=3)
 
         def run(i):
-            fmt, _, _ = tensors.current(x, x, 3)
+            fmt, _, _ = tensors.check_new_tokens(x, x, 3)
             checked = caches.cache_layer(fmt, H, DIM, cache, scale, pmx.DYNAMIC, place)
             packed = tensors.packed_tokens("current_key", x)
             check_room(checked_step(packed, index), packed, checked)
             for name, array in (("cache", cache), ("scale", scale)):
-                tensors.apart(name, array, [("current_key", x), ("current_value", x)])
+                tensors.check_apart(name, array, [("current_key", x), ("current_value", x)])
 
         return Work(run)
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from kvkit.checks.ascend.reshape import WINDOWS, compression
 from kvkit.checks.ascend.tensors import MOST
 from kvkit.checks.index_tensors import index
-from kvkit.checks.values import integer, number, text
+from kvkit.checks.values import finite_number, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.operators.compression import CompressType
 from kvkit.typed import Array, Pair
@@ -54,7 +54,7 @@ class Slots:
         With it a mean counts as the N tokens it stands for. float32 [num_blocks, block_size]; `num_blocks`
         are those of the cache.
         """
-        scale = number("softmax_scale", softmax_scale)
+        scale = finite_number("softmax_scale", softmax_scale)
         if scale == 0:
             raise argument_error("softmax_scale", "a number other than 0", scale)
         least = self.num_blocks

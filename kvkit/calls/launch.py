@@ -18,7 +18,7 @@ from kvkit.typed import Array, Attended, Pair
 COPIED_BYTES = 2**20
 
 
-def transfers(call: TransferCall, key: Array, value: Array) -> tuple[Any, Any]:
+def transfer_launches(call: TransferCall, key: Array, value: Array) -> tuple[Any, Any]:
     """Return the launches of a checked call of `key_value_cache`."""
     store = cpu.copy.transfer.store(call.current_key, call.current_value, call.layer, call.steps)
     return store, cpu.copy.transfer.load(key, value, call.layer, call.steps, call.repeat)
@@ -27,11 +27,11 @@ def transfers(call: TransferCall, key: Array, value: Array) -> tuple[Any, Any]:
 def attend(call: AttentionCall, out: Array | Pair | None) -> Attended:
     """Attend, after an append if the call has a cache, and return the results as operators do."""
     results = call.results.arrays(out)
-    cpu.launches.start(*attention(call, results))
+    cpu.launches.start(*attention_launches(call, results))
     return one_or_all(results)
 
 
-def attention(call: AttentionCall, results: Sequence[Array]) -> tuple[Any, ...]:
+def attention_launches(call: AttentionCall, results: Sequence[Array]) -> tuple[Any, ...]:
     """Return the launches of a checked call of attention."""
     out, lse = (*results, None)[:2]
     attend = cpu.attention.prepare.prepare(
@@ -61,7 +61,7 @@ def append_to_pools(call: PoolAppend) -> None:
     cpu.launches.start(*launches)
 
 
-def rotation(call: RotationCall, results: Sequence[Array]) -> Any:
+def rotation_launch(call: RotationCall, results: Sequence[Array]) -> Any:
     """Return the launch of a checked call of `rotary_position_embedding` that has tokens."""
     moves = tuple(zip(map(one_piece, (call.query, call.key)), results, strict=True))
     tables = call.tables and np.array(call.tables, np.float32)
@@ -69,7 +69,7 @@ def rotation(call: RotationCall, results: Sequence[Array]) -> Any:
     return cpu.positions.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how)
 
 
-def write_alibi(call: AlibiCall, out: Array | None) -> Array:
+def write_alibi_mask(call: AlibiCall, out: Array | None) -> Array:
     """Write a mask of ALiBi's biases, and return it."""
     (out,) = call.results.arrays(out)
     target = out if out.ndim == 4 else out[None]

@@ -36,7 +36,7 @@ def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
     return (*shapes, *attributes, *map(type, attributes))
 
 
-def members(attribute: object) -> tuple[object, ...]:
+def tuple_members(attribute: object) -> tuple[object, ...]:
     """Return the members of a tuple, or () for any other value."""
     return attribute if isinstance(attribute, tuple) else ()
 
@@ -55,12 +55,6 @@ def places_of(arrays: Iterable[Array | None]) -> list[int]:
     """Return the addresses of arrays, 0 for None."""
     address = cpu.launches.address
     return [0 if array is None else address(array) for array in arrays]
-
-
-def addresses(arrays: Mapping[str, Array | None]) -> dict[str, int]:
-    """Return where arrays lie, by name; those that are None lie nowhere."""
-    address = cpu.launches.address
-    return {name: address(array) for name, array in arrays.items() if array is not None}
 
 
 class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
@@ -147,7 +141,7 @@ class PreparedCall:
             if owner in places
         ]
         self.owners = {names[i] for _, _, i, _ in self._moved}
-        self._written, self._near = overlaps(arrays, places, written)
+        self._written, self._near = overlap_distances(arrays, places, written)
 
     def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
@@ -185,7 +179,7 @@ class PreparedCall:
         return True
 
 
-def overlaps(
+def overlap_distances(
     arrays: Mapping[str, Any], places: Mapping[str, int], written: int
 ) -> tuple[list[int], list[tuple[int, int, int, int]]]:
     """Return which of `arrays` are written, the last so many, and at which distances they overlap others.
@@ -195,7 +189,7 @@ def overlaps(
     """
     if not written:
         return [], []
-    there = [(i, places[name], *span(arrays[name])) for i, name in enumerate(arrays) if name in places]
+    there = [(i, places[name], *byte_span(arrays[name])) for i, name in enumerate(arrays) if name in places]
     last = [i for i, *_ in there if i >= len(arrays) - written]
     return last, [
         (one, other, low - other_high, high - other_low)
@@ -205,7 +199,7 @@ def overlaps(
     ]
 
 
-def span(array: Array) -> tuple[int, int]:
+def byte_span(array: Array) -> tuple[int, int]:
     """Return the range of bytes, from an array's address, that its elements lie in."""
     if not array.size:
         return 0, 0

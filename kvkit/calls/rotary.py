@@ -53,7 +53,7 @@ def rotate(
     checked = checked_rotation(query, key, where, arguments)
     rotated_query, rotated_key = checked.results.arrays(out)
     if checked.starts[-1]:
-        rotation = launch.rotation(checked, (rotated_query, rotated_key))
+        rotation = launch.rotation_launch(checked, (rotated_query, rotated_key))
         cpu.launches.start(rotation)
         if form and all(one_piece(array) is array for array in arrays):
             repeated = dict(zip(ARRAYS, (*arrays, rotated_query, rotated_key), strict=True))

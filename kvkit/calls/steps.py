@@ -13,7 +13,15 @@ import numpy as np
 
 from kvkit import checks, cpu
 from kvkit.calls import launch
-from kvkit.calls.prepared import Form, PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned, members
+from kvkit.calls.prepared import (
+    Form,
+    PreparedCall,
+    PreparedCalls,
+    form_of,
+    is_pair,
+    is_unaligned,
+    tuple_members,
+)
 from kvkit.checks.arguments import CacheAttention, CacheTransfer, StepArguments
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.index_tensors import (
@@ -66,7 +74,7 @@ class PlannedStep:
         if steps.seqstarts[0] or steps.kvstarts[0] or steps.seqstarts[-1] != tokens:
             return False
         steps = steps._replace(tokens=tokens, context=int(steps.kvstarts[-1]))
-        rule, rows, _, _ = checks.scan.scan(steps, INT64_MAX)
+        rule, rows, _, _ = checks.scan.scan_step(steps, INT64_MAX)
         if rule:
             return False
         self._sequences = Packed(steps._replace(rows=rows), self._sequences.decoding)
@@ -105,7 +113,7 @@ class PlannedStep:
                 return results[0], results[1]
         checked = checked_key_value_cache(self._sequences, call)
         key, value = checked.results.arrays(out)
-        launches = launch.transfers(checked, key, value)
+        launches = launch.transfer_launches(checked, key, value)
         cpu.launches.start(*launches)
         if form and checked.current_key is call.current_key and checked.current_value is call.current_value:
             names = "current_key", "current_value", "cache", "scale", "key", "value"
@@ -120,7 +128,7 @@ class PlannedStep:
         form, steps, scoring = None, self._sequences.steps, call.scoring
         plain = scoring.attn_mask is None and scoring.sinks is None and call.return_lse is False
         if plain and steps is not None:
-            attributes = *call.place, *call.heads, *scoring, *members(scoring.window)
+            attributes = *call.place, *call.heads, *scoring, *tuple_members(scoring.window)
             form = form_of((*arrays, out), attributes)
         prepared = self._attended.find(form)
         if prepared and steps and prepared.room >= steps.rows:
@@ -129,7 +137,7 @@ class PlannedStep:
                 return result
         checked = checked_cache_attention(self._sequences, call)
         results = checked.results.arrays(out)
-        launches = launch.attention(checked, results)
+        launches = launch.attention_launches(checked, results)
         cpu.launches.start(*launches)
         if form and all(a is b for a, b in zip(arrays, (checked.query, *checked.current), strict=False)):
             names = "query", "current_key", "current_value", "cache", "scale", "out"

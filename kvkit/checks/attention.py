@@ -11,8 +11,16 @@ from kvkit.checks.arguments import CacheAttention, Heads, Scoring
 from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, CacheLayer, Context, MaskPlace, Side, StepIndex
-from kvkit.checks.tensors import NamedArrays, current, element_step, is_broadcast, named, one_piece, tensor
-from kvkit.checks.values import flag, integer, number, pair
+from kvkit.checks.tensors import (
+    NamedArrays,
+    check_new_tokens,
+    checked_format,
+    element_step,
+    is_broadcast,
+    named_arrays,
+    one_piece,
+)
+from kvkit.checks.values import finite_number, flag, integer, window_sides
 from kvkit.errors import argument_error
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
 from kvkit.typed import Array
@@ -63,16 +71,16 @@ def checked_attention(
     return_lse: bool,
 ) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
-    fmt, query, kv_heads = queries(query, sequences.axes, heads)
+    fmt, query, kv_heads = check_queries(query, sequences.axes, heads)
     outer = sequences.key_axes(query)
-    key, value = keys_and_values(fmt, key, value, outer, kv_heads, query.shape[-1])
+    key, value = check_keys_and_values(fmt, key, value, outer, kv_heads, query.shape[-1])
     key, value = (np.ascontiguousarray(each) if is_broadcast(each) else each for each in (key, value))
     steps = sequences.over_keys(query, key)
     mask = NO_MASK
     if scoring.attn_mask is not None:
         mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
-    how = weights(query, mask, scoring)
-    inputs = named(query=query, key=key, value=value, attn_mask=scoring.attn_mask, sinks=how.sinks)
+    how = checked_weights(query, mask, scoring)
+    inputs = named_arrays(query=query, key=key, value=value, attn_mask=scoring.attn_mask, sinks=how.sinks)
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
     shape = (*query.shape[:-1], value.shape[-1])
     results = attention_results(shape, fmt, return_lse, inputs)
@@ -83,20 +91,22 @@ def checked_attention(
 
 def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> AttentionCall:
     """Check a call of `multi_head_cache_attention`; the cache is apart from the inputs."""
-    fmt, query, kv_heads = queries(call.query, sequences.axes, call.heads)
+    fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads)
     head_dim = query.shape[-1]
-    tokens = new_tokens(fmt, call.current_key, call.current_value, (*query.shape[:-2], kv_heads, head_dim))
+    tokens = check_tokens_of_queries(
+        fmt, call.current_key, call.current_value, (*query.shape[:-2], kv_heads, head_dim)
+    )
     cache, scale, scoring = call.cache, call.scale, call.scoring
     layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, call.place)
     steps = sequences.over_cache("query", query, layer)
     mask = NO_MASK
     if scoring.attn_mask is not None:
         mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
-    how = weights(query, mask, scoring)
+    how = checked_weights(query, mask, scoring)
     key, value = tokens
     arrays = {"query": query, "current_key": key, "current_value": value}
-    inputs = named(**arrays, attn_mask=scoring.attn_mask, sinks=how.sinks)
-    written = caches.written_apart(cache, scale, layer, inputs)
+    inputs = named_arrays(**arrays, attn_mask=scoring.attn_mask, sinks=how.sinks)
+    written = caches.check_written_apart(cache, scale, layer, inputs)
     return AttentionCall(
         fmt, query.shape, query, cache_context(layer), steps, sequences.decoding, how, inputs=inputs,
         results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]), current=tokens,
@@ -104,9 +114,9 @@ def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> Atten
     )  # fmt: skip
 
 
-def queries(query: Array, ndim: int, heads: Heads) -> tuple[Element, Array, int]:
+def check_queries(query: Array, ndim: int, heads: Heads) -> tuple[Element, Array, int]:
     """Return the format of checked queries, themselves in one piece, and how many key heads they have."""
-    fmt = tensor("query", query, FLOATS, ndim)
+    fmt = checked_format("query", query, FLOATS, ndim)
     num_heads, head_dim = integer("num_heads", heads.num_heads, 1), integer("head_dim", heads.head_dim, 1)
     kv_heads = integer("num_kv_heads", heads.num_kv_heads, 0) or num_heads
     if num_heads % kv_heads:
@@ -117,12 +127,12 @@ def queries(query: Array, ndim: int, heads: Heads) -> tuple[Element, Array, int]
     return fmt, one_piece(query), kv_heads
 
 
-def keys_and_values(
+def check_keys_and_values(
     fmt: Element, key: Array, value: Array, outer: Sequence[int | None], kv_heads: int, head_dim: int
 ) -> tuple[Array, Array]:
     """Check keys and values of a whole context; `outer` sizes that are None are free."""
     for name, array in (("key", key), ("value", value)):
-        if tensor(name, array, FLOATS, len(outer) + 2) is not fmt:
+        if checked_format(name, array, FLOATS, len(outer) + 2) is not fmt:
             raise argument_error(name, f"the dtype of query, {fmt}", array.dtype)
     free = (key.shape[i] if size is None else size for i, size in enumerate(outer))
     wanted = (*free, kv_heads, head_dim)
@@ -140,13 +150,13 @@ def grouped_heads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     return f": for grouped queries give num_kv_heads={shape[-2]}" if fits else ""
 
 
-def new_tokens(
+def check_tokens_of_queries(
     fmt: Element, current_key: Array, current_value: Array, shape: tuple[int, ...]
 ) -> tuple[Array, Array]:
     """Check new keys and values: queries ask for their format and shape."""
-    if tensor("current_key", current_key, FLOATS, len(shape)) is not fmt:
+    if checked_format("current_key", current_key, FLOATS, len(shape)) is not fmt:
         raise argument_error("current_key", f"the dtype of query, {fmt}", current_key.dtype)
-    _, current_key, current_value = current(current_key, current_value, len(shape))
+    _, current_key, current_value = check_new_tokens(current_key, current_value, len(shape))
     if current_key.shape != shape:
         got = f"{current_key.shape}{grouped_heads(current_key.shape, shape)}"
         raise argument_error("current_key", f"shape {shape}", got)
@@ -173,18 +183,18 @@ def cache_context(layer: CacheLayer) -> Context:
     return Context(*formats, *sizes, layer.sides, layer.stored_bytes, layer.stored_bytes)
 
 
-def weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
+def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
     """Check how scores become weights, for queries [.., heads, dim]; the mask has been checked."""
     num_heads, head_dim = query.shape[-2:]
     given_scale, sinks = scoring.softmax_scale, scoring.sinks
-    scale = 1 / math.sqrt(head_dim) if given_scale is None else number("softmax_scale", given_scale)
-    left, right = pair("window", scoring.window)
-    softcap = number("softcap", scoring.softcap)
+    scale = 1 / math.sqrt(head_dim) if given_scale is None else finite_number("softmax_scale", given_scale)
+    left, right = window_sides("window", scoring.window)
+    softcap = finite_number("softcap", scoring.softcap)
     if softcap != 0 and softcap < np.finfo(np.float32).tiny:
         raise argument_error("softcap", "0 (none) or a positive number of float32", softcap)
     causal, alibi = flag("is_causal", scoring.is_causal), flag("is_alibi", scoring.is_alibi)
     if sinks is not None:
-        tensor("sinks", sinks, FLOATS, 1)
+        checked_format("sinks", sinks, FLOATS, 1)
         if sinks.shape != (num_heads,):
             raise argument_error("sinks", f"shape ({num_heads},), a number for each query head", sinks.shape)
     return Weights(scale, causal, alibi, left, right, softcap, sinks, mask=mask)

@@ -6,7 +6,14 @@ import numpy as np
 
 from kvkit.checks.arguments import CacheArguments
 from kvkit.checks.records import CacheLayer, Side
-from kvkit.checks.tensors import FLOAT_NAMES, NamedArrays, apart, dtype_hint, in_out, tensor
+from kvkit.checks.tensors import (
+    FLOAT_NAMES,
+    NamedArrays,
+    check_apart,
+    check_output,
+    checked_format,
+    dtype_hint,
+)
 from kvkit.checks.values import choice, integer
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_DTYPE, FLOATS, INT8, QUANTIZED, STORED, Element
@@ -31,7 +38,7 @@ def cache_layer(
     layout = layouts[integer("cache_layout", arguments.cache_layout, 0, len(layouts) - 1)]
     quant_bit = choice("quant_bit", arguments.quant_bit, (0, 4, 8))
     stored, width = cache_format(fmt, cache, quant_bit, arguments.quant_format, dim)
-    in_out("cache", cache)
+    check_output("cache", cache)
     sizes = {"l": num_layer, "kv": 2, "h": heads, "c": width}
     check_shape(cache, layout, arguments.cache_layout, sizes, stored)
     at, where = layout.at, place(cache, layout, layer_idx)
@@ -55,14 +62,14 @@ def cache_layer(
         raise argument_error("quant_group", "an even number, for quant_bit 4", group)
     if scale is None:
         raise argument_error("scale", f"an array of scales, for quant_bit {quant_bit}", "None")
-    cell = tensor("scale", scale, FLOATS, cache.ndim)
-    in_out("scale", scale)
+    cell = checked_format("scale", scale, FLOATS, cache.ndim)
+    check_output("scale", scale)
     wanted = (*cache.shape[:-1], dim // group)
     if scale.shape != wanted:
         raise argument_error(
             "scale", f"shape {wanted}: that of cache, {dim // group} groups a head", scale.shape
         )
-    apart("cache", cache, (("scale", scale),))
+    check_apart("cache", cache, (("scale", scale),))
     spot = place(scale, layout, layer_idx)
     return layer._replace(
         cell=cell.name,
@@ -84,7 +91,7 @@ def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
 
 def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
     """Return the layer with checked scales that a caller gives for keys and values, or for their heads."""
-    cell = tensor("scale", scale, FLOATS, scale.ndim)
+    cell = checked_format("scale", scale, FLOATS, scale.ndim)
     bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
     if bad.size:
         raise argument_error("scale", "finite numbers above 0", f"{float(bad[0])}".replace("nan", "NaN"))
@@ -158,7 +165,9 @@ def check_shape(
         raise argument_error("cache", legal, cache.shape)
 
 
-def written_apart(cache: Array, scale: Array | None, layer: CacheLayer, inputs: NamedArrays) -> NamedArrays:
+def check_written_apart(
+    cache: Array, scale: Array | None, layer: CacheLayer, inputs: NamedArrays
+) -> NamedArrays:
     """Return the arrays that an append writes, with their names, if they are apart from the inputs."""
     written = [("cache", cache)]
     if scale is not None:
@@ -167,5 +176,5 @@ def written_apart(cache: Array, scale: Array | None, layer: CacheLayer, inputs: 
         else:
             inputs = [*inputs, ("scale", scale)]
     for name, array in written:
-        apart(name, array, inputs)
+        check_apart(name, array, inputs)
     return written

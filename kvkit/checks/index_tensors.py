@@ -173,7 +173,7 @@ def scanned_rows(step: StepIndex, rows: int) -> int:
     """Return how many rows of a cache with `rows` a step needs, or raise the error for a broken rule."""
     if not isinstance(step.table, np.ndarray):
         step = step._replace(table=np.asarray(step.table))
-    found = checks.scan.scan(step, rows)
+    found = checks.scan.scan_step(step, rows)
     if found[0]:
         raise step_error(found, step, rows)
     return found[1]
@@ -346,7 +346,7 @@ def validate_table(table: Array, lengths: Array, blocks: int, page_size: int) ->
     """Check the table of a call that reads pages."""
     if validates():
         rules = checks.table_rules
-        rules.validate("block_tables", rules.padded(table, lengths, blocks, page_size))
+        rules.check_tables("block_tables", rules.tables_in_use(table, lengths, blocks, page_size))
 
 
 def validate_step(step: StepIndex) -> None:
@@ -356,7 +356,7 @@ def validate_step(step: StepIndex) -> None:
     rules, size = checks.table_rules, step.page_size
     lengths = np.diff(step.kvstarts)
     table = np.asarray(step.table)
-    tables = rules.padded(table, lengths, step.rows, size)
+    tables = rules.tables_in_use(table, lengths, step.rows, size)
     columns = np.arange(table.shape[1])
     stored = (columns >= step.start_pos[:, None] // size) & (columns < rules.pages_of(lengths, size)[:, None])
-    rules.validate("cachestarts", tables, table[stored & (np.diff(step.seqstarts) > 0)[:, None]])
+    rules.check_tables("cachestarts", tables, table[stored & (np.diff(step.seqstarts) > 0)[:, None]])

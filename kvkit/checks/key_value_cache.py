@@ -7,7 +7,7 @@ from kvkit.checks.arguments import CacheTransfer
 from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import CacheLayer, StepIndex
-from kvkit.checks.tensors import NamedArrays, current, holdable
+from kvkit.checks.tensors import NamedArrays, check_new_tokens, check_size
 from kvkit.checks.values import integer
 from kvkit.formats import Element
 from kvkit.typed import Array
@@ -31,14 +31,14 @@ class TransferCall(NamedTuple):
 
 def checked_key_value_cache(sequences: Sequences, call: CacheTransfer) -> TransferCall:
     """Check a call of `key_value_cache`."""
-    fmt, key, value = current(call.current_key, call.current_value, sequences.axes)
+    fmt, key, value = check_new_tokens(call.current_key, call.current_value, sequences.axes)
     heads, dim = key.shape[-2:]
     repeat = integer("num_repeat", call.num_repeat, 1)
     layer = caches.cache_layer(fmt, heads, dim, call.cache, call.scale, sequences.layouts, call.place)
     steps = sequences.over_cache("current_key", key, layer)
     shape = (*sequences.context_axes(steps), heads * repeat, dim)
-    holdable("num_repeat", shape, fmt)
+    check_size("num_repeat", shape, fmt)
     inputs = [("current_key", key), ("current_value", value)]
-    written = caches.written_apart(call.cache, call.scale, layer, inputs)
+    written = caches.check_written_apart(call.cache, call.scale, layer, inputs)
     results = Results(dict.fromkeys(RESULTS, (shape, fmt.dtype)), [*inputs, *written])
     return TransferCall(fmt, shape, key, value, layer, steps, repeat=repeat, written=written, results=results)

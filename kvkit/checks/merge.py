@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit.checks.outputs import Results
-from kvkit.checks.tensors import tensor
+from kvkit.checks.tensors import checked_format
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
 from kvkit.typed import Array, Arrays
@@ -26,13 +26,13 @@ def checked_merge(outputs: Arrays, lses: Arrays) -> MergeCall:
     if len(lses) != len(outputs):
         raise argument_error("lses", f"{len(outputs)} arrays, as many as outputs", len(lses))
     shape = outputs[0].shape
-    fmt = tensor("outputs[0]", outputs[0], FLOATS, max(len(shape), 1))
+    fmt = checked_format("outputs[0]", outputs[0], FLOATS, max(len(shape), 1))
     for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
-        if tensor(f"outputs[{i}]", output, FLOATS, max(len(shape), 1)) is not fmt:
+        if checked_format(f"outputs[{i}]", output, FLOATS, max(len(shape), 1)) is not fmt:
             raise argument_error(f"outputs[{i}]", f"the dtype of outputs[0], {fmt}", output.dtype)
         if output.shape != shape:
             raise argument_error(f"outputs[{i}]", f"the shape of outputs[0], {shape}", output.shape)
-        tensor(f"lses[{i}]", lse, FLOATS[:1], len(shape) - 1)
+        checked_format(f"lses[{i}]", lse, FLOATS[:1], len(shape) - 1)
         if lse.shape != shape[:-1]:
             raise argument_error(f"lses[{i}]", f"shape {shape[:-1]}", lse.shape)
     inputs = [(f"outputs[{i}]", array) for i, array in enumerate(outputs)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.checks.tensors import NamedArrays, apart, in_out, written
+from kvkit.checks.tensors import NamedArrays, check_apart, check_output, check_writeable
 from kvkit.errors import argument_error, describe
 from kvkit.runtime import result_pool
 from kvkit.typed import Array
@@ -50,7 +50,7 @@ class Results(NamedTuple):
                 inputs = [
                     (other, old) for other, old in inputs if other != name or not same_place(array, old)
                 ]
-            apart(label, array, [*outputs[i + 1 :], *inputs])
+            check_apart(label, array, [*outputs[i + 1 :], *inputs])
         return arrays
 
     def _check_form(self, label: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -62,7 +62,7 @@ class Results(NamedTuple):
             raise argument_error(label, f"{len(shape)} axes", f"shape {array.shape}")
         if array.shape != shape:
             raise argument_error(label, f"shape {shape}", array.shape)
-        (in_out if self.rows else written)(label, array)
+        (check_output if self.rows else check_writeable)(label, array)
 
 
 def same_place(a: Array, b: Array) -> bool:

@@ -15,14 +15,14 @@ from kvkit.checks.tensors import (
     DATA,
     FORMATS,
     POOLED,
-    apart,
+    check_apart,
     check_not_empty,
-    named,
+    check_writeable,
+    checked_format,
+    named_arrays,
     one_piece,
-    tensor,
-    written,
 )
-from kvkit.checks.values import number
+from kvkit.checks.values import finite_number
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, INT8
 from kvkit.typed import Array
@@ -34,23 +34,23 @@ Scale = float | Array | None
 def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     """Check a call of `kvkit.paged_attention`."""
     query, scoring = call.query, call.scoring
-    fmt = tensor("query", query, FLOATS, 3)
+    fmt = checked_format("query", query, FLOATS, 3)
     check_not_empty("query", query)
     tokens, heads, _ = query.shape
     key, value = pools_of_queries(call)
     blocks, page_size = key.shape[:2]
     lengths = index("context_lens", call.context_lens)
-    table = pools.table_of(call.block_tables, lengths, blocks, page_size)
+    table = pools.checked_table(call.block_tables, lengths, blocks, page_size)
     starts = starts_of(call.query_starts, len(lengths), tokens)
     query = one_piece(query)
     mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
-    how = attention.weights(query, mask, scoring)
+    how = attention.checked_weights(query, mask, scoring)
     slopes = call.alibi_slopes
     if slopes is not None:
         slopes = of_sequences("alibi_slopes", slopes, len(lengths), heads, "query heads")
     cells = scales_of_tokens(call, key, value, len(lengths))
     scales = None if cells else scales_of_heads(call, key, value, len(lengths), how.scale)
-    inputs = named(
+    inputs = named_arrays(
         query=query, key_cache=key, value_cache=value, attn_mask=scoring.attn_mask,
         alibi_slopes=call.alibi_slopes, sinks=scoring.sinks, key_scale=call.key_scale,
         value_scale=call.value_scale,
@@ -66,7 +66,7 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
 
 def pools_of_queries(call: PoolAttention) -> tuple[Array, Array]:
     """Return checked views of the pools of keys and of values, whose sizes are those of queries."""
-    views = pools.pools(call.key_cache, call.value_cache, call.layout, POOLED)
+    views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
     key, value = (
         pools.present(name, pool, "a numpy array") for name, pool in zip(pools.NAMES, views, strict=True)
     )
@@ -89,7 +89,7 @@ def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) 
         wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
         raise argument_error("value_cache", wanted, value.dtype)
     whole = is_whole(call.key_cache, call.value_cache, call.layout)
-    cells = pools.scales(scales, (key, value), whole, call.layout)
+    cells = pools.scale_views(scales, (key, value), whole, call.layout)
     key_cells, value_cells = (
         pools.present(name, each, "an array") for name, each in zip(SCALES, cells, strict=True)
     )
@@ -132,7 +132,7 @@ def starts_of(query_starts: ArrayLike | None, batch: int, tokens: int) -> Array:
 
 def of_sequences(name: str, values: Array, batch: int, heads: int, what: str) -> Array:
     """Return checked numbers of heads, [heads] or [B, heads], as float32 [B or 1, heads]."""
-    tensor(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
+    checked_format(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
     if values.shape not in ((heads,), (batch, heads)):
         shapes = f"shape ({heads},) or ({batch}, {heads}), a number for each of the {what}"
         raise argument_error(name, shapes, values.shape)
@@ -163,7 +163,7 @@ def scale_of(name: str, scale: float | Array, batch: int, heads: int) -> Array:
         if not np.isfinite(cells).all():
             raise argument_error(name, "finite numbers", "NaN" if np.isnan(cells).any() else "infinity")
         return cells
-    return np.full((1, 1), number(name, scale), np.float32)
+    return np.full((1, 1), finite_number(name, scale), np.float32)
 
 
 class PoolSide(NamedTuple):
@@ -187,8 +187,8 @@ class PoolAppend(NamedTuple):
 
 def checked_append(call: PoolTransfer) -> PoolAppend:
     """Check a call of `paged_append`."""
-    views = pools.pools(call.key_cache, call.value_cache, call.layout, POOLED)
-    arrays = named(key=call.key, value=call.value)
+    views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
+    arrays = named_arrays(key=call.key, value=call.value)
     scales = dict(zip(("key", "value"), (call.key_scale, call.value_scale), strict=True))
     sides: list[PoolSide] = []
     changed: list[tuple[str, Array]] = []
@@ -208,13 +208,13 @@ def checked_append(call: PoolTransfer) -> PoolAppend:
     blocks, rows = sides[0].pool.shape[:2]
     pieces = pools.plain_pieces(len(sides[0].tokens), blocks * rows, call.slot_mapping)
     for i, (name, array) in enumerate(changed):
-        apart(name, array, [*changed[i + 1 :], *arrays])
+        check_apart(name, array, [*changed[i + 1 :], *arrays])
     return PoolAppend(sides, pieces)
 
 
 def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Array | None) -> PoolSide:
     """Check tokens, which are as many as the `first` ones, and the pool that they are stored in."""
-    fmt = tensor(name, array, POOLED, 3)
+    fmt = checked_format(name, array, POOLED, 3)
     check_not_empty(name, array)
     if array.shape[:2] != first.shape[:2]:
         raise argument_error(name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape)
@@ -225,7 +225,7 @@ def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Arra
     if pool.shape[2:] != array.shape[1:]:
         sizes = "{} heads of {} elements".format(*array.shape[1:])
         raise argument_error(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
-    written(cache_name, pool)
+    check_writeable(cache_name, pool)
     return PoolSide(array, pool, fmt.name, stored.name)
 
 
@@ -245,9 +245,9 @@ def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: Po
         of_keys = name == SCALES[0]
         given, views = ((scale, None), (pool, None)) if of_keys else ((None, scale), (None, pool))
         whole = is_whole(call.key_cache, call.value_cache, call.layout)
-        key_cells, value_cells = pools.scales(given, views, whole, call.layout)
+        key_cells, value_cells = pools.scale_views(given, views, whole, call.layout)
         cells = pools.present(name, key_cells if of_keys else value_cells, "an array")
-        written(name, cells)
+        check_writeable(name, cells)
         return side._replace(cell=FORMATS[cells.dtype].name, group=dim // cells.shape[CONTENT], cells=cells)
     numbers = scale_of(name, scale, 0, heads)[0]
     bad = numbers[~(np.isfinite(numbers) & (numbers > 0))]
@@ -259,12 +259,12 @@ def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: Po
 def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array, Array]:
     """Return the blocks of the source and those of the target of a checked copy of blocks."""
     for name, array in (("source", source), ("target", target)):
-        tensor(name, array, DATA, max(getattr(array, "ndim", 1), 1))
+        checked_format(name, array, DATA, max(getattr(array, "ndim", 1), 1))
     if target.dtype != source.dtype:
         raise argument_error("target", f"the dtype of source, {source.dtype}", target.dtype)
     if target.shape[1:] != source.shape[1:]:
         raise argument_error("target", f"shape [num_blocks, {str(source.shape[1:])[1:]}", target.shape)
-    written("target", target)
+    check_writeable("target", target)
     pairs = index("pairs", pairs, 2)
     if pairs.shape[1] != 2:
         raise argument_error("pairs", "shape [N, 2]", pairs.shape)
@@ -274,5 +274,5 @@ def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array,
     within = same_place(source, target) and len(source) == len(target)
     pools.copied_once("pairs", src, dst, within)
     if not within:
-        apart("target", target, [("source", source)])
+        check_apart("target", target, [("source", source)])
     return src, dst

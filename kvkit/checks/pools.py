@@ -11,7 +11,7 @@ from kvkit import checks
 from kvkit.checks.index_tensors import INT64_MAX, index, validate_table
 from kvkit.checks.outputs import same_place
 from kvkit.checks.records import Context, Side, StepIndex
-from kvkit.checks.tensors import FORMATS, element_step, is_broadcast, tensor
+from kvkit.checks.tensors import FORMATS, checked_format, element_step, is_broadcast
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, Element
 from kvkit.typed import Array
@@ -42,7 +42,7 @@ def pool_axes(layout: object) -> list[str]:
     return axes
 
 
-def pools(
+def pool_views(
     key_cache: Array | None,
     value_cache: Array | None,
     layout: str,
@@ -93,7 +93,7 @@ def split_pool(given: Views, pool: Array, at: int, layout: str, names: Sequence[
 
 def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[Element]) -> Array:
     """Return a view [pages, rows, heads, content] of a pool."""
-    tensor(name, array, legal, len(axes))
+    checked_format(name, array, legal, len(axes))
     if min(array.shape) < 1:
         raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
     array = array.transpose([axes.index(axis) for axis in AXES if axis in axes])
@@ -124,7 +124,7 @@ def of_tokens(scale: object, batch: int, heads: int) -> bool:
     return isinstance(scale, np.ndarray) and scale.shape not in ((), (heads,), (batch, heads))
 
 
-def scales(given: Sequence[Any], views: Sequence[Array | None], whole: bool, layout: str) -> Views:
+def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool, layout: str) -> Views:
     """Return views [pages, rows, heads, groups] of the scales of codes, whose axes are those of their pools.
 
     The last may be left out; `whole` says whether one pool holds both sides. A side without a pool has none.
@@ -134,7 +134,7 @@ def scales(given: Sequence[Any], views: Sequence[Array | None], whole: bool, lay
     for i, array in enumerate(arrays):
         if isinstance(array, np.ndarray) and array.ndim == len(axes) - 1:
             arrays[i] = np.expand_dims(array, axes.index("c"))
-    cells = pools(arrays[0], arrays[1], " ".join(axes), FLOATS, names)
+    cells = pool_views(arrays[0], arrays[1], " ".join(axes), FLOATS, names)
     for i, (name, pool_name, pool) in enumerate(zip(names, NAMES, views, strict=True)):
         if pool is None:
             cells[i] = None
@@ -212,7 +212,7 @@ def pool_end(pool: Array, place: PoolPlace) -> int:
 # Tables
 
 
-def table_of(
+def checked_table(
     block_tables: ArrayLike | tuple[ArrayLike, ArrayLike], lengths: Array, blocks: int, page_size: int
 ) -> Array:
     """Return the checked pages of contexts [B, M], of such a table or of (indptr, indices)."""

@@ -11,8 +11,8 @@ from kvkit.checks.index_tensors import INT64_MAX, index, limit, packed_contexts
 from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import MaskPlace
-from kvkit.checks.tensors import check_not_empty, holdable, named, one_piece, tensor
-from kvkit.checks.values import flag, integer, positive
+from kvkit.checks.tensors import check_not_empty, check_size, checked_format, named_arrays, one_piece
+from kvkit.checks.values import flag, integer, positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Element
 from kvkit.typed import Array
@@ -50,9 +50,9 @@ def checked_rotation(
     cos, sin = arguments.cos, arguments.sin
     tables = angle_tables(cos, sin, rotated, starts, first)
     halves = not flag("interleaved", arguments.interleaved)
-    arrays = named(query=query, key=key)
+    arrays = named_arrays(query=query, key=key)
     forms = {name: (array.shape, fmt.dtype) for name, array in arrays}
-    results = Results(forms, [*arrays, *named(cos=cos, sin=sin)], in_place=True)
+    results = Results(forms, [*arrays, *named_arrays(cos=cos, sin=sin)], in_place=True)
     return RotationCall(
         fmt, query, key, starts, first, rotated, bypass_key,
         scaling=slower, results=results, halves=halves, tables=tables,
@@ -84,7 +84,7 @@ def angle_tables(
         return None
     cos, sin = cast(Array, cos), cast(Array, sin)  # one that is None is refused
     for name, table in (("cos", cos), ("sin", sin)):
-        tensor(name, table, FLOATS, 2)
+        checked_format(name, table, FLOATS, 2)
         if table.shape[1] != rotated // 2:
             raise argument_error(name, f"{rotated // 2} columns, one for each pair", f"shape {table.shape}")
     if sin.shape != cos.shape:
@@ -126,8 +126,8 @@ def packed_positions(name: str, tokens: int, where: PackedPositions) -> Starts:
 
 def queries_and_keys(query: Array, key: Array, ndim: int) -> Element:
     """Return the format of queries and keys, which may differ in the number of their heads only."""
-    fmt = tensor("query", query, FLOATS, ndim)
-    if tensor("key", key, FLOATS, ndim) is not fmt:
+    fmt = checked_format("query", query, FLOATS, ndim)
+    if checked_format("key", key, FLOATS, ndim) is not fmt:
         raise argument_error("key", f"the dtype of query, {fmt}", key.dtype)
     if key.shape[:-2] != query.shape[:-2] or key.shape[-1] != query.shape[-1]:
         wanted = ", ".join(map(str, (*query.shape[:-2], "any", query.shape[-1])))
@@ -149,8 +149,8 @@ def rotary_scaling(arguments: RotaryArguments) -> tuple[float, float, int, float
     """Return theta, the divisor of positions, and for "dynamic" the longest length that is not scaled and
     the factor.
     """
-    theta, scaling_type = positive("theta", arguments.theta), arguments.scaling_type
-    factor = positive("scaling_factor", arguments.scaling_factor)
+    theta, scaling_type = positive_number("theta", arguments.theta), arguments.scaling_type
+    factor = positive_number("scaling_factor", arguments.scaling_factor)
     longest = min(integer("max_position_embeddings", arguments.max_position_embeddings, 1), INT64_MAX)
     if not isinstance(scaling_type, str) or scaling_type not in ("", "linear", "dynamic"):
         raise argument_error("scaling_type", "'', 'linear' or 'dynamic'", describe(scaling_type))
@@ -206,7 +206,7 @@ def checked_static_alibi(
     batch = batches[0] if batches else 1
     place = static_mask(mask_fmt or fmt, mask, batch, num_heads, seqlen, kvlen)
     shape = (*batches, num_heads, seqlen, padded_columns(kvlen))
-    holdable("seqlen_kv", shape, fmt, "a mask")
+    check_size("seqlen_kv", shape, fmt, "a mask")
     return alibi_call(fmt, shape, (np.array([0, seqlen]), np.array([0, kvlen])), mask, place, -np.inf)
 
 
@@ -219,7 +219,7 @@ def checked_dynamic_alibi(
     mask, mask_fmt = given_mask(attn_mask)
     place = dynamic_mask(mask_fmt or fmt, mask, num_heads, steps.tokens, steps.context)
     shape = num_heads, steps.tokens, padded_columns(steps.context)
-    holdable("kvstarts", shape, fmt, "a mask")
+    check_size("kvstarts", shape, fmt, "a mask")
     return alibi_call(fmt, shape, (steps.seqstarts, steps.kvstarts), mask, place, 0)
 
 
@@ -266,7 +266,7 @@ def alibi_call(
     if added is not None and place.address:
         element = "bool" if added.dtype == np.bool_ else BY_DTYPE[added.dtype].name
     where = place.address, place.sequence, place.head, place.row
-    results = Results({"mask": (shape, fmt.dtype)}, named(attn_mask=added), alone=True)
+    results = Results({"mask": (shape, fmt.dtype)}, named_arrays(attn_mask=added), alone=True)
     return AlibiCall(fmt, shape, *starts, added, element, place=where, padding=padding, results=results)
 
 

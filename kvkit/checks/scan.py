@@ -14,7 +14,7 @@ FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range
 FOUND, SPARE = 4, 5  # numbers that a pass finds; that it needs for each stored run
 
 
-def scan(step: StepIndex, rows: int) -> list[int]:
+def scan_step(step: StepIndex, rows: int) -> list[int]:
     """Return the rule that a step breaks, the sequence, and two numbers; or (FINE, rows in use, 0, 0)."""
     table = np.asarray(step.table)
     runs = min(table.size, max(step.tokens, 0))
@@ -40,7 +40,7 @@ def lengths_of(step: StepIndex) -> tuple[int, ...]:
 
 
 @helper
-def lengths(
+def check_lengths(
     seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
     max_seqlen: int, max_kvlen: int,
 ) -> tuple[int, int, int, int]:  # fmt: skip
@@ -70,7 +70,9 @@ def scan_starts(
     page_size: int, max_seqlen: int, max_kvlen: int,
 ) -> None:  # fmt: skip
     """Write the answer of `lengths` where `found` is."""
-    put(found, lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen))
+    put_found(
+        found, check_lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen)
+    )
 
 
 def scan_rows(
@@ -79,8 +81,10 @@ def scan_rows(
     Integers, owners: Integers, order: Integers, spare: Integers,
 ) -> None:  # fmt: skip
     """Write the answer of `scan` where `found` is. No sum here can overflow."""
-    first_rule = lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen)
-    put(found, first_rule)
+    first_rule = check_lengths(
+        seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen
+    )
+    put_found(found, first_rule)
     if first_rule[0]:
         return
     stored_runs, last = first_rule[1], 0
@@ -89,14 +93,14 @@ def scan_rows(
         for page in range(page_of(kvlen - 1, page_size) + 1):
             first, used = table[b * columns + page], filled(kvlen, page, page_size)
             if first < 0:
-                put(found, (ROW, b, page * page_size, first))
+                put_found(found, (ROW, b, page * page_size, first))
                 return
             if not inside(first, used, rows):
                 outside = max(rows - first, 0)
-                put(found, (ROW, b, page * page_size + outside, first + outside))
+                put_found(found, (ROW, b, page * page_size + outside, first + outside))
                 return
             last = max(last, first + used)
-    put(found, conflicts(
+    put_found(found, find_conflict(
         kvstarts, table, start_pos, batch, columns, page_size, stored_runs, begins, ends, owners, order, spare
     ))  # fmt: skip
     if found[0] == FINE:
@@ -104,12 +108,12 @@ def scan_rows(
 
 
 @helper
-def put(found: Integers, numbers: tuple[int, int, int, int]) -> None:
+def put_found(found: Integers, numbers: tuple[int, int, int, int]) -> None:
     found[0], found[1], found[2], found[3] = numbers
 
 
 @helper
-def conflicts(
+def find_conflict(
     kvstarts: Integers, table: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
     stored_runs: int, begins: Integers, ends: Integers, owners: Integers, order: Integers, spare: Integers,
 ) -> tuple[int, int, int, int]:  # fmt: skip

@@ -27,7 +27,7 @@ HIT = len(FIELDS)
 SPARE = 5  # numbers that a pass needs for each page
 
 
-def scan(
+def scan_tables(
     starts: Integers, batch: int, ids: Integers, num_blocks: int, placeholder: int, owners: Integers, hits:
     Integers, owner: Integers, column: Integers, before: Integers, last: Integers, there: Integers,
 ) -> int:  # fmt: skip
@@ -102,7 +102,7 @@ def alike(
 def scan_code() -> Any:
     integer = types.int64
     signature = integer(INDEX, integer, INDEX, integer, integer, INDEX, INDEX, *[INDEX] * SPARE)
-    return callback(scan, signature).ctypes
+    return callback(scan_tables, signature).ctypes
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def pages_of(lengths: Array, page_size: int) -> Array:
     return -(-np.maximum(lengths, 0) // page_size)
 
 
-def padded(
+def tables_in_use(
     table: Array, lengths: Array, num_blocks: int, page_size: int, placeholder: int | None = None,
 ) -> Tables:  # fmt: skip
     """Return the `Tables` of rows [sequences, columns]: the entries that lengths need."""
@@ -175,7 +175,7 @@ def padded(
     return Tables(starts, ids, num_blocks, placeholder)
 
 
-def validate(name: str, tables: Tables, written: Array = NOTHING) -> None:
+def check_tables(name: str, tables: Tables, written: Array = NOTHING) -> None:
     """Refuse tables, whose argument has a name, that break a rule; `written` are pages that get tokens."""
     hits, _ = tables.scanned
     if len(hits):

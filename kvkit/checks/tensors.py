@@ -29,7 +29,7 @@ FP8_REMEDY = (
 )
 
 
-def tensor(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
+def checked_format(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
     """Return the format of an array, which must be one of `legal` and have `ndim` axes."""
     if not isinstance(array, np.ndarray):
         raise argument_error(name, "a numpy array", describe(array))
@@ -66,10 +66,10 @@ def check_not_empty(name: str, array: Array) -> None:
         raise argument_error(name, "at least one head and one element a head", f"shape {array.shape}")
 
 
-def current(current_key: Array, current_value: Array, ndim: int) -> tuple[Element, Array, Array]:
+def check_new_tokens(current_key: Array, current_value: Array, ndim: int) -> tuple[Element, Array, Array]:
     """Check new keys and values: one format, one shape; return both with rows in one piece."""
-    fmt = tensor("current_key", current_key, DATA, ndim)
-    if tensor("current_value", current_value, DATA, ndim) is not fmt:
+    fmt = checked_format("current_key", current_key, DATA, ndim)
+    if checked_format("current_value", current_value, DATA, ndim) is not fmt:
         raise argument_error("current_value", f"the dtype of current_key, {fmt}", current_value.dtype)
     if current_value.shape != current_key.shape:
         raise argument_error(
@@ -84,7 +84,7 @@ def packed_tokens(name: str, array: Array) -> tuple[str, int] | None:
     return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
 
 
-def named(**arrays: object) -> list[tuple[str, Array]]:
+def named_arrays(**arrays: object) -> list[tuple[str, Array]]:
     """Return the arrays that are there, with their names."""
     return [(name, array) for name, array in arrays.items() if isinstance(array, np.ndarray)]
 
@@ -105,17 +105,17 @@ def is_broadcast(array: Array) -> bool:
     return array.shape[-1] > 1 and array.strides[-1] == 0
 
 
-def in_out(name: str, array: Array) -> None:
+def check_output(name: str, array: Array) -> None:
     """Check an array that kernels write: writeable, rows in one piece, no two elements in one place."""
     apart = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     if apart and not array.flags.c_contiguous:
         raise argument_error(
             name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items"
         )
-    written(name, array)
+    check_writeable(name, array)
 
 
-def written(name: str, array: Array) -> None:
+def check_writeable(name: str, array: Array) -> None:
     """Check an array that kernels write: writeable, no two elements in one place."""
     if not array.flags.writeable:
         raise argument_error(name, "a writeable array", "a read-only one")
@@ -128,7 +128,7 @@ def written(name: str, array: Array) -> None:
         span += stride * (size - 1)
 
 
-def apart(name: str, array: Array, others: NamedArrays) -> None:
+def check_apart(name: str, array: Array, others: NamedArrays) -> None:
     """Check that an array that kernels write shares no byte with the others."""
     for other_name, other in others:
         if np.may_share_memory(array, other) and _share(array, other):
@@ -143,7 +143,7 @@ def _share(a: Array, b: Array) -> bool:
         return True
 
 
-def holdable(name: str, shape: Sequence[int], fmt: Element, what: str = "outputs") -> None:
+def check_size(name: str, shape: Sequence[int], fmt: Element, what: str = "outputs") -> None:
     """Check that an array can have a shape, which the argument called `name` decides."""
     if math.prod(filter(None, shape)) * fmt.dtype.itemsize > MOST_BYTES:
         raise argument_error(name, f"{what} that an array can hold", f"shape {shape}")

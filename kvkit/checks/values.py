@@ -41,7 +41,7 @@ def text(name: str, value: object, legal: Collection[str]) -> str:
     return value
 
 
-def number(name: str, value: Any) -> float:
+def finite_number(name: str, value: Any) -> float:
     """Return a finite number."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not abs(value) < 3e38:
@@ -49,9 +49,9 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def positive(name: str, value: Any) -> float:
+def positive_number(name: str, value: Any) -> float:
     """Return a finite number above 0."""
-    checked = number(name, value)
+    checked = finite_number(name, value)
     if checked <= 0:
         raise argument_error(name, "a positive number", checked)
     return checked
@@ -64,7 +64,7 @@ def flag(name: str, value: Any) -> bool:
     return bool(choice(name, value, (0, 1)))
 
 
-def pair(name: str, value: Any) -> tuple[int, int]:
+def window_sides(name: str, value: Any) -> tuple[int, int]:
     """Return the two sides (left, right) of a window."""
     try:
         left, right = (operator.index(size) for size in value)

@@ -121,7 +121,7 @@ def alibi_mask(
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
     call = checked_dynamic_alibi(seqstarts, kvstarts, attn_mask, num_heads, data_type)
-    return launch.write_alibi(call, out)
+    return launch.write_alibi_mask(call, out)
 
 
 @returns_input_kind

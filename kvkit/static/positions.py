@@ -105,7 +105,7 @@ def alibi_mask(
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
     call = checked_static_alibi(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type)
-    return launch.write_alibi(call, out)
+    return launch.write_alibi_mask(call, out)
 
 
 @returns_input_kind

@@ -146,7 +146,7 @@ class Case:
             starts = starts.astype(np.int64) if legal else np.zeros(1, np.int64)
             return starts, np.ascontiguousarray(pages[: starts[-1]].astype(np.int64))
         rows = min(len(self.raw_table), len(self.lengths))
-        found = table_rules.padded(self.raw_table[:rows], self.lengths[:rows], 0, self.page_size)
+        found = table_rules.tables_in_use(self.raw_table[:rows], self.lengths[:rows], 0, self.page_size)
         return found.starts, found.ids
 
     @cached_property

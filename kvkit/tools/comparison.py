@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.values import integer, number
+from kvkit.checks.values import finite_number, integer
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout
@@ -185,7 +185,7 @@ def diff(
     >>> print(kvkit.tools.diff({"key": expected}, {"key": got}).causes[0])
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
-    tolerances = number("atol", atol), number("rtol", rtol), integer("ulp", ulp, 0)
+    tolerances = finite_number("atol", atol), finite_number("rtol", rtol), integer("ulp", ulp, 0)
     arrays = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like)
     one, two, _ = arrays.value
     common = [name for name in one if name in two]

@@ -612,7 +612,7 @@ def test_a_plan_serves_the_device_of_a_calls_arrays(rng):
 def test_a_kernel_is_chosen_for_all_steps_that_may_follow(model, monkeypatch):
     """By the rows of the cache and of the page table: those of decode hold row numbers in 32 bits."""
     chosen: list = []
-    monkeypatch.setattr(caches, "apart", lambda *_: None)  # a cache of 128 GiB is all memory that there is
+    monkeypatch.setattr(caches, "check_apart", lambda *_: None)  # a cache of 128 GiB is all memory
     for kernel in attention.KERNELS:
         monkeypatch.setattr(kernel, "prepare", lambda *_, name=kernel.__name__: chosen.append(name) or [])
     model.lengths = np.array((5, 3))

@@ -40,11 +40,11 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step, microsecond):
     place = CacheArguments(1, 0, 8, 8, cache_layout=3)
 
     def checks():
-        fmt, key, value = tensors.current(tokens, tokens, 3)
+        fmt, key, value = tensors.check_new_tokens(tokens, tokens, 3)
         layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, pmx.DYNAMIC, place)
         check_room(checked_step(("current_key", BATCH), StepArguments(**step)), ("current_key", BATCH), layer)
         for name, array in (("cache", cache), ("scale", scale)):
-            tensors.apart(name, array, [("current_key", key), ("current_value", value)])
+            tensors.check_apart(name, array, [("current_key", key), ("current_value", value)])
 
     checks()
     times = []

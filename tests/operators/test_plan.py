@@ -507,7 +507,7 @@ def test_index_tensors_are_checked_with_the_plan_alone(rng, monkeypatch):
     def checked(*args):
         raise LookupError
 
-    monkeypatch.setattr(checks.scan, "scan", checked)
+    monkeypatch.setattr(checks.scan, "scan_step", checked)
     assert_same(attend(step, call), expected)
     with pytest.raises(LookupError):
         call.but(start_pos=call["start_pos"] - 1).run()

@@ -57,7 +57,7 @@ class LayerAttention:
             self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
             scoring = Scoring(softmax_scale=softmax_scale, window=(left, -1), softcap=softcap, sinks=sinks)
-            weights = attention.weights(query, mask, scoring)
+            weights = attention.checked_weights(query, mask, scoring)
             self._calls.keep(form, PreparedAttention(layer, fmt, arrays, weights))
         attn_output = layer.store.output(out).swapaxes(1, 2)
         return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
@@ -69,7 +69,7 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     if layer.store is None:
         raise argument_error(layer.name, "keys and values: update comes first", "none")
     batch, heads, dim, *_ = layer.store.geometry
-    fmt = tensors.tensor("query", query, FLOATS, 4)
+    fmt = tensors.checked_format("query", query, FLOATS, 4)
     _, query_heads, new, _ = query.shape
     if query_heads % heads or not query_heads or query.shape != (batch, query_heads, new, dim):
         wanted = f"shape [{batch}, a multiple of {heads}, q, {dim}] (batch, key heads and head size)"

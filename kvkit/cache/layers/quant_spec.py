@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvkit.checks.values import choice, integer, number
+from kvkit.checks.values import choice, finite_number, integer
 from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, STORED
@@ -88,7 +88,7 @@ class QuantSpec:
     def _check_scale(self):
         scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
         for scale in scales:
-            if not number("scale", scale) > 0:
+            if not finite_number("scale", scale) > 0:
                 raise argument_error("scale", "numbers above 0", scale)
         element = STORED.get(str(self.format))
         if not scales or not (element.minifloat if element else self.by_scheme):

@@ -178,7 +178,7 @@ class PagedLayer(BaseLayer):
         if prepared:
             query = tensors.one_piece(query.swapaxes(1, 2))
             return turned(step.attend_again(prepared, query, self._layer_idx))
-        tensors.tensor("query", query, (store.format,), 4)
+        tensors.checked_format("query", query, (store.format,), 4)
         _, heads, tokens, _ = query.shape
         batch, _, length, _ = self.shape
         if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
@@ -194,7 +194,7 @@ class PagedLayer(BaseLayer):
         place = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)
-        weights = attention.weights(query, place, scoring)
+        weights = attention.checked_weights(query, place, scoring)
         made = attention.attention_results(query.shape, store.format, return_lse, []).arrays(None)
         decoding = batch if tokens == 1 else 0
         step = self.rows.tables()

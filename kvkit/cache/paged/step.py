@@ -172,7 +172,7 @@ class PagedStep:
     def _tokens(self, current_key, current_value, layer_idx):
         """Checked keys and values."""
         store = self._store
-        fmt, current_key, current_value = tensors.current(current_key, current_value, 3)
+        fmt, current_key, current_value = tensors.check_new_tokens(current_key, current_value, 3)
         if fmt is not store.format:
             raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
         shape = self._steps.tokens, store.heads, store.dim
@@ -184,14 +184,14 @@ class PagedStep:
     def _queries(self, query, attn_mask, tokens, *, sinks=None, return_lse=False, out=None, **options):
         """Checked queries, outputs, and how scores become weights; `tokens` are appended before."""
         store = self._store
-        tensors.tensor("query", query, (store.format,), 3)
-        _, query, _ = attention.queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
+        tensors.checked_format("query", query, (store.format,), 3)
+        _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
         count, heads, _ = query.shape
         index_tensors.check_last_start("seqstarts", self._steps.tokens, ("query", count))
         mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
-        weights = attention.weights(query, mask, Scoring(sinks=sinks, **options))
+        weights = attention.checked_weights(query, mask, Scoring(sinks=sinks, **options))
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
-        inputs = tensors.named(**arrays, scale=store.scale, **tokens)
+        inputs = tensors.named_arrays(**arrays, scale=store.scale, **tokens)
         made = attention.attention_results(query.shape, store.format, return_lse, inputs).arrays(out)
         return query, *(*made, None)[:2], weights
 

@@ -113,7 +113,7 @@ class PagedStore:
 
     def apart(self, layer_idx, inputs):
         """Check that an append does not write its inputs, which have names."""
-        caches.written_apart(
+        caches.check_written_apart(
             self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
         )
 

@@ -44,8 +44,8 @@ def geometry(key_states, value_states, frozen):
     """The geometry of new keys and values, which is the `frozen` one unless that is None."""
     if frozen is not None and frozen.fits(key_states, value_states):
         return frozen
-    fmt = tensors.tensor("key_states", key_states, FLOATS, 4)
-    if tensors.tensor("value_states", value_states, FLOATS, 4) is not fmt:
+    fmt = tensors.checked_format("key_states", key_states, FLOATS, 4)
+    if tensors.checked_format("value_states", value_states, FLOATS, 4) is not fmt:
         raise argument_error("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
     batch, heads, new, dim = key_states.shape
     if value_states.shape[:3] != (batch, heads, new):

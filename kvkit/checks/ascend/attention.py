@@ -9,7 +9,7 @@ from kvkit.checks.arguments import BlockAttention
 from kvkit.checks.ascend import tensors
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, MaskPlace, StepIndex
-from kvkit.checks.tensors import NamedArrays, check_not_empty, named, tensor
+from kvkit.checks.tensors import NamedArrays, check_not_empty, checked_format, named_arrays
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, MASKS, Element
 from kvkit.typed import Array
@@ -35,7 +35,7 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
     """Check a call of `ascend.paged_attention`."""
     query, key_cache, value_cache = call.query, call.key_cache, call.value_cache
     razor_offset = call.razor_offset
-    fmt = tensor("query", query, FLOATS, 3)
+    fmt = checked_format("query", query, FLOATS, 3)
     batch, heads, dim = query.shape
     check_not_empty("query", query)
     views = []
@@ -54,13 +54,13 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
     table = index_tensors.index("block_tables", call.block_tables, 2, len(lengths))
     pools.check_table(table, lengths, blocks, block_size)
 
-    how = attention.weights(query, NO_MASK, call.scoring)._replace(apart=apart)
+    how = attention.checked_weights(query, NO_MASK, call.scoring)._replace(apart=apart)
     if razor_offset is not None:
-        tensor("razor_offset", razor_offset, FLOATS[:1], 2)
+        checked_format("razor_offset", razor_offset, FLOATS[:1], 2)
         if razor_offset.shape != (blocks, block_size):
             raise argument_error("razor_offset", f"shape ({blocks}, {block_size})", razor_offset.shape)
     caches = {"key_cache": key_cache, "value_cache": value_cache}
-    inputs = named(query=query, **caches, razor_offset=razor_offset, sinks=call.scoring.sinks)
+    inputs = named_arrays(query=query, **caches, razor_offset=razor_offset, sinks=call.scoring.sinks)
     shape = (batch, heads, value_cache.shape[3])
     return BlockAttentionCall(
         fmt, shape, query, (key_cache, value_cache), table, lengths, apart, weights=how,

@@ -12,7 +12,7 @@ from kvkit.checks.arguments import BlockLoad
 from kvkit.checks.ascend import tensors
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
-from kvkit.checks.tensors import DATA, NamedArrays, holdable, tensor, written
+from kvkit.checks.tensors import DATA, NamedArrays, check_size, check_writeable, checked_format
 from kvkit.checks.values import text
 from kvkit.errors import argument_error
 from kvkit.formats import Element
@@ -56,7 +56,7 @@ def checked_load(call: BlockLoad) -> LoadCall:
         (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
     ]
     for shape, fmt in zip(shapes, formats, strict=True):
-        holdable("seq_lens", shape, fmt)
+        check_size("seq_lens", shape, fmt)
     dtypes = [fmt.dtype for fmt in formats]
     results = Results(dict(zip(RESULTS, zip(shapes, dtypes, strict=True), strict=False)), given)
     return LoadCall(given, list(views), list(formats), table, lengths, columns, tokens, results=results)
@@ -109,8 +109,8 @@ def checked_copy(
 ) -> tuple[Array, Array]:
     """Return the source and the destination of every block that is written."""
     for name, array in given:
-        tensor(name, array, DATA, max(getattr(array, "ndim", 1), 1))
-        written(name, array)
+        checked_format(name, array, DATA, max(getattr(array, "ndim", 1), 1))
+        check_writeable(name, array)
     tensors.caches_apart(given)
     blocks = len(given[0][1])
     if len(given[-1][1]) != blocks:

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvkit.checks.ascend.tensors import fractal
 from kvkit.checks.outputs import Results
-from kvkit.checks.tensors import DATA, tensor
+from kvkit.checks.tensors import DATA, checked_format
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
 from kvkit.formats import Element
@@ -27,13 +27,13 @@ def checked_nd(x: Array) -> MatrixCall:
     """Check a call of `nd_to_nz`."""
     if isinstance(x, np.ndarray) and x.ndim == 2:
         x = x[None]
-    fmt = tensor("x", x, DATA, 3)
+    fmt = checked_format("x", x, DATA, 3)
     return matrix_call("x", x, "y", (len(x), *fractals(x.shape[1], x.shape[2], fmt)))
 
 
 def checked_nz(y: Array, m: SupportsIndex, n: SupportsIndex) -> MatrixCall:
     """Check a call of `nz_to_nd`."""
-    fmt = tensor("y", y, DATA, 4)
+    fmt = checked_format("y", y, DATA, 4)
     rows, columns = integer("m", m, 0), integer("n", n, 0)
     want = fractals(rows, columns, fmt)
     if y.shape[1:] != want:

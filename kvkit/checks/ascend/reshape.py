@@ -11,7 +11,7 @@ from kvkit.checks.ascend import tensors
 from kvkit.checks.ascend.tensors import TokensAndCache
 from kvkit.checks.index_tensors import index
 from kvkit.checks.pools import plain_pieces, slot_error
-from kvkit.checks.tensors import DATA, check_not_empty, tensor
+from kvkit.checks.tensors import DATA, check_not_empty, checked_format
 from kvkit.checks.values import choice, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, INT8, Element
@@ -76,7 +76,7 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
     caches, formats = [], []
     first = given[0][1]
     for name, array, cache_name, cache in given:
-        fmt = tensor(name, array, DATA, 3)
+        fmt = checked_format(name, array, DATA, 3)
         check_not_empty(name, array)
         if array.shape[:2] != first.shape[:2]:
             raise argument_error(

@@ -33,11 +33,11 @@ def pairs(
 
 def cache_in_blocks(name: str, array: Array, cache_format: str, written: bool) -> tuple[Element, Array]:
     """Return the format of a cache in blocks, and a view [blocks, rows, heads or groups, dim]."""
-    fmt = tensors.tensor(name, array, tensors.DATA, 4)
+    fmt = tensors.checked_format(name, array, tensors.DATA, 4)
     if min(array.shape) < 1:
         raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
     if written:
-        tensors.written(name, array)
+        tensors.check_writeable(name, array)
     if cache_format == "NZ" and array.shape[3] != fractal(fmt):
         raise argument_error(name, f"a last axis of {fractal(fmt)}, for NZ of {fmt}", f"shape {array.shape}")
     return fmt, in_rows(array, cache_format)
@@ -61,7 +61,7 @@ def same_blocks(caches: Sequence[tuple[str, Array]]) -> tuple[int, int]:
 def caches_apart(caches: Sequence[tuple[str, Array]], others: Sequence[tuple[str, Array]] = ()) -> None:
     """Check that caches which are written, with their names, share no byte with each other or the others."""
     for i, (name, array) in enumerate(caches):
-        tensors.apart(name, array, [*caches[i + 1 :], *others])
+        tensors.check_apart(name, array, [*caches[i + 1 :], *others])
 
 
 def same_types(formats: Sequence[Element], cache_format: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 import kvkit
 from kvkit.checks.arguments import Scoring
-from kvkit.checks.attention import Weights, weights
+from kvkit.checks.attention import Weights, checked_weights
 from kvkit.checks.masks import is_empty
 from kvkit.checks.records import NO_MASK
 from kvkit.checks.tensors import float_format
@@ -88,7 +88,7 @@ def attend(
     query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
     mask = _checked_mask(attn_mask, query, key)
     scoring = Scoring(None, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
-    how = weights(query, NO_MASK, scoring)
+    how = checked_weights(query, NO_MASK, scoring)
     slopes = kvkit.alibi_slope(num_heads=heads) if how.alibi else None
     graph = _Chunks(query, key, value, mask, how, slopes)
     counts = query.numblocks[:3]

@@ -90,7 +90,7 @@ def checked_attention(
         wanted = f"{dtype} [{batch}, a multiple of {heads}, at most {length}, {dim}]"
         raise argument_error("query", wanted, describe(query))
     scoring = Scoring(is_alibi=is_alibi, **options)
-    how = attention.weights(query.swapaxes(1, 2), NO_MASK, scoring)
+    how = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
     slopes = kvkit.alibi_slope(num_heads=shape[1]) if how.alibi else None
     check_mask(mask, shape, length)
     return AttendCall(query, mask, (how.left, how.right), how.scale, how.softcap, slopes, how.sinks)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks import index_tensors
-from kvkit.checks.values import integer, positive
+from kvkit.checks.values import integer, positive_number
 from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask.actors import ShardActors, ShardError
@@ -117,7 +117,7 @@ class ShardedCache:
                 "shards": shard_count(client, shards, transport),
             }
         )
-        timeout = positive("timeout", timeout)
+        timeout = positive_number("timeout", timeout)
         count, interleave = self._arguments["shards"], self._arguments["interleave"]
         heads = self._arguments["num_kv_heads"]
         self._placement = Placement(count, interleave if split == "tokens" else 0, heads)
