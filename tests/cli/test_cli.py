@@ -16,6 +16,7 @@ import click
 import numpy as np
 import pytest
 import scenes
+from calls import CALLS
 
 import kvkit
 from kvkit import cpu
@@ -755,16 +756,22 @@ def test_an_input_that_changes_while_it_is_mapped(tmp_path, target, when, size):
 # Every operator
 
 
-def attention(kind, mask_dtype=None, **more):
-    """(operator, arrays, attributes) of a call with all that it may have."""
-    rng, options = np.random.default_rng(0), {"window": (3, 0), "softmax_scale": 0.1, "return_lse": True}
-    call = attention_scenes.any_kind(kind, rng, **options, **more)
-    if kind.startswith("static"):
-        mask = attention_scenes.static_mask(rng, call, (4, 2), mask_dtype)
-    else:
-        mask = attention_scenes.dynamic_mask(rng, call, 4, mask_dtype)
-    arrays = arrays_of(call.but(attn_mask=mask)) | {"sinks": rng.standard_normal(4, np.float32)}
-    return attention_scenes.OPERATORS[kind][0], arrays, call.attrs
+def split(call):
+    """(operator, arrays as a file has them, attributes) of a call."""
+    inputs = [array.name for array in call.operator.inputs]
+    arrays = {n: np.asarray(call.inputs[n]) for n in inputs if call.inputs.get(n) is not None}
+    return call.name, arrays, {n: value for n, value in call.inputs.items() if n not in inputs}
+
+
+def attention(kind, **more):
+    """A call with all that it may have."""
+    more = {"window": (3, 0), "softmax_scale": 0.1, "return_lse": True} | more
+    return split(CALLS[f"{kind.replace('_', ' ')} attention"]().but(**more))
+
+
+def keys_alone(label):
+    call = CALLS[label]()
+    return split(call.but(**{name: None for name in ("value", "value_cache") if name in call.inputs}))
 
 
 def direct(name, arrays, attrs):
@@ -792,115 +799,20 @@ def assert_arrays(path, expected):
         scenes.assert_same(got[name], array, name)
 
 
-def moved(kind):
-    call = scene(kind, dim=6)
-    return NAMES[kind], arrays_of(call), call.attrs
-
-
-def turned(name, shape, **arrays):
-    rng = np.random.default_rng(0)
-    heads = {
-        x: rng.standard_normal((*shape, count, 8), np.float32) for x, count in (("query", 4), ("key", 2))
-    }
-    return name, heads | arrays, {"scaling_type": "linear", "scaling_factor": 2.0, "theta": 500.0}
-
-
-def stored_in_blocks(name, values=True, **arrays):
-    """A call of an operator of Ascend on a small cache: 5 blocks of 4 rows, 2 heads."""
-    names = ("key_cache", "value_cache")[: 1 + values]
-    shape = (5, 4, 2, 32)
-    caches = {x: np.random.default_rng(len(x)).standard_normal(shape).astype(np.float16) for x in names}
-    return f"ascend.{name}", caches | arrays, {}
-
-
-def reshaped(values=True):
-    """A range of each head's tokens becomes their mean."""
-    rng = np.random.default_rng(0)
-    names = ("key", "value")[: 1 + values]
-    arrays = {name: rng.standard_normal((5, 2, 32)).astype(np.float16) for name in names}
-    arrays |= {f"{name}_cache": np.full((5, 4, 1, 32), 9, np.float16) for name in names}
-    arrays |= {"slot_mapping": np.array([1, 8]), "seq_lens": np.array([5], np.int32)}
-    arrays |= {"wins": np.array([3, 0]), "offset_index": np.array([1, -1])}
-    return "ascend.reshape_and_cache", arrays, {"compress_type": 2}
-
-
-STARTS = {"seqstarts": np.array([0, 3, 4]), "start_pos": np.array([5, 0])}
-MASKS = {"num_heads": 3, "data_type": "float16"}
-TABLE = {"block_tables": np.array([[2, 0], [3, -1]], np.int32)}
-COPIED = {"src": np.array([4, 0]), "dst": np.array([1, 3, 2]), "cum_sum": np.array([2, 3])}
-QUERIES = np.random.default_rng(1).standard_normal((2, 4, 32)).astype(np.float16)
-NZ = {"y": np.arange(256, dtype=np.float32).reshape(1, 2, 16, 8)}
-BOTH = np.random.default_rng(2).standard_normal((5, 2, 4, 2, 32)).astype(np.float16)
-CALLS = [
-    *(moved(kind) for kind in ("static", "dynamic")),
-    *(attention(kind, dtype) for kind in attention_scenes.KINDS for dtype in (np.float32, bool)),
-    (
-        "merge_attention_states",
-        {
-            "outputs": np.arange(24, dtype=np.float32).reshape(3, 2, 2, 2),
-            "lses": np.arange(12, dtype=np.float32).reshape(3, 2, 2),
-        },
-        {},
-    ),
-    turned("rotary_position_embedding", (2, 3), start_pos=np.array(7), pad_len=np.array([0, 2])),
-    turned("dynamic_batching.rotary_position_embedding", (4,), **STARTS),
-    ("dynamic_batching.position_index", STARTS | {"sequences": np.arange(4)}, {}),
-    ("alibi_slope", {}, {"num_heads": 3}),
-    ("alibi_mask", {"seqlen_q": np.array(2), "seqlen_kv": np.array(5)}, MASKS),
-    (
-        "dynamic_batching.alibi_mask",
-        {"seqstarts": np.array([0, 1, 3]), "kvstarts": np.array([0, 4, 6]), "attn_mask": np.eye(3, 6) > 0},
-        MASKS,
-    ),
-    *(reshaped(values) for values in (True, False)),
-    *(
-        stored_in_blocks("paged_cache_load", values, seq_lens=np.array([5, 4]), **TABLE)
-        for values in (True, False)
-    ),
-    *(stored_in_blocks("block_copy", values, **COPIED) for values in (True, False)),
-    (
-        *stored_in_blocks(
-            "paged_attention",
-            query=QUERIES,
-            context_lens=np.array([5, 4]),
-            razor_offset=np.linspace(0, 3, 20, dtype=np.float32).reshape(5, 4),
-            **TABLE,
-        )[:2],
-        {"softmax_scale": 0.1, "return_lse": True},
-    ),
-    (
-        "paged_attention",
-        {
-            "query": np.concatenate([QUERIES, QUERIES]),
-            "key_cache": BOTH,
-            "context_lens": np.array([5, 4]),
-            "query_starts": np.array([0, 3, 4]),
-            "key_scale": np.array([1, 2], np.float32),
-            **TABLE,
-        },
-        {"layout": "b kv n h c", "window": (3, -1), "return_lse": True},
-    ),
-    (
-        "paged_append",
-        {"key": QUERIES[:, :2], "key_cache": BOTH[:, 0].copy(), "slot_mapping": np.array([-1, 7])},
-        {},
-    ),
-    (
-        "swap_blocks",
-        {"source": NZ["y"][0], "target": np.zeros((1, 16, 8), np.float32), "pairs": np.array([[1, 0]])},
-        {},
-    ),
-    ("ascend.nd_to_nz", {"x": np.arange(20, dtype=np.int8).reshape(2, 10)}, {}),
-    ("ascend.nz_to_nd", NZ | {"m": np.array(3), "n": np.array(10)}, {}),
-]
-
-
-def test_calls_are_of_every_operator():
-    assert {name for name, *_ in CALLS} == set(OPERATORS)
+def every_call():
+    """Masks of both types; values or keys alone."""
+    yield from (split(make()) for make in CALLS.values())
+    for kind in attention_scenes.KINDS:
+        shape = (4, 3, 16) if kind.startswith("static") else (4, 10)
+        yield attention(kind, attn_mask=np.tri(*shape[-2:], 2, bool) & np.ones(shape, bool))
+    yield from (keys_alone(label) for label in ("blocks nd", "blocks rope", "contexts", "copies"))
+    both = np.random.default_rng(2).standard_normal((5, 2, 4, 2, 16), np.float32)
+    of_both = {"key_cache": both, "value_cache": None, "layout": "b kv n h c", "return_lse": True}
+    yield split(CALLS["pools"]().but(key_scale=np.float32([1, 2]), **of_both))
 
 
 @pytest.mark.parametrize(
-    ("name", "arrays", "attrs"), CALLS, ids=lambda value: value if type(value) is str else ""
+    ("name", "arrays", "attrs"), [*every_call()], ids=lambda value: value if type(value) is str else ""
 )
 def test_run_is_the_direct_call(run, tmp_path, name, arrays, attrs):
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
@@ -929,7 +841,7 @@ def test_lse_is_there_if_asked_for(run, tmp_path):
 @pytest.mark.parametrize("in_file", [True, False])
 @pytest.mark.parametrize("mode", ["KVHEAD_ROPE", 2])
 def test_modes_by_name_and_number(run, tmp_path, mode, in_file):
-    name, arrays, attrs = reshaped()
+    name, arrays, attrs = split(CALLS["blocks rope"]())
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     npz.write(source, arrays | ({"compress_type": np.array(mode)} if in_file else {}))
     more = () if in_file else ("--set", f"compress_type={mode}")
@@ -939,7 +851,7 @@ def test_modes_by_name_and_number(run, tmp_path, mode, in_file):
 
 
 def test_wrong_modes(run, tmp_path):
-    name, arrays, _ = reshaped()
+    name, arrays, _ = split(CALLS["blocks rope"]())
     source = tmp_path / "in.npz"
     npz.write(source, arrays)
     args = ("run", name, source, "-o", tmp_path / "out.npz", "--set")
@@ -956,7 +868,7 @@ def test_wrong_modes(run, tmp_path):
 
 @pytest.mark.parametrize("values", [True, False], ids=["values", "keys alone"])
 def test_blocks_in_place(run, tmp_path, values):
-    name, arrays, attrs = reshaped(values)
+    name, arrays, attrs = split(CALLS["blocks rope"]()) if values else keys_alone("blocks rope")
     npz.write(tmp_path / "in.npz", arrays)
     assert run("run", name, tmp_path / "in.npz", "--in-place", *settings(attrs))[0] == 0
     assert_arrays(tmp_path / "in.npz", arrays | direct(name, arrays, attrs))
@@ -964,7 +876,7 @@ def test_blocks_in_place(run, tmp_path, values):
 
 @pytest.mark.parametrize("text", ["linear", "'linear'", '"linear"', None])
 def test_texts(run, tmp_path, text):
-    name, arrays, attrs = turned("dynamic_batching.rotary_position_embedding", (4,), **STARTS)
+    name, arrays, attrs = split(CALLS["rotary"]().but(scaling_type="linear", scaling_factor=2.0))
     expected = direct(name, arrays, attrs)
     if text is None:
         arrays["scaling_type"] = np.array(attrs.pop("scaling_type"))
@@ -977,7 +889,7 @@ def test_texts(run, tmp_path, text):
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("alibi_slope", {"num_heads": 6}), ("alibi_mask", {"seqlen_q": 2, "seqlen_kv": 3, **MASKS})],
+    [("alibi_slope", {"num_heads": 6}), ("alibi_mask", {"seqlen_q": 2, "seqlen_kv": 3, "num_heads": 3})],
 )
 def test_a_run_without_a_file(run, tmp_path, name, values):
     out = tmp_path / "out.npz"
