@@ -167,28 +167,23 @@ class CacheSource:
         if self.layout is None or (self.cache is None and not self.apart):
             return None
         if self.apart and not self.stated_layout:
-            return self.view_by_names(sizes)
+            return self.view_by_names(self.apart.values(), self.sizes | sizes)
         cache = self.cache if len(self.apart) != 1 else next(iter(self.apart.values()))
         with self.naming():
             return view_of(cache, self.layout, self.sizes | sizes)
 
-    def view_by_names(self, sizes: dict[str, int]) -> KV:
+    def view_by_names(self, pools: Iterable[Any], sizes: dict[str, int]) -> KV:
         """Return views of arrays of any strides, whose axes are those that their names imply."""
-        axes = layouts.parse(self.layout or "").axes
+        axes, names = layouts.parse(self.layout or "").axes, self.pair or SIDES
         at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")
-        views = []
-        for pool in self.apart.values():
-            views.append(tuple(x[at[1:]] for x in pool) if isinstance(pool, list) else pool[at])
-        names, (keys, values) = self.pair or SIDES, (views[0], views[-1])
-        found = [[each.shape[:-1] for each in side] for side in (keys, values)]
-        if found[0] != found[1] or not len(keys):
-            expected = f"{len(found[0])} layers of shape {found[0][0]}" if len(keys) else "tokens"
-            raise argument_error(names[1], f"{expected}, as {names[0]}", f"{len(found[1])} of {found[1][:1]}")
-        shape = dict(zip("bnhc", keys[0].shape, strict=True))
-        for axis, size in (self.sizes | sizes).items():
-            if shape.get(axis, size) != size:
-                raise argument_error(names[0], f"a size {axis} of {size}", shape[axis])
-        return KV(keys, values)
+        views = [tuple(x[at[1:]] for x in pool) if isinstance(pool, list) else pool[at] for pool in pools]
+        shapes = [[each.shape[:-1] for each in view] for view in views]
+        if shapes[0] != shapes[-1] or not shapes[0]:
+            raise argument_error(names[1], f"layers {brief(shapes[0])}, as {names[0]}", brief(shapes[-1]))
+        for axis, size in zip("bnh", shapes[0][0], strict=True):
+            if sizes.get(axis, size) != size:
+                raise argument_error(names[0], f"a size {axis} of {sizes[axis]}", size)
+        return KV(views[0], views[-1])
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -220,15 +215,11 @@ class CacheSource:
         try:
             return self.kv, self.axis_sizes
         except KvkitError:
-            if "h" in self.sizes:
-                raise
-            try:
-                kv = self.view(h=1)
-            except KvkitError:
-                kv = None
-            if kv is None or self.layout is None:
-                raise
-            return kv, {axis: n for axis, n in axis_sizes_of(kv, self.layout).items() if axis not in "hc"}
+            with contextlib.suppress(KvkitError):
+                if "h" not in self.sizes and self.layout and (kv := self.view(h=1)) is not None:
+                    sizes = axis_sizes_of(kv, self.layout)
+                    return kv, {axis: size for axis, size in sizes.items() if axis not in "hc"}
+            raise
 
     @cached_property
     def beside(self) -> dict[str, Any]:
@@ -262,59 +253,42 @@ class CacheSource:
 
     @cached_property
     def part_views(self) -> dict[str, KV]:
-        """Return what is beside the codes, as `kvkit.formats.decode` calls it, as views by layer."""
-        own = {axis: count for axis, count in self.sizes.items() if axis not in "cv"}
+        """Return what is beside the codes, as `kvkit.formats.decode` calls it, by layer."""
+        layers = len(self.require_view(both=False).keys)
+        sizes = {axis: count for axis, count in self.sizes.items() if axis not in "cv"}
         found = {}
-        for name, arrays in () if self.apart else self.beside.items():
-            if np.ndim(arrays) < 2 and not isinstance(arrays, list):
-                found[BESIDE[name]] = KV(*[(arrays,) * len(self.kv.keys if self.kv else ())] * 2)
-            elif self.layout is not None and (kv := view_of(arrays, self.layout, own)) is not None:
+        for name, arrays in self.beside.items():
+            pair = arrays if self.apart else [arrays, arrays]
+            if not any(isinstance(each, list) or each.ndim > 1 + bool(self.apart) for each in pair):
+                found[BESIDE[name]] = KV(*(each if each.ndim == 2 else (each,) * layers for each in pair))
+            elif self.apart and not self.stated_layout:
+                axes = leaves(self.cache)[0].ndim  # a scale for each head has no axis of groups
+                found[BESIDE[name]] = self.view_by_names((with_axes(each, axes) for each in pair), sizes)
+            elif (kv := view_of(arrays, self.layout or "", sizes)) is not None:
                 found[BESIDE[name]] = kv
-        for part in dict.fromkeys(BESIDE.values()):
-            pair = [self.beside_side(side, part) for side in SIDES]
-            if part not in found and not any(each is None for each in pair):
-                found[part] = KV(*(self.side_part_view(each, own) for each in pair))
         if isinstance(scale := self.paged.get("arguments", {}).get("scale"), list):
             found["scale"] = KV(*np.swapaxes(np.asarray(scale, np.float32), 0, 1))  # of each head
         return found
-
-    def side_part_view(self, array: Any, sizes: Mapping[str, int]) -> Any:
-        """Return scales of keys or values alone by layer: a number or one a head as it is, else as views."""
-        codes = self.kv.keys if self.kv is not None else []
-        if not isinstance(array, list):
-            array = np.asarray(array)
-            if array.ndim < 2:
-                return (array,) * len(codes)
-            if array.ndim == 2:
-                return array
-        codes_axes = {leaves(pool)[0].ndim for pool in self.apart.values()}
-        if {leaves(array)[0].ndim + 1} == codes_axes:  # a scale for each head has no axis of groups
-            array = [each[..., None] for each in array] if isinstance(array, list) else array[..., None]
-        line = self.line_of(array, self.stated_layout if self.apart else None)
-        if line is None:
-            raise argument_error("key_scale", "scales with the axes of their codes", describe(array))
-        kv = view_of(array if len(self.apart) == 1 else [array, array], line, sizes)
-        return () if kv is None else kv.keys
 
     def format_of(self, dtypes: Iterable[np.dtype], given: str | None = None) -> str:
         """Return what codes are: as given, as the source says, or as their type says."""
         coded = sorted(set(dtypes), key=str)
         said = given or format_of_paged(self.paged.get("arguments", {}))
         said = said or self.contents.description.format or self.text("format")
-        if said is None and isinstance(types := self.contents.metadata.get("types"), list):
-            several = [each for each in types if each not in map(str, FLOATS)]
-            said = several[0] if len(several) == 1 else None
+        types = self.contents.metadata.get("types")
+        several = [each for each in types if each not in map(str, FLOATS)] if isinstance(types, list) else []
+        said = several[0] if said is None and len(several) == 1 else said
         if given is None and len(coded) == 1 and (said is None or said.split(":")[0] not in NAMED):
             said = {one.dtype: one.name for one in FLOATS8}.get(coded[0], said)
         if said is None and coded == [np.int8] and self.kv is not None and "scale" in self.part_views:
             groups = np.shape(self.part_views["scale"].keys[0])[-1]
             said = f"int8:g{np.shape(self.kv.keys[0])[-1] // groups}"
-        if said is None and any(one.kind not in "iuV" or one.itemsize == 2 for one in coded):
-            expected = "float32, float16 or bfloat16, or codes of a format that the file names"
-            raise argument_error((self.pair or (CACHE,))[0], expected, ", ".join(map(str, coded)))
         if said is None:
-            wanted = "one that the file names, for its codes"
-            raise argument_error(self.arguments[1], wanted, ", ".join(map(str, coded)))
+            floats = any(one.kind not in "iuV" or one.itemsize == 2 for one in coded)
+            wanted = "float32, float16 or bfloat16, or codes of a format that the file names"
+            wanted = wanted if floats else "one that the file names, for its codes"
+            name = (self.pair or (CACHE,))[0] if floats else self.arguments[1]
+            raise argument_error(name, wanted, ", ".join(map(str, coded)))
         return said
 
     def block_tables(self, page_size: int | None = None) -> tuple[str, Pages] | None:
@@ -392,6 +366,13 @@ def holds_arrays(value: Any) -> bool:
     """Return whether a value is a list of arrays, or of such lists."""
     several = isinstance(value, (list, tuple)) and len(value) > 0
     return several and any(hasattr(each, "shape") or holds_arrays(each) for each in value)
+
+
+def with_axes(found: Any, count: int) -> Any:
+    """Return an array, or a list of arrays, with an axis of length 1 at the end if one is missing."""
+    if isinstance(found, list):
+        return [with_axes(each, count) for each in found]
+    return found[..., None] if found.ndim == count - 1 else found
 
 
 def leaves(found: Any) -> list[np.ndarray]:
