@@ -44,7 +44,7 @@ class CheckedSide:
     scale: np.ndarray | None
 
 
-def stacked(view: Any) -> np.ndarray:
+def stack_view(view: Any) -> np.ndarray:
     """Return one array [layers, blocks, rows, heads, content] of a view, whose layers may be arrays."""
     if isinstance(view, tuple):
         return np.stack([np.stack(each) if isinstance(each, tuple) else each for each in view])
@@ -229,8 +229,8 @@ class Case:
     def sides(self) -> list[CheckedSide]:
         """Return keys and values, those that there are."""
         found: list[CheckedSide] = []
-        apart, kv = self.source.apart, self.viewed[0]
-        if self.source.layout is None and self.source.pair == PAGED_NAMES:
+        apart, kv = self.source.separate, self.viewed[0]
+        if self.source.layout is None and self.source.side_names == PAGED_NAMES:
             wanted, name = (
                 "[blocks, rows, heads, content], or [layers, ...] of that",
                 PAGED_NAMES["key" not in apart],
@@ -238,23 +238,23 @@ class Case:
             raise argument_error(name, wanted, describe(next(iter(apart.values()))))
         if kv is None:
             return found
-        labels = self.source.pair if apart and self.source.pair else PAGED_NAMES
+        labels = self.source.side_names if apart and self.source.side_names else PAGED_NAMES
         for name, label, view in zip(SIDES, labels, (kv.keys, kv.values), strict=True):
             if apart and name not in apart:
                 continue
-            found.append(CheckedSide(name, label, stacked(view), self.scale_of(name)))
+            found.append(CheckedSide(name, label, stack_view(view), self.scale_of(name)))
         return found
 
     def scale_of(self, side: str) -> np.ndarray | None:
         """Return the scales of keys or values, with an axis of layers where codes have none."""
-        scale = self.source.beside_side(side, "scale")
+        scale = self.source.side_scale(side, "scale")
         if scale is None:
             scales = None
             with contextlib.suppress(KvkitError):  # scales with other axes are not looked at
-                scales = None if self.source.apart else self.source.part_views.get("scale")
-            return None if scales is None else stacked(getattr(scales, f"{side}s"))
+                scales = None if self.source.separate else self.source.scale_views.get("scale")
+            return None if scales is None else stack_view(getattr(scales, f"{side}s"))
         scale = np.asarray(scale)
-        codes = self.source.apart.get(side)
+        codes = self.source.separate.get(side)
         one_layer = codes is not None and np.ndim(codes) == 4 and self.layout is None
         return scale[None] if scale.ndim in (3, 4) and one_layer else scale
 

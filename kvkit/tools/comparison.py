@@ -15,8 +15,8 @@ from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout
 from kvkit.tools import counting
-from kvkit.tools.case import stacked
-from kvkit.tools.causes import Cause, Trial, tried
+from kvkit.tools.case import stack_view
+from kvkit.tools.causes import Cause, Trial, try_causes
 from kvkit.tools.source import SIDES, CacheSource
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
@@ -95,7 +95,7 @@ class Difference:
     compared : int
         Bytes of each side.
     notes : list of str
-        Causes that were not tried, and why.
+        Causes that were not try_causes, and why.
     maps : dict
         Differing elements of each row and the letters of axes, of arrays that are to be drawn.
     """
@@ -231,14 +231,16 @@ def compared_arrays(
 
 def keys_and_values(source: CacheSource) -> Arrays:
     """Return keys and values, and the scales beside them, [layers, blocks, rows, heads, content]."""
-    if source.cache is None and not source.apart:
+    if source.cache is None and not source.separate:
         expected = "an array cache, key_cache or value_cache to lie in it"
         raise argument_error("layout", expected, ", ".join(source.arrays) or "none")
     parts = {"": source.require_view(both=False)}
     with contextlib.suppress(KvkitError):  # scales that have other axes are not compared
-        parts |= {f"_{part}": view for part, view in source.part_views.items()}
-    sides = [side for side in SIDES if not source.apart or side in source.apart]
-    return {f"{one}s{part}": stacked(getattr(kv, f"{one}s")) for part, kv in parts.items() for one in sides}
+        parts |= {f"_{part}": view for part, view in source.scale_views.items()}
+    sides = [side for side in SIDES if not source.separate or side in source.separate]
+    return {
+        f"{one}s{part}": stack_view(getattr(kv, f"{one}s")) for part, kv in parts.items() for one in sides
+    }
 
 
 def compare_array(
@@ -357,7 +359,7 @@ def causes_of(
     found: ArrayDifference, letters: tuple[str, ...], one: Arrays, got: np.ndarray, inputs: Arrays,
     notes: list[str],
 ) -> list[Cause]:  # fmt: skip
-    """Try causes where the difference begins, on as many bytes as can be tried soon; note which."""
+    """Try causes where the difference begins, on as many bytes as can be try_causes soon; note which."""
     expected = one[found.name]
     others = {other: array for other, array in one.items() if other != found.name}
     like = {key: np.asarray(value) for key, value in inputs.items()}
@@ -373,7 +375,7 @@ def causes_of(
             arrays.update({key: array[part] for key, array in arrays.items() if array.shape[:-1] == outer})
         expected, got = expected[part], got[part]
         outer = expected.shape[:-1]
-    return tried(Trial(found.name, letters, expected, got, like, others))
+    return try_causes(Trial(found.name, letters, expected, got, like, others))
 
 
 def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:

@@ -149,7 +149,7 @@ def convert(
         raise argument_error("from_layout", f"{said}, as the file says", from_layout)
     found.require_cache()
     pages, block_tables = new_pages(found, page_size, tables_from)
-    made = moved(found, to_layout, pages, verify, progress)
+    made = move_cache(found, to_layout, pages, verify, progress)
     kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in found.sizes.items() if axis in "hcvs"})
     description = replace(
         found.contents.description,
@@ -157,15 +157,15 @@ def convert(
         sizes={} if kv is None else axis_sizes_of(kv, to_layout),
         tables="blocks" if block_tables else found.contents.description.tables,
     )
-    total = sum(array.nbytes for name in made for array in leaves(found.parts[name]))
-    arrays = found.others(made, tables=not block_tables) | made | block_tables
+    total = sum(array.nbytes for name in made for array in leaves(found.own_arrays[name]))
+    arrays = found.other_arrays(made, tables=not block_tables) | made | block_tables
     result = Conversion(arrays, description, str(found.layout), total, verify)
     if target is not None:
         files.write(target, result.arrays, description)
     return result
 
 
-def moved(
+def move_cache(
     source: CacheSource,
     to_layout: str,
     pages: tuple[Pages, Pages] | None,
@@ -175,7 +175,9 @@ def moved(
     """Return the cache in its new layout, with what is beside it in arrays with as many axes."""
     axes = leaves(source.cache)[0].ndim
     parts = {
-        name: part for name, part in source.parts.items() if {each.ndim for each in leaves(part)} == {axes}
+        name: part
+        for name, part in source.own_arrays.items()
+        if {each.ndim for each in leaves(part)} == {axes}
     }
     total, done = sum(array.nbytes for part in parts.values() for array in leaves(part)), 0
     target = {"b": max(int((pages[1].table >= 0).sum()), 1), "n": pages[1].page_size} if pages else None

@@ -73,7 +73,7 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
         heading = ("keys", "values")[side] if len(sides) > 1 else ""
         lines += [("", []), *((text, []) for text in stride_table(line, side, found, heading)), ("", [])]
         lines += memory(line, side, found)
-    return drawn(title, lines, kind)
+    return render(title, lines, kind)
 
 
 def several(line: Layout, sizes: Mapping[str, int]) -> str:
@@ -205,7 +205,7 @@ def check_kind(kind: str) -> None:
         raise argument_error("kind", "'text' or 'svg'", repr(kind))
 
 
-def drawn(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> str:
+def render(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> str:
     """Return lines of boxes as text, or as a picture."""
     if kind == "svg":
         return svg.picture(title, lines)

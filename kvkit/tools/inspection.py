@@ -186,7 +186,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
         sizes=lengths,
         use=use_of(found),
-        numbers=statistics(found.arrays, kv, found.apart) if stats else [],
+        numbers=statistics(found.arrays, kv, found.separate) if stats else [],
     )
 
 

@@ -93,30 +93,30 @@ def open_cache(
     ('q8_0', (2, 2, 64))
     """
     if not isinstance(source, (CacheSource, files.Contents, Mapping)) and hasattr(source, "layers"):
-        return of_cache(source)
+        return open_cache_object(source)
     found = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
     if found.cache is None and isinstance(about := found.saved.get("layers"), list):
-        return of_saved(found, about)
-    return of_arrays(found, from_format)
+        return open_saved(found, about)
+    return open_arrays(found, from_format)
 
 
-def of_cache(cache: Any) -> CacheReader:
+def open_cache_object(cache: Any) -> CacheReader:
     """Open a cache object."""
     if not len(cache.layers) or not cache.layers[0].batch_size:
         raise argument_error("source", "a cache that has tokens", "an empty one")
     said = [layer.describe() for layer in cache.layers if hasattr(layer, "describe")]
     format = format_of_layers(said) if said else format_of_paged(cache.describe())
     count = len(cache.layers)
-    return CacheReader(type(cache).__name__, count, lambda i: of_states(i, cache.layers[i]), format)
+    return CacheReader(type(cache).__name__, count, lambda i: open_states(i, cache.layers[i]), format)
 
 
-def of_saved(source: CacheSource, about: list[Any]) -> CacheReader:
+def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
     """Open a file of `Cache.save`, whose layers are restored one at a time."""
     if not about:
         raise argument_error("source", "a cache that has tokens", "an empty one")
 
     def layer(i: int) -> LayerReader:
-        return of_states(i, loading.restored(source.name, i, about[i], source.arrays))
+        return open_states(i, loading.restored(source.name, i, about[i], source.arrays))
 
     try:
         format = format_of_layers([said["arguments"] for said in about])
@@ -137,28 +137,28 @@ def format_of_layers(layers: Sequence[Mapping[str, Any]]) -> str | None:
     return " and ".join(dict.fromkeys(found)) or None
 
 
-def of_states(i: int, layer: Any) -> LayerReader:
+def open_states(i: int, layer: Any) -> LayerReader:
     """Open a layer of a cache, whose keys and values are [batch, heads, tokens, dim]."""
     if layer.batch_size == 0:
         raise argument_error("source", "layers that have tokens", f"none in layer {i}")
     keys, values = (np.asarray(side).swapaxes(1, 2) for side in layer.stored())
     starts = list(range(0, keys.shape[0] * keys.shape[1] + 1, keys.shape[1]))
-    key = of_sequences("keys", [{"codes": array} for array in keys], None)
-    value = of_sequences("values", [{"codes": array} for array in values], None)
+    key = open_sequences("keys", [{"codes": array} for array in keys], None)
+    value = open_sequences("values", [{"codes": array} for array in values], None)
     return LayerReader(f"layer {i}", key, value, starts)
 
 
-def of_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
+def open_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
     """Open the cache of a source, as its layout says; of block tables the rows that sequences have."""
     cache = source.require_cache()
     coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
     told = source.format_of(coded, from_format) if coded else None
     formats = formats_named(told) if told else None
     if formats and str(source.layout) == LINE and not any(name.startswith(TABLES) for name in source.arrays):
-        beside = {BESIDE[name]: arrays for name, arrays in source.beside.items()}
-        parts, pages = as_encoded({"codes": cache} | beside), None
+        beside = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
+        parts, pages = encoded_parts({"codes": cache} | beside), None
     else:
-        parts, pages = viewed_parts(source, told, formats)
+        parts, pages = view_parts(source, told, formats)
     codes, numbers = parts["codes"], source.arrays.get("layers")
     if numbers is None or numbers.shape != (len(codes.keys),):
         numbers = np.arange(len(codes.keys))
@@ -174,7 +174,7 @@ def of_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
         format = formats[which == "values"] if formats else None
         if leaves(arrays["codes"])[0].dtype not in coded:
             arrays, format = {"codes": arrays["codes"]}, None
-        return of_side(which, arrays, rows, format)
+        return open_side(which, arrays, rows, format)
 
     def layer(i: int) -> LayerReader:
         key, value = side("keys", i), side("values", i)
@@ -190,20 +190,20 @@ def of_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
     return CacheReader(source.name, len(codes.keys), layer, format, notes)
 
 
-def viewed_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
+def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
     """Return views of codes and of what is beside them, and the pages of their block tables."""
     kv = source.require_view()
     for one in formats or ():
         if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
             raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
     pages = None if source.sequence_starts else source.block_tables()
-    return {"codes": kv} | (source.part_views if formats else {}), pages and pages[1]
+    return {"codes": kv} | (source.scale_views if formats else {}), pages and pages[1]
 
 
 def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:
     """Return the queries of the last tokens by layer and sequence, or None; notes on others."""
     query = source.arrays.get("query")
-    if query is None or not source.apart:
+    if query is None or not source.separate:
         return None, ()
     _, _, heads, dim = codes.keys[0].shape
     if (
@@ -217,7 +217,7 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
     return None, (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)
 
 
-def as_encoded(parts: Mapping[str, Any]) -> dict[str, KV]:
+def encoded_parts(parts: Mapping[str, Any]) -> dict[str, KV]:
     """Return codes and what is beside them as LINE has them, without views: other axes are the format's."""
     found, shapes = {}, set()
     try:
@@ -235,7 +235,7 @@ def as_encoded(parts: Mapping[str, Any]) -> dict[str, KV]:
     return found
 
 
-def of_side(
+def open_side(
     name: str, arrays: Mapping[str, Any], rows: np.ndarray | None, format: Format | None
 ) -> SideReader:
     """Read a side by the rows of its tokens, or block after block."""
@@ -243,7 +243,7 @@ def of_side(
         blocks = len(arrays["codes"])
         several = [x if isinstance(x, tuple) or x.ndim > 1 else (x,) * blocks for x in arrays.values()]
         sequences = [dict(zip(arrays, each, strict=True)) for each in zip(*several, strict=True)]
-        return of_sequences(name, sequences, format)
+        return open_sequences(name, sequences, format)
     size = arrays["codes"].shape[1]
 
     def read(part: slice) -> np.ndarray:
@@ -251,10 +251,10 @@ def of_side(
         some = {part: x[at] if x.ndim > 1 else x for part, x in arrays.items()}
         return decode(some, format) if format else some["codes"]
 
-    return measured(name, read, len(rows), format)
+    return side_reader(name, read, len(rows), format)
 
 
-def of_sequences(
+def open_sequences(
     name: str, sequences: Sequence[Mapping[str, np.ndarray]], format: Format | None
 ) -> SideReader:
     """Read sequences of codes and what is beside them, arrays [tokens, heads, ...], one behind the other."""
@@ -266,13 +266,13 @@ def of_sequences(
     def read(part: slice) -> np.ndarray:
         begin, end, _ = part.indices(starts[-1])
         pieces = [
-            decoded(one, max(begin - start, 0), min(end, stop) - start, format)
+            decode_tokens(one, max(begin - start, 0), min(end, stop) - start, format)
             for one, start, stop in zip(sequences, starts, starts[1:], strict=False)
             if start < end and begin < stop
-        ] or [decoded(sequences[0], 0, 0, format)]
+        ] or [decode_tokens(sequences[0], 0, 0, format)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    return measured(name, read, starts[-1], format)
+    return side_reader(name, read, starts[-1], format)
 
 
 def tokens_in_row(format: Format | None) -> int:
@@ -280,7 +280,9 @@ def tokens_in_row(format: Format | None) -> int:
     return 8 // format.code.bits if format is not None and format.along == "tokens" else 1
 
 
-def decoded(arrays: Mapping[str, np.ndarray], begin: int, end: int, format: Format | None) -> np.ndarray:
+def decode_tokens(
+    arrays: Mapping[str, np.ndarray], begin: int, end: int, format: Format | None
+) -> np.ndarray:
     """Decode some tokens of a sequence; what shares a scale is decoded together."""
     if format is None:
         return arrays["codes"][begin:end]
@@ -295,7 +297,7 @@ def decoded(arrays: Mapping[str, np.ndarray], begin: int, end: int, format: Form
     return decode(cut, format)[begin - low : end - low]
 
 
-def measured(
+def side_reader(
     name: str, read: Callable[[slice], np.ndarray], tokens: int, format: Format | None
 ) -> SideReader:
     """Return a reader of a side, with its sizes; it must read floats."""

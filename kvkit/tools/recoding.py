@@ -44,7 +44,7 @@ def recode(
         for i in range(found.count):
             layer = found.layer(i)
             starts = layer.starts[: 1 + source.paged.get("rows", len(layer.starts))]
-            made |= coded_layer(i, layer, starts, forms, place)
+            made |= encode_layer(i, layer, starts, forms, place)
             if progress is not None:
                 progress(total * (i + 1) // found.count, total)
         description = replace(
@@ -59,14 +59,14 @@ def recode(
             sum(x.nbytes for x in made.values()),
         )
         if not source.saved:
-            made |= source.others((CACHE, *source.beside), tables=False)
+            made |= source.other_arrays((CACHE, *source.scales), tables=False)
         if target is not None:
             files.write(target, made, description)
             made = {}
     return made, description, before, size
 
 
-def coded_layer(
+def encode_layer(
     i: int, layer: LayerReader, starts: Sequence[int], forms: Sequence[Form], folder: Path | None
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a layer's sequences, which must have one length; in files of a folder."""
@@ -75,11 +75,11 @@ def coded_layer(
     if len({*lengths, 0}) != 2:
         raise argument_error("source", "sequences of one length", ", ".join(map(str, lengths)) or "none")
     for kv, side in enumerate((layer.key, layer.value)):
-        sequences = [encoded(side, start, lengths[0], forms[kv]) for start in starts[:-1]]
+        sequences = [encode_sequence(side, start, lengths[0], forms[kv]) for start in starts[:-1]]
         for part in sequences[0]:
             name = f"{CACHE if part == 'codes' else part}.{i}.{kv}"
             pieces = [piece for one in sequences for piece in one[part]]
-            made[name] = in_one(pieces, len(sequences), folder and folder / name)
+            made[name] = join_pieces(pieces, len(sequences), folder and folder / name)
     return made
 
 
@@ -94,7 +94,7 @@ def sizes_of_layer(
     return sizes
 
 
-def encoded(side: SideReader, start: int, count: int, form: Form) -> dict[str, list[np.ndarray]]:
+def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dict[str, list[np.ndarray]]:
     """Encode a sequence some tokens at a time; return each array in pieces."""
     step = max(SOME // form.step, 1) * form.step if isinstance(form, Coded) else SOME
     parts = [slice(i, min(i + step, start + count)) for i in range(start, start + count, step)]
@@ -114,7 +114,7 @@ def encoded(side: SideReader, start: int, count: int, form: Form) -> dict[str, l
     return found
 
 
-def in_one(pieces: Sequence[np.ndarray], count: int, path: Path | None) -> np.ndarray:
+def join_pieces(pieces: Sequence[np.ndarray], count: int, path: Path | None) -> np.ndarray:
     """Join the pieces of `count` sequences; in a file, so that a whole cache need not fit into memory."""
     shape = pieces[0].shape
     if len(pieces) > count:

@@ -98,8 +98,8 @@ class CacheSource:
         return found if isinstance(found, dict) else {}
 
     @cached_property
-    def pair(self) -> tuple[str, str] | None:
-        """Return the first of `NAMES` that both are there, else one of which is; None beside ``cache``."""
+    def side_names(self) -> tuple[str, str] | None:
+        """Return the first of `NAMES` whose arrays are there, both or else one; None beside ``cache``."""
         if self.contents.cache is not None:
             return None
         here = [tuple(nested(self.arrays, name) is not None for name in pair) for pair in NAMES]
@@ -110,27 +110,27 @@ class CacheSource:
         return None
 
     @cached_property
-    def apart(self) -> dict[str, Any]:
-        """Return keys and values, those that there are, where each has arrays of its own."""
-        found = zip(SIDES, self.pair or (), strict=False)
+    def separate(self) -> dict[str, Any]:
+        """Return the arrays of keys and of values, where each side has its own; a side may be missing."""
+        found = zip(SIDES, self.side_names or (), strict=False)
         return {side: pool for side, name in found if (pool := nested(self.arrays, name)) is not None}
 
     @cached_property
     def cache(self) -> Any:
         """Return the arrays of the cache as `layout` has them; None where there are not both sides."""
         whole = self.contents.cache
-        return list(self.apart.values()) if whole is None and len(self.apart) == 2 else whole
+        return list(self.separate.values()) if whole is None and len(self.separate) == 2 else whole
 
     @cached_property
     def layout(self) -> str | Layout | None:
         """Return how the cache lies, with kv as the outer list of a pair of names; None if nobody knows."""
-        return self.line_of(next(iter(self.apart.values()), None), self.stated_layout)
+        return self.layout_of(next(iter(self.separate.values()), None), self.stated_layout)
 
-    def line_of(self, pool: Any, stated: str | Layout | None = None) -> str | Layout | None:
+    def layout_of(self, pool: Any, stated: str | Layout | None = None) -> str | Layout | None:
         """Return how arrays like `pool` lie, of keys or of values alone: as stated, else as names imply."""
-        if not self.apart and (stated or pool is None):
+        if not self.separate and (stated or pool is None):
             return stated
-        outer = ("kv",) if len(self.apart) != 1 else ()
+        outer = ("kv",) if len(self.separate) != 1 else ()
         if stated:
             line = layouts.parse(stated)
             if "kv" in line.names and "kv" not in line.lists:
@@ -139,16 +139,18 @@ class CacheSource:
             lists = (*outer, *(level for level in line.lists if level != "kv"))
             return Layout(lists, line.axes, line.value_axes if outer else line.axes)
         several = isinstance(pool, list)
-        axes = AXES[several or self.pair in (PAGED_NAMES, None)].get(np.ndim(pool[0] if several else pool))
+        axes = AXES[several or self.side_names in (PAGED_NAMES, None)].get(
+            np.ndim(pool[0] if several else pool)
+        )
         if axes is None or (several and axes.startswith("l")):
             return None
         return Layout((*outer, "l") if several else outer, *[tuple(axes.split())] * 2)
 
     def require_cache(self) -> Any:
         """Return `cache`; refuse a source that has none, or whose layout nobody knows."""
-        if len(self.apart) == 1:
-            [side] = self.apart
-            names = self.pair or SIDES
+        if len(self.separate) == 1:
+            [side] = self.separate
+            names = self.side_names or SIDES
             raise argument_error(names[side == "key"], f"an array, beside {names[side != 'key']}", "None")
         if self.cache is None:
             wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
@@ -164,17 +166,17 @@ class CacheSource:
 
     def view(self, **sizes: int) -> KV | None:
         """Return keys and values as views, with more sizes; where one side is missing the other for both."""
-        if self.layout is None or (self.cache is None and not self.apart):
+        if self.layout is None or (self.cache is None and not self.separate):
             return None
-        if self.apart and not self.stated_layout:
-            return self.view_by_names(self.apart.values(), self.sizes | sizes)
-        cache = self.cache if len(self.apart) != 1 else next(iter(self.apart.values()))
+        if self.separate and not self.stated_layout:
+            return self.view_by_names(self.separate.values(), self.sizes | sizes)
+        cache = self.cache if len(self.separate) != 1 else next(iter(self.separate.values()))
         with self.naming():
             return view_of(cache, self.layout, self.sizes | sizes)
 
     def view_by_names(self, pools: Iterable[Any], sizes: dict[str, int]) -> KV:
         """Return views of arrays of any strides, whose axes are those that their names imply."""
-        axes, names = layouts.parse(self.layout or "").axes, self.pair or SIDES
+        axes, names = layouts.parse(self.layout or "").axes, self.side_names or SIDES
         at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")
         views = [tuple(x[at[1:]] for x in pool) if isinstance(pool, list) else pool[at] for pool in pools]
         shapes = [[each.shape[:-1] for each in view] for view in views]
@@ -192,13 +194,13 @@ class CacheSource:
             yield
         except KvkitError as error:
             text = str(error)
-            for i, name in enumerate(self.pair or ()):
+            for i, name in enumerate(self.side_names or ()):
                 text = text.replace(f"arrays[{i}]", name).replace(f"source[{i}]", name)
             raise KvkitError(text) from error
 
     def require_view(self, both: bool = True) -> KV:
         """Return `kv`; refuse a source without a cache or layout, or one whose layout no view tells."""
-        if both or len(self.apart) != 1:
+        if both or len(self.separate) != 1:
             self.require_cache()
         if self.kv is None:
             wanted = "one whose content is not split (kvkit convert makes one)"
@@ -222,46 +224,46 @@ class CacheSource:
             raise
 
     @cached_property
-    def beside(self) -> dict[str, Any]:
-        """Return what is beside the codes by the names of `BESIDE`, as `cache` has its arrays."""
-        if len(self.apart) == 1:
+    def scales(self) -> dict[str, Any]:
+        """Return the scales, and what else is beside the codes, by the names of `BESIDE`."""
+        if len(self.separate) == 1:
             return {}
         found = {name: nested(self.arrays, name) for name in BESIDE}
-        if self.apart:
-            pairs = {part: [self.beside_side(side, part) for side in SIDES] for part in BESIDE.values()}
+        if self.separate:
+            pairs = {part: [self.side_scale(side, part) for side in SIDES] for part in BESIDE.values()}
             found = {part: None if any(x is None for x in pair) else pair for part, pair in pairs.items()}
         return {name: arrays for name, arrays in found.items() if arrays is not None}
 
     @cached_property
-    def parts(self) -> dict[str, Any]:
-        """Return the cache and what is beside it, as nested lists."""
-        return {CACHE: self.cache} | self.beside
+    def own_arrays(self) -> dict[str, Any]:
+        """Return the cache and its scales, as nested lists."""
+        return {CACHE: self.cache} | self.scales
 
-    def others(self, parts: Iterable[str], tables: bool) -> dict[str, np.ndarray]:
-        """Return the arrays that are not of some `parts`; perhaps without tables."""
-        gone = {id(array) for part in parts for array in leaves(self.parts[part])}
+    def other_arrays(self, parts: Iterable[str], tables: bool) -> dict[str, np.ndarray]:
+        """Return the arrays that are not among these `own_arrays`; `tables` or not."""
+        gone = {id(array) for part in parts for array in leaves(self.own_arrays[part])}
         return {
             name: array
             for name, array in self.arrays.items()
             if id(array) not in gone and (tables or not name.startswith(TABLES))
         }
 
-    def beside_side(self, side: str, part: str) -> Any:
-        """Return what is beside the codes of keys or values alone, ``key_scale`` and so on; None without."""
-        names = f"{side}_{part}", f"{(self.pair or SIDES)[side == 'value']}_{part}"
+    def side_scale(self, side: str, part: str) -> Any:
+        """Return the scales of keys or values alone, or another `part` beside the codes; None without."""
+        names = f"{side}_{part}", f"{(self.side_names or SIDES)[side == 'value']}_{part}"
         return next((found for name in names if (found := nested(self.arrays, name)) is not None), None)
 
     @cached_property
-    def part_views(self) -> dict[str, KV]:
-        """Return what is beside the codes, as `kvkit.formats.decode` calls it, by layer."""
+    def scale_views(self) -> dict[str, KV]:
+        """Return the scales, and what else `kvkit.formats.decode` takes, by layer."""
         layers = len(self.require_view(both=False).keys)
         sizes = {axis: count for axis, count in self.sizes.items() if axis not in "cv"}
         found = {}
-        for name, arrays in self.beside.items():
-            pair = arrays if self.apart else [arrays, arrays]
-            if not any(isinstance(each, list) or each.ndim > 1 + bool(self.apart) for each in pair):
+        for name, arrays in self.scales.items():
+            pair = arrays if self.separate else [arrays, arrays]
+            if not any(isinstance(each, list) or each.ndim > 1 + bool(self.separate) for each in pair):
                 found[BESIDE[name]] = KV(*(each if each.ndim == 2 else (each,) * layers for each in pair))
-            elif self.apart and not self.stated_layout:
+            elif self.separate and not self.stated_layout:
                 axes = leaves(self.cache)[0].ndim  # a scale for each head has no axis of groups
                 found[BESIDE[name]] = self.view_by_names((with_axes(each, axes) for each in pair), sizes)
             elif (kv := view_of(arrays, self.layout or "", sizes)) is not None:
@@ -280,14 +282,14 @@ class CacheSource:
         said = several[0] if said is None and len(several) == 1 else said
         if given is None and len(coded) == 1 and (said is None or said.split(":")[0] not in NAMED):
             said = {one.dtype: one.name for one in FLOATS8}.get(coded[0], said)
-        if said is None and coded == [np.int8] and self.kv is not None and "scale" in self.part_views:
-            groups = np.shape(self.part_views["scale"].keys[0])[-1]
+        if said is None and coded == [np.int8] and self.kv is not None and "scale" in self.scale_views:
+            groups = np.shape(self.scale_views["scale"].keys[0])[-1]
             said = f"int8:g{np.shape(self.kv.keys[0])[-1] // groups}"
         if said is None:
             floats = any(one.kind not in "iuV" or one.itemsize == 2 for one in coded)
             wanted = "float32, float16 or bfloat16, or codes of a format that the file names"
             wanted = wanted if floats else "one that the file names, for its codes"
-            name = (self.pair or (CACHE,))[0] if floats else self.arguments[1]
+            name = (self.side_names or (CACHE,))[0] if floats else self.arguments[1]
             raise argument_error(name, wanted, ", ".join(map(str, coded)))
         return said
 
@@ -335,7 +337,7 @@ class CacheSource:
     def sequence_starts(self) -> list[int] | None:
         """Return where sequences of packed tokens begin, and the number of tokens; None without seqstarts."""
         starts = self.arrays.get("seqstarts")
-        if starts is None or self.kv is None or self.pair in (PAGED_NAMES, None):
+        if starts is None or self.kv is None or self.side_names in (PAGED_NAMES, None):
             return None
         tokens = self.axis_sizes.get("b", 1) * self.axis_sizes["n"]
         wanted = f"integers that ascend from 0 to {tokens}, the tokens"

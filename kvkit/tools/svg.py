@@ -35,7 +35,7 @@ class Cell:
 
 
 def hues(count: int) -> str:
-    """Colours of so many sequences, as far apart as they can be."""
+    """Return the colours of so many sequences, as far apart as they can be."""
     turns = [round(i * 137.508 + 210) % 360 for i in range(count)]
     light, dark = (
         "".join(f".kvkit .s{i}{{fill:hsl({turn} {mode[0]}% {mode[1]}%)}}" for i, turn in enumerate(turns))
@@ -45,7 +45,7 @@ def hues(count: int) -> str:
 
 
 def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int = 0) -> str:
-    """Rows of cells with a word in front of each; a row without cells is a line of text."""
+    """Draw rows of cells with a word in front of each; a row without cells is a line of text."""
     rows = list(rows)
     indent = max((len(label) for label, cells in rows if cells), default=0) + 1
     wide = [indent + sum(cell.width for cell in cells) if cells else len(label) for label, cells in rows]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> str:
-    """Rows under heads, in columns; of many the first and last ones."""
+    """Return rows under heads, in columns; of many rows the first and the last one."""
     shown = list(rows) if len(rows) <= most else [*rows[: most - 2], ("...",), rows[-1]]
     wide = [max(len(row[i]) for row in (heads, *shown) if i < len(row)) for i in range(len(heads))]
     return "\n".join(
@@ -16,7 +16,7 @@ def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> s
 
 
 def size(count: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes for people."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

@@ -14,7 +14,7 @@ from kvkit.integrations.transformers.masks import attention_mask
 from kvkit.interop import tensor_of
 from kvkit.tools.readers import open_cache
 from kvkit.tools.studies.measures import QUERIES
-from kvkit.tools.studies.schemes import listed
+from kvkit.tools.studies.schemes import list_schemes
 from kvkit.tools.studies.study import study_layers
 from kvkit.tools.tasks import Lazy
 
@@ -59,7 +59,7 @@ def study(model, ids, schemes, *, progress=None):
     >>> found.summary[0].agreement
     1.0
     """
-    wanted = listed(schemes)
+    wanted = list_schemes(schemes)
     if len(ids) < 2:
         raise argument_error("ids", "two tokens or more", len(ids))
     total = len(wanted) + 1

@@ -1,6 +1,6 @@
-"""Why bytes may differ: usual causes, each tried by computing what it would have given."""
+"""Why bytes may differ: usual causes, each try_causes by computing what it would have given."""
 
 from kvkit.tools.causes import bits, places, positions, rounding
-from kvkit.tools.causes.trial import CAUSES, Cause, Trial, tried
+from kvkit.tools.causes.trial import CAUSES, Cause, Trial, try_causes
 
-__all__ = ["CAUSES", "Cause", "Trial", "bits", "places", "positions", "rounding", "tried"]
+__all__ = ["CAUSES", "Cause", "Trial", "bits", "places", "positions", "rounding", "try_causes"]

@@ -7,7 +7,7 @@ from kvkit.tools.causes.trial import Guesses, Trial, cause
 ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # of the largest element of a row
 
 
-def rotated(x: np.ndarray, angles: np.ndarray, pairs: str) -> np.ndarray:
+def rotate(x: np.ndarray, angles: np.ndarray, pairs: str) -> np.ndarray:
     """Rotate x [..., content] by angles [..., content / 2]; `pairs` are "halves" or "interleaved"."""
     half = x.shape[-1] // 2
     one, two = (x[..., :half], x[..., half:]) if pairs == "halves" else (x[..., ::2], x[..., 1::2])
@@ -37,10 +37,10 @@ def rotation(trial: Trial) -> Guesses:
     x, got = rows.astype(np.float64), trial.rows(trial.got).astype(np.float64)
     forms = {}
     for pairs, other in (("halves", "interleaved"), ("interleaved", "halves")):
-        plain = rotated(x, -angles, pairs)
-        forms[f"applied twice, {pairs}"] = rotated(x, angles, pairs)
+        plain = rotate(x, -angles, pairs)
+        forms[f"applied twice, {pairs}"] = rotate(x, angles, pairs)
         forms[f"not applied, {pairs}"] = plain
-        forms[f"{other} for {pairs}"] = rotated(plain, angles, other)
+        forms[f"{other} for {pairs}"] = rotate(plain, angles, other)
     limit = ULPS[trial.expected.dtype.name] * np.abs(x).max(axis=-1, keepdims=True)
     for detail, guess in forms.items():
         near = np.abs(guess - got) <= limit

@@ -108,7 +108,7 @@ def octets(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
-def tried(trial: Trial) -> list[Cause]:
+def try_causes(trial: Trial) -> list[Cause]:
     """Return the causes that explain something, the best first; of each the form that explains most."""
     expected, got = octets(trial.expected), octets(trial.got)
     differing = expected != got

@@ -5,14 +5,14 @@ import numpy as np
 from kvkit.formats import BY_DTYPE
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
-from kvkit.tools.rules.scales import codes
+from kvkit.tools.rules.scales import format_of_codes
 
 BASE_2 = np.log(2.0)
 
 
 def not_finite(case: Case, side: CheckedSide) -> np.ndarray | None:
     """Return which elements are NaN or infinity; None of codes, which are neither."""
-    kind = codes(case, side)
+    kind = format_of_codes(case, side)
     if kind is not None and side.array.dtype.itemsize == 1:
         bad = ~np.isfinite(kind[1].format.code.table)
         return bad[side.array.view(np.uint8)] if bad.any() else None

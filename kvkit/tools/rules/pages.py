@@ -12,7 +12,7 @@ from kvkit.tools.findings import Seen, rule
 TOP_BIT = 2**31 - 1  # what is left of an id without the mark of a second pool
 
 
-def of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
+def hits_of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
     """Return the hits of the pass over tables that are of a kind."""
     if case.page_tables is None:
         return None
@@ -23,7 +23,7 @@ def of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
 def outside_the_pool(case: Case) -> Seen:
     """onnxruntime#32391: reads of a paged cache held ids against 0 only, so larger ones went past its end."""
     last = case.num_blocks - 1 if case.num_blocks else None
-    return of_kind(
+    return hits_of_kind(
         case, table_rules.OUTSIDE, lambda c, page, *_: f"page {page} is none of the pool's, 0 to {last}"
     )
 
@@ -31,7 +31,7 @@ def outside_the_pool(case: Case) -> Seen:
 @rule("P2", "Tokens of one place overwrite those of the other. The allocator gave a page that was not free.")
 def twice_in_a_sequence(case: Case) -> Seen:
     """vllm-rbln#41: after a preemption blocks were in a sequence's table twice."""
-    return of_kind(
+    return hits_of_kind(
         case,
         table_rules.TWICE,
         lambda c, page, b, there: f"page {page} is in column {there} of the same sequence",
@@ -47,7 +47,7 @@ def in_two_sequences(case: Case) -> Seen:
     """sparkinfer#289: block tables were looked up by row of the batch, not by sequence, after slots had been
     reused.
     """
-    return of_kind(
+    return hits_of_kind(
         case,
         table_rules.FOREIGN,
         lambda c, page, b, at: (

@@ -37,18 +37,18 @@ class CodedFormat:
 
 
 @cache
-def known(name: str | None) -> CodedFormat | None:
+def known_format(name: str | None) -> CodedFormat | None:
     """Return a format by its name, or None."""
     return CodedFormat(named(name)) if name and name.partition(":")[0] in NAMED else None
 
 
-def codes(case: Case, side: CheckedSide) -> tuple[str, CodedFormat] | None:
+def format_of_codes(case: Case, side: CheckedSide) -> tuple[str, CodedFormat] | None:
     """Return the format of keys or values, with its name; None of floats, and of codes that nobody named."""
     by_dtype = FORMATS.get(side.array.dtype)
     name = (case.source.text("format") or case.source.contents.description.format) or (
         by_dtype.name if by_dtype else None
     )
-    found = known(name)
+    found = known_format(name)
     return None if name is None or found is None else (name, found)
 
 
@@ -60,7 +60,7 @@ def used_of(case: Case, array: np.ndarray) -> np.ndarray:
     return np.broadcast_to(rows.reshape(1, *rows.shape, *[1] * (array.ndim - 3)), array.shape)
 
 
-def scales(case: Case) -> Iterator[tuple[CheckedSide, np.ndarray, np.ndarray]]:
+def scales_in_use(case: Case) -> Iterator[tuple[CheckedSide, np.ndarray, np.ndarray]]:
     """Give (side, its scales as float32, which of them are in use) of keys and values that have some."""
     for side in case.sides:
         if side.scale is not None and side.scale.size:
@@ -72,7 +72,7 @@ def scales_found(
 ) -> Seen:
     """Return the arrays of scales that `find` finds something in, with the place of the first one."""
     found, looked = [], False
-    for side, scale, used in scales(case):
+    for side, scale, used in scales_in_use(case):
         looked = True
         bad = find(side, scale, used)
         if not bad.any():
@@ -98,8 +98,8 @@ def not_finite(case: Case) -> Seen:
 def all_ones(case: Case) -> Seen:
     """vllm#54705: fp8 with scales of 1 was 4.2 points worse on MATH-500 than with calibrated ones."""
     found, looked = [], False
-    for side, scale, used in scales(case):
-        kind = codes(case, side)
+    for side, scale, used in scales_in_use(case):
+        kind = format_of_codes(case, side)
         if kind is None or kind[0] not in ("e4m3", "e5m2"):
             continue
         looked = True
@@ -117,7 +117,7 @@ def saturated(case: Case) -> Seen:
     """
     found, looked = [], False
     for side in case.sides:
-        kind = codes(case, side)
+        kind = format_of_codes(case, side)
         if kind is None or not kind[1].largest.any() or side.array.dtype.itemsize != 1:
             continue
         looked = True
@@ -143,7 +143,7 @@ def zero(case: Case) -> Seen:
     """
 
     def find(side: CheckedSide, scale: np.ndarray, used: np.ndarray) -> Any:
-        kind = codes(case, side)
+        kind = format_of_codes(case, side)
         bad = scale == 0
         if kind is not None and not kind[1].signed:
             bad |= scale < 0

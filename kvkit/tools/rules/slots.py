@@ -89,11 +89,11 @@ def read_with_another_size(case: Case) -> Seen:
     if not looked:
         return None
     most = case.num_blocks * case.page_size
-    return [found for name, *each in looked if (found := misread_words(name, *each, most))]
+    return [found for each in looked if (found := misread_words(most, *each))]
 
 
 def misread_words(
-    name: str, dtype: np.dtype, numbers: np.ndarray, columns: np.ndarray, zero_counts: bool, most: int
+    most: int, name: str, dtype: np.dtype, numbers: np.ndarray, columns: np.ndarray, zero_counts: bool
 ) -> tuple[str, str] | None:
     """Return (where, what) if index numbers, in their columns, look like those of another size."""
     if dtype.itemsize == 4 and len(numbers) >= 4 and zero_counts:

@@ -41,13 +41,13 @@ class Cast:
 def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
     """Return the schemes of keys and of values, of "int4:g32+hadamard", "mine.py:Scheme", or an object."""
     if not isinstance(text, str):
-        made = checked(instance(text, text.__name__) if isinstance(text, type) else text, name_of(text))
+        made = checked(make_instance(text, text.__name__) if isinstance(text, type) else text, name_of(text))
         return made, made
     if text in REGISTERED:
         return schemes_named(text)
     path, _, name = text.rpartition(":")
     if path.endswith(".py"):
-        made = checked(instance(loaded(path, name), text), text)
+        made = checked(make_instance(load_class(path, name), text), text)
         return made, made
     word = re.split("[:+]", text)[0]
     told = ALIASES.get(word, word)
@@ -57,7 +57,7 @@ def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
     return schemes_named(told + text.removeprefix(word))
 
 
-def loaded(path: str, name: str) -> Any:
+def load_class(path: str, name: str) -> Any:
     """Load a class of a Python file."""
     if not Path(path).is_file():
         raise argument_error("scheme", "a Python file and a class in it, FILE.py:NAME", brief(path))
@@ -70,22 +70,24 @@ def loaded(path: str, name: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever a file of one's own does
         raise argument_error(
-            f"scheme {brief(path)}:{brief(name)}", "a Python file that runs", caused(error)
+            f"scheme {brief(path)}:{brief(name)}", "a Python file that runs", error_in_words(error)
         ) from error
     if not isinstance(getattr(module, name, None), type):
         raise argument_error(f"scheme {brief(path)}", f"a class {brief(repr(name))}", "none of the name")
     return getattr(module, name)
 
 
-def instance(made: type, name: str) -> Any:
+def make_instance(made: type, name: str) -> Any:
     """Make an object of a class, whose constructor takes no arguments."""
     try:
         return made()
     except Exception as error:
-        raise argument_error(f"scheme {brief(name)}", "a class without arguments", caused(error)) from error
+        raise argument_error(
+            f"scheme {brief(name)}", "a class without arguments", error_in_words(error)
+        ) from error
 
 
-def caused(error: BaseException) -> str:
+def error_in_words(error: BaseException) -> str:
     """Return an error as words."""
     return f"{type(error).__name__} ({brief(error)})"
 
@@ -95,7 +97,7 @@ def name_of(scheme: Any) -> str:
     return str(getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__)))
 
 
-def listed(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
+def list_schemes(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
     """Return (name, scheme of keys, scheme of values) of each scheme."""
     items = schemes.split(",") if isinstance(schemes, str) else list(schemes)
     items = [item.strip() if isinstance(item, str) else item for item in items]

@@ -15,7 +15,7 @@ import numpy as np
 from kvkit.errors import KvkitError, argument_error
 from kvkit.tools.readers import LayerReader, open_cache
 from kvkit.tools.studies import measures, report
-from kvkit.tools.studies.schemes import listed
+from kvkit.tools.studies.schemes import list_schemes
 from kvkit.tools.studies.words import WORST, head_in_words, table
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
@@ -193,7 +193,9 @@ def study(
     >>> [(one.scheme, one.bits) for one in found.summary]
     [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
     """
-    return study_layers(Lazy(open_cache, source, layout, sizes), Lazy(listed, schemes), progress, mapper)
+    return study_layers(
+        Lazy(open_cache, source, layout, sizes), Lazy(list_schemes, schemes), progress, mapper
+    )
 
 
 def study_layers(
