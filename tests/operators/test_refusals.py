@@ -250,7 +250,9 @@ def test_outputs_over_inputs(make, more):
             inside[...] = given
             out = placed(memory, result, (given.nbytes - 1) // result.itemsize * result.itemsize)
             outs = like(results, [*there[:i], out, *there[i + 1 :]])
-            refused(call.but(**{array.name: inside}), ("out", "cache", "scale"), out=outs, **more)
+            message = refused(call.but(**{array.name: inside}), ("out", "cache", "scale"), out=outs, **more)
+            assert message.endswith("got arrays that overlap")
+            assert f"apart from {array.name}" in message or message.startswith(array.name)
 
 
 @every_call
