@@ -95,7 +95,7 @@ class Difference:
     compared : int
         Bytes of each side.
     notes : list of str
-        Causes that were not try_causes, and why.
+        Causes that were not tried, and why.
     maps : dict
         Differing elements of each row and the letters of axes, of arrays that are to be drawn.
     """
@@ -359,7 +359,7 @@ def causes_of(
     found: ArrayDifference, letters: tuple[str, ...], one: Arrays, got: np.ndarray, inputs: Arrays,
     notes: list[str],
 ) -> list[Cause]:  # fmt: skip
-    """Try causes where the difference begins, on as many bytes as can be try_causes soon; note which."""
+    """Try causes where the difference begins, on as many bytes as can be tried soon; note which."""
     expected = one[found.name]
     others = {other: array for other, array in one.items() if other != found.name}
     like = {key: np.asarray(value) for key, value in inputs.items()}

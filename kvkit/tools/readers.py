@@ -17,7 +17,7 @@ from kvkit.formats import BY_DTYPE, FLOATS, decode
 from kvkit.formats.known import Format
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
-from kvkit.tools.source import TABLES, CacheSource, format_of_paged, leaves
+from kvkit.tools.source import PACKED, TABLES, CacheSource, format_of_paged, leaves
 
 LINE = "l kv | b n h c"  # of codes, and of what `encode` returns beside them, as `convert` writes them
 ORDER = "the file has no tables: all blocks are taken for sequences"
@@ -196,8 +196,8 @@ def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dic
     for one in formats or ():
         if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
             raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
-    pages = None if source.sequence_starts else source.block_tables()
-    return {"codes": kv} | (source.scale_views if formats else {}), pages and pages[1]
+    convention, pages = source.block_tables() or ("", None)
+    return {"codes": kv} | (source.scale_views if formats else {}), None if convention == PACKED else pages
 
 
 def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:

@@ -32,6 +32,7 @@ NAMES = (  # of keys and values that are arrays of their own: in pages, then pac
 PAGED_NAMES = NAMES[0]
 AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
 SIDES = "key", "value"
+PACKED = "packed sequences"  # a convention of tables: `seqstarts`
 TABLES = (  # how names of tables begin
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
     "cache_cells.", "cachestarts", "kvstarts", "seqstarts", "num_blocks", "slot_",
@@ -323,7 +324,7 @@ class CacheSource:
             lengths = np.diff(starts)
             owners = np.repeat(np.arange(len(lengths)), lengths)
             positions = np.concatenate([np.arange(length) for length in lengths])
-            return "packed sequences", tables.from_tokens(np.arange(starts[-1]), owners, positions)
+            return PACKED, tables.from_tokens(np.arange(starts[-1]), owners, positions)
         return None
 
     def page_size(self, given: int | None = None) -> int | None:
@@ -337,16 +338,19 @@ class CacheSource:
     def sequence_starts(self) -> list[int] | None:
         """Return where sequences of packed tokens begin, and the number of tokens; None without seqstarts."""
         starts = self.arrays.get("seqstarts")
-        if starts is None or self.kv is None or self.side_names in (PAGED_NAMES, None):
+        if starts is None or self.kv is None or self.side_names == PAGED_NAMES:
             return None
-        tokens = self.axis_sizes.get("b", 1) * self.axis_sizes["n"]
+        tokens = self.axis_sizes.get("b", 1) * self.axis_sizes.get("n", 1)
+        legal = starts.ndim == 1 and starts.dtype.kind in "iu" and len(starts) > 1
+        legal = legal and not starts[0] and starts[-1] == tokens and bool((np.diff(starts) > 0).all())
+        if legal:
+            found: list[int] = starts.tolist()
+            return found
+        if self.side_names is None:  # of other tokens than those of the cache
+            return None
         wanted = f"integers that ascend from 0 to {tokens}, the tokens"
-        if starts.ndim != 1 or starts.dtype.kind not in "iu":
-            raise argument_error("seqstarts", wanted, describe(starts))
-        found: list[int] = starts.tolist()
-        if len(found) < 2 or found[0] or found[-1] != tokens or sorted(set(found)) != found:
-            raise argument_error("seqstarts", wanted, brief(found))
-        return found
+        integers = starts.ndim == 1 and starts.dtype.kind in "iu"
+        raise argument_error("seqstarts", wanted, brief(starts.tolist()) if integers else describe(starts))
 
 
 def contents_of(source: Any) -> Contents:

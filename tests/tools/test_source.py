@@ -6,6 +6,7 @@ from click.testing import CliRunner
 
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
+from kvkit.tools.readers import open_cache
 from kvkit.tools.source import NAMES
 from kvkit_cli.main import main
 
@@ -111,6 +112,9 @@ def test_packed_tokens_are_sequences(sides, names):
         assert np.array_equal(first[1], key[0, 9:])
         assert not done.arrays.keys() & {"seqstarts"}
         assert tools.check(arrays).checked == ["D1"]
+        again = tools.convert(arrays, None, to_layout="hf")
+        again = files.Contents(files.flat(again.arrays), {}, description=again.description)
+        assert open_cache(again).layer(0).starts == [0, 9, B * N]
         assert tools.study(arrays, "fp8").tokens == B * N
     assert tools.diff(apart(names)(key, value), whole(*sides.reshape(2, L, 1, B * N, H, C))).equal
 

@@ -1,4 +1,4 @@
-"""Why bytes may differ: usual causes, each try_causes by computing what it would have given."""
+"""Why bytes may differ: usual causes, each tried by computing what it would have given."""
 
 from kvkit.tools.causes import bits, places, positions, rounding
 from kvkit.tools.causes.trial import CAUSES, Cause, Trial, try_causes
