@@ -62,8 +62,10 @@ def check_static_room(batch: int, seqlen: int, start_pos: int, layer: CacheLayer
 def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
     """Return sequences of one length as packed ones, each from row 0 of a part of its own."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
-    first, sizes = zeros[:, 0], (batch * seqlen, batch * kvlen, kvlen)
-    return StepIndex(counts * seqlen, counts * kvlen, first + (kvlen - seqlen), first, zeros, ENDLESS, *sizes)
+    return StepIndex(
+        counts * seqlen, counts * kvlen, zeros[:, 0] + (kvlen - seqlen), zeros[:, 0], zeros, ENDLESS,
+        tokens=batch * seqlen, context=batch * kvlen, rows=kvlen,
+    )  # fmt: skip
 
 
 def checked_step(tokens: NamedLength | None, arguments: StepArguments) -> StepIndex:
@@ -110,7 +112,7 @@ def read_step(
     limits = limit("max_seqlen", arguments.max_seqlen), limit("max_kvlen", arguments.max_kvlen)
     return StepIndex(
         seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size,
-        int(seqstarts[-1]), int(kvstarts[-1]), 0, limits,
+        tokens=int(seqstarts[-1]), context=int(kvstarts[-1]), rows=0, limits=limits,
     )  # fmt: skip
 
 
@@ -145,7 +147,9 @@ def packed_contexts(arguments: ContextArguments) -> StepIndex:
             raise argument_error(limit_name, f"at least {lengths[b]}, the length of sequence {b}", longest)
     table, zeros = kvstarts[:-1].reshape(-1, 1), np.zeros(batch, np.int64)
     tokens, context = int(seqstarts[-1]), int(kvstarts[-1])
-    return StepIndex(seqstarts, kvstarts, zeros, zeros, table, ENDLESS, tokens, context, context)
+    return StepIndex(
+        seqstarts, kvstarts, zeros, zeros, table, ENDLESS, tokens=tokens, context=context, rows=context
+    )
 
 
 def check_first_starts(seqstarts: Array, kvstarts: Array) -> None:

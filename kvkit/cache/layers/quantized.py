@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, planned
-from kvkit.cache.stores.codes import PARTS, Side
+from kvkit.cache.stores.codes import PARTS, CodedSide
 from kvkit.cache.stores.memory import geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import flag, integer
@@ -98,7 +98,7 @@ class QuantizedLayer(Layer):
         batch, heads, *dims, fmt = given
         self.specs = tuple(map(fitting, self.specs, dims, self._by_default))
         sides = [
-            Side(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
+            CodedSide(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
             for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)
         ]
         return CodeStore(given, sides, self.read_back)

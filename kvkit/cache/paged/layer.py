@@ -83,7 +83,7 @@ class Rows:
         self.sequences = []
 
 
-class Side:
+class PagedSide:
     """The keys (0) or values (1) of a layer, for a `KVView`."""
 
     def __init__(self, layer, side):
@@ -155,7 +155,7 @@ class PagedLayer(BaseLayer):
         if len(step.written) == store.num_layers:
             step.commit()
         self._updates += 1
-        return KVView(Side(self, 0)), KVView(Side(self, 1))
+        return KVView(PagedSide(self, 0)), KVView(PagedSide(self, 1))
 
     def attend(  # type: ignore[override]  # it says which options there are
         self,

@@ -16,7 +16,7 @@ SEGMENT_FIELDS = 33  # that describe three segments
 SPARE = 16  # tokens of room in a tail, beside what it must hold
 
 
-class Side:
+class CodedSide:
     """Keys or values of a layer, [B, H, tokens, dim], from `shape` and dtype of its first update.
 
     Of `length` tokens the first `sink` stay as they are, then come `coded` ones, the rest is the tail.
