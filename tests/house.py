@@ -12,7 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = "kvkit", "kvkit_cuda", "cli"
 TYPED = "errors", "interop", "checks", "calls", "files", "formats", "layouts", "operators", "tools"
-PROTOCOL = {"read", "write", "main"}  # functions that every reader of files, or every verb, has
+PROTOCOL = {
+    "read",
+    "write",
+    "main",
+    "__getattr__",
+    "__dir__",
+}  # functions that every reader of files, or every verb, has
 NO_SUBJECT = re.compile(r"(What|The same|Likewise|That of|Those|Of|As)\b")
 LONGEST, LONGEST_OF_KERNELS, WIDEST = 60, 90, 8
 

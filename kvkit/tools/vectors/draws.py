@@ -1,21 +1,26 @@
-"""What calls of a pack are made of: sizes, random numbers, and caches that nobody has written."""
+"""Parts of the calls of a pack: sizes, random numbers, and caches that nobody has written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kvkit.checks.values import integer
 from kvkit.errors import KvkitError
+from kvkit.typed import Array
 
 FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NAN = np.nan
+# (operator, inputs, attributes, the arguments of the call that stored the past, if there is one)
+Call = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the calls of a pack are.
+    """The sizes of the calls of a pack.
 
     Attributes
     ----------
@@ -36,7 +41,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shapes: Mapping[str, int] | None) -> "Sizes":
-        """Those asked for, and the usual ones of what nobody asked for."""
+        """Return the requested sizes, and the usual ones where none is requested."""
         names, shapes = [each.name for each in fields(cls)], dict(shapes or {})
         for name in shapes:
             if name not in names:
@@ -48,12 +53,14 @@ class Sizes:
         return cls(**sizes)
 
     def each(self, *lengths: int) -> tuple[int, ...]:
-        """A length for each sequence: these, again and again."""
+        """Return a length for each sequence: these, repeated."""
         return tuple(int(each) for each in np.resize(lengths, self.batch))
 
 
-def numbers(rng, shape, dtype, most=127, group=8):
-    """Numbers, some groups of them ties of codes, zeros, tiny, or as large as a code can say."""
+def numbers(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, most: int = 127, group: int = 8
+) -> Array:
+    """Return numbers; some groups are ties of codes, zeros, tiny, or as large as a code can hold."""
     x = rng.standard_normal(shape).astype(np.float32)
     flat = x.reshape(-1, group) if x.size % group == 0 else x.reshape(-1, 1)
     style = rng.integers(0, 8, len(flat))
@@ -65,20 +72,22 @@ def numbers(rng, shape, dtype, most=127, group=8):
     return x.astype(dtype)
 
 
-def plain(rng, shape, dtype):
-    """Numbers of the size that attention has."""
+def plain(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return numbers of the size that attention has."""
     return rng.standard_normal(shape).astype(dtype)
 
 
-def blank(rng, shape, dtype, bits):
-    """A cache or scale that nobody has written: NaN, or any bytes."""
+def blank(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, bits: int) -> Array:
+    """Return a cache or scale that nobody has written: NaN, or random bytes."""
     if bits:
         return rng.integers(-128, 128, shape).astype(np.int8)
     return np.full(shape, NAN, dtype)
 
 
-def cache_of(rng, layout, lengths, dtype, bits, group):
-    """(cache, scale) of a layout, of lengths by axis, with nothing in them."""
+def cache_of(
+    rng: np.random.Generator, layout: str, lengths: Mapping[str, int], dtype: DTypeLike, bits: int, group: int
+) -> tuple[Array, Array | None]:
+    """Return an unwritten (cache, scale) of a layout, with lengths by axis."""
     axes = layout.split()
     width = lengths["c"] // 2 if bits == 4 else lengths["c"]
     shape = [lengths[axis] for axis in axes[:-1]]

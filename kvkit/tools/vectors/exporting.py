@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.reference.alibi import alibi_mask
 from kvkit.tools.vectors import packs
+from kvkit.tools.vectors.packs import Case
+from kvkit.typed import Array, FilePath
 
 OPSET = 23
 PLAIN = {
@@ -106,8 +109,8 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
     return Exported(target, written, left_out)
 
 
-def graph(onnx, folder, case):
-    """(model, inputs, outputs) of a case; None where ONNX's Attention is another one."""
+def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array], dict[str, Array]] | None:
+    """Return (model, inputs, outputs) of a case; None where ONNX's Attention means something else."""
     if case["operator"] != "multi_head_attention" or case.get("refused"):
         return None
     given = packs.arguments(folder, case)
@@ -131,7 +134,7 @@ def graph(onnx, folder, case):
         words["scale"] = float(attributes["softmax_scale"])
     node = onnx.helper.make_node("Attention", list(inputs), list(outputs), **words)
 
-    def info(name, array):
+    def info(name: str, array: Array) -> Any:
         kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
         return onnx.helper.make_tensor_value_info(name, kind, array.shape)
 
@@ -145,8 +148,8 @@ def graph(onnx, folder, case):
     return model, inputs, outputs
 
 
-def whole_mask(query, key, mask, attributes):
-    """Everything that hides or weighs a key as one mask [batch, heads or 1, queries, keys] to add."""
+def whole_mask(query: Array, key: Array, mask: Array | None, attributes: Mapping[str, Any]) -> Array:
+    """Return everything that hides or weighs a key as one mask to add: [batch, heads or 1, queries, keys]."""
     n, m = query.shape[1], key.shape[1]
     at, keys = (m - n + np.arange(n))[:, None], np.arange(m)
     left, right = attributes.get("window", (-1, -1))

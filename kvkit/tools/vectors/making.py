@@ -18,7 +18,7 @@ from kvkit.reference import OPERATORS as REFERENCE
 from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
 from kvkit.runtime import call_log
 from kvkit.tools.vectors import pools, scenes
-from kvkit.tools.vectors.draws import Sizes
+from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
 SUITES = {"pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged}
@@ -126,8 +126,8 @@ def make(
     return Pack(folder, len(cases), len(files), sum(path.stat().st_size for path in files))
 
 
-def case_of(folder, name, call, raw):
-    """Write a case; what the manifest says of it."""
+def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
+    """Write a case and return its entry in the manifest."""
     operator, inputs, attributes, before = call
     if before is not None:  # the past, stored by the reference
         store = f"{operator.rpartition('.')[0]}.key_value_cache".removeprefix(".")
@@ -172,20 +172,22 @@ def expected_results(operator: str, inputs: dict[str, Any], attributes: dict[str
     return results if isinstance(results, tuple) else () if results is None else (results,)
 
 
-def type_of(output, inputs, attributes):
-    """The dtype of an output: its own, one that an attribute names, or that of the first array."""
+def type_of(output: Any, inputs: dict[str, Any], attributes: Mapping[str, Any]) -> np.dtype[Any]:
+    """Return the dtype of an output: its own, one that an attribute names, or that of the first array."""
     if output.dtype in attributes or output.dtype in ("float32", "int64"):
         return np.dtype(attributes.get(output.dtype, output.dtype))
     return next(iter(inputs.values())).dtype
 
 
-def exact(operator):
-    """Whether an operator gives bytes that no rounding is free in."""
+def exact(operator: str) -> bool:
+    """Return whether the specification defines every bit of an operator's outputs."""
     return not any(word in operator for word in ("attention", "rotary", "alibi"))
 
 
-def tolerance(operator, output, inputs, dtype, attributes):
-    """How exact an output has to be; a sum over codes no more than the type of the queries is."""
+def tolerance(
+    operator: str, output: str, inputs: dict[str, Any], dtype: np.dtype[Any], attributes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return how exact an output has to be; a sum over codes as exact as the type of the queries."""
     if exact(operator):
         return EXACT
     if output == "lse":

@@ -1,9 +1,11 @@
-"""Packs as they are read: manifests checked, arrays of the dtypes that a manifest says."""
+"""Read packs: check their manifests, and load arrays of the dtypes that a manifest names."""
 
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,10 +13,13 @@ import numpy as np
 from kvkit.errors import KvkitError, brief
 from kvkit.files.errors import FileError
 from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
+from kvkit.typed import Array, FilePath
+
+Case = dict[str, Any]  # a case as a manifest has it
 
 
-def manifests(folder):
-    """The folders of packs: this one, or those in it, as KVKIT_LOG=10 makes them."""
+def manifests(folder: FilePath) -> list[Path]:
+    """Return the folders of packs: this one, or those in it, as KVKIT_LOG=10 makes them."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder: give one with a {MANIFEST}")
@@ -26,8 +31,8 @@ def manifests(folder):
     return inner
 
 
-def manifest(folder):
-    """The manifest of a pack, its form checked."""
+def manifest(folder: FilePath) -> dict[str, Any]:
+    """Read the manifest of a pack and check its form."""
     path = Path(folder) / MANIFEST
     try:
         found = json.loads(path.read_text())
@@ -56,16 +61,16 @@ def manifest(folder):
     return found
 
 
-def entries(case):
-    """(group, name, entry) of every array of a case."""
+def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (group, name, entry) of every array of a case."""
     for group in ("arguments", "outputs", "after"):
         for name, entry in case.get(group, {}).items():
             if "file" in entry:
                 yield group, name, entry
 
 
-def inside(folder, name):
-    """The path of a file that a manifest names, which must be below its folder."""
+def inside(folder: FilePath, name: str) -> Path:
+    """Return the path of a file that a manifest names; refuse one outside its folder."""
     folder = Path(folder).resolve()
     path = (folder / str(name)).resolve()
     if not path.is_relative_to(folder):
@@ -73,8 +78,8 @@ def inside(folder, name):
     return path
 
 
-def array(folder, entry, path=None):
-    """An array of a pack, of the dtype and shape that its manifest says."""
+def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> Array:
+    """Load an array of a pack, of the dtype and shape that its manifest names."""
     path = inside(folder, entry["file"]) if path is None else path
     try:
         dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
@@ -95,21 +100,21 @@ def array(folder, entry, path=None):
         raise FileError(f"{path}: no such file: make the pack again") from None
 
 
-def arguments(folder, case):
-    """The arguments of a case, by name."""
+def arguments(folder: FilePath, case: Case) -> dict[str, Any]:
+    """Load the arguments of a case, by name."""
     return {
         name: array(folder, entry) if "file" in entry else plain(entry.get("value"))
         for name, entry in case["arguments"].items()
     }
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def digest(path):
+def digest(path: FilePath) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def unknown(operator, known):
+def unknown(operator: str, known: Iterable[str]) -> KvkitError:
     return KvkitError(f"operator: expected one of {', '.join(known)}, got {brief(repr(operator))}")

@@ -1,10 +1,12 @@
 """Calls over caches in pages: the suites `ascend` and `paged`."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvkit.tools.vectors.draws import FLOATS, NAN, plain
+from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.typed import Array
 
 OVER_PAGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -20,8 +22,8 @@ OVER_PAGES: dict[str, dict[str, Any]] = {
 COMPRESSED = {"kvhead": 1, "kvhead-rope": 2, "omni": 3}
 
 
-def pages(rng, sizes, dtype="fp16"):
-    """(key_cache, value_cache, block_tables, lengths): contexts at the borders of pages, the rest NaN."""
+def pages(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[Array, Array, Array, Array]:
+    """Return (key_cache, value_cache, block_tables, lengths): contexts end at borders of pages, the rest is NaN."""
     kind, page = FLOATS[dtype], sizes.page
     lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
     counts = [-(-length // page) for length in lengths]
@@ -34,11 +36,11 @@ def pages(rng, sizes, dtype="fp16"):
             for cache in caches:
                 there = table[b, position // page], position % page
                 cache[there] = plain(rng, (sizes.heads, sizes.dim), kind)
-    return *caches, table, np.array(lengths, np.int32)
+    return caches[0], caches[1], table, np.array(lengths, np.int32)
 
 
-def reshape_and_cache(rng, sizes, dtype="fp16"):
-    """Slots in any order, two of them negative."""
+def reshape_and_cache(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+    """Return a store to slots in any order, two of them negative."""
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     slots = rng.permutation(key_cache.shape[0] * sizes.page)[:7].astype(np.int32)
     slots[[1, 4]] = -1
@@ -48,8 +50,8 @@ def reshape_and_cache(rng, sizes, dtype="fp16"):
     return "ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {}, None
 
 
-def store_nz(rng, sizes, dtype="fp16"):
-    """The same tokens into caches whose blocks are in NZ."""
+def store_nz(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+    """Return the store of `reshape_and_cache` into caches whose blocks are in NZ."""
     name, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
     n0 = 32 // FLOATS[dtype].itemsize
     for cache in ("key_cache", "value_cache"):
@@ -58,8 +60,8 @@ def store_nz(rng, sizes, dtype="fp16"):
     return name, inputs, {"cache_format": "NZ"}, None
 
 
-def store_compressed(rng, sizes, mode, dtype="fp16"):
-    """Runs of heads in blocks; what a mode leaves out is NaN, and a head that is left alone has slot -1."""
+def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
+    """Return a store of single heads. Tokens that a mode leaves out are NaN; a head left alone has slot -1."""
     lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
     dim = -(-sizes.dim // 32) * 32  # as these modes ask for
     runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
@@ -82,28 +84,35 @@ def store_compressed(rng, sizes, mode, dtype="fp16"):
     return "ascend.reshape_and_cache", inputs, {"compress_type": mode}, None
 
 
-def paged_load(rng, sizes, dtype="fp16"):
-    """A gather of contexts."""
+def paged_load(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+    """Return a gather of contexts."""
     key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "block_tables": table, "seq_lens": lengths}
     return "ascend.paged_cache_load", inputs, {}, None
 
 
-def block_copy(rng, sizes, dtype="fp16"):
-    """One block onto two, one onto one; NaN is moved as it is."""
+def block_copy(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+    """Return a copy of one block to two and of one to one; NaN is moved as it is."""
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(key_cache)).astype(np.int32)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:2], "dst": ids[2:5]}
     return "ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)}, {}, None
 
 
-def matrices(rng, dtype="fp16"):
-    """Matrices whose sides are multiples of nothing."""
+def matrices(rng: np.random.Generator, dtype: str = "fp16") -> Call:
+    """Return a conversion of matrices whose sides are multiples of nothing."""
     return "ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {}, None
 
 
-def paged_attention(rng, sizes, dtype="fp16", groups=2, sinks=False, **more):
-    """A decoded token of each sequence."""
+def paged_attention(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "fp16",
+    groups: int = 2,
+    sinks: bool = False,
+    **more: Any,
+) -> Call:
+    """Return attention of one decoded token for each sequence."""
     key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
     heads = groups * sizes.heads
     inputs = {"query": plain(rng, (len(lengths), heads, sizes.dim), FLOATS[dtype]), "key_cache": key_cache}
@@ -113,8 +122,8 @@ def paged_attention(rng, sizes, dtype="fp16", groups=2, sinks=False, **more):
     return "ascend.paged_attention", inputs, {"return_lse": True} | more, None
 
 
-def ascend(rng, sizes):
-    """(name, call) of the suite `ascend`."""
+def ascend(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `ascend`."""
     for dtype in FLOATS:
         yield f"store-{dtype}", reshape_and_cache(rng, sizes, dtype)
         yield f"store-nz-{dtype}", store_nz(rng, sizes, dtype)
@@ -132,8 +141,8 @@ def ascend(rng, sizes):
     yield "copied-and-written-refused", onto_itself
 
 
-def in_layout(inputs, layout):
-    """Pools with heads before tokens, if a layout has them so."""
+def in_layout(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Return inputs with heads before tokens, if a layout has them so."""
     if layout == "b n h c":
         return inputs
     pools = ("key_cache", "value_cache")
@@ -141,9 +150,17 @@ def in_layout(inputs, layout):
 
 
 def pool_attention(
-    rng, sizes, dtype="fp16", layout="b n h c", news=None, mask=None, alibi=False, codes=False, **more
-):
-    """Attention over pools of pages, of one query a sequence or of several."""
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "fp16",
+    layout: str = "b n h c",
+    news: Sequence[int] | None = None,
+    mask: str | None = None,
+    alibi: bool = False,
+    codes: bool = False,
+    **more: Any,
+) -> Call:
+    """Return attention over pools of pages, with one query for each sequence or several."""
     _, inputs, attributes, _ = paged_attention(rng, sizes, dtype, **more)
     sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FLOATS[dtype]
     if news is not None:
@@ -169,14 +186,14 @@ def pool_attention(
     return "paged_attention", inputs, attributes | {"layout": layout}, None
 
 
-def pool_append(rng, sizes, dtype="fp16", layout="b n h c"):
-    """Slots in any order of a pool in another order."""
+def pool_append(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16", layout: str = "b n h c") -> Call:
+    """Return an append to slots in any order, in a pool of another layout."""
     _, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
     return "paged_append", in_layout(inputs, layout), {"layout": layout}, None
 
 
-def swap_blocks(rng, sizes, dtype="fp16"):
-    """Blocks to another cache, one of them twice."""
+def swap_blocks(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+    """Return a copy of blocks to another cache, one of them twice."""
     source, target, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(source))[:3]
     return (
@@ -187,8 +204,8 @@ def swap_blocks(rng, sizes, dtype="fp16"):
     )
 
 
-def paged(rng, sizes):
-    """(name, call) of the suite `paged`: pools of pages, as engines have them."""
+def paged(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `paged`: pools of pages, as engines have them."""
     for dtype in FLOATS:
         for name, more in OVER_PAGES.items():
             yield f"{name}-{dtype}", pool_attention(rng, sizes, dtype, **more)

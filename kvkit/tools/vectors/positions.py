@@ -1,10 +1,12 @@
 """Calls of the operators of positions."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from kvkit.tools.vectors.draws import FLOATS, NAN, plain
+from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.typed import Array
 
 TURNS: dict[str, dict[str, Any]] = {
     "neighbours": {},
@@ -17,16 +19,23 @@ TURNS: dict[str, dict[str, Any]] = {
 START = 13
 
 
-def tables(rng, rows, columns):
-    """Cosines and sines of any angles."""
+def tables(rng: np.random.Generator, rows: int, columns: int) -> dict[str, Array]:
+    """Return cosines and sines of random angles."""
     angles = rng.uniform(-np.pi, np.pi, (rows, columns))
     return {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
 
 
-def static_turn(rng, sizes, dtype="fp32", pads=False, given=False, **attributes):
-    """Queries and keys of five tokens, with padding in front of some sequences or tables given."""
+def static_turn(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "fp32",
+    pads: bool = False,
+    given: bool = False,
+    **attributes: Any,
+) -> Call:
+    """Return a call over five tokens, with padding in front of some sequences or with given tables."""
     shape = sizes.batch, 5, sizes.heads, sizes.dim
-    inputs = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FLOATS[dtype])}
+    inputs: dict[str, Any] = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FLOATS[dtype])}
     inputs |= {"key": plain(rng, shape, FLOATS[dtype]), "start_pos": START}
     if pads:
         inputs["pad_len"] = np.array(sizes.each(0, 3, 1))
@@ -35,8 +44,8 @@ def static_turn(rng, sizes, dtype="fp32", pads=False, given=False, **attributes)
     return "rotary_position_embedding", inputs, attributes, None
 
 
-def dynamic_turn(rng, sizes, dtype="fp32", **attributes):
-    """Packed queries and keys, one sequence of them empty."""
+def dynamic_turn(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32", **attributes: Any) -> Call:
+    """Return a call over packed queries and keys, one sequence of them empty."""
     lengths = sizes.each(1, 3, 0, 9)
     name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
     inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FLOATS[dtype]) for each, h in heads.items()}
@@ -44,8 +53,10 @@ def dynamic_turn(rng, sizes, dtype="fp32", **attributes):
     return name, inputs | {"max_seqlen": None}, attributes, None
 
 
-def static_mask(rng, heads, dtype="float32", mask=None):
-    """Three queries of seven keys; behind them the mask that is added has NaN."""
+def static_mask(
+    rng: np.random.Generator, heads: int, dtype: str = "float32", mask: str | None = None
+) -> Call:
+    """Return a call for three queries of seven keys; behind these the added mask has NaN."""
     inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
         inputs["attn_mask"] = plain(rng, (2, 1, 3, 9), np.dtype(np.float32))
@@ -55,23 +66,23 @@ def static_mask(rng, heads, dtype="float32", mask=None):
     return "alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
 
 
-def dynamic_mask(rng, sizes, heads, dtype="float32"):
-    """Blocks of packed sequences."""
+def dynamic_mask(rng: np.random.Generator, sizes: Sizes, heads: int, dtype: str = "float32") -> Call:
+    """Return a call for the blocks of packed sequences."""
     starts, kvstarts = (np.cumsum([0, *sizes.each(*each)]) for each in ((1, 3, 0, 2), (7, 3, 4, 2)))
     inputs = {"seqstarts": starts, "kvstarts": kvstarts}
     return "dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
 
 
-def index_call(sizes):
-    """Positions of packed tokens."""
+def index_call(sizes: Sizes) -> Call:
+    """Return a call for the positions of packed tokens."""
     starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
     inputs = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
     inputs["start_pos"] = np.array(sizes.each(40, 0, 7, 11))
     return "dynamic_batching.position_index", inputs | {"max_seqlen": None}, {}, None
 
 
-def positions(rng, sizes):
-    """(name, call) of what the suite `pmx` has of positions."""
+def positions(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) for the operators of positions in the suite `pmx`."""
     for dtype in FLOATS:
         yield f"turn-{dtype}", static_turn(rng, sizes, dtype)
         yield f"turn-dynamic-{dtype}", dynamic_turn(rng, sizes, dtype)

@@ -16,6 +16,8 @@ from kvkit.operators import OPERATORS
 from kvkit.reference.key_value_cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
 from kvkit.tools.comparison import diff as compare
 from kvkit.tools.vectors import packs
+from kvkit.tools.vectors.packs import Case
+from kvkit.typed import Array, FilePath
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 
@@ -104,7 +106,7 @@ def replay(
     """
     text("backend", backend, tuple(PACKAGES))
 
-    def run(folder, case):
+    def run(folder: FilePath, case: Case) -> tuple[dict[str, Any], str, str]:
         if case["operator"] not in OPERATORS:
             raise packs.unknown(case["operator"], OPERATORS)
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
@@ -164,7 +166,7 @@ def diff(
     """
     results = Path(results)
 
-    def read(folder, case):
+    def read(folder: FilePath, case: Case) -> tuple[dict[str, Any], str, str]:
         found: dict[str, Any] = {}
         for group, name, entry in packs.entries(case):
             if group != "arguments":
@@ -177,8 +179,8 @@ def diff(
     return outcomes(folder, read, operator, advance)
 
 
-def outcomes(folder, run: Callable, operator, advance):
-    """What becomes of every case, as `run` gives (results, what is wrong already, why it was refused)."""
+def outcomes(folder: FilePath, run: Callable, operator: str | None, advance: Any) -> Outcomes:
+    """Return the outcome of every case. `run` gives (results, a fault that it saw itself, why it was refused)."""
     result = Outcomes()
     for pack in packs.manifests(folder):
         for case in packs.manifest(pack)["cases"]:
@@ -189,8 +191,8 @@ def outcomes(folder, run: Callable, operator, advance):
     return result
 
 
-def judged(folder, case, found, why, refused):
-    """The outcome of one case."""
+def judged(folder: Path, case: Case, found: dict[str, Any], why: str, refused: str) -> Outcome:
+    """Return the outcome of one case."""
     if not why and case.get("refused") and not refused:
         why = "was done, and must be refused"
     if not why and refused and not case.get("refused"):
@@ -225,16 +227,16 @@ def judged(folder, case, found, why, refused):
     return Outcome(case["name"], case["operator"], "passed" if expects or case.get("refused") else "ran")
 
 
-def axes_of(case, name):
-    """The axes of a PMX cache or scale; None of other arrays, which are in the usual order."""
+def axes_of(case: Case, name: str) -> str | None:
+    """Return the axes of a PMX cache or scale; None for other arrays, which are in the usual order."""
     if name not in ("cache", "scale"):
         return None
     layouts = DYNAMIC_LAYOUTS if case["operator"].startswith("dynamic") else STATIC_LAYOUTS
     return layouts[case["arguments"].get("cache_layout", {}).get("value", 0)]
 
 
-def close(expected, got, tolerance):
-    """Whether a result is as exact as the manifest asks; equal bytes always are."""
+def close(expected: Array, got: Array, tolerance: dict[str, Any]) -> bool:
+    """Return whether a result is as exact as the manifest asks; equal bytes always are."""
     if expected.tobytes() == got.tobytes():
         return True
     atol, rtol = tolerance.get("atol", 0.0), tolerance.get("rtol", 0.0)
@@ -251,6 +253,6 @@ def close(expected, got, tolerance):
         )
 
 
-def before(name, inputs):
-    """Inputs for causes: what was there before the call."""
+def before(name: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a call with the array that was at `name` before it, for causes."""
     return inputs | ({"before": inputs[name]} if name in inputs else {})

@@ -3,13 +3,15 @@
 Whatever must not be read is NaN in floats and arbitrary in codes; other layers are guard bands.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvkit.reference.key_value_cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
-from kvkit.tools.vectors.draws import FLOATS, NAN, cache_of, numbers, plain
+from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, cache_of, numbers, plain
 from kvkit.tools.vectors.positions import positions
+from kvkit.typed import Array
 
 FEATURES: dict[str, dict[str, Any]] = {
     "every-head-its-own": {"groups": 1},
@@ -27,15 +29,24 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def static_cache(rng, sizes, dtype="fp16", bits=0, layout=0, past=5, new=2, repeat=1):
-    """A call of `key_value_cache` after `past` tokens, which were stored by the same recipe."""
+def static_cache(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "fp16",
+    bits: int = 0,
+    layout: int = 0,
+    past: int = 5,
+    new: int = 2,
+    repeat: int = 1,
+) -> Call:
+    """Return a call of `key_value_cache` after `past` tokens, which were stored by the same recipe."""
     kind, batch, heads, dim = FLOATS[dtype], sizes.batch, sizes.heads, sizes.dim
     axes = {"b": batch + 1, "l": 2, "kv": 2, "n": past + new + 2, "h": heads, "c": dim}
     cache, scale = cache_of(rng, STATIC_LAYOUTS[layout], axes, kind, bits, 8)
     attributes = {"num_layer": 2, "layer_idx": 1, "quant_bit": bits, "cache_layout": layout}
     most = 7 if bits == 4 else 127
 
-    def tokens(count):
+    def tokens(count: int) -> dict[str, Array]:
         return {
             name: numbers(rng, (batch, count, heads, dim), kind, most)
             for name in ("current_key", "current_value")
@@ -46,8 +57,10 @@ def static_cache(rng, sizes, dtype="fp16", bits=0, layout=0, past=5, new=2, repe
     return "key_value_cache", inputs, attributes | {"num_repeat": repeat}, (before if past else None)
 
 
-def steps(rng, lengths, pasts, mode, page):
-    """Index tensors of packed sequences; in pages, the first two share what is full of their past."""
+def steps(
+    rng: np.random.Generator, lengths: Sequence[int], pasts: Sequence[int], mode: int, page: int
+) -> tuple[dict[str, Any], int]:
+    """Return (index tensors of packed sequences, rows); in pages, the first two share full pages of their past."""
     new = np.array(lengths)
     starts, kvlens = np.concatenate([[0], np.cumsum(new)]), new + np.array(pasts)
     index = {"seqstarts": starts, "kvstarts": np.concatenate([[0], np.cumsum(kvlens)])}
@@ -67,9 +80,17 @@ def steps(rng, lengths, pasts, mode, page):
 
 
 def dynamic_cache(
-    rng, sizes, dtype="fp16", bits=0, layout=3, mode=1, lengths=(1, 3, 0, 2), pasts=None, repeat=1
-):
-    """A call of the dynamic `key_value_cache`, likewise; pasts end at borders of pages if not said."""
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "fp16",
+    bits: int = 0,
+    layout: int = 3,
+    mode: int = 1,
+    lengths: Sequence[int] = (1, 3, 0, 2),
+    pasts: Sequence[int] | None = None,
+    repeat: int = 1,
+) -> Call:
+    """Return a call of the dynamic `key_value_cache`; by default pasts end at borders of pages."""
     kind, heads, dim, page = FLOATS[dtype], sizes.heads, sizes.dim, sizes.page
     lengths, pasts = sizes.each(*lengths), sizes.each(*(pasts or (page + 1, page, 2 * page, page - 1)))
     index, rows = steps(rng, lengths, pasts, mode, page)
@@ -85,12 +106,12 @@ def dynamic_cache(
     attributes |= {"page_size": page} if mode else {}
     most = 7 if bits == 4 else 127
 
-    def call(count, at):
+    def call(count: Sequence[int], past: Sequence[int]) -> dict[str, Any]:
         total = int(np.sum(count))
         new = {
             name: numbers(rng, (total, heads, dim), kind, most) for name in ("current_key", "current_value")
         }
-        at = np.array(at)
+        at = np.array(past)
         starts = {"seqstarts": np.concatenate([[0], np.cumsum(count)])}
         ends = {"kvstarts": np.concatenate([[0], np.cumsum(np.array(count) + at)]), "start_pos": at}
         return (
@@ -112,9 +133,18 @@ def dynamic_cache(
 
 
 def static_attention(
-    rng, sizes, dtype="fp32", new=3, context=9, groups=2, kv_heads=None, mask=None, sinks=False, **more
-):
-    """A call of `multi_head_attention`."""
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "fp32",
+    new: int = 3,
+    context: int = 9,
+    groups: int = 2,
+    kv_heads: int | None = None,
+    mask: str | None = None,
+    sinks: bool = False,
+    **more: Any,
+) -> Call:
+    """Return a call of `multi_head_attention`."""
     kind, batch, dim, kv_heads = FLOATS[dtype], sizes.batch, sizes.dim, kv_heads or sizes.heads
     heads = groups * kv_heads
     inputs = {
@@ -134,8 +164,15 @@ def static_attention(
     return "multi_head_attention", inputs, attributes, None
 
 
-def dynamic_attention(rng, sizes, dtype="fp32", groups=2, decoding=1, **more):
-    """A call of the dynamic `multi_head_attention`."""
+def dynamic_attention(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "fp32",
+    groups: int = 2,
+    decoding: int = 1,
+    **more: Any,
+) -> Call:
+    """Return a call of the dynamic `multi_head_attention`."""
     kind, dim, kv_heads = FLOATS[dtype], sizes.dim, sizes.heads
     lengths, contexts, heads = sizes.each(1, 3, 0, 2), sizes.each(7, 3, 4, 5), groups * sizes.heads
     inputs = {
@@ -149,8 +186,8 @@ def dynamic_attention(rng, sizes, dtype="fp32", groups=2, decoding=1, **more):
     return "dynamic_batching.multi_head_attention", inputs, attributes, None
 
 
-def cache_attention(rng, made, groups=2, **more):
-    """A call of `multi_head_cache_attention` from one of `key_value_cache`, whose numbers are of its size."""
+def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **more: Any) -> Call:
+    """Return a call of `multi_head_cache_attention` from one of `key_value_cache`, with numbers of its size."""
     name, inputs, attributes, before = made
     kind = inputs["current_key"].dtype
     for call in (inputs, before or {}):
@@ -181,8 +218,8 @@ def cache_attention(rng, made, groups=2, **more):
     )
 
 
-def merge(rng, dtype="fp32"):
-    """Parts of a context, one of them empty for some rows, and rows with no part at all."""
+def merge(rng: np.random.Generator, dtype: str = "fp32") -> Call:
+    """Return a merge of splits of a context: one is empty for some rows, and some rows have no split at all."""
     inputs = {
         "outputs": plain(rng, (3, 4, 2, 8), FLOATS[dtype]),
         "lses": plain(rng, (3, 4, 2), np.dtype(np.float32)),
@@ -194,10 +231,8 @@ def merge(rng, dtype="fp32"):
     return "merge_attention_states", inputs, {}, None
 
 
-def pmx(rng, sizes):
-    """(name, call) of the suite `pmx`; a name that ends in "refused" is of a call that an operator must
-    refuse.
-    """
+def pmx(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `pmx`; an operator must refuse a call whose name ends in "refused"."""
     for dtype in FLOATS:
         for bits in (0, 8, 4):
             kind = f"int{bits}" if bits else "as-is"
@@ -239,22 +274,22 @@ def pmx(rng, sizes):
         yield f"{name}-refused", made
 
 
-def refusals():
-    """Changes of a legal call that an operator must refuse, with nothing written."""
+def refusals() -> dict[str, Callable[[Call], None]]:
+    """Return changes of a legal call that an operator must refuse, with nothing written."""
 
-    def row_outside(made):
+    def row_outside(made: Call) -> None:
         made[1]["cachestarts"][0, 0] = 2**40
 
-    def negative_row(made):
+    def negative_row(made: Call) -> None:
         made[1]["cachestarts"][1, 0] = -4
 
-    def length(made):
+    def length(made: Call) -> None:
         made[1]["kvstarts"][1:] += 1
 
-    def row_twice(made):
+    def row_twice(made: Call) -> None:
         made[1]["cachestarts"][1] = made[1]["cachestarts"][0]
 
-    def no_scale(made):
+    def no_scale(made: Call) -> None:
         made[1]["scale"] = None
 
     return {
