@@ -23,7 +23,7 @@ COMPRESSED = {"kvhead": 1, "kvhead-rope": 2, "omni": 3}
 
 
 def pages(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[Array, Array, Array, Array]:
-    """Return (key_cache, value_cache, block_tables, lengths): contexts end at borders of pages, the rest is NaN."""
+    """Return (key_cache, value_cache, block_tables, lengths): contexts end near borders, the rest is NaN."""
     kind, page = FLOATS[dtype], sizes.page
     lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
     counts = [-(-length // page) for length in lengths]
@@ -61,7 +61,7 @@ def store_nz(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Cal
 
 
 def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
-    """Return a store of single heads. Tokens that a mode leaves out are NaN; a head left alone has slot -1."""
+    """Return a store of single heads. Tokens left out by a mode are NaN; a head left alone has slot -1."""
     lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
     dim = -(-sizes.dim // 32) * 32  # as these modes ask for
     runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])

@@ -180,7 +180,7 @@ def diff(
 
 
 def outcomes(folder: FilePath, run: Callable, operator: str | None, advance: Any) -> Outcomes:
-    """Return the outcome of every case. `run` gives (results, a fault that it saw itself, why it was refused)."""
+    """Return the outcome of every case. `run` gives (results, a fault it saw, why it was refused)."""
     result = Outcomes()
     for pack in packs.manifests(folder):
         for case in packs.manifest(pack)["cases"]:

@@ -60,7 +60,7 @@ def static_cache(
 def steps(
     rng: np.random.Generator, lengths: Sequence[int], pasts: Sequence[int], mode: int, page: int
 ) -> tuple[dict[str, Any], int]:
-    """Return (index tensors of packed sequences, rows); in pages, the first two share full pages of their past."""
+    """Return (index tensors of packed sequences, rows); the first two share full pages of their past."""
     new = np.array(lengths)
     starts, kvlens = np.concatenate([[0], np.cumsum(new)]), new + np.array(pasts)
     index = {"seqstarts": starts, "kvstarts": np.concatenate([[0], np.cumsum(kvlens)])}
@@ -187,7 +187,7 @@ def dynamic_attention(
 
 
 def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **more: Any) -> Call:
-    """Return a call of `multi_head_cache_attention` from one of `key_value_cache`, with numbers of its size."""
+    """Return a call of `multi_head_cache_attention` from one of `key_value_cache`."""
     name, inputs, attributes, before = made
     kind = inputs["current_key"].dtype
     for call in (inputs, before or {}):
@@ -219,7 +219,7 @@ def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **mor
 
 
 def merge(rng: np.random.Generator, dtype: str = "fp32") -> Call:
-    """Return a merge of splits of a context: one is empty for some rows, and some rows have no split at all."""
+    """Return a merge of splits of a context: one is empty for some rows, some rows have none."""
     inputs = {
         "outputs": plain(rng, (3, 4, 2, 8), FLOATS[dtype]),
         "lses": plain(rng, (3, 4, 2), np.dtype(np.float32)),
