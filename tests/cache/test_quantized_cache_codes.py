@@ -11,7 +11,7 @@ from scenes import first_quick
 
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
-from kvkit.cache.stores.codes import Side
+from kvkit.cache.stores.codes import CodedSide
 from kvkit.cpu.copy import codes
 from kvkit.cpu.launches import address, start
 from kvkit.formats import BY_DTYPE
@@ -61,7 +61,7 @@ def test_every_bit_of_codes_and_parameters(case):
     x = numbers(rng, (2, 3, 6 * size, dim), dtype)
     layer = layer_of(spec)
     layer.update(x, x)
-    truth = reference.Side(spec, spec.axis, 0, 0)
+    truth = reference.CodedSide(spec, spec.axis, 0, 0)
     truth.update(x)
     for side in (0, 1):
         found, cells = coded(layer, side)
@@ -76,7 +76,7 @@ def test_every_bit_of_codes_and_parameters(case):
 @pytest.mark.parametrize("case", first_quick(CASES, 2))
 def test_vectors_are_their_plain_siblings(case):
     dtype, spec, dim = CASES[case]
-    side = Side("key", spec, (1, 1, 0, dim), np.dtype(dtype), 0, 0)
+    side = CodedSide("key", spec, (1, 1, 0, dim), np.dtype(dtype), 0, 0)
     form, size = side.format, side.block
     x = numbers(np.random.default_rng(7), (4 * size, dim), dtype)
     results = []
