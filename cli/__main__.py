@@ -3,7 +3,7 @@
 import sys
 
 
-def start():
+def start() -> None:
     """Run `kvkit`."""
     try:
         import signal
@@ -23,7 +23,7 @@ def start():
         exec("")  # Python ends by an interrupt that the last text it ran let out, though it was caught since
 
 
-def end_by_signal(number, frame):
+def end_by_signal(number: int, frame: object) -> None:
     """Unwind as Ctrl-C does, so that no half-written file is left."""
     sys.stderr.write(f"kvkit: ended by signal {int(number)}\n")
     sys.exit(128 + number)

@@ -1,12 +1,17 @@
 """Make an operator's arguments from the arrays of a file and the settings of a command line."""
 
+from __future__ import annotations
+
 import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvkit.checks.tensors import dtype_hint
 from kvkit.errors import KvkitError, brief
-from kvkit.operators import OPERATORS, REQUIRED
+from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion
 
 SHOWN = 5  # names in a message
@@ -19,7 +24,7 @@ KINDS = {  # type of a value: (in words, as --set takes it)
 }
 
 
-def find_operator(name):
+def find_operator(name: str) -> Operator:
     """Return the operator of this name."""
     if name not in OPERATORS:
         known = ", ".join(OPERATORS)
@@ -27,24 +32,26 @@ def find_operator(name):
     return OPERATORS[name]
 
 
-def is_scalar(array):
+def is_scalar(array: Input) -> bool:
     """Return whether an input may be a single number."""
     return "()" in array.shapes
 
 
-def ignored_arrays(op, metadata):
+def ignored_arrays(op: Operator, metadata: dict[str, Any]) -> set[str]:
     """Return the arrays that a file of another operator's results may hold and this operator ignores."""
     made = OPERATORS.get(str(metadata.get("operator")))
     return {array.name for array in (*made.inputs, *made.outputs)} - argument_names(op) if made else set()
 
 
-def argument_names(op):
+def argument_names(op: Operator) -> set[str]:
     """Return the names of an operator's inputs and attributes."""
     return {thing.name for thing in (*op.inputs, *op.attributes)}
 
 
-def check_headers(op, path, forms, metadata, settings):
-    """Check that a file check_headers a call, from the headers of its arrays, before anything is unpacked."""
+def check_headers(
+    op: Operator, path: Path | None, forms: dict[str, Any], metadata: dict[str, Any], settings: Sequence[str]
+) -> None:
+    """Check that a file fits a call, from the headers of its arrays, before anything is unpacked."""
     forms = {name: form for name, form in forms.items() if name not in ignored_arrays(op, metadata)}
     check_names(op, path, forms, parse_settings(op, settings))
     for array in op.inputs:
@@ -66,13 +73,15 @@ def check_headers(op, path, forms, metadata, settings):
             raise KvkitError(f"{path}: {attribute.name} has shape {found}, but is {wanted}")
 
 
-def axis_count(shape):
+def axis_count(shape: str) -> int | None:
     """Return the number of axes of a shape as the table writes it, or None if it may have any number."""
     inside = shape[shape.index("(") + 1 : shape.rindex(")")]
     return None if "..." in inside else len(inside.split(",")) if inside else 0
 
 
-def bind(op, path, arrays, settings):
+def bind(
+    op: Operator, path: Path | None, arrays: dict[str, np.ndarray], settings: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs and the attributes of a call, two dicts in the table's order.
 
     `settings` win over the file. `path` is None if there is no file.
@@ -90,18 +99,18 @@ def bind(op, path, arrays, settings):
     return inputs, attributes
 
 
-def settable(op):
+def settable(op: Operator) -> dict[str, tuple[type, Sequence[str]]]:
     """Return the names that --set takes, with their types and the names of their values."""
     numbers = {array.name: (int, []) for array in op.inputs if is_scalar(array)}
     return numbers | {attribute.name: (attribute.kind, attribute.names) for attribute in op.attributes}
 
 
-def setting_form(kind, names):
+def setting_form(kind: type, names: Sequence[str]) -> str:
     """Return how --set writes a value of a type."""
     return "|".join([*names, KINDS[kind][1]])
 
 
-def parse_settings(op, settings):
+def parse_settings(op: Operator, settings: Sequence[str]) -> dict[str, Any]:
     """Return the values of `name=value` texts, by name."""
     legal, values = settable(op), {}
     for setting in settings:
@@ -118,14 +127,16 @@ def parse_settings(op, settings):
     return values
 
 
-def parse_value(text, kind, names):
+def parse_value(text: str, kind: type, names: Sequence[str]) -> Any:
     """Return the value of a text. Texts and names need no quotes, true and false no capitals."""
     if text in names or (kind is str and text[:1] not in ("'", '"')):
         return text
     return ast.literal_eval(text.capitalize() if kind is bool else text)
 
 
-def check_names(op, path, arrays, values):
+def check_names(
+    op: Operator, path: Path | None, arrays: dict[str, np.ndarray], values: dict[str, Any]
+) -> None:
     """Refuse arrays that the operator does not know, and calls without a required array."""
     legal = [thing.name for thing in (*op.inputs, *op.attributes)]
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
@@ -144,7 +155,7 @@ def check_names(op, path, arrays, values):
         raise KvkitError(f"{path or 'no IN.npz'}: missing {', '.join(missing)}: {ways}; {known}")
 
 
-def scalar_input(array, given):
+def scalar_input(array: Input, given: Any) -> np.ndarray | None:
     """Return an input of shape () from a value of --set."""
     if given is None and array.optional:
         return None
@@ -154,7 +165,9 @@ def scalar_input(array, given):
     return np.array(given, array.dtypes[0])
 
 
-def attribute_value(attribute, path, arrays, values):
+def attribute_value(
+    attribute: Attribute, path: Path | None, arrays: dict[str, np.ndarray], values: dict[str, Any]
+) -> Any:
     """Return an attribute from --set, from the file, or its default."""
     name = attribute.name
     if name in values:
@@ -164,7 +177,7 @@ def attribute_value(attribute, path, arrays, values):
     return convert_value(attribute, arrays[name].tolist(), f"{path}:")
 
 
-def convert_value(attribute, given, origin):
+def convert_value(attribute: Attribute, given: Any, origin: str) -> Any:
     """Return a value in the attribute's type. A float may be an integer, a flag 0 or 1, a mode its name."""
     kind = attribute.kind
     if given in attribute.names:

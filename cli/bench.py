@@ -1,8 +1,11 @@
 """`kvkit bench`: measure the suites of benchmarks/suites, in the checkout that kvkit is used from."""
 
+from __future__ import annotations
+
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import click
 
@@ -11,7 +14,7 @@ from kvkit.errors import KvkitError, argument_error, brief
 from kvkit_cli import show
 
 
-def import_suites():
+def import_suites() -> list[ModuleType]:
     """Import and return the modules `catalog` and `measuring` of benchmarks/suites."""
     checkout = Path(kvkit.__file__).parents[1]
     if not (checkout / "benchmarks" / "suites" / "catalog.py").is_file():
@@ -27,7 +30,7 @@ def import_suites():
 )  # fmt: skip
 @click.option("--only", default="", metavar="TEXT", help="Only what contains TEXT in 'SUITE CASE'.")
 @click.option("--rounds", default=11, show_default=True, help="Runs of each case; medians are shown.")
-def bench(folder, only, rounds):
+def bench(folder: Path | None, only: str, rounds: int) -> None:
     """Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.
 
     What is compared alternates; the bytes are those an operator must read and write, and a copy reads and

@@ -7,7 +7,7 @@ from kvkit_cli import show
 
 
 @click.group()
-def cache():
+def cache() -> None:
     """Remove compiled code from the disk.
 
     \b
@@ -17,7 +17,7 @@ def cache():
 
 
 @cache.command()
-def clean():
+def clean() -> None:
     """Remove the compiled code of every version. It is compiled again when it is needed."""
     count, size = disk_cache.clean()
     folder = disk_cache.root_folder() or "nowhere: none is kept"

@@ -1,6 +1,10 @@
 """The option `--dask`: run the tasks of a verb on a cluster."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import click
 
@@ -10,7 +14,7 @@ from kvkit_cli import show
 NEEDS = "--dask: needs distributed: pip install 'kvkit-kernels[dask]'"
 
 
-def on_cluster(verb):
+def on_cluster(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option --dask to a verb; its value goes to `mapper`."""
     return click.option(
         "--dask",
@@ -20,7 +24,7 @@ def on_cluster(verb):
 
 
 @contextlib.contextmanager
-def naming(path):
+def naming(path: Any) -> Iterator[None]:
     """Add the file that a task works on to its errors."""
     try:
         yield
@@ -31,7 +35,7 @@ def naming(path):
 
 
 @contextlib.contextmanager
-def mapper(address):
+def mapper(address: str | None) -> Iterator[Callable[..., Any]]:
     """Return a function like `map` for tools: `map`, or one that runs on a cluster and shows a bar."""
     if address is None:
         yield map
@@ -42,7 +46,7 @@ def mapper(address):
         raise KvkitError(NEEDS) from None
     with tasks.started(address) as run, show.counted("tasks") as progress:
 
-        def mapped(function, names, *arguments):
+        def mapped(function: Callable[..., Any], names: Iterable[Any], *arguments: Any) -> Iterator[Any]:
             names = list(names)
             for i, result in enumerate(run(function, names, *arguments), 1):
                 if progress:

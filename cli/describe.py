@@ -1,8 +1,13 @@
 """`kvkit describe`: show the inputs, attributes and outputs of an operator."""
 
-import click
+from __future__ import annotations
 
-from kvkit.operators import REQUIRED
+from typing import Any
+
+import click
+from rich.table import Table
+
+from kvkit.operators import REQUIRED, Attribute, Operator
 from kvkit_cli import complete, show
 from kvkit_cli.arguments import find_operator, is_scalar
 
@@ -13,7 +18,7 @@ SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 10
 @click.command()
 @click.argument("operator", metavar="OP", shell_complete=complete.operators)
 @click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
-def describe(operator, for_programs):
+def describe(operator: str, for_programs: bool) -> None:
     """Show what an operator takes and gives.
 
     \b
@@ -35,13 +40,13 @@ def describe(operator, for_programs):
     click.echo(example(op))
 
 
-def attribute_dict(one):
+def attribute_dict(one: Attribute) -> dict[str, Any]:
     """Return an attribute as a dict; a required one has no default."""
     told = {"name": one.name, "type": one.kind.__name__, "about": one.about, "modes": dict(one.modes)}
     return told if one.default is REQUIRED else told | {"default": one.default}
 
 
-def input_table(op):
+def input_table(op: Operator) -> Table:
     """Return the table of inputs."""
     table = show.table("Inputs: arrays in IN.npz", "name", "role", "dtypes", "shape", "meaning")
     for array in op.inputs:
@@ -53,7 +58,7 @@ def input_table(op):
     return table
 
 
-def attribute_table(op):
+def attribute_table(op: Operator) -> Table:
     """Return the table of attributes."""
     table = show.table("Attributes", "name", "default", "meaning")
     for attribute in op.attributes:
@@ -62,14 +67,14 @@ def attribute_table(op):
     return table
 
 
-def default(attribute):
+def default(attribute: Attribute) -> str:
     if attribute.default is REQUIRED:
         return "required"
     value = attribute.names[attribute.default] if attribute.modes else attribute.default
     return str(value) or "''"
 
 
-def output_table(op):
+def output_table(op: Operator) -> Table:
     """Return the table of outputs."""
     beside = ", beside the in-out ones" if any(array.inout for array in op.inputs) else ""
     table = show.table(f"Outputs: arrays in OUT.npz{beside}", "name", "dtype", "shape", "meaning")
@@ -79,7 +84,7 @@ def output_table(op):
     return table
 
 
-def note(op):
+def note(op: Operator) -> str:
     """Return a sentence on how to give numbers and pairs."""
     scalars = ["inputs with shape ()"] if any(map(is_scalar, op.inputs)) else []
     scalars += ["attributes"] if op.attributes else []
@@ -90,7 +95,7 @@ def note(op):
     return f"{text}.\n" if scalars else ""
 
 
-def example(op):
+def example(op: Operator) -> str:
     """Return a command to copy, in two lines if it is long."""
     needed = [array for array in op.inputs if not array.optional]
     settings = [f"{array.name}={SIZES.get(array.name, 0)}" for array in needed if is_scalar(array)]

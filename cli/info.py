@@ -1,6 +1,9 @@
 """`kvkit info`: show versions, the CPU, compiled code and backends, for reports of problems."""
 
+from __future__ import annotations
+
 import platform
+from typing import Any
 
 import click
 import llvmlite
@@ -21,7 +24,7 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}  # the widest f
 
 @click.command()
 @click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
-def info(for_programs):
+def info(for_programs: bool) -> None:
     """Show versions, the CPU, threads, compiled code and backends.
 
     \b
@@ -43,9 +46,10 @@ def info(for_programs):
         show.out(table)
 
 
-def compiled_code():
+def compiled_code() -> list[dict[str, Any]]:
     """Count the compiled code on disk by its module and by the state of the package."""
-    root, here, found = disk_cache.root_folder(), cache_folder(), {}
+    root, here = disk_cache.root_folder(), cache_folder()
+    found: dict[tuple[str, str], tuple[int, int]] = {}
     for path in sorted(root.glob("*/*.bin")) if root else ():
         module, state = module_of(path.stem), path.stem.split("-")[-2]
         if path.name.startswith("kvkit_cuda"):
@@ -62,13 +66,13 @@ def compiled_code():
     return [{"of": of, "for": state, "variants": n, "bytes": size} for (of, state), (n, size) in rows]
 
 
-def module_of(name):
+def module_of(name: str) -> str | None:
     """Return the module whose compiled code is in a file of this name."""
     legal = [module for module in source_digest.SOURCES if name.startswith(module.replace(".", "-") + "-")]
     return max(legal, key=len, default=None)
 
 
-def system_facts():
+def system_facts() -> dict[str, str]:
     """Return the lines of the table."""
     modules = (np, numba, llvmlite, ml_dtypes)
     return {
@@ -84,19 +88,19 @@ def system_facts():
     }
 
 
-def vector_instructions():
+def vector_instructions() -> str:
     """Return the widest vector instructions of this CPU."""
     features = llvmlite.binding.get_host_cpu_features()
     return next((name for feature, name in VECTORS.items() if features.get(feature)), "no known vectors")
 
 
-def threading_layer():
+def threading_layer() -> str:
     """Return the threading layer setting. Numba chooses when the first parallel kernel starts."""
     asked = numba.config.THREADING_LAYER
     return f"{asked}: the first of {', '.join(numba.config.THREADING_LAYER_PRIORITY)} that loads"
 
 
-def cuda_state():
+def cuda_state() -> str:
     """Return the device that the GPU package runs on, or what it lacks."""
     from kvkit_cuda.device_runtime import needs
 

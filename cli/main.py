@@ -4,9 +4,12 @@ Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device), or
 wrong command, file or input; 130 interrupted. Anything else is a bug and keeps its traceback.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,25 +38,25 @@ VERBS = {  # verb: (module, the first line of its help)
 class Verbs(click.Group):
     """Import a verb when it is called, not when verbs are listed."""
 
-    def list_commands(self, ctx):
+    def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
-    def parse_args(self, ctx, args):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read `kvkit help VERB` as `kvkit VERB --help`."""
         return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
-    def get_command(self, ctx, name):
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             if not ctx.resilient_parsing:
                 ctx.fail(f"no verb {name!r}{correction(name)}")
             return None
         return getattr(importlib.import_module(VERBS[name][0]), name)
 
-    def format_commands(self, ctx, formatter):
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
 
-    def main(self, *args, **extra):
+    def main(self, *args: Any, **extra: Any) -> Any:
         try:
             code = super().main(*args, **(extra | {"standalone_mode": False}))
         except Exception as error:
@@ -64,7 +67,7 @@ class Verbs(click.Group):
         sys.exit(code)
 
 
-def correction(name):
+def correction(name: str) -> str:
     """Return what to type in place of an unknown verb."""
     from kvkit.operators import OPERATORS
     from kvkit_cli.show import suggestion
@@ -74,14 +77,14 @@ def correction(name):
     return suggestion(name, VERBS) or f"; there are {', '.join(VERBS)}"
 
 
-def one_line(message):
+def one_line(message: str) -> str:
     """Return a message in one line of printable characters, whatever it quotes."""
     return "".join(
         sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in " ".join(message.split())
     )
 
 
-def explain(error):
+def explain(error: Exception) -> tuple[str, int | None]:
     """Return the message and the exit code of an error. An error without an exit code is a bug."""
     if isinstance(error, click.UsageError):
         verb = error.ctx.command_path if error.ctx else "kvkit"
@@ -100,7 +103,7 @@ def explain(error):
     return "", None
 
 
-def print_version(ctx, param, wanted):
+def print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     """Print kvkit's version, read from its file so that the package is not imported."""
     if not wanted or ctx.resilient_parsing:
         return
@@ -117,7 +120,7 @@ def print_version(ctx, param, wanted):
 @click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version)
 @click.pass_context
-def main(ctx):
+def main(ctx: click.Context) -> Any:
     """Run KV-cache operators on .npz files, and look at caches.
 
     \b

@@ -9,7 +9,7 @@ from kvkit_cli import show
 
 @click.command()
 @click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
-def ops(for_programs):
+def ops(for_programs: bool) -> None:
     """List the operators.
 
     \b

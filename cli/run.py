@@ -1,12 +1,17 @@
 """`kvkit run`: run an operator on the arrays of a file and write a file."""
 
+from __future__ import annotations
+
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvkit.errors import KvkitError, brief
+from kvkit.operators import Operator
 from kvkit_cli import complete, npz, show, watch
 from kvkit_cli.arguments import SHOWN, argument_names, bind, check_headers, find_operator, ignored_arrays
 from kvkit_cli.show import suggestion
@@ -35,8 +40,18 @@ PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with
 @click.option("--json", "for_programs", is_flag=True, help="Print the report as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def run(
-    operator, source, output, in_place, settings, renamed, only_check, backend, threads, for_programs, quiet
-):
+    operator: str,
+    source: Path | None,
+    output: Path | None,
+    in_place: bool,
+    settings: Sequence[str],
+    renamed: Sequence[str],
+    only_check: bool,
+    backend: str,
+    threads: int | None,
+    for_programs: bool,
+    quiet: bool,
+) -> None:
     """Run an operator on the arrays of a file.
 
     IN.npz holds an array for each input, under the names that `kvkit describe OP` shows, or others that --map
@@ -105,9 +120,9 @@ def run(
         click.echo(f"{op.name} on {backend}: {seconds:.3g} s (includes compiling or loading the kernels)")
 
 
-def parse_map(op, renamed):
+def parse_map(op: Operator, renamed: Sequence[str]) -> dict[str, str]:
     """Return {array of the file: input or attribute} of `--map` texts."""
-    legal, names = argument_names(op), {}
+    legal, names = argument_names(op), dict[str, str]()
     for text in renamed:
         array, sign, name = text.partition("=")
         if not (array and sign and name):
@@ -122,7 +137,7 @@ def parse_map(op, renamed):
     return names
 
 
-def mapped_arrays(path, arrays, names):
+def mapped_arrays(path: Path | None, arrays: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Return what a file holds under the operator's names."""
     for array, name in names.items():
         if array not in arrays:
@@ -133,7 +148,7 @@ def mapped_arrays(path, arrays, names):
     return {names.get(name, name): array for name, array in arrays.items()}
 
 
-def check_call(op, inputs, attributes):
+def check_call(op: Operator, inputs: dict[str, Any], attributes: dict[str, Any]) -> None:
     """Check a call as the operator does, without compiling a kernel."""
     from kvkit_cuda.calls.checks import CHECKED, packed_step
 
@@ -142,12 +157,14 @@ def check_call(op, inputs, attributes):
     CHECKED[op.name](values, step)
 
 
-def present(arrays):
+def present(arrays: dict[str, Any]) -> dict[str, Any]:
     """Return the arrays that are not None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def check_targets(op, source, output, in_place, only_check):
+def check_targets(
+    op: Operator, source: Path | None, output: Path | None, in_place: bool, only_check: bool
+) -> None:
     """Refuse files that cannot be written, before any work is done."""
     changes = [array.name for array in op.inputs if array.inout]
     if in_place and not (source and changes):
@@ -173,7 +190,7 @@ def check_targets(op, source, output, in_place, only_check):
         npz.check_target(source)
 
 
-def use_threads(count):
+def use_threads(count: int) -> None:
     """Run kernels on so many threads."""
     import numba
 
@@ -183,7 +200,9 @@ def use_threads(count):
     numba.set_num_threads(count)
 
 
-def call_operator(op, function, inputs, attributes):
+def call_operator(
+    op: Operator, function: Callable[..., Any], inputs: dict[str, Any], attributes: dict[str, Any]
+) -> tuple[tuple[Any, ...], float]:
     """Return the operator's results, a tuple, and the seconds that it took."""
     by_position = [inputs[array.name] for array in op.inputs if not array.keyword]
     by_keyword = {array.name: inputs[array.name] for array in op.inputs if array.keyword}
@@ -193,7 +212,9 @@ def call_operator(op, function, inputs, attributes):
     return results if isinstance(results, tuple) else (results,), seconds
 
 
-def array_rows(inputs, outputs, changed):
+def array_rows(
+    inputs: dict[str, Any], outputs: dict[str, Any], changed: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Return a row for every array: name, role, dtype, shape and bytes."""
     rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
     rows += [("out", *pair) for pair in outputs.items()]

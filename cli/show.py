@@ -1,10 +1,15 @@
 """Print the results of verbs: tables on stdout, progress bars on stderr, sizes for people."""
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import itertools
 import json
 import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import click
 from rich import box
@@ -32,12 +37,12 @@ NARROW, WIDE = 72, 1000  # columns of a terminal, and of one where nothing folds
 BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be read
 
 
-def console(stderr=False, width=None):
+def console(stderr: bool = False, width: int | None = None) -> Console:
     """Return a console that prints texts as they are: shapes such as `kvstarts[B]` are no markup."""
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
-def out(thing, **style):
+def out(thing: Any, **style: Any) -> None:
     """Print on stdout. A pipe gets no padding, and a narrow terminal gets a table as a list."""
     screen = console()
     table = isinstance(thing, Table) and len(thing.columns) > 3 and screen.width < NARROW
@@ -51,7 +56,7 @@ def out(thing, **style):
     click.echo("\n".join(line.rstrip() for line in text.get().split("\n")), nl=False)
 
 
-def as_list(table):
+def as_list(table: Table) -> Group:
     """Return the rows of a table as a list, each cell behind the name of its column."""
     columns = [(str(column.header), *map(str, column.cells)) for column in table.columns]
     lines = [Text(str(table.title or ""), style="bold")]
@@ -63,12 +68,12 @@ def as_list(table):
     return Group(*lines, "")
 
 
-def as_json(thing):
+def as_json(thing: Any) -> None:
     """Print JSON on stdout."""
     click.echo(json.dumps(thing, indent=1, default=str))
 
 
-def table(title, *columns):
+def table(title: str | None, *columns: str) -> Table:
     """Return an empty table. Long cells are folded, but never names in the first column; none is cut."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
@@ -76,7 +81,7 @@ def table(title, *columns):
     return made
 
 
-def kept_in(folder):
+def kept_in(folder: Path | None) -> str:
     """Return where compiled code is on disk, or why none is."""
     if folder is None:
         return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
@@ -87,12 +92,12 @@ def kept_in(folder):
     return f"{folder}: {len(sizes)} files, {size(sum(sizes))}"
 
 
-def shape(lengths):
+def shape(lengths: Iterable[int]) -> str:
     """Return a shape as the specification writes it."""
     return f"({', '.join(map(str, lengths))})"
 
 
-def suggestion(name, known):
+def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
     known, low = {each.lower(): each for each in known}, name.lower()
     likely = [each for each in known if each == low]
@@ -103,7 +108,7 @@ def suggestion(name, known):
 
 
 @contextlib.contextmanager
-def progress(what, total, quiet=False):
+def progress(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], Any]]:
     """Yield a function that takes each number of bytes done, and show a bar if there are many."""
     screen = console(stderr=True)
     if quiet or total < BAR_FROM or not screen.is_terminal:
@@ -116,11 +121,11 @@ def progress(what, total, quiet=False):
 
 
 @contextlib.contextmanager
-def steps(what, total, quiet=False):
+def steps(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str], Any]]:
     """Yield a function that takes the name of each finished step, and show a bar, or a line a step."""
     screen, begin, count = console(), time.perf_counter(), itertools.count(1)
 
-    def line(name):
+    def line(name: str) -> None:
         click.echo(f"{next(count)}/{total} {name}, {time.perf_counter() - begin:.1f} s")
 
     if quiet or not screen.is_terminal:
@@ -134,7 +139,7 @@ def steps(what, total, quiet=False):
 
 
 @contextlib.contextmanager
-def counted(what, quiet=False):
+def counted(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], Any] | None]:
     """Yield a function that takes the numbers of finished and of all steps, and show a bar."""
     screen = console(stderr=True)
     if quiet or not screen.is_terminal:

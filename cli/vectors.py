@@ -1,7 +1,11 @@
 """`kvkit vectors`: make and use packs of golden vectors."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.progress import Progress
@@ -16,7 +20,7 @@ OPERATOR = click.option("--operator", metavar="OP", help="Only the cases of this
 
 
 @click.group()
-def vectors():
+def vectors() -> None:
     """Make, verify, replay, compare and export packs of golden vectors.
 
     A pack is a folder with manifest.json and a .npy file for every array. Arrays of bfloat16 and fp8 hold
@@ -33,7 +37,7 @@ def vectors():
     """
 
 
-def print_result(ctx, result, as_json):
+def print_result(ctx: click.Context, result: Any, as_json: bool) -> None:
     """Print a result; the exit code is 1 if something is wrong with it."""
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
@@ -44,7 +48,7 @@ def print_result(ctx, result, as_json):
     ctx.exit(0 if getattr(result, "ok", True) else 1)
 
 
-def with_progress(what, quiet, function, **arguments):
+def with_progress(what: str, quiet: bool, function: Callable[..., Any], **arguments: Any) -> Any:
     """Call a function that counts its cases, and show a bar on a terminal."""
     screen = show.console(stderr=True)
     if quiet or not screen.is_terminal:
@@ -65,7 +69,7 @@ def with_progress(what, quiet, function, **arguments):
 @click.option("--raw", is_flag=True, help="Write .bin files of the bytes alone.")
 @AS_JSON
 @click.pass_context
-def make(ctx, folder, as_json, shapes, **options):
+def make(ctx: click.Context, folder: Path, as_json: bool, shapes: str | None, **options: Any) -> None:
     """Write a pack of a suite or of one operator into a new folder."""
     options["shapes"] = parse_sizes(shapes, "--shapes")
     print_result(ctx, with_progress("making", as_json, tools.make, folder=folder, **options), as_json)
@@ -76,7 +80,7 @@ def make(ctx, folder, as_json, shapes, **options):
 @clusters.on_cluster
 @AS_JSON
 @click.pass_context
-def verify(ctx, folder, dask, as_json):
+def verify(ctx: click.Context, folder: Path, dask: str | None, as_json: bool) -> None:
     """Check hashes and versions, and find missing and unlisted files and packs without cases."""
     with clusters.mapper(dask) as mapper:
         found = tools.verify(folder, mapper=mapper)
@@ -89,7 +93,7 @@ def verify(ctx, folder, dask, as_json):
 @OPERATOR
 @AS_JSON
 @click.pass_context
-def replay(ctx, folder, as_json, **options):
+def replay(ctx: click.Context, folder: Path, as_json: bool, **options: Any) -> None:
     """Run kvkit on a pack, or on dumps of KVKIT_LOG=10."""
     print_result(ctx, with_progress("replaying", as_json, tools.replay, folder=folder, **options), as_json)
 
@@ -100,7 +104,7 @@ def replay(ctx, folder, as_json, **options):
 @OPERATOR
 @AS_JSON
 @click.pass_context
-def diff(ctx, folder, results, as_json, **options):
+def diff(ctx: click.Context, folder: Path, results: Path, as_json: bool, **options: Any) -> None:
     """Compare a device's results, files CASE/NAME.npy, with a pack."""
     print_result(
         ctx,
@@ -115,6 +119,6 @@ def diff(ctx, folder, results, as_json, **options):
 @click.option("--to", type=click.Choice(["onnx"]), default="onnx", show_default=True)
 @AS_JSON
 @click.pass_context
-def export(ctx, folder, target, as_json, to):
+def export(ctx: click.Context, folder: Path, target: Path, as_json: bool, to: str) -> None:
     """Write cases as ONNX's test data sets, where ONNX has the operator."""
     print_result(ctx, tools.export(folder, target, to=to), as_json)

@@ -1,5 +1,7 @@
 """`kvkit warm`: compile code ahead of calls, in several processes, for the CPU or a GPU."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -8,6 +10,8 @@ import os
 import queue
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import click
 
@@ -20,9 +24,10 @@ WHAT = "attention", "cache", "all"
 USUAL = "float16,int8,int4"
 GROUP = 8
 COUNT = click.IntRange(1)
+Wave = list[tuple[str, str, Kind]]  # (name, task, cache)
 
 
-def parse_formats(texts, data, dim, queries):
+def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> Iterator[tuple[str, Kind]]:
     """Return (text, kind) for each cache that a command line names."""
     legal = [*(fmt.name for fmt in formats.FLOATS), *CODES]
     for text in ",".join(texts or [USUAL]).split(","):
@@ -54,7 +59,9 @@ def parse_formats(texts, data, dim, queries):
     help="What runs the code: this CPU, or the first GPU of this machine.",
 )  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def warm(what, texts, data, dim, queries, backend, quiet):
+def warm(
+    what: str, texts: Sequence[str], data: str, dim: int, queries: int, backend: str, quiet: bool
+) -> None:
     """Compile code ahead of the calls that need it.
 
     Compiled code is kept on disk, so that every later process starts at once; `kvkit info` shows where. A
@@ -80,7 +87,7 @@ def warm(what, texts, data, dim, queries, backend, quiet):
         click.echo(f"for {name}; compile cache {show.kept_in(folder)}")
 
 
-def find_device():
+def find_device() -> tuple[str, Path | None]:
     """Return the name of the GPU that kernels are compiled for, and the folder of their code."""
     from kvkit_cuda.device_runtime import needs
 
@@ -93,7 +100,7 @@ def find_device():
     return host.name(), compiled.folder()
 
 
-def task_waves(what, kinds):
+def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
     """Return waves of tasks (name, task, kind). Tasks of a wave share little code; the next wave needs it."""
     (_, usual), *_ = kinds
     first, second = [("index tensors of a step", "step", usual)], []
@@ -105,13 +112,13 @@ def task_waves(what, kinds):
     return [first, second]
 
 
-def compile_waves(waves, quiet=False):
+def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
     """Run all tasks, a process for each CPU."""
     count = min(os.cpu_count() or 1, len(waves[0]))
     idle = queue.SimpleQueue()
     command, environment = [sys.executable, "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
 
-    def run(name, task, kind):
+    def run(name: str, task: str, kind: Kind) -> str:
         """Run one task in the next idle process."""
         process = idle.get()
         process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")

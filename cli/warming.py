@@ -3,10 +3,13 @@
 A task returns a text to print after its name, or None.
 """
 
+from __future__ import annotations
+
 import json
 import signal
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,12 +33,12 @@ class Kind:
     queries: int  # for each key head
 
 
-def arrays(kind, tokens, heads=1):
+def arrays(kind: Kind, tokens: int, heads: int = 1) -> np.ndarray:
     """Return keys or values of so many tokens."""
     return np.ones((1, tokens, heads, kind.dim), formats.BY_NAME[kind.data].dtype)
 
 
-def empty(kind, rows):
+def empty(kind: Kind, rows: int) -> dict[str, Any]:
     """Return an empty cache and the attributes that describe it."""
     bits = CODES.get(kind.cache, 0)
     dtype, last = formats.BY_NAME[kind.cache].dtype, kind.dim * bits // 8 if bits else kind.dim
@@ -44,21 +47,21 @@ def empty(kind, rows):
     return {"cache": cache, "scale": scale, "quant_bit": bits, "quant_group": kind.group}
 
 
-def cache(kind):
+def cache(kind: Kind) -> None:
     """Append and load, on one thread and on all."""
     for tokens in SIZES:
         new = arrays(kind, tokens)
         kvkit.key_value_cache(new, new, 0, **empty(kind, tokens))
 
 
-def attention(kind):
+def attention(kind: Kind) -> None:
     """Attend with a prompt, then with a token: all formats share this code."""
     for tokens in PROMPT, 1:
         query, new = arrays(kind, tokens, kind.queries), arrays(kind, PROMPT)
         kvkit.multi_head_attention(query, new, new, **heads(kind))
 
 
-def attention_to_cache(kind):
+def attention_to_cache(kind: Kind) -> None:
     """Attend over a cache with a prompt, then with a token."""
     given = empty(kind, PROMPT + 1)
     for past, tokens in ((0, PROMPT), (PROMPT, 1)):
@@ -66,17 +69,17 @@ def attention_to_cache(kind):
         kvkit.multi_head_cache_attention(query, new, new, past, **given, **heads(kind))
 
 
-def heads(kind):
+def heads(kind: Kind) -> dict[str, Any]:
     """Return the attributes of heads."""
     return {"num_heads": kind.queries, "num_kv_heads": 1, "head_dim": kind.dim}
 
 
-def step(kind):
+def step(kind: Kind) -> None:
     """Check a page table."""
     kvkit.dynamic_batching.plan([0, 1], [0, 1], [[0]], start_pos=[0], cache_mode=1, page_size=16)
 
 
-def kernels(kind):
+def kernels(kind: Kind) -> str:
     """Compile the kernels of a GPU."""
     from kvkit_cuda import warm
 
@@ -88,7 +91,7 @@ def kernels(kind):
 TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step, kernels)}
 
 
-def main():
+def main() -> None:
     """Run the tasks that stdin names, and print a line for each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one
     for line in sys.stdin:

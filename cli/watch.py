@@ -3,17 +3,22 @@
 If the file was shortened, the system ends a process that reads behind its end: SIGBUS, without a message.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
+from kvkit.errors import KvkitError
 from kvkit.files.errors import file_error
 
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
-def is_changed(path, status):
+def is_changed(path: Path | None, status: os.stat_result) -> bool:
     """Return whether a file has changed since its status was taken."""
     with contextlib.suppress(OSError):
         now = os.stat(path)
@@ -24,25 +29,25 @@ def is_changed(path, status):
     return False  # it has gone, and the mapping keeps its bytes
 
 
-def changed_error(path):
+def changed_error(path: Path | None) -> KvkitError:
     """Return the error that names a changed file."""
     return file_error(path, "another program changed it while it was in use", "run this again")
 
 
-def refuse_changed(path, status):
+def refuse_changed(path: Path | None, status: os.stat_result | None) -> None:
     """Refuse results of a file that was changed; `status` is None if none is mapped."""
     if status and is_changed(path, status):
         raise changed_error(path)
 
 
 @contextlib.contextmanager
-def watching(path, status):
+def watching(path: Path | None, status: os.stat_result | None) -> Iterator[None]:
     """Print a message if the system ends the process because a mapped file was shortened."""
     if status is None or os.name != "posix":  # Windows lets nobody change a mapped file
         yield
         return
 
-    def ended(number):
+    def ended(number: int) -> None:
         # A thread that reads an array holds no lock that Python needs to write this.
         if is_changed(path, status):
             os.write(2, f"kvkit: {changed_error(path)}\n".encode())
