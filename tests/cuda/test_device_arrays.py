@@ -6,13 +6,14 @@ import types
 import numpy as np
 import pytest
 from attention_scenes import TOLERANCE, assert_near
-from calls import CALLS, arrays_of
+from calls import CALLS, arrays_of, like
 from device_arrays import KINDS, Array, Tensor, contents
 from scenes import assert_same
 
 import kvkit
 import kvkit_cuda
 from kvkit_cuda import ascend
+from kvkit_cuda.attention import plain
 from kvkit_cuda.calls import attention
 from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.device_runtime import host
@@ -39,6 +40,14 @@ def cases():
             yield pytest.param(label, kind, marks=[pytest.mark.slow] * slow)
 
 
+def assert_alike(call, got, right):
+    assert got.dtype == right.dtype
+    if is_near(call):
+        assert_near(got, right, TOLERANCE[str(right.dtype)])
+    else:
+        assert_same(got, right)
+
+
 @pytest.mark.parametrize(("label", "kind"), [*cases()])
 def test_arrays_of_the_device(label, kind):
     """They are used where they are, index tensors are read; results are of the kind of the first array."""
@@ -62,11 +71,21 @@ def test_arrays_of_the_device(label, kind):
         wanted = Tensor
     for got, right in zip(arrays_of(results), arrays_of(expected), strict=True):
         assert type(got) is wanted
-        assert contents(got).dtype == right.dtype
-        if is_near(call):
-            assert_near(contents(got), right, TOLERANCE[str(right.dtype)])
-        else:
-            assert_same(contents(got), right)
+        assert_alike(call, contents(got), right)
+
+
+@pytest.mark.parametrize("label", [label for label, make in CALLS.items() if make().operator.outputs])
+def test_results_that_are_given(label):
+    """On the device and on the host, each of several elsewhere."""
+    call = CALLS[label]()
+    expected = call.copy().run(kvkit)
+    for on_device in (0, 1):
+        places = [Array if i % 2 == on_device else np.asarray for i in range(len(arrays_of(expected)))]
+        given = [place(np.ones_like(x)) for place, x in zip(places, arrays_of(expected), strict=True)]
+        results = call.copy().run(out=like(expected, given))
+        for got, out, right in zip(arrays_of(results), given, arrays_of(expected), strict=True):
+            assert got is out
+            assert_alike(call, contents(got), right)
 
 
 BROKEN = {  # what prepares a launch, and a call that asks for it
@@ -77,6 +96,7 @@ BROKEN = {  # what prepares a launch, and a call that asks for it
     "pieces": (pieces, "prepare", "blocks nd"),
     "means": (means, "prepare", "blocks rope"),
     "attention": (attention, "prepare", "paged attention"),
+    "the kernel of attention": (plain, "prepare", "static cache attention"),
 }
 
 

@@ -6,7 +6,6 @@ from ascend_attention_scenes import call_of, run
 from attention_scenes import TOLERANCE, assert_near
 from device_arrays import Array, contents
 
-import kvkit
 from kvkit.reference import ascend as oracle
 from kvkit_cuda import ascend
 from kvkit_cuda.calls import tables
@@ -50,17 +49,6 @@ def test_strided_arrays_of_the_device(where, apart, rng):
     out = np.zeros((batch, 2 * heads, dim), np.float32)[:, heads:], np.zeros((batch, heads, 2), np.float32)
     out = Array(out[0]), Array(np.ascontiguousarray(out[1][..., 0]))
     assert check(call, given, out=out) == out
-
-
-@pytest.mark.slow
-def test_results_that_are_given(rng):
-    call = call_of(rng, "bfloat16", True, (9, 2))
-    out = np.empty_like(call["query"])
-    assert run(call, ascend.paged_attention, out=out) is out
-    assert_near(out, run(call, oracle.attend_blocks)[0], TOLERANCE["bfloat16"])
-    given = Array(call["query"])
-    with pytest.raises(kvkit.KvkitError, match=r"^out: expected memory apart from query"):
-        run(call | {"query": given}, ascend.paged_attention, out=given)
 
 
 @pytest.mark.slow

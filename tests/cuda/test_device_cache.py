@@ -146,17 +146,6 @@ def test_results_are_cupys(rng, monkeypatch):
     assert_all_same((key.array, value.array, scene["cache"], None), expected)
 
 
-@kinds
-def test_results_that_are_given(kind, rng):
-    scene = scene_of(kind, rng, HALF)
-    expected = scene.oracle()
-    key, value = np.empty_like(expected[0]), Array(np.empty_like(expected[1]))
-    out = scene.run(out=(key, value))
-    assert out[0] is key
-    assert out[1] is value
-    assert_all_same((key, value.array, scene["cache"], None), expected)
-
-
 def test_strided_arrays_of_the_device(rng, monkeypatch):
     """Parts of larger arrays, backwards, and rows in pieces, which are copied before numpy reads them."""
 

@@ -212,17 +212,6 @@ def test_strided_parts_stay_as_they_are(rng):
         assert_same(array, copy)
 
 
-def test_out(rng):
-    outputs, lses = parts(rng, 2)
-    expected = merge_attention_states(outputs, lses)
-    out = np.full_like(outputs[0], np.nan), np.full_like(lses[0], np.nan)
-    got = merge_attention_states(outputs, lses, out=out)
-    assert got[0] is out[0]
-    assert got[1] is out[1]
-    for one, other in zip(out, expected, strict=True):
-        assert_same(one, other)
-
-
 # Errors
 
 
@@ -263,35 +252,6 @@ def test_wrong_parts(case, rng):
     name, change = WRONG[case]
     with pytest.raises(KvkitError, match=rf"^{name}.*: expected .*, got "):
         merge_attention_states(*change(*parts(rng, 2)))
-
-
-def test_wrong_outs(rng):
-    outputs, lses = parts(rng, 2)
-    output, lse = np.zeros_like(outputs[0]), np.zeros_like(lses[0])
-    readable = lse.copy()
-    readable.flags.writeable = False
-    memory = np.zeros(output.size + lse.size - 1, np.float32)
-    wrong = [
-        output,
-        (output,),
-        (lse, output),
-        (output, None),
-        (output, lse.astype(np.float64)),
-        (output.astype(np.float16), lse),
-        (output[:1], lse),
-        (output, readable),
-        (outputs[1], lse),
-        (output, lses[0]),
-        (memory[: output.size].reshape(output.shape), memory[-lse.size :].reshape(lse.shape)),
-    ]
-    before = [array.copy() for array in (*outputs, *lses)]
-    for out in wrong:
-        with pytest.raises(KvkitError, match=r"^out.*: expected .*, got "):
-            merge_attention_states(outputs, lses, out=out)
-    assert not output.any()
-    assert not lse.any()
-    for array, copy in zip((*outputs, *lses), before, strict=True):
-        assert_same(array, copy)
 
 
 def test_a_paged_prefix_and_what_follows(rng):
