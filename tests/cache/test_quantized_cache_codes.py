@@ -61,7 +61,7 @@ def test_every_bit_of_codes_and_parameters(case):
     x = numbers(rng, (2, 3, 6 * size, dim), dtype)
     layer = layer_of(spec)
     layer.update(x, x)
-    truth = reference.CodedSide(spec, spec.axis, 0, 0)
+    truth = reference.Side(spec, spec.axis, 0, 0)
     truth.update(x)
     for side in (0, 1):
         found, cells = coded(layer, side)
