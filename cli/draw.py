@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from kvkit.errors import KvkitError
-from kvkit.files.paths import check_target, named
+from kvkit.files.paths import check_target, name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.layouts import NAMED
 from kvkit.tools import draw as drawing
@@ -46,7 +46,7 @@ def draw(what, output, sizes):
     if output is None:
         click.echo(picture)
         return
-    with named(output), replacing(output) as file:
+    with name_in_errors(output), replacing(output) as file:
         file.write(picture.encode())
 
 

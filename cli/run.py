@@ -71,7 +71,7 @@ def run(
     with contextlib.ExitStack() as block:
         contents = npz.Contents({}, {})
         if in_place:
-            block.enter_context(npz.alone(source))
+            block.enter_context(npz.keep_for_changes(source))
         if source:
             contents = npz.read(
                 source,

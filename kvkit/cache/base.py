@@ -1,10 +1,11 @@
-"""What every layer and every cache does, wherever its tokens lie: all that a caller needs to know of them."""
+"""The interface of layers and caches, wherever their tokens lie: all that a caller needs to know."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import Any, SupportsIndex
+from collections.abc import Callable
+from typing import Any, SupportsIndex, TypeVar, cast
 
 from numpy.typing import ArrayLike
 
@@ -12,6 +13,8 @@ from kvkit.checks.values import integer
 from kvkit.errors import argument_error
 from kvkit.runtime.locks import CallLock
 from kvkit.typed import Array, Attended, Pair, States
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class BaseLayer(ABC):
@@ -128,19 +131,19 @@ class BaseLayer(ABC):
 
     @abstractmethod
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Return the number of tokens seen."""
 
     def get_max_length(self) -> int:
-        """The most tokens that the layer holds; -1 for no limit."""
+        """Return the most tokens that the layer holds; -1 for no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
-        """(kv_length, kv_offset): how many keys the next update returns, and the position of the first."""
+        """Return (kv_length, kv_offset): how many keys the next update returns, and the first's position."""
         begin, end = self._returned(self.get_seq_length(), integer("query_length", query_length, 0))
         return end - begin, begin
 
-    def _returned(self, length, new):
-        """The positions [begin, end) that an update of `new` tokens after `length` returns."""
+    def _returned(self, length: int, new: int) -> tuple[int, int]:
+        """Return the positions [begin, end) that an update of `new` tokens after `length` returns."""
         return 0, length + new
 
     @property
@@ -159,7 +162,7 @@ class BaseLayer(ABC):
         return self.stored()[1] if self.batch_size else None
 
     @abstractmethod
-    def stored(self):
+    def stored(self) -> tuple[States, States]:
         """Stored keys and values, arrays [B, Hkv, stored, D]."""
 
     @property
@@ -171,30 +174,30 @@ class BaseLayer(ABC):
         """From now on keep what would be dropped or coded until the next crop; elsewhere nothing is."""
 
 
-def alone(method):
-    """A method of a cache that other threads' calls wait for."""
+def one_call_at_a_time(method: Method) -> Method:
+    """Decorate a method of a cache so that other threads' calls wait for it."""
 
     @functools.wraps(method)
-    def waiting(self, *arguments, **options):
-        with self._turn:
+    def waiting(self: Any, *arguments: Any, **options: Any) -> Any:
+        with self._lock:
             return method(self, *arguments, **options)
 
-    return waiting
+    return cast(Method, waiting)
 
 
 class BaseCache(ABC):
     """The keys and values of a model, in layers. Threads that call it wait for each other."""
 
-    layers: list
+    layers: list[Any]
 
     def __init__(self) -> None:
-        self._turn = CallLock()
+        self._lock = CallLock()
 
-    def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "_turn"}
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
 
-    def __setstate__(self, state):
-        self.__dict__.update(state, _turn=CallLock())
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=CallLock())
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -216,38 +219,38 @@ class BaseCache(ABC):
         is updated, and a quantized one the originals of what it has coded; until then every query of the call
         can attend to all that it sees.
         """
-        with self._turn:
+        with self._lock:
             return self._layer(layer_idx).attend(query, attention_mask, **options)
 
     @abstractmethod
     def reserve(self, query_length: SupportsIndex) -> None:
         """Check, and make, room for so many more tokens in every layer: their updates cannot fail for it."""
 
-    def _layer(self, layer_idx):
-        """A layer by its number."""
+    def _layer(self, layer_idx: SupportsIndex) -> Any:
+        """Return a layer by its number."""
         number = integer("layer_idx", layer_idx, 0)
         return self.layers[number] if number < len(self.layers) else self._missing(number)
 
-    def _missing(self, number):
-        """The layer of a number that there is not."""
+    def _missing(self, number: int) -> Any:
+        """Refuse, or make, the layer of a number that there is not."""
         raise argument_error("layer_idx", f"a layer of {len(self.layers)}", number)
 
     # What is there
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has seen; 0 if there is no such layer."""
+        """Return how many tokens a layer has seen; 0 if there is no such layer."""
         number = integer("layer_idx", layer_idx, 0)
         return self.layers[number].get_seq_length() if number < len(self.layers) else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens that a layer holds, -1 for no limit; of the cache, that of its largest layer."""
+        """Return the most tokens that a layer, or the largest layer, holds; -1 for no limit."""
         if layer_idx is not None:
             return self._layer(layer_idx).get_max_length()
         lengths = [layer.get_max_length() for layer in self.layers]
         return -1 if -1 in lengths else max(lengths, default=-1)
 
     def get_mask_sizes(self, query_length: SupportsIndex, layer_idx: int) -> tuple[int, int]:
-        """(kv_length, kv_offset) of what the next update of so many tokens returns; to be asked before it."""
+        """Return (kv_length, kv_offset) of the next update of so many tokens; call it before that update."""
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
     # Tokens go, and the batch changes
@@ -256,7 +259,7 @@ class BaseCache(ABC):
     def crop(self, length: int) -> None:
         """Drop the last tokens of every layer: keep ``length``, or if negative drop so many; 0 drops none."""
 
-    @alone
+    @one_call_at_a_time
     def reorder(self, indices: ArrayLike) -> None:
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
         self._select(indices)
@@ -264,10 +267,10 @@ class BaseCache(ABC):
     select = reorder_cache = batch_select_indices = reorder
 
     @abstractmethod
-    def _select(self, indices):
-        """What `reorder` does."""
+    def _select(self, indices: ArrayLike) -> None:
+        """Reorder the rows of the batch, which `reorder` locks the cache for."""
 
-    @alone
+    @one_call_at_a_time
     def repeat(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self._repeat(integer("repeats", repeats, 1))
@@ -275,14 +278,14 @@ class BaseCache(ABC):
     batch_repeat_interleave = repeat
 
     @abstractmethod
-    def _repeat(self, repeats):
-        """What `repeat` does."""
+    def _repeat(self, repeats: int) -> None:
+        """Repeat the rows of the batch, which `repeat` locks the cache for."""
 
     @abstractmethod
     def reset(self) -> None:
         """Forget every token."""
 
-    @alone
+    @one_call_at_a_time
     def activate_past_recording(self) -> None:
         """Let layers keep what would leave their window until the next `crop`, which may then go back."""
         for layer in self.layers:
@@ -292,4 +295,4 @@ class BaseCache(ABC):
 
     @abstractmethod
     def to_legacy_cache(self) -> tuple[Pair, ...]:
-        """A tuple over layers of (keys, values), copies of shape [B, Hkv, n, D]."""
+        """Return a tuple over layers of (keys, values), copies of shape [B, Hkv, n, D]."""

@@ -1,14 +1,14 @@
-"""A cache: the layers of a model."""
+"""The cache that is a list of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self, SupportsIndex
 
 from numpy.typing import ArrayLike
 
 from kvkit.cache import offload, opening, saving
-from kvkit.cache.base import BaseCache, alone
+from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
 from kvkit.checks.values import integer
@@ -50,7 +50,7 @@ class Cache(BaseCache):
     (8, [8, 3])
     """
 
-    _make_layer = None  # () -> a layer, where layers are made on first use
+    _make_layer: Callable[[], Layer] | None = None  # where layers are made on first use
 
     def __init__(self, layers: Iterable[Layer], *, offload: FilePath | None = None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Cache(BaseCache):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} layers: {self.get_seq_length()} tokens>"
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"folder": None}  # a copy lies in memory
 
     # Tokens come
@@ -81,15 +81,15 @@ class Cache(BaseCache):
 
         A layer without room fails when others have had their tokens; `reserve` asks all of them first.
         """
-        with self._turn:
+        with self._lock:
             layer = self._layer(layer_idx)
             states = layer.update(key_states, value_states, cache_position)
             if layer is not self._latest:
                 self._change(layer, layer_idx)
             return states
 
-    def _change(self, layer, layer_idx):
-        """Turn from the layer that was updated last to another one."""
+    def _change(self, layer: Layer, layer_idx: int) -> None:
+        """Settle the layer that was updated last, as another one follows."""
         if layer_idx == len(self.layers):
             self.layers.append(layer)
             if self.folder is not None:
@@ -100,7 +100,7 @@ class Cache(BaseCache):
         if self.folder is not None:
             self.folder.prefetch_after(layer_idx, self.layers)
 
-    @alone
+    @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
         new = integer("query_length", query_length, 0)
         for layer in self.layers:
@@ -108,8 +108,8 @@ class Cache(BaseCache):
         for layer in self.layers:
             layer.reserve(new)
 
-    def _missing(self, number):
-        """The next layer, which is not among the layers yet, where they are made on first use."""
+    def _missing(self, number: int) -> Any:
+        """Return the next layer, which is not among the layers yet, where they are made on first use."""
         if self._make_layer is None or number > len(self.layers):
             return super()._missing(number)
         layer = self._make_layer()
@@ -121,7 +121,7 @@ class Cache(BaseCache):
     # Tokens go, and the batch changes: every layer is checked before the first one changes, and a process
     # that ends leaves files in which all have changed, or none
 
-    @alone
+    @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
         lengths = [layer.left_by(length) for layer in self.layers]
@@ -130,23 +130,23 @@ class Cache(BaseCache):
         for layer in self.layers:
             layer.crop(length)
 
-    def _select(self, indices):
+    def _select(self, indices: ArrayLike) -> None:
         for layer in self.layers:
-            requests.batch_rows(indices, layer.batch_size)
+            requests.check_rows(indices, layer.batch_size)
         self._change_batch(lambda layer: layer.reorder(indices))
 
-    def _repeat(self, repeats):
+    def _repeat(self, repeats: int) -> None:
         self._change_batch(lambda layer: layer.repeat(repeats))
 
-    def _change_batch(self, change):
-        """Change the batch of every layer; of those in files all together."""
+    def _change_batch(self, change: Callable[[Layer], None]) -> None:
+        """Change the batch of every layer; of those in files all at once."""
         if self.folder is not None:
             self.folder.at_once(self.layers, change)
             return
         for layer in self.layers:
             change(layer)
 
-    @alone
+    @one_call_at_a_time
     def reset(self) -> None:
         """Forget every token; see the layers for what stays."""
         if self.folder is not None:
@@ -156,14 +156,14 @@ class Cache(BaseCache):
 
     # To files and other forms
 
-    @alone
+    @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         for layer in self.layers:
             if layer.store is None or layer.span.oldest:
                 raise argument_error(layer.name, "all its tokens, for the legacy format", layer)
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
-    @alone
+    @one_call_at_a_time
     def save(self, path: FilePath) -> None:
         """Write everything to a .npz file that `load` reads; the old file is whole until the new one is.
 
@@ -171,7 +171,7 @@ class Cache(BaseCache):
         """
         saving.save(self, path)
 
-    @alone
+    @one_call_at_a_time
     def offload(self, directory: FilePath, only_non_sliding: bool = True, keep: bool = False) -> None:
         """Move keys and values to memory-mapped files, where the system reads and evicts them as it needs.
 
@@ -197,7 +197,7 @@ class Cache(BaseCache):
 
     @classmethod
     def open(cls, directory: FilePath, keep: bool = True) -> Cache:
-        """The cache in a folder, where it stays; if it was cut off in a step, as it was before that step.
+        """Open the cache in a folder, where it stays; if a step was cut off, as it was before that step.
 
         In a step every layer that the model uses gets tokens once. Layers whose lengths differ otherwise keep
         all, and layers without tokens take none from the others; but of a first step that did not reach the
@@ -206,22 +206,22 @@ class Cache(BaseCache):
         Files that are cut short or of another layer, cache or time are refused, in a folder that was closed
         changed ones too.
         """
-        folder, layers = opening.opened(directory, keep)
+        folder, layers = opening.open_folder(directory, keep)
         cache = Cache(layers)
         cache.folder = folder
         return cache
 
-    @alone
+    @one_call_at_a_time
     def prefetch(self, layer_idx: int) -> None:
         """Start to load an offloaded layer in the background; `update` does so for the next one."""
-        offload.prefetch(self._layer(layer_idx))
+        offload.prefetch_layer(self._layer(layer_idx))
 
-    @alone
+    @one_call_at_a_time
     def flush(self) -> None:
         """Wait until all offloaded tokens are on the disk."""
-        offload.flush(self.layers)
+        offload.flush_layers(self.layers)
 
-    @alone
+    @one_call_at_a_time
     def close(self) -> None:
         """End offloading: files are deleted, or completed if they are to be kept. Layers are empty then."""
         if self.folder is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
 from kvkit.cache.layers.schemed import SchemedLayer
@@ -17,8 +18,14 @@ from kvkit.errors import argument_error, describe
 from kvkit.typed import FilePath, Pair
 
 
-def makers(num_layers, layer_types, sliding_window, full, sliding):
-    """What makes each layer, or, if their number is not known, (what makes any).
+def layer_makers(
+    num_layers: int | None,
+    layer_types: Sequence[str] | None,
+    sliding_window: int | None,
+    full: Callable[[], Layer],
+    sliding: Callable[[], Layer],
+) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
+    """Return (what makes a further layer, what makes each layer).
 
     Layers are all full, or all sliding if there is a window, unless `layer_types` says of each what it is.
     """
@@ -73,13 +80,13 @@ class DynamicCache(Cache):
         offload: FilePath | None = None,
     ) -> None:
         sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
-        kind, layers = makers(num_layers, layer_types, sliding_window, DynamicLayer, sliding)
+        kind, layers = layer_makers(num_layers, layer_types, sliding_window, DynamicLayer, sliding)
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload)
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Iterable[Pair]) -> Self:
-        """A cache from a tuple over layers of (keys, values), which are copied."""
+        """Make a cache from a tuple over layers of (keys, values), which are copied."""
         cache = cls()
         for i, (keys, values) in enumerate(past_key_values):
             cache.update(keys, values, i)
@@ -120,7 +127,9 @@ class StaticCache(Cache):
     ) -> None:
         full = functools.partial(StaticLayer, max_cache_len)
         sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, sliding_window)  # type: ignore[arg-type]
-        _, layers = makers(integer("num_layers", num_layers, 0), layer_types, sliding_window, full, sliding)
+        _, layers = layer_makers(
+            integer("num_layers", num_layers, 0), layer_types, sliding_window, full, sliding
+        )
         super().__init__((make() for make in layers), offload=offload)
 
 
@@ -174,7 +183,7 @@ class QuantizedCache(Cache):
         layer = SchemedLayer if schemed else QuantizedLayer
         full = functools.partial(layer, key, value, residual_length, sink, read_back)
         sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
-        kind, layers = makers(num_layers, layer_types, sliding_window, full, sliding)
+        kind, layers = layer_makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # wrong arguments are said at once
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload)

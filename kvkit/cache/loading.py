@@ -1,6 +1,9 @@
-"""A cache from the file that it was saved in; `saving` says what is in there."""
+"""Load a cache from the file that it was saved in; `saving` describes the file."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -8,16 +11,16 @@ from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
 from kvkit.cache.paged.cache import PagedCache
-from kvkit.cache.saving import PAGED_ARRAYS, VERSION, fingerprint, form
+from kvkit.cache.saving import PAGED_ARRAYS, VERSION, array_form, hash_contents
 from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import npz
-from kvkit.typed import FilePath
+from kvkit.typed import Array, FilePath
 
 LONGEST = 160  # characters of what a file says, in an error
 
 
 def load(path: FilePath) -> Cache | PagedCache:
-    """The cache that `Cache.save` or `PagedCache.save` wrote, in memory.
+    """Load the cache that `Cache.save` or `PagedCache.save` wrote, in memory.
 
     Parameters
     ----------
@@ -47,52 +50,52 @@ def load(path: FilePath) -> Cache | PagedCache:
     >>> again.get_seq_length(), bool((again.layers[0].keys == keys).all())
     (3, True)
     """
-    about, arrays = read(path)
+    about, arrays = read_file(path)
     if "paged" in about:
         try:
-            return paged(about["paged"], arrays)
+            return restore_paged(about["paged"], arrays)
         except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise unfit(path, "a paged cache that kvkit has", error) from None
+            raise load_error(path, "a paged cache that kvkit has", error) from None
     if not isinstance(about.get("layers"), list):
-        raise unfit(path, "a description of every layer", sorted(about))
-    return Cache([restored(path, i, said, arrays) for i, said in enumerate(about["layers"])])
+        raise load_error(path, "a description of every layer", sorted(about))
+    return Cache([restore_layer(path, i, said, arrays) for i, said in enumerate(about["layers"])])
 
 
-def read(path):
-    """What a file says of a cache, and its arrays, which are as it says."""
+def read_file(path: FilePath) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Read (description of a cache, its arrays) from a file, and check that they agree."""
     contents = npz.read(path)
     about = contents.metadata.get("cache")
     if not isinstance(about, dict) or about.get("version") != VERSION:
         found = about.get("version") if isinstance(about, dict) else "none"
-        raise unfit(path, f"a cache of version {VERSION}", found)
+        raise load_error(path, f"a cache of version {VERSION}", found)
     expected, said = about.pop("fingerprint", None), about.get("arrays")
     if not isinstance(said, dict):
-        raise unfit(path, "a description of every array", said)
-    found = {name: form(array) for name, array in contents.arrays.items()}
+        raise load_error(path, "a description of every array", said)
+    found = {name: array_form(array) for name, array in contents.arrays.items()}
     for name in said | found:
         if found.get(name) != said.get(name):
-            raise unfit(path, f"{name} as it is described, {said.get(name)}", found.get(name))
-    if fingerprint(about, contents.arrays) != expected:
-        raise unfit(path, f"contents with the fingerprint {expected}", "others")
+            raise load_error(path, f"{name} as it is described, {said.get(name)}", found.get(name))
+    if hash_contents(about, contents.arrays) != expected:
+        raise load_error(path, f"contents with the fingerprint {expected}", "others")
     return about, contents.arrays
 
 
-def restored(path, number, about, arrays):
-    """A layer with its tokens."""
+def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Mapping[str, Array]) -> Any:
+    """Return a layer with its tokens."""
     begin = f"layers.{number}."
     arrays = {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
     try:
-        layer = kinds.made(about)
+        layer = kinds.make_layer(about)
         if arrays or about["length"]:
             layer.fill(arrays, about["length"])
         layer.record_past = about["record_past"]
     except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise unfit(path, f"a layer {number} that kvkit has", error) from None
+        raise load_error(path, f"a layer {number} that kvkit has", error) from None
     return layer
 
 
-def paged(about, arrays):
-    """The cache of a file; KvkitError, KeyError, TypeError or ValueError if there can be none."""
+def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> PagedCache:
+    """Return the paged cache of a file; KvkitError, KeyError, TypeError or ValueError if there is none."""
     arguments = dict(about["arguments"])
     cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"])})
     blocks = arrays["blocks"]
@@ -129,5 +132,5 @@ def paged(about, arrays):
     return cache
 
 
-def unfit(path, expected, got):
-    return argument_error(path, brief(expected, LONGEST), brief(got, LONGEST), npz.FileError)
+def load_error(path: FilePath, expected: object, got: object) -> KvkitError:
+    return argument_error(str(path), brief(expected, LONGEST), brief(got, LONGEST), npz.FileError)

@@ -1,4 +1,4 @@
-"""A cache's folder: which of its layers lie in files. `opening` reads it."""
+"""The folder of a cache whose layers lie in files; `opening` reads it."""
 
 import contextlib
 import hashlib
@@ -6,32 +6,34 @@ import importlib
 import json
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvkit.cache.layers import kinds
-from kvkit.cache.layers.layer import EMPTY
-from kvkit.cache.stores.mapped import VERSION, WAITING, Home, put
+from kvkit.cache.layers.layer import EMPTY, Layer
+from kvkit.cache.stores.mapped import VERSION, WAITING, Home, write_sidecar
 from kvkit.errors import argument_error
 from kvkit.files.replace import sync_folder
+from kvkit.typed import FilePath
 
 UNFINISHED = "layer-*.new", "cache-*.new"
 NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", *UNFINISHED, "cache.json"
 
 
 class Folder:
-    """A cache's folder, and which of its layers lie in it."""
+    """The folder of a cache."""
 
-    def __init__(self, directory, only_non_sliding, keep):
+    def __init__(self, directory: FilePath, only_non_sliding: bool, keep: bool) -> None:
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
         self.changes = 0  # in all layers at once, of which the latest is
-        self.due: list | str | None = None  # for layers whose state is from before it
+        self.due: list[int] | str | None = None  # for layers whose state is from before it
         self.under_way = 0  # the number of a change that does not count yet
         self.layers = 0  # that have a sidecar, or are to have one
-        self.release: Callable = int  # what ends `hold`
+        self.release: Callable[[], Any] = int  # what ends `hold`
 
-    def hold(self, expected):
-        """Be the only one in the folder, until `release` or the end of the process."""
+    def hold(self, expected: str) -> None:
+        """Lock the folder until `release` or the end of the process."""
         if os.name == "nt":  # which replaces no file that is mapped, and opens no folder
             raise argument_error("offload", "a system that replaces mapped files", "Windows")
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -45,7 +47,7 @@ class Folder:
         except (ImportError, OSError):
             pass  # a system, or a disk, without locks
 
-    def adopt(self, layers):
+    def adopt(self, layers: Sequence[Layer]) -> None:
         """Move the layers of a cache to the folder, new to caches."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.hold("a folder that holds no cache")
@@ -64,18 +66,18 @@ class Folder:
             self.release()
             raise
 
-    def say(self, closed, **more):
-        """Whether no step was under way when the process ended, and how many layers there are."""
+    def say(self, closed: bool, **more: Any) -> None:
+        """Write whether the folder was closed, how many layers there are, and changes that are under way."""
         about = {"version": VERSION, "closed": closed, "changes": self.changes, "due": self.due}
         about |= {"layers": self.layers, **more}
-        os.close(put(self.path / "cache.json", json.dumps(about) + "\n"))
+        os.close(write_sidecar(self.path / "cache.json", json.dumps(about) + "\n"))
 
-    def lead(self, number, layer):
+    def lead(self, number: int, layer: Layer) -> None:
         """Let new stores of a layer be files, unless it is to stay in memory."""
         if layer.window is None or not self.only_non_sliding:
             layer.home = self.home(number, layer)
 
-    def register(self, number, layer):
+    def register(self, number: int, layer: Layer) -> None:
         """Move a layer's tokens here, unless they are to stay in memory, and have a sidecar."""
         if layer.home is None:
             self.lead(number, layer)
@@ -87,17 +89,17 @@ class Folder:
             self.layers += 1
             self.say(closed=False)
 
-    def home(self, number, layer):
-        return Home(self, number, kinds.described(layer))
+    def home(self, number: int, layer: Layer) -> Home:
+        return Home(self, number, kinds.describe_layer(layer))
 
-    def at_once(self, layers, change):
-        """Change all layers; new files, which those that lie here get, count together.
+    def at_once(self, layers: Sequence[Layer], change: Callable[[Layer], None]) -> None:
+        """Change all layers; the new files of those that lie here count together.
 
         Their sidecars wait until `cache.json` counts one more change, and are then renamed: here, or before
         the layer's next one is written, or by whoever opens the folder. Layers in memory come last: they do
         not fail for the disk.
         """
-        moved = [layer for layer in layers if mapped(layer)]
+        moved = [layer for layer in layers if is_mapped(layer)]
         before, left = [(layer.state(), layer.store.file) for layer in moved], []
         self.settle(moved)
         try:
@@ -120,22 +122,22 @@ class Folder:
             for file in left:
                 file.path.unlink()
         for layer in layers:
-            if not mapped(layer):
+            if not is_mapped(layer):
                 change(layer)
 
-    def settle(self, layers):
+    def settle(self, layers: Iterable[Layer]) -> None:
         """Let what waited for a change take its place, or go."""
         for layer in layers:
             layer.home.settle()
 
-    def announce(self, due):
+    def announce(self, due: list[int] | str) -> None:
         """Say what every layer is to do next, so that whoever opens the folder does what is left of it.
 
         It is to `crop` to one of a list of lengths, or to `reset`. What it then commits says that it has.
         """
         self.count(self.changes + 1, due)
 
-    def count(self, changes, due):
+    def count(self, changes: int, due: list[int] | str | None) -> None:
         """Say that there has been one more change, or nothing."""
         before = self.changes, self.due
         try:
@@ -147,57 +149,57 @@ class Folder:
                 self.say(closed=False)  # it may have been said
             raise
 
-    def prefetch_after(self, layer_idx, layers):
+    def prefetch_after(self, layer_idx: int, layers: Sequence[Layer]) -> None:
         """Prefetch the next layer that lies here."""
         for layer in (*layers[layer_idx + 1 :], *layers[:layer_idx]):
-            if mapped(layer):
-                prefetch(layer)
+            if is_mapped(layer):
+                prefetch_layer(layer)
                 return
 
-    def close(self, layers):
+    def close(self, layers: Sequence[Layer]) -> None:
         """Complete the files, if they are to be kept, or delete them; the layers are empty then."""
         if self.keep:
             for number, layer in enumerate(layers):
                 if layer.home is None:
                     layer.home = self.home(number, layer)
                     layer.move_in()
-            flush(layers)
-            self.say(closed=True, digests=[digest(layer) for layer in layers])
+            flush_layers(layers)
+            self.say(closed=True, digests=[hash_layer(layer) for layer in layers])
         else:
             self.delete(layers)
         for layer in layers:
             layer.restore(EMPTY)
         self.release()
 
-    def delete(self, layers):
+    def delete(self, layers: Iterable[Layer]) -> None:
         """Delete all files; the layers can do nothing more with theirs."""
         for layer in layers:
-            if mapped(layer):
+            if is_mapped(layer):
                 layer.store.close()
         for pattern in NAMES:
             for path in self.path.glob(pattern):
                 path.unlink()
 
 
-def digest(layer):
-    """Of all that files say of a layer."""
+def hash_layer(layer: Layer) -> str:
+    """Return the hash of all that files say of a layer."""
     total = hashlib.sha256(layer.home.sidecar.read_bytes())
-    if mapped(layer):
+    if is_mapped(layer):
         total.update(layer.store.file.memory)
     return total.hexdigest()
 
 
-def mapped(layer):
+def is_mapped(layer: Layer) -> bool:
     return layer.store is not None and layer.store.file is not None
 
 
-def prefetch(layer):
-    if mapped(layer):
+def prefetch_layer(layer: Layer) -> None:
+    if is_mapped(layer):
         layer.store.prefetch(layer.span)
 
 
-def flush(layers):
+def flush_layers(layers: Iterable[Layer]) -> None:
     for layer in layers:
-        if mapped(layer):
+        if is_mapped(layer):
             layer.store.file.flush()
             sync_folder(layer.store.file.path.parent)

@@ -1,43 +1,48 @@
-"""How a cache comes back from its folder."""
+"""Open a cache that lies in a folder."""
 
 import contextlib
 import json
 import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from kvkit.cache.layers import kinds
-from kvkit.cache.offload import UNFINISHED, Folder, digest
-from kvkit.cache.stores.mapped import VERSION, WAITING, follow
+from kvkit.cache.layers.layer import Layer
+from kvkit.cache.offload import UNFINISHED, Folder, hash_layer
+from kvkit.cache.stores.mapped import VERSION, WAITING, follow_change
 from kvkit.errors import argument_error
+from kvkit.typed import FilePath
 
 
-def opened(directory, keep):
-    """The folder and the layers of a cache that was kept, or whose process ended."""
+def open_folder(directory: FilePath, keep: bool) -> tuple[Folder, list[Layer]]:
+    """Open the folder and the layers of a cache that was kept, or whose process ended."""
     folder = Folder(directory, True, keep)
     with contextlib.suppress(FileNotFoundError):  # which is said below
         folder.hold("a cache that nobody has open")
     try:
-        return folder, layers_of(folder)
+        return folder, open_layers(folder)
     except BaseException:
         folder.release()
         raise
 
 
-def layers_of(folder):
-    """The layers of a folder, which count from now on."""
-    about = read(folder.path / "cache.json")
-    with explained(folder.path / "cache.json"):
+def open_layers(folder: Folder) -> list[Layer]:
+    """Open the layers of a folder, which count from now on."""
+    about = read_json(folder.path / "cache.json")
+    with opening_errors(folder.path / "cache.json"):
         closed, folder.changes, due = about["closed"], about["changes"], about["due"]
     for path in folder.path.glob(f"layer-*{WAITING}*"):
-        follow(path, folder.changes)
+        follow_change(path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
     folder.layers = about.get("layers", len(paths))
     if len(paths) < folder.layers:
         raise argument_error(
             "directory", f"{folder.layers} layers", f"{len(paths)}: the process ended amid offload"
         )
-    layers = [opened_layer(folder, number, None if closed else due) for number in range(len(paths))]
+    layers = [open_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
-        found, said = {layer.home.sidecar.stem: digest(layer) for layer in layers}, about["digests"]
+        found, said = {layer.home.sidecar.stem: hash_layer(layer) for layer in layers}, about["digests"]
         if said != list(found.values()):
             changed = ", ".join(name for name, one in found.items() if one not in str(said))
             got = f"{folder.path}, whose are others: {changed}"
@@ -50,15 +55,15 @@ def layers_of(folder):
     for path in set(folder.path.glob("layer-*.raw")) - counted:
         path.unlink()  # it was still being filled
     if not closed:
-        take_back(layers, folder.path)
+        undo_cut_step(layers, folder.path)
     for layer in layers:
         layer.finish()
     folder.say(closed=False)
     return layers
 
 
-def take_back(layers, folder):
-    """Take back what some layers have of a step that not all have had.
+def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
+    """Undo a step that only some layers have had.
 
     Such a layer had as many tokens before as another one has now. A layer without tokens is one that the
     model does not use, unless the others have had their first tokens and it comes after them.
@@ -80,24 +85,24 @@ def take_back(layers, folder):
         warnings.warn(message, stacklevel=5)
 
 
-def opened_layer(folder, number, due):
+def open_layer(folder: Folder, number: int, due: Any) -> Layer:
     path = folder.path / f"layer-{number:03}.json"
-    about = read(path)
+    about = read_json(path)
     if about.get("in_memory"):
         raise argument_error(
             "directory", f"layer {number} in a file", "a process that ended while it was in memory"
         )
-    with explained(path):
-        layer = kinds.made(about)
+    with opening_errors(path):
+        layer = kinds.make_layer(about)
         layer.open(folder.home(number, layer), about)
         if due is not None and about.get("state", about)["changes"] < folder.changes:
             layer.reset() if due == "reset" else layer.crop(due[number] - layer.span.length)
     return layer
 
 
-def read(path):
-    """What a JSON file of this version says."""
-    with explained(path):
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of this version."""
+    with opening_errors(path):
         about = json.loads(path.read_text())
         if about["version"] != VERSION:
             raise ValueError(f"version {about['version']}, not {VERSION}")
@@ -105,8 +110,8 @@ def read(path):
 
 
 @contextlib.contextmanager
-def explained(path):
-    """Say in our words that a file is not what it should be."""
+def opening_errors(path: Path) -> Iterator[None]:
+    """Raise an error about the folder where a file is not what it should be."""
     try:
         yield
     except (FileNotFoundError, LookupError, TypeError, ValueError) as error:

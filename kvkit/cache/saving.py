@@ -15,6 +15,8 @@ and of all bytes of the arrays (beside it, the ``description`` of its layout, wh
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -22,25 +24,28 @@ from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.layers import kinds
 from kvkit.errors import argument_error
 from kvkit.files import Description, members, npz
+from kvkit.typed import Array, FilePath
 
 VERSION = 1
 PAGED_ARRAYS = "cache", "scale"
 PLAIN, PAGED = "l kv | b h n c", "| l kv b n h c"  # layouts
 
 
-def save(cache, path):
+def save(cache: Any, path: FilePath) -> None:
     """Write a `Cache`."""
-    layers: list = []
-    arrays: dict = {}
+    layers: list[dict[str, Any]] = []
+    arrays: dict[str, Array] = {}
     for i, layer in enumerate(cache.layers):
         state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
-        layers.append(kinds.described(layer) | state)
+        layers.append(kinds.describe_layer(layer) | state)
         arrays |= {f"layers.{i}.{name}": array for name, array in layer.arrays().items()}
     plain = all(name.endswith((".keys", ".values")) for name in arrays)
-    write(path, {"layers": layers}, arrays, PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None)
+    write_file(
+        path, {"layers": layers}, arrays, PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
+    )
 
 
-def save_paged(cache, path, sequences):
+def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
     """Write a `PagedCache`, its rows and some of its other sequences."""
     allocator, rows = cache.blocks, cache.rows.sequences
     if allocator.open_step is not None:
@@ -64,24 +69,30 @@ def save_paged(cache, path, sequences):
     arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
     said = [{"length": seq.length, "root": seq.chain[0].hex()} for seq in kept]
     about = {"arguments": cache.describe(), "rows": len(rows), "sequences": said}
-    write(path, {"paged": about}, arrays, PAGED)
+    write_file(path, {"paged": about}, arrays, PAGED)
 
 
-def write(path, about, arrays, line):
-    """A file, with what it says of itself; its cache lies as `line` says, where there is one."""
-    about = {"version": VERSION, **about, "arrays": {name: form(array) for name, array in arrays.items()}}
+def write_file(
+    path: FilePath, about: Mapping[str, Any], arrays: Mapping[str, Array], line: str | None
+) -> None:
+    """Write a file with its description; `line` is the layout of its cache, where there is one."""
+    about = {
+        "version": VERSION,
+        **about,
+        "arrays": {name: array_form(array) for name, array in arrays.items()},
+    }
     said = {} if line is None else {"description": Description(line).to_dict()}
-    npz.write(path, arrays, said | {"cache": about | {"fingerprint": fingerprint(about, arrays)}})
+    npz.write(path, arrays, said | {"cache": about | {"fingerprint": hash_contents(about, arrays)}})
 
 
-def form(array):
+def array_form(array: Array) -> list[Any]:
     return [array.dtype.name, *array.shape]
 
 
-def fingerprint(about, arrays):
-    """sha256 of what is said, and of the bytes of all arrays in the order of their names."""
+def hash_contents(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> str:
+    """Return sha256 of the description, and of the bytes of all arrays in the order of their names."""
     total = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(arrays):
-        for chunk in members.chunks(arrays[name]):
+        for chunk in members.iterate_bytes(arrays[name]):
             total.update(chunk)
     return total.hexdigest()

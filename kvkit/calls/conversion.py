@@ -19,15 +19,15 @@ from kvkit.errors import argument_error, describe
 from kvkit.interop import in_kind_of
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import parse
-from kvkit.layouts.shapes import given_sizes, inner_size, inner_sizes, length, offsets
-from kvkit.layouts.tables import Index, Pages
-from kvkit.layouts.views import Leaf, leaves, of_one_kind
+from kvkit.layouts.shapes import axis_length, axis_offsets, check_sizes, inner_size, inner_sizes
+from kvkit.layouts.tables import BlockTable, Index
+from kvkit.layouts.views import Leaf, check_one_kind, iterate_leaves
 from kvkit.typed import Array
 
 TILE = 64  # tokens of a run whose content is turned: their lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
 SCRATCH_BYTES = 2**18  # to compare in, of each cache
-Tables = tuple[Pages, Pages] | None
+Tables = tuple[BlockTable, BlockTable] | None
 Moved = tuple[Index, Index] | None  # the row of every token, and the row that it goes to
 
 
@@ -66,7 +66,7 @@ def convert(
     *,
     sizes: Mapping[str, int] | None = None,
     to_sizes: Mapping[str, int] | None = None,
-    tables: tuple[Pages, Pages] | None = None,
+    tables: tuple[BlockTable, BlockTable] | None = None,
     out: Any = None,
     verify: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -85,7 +85,7 @@ def convert(
     to_sizes : dict, optional
         Blocks (``b``) and tokens of a block (``n``) of the target, where they are not the source's; with
         `out`, what its shapes do not tell.
-    tables : pair of Pages, optional
+    tables : pair of BlockTable, optional
         Where the tokens of sequences lie in the source, and where they go: see `tables`. Pages of any
         size, whatever the blocks are. All rows go where they are, if it is left out.
     out : array, or nested lists of arrays, optional, changed in place
@@ -120,14 +120,14 @@ def convert(
     array([1., 1., 1., 1., 0., 0., 0., 0.])
     """
     before, after = parse(from_layout), parse(to_layout)
-    of_one_kind(before)
-    of_one_kind(after)
+    check_one_kind(before)
+    check_one_kind(after)
     if ("kv" in before.names) != ("kv" in after.names):
         one = "an" if "kv" in before.names else "no"
         raise argument_error("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
-    read = cache_rows(source, before, given_sizes("sizes", sizes), "source")
+    read = cache_rows(source, before, check_sizes("sizes", sizes), "source")
     rows = moved_rows(tables, read)
-    wanted = target_sizes(read, rows, after, given_sizes("to_sizes", to_sizes), tables, out is None)
+    wanted = target_sizes(read, rows, after, check_sizes("to_sizes", to_sizes), tables, out is None)
     target = new_arrays(after, wanted, [part.dtype for part in read.layers[0]]) if out is None else out
     written = cache_rows(target, after, wanted, "out")
     check_compatible(read, written)
@@ -150,7 +150,7 @@ def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -
     """Return where everything of a cache lies."""
     layers: dict[int, list[list[LayerRows]]] = {}
     found: list[Array] = []
-    for index, pair in leaves(arrays, line, known, name):
+    for index, pair in iterate_leaves(arrays, line, known, name):
         several = pair if "kv" in line.names else pair[:1]
         found += [leaf.array for leaf in several]
         for which, leaf in enumerate(several):
@@ -172,7 +172,7 @@ def layers_of(leaf: Leaf) -> Iterator[LayerRows]:
     array, axes = leaf.array, leaf.axes
     inner = {axis.name: inner_size(axis, array.itemsize) for axis in axes if axis.inner}
     adds = {
-        name: offsets(axes, array.strides, name, leaf.sizes.get(name, 1), inner)
+        name: axis_offsets(axes, array.strides, name, leaf.sizes.get(name, 1), inner)
         for name in ("l", "b", "n", "h", "c" if "c" in leaf.sizes else "s")
     }
     layers, blocks, tokens, heads, content = adds.values()
@@ -195,10 +195,12 @@ def moved_rows(tables: Tables, read: CacheRows) -> Moved:
     """Return the row of every token, and the row that it goes to; None if all stay."""
     if tables is None:
         return None
-    pair = [each for each in tables if isinstance(each, Pages)] if isinstance(tables, (tuple, list)) else []
+    pair = (
+        [each for each in tables if isinstance(each, BlockTable)] if isinstance(tables, (tuple, list)) else []
+    )
     if len(pair) != 2 or len(tables) != 2:
         raise argument_error(
-            "tables", "two Pages of kvkit.layouts.tables, of source and target", describe(tables)
+            "tables", "two BlockTables of kvkit.layouts.tables, of source and target", describe(tables)
         )
     if not np.array_equal(tables[0].lengths, tables[1].lengths):
         raise argument_error("tables[1]", "the lengths of tables[0]", "others")
@@ -269,7 +271,7 @@ def new_arrays(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype[Any
                 raise argument_error(
                     "to_layout", f"a size of {axis} that {size} divides, for '{line}'", lengths[axis]
                 )
-        shape = [math.prod(length(axis, lengths, inner) for axis in group) for group in groups]
+        shape = [math.prod(axis_length(axis, lengths, inner) for axis in group) for group in groups]
         return np.zeros(shape, dtype)
 
     return nested(line.lists, 0)

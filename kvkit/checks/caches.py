@@ -18,8 +18,8 @@ from kvkit.checks.values import choice, integer
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_DTYPE, FLOATS, INT8, QUANTIZED, STORED, Element
 from kvkit.layouts.grammar import Layout
-from kvkit.layouts.places import place
-from kvkit.layouts.pmx import sizes_of
+from kvkit.layouts.places import layer_place
+from kvkit.layouts.pmx import shape_text
 from kvkit.typed import Array
 
 
@@ -41,7 +41,7 @@ def cache_layer(
     check_output("cache", cache)
     sizes = {"l": num_layer, "kv": 2, "h": heads, "c": width}
     check_shape(cache, layout, arguments.cache_layout, sizes, stored)
-    at, where = layout.at, place(cache, layout, layer_idx)
+    at, where = layout.at, layer_place(cache, layout, layer_idx)
     key = Side(where.address, where.sequence, where.row, where.head)
     value = key._replace(address=where.address + where.kv)
     layer = CacheLayer(
@@ -70,7 +70,7 @@ def cache_layer(
             "scale", f"shape {wanted}: that of cache, {dim // group} groups a head", scale.shape
         )
     check_apart("cache", cache, (("scale", scale),))
-    spot = place(scale, layout, layer_idx)
+    spot = layer_place(scale, layout, layer_idx)
     return layer._replace(
         cell=cell.name,
         group=group,
@@ -161,7 +161,7 @@ def check_shape(
         sizes = ", ".join(str(fixed.get(axis, "any")) for axis in layout.axes)
         note = ", Dh/2 bytes for int4" if stored.name == "int4" else ""
         note = f", {fixed['c']} bytes a head of {stored}" if stored.block else note
-        legal = f"shape {sizes_of(layout)} = ({sizes}) for cache_layout {cache_layout}{note}"
+        legal = f"shape {shape_text(layout)} = ({sizes}) for cache_layout {cache_layout}{note}"
         raise argument_error("cache", legal, cache.shape)
 
 

@@ -10,10 +10,12 @@ BESIDE = {  # names of arrays beside codes in a file: what `kvkit.formats.encode
 }  # fmt: skip
 
 
-def named(source: Any, name: str = CACHE) -> dict[str, Any]:
+def name_arrays(source: Any, name: str = CACHE) -> dict[str, Any]:
     """Return {name: array} of nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
     if isinstance(source, (list, tuple)):
-        return {key: each for i, one in enumerate(source) for key, each in named(one, f"{name}.{i}").items()}
+        return {
+            key: each for i, one in enumerate(source) for key, each in name_arrays(one, f"{name}.{i}").items()
+        }
     return {name: source}
 
 
@@ -37,7 +39,7 @@ def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
     return [nested(arrays, f"{begin}{i}") for i in range(len(heads))]
 
 
-def cache_of(arrays: Mapping[str, Any]) -> Any:
+def find_cache(arrays: Mapping[str, Any]) -> Any:
     """Return the cache in a file: arrays called so, or ``layers.I.keys`` and ``.values`` of `Cache.save`."""
     found, names = nested(arrays), [name for name in arrays if name.startswith("layers.")]
     pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
@@ -56,4 +58,4 @@ def flat(arrays: Mapping[str, Any]) -> dict[str, Any]:
     >>> sorted(flat({"cache": [np.ones(2), np.ones(3)], "tokens": np.arange(5)}))
     ['cache.0', 'cache.1', 'tokens']
     """
-    return {key: each for name, source in arrays.items() for key, each in named(source, name).items()}
+    return {key: each for name, source in arrays.items() for key, each in name_arrays(source, name).items()}

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkit.files.arrays import cache_of
+from kvkit.files.arrays import find_cache
 from kvkit.files.description import Description
 from kvkit.typed import Array
 
@@ -26,4 +26,4 @@ class Contents:
     @property
     def cache(self) -> Any:
         """The arrays of the cache as its layout has them, lists and all; None if there is none."""
-        return cache_of(self.arrays)
+        return find_cache(self.arrays)

@@ -15,11 +15,7 @@ from kvkit.files.errors import file_error
 from kvkit.typed import FilePath
 
 AXES = "l", "b", "n", "h", "c", "v", "s"
-CHOICES = {
-    "rope_pairs": ("halves", "interleaved"),
-    "rotation": ("none", "hadamard"),
-    "lse_base": ("e", "2"),
-}
+CHOICES = {"rope_pairs": ("halves", "interleaved"), "rotation": ("none", "hadamard"), "lse_base": ("e", "2")}
 LONGEST = 2000  # characters of a line or a name
 
 
@@ -77,7 +73,7 @@ class Description:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def said(path: FilePath, found: Any) -> Description:
+def parse_description(path: FilePath, found: Any) -> Description:
     """Return the description in a file, where it has one; refuse what makes no sense."""
     if found is None:
         return Description()
@@ -89,20 +85,20 @@ def said(path: FilePath, found: Any) -> Description:
             raise file_error(
                 path, f"its description has {brief(name)}, which kvkit does not know", "update kvkit"
             )
-        if not fits(name, value):
+        if not is_legal(name, value):
             raise file_error(path, f"its description says that {name} is {brief(repr(value))}")
     blocks = found.get("rotation_blocks")
     return Description(**found | {"rotation_blocks": tuple(blocks) if blocks else None})
 
 
-def fits(name: str, value: Any) -> bool:
+def is_legal(name: str, value: Any) -> bool:
     """Return whether a value is legal for a field of the description."""
     if name in CHOICES:
         return value in CHOICES[name]
     if name == "sizes":
-        return isinstance(value, dict) and all(axis in AXES and counts(size) for axis, size in value.items())
+        return isinstance(value, dict) and all(axis in AXES and is_size(size) for axis, size in value.items())
     if name == "rotation_blocks":
-        return isinstance(value, list) and len(value) == 2 and all(map(counts, value))
+        return isinstance(value, list) and len(value) == 2 and all(map(is_size, value))
     if name == "rope_applied":
         return isinstance(value, bool)
     if name == "rope_base":
@@ -110,6 +106,6 @@ def fits(name: str, value: Any) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST and value.isprintable()
 
 
-def counts(value: object) -> bool:
+def is_size(value: object) -> bool:
     """Return whether a value is a number of elements."""
     return type(value) is int and 0 <= value < 2**63

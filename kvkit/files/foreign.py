@@ -17,7 +17,7 @@ TORCH = "a file of torch.save", f"load it with torch and {WITH_NUMPY}"
 SAFETENSORS = "a safetensors file", f"read it with safetensors.numpy.load_file and {WITH_NUMPY}"
 
 
-def kind(file: BinaryIO) -> tuple[str, str] | None:
+def kind_of_file(file: BinaryIO) -> tuple[str, str] | None:
     """Return (what an open file is, what to do with it); None if it does not begin as another kind."""
     begin = file.read(9)
     file.seek(0)

@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike
 
 from kvkit.errors import brief
 from kvkit.files import mapping
-from kvkit.files.arrays import named as arrays_named
+from kvkit.files.arrays import name_arrays as arrays_named
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
 from kvkit.files.errors import file_error
@@ -95,8 +95,8 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """One cache of the memory: of every stream its cells and its rows [layer][kv], or None."""
+class CellCache:
+    """A cache of the memory: cells and rows [layer][kv] of every stream, or None."""
 
     cells: list[Any]
     rows: list[Any]
@@ -111,7 +111,7 @@ def read(path: FilePath) -> Contents:
     so on, and ``token_ids``; of a second cache ``sliding``. Elements of block formats are bytes.
     """
     with open(path, "rb") as file:
-        data, mapped = mapping.contents(file)
+        data, mapped = mapping.map_file(file)
     source = Bytes(data)
     try:
         magic, version = source.number(), source.number()
@@ -123,43 +123,45 @@ def read(path: FilePath) -> Contents:
         metadata: dict[str, Any] = {"version": version}
         if magic == SESSION:
             metadata["architecture"] = brief(source.take(source.number()).tobytes().decode(errors="replace"))
-        caches, outputs = memory(source, EXTRAS[magic, version], magic == SESSION)
+        caches, outputs = read_memory(source, EXTRAS[magic, version], magic == SESSION)
         arrays |= outputs
     except Unfit as error:
         raise file_error(
             path, f"a {NAMES[magic]}, but damaged or of a memory that is no plain cache ({error})"
         ) from None
     for name, cache in zip(CACHES, caches, strict=False):
-        arrays |= named(name, cache)
+        arrays |= name_cache_arrays(name, cache)
     notes = [HEADS] if any(cache.rows for cache in caches) else []
     types = set().union(*(cache.types for cache in caches))
     if any(number not in FLOATS for number in types):
         notes.append(ROTATED)
-    said = describe(caches[0]) if caches else Description()
+    said = describe_cache(caches[0]) if caches else Description()
     metadata["types"] = sorted(map(type_name, types))
     return Contents(arrays, metadata, mapped, NAMES[magic], said, tuple(notes))
 
 
-def memory(source: Bytes, extra: tuple[str, ...], session: bool) -> tuple[list[Cache], dict[str, Array]]:
+def read_memory(
+    source: Bytes, extra: tuple[str, ...], session: bool
+) -> tuple[list[CellCache], dict[str, Array]]:
     """Return (caches, outputs before them), in the first reading that takes all bytes of a file."""
     begin, errors = source.at, []
     with_outputs = (True, False) if session else (False,)
     for before, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
         source.at = begin
-        found: list[Cache] = []
+        found: list[CellCache] = []
         try:
-            outputs = outputs_of(source) if before else {}
+            outputs = read_outputs(source) if before else {}
             while not source.ended:
                 if len(found) == len(CACHES):
                     raise Unfit(f"{len(source.data) - source.at} bytes are left over")
-                found.append(cache(source, fields, with_values))
+                found.append(read_cache(source, fields, with_values))
             return found, outputs
         except Unfit as error:
             errors.append((source.at, error))
     raise max(errors, key=lambda pair: pair[0])[1]
 
 
-def outputs_of(source: Bytes) -> dict[str, Array]:
+def read_outputs(source: Bytes) -> dict[str, Array]:
     """Read the outputs of the last batch, which sessions had until some time in 2026."""
     return {
         "outputs": source.array("<i4", source.number()),
@@ -168,7 +170,7 @@ def outputs_of(source: Bytes) -> dict[str, Array]:
     }
 
 
-def cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cache:
+def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> CellCache:
     """Read one cache of the memory."""
     streams, transposed = source.number(), False
     cells: list[Any] = []
@@ -178,7 +180,7 @@ def cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cache:
         raise Unfit(f"{streams} streams")
     for _ in range(streams):
         count = source.number()
-        cells.append(cells_of(source, count, fields) if count else None)
+        cells.append(read_cells(source, count, fields) if count else None)
         if not count:
             rows.append(None)
             continue
@@ -186,14 +188,14 @@ def cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cache:
         if flag > 1 or layers > (len(source.data) - source.at) // 12:
             raise Unfit(f"{layers} layers, and values transposed: {flag}")
         transposed = bool(flag)
-        keys = [rows_of(source, count, types) for _ in range(layers)]
-        take = columns_of if transposed else rows_of
+        keys = [read_rows(source, count, types) for _ in range(layers)]
+        take = read_columns if transposed else read_rows
         values = [take(source, count, types) for _ in range(layers)] if with_values else []
         rows.append([list(pair) for pair in zip(keys, values, strict=True)] if with_values else keys)
-    return Cache(cells, rows, types, transposed)
+    return CellCache(cells, rows, types, transposed)
 
 
-def cells_of(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, Array]:
+def read_cells(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, Array]:
     """Read the cells: positions, the sequences of all, where those of a cell begin, and further fields."""
     names = ["position", "sequences", *fields]
     head, begin = 4 * len(names), source.at
@@ -219,7 +221,7 @@ def cells_of(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, Ar
     return cells | {name: table[:, 2 + i].copy() for i, name in enumerate(fields)}
 
 
-def rows_of(source: Bytes, count: int, types: set[int]) -> Array:
+def read_rows(source: Bytes, count: int, types: set[int]) -> Array:
     """Read a layer's rows [1, cells, elements]; of formats in blocks their bytes."""
     number, size = source.number("<i4"), source.number("<u8")
     types.add(number)
@@ -234,7 +236,7 @@ def rows_of(source: Bytes, count: int, types: set[int]) -> Array:
     return source.array(np.uint8, 1, count, size)
 
 
-def columns_of(source: Bytes, count: int, types: set[int]) -> Array:
+def read_columns(source: Bytes, count: int, types: set[int]) -> Array:
     """Read a layer's transposed values [1, elements, cells]."""
     number, size, elements = source.number("<i4"), source.number(), source.number()
     types.add(number)
@@ -255,7 +257,7 @@ def type_name(number: int) -> str:
     return FLOATS[number].name if number in FLOATS else BLOCKS[number][0]
 
 
-def named(name: str, cache: Cache) -> dict[str, Array]:
+def name_cache_arrays(name: str, cache: CellCache) -> dict[str, Array]:
     """Return the arrays of a cache by name; of each stream if there are several."""
     arrays = {}
     used = [i for i, rows in enumerate(cache.rows) if rows is not None]
@@ -270,7 +272,7 @@ def named(name: str, cache: Cache) -> dict[str, Array]:
     return arrays
 
 
-def describe(cache: Cache) -> Description:
+def describe_cache(cache: CellCache) -> Description:
     """Describe a cache as far as the file does, which says nothing of heads."""
     used = [rows for rows in cache.rows if rows is not None]
     several = len(cache.rows) > 1

@@ -28,7 +28,7 @@ def lock(file: IO[bytes], wait: bool = False) -> bool | None:
 
 
 @contextlib.contextmanager
-def alone(path: FilePath) -> Iterator[bool]:
+def hold_file(path: FilePath) -> Iterator[bool]:
     """Lock a file until the block ends; yield False if another process has it."""
     while True:
         with open(path, "r+b") as file:

@@ -10,7 +10,7 @@ from kvkit.typed import Array
 SMALL = 2**24  # bytes of a file that is read at once
 
 
-def contents(file: BinaryIO) -> tuple[Array, os.stat_result | None]:
+def map_file(file: BinaryIO) -> tuple[Array, os.stat_result | None]:
     """Return all bytes of an open file, a writeable array, and the file's status if they are mapped."""
     status = os.fstat(file.fileno())
     if status.st_size > SMALL:

@@ -41,7 +41,7 @@ class Form:
     begin: int
 
 
-def form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None) -> Form:
+def read_form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None) -> Form:
     """Return the form of a member's array; the sizes in its headers are held against each other.
 
     `said` is the name of its dtype, where the file has one.
@@ -51,7 +51,7 @@ def form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None)
     if member.flag_bits & ENCRYPTED:
         raise ValueError("it is encrypted")
     with archive.open(member) as data:
-        found, size = described(data, member.file_size, said)
+        found, size = read_header(data, member.file_size, said)
     if member.compress_type == zipfile.ZIP_STORED and member.compress_size != size:
         raise ValueError(f"it is stored in {member.compress_size} bytes, not {size}")
     if size > DEFLATE_LIMIT * member.compress_size:
@@ -59,13 +59,13 @@ def form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None)
     return found
 
 
-def described(data: IO[bytes], length: int, said: object = None) -> tuple[Form, int]:
+def read_header(data: IO[bytes], length: int, said: object = None) -> tuple[Form, int]:
     """Return (form, bytes) of an array with its header, which have to be `length` bytes."""
     try:
         shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
     except (MemoryError, RecursionError):  # Python's parser
         raise ValueError("its header is no description of an array") from None
-    found = Form(shape, meant(dtype, said), "F" if fortran else "C", data.tell())
+    found = Form(shape, resolve_dtype(dtype, said), "F" if fortran else "C", data.tell())
     size = found.begin + math.prod(shape) * found.dtype.itemsize
     if size != length:
         raise ValueError(f"it has {length} bytes, its header asks for {size}")
@@ -78,14 +78,14 @@ def read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: IO[bytes] | No
     if file is None or member.compress_type == zipfile.ZIP_DEFLATED:
         with archive.open(member) as data:
             data.read(form.begin)
-            return unpacked(data, np.empty(shape, dtype, order))
+            return unpack_into(data, np.empty(shape, dtype, order))
     if 0 in shape:
         return np.empty(shape, dtype, order)  # there is no such thing as an empty mapping
     mapped = np.memmap(file, dtype, "c", data_offset(member, file) + form.begin, shape, order)
     return mapped.view(np.ndarray)
 
 
-def text(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+def read_text(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     """Read the bytes of a small member."""
     if member.file_size > TEXT_LIMIT:
         raise ValueError(f"it has {member.file_size} bytes, more than {TEXT_LIMIT}")
@@ -95,16 +95,16 @@ def text(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     return found
 
 
-def text_of_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str | bytes:
+def read_text_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str | bytes:
     """Read the text that a 0-d array of bytes or characters is."""
-    found = form(archive, member)
+    found = read_form(archive, member)
     if found.shape or found.dtype.kind not in "SU":
         raise ValueError(f"it is an array of {found.dtype} and shape {found.shape}, not a text")
-    characters: str | bytes = np.frombuffer(text(archive, member), found.dtype, offset=found.begin)[0]
+    characters: str | bytes = np.frombuffer(read_text(archive, member), found.dtype, offset=found.begin)[0]
     return characters
 
 
-def meant(dtype: np.dtype[Any], said: object = None) -> np.dtype[Any]:
+def resolve_dtype(dtype: np.dtype[Any], said: object = None) -> np.dtype[Any]:
     """Return the dtype that a header means; plain ones only."""
     if dtype == VOID16:
         return BFLOAT16
@@ -112,17 +112,17 @@ def meant(dtype: np.dtype[Any], said: object = None) -> np.dtype[Any]:
         return FLOAT8[said]
     if dtype.hasobject:
         raise ValueError("it holds pickled objects; save plain arrays")
-    if not has_name(dtype) or not dtype.itemsize:
+    if not is_storable(dtype) or not dtype.itemsize:
         raise ValueError(f"its dtype {dtype} is none that kvkit knows")
     return dtype
 
 
-def has_name(dtype: np.dtype[Any]) -> bool:
+def is_storable(dtype: np.dtype[Any]) -> bool:
     """Return whether a file can say what this dtype is: a plain one of numpy's, bfloat16 or float8."""
-    return is_own(dtype) or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
+    return is_extension_dtype(dtype) or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
 
 
-def is_own(dtype: np.dtype[Any]) -> bool:
+def is_extension_dtype(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is bfloat16 or float8, of which numpy itself knows nothing."""
     return dtype == BFLOAT16 or dtype in FLOAT8.values()
 
@@ -134,9 +134,9 @@ def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
     return int(member.header_offset + LOCAL_HEADER + name + extra)
 
 
-def unpacked(data: IO[bytes], array: Array) -> Array:
+def unpack_into(data: IO[bytes], array: Array) -> Array:
     """Fill an array from the rest of a member and read to its end, where zipfile compares the checksum."""
-    rest = memoryview(flat(array))  # type: ignore[arg-type]
+    rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
     while rest:
         count = data.readinto(rest[:CHUNK])  # type: ignore[attr-defined]
         if not count:
@@ -146,14 +146,14 @@ def unpacked(data: IO[bytes], array: Array) -> Array:
     return array
 
 
-def info(name: str) -> zipfile.ZipInfo:
+def member_info(name: str) -> zipfile.ZipInfo:
     """Return a member's entry that says nothing of the day or the system."""
     member = zipfile.ZipInfo(name)
     member.create_system = 3
     return member
 
 
-def header(array: Array) -> bytes:
+def make_header(array: Array) -> bytes:
     """Return the header of an array in version 1.0; of dtypes that are not numpy's it says void."""
     made, said = BytesIO(), npy.header_data_from_array_1_0(array)
     if array.dtype in FLOAT8.values():  # some of which call themselves floats of numpy's
@@ -170,30 +170,30 @@ def write(
     advance: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Write an array at the archive's `position`, its data aligned; `advance` hears of every chunk's size."""
-    head = header(array)
-    member = info(name)
+    head = make_header(array)
+    member = member_info(name)
     begin = position + LOCAL_HEADER + len(name.encode()) + PADDING.size + ZIP64_EXTRA + len(head)
     zeros = -begin % ALIGNMENT
     member.extra = PADDING.pack(0xD935, 2 + zeros, ALIGNMENT) + bytes(zeros)
     with archive.open(member, "w", force_zip64=True) as data:
         data.write(head)
-        for chunk in chunks(array):
+        for chunk in iterate_bytes(array):
             data.write(chunk)
             advance(len(chunk))
 
 
-def chunks(array: Array) -> Iterator[bytes | memoryview]:
+def iterate_bytes(array: Array) -> Iterator[bytes | memoryview]:
     """Yield an array's bytes in the order its header says, straight from its memory if they lie there so."""
     if array.flags.c_contiguous or array.flags.f_contiguous:
-        whole = memoryview(flat(array))  # type: ignore[arg-type]
+        whole = memoryview(as_bytes(array))  # type: ignore[arg-type]
         yield from (whole[i : i + CHUNK] for i in range(0, len(whole), CHUNK))
         return
-    bits = array.view(f"u{array.itemsize}") if is_own(array.dtype) else array
+    bits = array.view(f"u{array.itemsize}") if is_extension_dtype(array.dtype) else array
     count = max(CHUNK // array.itemsize, 1)
     for piece in np.nditer(bits, ["external_loop", "buffered", "zerosize_ok"], order="C", buffersize=count):
         yield np.asarray(piece).tobytes()
 
 
-def flat(array: Array) -> Array:
+def as_bytes(array: Array) -> Array:
     """Return the memory of an array without gaps, as bytes."""
     return array.ravel(order="K").view(np.uint8)

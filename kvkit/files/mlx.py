@@ -36,24 +36,24 @@ def read(path: FilePath, contents: Contents) -> Contents:
     about = {"classes": kinds, "metadata": {k[2:]: text for k, text in texts.items() if k.startswith("1.")}}
     found = replace(contents, metadata=about, kind="prompt cache of MLX")
     if set(kinds) <= set(PLAIN):
-        return plain(path, found, len(kinds))
+        return with_float_layers(path, found, len(kinds))
     if set(kinds) == {CODED}:
-        return coded(path, found, len(kinds), texts)
+        return with_coded_layers(path, found, len(kinds), texts)
     others = ", ".join(brief(kind) for kind in sorted(set(kinds) - {*PLAIN, CODED})) or "several"
     return replace(found, notes=(f"layers are of class {others}: what their arrays mean is not known here",))
 
 
-def plain(path: FilePath, found: Contents, layers: int) -> Contents:
+def with_float_layers(path: FilePath, found: Contents, layers: int) -> Contents:
     """Return the contents of layers of floats."""
     arrays = {
         f"cache.{layer}.{kv}": find_tensor(path, found.arrays, f"{layer}.{kv}", 4)
         for layer in range(layers)
         for kv in range(2)
     }
-    return replace(found, arrays=arrays, description=described(arrays, layers))
+    return replace(found, arrays=arrays, description=describe_arrays(arrays, layers))
 
 
-def coded(path: FilePath, found: Contents, layers: int, texts: Mapping[str, str]) -> Contents:
+def with_coded_layers(path: FilePath, found: Contents, layers: int, texts: Mapping[str, str]) -> Contents:
     """Return the contents of layers of codes, which have one width and group size."""
     numbers = {tuple(texts.get(f"0.{layer}.{i}", "") for i in (1, 2)) for layer in range(layers)}
     if len(numbers) != 1 or not all(text.isascii() and text.isdecimal() for text in min(numbers)):
@@ -67,7 +67,7 @@ def coded(path: FilePath, found: Contents, layers: int, texts: Mapping[str, str]
         for layer in range(layers)
         for kv in range(2)
     }
-    said = described(arrays, layers)
+    said = describe_arrays(arrays, layers)
     sizes = {axis: count for axis, count in said.sizes.items() if axis != "c"}  # which are words of codes
     notes = (f"values are code x scale + minimum, in groups of {group}: words of 32 bits, low codes first",)
     return replace(
@@ -89,7 +89,7 @@ def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: in
     return arrays[name]
 
 
-def described(arrays: Mapping[str, Array], layers: int) -> Description:
+def describe_arrays(arrays: Mapping[str, Array], layers: int) -> Description:
     """Return the line and sizes of a cache's arrays, as far as all layers have the same."""
     shapes = {(kv, arrays[f"cache.{layer}.{kv}"].shape) for layer in range(layers) for kv in range(2)}
     sizes = {"l": layers}

@@ -10,7 +10,7 @@ from kvkit.files import mapping, members
 from kvkit.files.arrays import CACHE
 from kvkit.files.contents import Contents
 from kvkit.files.errors import file_error, reading_errors
-from kvkit.files.paths import check_target, named
+from kvkit.files.paths import check_target, name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.typed import FilePath
 
@@ -22,8 +22,8 @@ OTHERS = "write a .npz or .safetensors file"
 def read(path: FilePath) -> Contents:
     """Read the array; a 2-byte void is bfloat16."""
     with open(path, "rb") as file, reading_errors(path, "not an array of numpy's, or cut short"):
-        data, mapped = mapping.contents(file)
-        found, _ = members.described(BytesIO(data[:LONGEST].tobytes()), len(data))
+        data, mapped = mapping.map_file(file)
+        found, _ = members.read_header(BytesIO(data[:LONGEST].tobytes()), len(data))
         array = np.ndarray(found.shape, found.dtype, data, found.begin, order=found.order)
     return Contents({CACHE: array}, {}, mapped, ".npy")
 
@@ -36,10 +36,10 @@ def write(
     if len(arrays) != 1:
         raise file_error(path, f"a .npy file has one array, not {len(arrays)}", OTHERS)
     (array,) = map(np.asarray, arrays.values())
-    if array.dtype in members.FLOAT8.values() or not members.has_name(array.dtype):
+    if array.dtype in members.FLOAT8.values() or not members.is_storable(array.dtype):
         raise file_error(path, f"dtype {array.dtype}, which no .npy file can say", OTHERS)
-    with named(path), replacing(path) as file:
-        file.write(members.header(array))
-        for chunk in members.chunks(array):
+    with name_in_errors(path), replacing(path) as file:
+        file.write(members.make_header(array))
+        for chunk in members.iterate_bytes(array):
             file.write(chunk)
             advance(len(chunk))

@@ -34,16 +34,16 @@ from kvkit.files.contents import Contents
 from kvkit.files.errors import FileError, file_error, quoted, reading_errors
 from kvkit.files.mapping import SMALL
 from kvkit.files.members import Form
-from kvkit.files.paths import alone, check_source, check_target, named
+from kvkit.files.paths import check_source, check_target, keep_for_changes, name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.typed import Array, FilePath
 from kvkit.version import __version__
 
-__all__ = ["Contents", "FileError", "alone", "check_target", "read", "write"]
+__all__ = ["Contents", "FileError", "check_target", "keep_for_changes", "read", "write"]
 
 VERSION = 1
 METADATA = "kvkit.json"
-TEXTS = {METADATA: members.text, f"{METADATA}.npy": members.text_of_array}  # how it is read
+TEXTS = {METADATA: members.read_text, f"{METADATA}.npy": members.read_text_array}  # how it is read
 OUTDATED = f"save it again, without the array {METADATA} if others have changed"
 
 
@@ -58,7 +58,7 @@ def read(
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         mapped = status if status.st_size > SMALL else None
-        check_kind(path, foreign.kind(file))
+        check_kind(path, foreign.kind_of_file(file))
         with reading_errors(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)
         with archive:
@@ -77,13 +77,15 @@ def read(
             for name, info in found.items():
                 with reading_errors(path, f"member {quoted(name)} is damaged"):
                     short = name.removesuffix(".npy")
-                    forms[short] = members.form(archive, info, said.get(short))
+                    forms[short] = members.read_form(archive, info, said.get(short))
             check_dtypes(path, said, forms)
             check(forms, metadata)
             for name, form in forms.items():
                 with reading_errors(path, f"member {quoted(name + '.npy')} is damaged"):
                     arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
-    return Contents(arrays, metadata, mapped, ".npz", description.said(path, metadata.get("description")))
+    return Contents(
+        arrays, metadata, mapped, ".npz", description.parse_description(path, metadata.get("description"))
+    )
 
 
 def check_kind(path: FilePath, other: tuple[str, str] | None) -> None:
@@ -140,7 +142,7 @@ def write(
             path, f"{METADATA} is the name of what kvkit says of a file", "give that array another"
         )
     for name, array in whole.items():
-        if not members.has_name(array.dtype) or not array.dtype.itemsize:
+        if not members.is_storable(array.dtype) or not array.dtype.itemsize:
             raise file_error(
                 path, f"{name} has dtype {array.dtype}, which no .npz file can say", "convert it"
             )
@@ -150,7 +152,7 @@ def write(
     if len(text) > members.TEXT_LIMIT:
         size = f"a description of {len(text)} bytes, which nobody would read"
         raise file_error(path, size, "write several files")
-    with named(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+    with name_in_errors(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in whole.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)
         members.write(archive, f"{METADATA}.npy", np.array(text.encode()), file.tell())

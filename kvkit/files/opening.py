@@ -58,7 +58,7 @@ def read(path: FilePath) -> Contents:
         file.seek(0)
         if begin.startswith(b"PK"):
             return pt.read(path) if is_torch(file) else npz.read(path)
-        other = foreign.kind(file)
+        other = foreign.kind_of_file(file)
     if begin[:4] in llama.MAGICS:
         return llama.read(path)
     if begin.startswith(npy.MAGIC):

@@ -7,7 +7,7 @@ from kvkit.files.errors import file_error
 from kvkit.typed import FilePath
 
 
-def needed(path: FilePath, name: str, extra: str) -> Any:
+def import_package(path: FilePath, name: str, extra: str) -> Any:
     """Import a package, or raise an error that names the extra it comes with."""
     try:
         return importlib.import_module(name)

@@ -34,7 +34,7 @@ def check_target(path: FilePath) -> None:
 
 
 @contextlib.contextmanager
-def named(path: FilePath) -> Iterator[None]:
+def name_in_errors(path: FilePath) -> Iterator[None]:
     """Let errors of the machine name this file, not a temporary one or none."""
     try:
         yield
@@ -43,10 +43,10 @@ def named(path: FilePath) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(path: FilePath) -> Iterator[None]:
+def keep_for_changes(path: FilePath) -> Iterator[None]:
     """Keep a file for changes of this process until the block ends; refuse one that another process has."""
     check_source(path)
-    with locks.alone(path) as held:
+    with locks.hold_file(path) as held:
         if not held:
             raise file_error(path, "another run is changing it in place", "wait until that has ended")
         yield

@@ -14,7 +14,7 @@ from kvkit.files import members
 from kvkit.files.arrays import CACHE
 from kvkit.files.contents import Contents
 from kvkit.files.errors import file_error, reading_errors
-from kvkit.files.packages import needed
+from kvkit.files.packages import import_package
 from kvkit.interop import as_numpy
 from kvkit.typed import Array, FilePath
 
@@ -24,16 +24,16 @@ MOST = 100_000  # arrays
 
 def read(path: FilePath) -> Contents:
     """Read the tensors of a file, and numbers and texts beside them."""
-    torch = needed(path, "torch", "torch")
+    torch = import_package(path, "torch", "torch")
     with reading_errors(path, "torch cannot load it without running code of its own"):
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     arrays: dict[str, Array] = {}
     metadata: dict[str, Any] = {}
-    gather(path, torch, found, "", 0, arrays, metadata)
+    collect_tensors(path, torch, found, "", 0, arrays, metadata)
     return Contents(arrays, metadata, os.stat(path), "file of torch.save")
 
 
-def gather(
+def collect_tensors(
     path: FilePath,
     torch: Any,
     found: Any,
@@ -46,13 +46,13 @@ def gather(
     if depth > DEEPEST or len(arrays) > MOST:
         raise file_error(path, "more in it than a cache has", "save its keys and values")
     if isinstance(found, torch.Tensor):
-        arrays[name or CACHE] = array_of(path, torch, found, name or CACHE)
+        arrays[name or CACHE] = tensor_to_array(path, torch, found, name or CACHE)
     elif isinstance(found, (list, tuple, dict)):
         if not isinstance(found, dict):
             name, found = name or CACHE, dict(enumerate(found))
         for key, each in found.items():
             inner = f"{name}.{key}" if name else str(key)
-            gather(path, torch, each, inner, depth + 1, arrays, metadata)
+            collect_tensors(path, torch, each, inner, depth + 1, arrays, metadata)
     elif isinstance(found, (int, float, str, bool, type(None))):
         metadata[brief(name)] = found
     else:
@@ -61,7 +61,7 @@ def gather(
         )
 
 
-def array_of(path: FilePath, torch: Any, tensor: Any, name: str) -> Array:
+def tensor_to_array(path: FilePath, torch: Any, tensor: Any, name: str) -> Array:
     """Return a tensor's memory as numpy has it."""
     with reading_errors(path, f"tensor {brief(name)} is none that numpy could have"):
         if tensor.layout is not torch.strided:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from kvkit.files import locks
+from kvkit.files.locks import AVAILABLE, lock
 from kvkit.typed import FilePath
 
 NAMES = re.compile(r"\.kvkit-[0-9a-f]{12}\.tmp")
@@ -23,28 +23,28 @@ def replacing(path: FilePath) -> Iterator[BinaryIO]:
     killed processes left in the folder is removed.
     """
     target = Path(os.path.realpath(path))
-    sweep(target.parent)
-    with created(target.parent) as (temporary, file):
+    remove_leftovers(target.parent)
+    with new_file(target.parent) as (temporary, file):
         with contextlib.suppress(FileNotFoundError):
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
         yield file
         file.flush()
         os.fsync(file.fileno())
-        if not locks.AVAILABLE:
+        if not AVAILABLE:
             file.close()  # an open file keeps its name on Windows
         take_place(temporary, target)  # still locked, so that nobody sweeps it
     sync_folder(target.parent)
 
 
 @contextlib.contextmanager
-def created(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+def new_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """Yield (path, file) of a new file, locked while it is open, removed afterwards unless renamed."""
     while True:
         path = folder / f".kvkit-{secrets.token_hex(6)}.tmp"
         try:
             with open(path, "xb") as file:
-                locks.lock(file, wait=True)
-                if locks.AVAILABLE and not os.fstat(file.fileno()).st_nlink:
+                lock(file, wait=True)
+                if AVAILABLE and not os.fstat(file.fileno()).st_nlink:
                     continue  # swept before it was locked
                 yield path, file
                 return
@@ -52,15 +52,15 @@ def created(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
             path.unlink(missing_ok=True)
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what this user's killed processes left: temporary files that nobody has locked."""
-    if not locks.AVAILABLE:
+    if not AVAILABLE:
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(OSError), open(entry.path, "rb", opener=unlinked) as file:
-                    if os.fstat(file.fileno()).st_uid == os.geteuid() and locks.lock(file):
+                with contextlib.suppress(OSError), open(entry.path, "rb", opener=open_no_link) as file:
+                    if os.fstat(file.fileno()).st_uid == os.geteuid() and lock(file):
                         os.unlink(entry.path)
 
 
@@ -75,7 +75,7 @@ def take_place(temporary: Path, target: Path) -> None:
         raise
 
 
-def unlinked(path: str, flags: int) -> int:
+def open_no_link(path: str, flags: int) -> int:
     """Open a file that is no link (an opener of `open`)."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 

@@ -18,8 +18,8 @@ from kvkit.errors import brief
 from kvkit.files import description, mapping
 from kvkit.files.contents import Contents
 from kvkit.files.errors import file_error, quoted, reading_errors
-from kvkit.files.packages import needed
-from kvkit.files.paths import check_target, named
+from kvkit.files.packages import import_package
+from kvkit.files.paths import check_target, name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.typed import Array, FilePath
 from kvkit.version import __version__
@@ -53,17 +53,17 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def read(path: FilePath) -> Contents:
     """Read the tensors of a file, and its metadata: texts, and kvkit's own."""
-    package = needed(path, "safetensors", "files")
+    package = import_package(path, "safetensors", "files")
     with reading_errors(path, "not a safetensors file, or cut short"):
         with package.safe_open(path, "np"):
             pass
         with open(path, "rb") as file:
-            data, mapped = mapping.contents(file)
+            data, mapped = mapping.map_file(file)
         (length,) = struct.unpack("<Q", data[:8].tobytes())
         header = json.loads(data[8 : 8 + length].tobytes())
     texts = header.pop("__metadata__", None) or {}
     body = data[8 + length :]
-    arrays = {name: tensor(path, name, about, body) for name, about in header.items()}
+    arrays = {name: read_tensor(path, name, about, body) for name, about in header.items()}
     about = {}
     if METADATA in texts:
         with reading_errors(path, f"its metadata {METADATA} is damaged"):
@@ -73,11 +73,11 @@ def read(path: FilePath) -> Contents:
     if about.get("version", VERSION) != VERSION:
         found = brief(repr(about["version"]))
         raise file_error(path, f"its metadata {METADATA} has version {found}, not {VERSION}", "update kvkit")
-    said = description.said(path, about.get("description"))
+    said = description.parse_description(path, about.get("description"))
     return Contents(arrays, texts | about, mapped, ".safetensors", said)
 
 
-def tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array) -> Array:
+def read_tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array) -> Array:
     """Return one tensor of a file, or refuse a damaged one."""
     with reading_errors(path, f"tensor {quoted(name)} is damaged"):
         kind, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
@@ -104,7 +104,7 @@ def write(path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str
     # Tensors of the largest elements come first, so that each begins at a multiple of its element's size.
     whole = dict(sorted(whole.items(), key=lambda item: (-item[1].itemsize, item[0])))
     text = json.dumps({"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})})
-    with named(path), replacing(path) as file:
+    with name_in_errors(path), replacing(path) as file:
         file.write(header_of(whole, {METADATA: text}))
         for array in whole.values():
             file.write(array.reshape(-1).view(np.uint8).data)

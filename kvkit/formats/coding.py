@@ -9,9 +9,9 @@ from numpy.typing import ArrayLike
 from kvkit.errors import argument_error, brief
 from kvkit.formats import packing
 from kvkit.formats.elements import BY_DTYPE, FLOATS
-from kvkit.formats.groups import Shape, fits, grouped, shapes, spread, ungrouped
+from kvkit.formats.groups import Shape, join_groups, scale_shapes, scales_fit, split_groups, spread_scales
 from kvkit.formats.known import Format, named
-from kvkit.formats.scales import RULES, calibrated, rounded_codes
+from kvkit.formats.scales import RULES, calibrate_scale, round_codes
 from kvkit.typed import Array
 
 Scales = TypeVar("Scales", Array, np.float32)
@@ -70,27 +70,29 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     """
     known = named(format, **options)
     found = known.find != "given" or isinstance(scale, str) or (scale is None and known.per != "")
-    rows, dtype = numbers(x, known, found)
+    rows, dtype = check_numbers(x, known, found)
     rows, tail = (rows[..., : -known.tail], rows[..., -known.tail :]) if known.tail else (rows, None)
     per, whole, beside = known.per, np.float32(1), None
     with np.errstate(over="ignore", invalid="ignore"):
         if known.find == "given":
-            per, scales = given(known, scale, rows)
-            above_zero("scale", scales)
-            ratio = rows / spread(scales, rows.shape, per)
+            per, scales = resolve_scales(known, scale, rows)
+            check_positive("scale", scales)
+            ratio = rows / spread_scales(scales, rows.shape, per)
         else:
             if known.find == "blocks16":
-                whole = of_whole(known, scale, rows)
+                whole = whole_scale(known, scale, rows)
             elif scale is not None:
                 raise argument_error("scale", f"None, for {known}", brief(repr(scale)))
-            ratio, scales, beside = RULES[known.find](grouped(rows, per, known.group), known, dtype, whole)
-            ratio, scales = ungrouped(ratio, rows.shape, per), scales[..., 0]
+            ratio, scales, beside = RULES[known.find](
+                split_groups(rows, per, known.group), known, dtype, whole
+            )
+            ratio, scales = join_groups(ratio, rows.shape, per), scales[..., 0]
             beside = None if beside is None else beside[..., 0]
-        codes = rounded_codes(ratio, known)
+        codes = round_codes(ratio, known)
         scale_type = known.cell or BY_DTYPE[dtype]
         if known.order:
-            return {"codes": packing.in_blocks(known, codes, scales, beside, tail, scale_type)}
-        arrays = {"codes": packing.in_arrays(known, codes)}
+            return {"codes": packing.pack_blocks(known, codes, scales, beside, tail, scale_type)}
+        arrays = {"codes": packing.pack_array(known, codes)}
         if found or scale is not None:
             arrays["scale"] = packing.store_scales(scales, scale_type)
         if beside is not None:
@@ -140,36 +142,38 @@ def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **
     """
     known = named(format, **options)
     parts = dict(arrays) if isinstance(arrays, dict) else {"codes": arrays}
-    codes = part(parts, "codes", known)
-    if codes.dtype.kind in "fcO" or codes.ndim < fewest(known):
-        wanted = f"bytes of {fewest(known)} axes or more, for {known}"
+    codes = required_array(parts, "codes", known)
+    if codes.dtype.kind in "fcO" or codes.ndim < fewest_axes(known):
+        wanted = f"bytes of {fewest_axes(known)} axes or more, for {known}"
         raise argument_error("codes", wanted, f"dtype {codes.dtype} and {codes.ndim} axes")
     codes = np.ascontiguousarray(codes).view(np.uint8)
     if known.order:
-        return packing.from_blocks(known, codes)
-    values, per = known.code.table[packing.from_arrays(known, codes)], known.per
+        return packing.decode_blocks(known, codes)
+    values, per = known.code.table[packing.unpack_array(known, codes)], known.per
     if known.find == "given":
-        per, scales = given(known, part(parts, "scale", known) if per else parts.get("scale"), values)
+        per, scales = resolve_scales(
+            known, required_array(parts, "scale", known) if per else parts.get("scale"), values
+        )
     else:
-        whole = single("whole", parts.get("whole", 1), known)
-        scales = read(parts, "scale", known, values.shape) * whole
-    beside = read(parts, known.beside, known, values.shape) if known.beside else None
-    beside = None if beside is None else spread(beside, values.shape, per)
-    return packing.numbers(known, values, spread(scales, values.shape, per), beside)
+        whole = single_scale("whole", parts.get("whole", 1), known)
+        scales = load_scales(parts, "scale", known, values.shape) * whole
+    beside = load_scales(parts, known.beside, known, values.shape) if known.beside else None
+    beside = None if beside is None else spread_scales(beside, values.shape, per)
+    return packing.dequantize(known, values, spread_scales(scales, values.shape, per), beside)
 
 
-def fewest(format: Format) -> int:
+def fewest_axes(format: Format) -> int:
     """Return the fewest axes of numbers."""
     return 2 if format.per in ("head", "channel") else 1
 
 
-def numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.dtype[Any]]:
+def check_numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.dtype[Any]]:
     """Return data as float32, and their dtype; finite where scales are found from them."""
     x = np.asarray(x)
     if x.dtype not in [one.dtype for one in FLOATS]:
         raise argument_error("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
-    if x.ndim < fewest(format):
-        raise argument_error("x", f"{fewest(format)} axes or more, for {format}", x.ndim)
+    if x.ndim < fewest_axes(format):
+        raise argument_error("x", f"{fewest_axes(format)} axes or more, for {format}", x.ndim)
     dtype, x = x.dtype, np.ascontiguousarray(x, np.float32)
     if (found or not format.code.significant) and not np.isfinite(x).all():
         place = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -190,7 +194,7 @@ def numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.dtype[
     return x, dtype
 
 
-def given(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
+def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
     """Return (what shares a scale, scales) as a caller gives them, or asks for them."""
     if scale is None and format.per:
         scale = format.per
@@ -198,7 +202,7 @@ def given(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
         return "tensor", np.float32(1)
     if scale is None:
         raise argument_error("scale", f"a number or an array, for {format}", "None")
-    legal = shapes(x.shape, format.group, SHARED[format.asks])
+    legal = scale_shapes(x.shape, format.group, SHARED[format.asks])
     if isinstance(scale, str):
         if scale not in legal:
             raise argument_error("scale", f"one of {', '.join(legal)}, for {format}", brief(repr(scale)))
@@ -206,41 +210,41 @@ def given(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
             raise argument_error(
                 "x", f"a head of a multiple of {format.group} elements, for {format}", x.shape[-1]
             )
-        return scale, calibrated(grouped(x, scale, format.group), format)[..., 0]
-    scales = finite("scale", scale)
+        return scale, calibrate_scale(split_groups(x, scale, format.group), format)[..., 0]
+    scales = finite_scales("scale", scale)
     if scales.size == 1:
         return "tensor", scales.reshape(())
     for per in legal:
-        if fits(scales, x.shape, per):
+        if scales_fit(scales, x.shape, per):
             return per, scales
     by = ", ".join(f"{shape} by {per}" for per, shape in legal.items())
     raise argument_error("scale", f"shape {by}", scales.shape)
 
 
-def of_whole(format: Format, scale: Any, x: Array) -> np.float32:
+def whole_scale(format: Format, scale: Any, x: Array) -> np.float32:
     """Return the scale of all numbers in nvfp4, which its block scales are in units of."""
     if scale is not None:
-        return above_zero("scale", single("scale", scale, format))
+        return check_positive("scale", single_scale("scale", scale, format))
     if format.whole == 1:
         return np.float32(1)
     top = np.float32(np.abs(x).max(initial=0) / np.float32(448))
     return top if top > 0 else np.float32(1)
 
 
-def single(name: str, scales: Any, format: Format) -> np.float32:
-    number = finite(name, scales)
+def single_scale(name: str, scales: Any, format: Format) -> np.float32:
+    number = finite_scales(name, scales)
     if number.size != 1:
         raise argument_error(name, f"a number, for {format}", f"shape {number.shape}")
     return np.float32(number.reshape(()))
 
 
-def above_zero(name: str, scales: Scales) -> Scales:
+def check_positive(name: str, scales: Scales) -> Scales:
     if not np.all(scales > 0):
         raise argument_error(name, "numbers above 0", np.min(scales))
     return scales
 
 
-def finite(name: str, numbers: Any) -> Array:
+def finite_scales(name: str, numbers: Any) -> Array:
     """Return the scales that a caller gives as float32, all finite."""
     try:
         scales: Array = np.asarray(numbers).astype(np.float32)
@@ -251,16 +255,16 @@ def finite(name: str, numbers: Any) -> Array:
     return scales
 
 
-def part(arrays: Mapping[str, Any], name: str, format: Format) -> Array:
+def required_array(arrays: Mapping[str, Any], name: str, format: Format) -> Array:
     if arrays.get(name) is None:
         raise argument_error(name, f"an array, for {format}", "None")
     return np.asarray(arrays[name])
 
 
-def read(arrays: Mapping[str, Any], name: str, format: Format, shape: Shape) -> Array:
+def load_scales(arrays: Mapping[str, Any], name: str, format: Format, shape: Shape) -> Array:
     """Return scales, or what is beside them, of numbers of a shape, as float32."""
-    scales = finite(name, packing.load_scales(part(arrays, name, format), format))
-    if not fits(scales, shape, format.per):
-        wanted = shapes(shape, format.group, [format.per])[format.per]
+    scales = finite_scales(name, packing.load_scales(required_array(arrays, name, format), format))
+    if not scales_fit(scales, shape, format.per):
+        wanted = scale_shapes(shape, format.group, [format.per])[format.per]
         raise argument_error(name, f"shape {wanted}, for {format} and such codes", scales.shape)
     return scales

@@ -19,7 +19,7 @@ from kvkit.typed import Array
 Shape = tuple[int, ...]
 
 
-def shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
+def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
     """Return {per: shape of the scales} of numbers of a shape, as far as it has the axes."""
     known = {
         "tensor": (),
@@ -31,17 +31,17 @@ def shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
     return {per: known[per] for per in pers if per not in ("head", "channel") or len(shape) > 1}
 
 
-def fits(scales: Array, shape: Shape, per: str) -> bool:
+def scales_fit(scales: Array, shape: Shape, per: str) -> bool:
     """Return whether scales fit numbers of a shape, whatever the size of groups."""
     cut = {"group": len(shape) - 1, "channel": 0}.get(per)
     if cut is None or scales.ndim < len(shape):
-        return scales.shape == shapes(shape, 0, [per]).get(per)
+        return scales.shape == scale_shapes(shape, 0, [per]).get(per)
     parts, whole = scales.shape[cut : cut + 1], shape[cut]
     others = scales.shape[:cut] + scales.shape[cut + 1 :] == shape[:cut] + shape[cut + 1 :]
     return others and (parts == (whole,) or (parts > (0,) and whole % parts[0] == 0))
 
 
-def grouped(x: Array, per: str, group: int) -> Array:
+def split_groups(x: Array, per: str, group: int) -> Array:
     """Return the numbers by groups: [*scales, members]."""
     if per == "tensor":
         return x.reshape(-1)
@@ -54,14 +54,14 @@ def grouped(x: Array, per: str, group: int) -> Array:
     return np.moveaxis(x.reshape(-1, *x.shape[-2:]), 0, -1) if per == "channel" else x
 
 
-def ungrouped(groups: Array, shape: Shape, per: str) -> Array:
+def join_groups(groups: Array, shape: Shape, per: str) -> Array:
     """Return what `grouped` parted, in its shape."""
     if per == "head":
         return np.moveaxis(groups.reshape(shape[-2], *shape[:-2], shape[-1]), 0, -2)
     return (np.moveaxis(groups, -1, 1) if per == "channel" else groups).reshape(shape)
 
 
-def spread(scales: Array, shape: Shape, per: str) -> Array:
+def spread_scales(scales: Array, shape: Shape, per: str) -> Array:
     """Return scales, or what is beside them, broadcast to numbers of a shape."""
     if per in ("head", "token"):
         return scales[..., None]

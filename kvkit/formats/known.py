@@ -245,7 +245,7 @@ def named(format: str | Format, **options: Any) -> Format:
         requested.append((field, f"g{value}" if field == "group" else WORDS.get(str(value), str(value))))
     fields: dict[str, Any] = {}
     for expected, word in requested:
-        known, value = option(word)
+        known, value = parse_option(word)
         legal = word in base.takes or (known == "group" and "gN" in base.takes)
         if known is None or not legal or expected not in (None, known):
             takes = f"options among {', '.join(base.takes)}" if base.takes else "no options"
@@ -254,7 +254,7 @@ def named(format: str | Format, **options: Any) -> Format:
     return replace(base, name=":".join((base.name, *words)), **fields)
 
 
-def option(word: str) -> tuple[str | None, Any]:
+def parse_option(word: str) -> tuple[str | None, Any]:
     """Return (field, value) of an option in a name; (None, None) for any other word."""
     if word[:1] == "g" and word.isascii() and word[1:].isdecimal() and int(word[1:]):
         return "group", int(word[1:])

@@ -9,12 +9,12 @@ from kvkit.formats.known import Format
 from kvkit.typed import Array
 
 
-def packed(codes: Array, bits: int, halves: bool) -> Array:
+def pack_codes(codes: Array, bits: int, halves: bool) -> Array:
     """Pack codes [..., n] into uint8 [..., n * bits / 8]; of codes of 5 bits the low four bits."""
     if bits == 8:
         return codes
     if bits == 5:
-        return packed(codes & 15, 4, halves)
+        return pack_codes(codes & 15, 4, halves)
     if halves:
         low, high = np.split(codes, 2, -1)
         pairs: Array = low | high << 4
@@ -26,12 +26,12 @@ def packed(codes: Array, bits: int, halves: bool) -> Array:
     return data
 
 
-def unpacked(data: Array, bits: int, halves: bool) -> Array:
+def unpack_codes(data: Array, bits: int, halves: bool) -> Array:
     """Unpack bytes into codes, uint8 [..., n]; of codes of 5 bits the low four bits."""
     if bits == 8:
         return data
     if bits == 5:
-        return unpacked(data, 4, halves)
+        return unpack_codes(data, 4, halves)
     if halves:
         return np.concatenate((data & 15, data >> 4), -1)
     in_byte = 8 // bits
@@ -51,7 +51,7 @@ def with_high_bits(codes: Array, high: Array) -> Array:
     return whole
 
 
-def as_bytes(numbers: Array, element: Element) -> Array:
+def to_bytes(numbers: Array, element: Element) -> Array:
     """Return float32 [..., n] as an element stores them, uint8 [..., n * size]."""
     if element.name == "e8m0":
         return (np.frexp(numbers)[1] + 126).astype(np.uint8)
@@ -68,26 +68,26 @@ def from_bytes(data: Array, element: Element) -> Array:
 # Arrays of their own
 
 
-def in_arrays(format: Format, codes: Array) -> Array:
+def pack_array(format: Format, codes: Array) -> Array:
     """Return codes as an array of their own: int8 where it holds one with a sign an element, else bytes."""
     if format.along == "tokens":
-        data = np.moveaxis(packed(np.moveaxis(codes, 0, -1), format.code.bits, format.halves), -1, 0)
+        data = np.moveaxis(pack_codes(np.moveaxis(codes, 0, -1), format.code.bits, format.halves), -1, 0)
     else:
-        data = packed(codes, format.code.bits, format.halves)
+        data = pack_codes(codes, format.code.bits, format.halves)
     return data.view(format.code.dtype if not format.code.significant else np.uint8)
 
 
-def from_arrays(format: Format, data: Array) -> Array:
+def unpack_array(format: Format, data: Array) -> Array:
     if format.along == "tokens":
-        return np.moveaxis(unpacked(np.moveaxis(data, 0, -1), format.code.bits, format.halves), -1, 0)
-    return unpacked(data, format.code.bits, format.halves)
+        return np.moveaxis(unpack_codes(np.moveaxis(data, 0, -1), format.code.bits, format.halves), -1, 0)
+    return unpack_codes(data, format.code.bits, format.halves)
 
 
 def store_scales(numbers: ArrayLike, element: Element) -> Array:
     """Return scales as an array of an element; e4m3 and e8m0 as bytes."""
     numbers = np.asarray(numbers)
     if element.bits == 8:
-        return as_bytes(numbers[..., None], element)[..., 0]
+        return to_bytes(numbers[..., None], element)[..., 0]
     return numbers.astype(element.dtype)
 
 
@@ -101,7 +101,7 @@ def load_scales(stored: Array, format: Format) -> Array:
 # Blocks
 
 
-def widths(format: Format, elements: int, scale: Element) -> dict[str, int]:
+def part_widths(format: Format, elements: int, scale: Element) -> dict[str, int]:
     """Return the bytes of each part of a block of so many elements, in order."""
     bits, count = format.code.bits, elements // format.group if format.group else 1
     known = {
@@ -114,7 +114,7 @@ def widths(format: Format, elements: int, scale: Element) -> dict[str, int]:
     return {part: known[part] for part in format.order}
 
 
-def in_blocks(
+def pack_blocks(
     format: Format, codes: Array, scales: Array, beside: Array | None, tail: Array | None, scale: Element
 ) -> Array:
     """Return rows of blocks, uint8 [..., bytes]."""
@@ -123,49 +123,49 @@ def in_blocks(
     codes = codes.reshape(*outer, dim // elements, elements)
     groups = (*codes.shape[:-1], elements // (format.group or elements))
     parts = {
-        "codes": packed(codes, format.code.bits, format.halves),
-        "scale": as_bytes(scales.reshape(groups), scale),
+        "codes": pack_codes(codes, format.code.bits, format.halves),
+        "scale": to_bytes(scales.reshape(groups), scale),
     }
     if "high" in format.order:
         parts["high"] = high_bits(codes)
     if tail is not None:
-        parts["tail"] = as_bytes(tail[..., None, :], BFLOAT16)
+        parts["tail"] = to_bytes(tail[..., None, :], BFLOAT16)
     if beside is not None:
-        parts["minimum"] = as_bytes(beside.reshape(groups), scale)
+        parts["minimum"] = to_bytes(beside.reshape(groups), scale)
     blocks = np.concatenate([parts[name] for name in format.order], -1)
     return blocks.reshape(*outer, blocks.shape[-2] * blocks.shape[-1])
 
 
-def elements_of(format: Format, width: int) -> int:
+def count_elements(format: Format, width: int) -> int:
     """Return how many elements the blocks of a row of so many bytes have."""
     if format.block:
-        size = sum(widths(format, format.block, format.scale_type()).values())
+        size = sum(part_widths(format, format.block, format.scale_type()).values())
         elements, rest = width // size * format.block, width % size
     else:
         unit = format.group or 8
-        fixed = sum(widths(format, 0, format.scale_type()).values())
-        each = sum(widths(format, unit, format.scale_type()).values()) - fixed
+        fixed = sum(part_widths(format, 0, format.scale_type()).values())
+        each = sum(part_widths(format, unit, format.scale_type()).values()) - fixed
         elements, rest = (width - fixed) // each * unit, (width - fixed) % each
     if rest or elements < 0:
         raise argument_error("codes", f"rows of whole blocks, for {format}", f"{width} bytes")
     return elements
 
 
-def parts_of(format: Format, rows: Array) -> dict[str, Array]:
+def split_blocks(format: Format, rows: Array) -> dict[str, Array]:
     """Return the parts of rows of blocks [..., blocks, bytes], codes unpacked."""
-    dim = elements_of(format, rows.shape[-1])
+    dim = count_elements(format, rows.shape[-1])
     elements = format.block or dim
-    outer, sizes = rows.shape[:-1], widths(format, elements, format.scale_type())
+    outer, sizes = rows.shape[:-1], part_widths(format, elements, format.scale_type())
     blocks = rows.reshape(*outer, dim // elements if elements else 0, sum(sizes.values()))
     ends = np.cumsum([*sizes.values()])[:-1]
     parts = dict(zip(sizes, np.split(blocks, ends, -1), strict=True))
-    codes = unpacked(parts["codes"], format.code.bits, format.halves)
+    codes = unpack_codes(parts["codes"], format.code.bits, format.halves)
     return parts | {"codes": with_high_bits(codes, parts["high"]) if "high" in parts else codes}
 
 
-def from_blocks(format: Format, rows: Array) -> Array:
+def decode_blocks(format: Format, rows: Array) -> Array:
     """Return the numbers of rows of blocks."""
-    parts = parts_of(format, rows)
+    parts = split_blocks(format, rows)
     codes, outer = parts["codes"], rows.shape[:-1]
     elements = codes.shape[-1]
     scales = {
@@ -175,14 +175,14 @@ def from_blocks(format: Format, rows: Array) -> Array:
         for y in (from_bytes(parts[name], format.scale_type()),)
     }
     with np.errstate(over="ignore", invalid="ignore"):
-        values = numbers(format, format.code.table[codes], scales["scale"], scales.get("minimum"))
-    values = values.reshape(*outer, elements_of(format, rows.shape[-1]))
+        values = dequantize(format, format.code.table[codes], scales["scale"], scales.get("minimum"))
+    values = values.reshape(*outer, count_elements(format, rows.shape[-1]))
     if format.tail:
         values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16)[..., 0, :]), -1)
     return values
 
 
-def numbers(format: Format, values: Array, scale: Array, beside: Array | None) -> Array:
+def dequantize(format: Format, values: Array, scale: Array, beside: Array | None) -> Array:
     """Return the numbers that codes stand for, from those of their table."""
     if format.beside == "zero":
         return (values - beside) * scale

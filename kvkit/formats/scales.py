@@ -24,7 +24,7 @@ SMALLEST = np.float32(1e-5)  # PMX: of scales
 TINY = np.finfo(np.float32).tiny
 
 
-def rounded(x: Array | np.float32, dtype: DTypeLike) -> Array:
+def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
     rounded: Array = x.astype(dtype).astype(np.float32)
     return rounded
 
@@ -48,27 +48,27 @@ def inverse(scale: Array) -> Array:
     return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
 
 
-def most(format: Format) -> np.float32:
+def largest_code(format: Format) -> np.float32:
     return np.float32(format.code.limits[1])
 
 
 def pmx(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """Scale and quotient rounded to the type of the data; the scale at least 1e-5."""
-    scale = np.maximum(rounded(magnitude(x) / most(format), dtype), rounded(SMALLEST, dtype))
-    return rounded(x / scale, dtype), scale, None
+    scale = np.maximum(round_to(magnitude(x) / largest_code(format), dtype), round_to(SMALLEST, dtype))
+    return round_to(x / scale, dtype), scale, None
 
 
 def span(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """kvkit: minimum and scale rounded as they are stored first, the scale at least 1e-5."""
     (low, high), stored = extremes(x), format.scale_type().dtype
-    low = rounded(low, stored) + np.float32(0)  # of both zeros the positive one
-    scale = rounded(np.maximum((high - low) / most(format), SMALLEST), stored)
+    low = round_to(low, stored) + np.float32(0)  # of both zeros the positive one
+    scale = round_to(np.maximum((high - low) / largest_code(format), SMALLEST), stored)
     return (x - low) / scale, scale, low
 
 
 def largest(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """ggml q8_0: codes are made with the scale before it is rounded."""
-    scale = magnitude(x) / most(format)
+    scale = magnitude(x) / largest_code(format)
     return x * inverse(scale), scale, None
 
 
@@ -82,7 +82,7 @@ def signed(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 def least(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """ggml q4_1 and q5_1."""
     low, high = extremes(x)
-    scale = (high - low) / most(format)
+    scale = (high - low) / largest_code(format)
     return (x - low) * inverse(scale), scale, low
 
 
@@ -94,7 +94,7 @@ def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     best, chosen = np.full_like(top, -1), np.zeros_like(top)
     weight = x * x
     for start in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
-        code = table[nearest(x * (start * inverse(top)), table)]
+        code = table[nearest_codes(x * (start * inverse(top)), table)]
         share, norm = (
             (weight * code * x).sum(-1, keepdims=True),
             (weight * code * code).sum(-1, keepdims=True),
@@ -109,11 +109,11 @@ def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """MX: a power of two. `floor` of OCP clips up to half of the largest, `ceil` of MLX nothing."""
     top = magnitude(x)
     if format.exponent == "ceil":
-        fraction, exponent = np.frexp(top / most(format))
+        fraction, exponent = np.frexp(top / largest_code(format))
         exponent = np.where(top > 0, exponent - (fraction == np.float32(0.5)), 0)
     else:
         _, exponent = np.frexp(top)
-        _, own = np.frexp(most(format))
+        _, own = np.frexp(largest_code(format))
         exponent = np.where(top > 0, exponent - own, -127)
     scale = np.ldexp(np.float32(1), exponent.clip(-127, 127)).astype(np.float32)
     return x / scale, scale, None
@@ -121,20 +121,22 @@ def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 def blocks16(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """NVFP4: e4m3 of largest / 6, in units of the scale of the whole."""
-    scale = rounded(np.minimum(magnitude(x) / most(format) / whole, np.float32(E4M3.limits[1])), E4M3.dtype)
+    scale = round_to(
+        np.minimum(magnitude(x) / largest_code(format) / whole, np.float32(E4M3.limits[1])), E4M3.dtype
+    )
     unit = scale * whole
     return np.divide(x, unit, out=np.zeros_like(x), where=unit != 0), scale, None
 
 
 def token(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """vLLM, by token and head: at least 1e-6, and products with its reciprocal."""
-    scale = np.maximum(magnitude(x) / most(format), np.float32(1e-6))
+    scale = np.maximum(magnitude(x) / largest_code(format), np.float32(1e-6))
     return x * (np.float32(1) / scale), scale, None
 
 
 def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """DeepSeek: at least the smallest normal number."""
-    scale = np.maximum(magnitude(x) / most(format), TINY)
+    scale = np.maximum(magnitude(x) / largest_code(format), TINY)
     return x / scale, scale, None
 
 
@@ -144,7 +146,7 @@ def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     Of equal numbers the scale is 1, and the zero point their negative: LMDeploy stores what is not finite.
     """
     low, high = extremes(x)
-    scale = np.where(high > low, (high - low) / most(format), np.float32(1))
+    scale = np.where(high > low, (high - low) / largest_code(format), np.float32(1))
     point = -low / scale
     return x / scale + point, scale, point
 
@@ -153,7 +155,7 @@ def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """MLX, affine: the extreme of larger magnitude is a code exactly, and the scale has a sign for it."""
     low, high = extremes(x)
     below = np.abs(low) > np.abs(high)
-    scale = np.maximum((high - low) / most(format), np.float32(1e-7))
+    scale = np.maximum((high - low) / largest_code(format), np.float32(1e-7))
     scale, end = np.where(below, scale, -scale), np.where(below, low, high)
     code = np.rint(end / scale)
     scale = np.where(code != 0, end / np.where(code != 0, code, np.float32(1)), scale)
@@ -164,13 +166,13 @@ def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 def kivi(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """KIVI: minimum and scale; equal numbers have code 0."""
     low, high = extremes(x)
-    scale = (high - low) / most(format)
+    scale = (high - low) / largest_code(format)
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
-def calibrated(x: Array, format: Format) -> Array:
+def calibrate_scale(x: Array, format: Format) -> Array:
     """Return the largest magnitude over the largest code, [..., 1]; 1 for zeros."""
-    scale = magnitude(x) / most(format)
+    scale = magnitude(x) / largest_code(format)
     return np.where(scale > 0, scale, np.float32(1))
 
 
@@ -182,7 +184,7 @@ RULES = {
 }  # fmt: skip
 
 
-def nearest(x: Array, table: Array, upper: bool = False) -> Array:
+def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
     """Return the places in a table next to each x; half way, the one before, or after if `upper`."""
     ascending, places = np.unique(table, return_index=True)  # of both zeros the first
     right = np.searchsorted(ascending, x).clip(1, len(ascending) - 1)
@@ -194,7 +196,7 @@ def nearest(x: Array, table: Array, upper: bool = False) -> Array:
 
 
 @cache
-def by_upper_bits(element: Element) -> Array:
+def codes_by_upper_half(element: Element) -> Array:
     """Return the codes of float32 numbers by their upper half, uint8 [2^16].
 
     The last bit of an upper half is set if lower ones are. So it rounds as the whole does: codes have at
@@ -206,11 +208,11 @@ def by_upper_bits(element: Element) -> Array:
     return np.where(np.isnan(x), np.signbit(x) * np.uint8(128) + np.uint8(127), codes)
 
 
-def even_float(x: Array, element: Element) -> Array:
+def round_to_floats(x: Array, element: Element) -> Array:
     """Return the nearest codes in a table of floats, ties to the even code; what is too large saturates."""
     if element.bits == 8:
         bits = np.ascontiguousarray(x).view(np.uint32)
-        codes: Array = by_upper_bits(element)[bits >> 16 | (bits & 0xFFFF != 0)]
+        codes: Array = codes_by_upper_half(element)[bits >> 16 | (bits & 0xFFFF != 0)]
         return codes
     table = element.table[: len(element.table) // 2]
     middles = (table[1:] + table[:-1]) / 2
@@ -219,13 +221,13 @@ def even_float(x: Array, element: Element) -> Array:
     return even
 
 
-def rounded_codes(ratio: Array, format: Format) -> Array:
+def round_codes(ratio: Array, format: Format) -> Array:
     """Round quotients to codes, as bits in uint8."""
     code, rounding = format.code, format.rounding
     if rounding in ("lower", "upper"):
-        return nearest(ratio, code.table, rounding == "upper").astype(np.uint8)
+        return nearest_codes(ratio, code.table, rounding == "upper").astype(np.uint8)
     if code.significant:
-        return even_float(ratio, code).astype(np.uint8)
+        return round_to_floats(ratio, code).astype(np.uint8)
     low, high = code.limits
     origin = low if code.numbers else 0  # of codes that are stored from 0 on
     if rounding == "up":

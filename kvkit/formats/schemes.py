@@ -43,14 +43,14 @@ def scheme(name: str) -> Callable[[type], type]:
     """
 
     def register(made: type) -> type:
-        checked(made(), name)
+        check_scheme(made(), name)
         REGISTERED[name] = made
         return made
 
     return register
 
 
-def checked(made: Any, name: str) -> Any:
+def check_scheme(made: Any, name: str) -> Any:
     if not callable(getattr(made, "encode", None)) or not callable(getattr(made, "decode", None)):
         raise argument_error("scheme", f"methods encode and decode, for {name}", describe(made))
     return made
@@ -135,9 +135,9 @@ class Coded:
             return None
         stored = np.ascontiguousarray(arrays["codes"]).view(np.uint8)
         if self.format.order:
-            codes = packing.parts_of(self.format, stored)["codes"]
+            codes = packing.split_blocks(self.format, stored)["codes"]
             return codes.reshape(*stored.shape[:-1], -1)
-        return packing.from_arrays(self.format, stored)
+        return packing.unpack_array(self.format, stored)
 
 
 def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
@@ -161,12 +161,12 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 def formats_named(text: str) -> tuple[Format, Format]:
     """Return the formats of keys and of values, which differ for "kivi2" and "kivi4"."""
     if text.startswith("kivi") and text.split(":")[0] not in NAMED:
-        key, value = (of_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
+        key, value = (cache_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
         return key, value
-    return of_format(text), of_format(text)
+    return cache_format(text), cache_format(text)
 
 
-def of_format(text: str) -> Format:
+def cache_format(text: str) -> Format:
     """Return a format by its name; kvkit's own codes have scales of 16 bits, as its caches have them."""
     made = named(text)
     own = made.source == "kvkit" and made.find in ("pmx", "span")

@@ -1,4 +1,4 @@
-"""Where the bytes of a cache lie, whoever's it is: a layout is one line, ``l | b kv n h c``.
+"""Layouts of caches, which say where bytes lie: a layout is one line, ``l | b kv n h c``.
 
 parse          the layout of a line, or of its name in vLLM, LMCache, PMX, ...
 NAMED          the layouts of engines: name -> line, versions, source

@@ -14,12 +14,12 @@ from kvkit.layouts.named import NAMED, parse
 from kvkit.layouts.shapes import (
     FIXED,
     Groups,
-    given_sizes,
+    axis_length,
+    axis_offsets,
+    check_sizes,
     inner_sizes,
-    length,
-    offsets,
-    solved,
-    usual,
+    solve_sizes,
+    usual_groupings,
 )
 from kvkit.layouts.views import view
 from kvkit.typed import Array
@@ -54,7 +54,7 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
     (False, True)
     """
     lines = parse(one), parse(other)
-    known = given_sizes("sizes", sizes)
+    known = check_sizes("sizes", sizes)
     if any(line.joined for line in lines):
         return lines[0] == lines[1]
     inner = [inner_sizes((*line.groups, *line.value_groups), itemsize) for line in lines]
@@ -64,19 +64,21 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
             both = name in lines[0].names and name in lines[1].names
             split = np.lcm.reduce([max(each.get(name, 1), 1) for each in inner])
             known[name] = int(USUAL[name] * split) if both else 1
-    return bool(places(lines[0], inner[0], known) == places(lines[1], inner[1], known))
+    return bool(element_places(lines[0], inner[0], known) == element_places(lines[1], inner[1], known))
 
 
-def places(line: Layout, inner: Mapping[str, int], known: Mapping[str, int]) -> list[Any]:
+def element_places(line: Layout, inner: Mapping[str, int], known: Mapping[str, int]) -> list[Any]:
     """Return which arrays there are, and where each index of each axis lies, of keys and of values."""
     names = {name: FIXED.get(name, known.get(name, 1)) for name in USUAL | {"kv": 2}}
     arrays = frozenset(axis for axis in line.lists if names[axis] > 1)
     found: list[Any] = [arrays, "kv" in line.names]
     for groups in (line.groups, line.value_groups):
         axes = tuple(axis for group in groups for axis in group)
-        lengths = [length(axis, names, inner) for axis in axes]
+        lengths = [axis_length(axis, names, inner) for axis in axes]
         strides = [int(np.prod(lengths[i + 1 :])) for i in range(len(axes))]
-        found.append([offsets(axes, strides, name, size, inner).tolist() for name, size in names.items()])
+        found.append(
+            [axis_offsets(axes, strides, name, size, inner).tolist() for name, size in names.items()]
+        )
     return found
 
 
@@ -107,10 +109,10 @@ def fits(arrays: Any, contents: bool = False) -> list[str]:
     (True, False)
     """
     arrays = in_memory_order(arrays)
-    found = {name: read for name, named in NAMED.items() if (read := readings(arrays, named.layout))}
+    found = {name: read for name, named in NAMED.items() if (read := possible_sizes(arrays, named.layout))}
     if not contents:
         return list(found)
-    scores = {name: max(likelihood(arrays, name, sizes) for sizes in read) for name, read in found.items()}
+    scores = {name: max(score_layout(arrays, name, sizes) for sizes in read) for name, read in found.items()}
     best = max(scores.values(), default=0.0)
     likely = [name for name, score in scores.items() if score > best / 2 > 0]
     return sorted(likely, key=lambda name: -scores[name])
@@ -126,7 +128,7 @@ def in_memory_order(arrays: Any) -> Any:
     return array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
 
 
-def readings(arrays: Any, line: Layout) -> list[dict[str, int]]:
+def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
     """Return the sizes that all arrays may have in a layout; {} where they do not tell all sizes."""
     if line.joined:
         return []
@@ -146,12 +148,14 @@ def readings(arrays: Any, line: Layout) -> list[dict[str, int]]:
             found = sizes_that_fit(array, groups, {}) and found
         else:
             found = [
-                sizes for sizes in found if sizes_that_fit(array, groups, outer(sizes) if side else sizes)
+                sizes
+                for sizes in found
+                if sizes_that_fit(array, groups, outer_sizes(sizes) if side else sizes)
             ]
     return found or []
 
 
-def outer(sizes: dict[str, int]) -> dict[str, int]:
+def outer_sizes(sizes: dict[str, int]) -> dict[str, int]:
     """Return the sizes that values share with keys, if both are arrays of their own."""
     return {axis: size for axis, size in sizes.items() if axis in "lbnh"}
 
@@ -159,8 +163,8 @@ def outer(sizes: dict[str, int]) -> dict[str, int]:
 def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
     """Return the sizes that one array may have; [{}] where its shape does not tell all."""
     found, missing = [], False
-    for grouping in usual(groups, array.ndim):
-        sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
+    for grouping in usual_groupings(groups, array.ndim):
+        sizes = solve_sizes(array.shape, grouping, known, array.dtype.itemsize)
         if isinstance(sizes, str):
             missing |= sizes.startswith("?")
         elif sizes not in found:
@@ -168,7 +172,7 @@ def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[
     return found or [{}] * missing
 
 
-def likelihood(arrays: Any, name: str, sizes: dict[str, int]) -> float:
+def score_layout(arrays: Any, name: str, sizes: dict[str, int]) -> float:
     """Score how much contents speak for a layout: 0 where they cannot."""
     try:
         kv = view(arrays, name, sizes=sizes or {"h": 1})  # heads as one, where they cannot be told apart
@@ -183,14 +187,14 @@ def likelihood(arrays: Any, name: str, sizes: dict[str, int]) -> float:
         return 0.0
     scores = []
     for keys, values in (layers[0], layers[len(layers) // 2]):
-        like_keys, used = traits(keys)
-        like_values, others = traits(values)
+        like_keys, used = key_traits(keys)
+        like_values, others = key_traits(values)
         agree = ((used == others).all(-1) & (used.all(-1) == used.any(-1))).mean()
         scores.append((like_keys - like_values) * agree)
     return float(np.mean(scores))
 
 
-def traits(array: Array) -> tuple[float, Array]:
+def key_traits(array: Array) -> tuple[float, Array]:
     """Score how much elements [b, n, h, c] are like keys; return which are of tokens too, [b, n, h]."""
     x = array[:SOME].astype(np.float32)
     used = (x != 0).any(-1)

@@ -24,7 +24,7 @@ LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis, or the outer or inner part of one.
+    """An axis, or the outer or inner part of one.
 
     `inner` is the size that stands in brackets, of the inner part; in bytes if `in_bytes`.
     """
@@ -41,7 +41,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a cache lies in memory; `parse` makes it of a line, and ``str(layout)`` is the line.
+    """The layout of a cache in memory; `parse` makes it of a line, and ``str(layout)`` is the line.
 
     Attributes
     ----------
@@ -74,12 +74,12 @@ class Layout:
     @cached_property
     def groups(self) -> tuple[tuple[Axis, ...], ...]:
         """For each axis of an array (of keys), the axes of the layout in it."""
-        return tuple(map(group_of, self.axes))
+        return tuple(map(parse_group, self.axes))
 
     @cached_property
     def value_groups(self) -> tuple[tuple[Axis, ...], ...]:
         """For each axis of an array of values, the axes of the layout in it."""
-        return tuple(map(group_of, self.value_axes))
+        return tuple(map(parse_group, self.value_axes))
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -103,12 +103,12 @@ class Layout:
         return any("+" in axis for axis in self.axes)
 
 
-def group_of(token: str) -> tuple[Axis, ...]:
+def parse_group(token: str) -> tuple[Axis, ...]:
     """Return the axes in one axis of an array."""
-    return tuple(axis_of(word) for word in token.strip("()").replace("+", " ").split())
+    return tuple(parse_axis(word) for word in token.strip("()").replace("+", " ").split())
 
 
-def axis_of(word: str) -> Axis:
+def parse_axis(word: str) -> Axis:
     """Parse one axis."""
     found = AXIS.fullmatch(word)
     if not found:
@@ -123,7 +123,7 @@ def axis_of(word: str) -> Axis:
     return Axis(name, part or "", int(inner or 0), bool(in_bytes))
 
 
-def line_of(text: str) -> Layout:
+def parse_line(text: str) -> Layout:
     """Parse a line."""
     if text.count("|") > 1:
         raise argument_error("layout", "one bar between lists and axes", repr(text))
@@ -131,13 +131,13 @@ def line_of(text: str) -> Layout:
     keys, several, values = rest.partition(";")
     levels = tuple(lists.split())
     for level in levels:
-        if axis_of(level).part or level == "1":
+        if parse_axis(level).part or level == "1":
             raise argument_error("layout", "whole axes left of the bar", repr(level))
-    axes = tokens(keys)
-    layout = Layout(levels, axes, tokens(values) if several else axes)
-    legal(layout, layout.groups, text)
+    axes = split_axes(keys)
+    layout = Layout(levels, axes, split_axes(values) if several else axes)
+    check_axes(layout, layout.groups, text)
     if several:
-        legal(layout, layout.value_groups, text)
+        check_axes(layout, layout.value_groups, text)
         if layout.value_axes == layout.axes:
             raise argument_error("layout", "other axes of values after ';'", repr(text))
         if {axis.name for group in layout.value_groups for axis in group} | set(levels) != layout.names:
@@ -149,7 +149,7 @@ def line_of(text: str) -> Layout:
     return layout
 
 
-def tokens(text: str) -> tuple[str, ...]:
+def split_axes(text: str) -> tuple[str, ...]:
     """Return the axes of an array, in one form of writing."""
     found: list[str] = []
     group: list[str] | None = None
@@ -172,7 +172,7 @@ def tokens(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def legal(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) -> None:
+def check_axes(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) -> None:
     """Check that each axis is there once, whole or in both parts."""
     parts: dict[str, list[str]] = {level: [] for level in layout.lists}
     if len(parts) < len(layout.lists):

@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from kvkit.errors import argument_error, brief, describe
-from kvkit.layouts.grammar import Layout, line_of
+from kvkit.layouts.grammar import Layout, parse_line
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Named:
     @cached_property
     def layout(self) -> Layout:
         """The line, parsed."""
-        return line_of(self.line)
+        return parse_line(self.line)
 
 
 EITHER = "a line, such as 'l | kv b n h c', or a name of kvkit.layouts.NAMED"
@@ -301,7 +301,7 @@ def parse(text: str | Layout) -> Layout:
         return NAMED[name].layout
     if text and not set(text) & set("| ;()"):
         raise argument_error("layout", EITHER, repr(brief(text)))
-    return line_of(text)
+    return parse_line(text)
 
 
 def family(prefix: str) -> tuple[Layout, ...]:

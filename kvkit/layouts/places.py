@@ -14,8 +14,8 @@ ENDLESS = 2**63 - 1  # the page size of offset mode: one page holds every positi
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One layer of an array: byte address of its keys, then byte strides."""
+class LayerPlace:
+    """A layer of an array: byte address of its keys, then byte strides."""
 
     address: int
     kv: int
@@ -24,10 +24,10 @@ class Place:
     head: int
 
 
-def place(array: Array, layout: Layout, layer: int) -> Place:
+def layer_place(array: Array, layout: Layout, layer: int) -> LayerPlace:
     """Return where `layer` of a cache or of its scales lies."""
     strides, at = array.strides, layout.at
-    return Place(
+    return LayerPlace(
         array.ctypes.data + layer * strides[at["l"]],
         strides[at["kv"]],
         strides[at["b"]] if "b" in at else 0,

@@ -14,15 +14,15 @@ SIZES = {"b": "MaxB", "l": "L", "kv": "2", "n": "MaxS", "h": "H", "c": "Dh"}
 Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
-def sizes_of(layout: Layout) -> str:
+def shape_text(layout: Layout) -> str:
     """Return the shape of a cache, as the operators' texts name its sizes."""
     names = dict(SIZES) if "b" in layout.axes else SIZES | {"n": "MaxT"}
     return f"({', '.join(names[axis] for axis in layout.axes)})"
 
 
-def listed(layouts: Iterable[Layout]) -> tuple[str, ...]:
+def list_shapes(layouts: Iterable[Layout]) -> tuple[str, ...]:
     """Return a line for each layout: its number and its sizes."""
-    return tuple(f"{number}: {sizes_of(layout)}" for number, layout in enumerate(layouts))
+    return tuple(f"{number}: {shape_text(layout)}" for number, layout in enumerate(layouts))
 
 
 def documented(layouts: Iterable[Layout]) -> Callable[[Documented], Documented]:
@@ -30,7 +30,7 @@ def documented(layouts: Iterable[Layout]) -> Callable[[Documented], Documented]:
 
     def decorate(function: Documented) -> Documented:
         def lines(found: re.Match[str]) -> str:
-            return "\n".join(found[1] + line for line in listed(layouts))
+            return "\n".join(found[1] + line for line in list_shapes(layouts))
 
         function.__doc__ = re.sub(r"( *){layouts}", lines, function.__doc__ or "")
         return function

@@ -19,7 +19,7 @@ SIZES = ("l", "b", "n", "h", "c", "v", "s")  # v: of the content of values, wher
 Groups = tuple[tuple[Axis, ...], ...]
 
 
-def given_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
+def check_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
     """Check the sizes that a caller gives."""
     found = {}
     for axis, size in (sizes or {}).items():
@@ -43,7 +43,7 @@ def inner_sizes(groups: Groups, itemsize: int) -> dict[str, int]:
     return {axis.name: inner_size(axis, itemsize) for group in groups for axis in group if axis.inner}
 
 
-def length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) -> int:
+def axis_length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) -> int:
     """Return the length of one axis."""
     if axis.part == "0":
         return inner[axis.name]
@@ -51,7 +51,7 @@ def length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) -> in
     return size // inner[axis.name] if axis.part else size
 
 
-def solved(
+def solve_sizes(
     shape: tuple[int, ...], groups: Groups, known: Mapping[str, int], itemsize: int
 ) -> dict[str, int] | str:
     """Return the sizes of all axes, if a shape has these groups of them; else what is wrong, or missing."""
@@ -68,7 +68,7 @@ def solved(
             product, unknown = 1, []
             for axis in group:
                 if axis.part == "0" or axis.name in FIXED or axis.name in sizes:
-                    product *= length(axis, sizes, inner)
+                    product *= axis_length(axis, sizes, inner)
                 else:
                     unknown.append(axis)
             if len(unknown) > 1:
@@ -85,7 +85,7 @@ def solved(
     return sizes
 
 
-def usual(groups: Groups, ndim: int) -> list[Groups]:
+def usual_groupings(groups: Groups, ndim: int) -> list[Groups]:
     """Return how an array of `ndim` axes may group those of a line: as told, apart, the last two as one."""
     apart = tuple((axis,) for group in groups for axis in group)
     joined = (*apart[:-2], sum(apart[-2:], ()))
@@ -94,7 +94,7 @@ def usual(groups: Groups, ndim: int) -> list[Groups]:
 
 def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[Groups]:
     """Yield the usual groupings, then those where known sizes tell what an axis of the array is made of."""
-    yield from (ways := usual(groups, ndim))
+    yield from (ways := usual_groupings(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
     if ndim == len(groups):
         return
@@ -110,7 +110,7 @@ def determined(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
     return bool(names) and len(names - known.keys()) <= min(1, len(names) - 1)
 
 
-def sizes_of(
+def find_sizes(
     name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[dict[str, int], Groups]:
     """Return (the sizes of all axes, the axes in each of an array's); raise unless there is just one way."""
@@ -119,7 +119,7 @@ def sizes_of(
     missing: list[str] = []
     reasons: list[str] = []
     for grouping in groupings(groups, array.ndim, known):
-        sizes = solved(array.shape, grouping, known, array.dtype.itemsize)
+        sizes = solve_sizes(array.shape, grouping, known, array.dtype.itemsize)
         if isinstance(sizes, dict):
             if sizes not in [each for each, _ in found]:
                 found.append((sizes, grouping))
@@ -138,15 +138,15 @@ def sizes_of(
     raise argument_error(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", said)
 
 
-def strided(
+def strided_view(
     name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[Array, dict[str, int]]:
     """Return (a view of an array with an axis for each of a layout's, in its order; the sizes of all)."""
-    sizes, grouping = sizes_of(name, array, line, groups, known)
+    sizes, grouping = find_sizes(name, array, line, groups, known)
     inner = inner_sizes(groups, array.dtype.itemsize)
     shape, strides = [], []
     for group, stride in zip(grouping, array.strides, strict=True):
-        lengths = [length(axis, sizes, inner) for axis in group]
+        lengths = [axis_length(axis, sizes, inner) for axis in group]
         shape += lengths
         strides += [stride * math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
     steps = [stride for stride, size in zip(strides, shape, strict=True) if size > 1]
@@ -159,7 +159,7 @@ def strided(
     return as_strided(array, shape, strides, writeable=array.flags.writeable), sizes
 
 
-def offsets(
+def axis_offsets(
     axes: tuple[Axis, ...], strides: Iterable[int], name: str, size: int, inner: Mapping[str, int]
 ) -> Array:
     """Return what each index along an axis adds to an address; zeros for an axis that is not there."""

@@ -19,8 +19,8 @@ MOST = 2**62  # rows: no sum of two leaves int64
 
 
 @dataclass(frozen=True, eq=False)
-class Pages:
-    """Where the tokens of sequences lie: the one form of all conventions.
+class BlockTable:
+    """A page table of sequences with their lengths: the one form of all conventions.
 
     Token t of sequence b is in row ``table[b, t // page_size] + t % page_size``, as operators in
     ``cache_mode`` 1 have it.
@@ -49,17 +49,17 @@ class Pages:
     page_size: int
 
     def starts(self) -> Index:
-        """Where each sequence begins among the tokens of all, and their number: [sequences + 1]."""
+        """Return where each sequence begins among the tokens of all, and their number: [sequences + 1]."""
         return starts_of(self.lengths)
 
     def rows(self) -> Index:
-        """The row of every token, sequence after sequence."""
+        """Return the row of every token, sequence after sequence."""
         sequence, position = tokens_of(self.lengths)
         return self.table[sequence, position // self.page_size] + position % self.page_size
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same tokens lie in the same rows of pages of one size."""
-        if not isinstance(other, Pages):
+        """Return whether the same tokens lie in the same rows of pages of one size."""
+        if not isinstance(other, BlockTable):
             return NotImplemented
         return (
             self.page_size == other.page_size
@@ -68,20 +68,24 @@ class Pages:
         )
 
 
+Pages = BlockTable  # an older name
+
+
 def starts_of(lengths: Index) -> Index:
+    """Return where each sequence begins in a packed tensor, and its end."""
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def tokens_of(lengths: Index) -> tuple[Index, Index]:
-    """(sequence, position) of every token."""
+    """Return (sequence, position) of every token."""
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     return sequence, np.arange(len(sequence)) - starts_of(lengths)[sequence]
 
 
-def index(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index:
-    """An index tensor as int64; a list without elements is one too."""
+def index_array(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index:
+    """Return an index tensor as int64; a list without elements is one too."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -97,19 +101,21 @@ def index(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index
     return array
 
 
-def size(name: str, value: Any) -> int:
+def positive_size(name: str, value: Any) -> int:
+    """Check a positive integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise argument_error(name, "a positive integer", describe(value))
     return int(value)
 
 
-def of_sequences(name: str, array: NDArray[Any], batch: int) -> None:
+def check_batch(name: str, array: NDArray[Any], batch: int) -> None:
+    """Check that an array has an entry for each sequence."""
     if len(array) != batch:
         raise argument_error(name, f"{batch} entries, one a sequence", len(array))
 
 
-def paged(name: str, entries: Index, lengths: Index, page_size: int, unit: int) -> Pages:
-    """Pages of a table [sequences, any] whose active entries are multiples of `unit` rows."""
+def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit: int) -> BlockTable:
+    """Return the table of entries [sequences, any] whose active entries are multiples of `unit` rows."""
     used = -(-lengths // page_size)
     if used.size and used.max() > entries.shape[1]:
         b = int(used.argmax())
@@ -121,11 +127,13 @@ def paged(name: str, entries: Index, lengths: Index, page_size: int, unit: int) 
         b, page = (int(at[0]) for at in bad.nonzero())
         expected = f"at least 0, as sequence {b} has {lengths[b]} tokens"
         raise argument_error(f"{name}[{b}, {page}]", expected, int(entries[b, page]))
-    return Pages(np.where(active, entries * unit, -1)[:, : max(used.max(initial=0), 1)], lengths, page_size)
+    return BlockTable(
+        np.where(active, entries * unit, -1)[:, : max(used.max(initial=0), 1)], lengths, page_size
+    )
 
 
-def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> Pages:
-    """Of a block table and lengths, as vLLM, flash-attn, Ascend's operators and TPUs have them.
+def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> BlockTable:
+    """Convert a block table and lengths, as vLLM, flash-attn, Ascend's operators and TPUs have them.
 
     Parameters
     ----------
@@ -138,7 +146,7 @@ def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> P
 
     Returns
     -------
-    Pages
+    BlockTable
 
     Examples
     --------
@@ -146,14 +154,14 @@ def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> P
     >>> tables.from_blocks([[3, 1, 99]], [17], 16).rows()[-2:].tolist()
     [63, 16]
     """
-    page_size = size("page_size", page_size)
-    numbers, lengths = index("block_table", block_table, 2), index("lengths", lengths, low=0)
-    of_sequences("block_table", numbers, len(lengths))
-    return paged("block_table", numbers, lengths, page_size, page_size)
+    page_size = positive_size("page_size", page_size)
+    numbers, lengths = index_array("block_table", block_table, 2), index_array("lengths", lengths, low=0)
+    check_batch("block_table", numbers, len(lengths))
+    return from_entries("block_table", numbers, lengths, page_size, page_size)
 
 
-def to_blocks(pages: Pages, padding: int = -1) -> tuple[Index, Index]:
-    """(block table, lengths); `padding` stands behind the last block of a sequence.
+def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:
+    """Return (block table, lengths); `padding` stands behind the last block of a sequence.
 
     Pages have to begin where blocks do.
 
@@ -175,8 +183,8 @@ def to_blocks(pages: Pages, padding: int = -1) -> tuple[Index, Index]:
     return np.where(active, pages.table // pages.page_size, padding), pages.lengths.copy()
 
 
-def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, page_size: int) -> Pages:
-    """Of compressed rows, as FlashInfer has them.
+def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, page_size: int) -> BlockTable:
+    """Convert compressed rows, as FlashInfer has them.
 
     Parameters
     ----------
@@ -191,7 +199,7 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
 
     Returns
     -------
-    Pages
+    BlockTable
 
     Examples
     --------
@@ -200,9 +208,9 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
     >>> pages == tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4)
     True
     """
-    page_size = size("page_size", page_size)
-    indptr, indices = index("indptr", indptr, low=0), index("indices", indices)
-    last = index("last_page_len", last_page_len)
+    page_size = positive_size("page_size", page_size)
+    indptr, indices = index_array("indptr", indptr, low=0), index_array("indices", indices)
+    last = index_array("last_page_len", last_page_len)
     if not len(indptr) or indptr[0] != 0:
         raise argument_error(
             "indptr", "to begin with 0", describe(indptr) if not len(indptr) else int(indptr[0])
@@ -212,7 +220,7 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
         raise argument_error("indptr", "never to decrease", int(indptr[used.argmin() + 1]))
     if indptr[-1] > len(indices):
         raise argument_error("indices", f"{indptr[-1]} entries, where indptr ends", len(indices))
-    of_sequences("last_page_len", last, len(used))
+    check_batch("last_page_len", last, len(used))
     odd = (used > 0) & ((last < 1) | (last > page_size))
     if odd.any():
         b = int(odd.argmax())
@@ -221,11 +229,11 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
     sequence, page = tokens_of(used)
     table = np.full((len(used), max(used.max(initial=0), 1)), -1, np.int64)
     table[sequence, page] = indices[: indptr[-1]]
-    return paged("indices", table, lengths, page_size, page_size)
+    return from_entries("indices", table, lengths, page_size, page_size)
 
 
-def to_csr(pages: Pages) -> tuple[Index, Index, Index]:
-    """(indptr, indices, last_page_len); a sequence without tokens has no page and a last length of 0.
+def to_csr(pages: BlockTable) -> tuple[Index, Index, Index]:
+    """Return (indptr, indices, last_page_len); a sequence without tokens has no page and a last length of 0.
 
     Examples
     --------
@@ -244,8 +252,8 @@ def to_csr(pages: Pages) -> tuple[Index, Index, Index]:
     )
 
 
-def from_slots(slots: ArrayLike, lengths: ArrayLike) -> Pages:
-    """Of a slot for every token, as SGLang's ``req_to_token`` has it: pages of one token.
+def from_slots(slots: ArrayLike, lengths: ArrayLike) -> BlockTable:
+    """Convert a slot for every token, as SGLang's ``req_to_token`` has it: pages of one token.
 
     Parameters
     ----------
@@ -256,7 +264,7 @@ def from_slots(slots: ArrayLike, lengths: ArrayLike) -> Pages:
 
     Returns
     -------
-    Pages
+    BlockTable
 
     Examples
     --------
@@ -264,13 +272,13 @@ def from_slots(slots: ArrayLike, lengths: ArrayLike) -> Pages:
     >>> tables.from_slots([[28, 29, 8], [16, 0, 0]], [3, 1]).rows().tolist()
     [28, 29, 8, 16]
     """
-    numbers, lengths = index("slots", slots, 2), index("lengths", lengths, low=0)
-    of_sequences("slots", numbers, len(lengths))
-    return paged("slots", numbers, lengths, 1, 1)
+    numbers, lengths = index_array("slots", slots, 2), index_array("lengths", lengths, low=0)
+    check_batch("slots", numbers, len(lengths))
+    return from_entries("slots", numbers, lengths, 1, 1)
 
 
-def to_slots(pages: Pages, padding: int = 0) -> Index:
-    """A slot for every token, [sequences, longest]; `padding` behind a sequence's last.
+def to_slots(pages: BlockTable, padding: int = 0) -> Index:
+    """Return a slot for every token, [sequences, longest]; `padding` behind a sequence's last.
 
     Examples
     --------
@@ -283,8 +291,8 @@ def to_slots(pages: Pages, padding: int = 0) -> Index:
     return slots
 
 
-def slot_mapping(pages: Pages, new: ArrayLike) -> Index:
-    """The slots of a step's tokens, packed: the last ``new[b]`` tokens of each sequence.
+def slot_mapping(pages: BlockTable, new: ArrayLike) -> Index:
+    """Return the slots of a step's tokens, packed: the last ``new[b]`` tokens of each sequence.
 
     Examples
     --------
@@ -292,8 +300,8 @@ def slot_mapping(pages: Pages, new: ArrayLike) -> Index:
     >>> tables.slot_mapping(tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4), [2, 1]).tolist()
     [31, 8, 18]
     """
-    count = index("new", new, low=0)
-    of_sequences("new", count, len(pages.lengths))
+    count = index_array("new", new, low=0)
+    check_batch("new", count, len(pages.lengths))
     if (over := count > pages.lengths).any():
         b = int(over.argmax())
         raise argument_error(
@@ -306,8 +314,8 @@ def slot_mapping(pages: Pages, new: ArrayLike) -> Index:
 
 def from_tokens(
     slots: ArrayLike, sequences: ArrayLike, positions: ArrayLike, batch: int | None = None
-) -> Pages:
-    """Of the slot, sequence and position of each token, in any order: slot mappings of all steps so far.
+) -> BlockTable:
+    """Convert slot, sequence and position of each token, in any order: slot mappings of all steps so far.
 
     Parameters
     ----------
@@ -321,7 +329,7 @@ def from_tokens(
 
     Returns
     -------
-    Pages
+    BlockTable
         Of one token each.
 
     Examples
@@ -331,7 +339,7 @@ def from_tokens(
     [9, 5, 4]
     """
     rows, owners, at = (
-        index(name, value)
+        index_array(name, value)
         for name, value in (("slots", slots), ("sequences", sequences), ("positions", positions))
     )
     for name, array in (("sequences", owners), ("positions", at)):
@@ -340,7 +348,7 @@ def from_tokens(
     there = rows >= 0
     rows, owners, at = rows[there], owners[there], at[there]
     least = owners.max(initial=-1) + 1
-    count = int(least) if batch is None else size("batch", batch)
+    count = int(least) if batch is None else positive_size("batch", batch)
     if owners.size and (owners.min() < 0 or least > count):
         raise argument_error(
             "sequences",
@@ -358,11 +366,11 @@ def from_tokens(
     lengths = np.bincount(owners, minlength=count).astype(np.int64)
     table = np.full((count, max(lengths.max(initial=0), 1)), -1, np.int64)
     table[tokens_of(lengths)] = rows
-    return Pages(table, lengths, 1)
+    return BlockTable(table, lengths, 1)
 
 
-def to_tokens(pages: Pages) -> tuple[Index, Index, Index]:
-    """(slots, sequences, positions) of every token, sequence after sequence.
+def to_tokens(pages: BlockTable) -> tuple[Index, Index, Index]:
+    """Return (slots, sequences, positions) of every token, sequence after sequence.
 
     Examples
     --------
@@ -373,8 +381,8 @@ def to_tokens(pages: Pages) -> tuple[Index, Index, Index]:
     return (pages.rows(), *tokens_of(pages.lengths))
 
 
-def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -> Pages:
-    """Of cells with positions and sequence ids, as llama.cpp has them.
+def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -> BlockTable:
+    """Convert cells with positions and sequence ids, as llama.cpp has them.
 
     Parameters
     ----------
@@ -387,7 +395,7 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
 
     Returns
     -------
-    Pages
+    BlockTable
         Of one token each; the row of a token is its cell.
 
     Examples
@@ -396,22 +404,22 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
     >>> tables.from_cells([0, 1, -1, 2, 2], [{0, 1}, {0, 1}, (), {1}, {0}]).table.tolist()
     [[0, 1, 4], [0, 1, 3]]
     """
-    at = index("positions", positions)
+    at = index_array("positions", positions)
     if len(sequences) != len(at):
         raise argument_error("sequences", f"{len(at)} entries, one a cell", len(sequences))
     if isinstance(sequences, np.ndarray):
-        whose, counts = index("sequences", sequences), np.ones(len(at), np.int64)
+        whose, counts = index_array("sequences", sequences), np.ones(len(at), np.int64)
     else:
         counts = np.array([len(each) for each in sequences], np.int64)
-        whose = index("sequences", [number for each in sequences for number in each])
+        whose = index_array("sequences", [number for each in sequences for number in each])
     cells = np.repeat(np.arange(len(at)), counts)
     there = at[cells] >= 0
     cells, whose = cells[there], whose[there]
     return from_tokens(cells, whose, at[cells], batch)
 
 
-def to_cells(pages: Pages, cells: int | None = None) -> tuple[Index, list[set[int]]]:
-    """(positions, sequences) of `cells` cells: position -1 and no sequence where a cell is empty.
+def to_cells(pages: BlockTable, cells: int | None = None) -> tuple[Index, list[set[int]]]:
+    """Return (positions, sequences) of `cells` cells: position -1 and no sequence where a cell is empty.
 
     Examples
     --------
@@ -421,7 +429,7 @@ def to_cells(pages: Pages, cells: int | None = None) -> tuple[Index, list[set[in
     """
     rows, sequence, position = to_tokens(pages)
     least = int(rows.max(initial=-1)) + 1
-    count = least if cells is None else size("cells", cells)
+    count = least if cells is None else positive_size("cells", cells)
     if least > count:
         raise argument_error("cells", f"at least {least}, as a token is in row {least - 1}", count)
     at, owners = np.full(count, -1, np.int64), [set[int]() for _ in range(count)]
@@ -440,8 +448,8 @@ def from_batch(
     *,
     batch_index: ArrayLike | None = None,
     left_padding: ArrayLike | None = None,
-) -> Pages:
-    """Of caches with a part for each sequence, as Transformers, MLX and flash-attn without a table have them.
+) -> BlockTable:
+    """Convert caches with a part for each sequence, as Transformers, MLX and flash-attn may have them.
 
     Parameters
     ----------
@@ -456,7 +464,7 @@ def from_batch(
 
     Returns
     -------
-    Pages
+    BlockTable
         One for each sequence.
 
     Examples
@@ -465,11 +473,15 @@ def from_batch(
     >>> tables.from_batch([3, 2], 10, batch_index=[1, 0], left_padding=[7, 8]).rows().tolist()
     [17, 18, 19, 8, 9]
     """
-    capacity, lengths = size("capacity", capacity), index("lengths", lengths, low=0)
-    part = np.arange(len(lengths)) if batch_index is None else index("batch_index", batch_index)
-    pad = np.zeros(len(lengths), np.int64) if left_padding is None else index("left_padding", left_padding)
-    of_sequences("batch_index", part, len(lengths))
-    of_sequences("left_padding", pad, len(lengths))
+    capacity, lengths = positive_size("capacity", capacity), index_array("lengths", lengths, low=0)
+    part = np.arange(len(lengths)) if batch_index is None else index_array("batch_index", batch_index)
+    pad = (
+        np.zeros(len(lengths), np.int64)
+        if left_padding is None
+        else index_array("left_padding", left_padding)
+    )
+    check_batch("batch_index", part, len(lengths))
+    check_batch("left_padding", pad, len(lengths))
     active = lengths > 0
     for name, array in (("batch_index", part), ("left_padding", pad)):
         if (bad := active & ((array < 0) | (array > MOST // capacity))).any():
@@ -483,11 +495,11 @@ def from_batch(
             f"at most {capacity - pad[b]}, in {capacity} rows after {pad[b]}",
             int(lengths[b]),
         )
-    return Pages(np.where(active, part * capacity + pad, -1)[:, None], lengths, capacity)
+    return BlockTable(np.where(active, part * capacity + pad, -1)[:, None], lengths, capacity)
 
 
-def to_batch(pages: Pages, capacity: int) -> tuple[Index, Index, Index]:
-    """(lengths, batch index, left padding) in parts of `capacity` rows; each sequence has to lie in one.
+def to_batch(pages: BlockTable, capacity: int) -> tuple[Index, Index, Index]:
+    """Return (lengths, batch index, left padding) in parts of `capacity` rows, one for each sequence.
 
     Examples
     --------
@@ -495,7 +507,7 @@ def to_batch(pages: Pages, capacity: int) -> tuple[Index, Index, Index]:
     >>> [each.tolist() for each in tables.to_batch(tables.from_slots([[17, 18], [3, 0]], [2, 1]), 10)]
     [[2, 1], [1, 0], [7, 3]]
     """
-    capacity, rows, starts = size("capacity", capacity), pages.rows(), pages.starts()
+    capacity, rows, starts = positive_size("capacity", capacity), pages.rows(), pages.starts()
     sequence, position = tokens_of(pages.lengths)
     first = np.zeros(len(pages.lengths), np.int64)
     active = pages.lengths > 0
@@ -509,8 +521,8 @@ def to_batch(pages: Pages, capacity: int) -> tuple[Index, Index, Index]:
     return pages.lengths.copy(), first // capacity, first % capacity
 
 
-def packed(lengths: ArrayLike, page_size: int) -> Pages:
-    """New pages for sequences of such lengths, one after the other.
+def packed(lengths: ArrayLike, page_size: int) -> BlockTable:
+    """Return new pages for sequences of such lengths, one after the other.
 
     Examples
     --------
@@ -518,8 +530,8 @@ def packed(lengths: ArrayLike, page_size: int) -> Pages:
     >>> tables.packed([5, 3], page_size=4).table.tolist()
     [[0, 4], [8, -1]]
     """
-    page_size, lengths = size("page_size", page_size), index("lengths", lengths, low=0)
+    page_size, lengths = positive_size("page_size", page_size), index_array("lengths", lengths, low=0)
     used = -(-lengths // page_size)
     columns = np.arange(max(used.max(initial=0), 1))
     numbers = starts_of(used)[:-1, None] + columns
-    return Pages(np.where(columns < used[:, None], numbers * page_size, -1), lengths, page_size)
+    return BlockTable(np.where(columns < used[:, None], numbers * page_size, -1), lengths, page_size)

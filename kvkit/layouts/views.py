@@ -12,7 +12,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.interop import as_numpy, in_kind_of
 from kvkit.layouts.grammar import Axis, Layout
 from kvkit.layouts.named import parse
-from kvkit.layouts.shapes import Groups, given_sizes, strided
+from kvkit.layouts.shapes import Groups, check_sizes, strided_view
 from kvkit.typed import Array
 
 ORDER = ("l", "b", "n", "h", "c")
@@ -90,14 +90,14 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     array([0., 7., 7.], dtype=float16)
     """
     line = parse(layout)
-    viewable(line)
-    found = nested(leaves(arrays, line, given_sizes("sizes", sizes)), line, ordered)
+    check_viewable(line)
+    found = arrange(iterate_leaves(arrays, line, check_sizes("sizes", sizes)), line, order_axes)
     return KV(in_kind_of(arrays, found.keys), in_kind_of(arrays, found.values))
 
 
-def viewable(line: Layout) -> None:
+def check_viewable(line: Layout) -> None:
     """Check that strides can say where each element lies."""
-    of_one_kind(line)
+    check_one_kind(line)
     if line.split:
         name = line.split
         raise argument_error(
@@ -106,13 +106,13 @@ def viewable(line: Layout) -> None:
         )  # fmt: skip
 
 
-def of_one_kind(line: Layout) -> None:
+def check_one_kind(line: Layout) -> None:
     """Check that a layout has no codes and scales in one block."""
     if line.joined:
         raise argument_error("layout", "elements of one kind", f"'{line}', where two kinds share a block")
 
 
-def ordered(leaf: Leaf, inner: int) -> np.ndarray:
+def order_axes(leaf: Leaf, inner: int) -> np.ndarray:
     """Return a view of a leaf with the last `inner` of the axes l b n h c."""
     axes, array = [axis.name for axis in leaf.axes], leaf.array
     order = ["c" if name == "s" else name for name in axes]
@@ -124,7 +124,7 @@ def ordered(leaf: Leaf, inner: int) -> np.ndarray:
     return array[tuple(slice(None) if name in order else None for name in wanted)]
 
 
-def nested(
+def arrange(
     found: Iterable[tuple[dict[str, int], tuple[Leaf, Leaf]]],
     line: Layout,
     arranged: Callable[[Leaf, int], Array],
@@ -148,26 +148,28 @@ def nested(
     return KV(*(arranged(side, 5) for side in pair))
 
 
-def leaves(
+def iterate_leaves(
     arrays: Any, line: Layout, known: Mapping[str, int], name: str = "arrays"
 ) -> Iterator[tuple[dict[str, int], tuple[Leaf, Leaf]]]:
     """Yield (index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
     for axis, size in known.items():
         if axis in "lbnh" and axis not in line.names and size > 1:
             raise argument_error(name, f"an axis {axis} in '{line}', for a size of {size}", "none")
-    found: dict[Any, Any] = dict(listed(name, arrays, line.lists, {}))
+    found: dict[Any, Any] = dict(iterate_arrays(name, arrays, line.lists, {}))
     for axis in line.lists:
-        if axis != "kv" and known.get(axis, count(found, axis)) != count(found, axis):
-            raise argument_error(name, f"{known[axis]} arrays along {axis} of '{line}'", count(found, axis))
+        if axis != "kv" and known.get(axis, list_length(found, axis)) != list_length(found, axis):
+            raise argument_error(
+                name, f"{known[axis]} arrays along {axis} of '{line}'", list_length(found, axis)
+            )
     outer = [axis for axis in ("l", "b") if axis in line.lists]
     wheres = sorted({tuple(dict(where)[axis] for axis in outer) for where in found})
     for where in wheres:
         index = dict(zip(outer, where, strict=True))
         if "kv" in line.lists:
-            keys, values = (found[key({**index, "kv": side}, line)] for side in (0, 1))
-            pair = one(keys, line, 0, known), one(values, line, 1, known)
+            keys, values = (found[list_index({**index, "kv": side}, line)] for side in (0, 1))
+            pair = side_leaf(keys, line, 0, known), side_leaf(values, line, 1, known)
         else:
-            pair = both(found[key(index, line)], line, known)
+            pair = both_leaves(found[list_index(index, line)], line, known)
         for axis in "bnh":
             sizes = [leaf.sizes.get(axis, 1) for leaf in pair]
             if sizes[0] != sizes[1]:
@@ -175,17 +177,17 @@ def leaves(
         yield index, pair
 
 
-def key(index: Mapping[str, int], line: Layout) -> Where:
+def list_index(index: Mapping[str, int], line: Layout) -> Where:
     """Return an index along the levels of a line's lists."""
     return tuple((axis, index[axis]) for axis in line.lists)
 
 
-def count(found: Iterable[Where], axis: str) -> int:
+def list_length(found: Iterable[Where], axis: str) -> int:
     """Return the number of arrays along a level of lists."""
     return 1 + max(dict(where)[axis] for where in found)
 
 
-def listed(
+def iterate_arrays(
     name: str, arrays: Any, levels: Sequence[str], where: Mapping[str, int]
 ) -> Iterator[tuple[Where, tuple[str, Array]]]:
     """Yield (index in lists, (name, array)) of nested lists."""
@@ -212,29 +214,29 @@ def listed(
         raise argument_error(name, expected, describe(arrays))
     lengths = set()
     for i, each in enumerate(several):
-        found = list(listed(f"{name}[{i}]", each, rest, {**where, level: i}))
+        found = list(iterate_arrays(f"{name}[{i}]", each, rest, {**where, level: i}))
         lengths.add(len(found))
         if len(lengths) > 1:
             raise argument_error(f"{name}[{i}]", "as many arrays as before it", len(found))
         yield from found
 
 
-def one(named: tuple[str, Array], line: Layout, side: int, known: Mapping[str, int]) -> Leaf:
+def side_leaf(named: tuple[str, Array], line: Layout, side: int, known: Mapping[str, int]) -> Leaf:
     """Return keys (side 0) or values that have an array of their own, which has a name."""
     name, array = named
     groups: Groups = (line.groups, line.value_groups)[side]
     if side and "v" in known:
         known = {**known, "c": known["v"]}
     known = {axis: size for axis, size in known.items() if axis in line.names and axis not in line.lists}
-    view, sizes = strided(name, array, line, groups, known)
-    return Leaf(name, view, flat(groups), sizes)
+    view, sizes = strided_view(name, array, line, groups, known)
+    return Leaf(name, view, flat_axes(groups), sizes)
 
 
-def both(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tuple[Leaf, Leaf]:
+def both_leaves(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tuple[Leaf, Leaf]:
     """Return keys and values that lie in one array, which has a name."""
     name, _ = named
     if "kv" not in line.names:
-        keys = one(named, line, 0, known)
+        keys = side_leaf(named, line, 0, known)
         size = known.get("v", keys.array.shape[-1])
         if size == keys.array.shape[-1] or keys.axes[-1].name not in "cs" or keys.axes[-1].part:
             if size != keys.array.shape[-1]:
@@ -252,7 +254,7 @@ def both(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tu
     sides = []
     for side in (0, 1):
         known = {axis: size for axis, size in known.items() if axis != "v"}
-        leaf = one(named, line, side, known)
+        leaf = side_leaf(named, line, side, known)
         at = [axis.name for axis in leaf.axes].index("kv")
         chosen = leaf.array[(slice(None),) * at + (side,)]
         sides.append(Leaf(name, chosen, (*leaf.axes[:at], *leaf.axes[at + 1 :]), leaf.sizes))
@@ -260,6 +262,6 @@ def both(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tu
     return sides[0], sides[1]
 
 
-def flat(groups: Groups) -> tuple[Axis, ...]:
+def flat_axes(groups: Groups) -> tuple[Axis, ...]:
     """Return the axes of all groups."""
     return tuple(axis for group in groups for axis in group)

@@ -50,9 +50,7 @@ OPERATORS = {
             ),
         ),
         Operator(
-            "dynamic_batching.key_value_cache",
-            "PMX dynamic_batching.KeyValueCache",
-            key_value("kvstarts[B]"),
+            "dynamic_batching.key_value_cache", "PMX dynamic_batching.KeyValueCache", key_value("kvstarts[B]")
         ),
         Operator(
             "dynamic_batching.multi_head_attention",
@@ -110,9 +108,7 @@ OPERATORS = {
             ),
         ),
         Operator(
-            "ascend.nz_to_nd",
-            "Ascend ATB TransData",
-            (Output("x", "that of y", "(b, m, n)", "matrices"),),
+            "ascend.nz_to_nd", "Ascend ATB TransData", (Output("x", "that of y", "(b, m, n)", "matrices"),)
         ),
     )
 }

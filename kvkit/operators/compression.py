@@ -1,10 +1,10 @@
-"""What a compressed cache keeps of a sequence, as data."""
+"""The modes of a compressed cache as data: what each keeps of a sequence, and what it needs."""
 
 import enum
 
 
 class CompressType(enum.IntEnum):
-    """What `ascend.reshape_and_cache` stores of a sequence (see `MEANING`)."""
+    """The modes in which `ascend.reshape_and_cache` stores a sequence (see `MEANING`)."""
 
     UNDEFINED = 0
     KVHEAD = 1

@@ -14,7 +14,7 @@ from kvkit.errors import argument_error
 from kvkit.files import Description
 from kvkit.files.arrays import CACHE
 from kvkit.layouts import tables
-from kvkit.layouts.tables import Pages
+from kvkit.layouts.tables import BlockTable
 from kvkit.tools import recoding
 from kvkit.tools.readers import LINE
 from kvkit.tools.source import CacheSource, Source, axis_sizes_of, leaves, view_of
@@ -168,7 +168,7 @@ def convert(
 def move_cache(
     source: CacheSource,
     to_layout: str,
-    pages: tuple[Pages, Pages] | None,
+    pages: tuple[BlockTable, BlockTable] | None,
     verify: bool,
     progress: Callable[[int, int], object] | None,
 ) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def move_cache(
 
 def new_pages(
     source: CacheSource, page_size: int | str | None, tables_from: Source | None
-) -> tuple[tuple[Pages, Pages] | None, dict[str, np.ndarray]]:
+) -> tuple[tuple[BlockTable, BlockTable] | None, dict[str, np.ndarray]]:
     """Return (pages of source and target, None where rows stay; the new block tables by name)."""
     if page_size is None and tables_from is None:
         return None, {}
@@ -214,7 +214,7 @@ def new_pages(
     return (old, new), block_tables(new)
 
 
-def whole_sequences(source: CacheSource) -> Pages:
+def whole_sequences(source: CacheSource) -> BlockTable:
     """Return a sequence for each b, as long as n."""
     sizes = source.axis_sizes
     if "n" not in sizes:
@@ -223,7 +223,7 @@ def whole_sequences(source: CacheSource) -> Pages:
     return tables.from_batch([sizes["n"]] * sizes.get("b", 1), sizes["n"])
 
 
-def block_tables(pages: Pages) -> dict[str, np.ndarray]:
+def block_tables(pages: BlockTable) -> dict[str, np.ndarray]:
     """Return block tables as engines have them, by name."""
     numbers, lengths = tables.to_blocks(pages)
     return {

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.errors import argument_error, describe
 from kvkit.layouts import NAMED, Layout, parse
-from kvkit.layouts.tables import Pages, to_tokens
+from kvkit.layouts.tables import BlockTable, to_tokens
 from kvkit.tools import svg
 from kvkit.tools.boxes import boxes, drawn_sizes, outer_axes, strides
 
@@ -116,7 +116,7 @@ def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str,
 
 
 def cells(
-    pages: Pages,
+    pages: BlockTable,
     num_rows: int | None = None,
     *,
     page_size: int | None = None,
@@ -127,7 +127,7 @@ def cells(
 
     Parameters
     ----------
-    pages : Pages
+    pages : BlockTable
         Where the tokens of sequences lie: what `kvkit.layouts.tables` makes of any engine's tables.
     num_rows : int, optional
         Rows of the cache; up to the last one in use if not given.

@@ -11,7 +11,7 @@ import numpy as np
 from kvkit import layouts
 from kvkit.errors import KvkitError, brief
 from kvkit.files import Contents, Description
-from kvkit.files.members import is_own
+from kvkit.files.members import is_extension_dtype
 from kvkit.layouts.views import KV
 from kvkit.tools.source import SIDES, CacheSource, Source
 from kvkit.tools.text import columns, size
@@ -225,7 +225,7 @@ def statistics(arrays: Mapping[str, np.ndarray], kv: KV | None, apart: Collectio
 
 def of_numbers(dtype: np.dtype) -> bool:
     """Return whether elements are numbers."""
-    return dtype.kind in "fiub" or is_own(dtype)
+    return dtype.kind in "fiub" or is_extension_dtype(dtype)
 
 
 def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:

@@ -116,7 +116,7 @@ def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
         raise argument_error("source", "a cache that has tokens", "an empty one")
 
     def layer(i: int) -> LayerReader:
-        return open_states(i, loading.restored(source.name, i, about[i], source.arrays))
+        return open_states(i, loading.restore_layer(source.name, i, about[i], source.arrays))
 
     try:
         format = format_of_layers([said["arguments"] for said in about])

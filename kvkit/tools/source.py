@@ -18,7 +18,7 @@ from kvkit.formats import FLOATS, NAMED
 from kvkit.formats.elements import FLOATS8
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, tables
-from kvkit.layouts.tables import Pages
+from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
@@ -294,7 +294,7 @@ class CacheSource:
             raise argument_error(name, wanted, ", ".join(map(str, coded)))
         return said
 
-    def block_tables(self, page_size: int | None = None) -> tuple[str, Pages] | None:
+    def block_tables(self, page_size: int | None = None) -> tuple[str, BlockTable] | None:
         """Return (their convention, the block tables in one form); None if there are none."""
         try:
             return self.read_tables(page_size)
@@ -303,7 +303,7 @@ class CacheSource:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise argument_error("source", "tables as kvkit or llama.cpp has them", brief(error)) from None
 
-    def read_tables(self, page_size: int | None) -> tuple[str, Pages] | None:
+    def read_tables(self, page_size: int | None) -> tuple[str, BlockTable] | None:
         """Return the block tables of the first convention whose arrays are all there."""
         arrays, names = self.arrays, self.arrays.keys()
         if {"block_tables", "context_lens"} <= names and (size := self.page_size(page_size)):
@@ -313,7 +313,7 @@ class CacheSource:
             return "compressed rows", tables.from_csr(*parts, size)
         if {"cachestarts", "kvstarts"} <= names and (size := self.page_size(page_size)):
             rows, lengths = arrays["cachestarts"], np.diff(arrays["kvstarts"])
-            return "first rows of pages", tables.paged("cachestarts", rows, lengths, size, 1)
+            return "first rows of pages", tables.from_entries("cachestarts", rows, lengths, size, 1)
         if {"slots", "context_lens"} <= names:
             return "a slot a token", tables.from_slots(arrays["slots"], arrays["context_lens"])
         if "paged" in self.saved:
@@ -407,7 +407,7 @@ def format_of_paged(about: Mapping[str, Any]) -> str | None:
     return about.get("quant_format") or (f"int{bits}:g{about.get('quant_group')}" if bits else None)
 
 
-def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> Pages:
+def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
     """Return the pages of what `PagedCache.save` wrote: blocks by their places in the file."""
     rows = [arrays[f"sequences.{i}.block_table"] for i in range(len(about["sequences"]))]
     numbers = np.full((len(rows), max(map(len, rows), default=0)), -1)
@@ -417,7 +417,7 @@ def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -
     return tables.from_blocks(numbers, lengths, about["arguments"]["page_size"])
 
 
-def pages_of_cells(arrays: Mapping[str, np.ndarray]) -> Pages:
+def pages_of_cells(arrays: Mapping[str, np.ndarray]) -> BlockTable:
     """Return the pages of llama.cpp's cells; sequences keep their order, not their numbers."""
     at, whose = arrays["cache_cells.positions"], arrays["cache_cells.sequences"]
     _, numbers = np.unique(whose, return_inverse=True)

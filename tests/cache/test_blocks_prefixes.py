@@ -52,7 +52,7 @@ def test_salt_keeps_sequences_apart():
 
 def test_a_hash_alone_is_not_believed(monkeypatch):
     """Two chains with one hash stay apart by their ids."""
-    monkeypatch.setattr("kvkit.cache.blocks.allocator.follow", lambda chain, ids: b"the same")
+    monkeypatch.setattr("kvkit.cache.blocks.allocator.chain_hash", lambda chain, ids: b"the same")
     blocks = BlockAllocator(9, 2)
     filled(blocks, [1, 2, 3])
     assert blocks.add([7, 8, 3]).length == 0

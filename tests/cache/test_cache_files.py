@@ -106,7 +106,7 @@ def test_a_failing_save_leaves_the_old_file(path, monkeypatch):
         yield array.tobytes()[:10]
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(members, "chunks", chunks)
+    monkeypatch.setattr(members, "iterate_bytes", chunks)
     with pytest.raises(OSError, match="No space"):
         filled().save(path)
     assert path.read_bytes() == before

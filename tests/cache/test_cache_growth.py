@@ -133,7 +133,8 @@ def test_a_static_layer_costs_what_is_filled():
     clean = layer.attend(query)
     whole[:, :, 100:] = values[:, :, 100:] = np.nan
     assert layer.attend(query).tobytes() == clean.tobytes()
-    assert layer._attention.call.launch.numbers[AT["products"]] == 4 * 100 * 100
+    [prepared] = layer._attention._calls.values()
+    assert prepared._params[AT["products"]] == 4 * 100 * 100
 
 
 def allocated():

@@ -169,13 +169,13 @@ def test_the_next_layer_is_prefetched(tmp_path, monkeypatch):
     cache = Cache(four_layers())
     cache.offload(tmp_path)
     fill(cache, counts=(6,))
-    mapped.background().submit(int).result()
+    mapped.prefetch_thread().submit(int).result()
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call), raising=False)
     for i, following in ((0, 2), (1, 2), (2, 0), (3, 0)):
         asked.clear()
         cache.update(*random(np.float32, 1), i)
-        mapped.background().submit(int).result()
+        mapped.prefetch_thread().submit(int).result()
         store = cache.layers[following].store
         length = cache.get_seq_length(following)
         assert {call[0] for call in asked} == {store.file.descriptor}
@@ -184,7 +184,7 @@ def test_the_next_layer_is_prefetched(tmp_path, monkeypatch):
     asked.clear()
     cache.prefetch(2)
     cache.prefetch(1)
-    mapped.background().submit(int).result()
+    mapped.prefetch_thread().submit(int).result()
     assert {call[0] for call in asked} == {cache.layers[2].store.file.descriptor}
     cache.close()
 

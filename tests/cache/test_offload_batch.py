@@ -159,13 +159,13 @@ def test_no_room_on_the_disk_for_a_crop(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("only_non_sliding", [True, False])
 @pytest.mark.parametrize(
-    ("name", "most"), [("allocate", 3), ("write", 4), ("replace", 1)], ids=["data", "sidecar", "replace"]
+    ("name", "most"), [("allocate_file", 3), ("write", 4), ("replace", 1)], ids=["data", "sidecar", "replace"]
 )
 def test_no_room_on_the_disk_leaves_every_layer_as_it_was(
     tmp_path, monkeypatch, only_non_sliding, name, most
 ):
     """Whichever file it is for; and layers that are in memory."""
-    cache, module = filled(6, 1), mapped if name == "allocate" else mapped.os
+    cache, module = filled(6, 1), mapped if name == "allocate_file" else mapped.os
     real = getattr(module, name)
     cache.offload(tmp_path, only_non_sliding)
     before, files = contents(cache), names(tmp_path)
@@ -192,7 +192,7 @@ def test_no_room_on_the_disk_leaves_every_layer_as_it_was(
 
 LINES = {
     *(each.__code__ for each in (Folder.at_once, Folder.count, Folder.say, Folder.settle)),
-    *(each.__code__ for each in (mapped.Home.settle, mapped.follow, mapped.put)),
+    *(each.__code__ for each in (mapped.Home.settle, mapped.follow_change, mapped.write_sidecar)),
 }
 
 

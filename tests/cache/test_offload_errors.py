@@ -272,7 +272,7 @@ def test_copies_of_codes_in_files_lie_in_memory(tmp_path):
 
 def test_an_offload_that_fails_leaves_the_cache_in_memory(tmp_path, monkeypatch):
     expected, cache = fill(Cache(four_layers())), fill(Cache(four_layers()))
-    real, left = mapped.allocate, 1
+    real, left = mapped.allocate_file, 1
 
     def allocate(file, size):
         nonlocal left
@@ -282,7 +282,7 @@ def test_an_offload_that_fails_leaves_the_cache_in_memory(tmp_path, monkeypatch)
         real(file, size)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mapped, "allocate", allocate)
+        patch.setattr(mapped, "allocate_file", allocate)
         with pytest.raises(OSError, match="No space"):
             cache.offload(tmp_path, only_non_sliding=False)
     assert_same(cache, expected)

@@ -165,7 +165,7 @@ def test_prefetch_asks_for_what_is_filled(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call), raising=False)
     cache.prefetch(0)
-    mapped.background().submit(int).result()
+    mapped.prefetch_thread().submit(int).result()
     file = cache.layers[0].store.file
     assert {call[0] for call in asked} == {file.descriptor}
     codes = [side.codes.shape[3] * side.coded for side in cache.layers[0].store.sides]

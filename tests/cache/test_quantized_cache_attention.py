@@ -153,7 +153,7 @@ def test_prepared_calls_are_as_good_as_fresh_ones(monkeypatch):
     """Token by token, while tokens become codes and a draft goes back: the same bytes, few preparations."""
     made = []
 
-    class Counted(attention.Call):
+    class Counted(attention.PreparedAttention):
         def __init__(self, *arguments):
             made.append(arguments)
             super().__init__(*arguments)
@@ -161,7 +161,7 @@ def test_prepared_calls_are_as_good_as_fresh_ones(monkeypatch):
     layer, given = QuantizedLayer(**OPTIONS), states(600, dims=(32, 32))
     query = queries(4, 600, 32, "float32")
     feed(layer, given, 20)
-    monkeypatch.setattr(attention, "Call", Counted)
+    monkeypatch.setattr(attention, "PreparedAttention", Counted)
     for i in range(20, 600):
         feed(layer, given, i + 1)
         got = layer.attend(query[:, :, i : i + 1])

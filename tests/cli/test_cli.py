@@ -656,12 +656,12 @@ SLOW = """
 import signal, sys, time
 from kvkit.files import members
 from kvkit_cli.__main__ import start
-whole = members.chunks
+whole = members.iterate_bytes
 def chunks(array):
     yield array.tobytes()[:10]
     print("writing", flush=True)
     time.sleep(60)
-members.chunks = chunks
+members.iterate_bytes = chunks
 sys.argv[1:] = {args}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or nohup
@@ -1089,7 +1089,7 @@ def test_wrong_arrays(run, files, changes, texts):
 def test_what_a_header_says_is_refused_unread(run, files, monkeypatch, name, array, text):
     source, output = files[0].with_name("packed.npz"), files[1]
     np.savez_compressed(source, **npz.read(files[0]).arrays | {name: array})
-    monkeypatch.setattr(members, "unpacked", None)
+    monkeypatch.setattr(members, "unpack_into", None)
     assert_fails(run("run", "key_value_cache", source, "-o", output), 2, text)
 
 

@@ -294,7 +294,7 @@ def fail_in_a_member(monkeypatch, error):
         yield array.tobytes()[:10]
         raise error
 
-    monkeypatch.setattr(members, "chunks", chunks)
+    monkeypatch.setattr(members, "iterate_bytes", chunks)
 
 
 def fail_in(name):
@@ -369,7 +369,7 @@ def test_a_file_swept_before_it_is_locked_is_made_again(path, tmp_path, monkeypa
     def late(file, wait=False):
         if wait and not swept:
             swept.append(file.name)
-            replace.sweep(tmp_path)
+            replace.remove_leftovers(tmp_path)
         return lock(file, wait)
 
     monkeypatch.setattr(replace, "lock", late)
@@ -667,7 +667,7 @@ def test_a_deflated_bomb(path):
         (info,) = archive.infolist()
         info.file_size = size
         with pytest.raises(ValueError, match="cannot unpack"):
-            members.form(archive, info)
+            members.read_form(archive, info)
 
 
 def test_a_parser_without_memory_is_the_files_fault(path, monkeypatch):
@@ -707,7 +707,7 @@ def test_metadata_that_could_not_be_read_is_not_written(path, monkeypatch):
 def test_nothing_is_unpacked_in_vain(path, monkeypatch):
     """What the headers, the metadata or the caller object to comes first."""
     np.savez_compressed(path, a=np.zeros(1000), b=np.zeros((2, 3), BF16))
-    monkeypatch.setattr(members, "unpacked", None)
+    monkeypatch.setattr(members, "unpack_into", None)
 
     def check(forms, metadata):
         assert metadata == {}

@@ -46,7 +46,7 @@ FORKS = {
     "inside a cache": (
         "from kvkit.cache import DynamicCache\n"
         "cache = DynamicCache()\ninside = threading.Event()\n"
-        "def update():\n    with cache._turn:\n        inside.set()\n        threading.Event().wait()\n"
+        "def update():\n    with cache._lock:\n        inside.set()\n        threading.Event().wait()\n"
         "threading.Thread(target=update, daemon=True).start()\ninside.wait()\n"
         "call = lambda: cache.update(new, new, 0)\nchild()",
         7,

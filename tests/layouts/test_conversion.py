@@ -212,8 +212,8 @@ def test_what_is_refused():
     refused(r"sizes\['h'\]: expected a positive integer", sizes={"h": 0})
     refused("source: expected .* 4 for h, not 2", sizes={"h": 4})
     refused(r"to_sizes\['h'\]: expected 2, as in the source, got 4", to_sizes={"h": 4})
-    refused("tables: expected two Pages", tables=OLD)
-    refused("tables: expected two Pages", tables=(OLD, [[1, 2]]))
+    refused("tables: expected two BlockTables", tables=OLD)
+    refused("tables: expected two BlockTables", tables=(OLD, [[1, 2]]))
     refused(
         r"tables\[0\]: expected rows within the 12 of source",
         tables=(tables.from_blocks([[4, 1]], [5], 3), OLD),

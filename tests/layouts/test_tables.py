@@ -146,7 +146,7 @@ REFUSED = {
         tables.from_slots([[4, 5], [5, 4]], [2, 2])
     ),
     "pages: expected pages that begin at multiples of 4 rows": lambda: tables.to_blocks(
-        tables.Pages(np.array([[6]]), np.array([2]), 4)
+        tables.BlockTable(np.array([[6]]), np.array([2]), 4)
     ),
     r"lengths\[0\]: expected at most 3, in 5 rows after 2, got 4": lambda: tables.from_batch(
         [4], 5, left_padding=[2]

@@ -160,4 +160,4 @@ def sealed(about, arrays):
     """As if it had been written so."""
     about["arrays"] = {name: [array.dtype.name, *array.shape] for name, array in arrays.items()}
     del about["fingerprint"]
-    about["fingerprint"] = saving.fingerprint(about, arrays)
+    about["fingerprint"] = saving.hash_contents(about, arrays)

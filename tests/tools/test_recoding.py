@@ -6,7 +6,7 @@ import pytest
 
 from kvkit import KvkitError, files, formats
 from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
-from kvkit.formats.schemes import of_format
+from kvkit.formats.schemes import cache_format
 from kvkit.tools import convert, recoding
 from kvkit.tools.readers import open_cache
 
@@ -40,7 +40,7 @@ def test_there_and_back(cache, name, tmp_path, monkeypatch):
             if one == "bfloat16":
                 expected = x.astype(formats.BY_NAME[one].dtype).astype(np.float32)
             else:
-                one = of_format(one)  # scales of 16 bits, of kvkit's own codes
+                one = cache_format(one)  # scales of 16 bits, of kvkit's own codes
                 expected = np.stack([formats.decode(formats.encode(rows, one), one) for rows in x])
             np.testing.assert_array_equal(back.arrays[f"cache.{i}.{side}"], expected)
             rows = (read.layer(i).key, read.layer(i).value)[side].read(part)

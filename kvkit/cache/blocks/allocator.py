@@ -1,17 +1,18 @@
-"""Which sequence holds which blocks of a paged cache, and the steps that fill them.
+"""The allocator of blocks of a paged cache to sequences, and the steps that fill them.
 
 Bookkeeping only: no keys, no values, no kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from kvkit.cache.blocks.pool import Pool, follow, root
-from kvkit.cache.blocks.sequence import ID_BYTES, Sequence, encoded, octets
+from kvkit.cache.blocks.pool import Pool, chain_hash, root_hash
+from kvkit.cache.blocks.sequence import ID_BYTES, Sequence, check_bytes, encode_ids
 from kvkit.cache.blocks.step import Step, slot_type, tensors
 from kvkit.checks.values import integer
 from kvkit.errors import KvkitError, argument_error, describe
@@ -69,18 +70,18 @@ class BlockAllocator:
         self.num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)
         self.page_size = integer("page_size", page_size, 1, 2**31 - 1)
         self.slot_dtype = slot_type(slot_dtype, self.num_blocks * self.page_size)
-        self._identity = str(self.page_size).encode(), octets("identity", identity)
+        self._identity = str(self.page_size).encode(), check_bytes("identity", identity)
         self._pool = Pool(self.num_blocks)
         self.open_step: Step | None = None
 
     @property
     def available(self) -> int:
-        """Blocks that are free or can be evicted."""
+        """Return how many blocks are free or can be evicted."""
         return self._pool.available
 
     @property
     def references(self) -> Array:
-        """How many sequences hold each block: int64, shape [num_blocks]."""
+        """Return how many sequences hold each block: int64, shape [num_blocks]."""
         return np.array(self._pool.references)
 
     # Sequences
@@ -100,10 +101,10 @@ class BlockAllocator:
         Sequence
             Its ``length`` says how many tokens are in the cache already.
         """
-        seq = Sequence(self, encoded(token_ids), [root(*self._identity, octets("salt", salt))])
+        seq = Sequence(self, encode_ids(token_ids), [root_hash(*self._identity, check_bytes("salt", salt))])
         for i in range((seq.known - 1) // self.page_size):
             page = seq.page(i, self.page_size)
-            link = follow(seq.chain[-1], page)
+            link = chain_hash(seq.chain[-1], page)
             block = self._pool.find(link, page)
             if block is None:
                 break
@@ -116,7 +117,7 @@ class BlockAllocator:
     def extend(self, seq: Sequence, token_ids: ArrayLike) -> None:
         """Say which tokens come next, so that the blocks they fill can be shared."""
         self.check(seq)
-        ids, tokens = encoded(token_ids), seq.length + seq.pending
+        ids, tokens = encode_ids(token_ids), seq.length + seq.pending
         if seq.known < tokens:
             raise argument_error(
                 "seq", f"a sequence with ids for all its {tokens} tokens", f"{seq.known} ids"
@@ -124,7 +125,7 @@ class BlockAllocator:
         seq.ids += ids
 
     def fork(self, seq: Sequence) -> Sequence:
-        """A second sequence with the same tokens, in the same blocks. Nothing is copied until one writes."""
+        """Return a second sequence of the same tokens, in the same blocks. The first write copies."""
         self.check(seq, at_rest=True)
         self._pool.share(seq.table)
         return seq.copy()
@@ -153,18 +154,23 @@ class BlockAllocator:
         seq.allocator, seq.length = None, 0
         self._keep_pages(seq)
 
-    def published(self):
-        """(block, hash, token ids) of what can be found; what would be evicted first comes first."""
+    def published(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yield (block, hash, token ids) of the blocks that can be found, the first to be evicted first."""
         return self._pool.published()
 
-    def restore(self, saved, published, blocks):
-        """Sequences that were (length, root of hashes, block table, token ids), in a new allocator.
+    def restore(
+        self,
+        saved: Iterable[tuple[int, bytes, Array, Array]],
+        published: Collection[tuple[int, bytes, bytes]],
+        blocks: set[int],
+    ) -> list[Sequence]:
+        """Restore sequences, (length, root of hashes, block table, token ids) each, in a new allocator.
 
         They hold `blocks`; of these, `published` ones can be found.
         """
         sequences = []
         for length, start, table, ids in saved:
-            seq = Sequence(self, encoded(ids), [start])
+            seq = Sequence(self, encode_ids(ids), [start])
             seq.length = integer("length", length, 0)
             seq.table.extend(table.tolist())
             if len(seq.table) != self._pages(length) or not blocks.issuperset(seq.table):
@@ -237,27 +243,27 @@ class BlockAllocator:
             seq.pending = 0
             self._keep_pages(seq)
 
-    def _close(self, step):
+    def _close(self, step: Step) -> None:
         if step is not self.open_step:
             raise argument_error("step", "the open step", "one that has ended")
         self.open_step = None
 
     # Blocks
 
-    def _chain(self, seq):
-        """Hash the full blocks that are not yet; (number, token ids) of each."""
+    def _chain(self, seq: Sequence) -> list[tuple[int, bytes]]:
+        """Hash the full blocks that are not yet; return (number, token ids) of each."""
         new = []
         for i in range(len(seq.chain) - 1, min(seq.length, seq.known) // self.page_size):
             page = seq.page(i, self.page_size)
-            seq.chain.append(follow(seq.chain[-1], page))
+            seq.chain.append(chain_hash(seq.chain[-1], page))
             new.append((i, page))
         return new
 
-    def _pages(self, tokens):
+    def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _needed(self, given, counts):
-        """Blocks that a step takes: those it adds, and one for each copy."""
+    def _needed(self, given: list[Sequence], counts: list[int]) -> int:
+        """Return how many blocks a step takes: those it adds, and one for each copy."""
         added = 0
         writers: dict[int, int] = {}  # of partial blocks
         for seq, count in zip(given, counts, strict=True):
@@ -267,7 +273,7 @@ class BlockAllocator:
         # Where all holders of a block write, the last one finds itself alone.
         return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())
 
-    def _own_tail(self, seq, copies):
+    def _own_tail(self, seq: Sequence, copies: list[tuple[int, int]]) -> None:
         """Make a partial last block writeable."""
         tail = seq.table[-1]
         if self._pool.references[tail] == 1:
@@ -277,7 +283,7 @@ class BlockAllocator:
             seq.table[-1] = self._pool.take()
             copies.append((tail, seq.table[-1]))
 
-    def _keep_pages(self, seq):
+    def _keep_pages(self, seq: Sequence) -> None:
         """Let go of the blocks behind a sequence's last token."""
         pages = self._pages(seq.length)
         self._pool.release(seq.table[pages:])
@@ -285,15 +291,15 @@ class BlockAllocator:
 
     # Arguments
 
-    def check(self, seq, at_rest=False):
+    def check(self, seq: Any, at_rest: bool = False) -> None:
         """Raise unless it is a live sequence of this allocator."""
         if not isinstance(seq, Sequence) or seq.allocator is not self:
             raise argument_error("seq", "a live sequence of this allocator", describe(seq))
         if at_rest and seq.pending:
             raise argument_error("seq", "a sequence that no open step adds to", describe(seq))
 
-    def _checked(self, sequences):
-        """Sequences and counts of a step."""
+    def _checked(self, sequences: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], list[int]]:
+        """Check the sequences and counts of a step."""
         try:
             pairs = [(seq, count) for seq, count in sequences]
         except (TypeError, ValueError):

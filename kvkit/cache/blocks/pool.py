@@ -1,7 +1,8 @@
-"""The blocks themselves: how many hold each, what is free, what can be found, and what is evicted first."""
+"""The pool of blocks: how many hold each, what is free, what can be found, and what is evicted first."""
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 
 HASH_BYTES = hashlib.sha256().digest_size
 
@@ -13,7 +14,7 @@ class Pool:
     the empty chain covers whatever else decides keys and values. So it is the same in every process.
     """
 
-    def __init__(self, num_blocks):
+    def __init__(self, num_blocks: int) -> None:
         self.references = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by nobody; oldest first
@@ -21,12 +22,12 @@ class Pool:
         self._published: dict[int, tuple[bytes, bytes]] = {}  # block -> hash, token ids
 
     @property
-    def available(self):
-        """Blocks that are free or can be evicted."""
+    def available(self) -> int:
+        """Return how many blocks are free or can be evicted."""
         return len(self._free) + len(self._idle)
 
-    def take(self):
-        """A block for one holder: a free one, else the least recently used of the published ones."""
+    def take(self) -> int:
+        """Take a block for one holder: a free one, else the least recently used of the published ones."""
         if self._free:
             block = self._free.pop()
         else:
@@ -35,13 +36,13 @@ class Pool:
         self.references[block] = 1
         return block
 
-    def share(self, blocks):
+    def share(self, blocks: Iterable[int]) -> None:
         """Count one more holder of each block."""
         for block in blocks:
             self.references[block] += 1
             self._idle.pop(block, None)
 
-    def release(self, blocks):
+    def release(self, blocks: Sequence[int]) -> None:
         """Count one holder less of each block."""
         # Last one first: a chain is found from its beginning, so its end is evicted before it.
         for block in reversed(blocks):
@@ -52,22 +53,22 @@ class Pool:
                 else:
                     self._free.append(block)
 
-    def publish(self, block, chain, ids):
+    def publish(self, block: int, chain: bytes, ids: bytes) -> None:
         """Let others find a full block; of blocks that hold the same, the first is found."""
         if self._found.setdefault(chain, block) == block:
             self._published[block] = chain, ids
 
-    def withdraw(self, block):
+    def withdraw(self, block: int) -> None:
         """Let nobody find a block any more, as its contents will change."""
         if block in self._published:
             del self._found[self._published.pop(block)[0]]
 
-    def published(self):
-        """(block, hash, token ids) of what can be found; what would be evicted first comes first."""
+    def published(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yield (block, hash, token ids) of the blocks that can be found, the first to be evicted first."""
         held = [block for block in self._published if self.references[block]]
         return ((block, *self._published[block]) for block in (*self._idle, *held))
 
-    def restore(self, tables, published):
+    def restore(self, tables: Iterable[Iterable[int]], published: Iterable[tuple[int, bytes, bytes]]) -> None:
         """Become a pool of which some tables hold blocks, and others can be found; a new pool can."""
         for block in (block for table in tables for block in table):
             self.references[block] += 1
@@ -77,17 +78,17 @@ class Pool:
                 self._idle[block] = None
         self._free = [block for block in self._free if not self.references[block] and block not in self._idle]
 
-    def find(self, chain, ids):
-        """The block of a chain, None if there is none; a hash alone is not believed."""
+    def find(self, chain: bytes, ids: bytes) -> int | None:
+        """Return the block of a chain, None if there is none; a hash alone is not believed."""
         block = self._found.get(chain)
         return block if block is not None and self._published[block][1] == ids else None
 
 
-def root(*parts):
-    """The hash of the empty chain."""
+def root_hash(*parts: bytes) -> bytes:
+    """Return the hash of the empty chain."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
-def follow(chain, ids):
-    """The hash of a chain with one more block."""
+def chain_hash(chain: bytes, ids: bytes) -> bytes:
+    """Return the hash of a chain with one more block."""
     return hashlib.sha256(chain + ids).digest()

@@ -6,6 +6,7 @@ from array import array
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.checks import index_tensors
 from kvkit.errors import argument_error, describe
@@ -42,26 +43,26 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """Its blocks, in the order of its tokens."""
+        """Return its blocks, in the order of its tokens."""
         return self.table.tolist()
 
     @property
     def token_ids(self) -> Array:
-        """Ids of its tokens as far as they are known; those behind `length` are still to be computed."""
+        """Return the known ids of its tokens; those behind `length` are still to be computed."""
         return np.frombuffer(bytes(self.ids), "<i8").astype(np.int64)
 
     @property
     def known(self) -> int:
-        """How many of its tokens have ids."""
+        """Return how many of its tokens have ids."""
         return len(self.ids) // ID_BYTES
 
-    def page(self, i, page_size):
-        """The ids of its tokens in block i."""
+    def page(self, i: int, page_size: int) -> bytes:
+        """Return the ids of its tokens in block i."""
         size = ID_BYTES * page_size
         return bytes(self.ids[i * size : (i + 1) * size])
 
-    def copy(self):
-        """A sequence of the same tokens in the same blocks."""
+    def copy(self) -> Sequence:
+        """Return a sequence of the same tokens in the same blocks."""
         other = Sequence(self.allocator, self.ids[:], self.chain[:])
         other.length, other.table = self.length, self.table[:]
         return other
@@ -70,12 +71,13 @@ class Sequence:
         return f"<Sequence of {self.length} tokens in blocks {self.blocks}>"
 
 
-def encoded(token_ids):
-    """Token ids as bytes, the same on every machine."""
+def encode_ids(token_ids: ArrayLike) -> bytearray:
+    """Return token ids as bytes, the same on every machine."""
     return bytearray(index_tensors.index("token_ids", token_ids, 1).astype("<i8").tobytes())
 
 
-def octets(name, value):
+def check_bytes(name: str, value: Any) -> bytes:
+    """Check an argument that has to be bytes."""
     if not isinstance(value, bytes):
         raise argument_error(name, "bytes", describe(value))
     return value

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kvkit.errors import argument_error
 from kvkit.typed import Array
@@ -15,7 +16,7 @@ from kvkit.typed import Array
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What to compute next, as index tensors; `BlockAllocator.begin_step` makes it.
+    """The tokens to compute next, as index tensors; `BlockAllocator.begin_step` makes it.
 
     Sequences of one new token come first, then the others, otherwise as they were given; new tokens are
     packed in this order. Blocks are reserved until the step ends: by `commit`, which counts the new tokens
@@ -49,16 +50,16 @@ class Step:
     ([[0, -1], [2, 4]], [0, 2, 3, 4])
     """
 
-    sequences: tuple
-    order: np.ndarray
-    seqstarts: np.ndarray
-    kvstarts: np.ndarray
-    start_pos: np.ndarray
-    cachestarts: np.ndarray
+    sequences: tuple[Any, ...]
+    order: Array
+    seqstarts: Array
+    kvstarts: Array
+    start_pos: Array
+    cachestarts: Array
     decoding_batches: int
     max_seqlen: int
     max_kvlen: int
-    copies: np.ndarray
+    copies: Array
     allocator: Any  # the one that made it
 
     @cached_property
@@ -82,7 +83,7 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has neither been committed nor abandoned."""
+        """Return whether it has neither been committed nor abandoned."""
         return self.allocator.open_step is self
 
     def commit(self) -> None:
@@ -100,8 +101,8 @@ class Step:
         self.commit() if kind is None else self.abandon()
 
 
-def tensors(sequences, counts, page_size):
-    """The tensors of a step of sequences that have their blocks, as keywords for `Step`."""
+def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str, Any]:
+    """Return the tensors of a step, as keywords for `Step`, of sequences that have their blocks."""
     start_pos = np.array([seq.length for seq in sequences], np.int64)
     seqlens = np.array(counts, np.int64)
     kvlens = start_pos + seqlens
@@ -123,9 +124,9 @@ def tensors(sequences, counts, page_size):
     }
 
 
-def slot_type(dtype, slots):
-    """The dtype of slot mappings, which must reach every slot."""
-    dtype = np.dtype(dtype)
-    if dtype not in (np.int32, np.int64) or slots - 1 > np.iinfo(dtype).max:
-        raise argument_error("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", dtype)
-    return dtype
+def slot_type(dtype: DTypeLike, slots: int) -> np.dtype[Any]:
+    """Check the dtype of slot mappings, which must reach every slot."""
+    kind = np.dtype(dtype)
+    if kind not in (np.int32, np.int64) or slots - 1 > np.iinfo(kind).max:
+        raise argument_error("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", kind)
+    return kind

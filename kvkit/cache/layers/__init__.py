@@ -1,1 +1,1 @@
-"""What a layer of a cache is, and its kinds."""
+"""The kinds of layers of a cache."""

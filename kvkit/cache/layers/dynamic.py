@@ -27,7 +27,7 @@ class DynamicLayer(Layer):
     """
 
     def describe(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """Return the arguments of the constructor."""
         return {}
 
 
@@ -56,28 +56,28 @@ class StaticLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """Return the arguments of the constructor."""
         return {"max_cache_len": self.max_cache_len}
 
-    def _returned(self, length, new):
+    def _returned(self, length: int, new: int) -> tuple[int, int]:
         return 0, self.max_cache_len
 
-    def _may_start(self, start):
+    def _may_start(self, start: int) -> bool:
         return 0 <= start < self.span.length
 
-    def check_room(self, length, new):
+    def check_room(self, length: int, new: int) -> None:
         if length + new > self.max_cache_len:
             wanted = f"room for {new} new tokens after {length} (max_cache_len {self.max_cache_len})"
             raise argument_error(self.name, wanted, self.max_cache_len - length, CapacityError)
 
-    def _capacity(self, rows):
+    def _capacity(self, rows: int) -> int:
         return self.max_cache_len
 
     def get_max_length(self) -> int:
         return self.max_cache_len
 
-    def _shorten(self, span):
-        """Zeros where tokens were: as if they had never come."""
+    def _shorten(self, span: Span) -> None:
+        """Write zeros where tokens were."""
         first, end = span.length - span.origin, self.span.length - span.origin
         super()._shorten(span)
         if self.store is not None:
@@ -91,7 +91,7 @@ class StaticLayer(Layer):
             self._commit()
             self.store.clear(0, rows)
 
-    def open(self, home, about):
+    def open(self, home: Any, about: dict[str, Any]) -> None:
         super().open(home, about)
         if self.store is not None:  # rows may have been written that no state came to mean
             self.store.clear(self.span.rows_from(0)[1], self.store.capacity)

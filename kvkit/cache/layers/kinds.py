@@ -1,5 +1,6 @@
 """Every kind of layer by its name, as files say it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
@@ -13,12 +14,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-def described(layer):
-    """What a file says of a layer, so that `made` makes another one."""
+def describe_layer(layer: Any) -> dict[str, Any]:
+    """Describe a layer for a file, so that `make_layer` makes another one."""
     return {"kind": type(layer).__name__, "arguments": layer.describe()}
 
 
-def made(about):
+def make_layer(about: Mapping[str, Any]) -> Any:
+    """Make a layer of a description in a file."""
     arguments = about["arguments"].items()
     return KINDS[about["kind"]](
         **{name: QuantSpec(**x) if isinstance(x, dict) else x for name, x in arguments}

@@ -1,7 +1,8 @@
-"""What every layer does: tokens come and go, the batch changes."""
+"""The layer of a cache: tokens come and go, the batch changes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -10,16 +11,16 @@ from numpy.typing import ArrayLike
 from kvkit.cache.base import BaseLayer
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import LayerAttention
-from kvkit.cache.stores.mapped import Home, MappedStore
-from kvkit.cache.stores.memory import Store, geometry
+from kvkit.cache.stores.mapped import MappedStore
+from kvkit.cache.stores.memory import Geometry, Store, check_geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
 from kvkit.typed import Array, Attended, States
 
 
-def slack(window):
-    """Rows beside a window: it moves on through them, and is copied to a new store when they are used up."""
+def window_slack(window: int) -> int:
+    """Return the rows beside a window, which it moves through before it is copied to a new store."""
     return 16 + window // 4
 
 
@@ -42,45 +43,45 @@ class Layer(BaseLayer):
     """
 
     store: Any
-    home: Home | None
+    home: Any
 
     def __init__(self) -> None:
         self.name, self._attention = type(self).__name__, LayerAttention()
         self.restore(EMPTY)
 
-    def _hold(self, store, span):
+    def _hold(self, store: Any, span: Span) -> None:
         self.store, self.span = store, span
         self._attention.forget()
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"home": None}  # a copy lies in memory
 
     def __repr__(self) -> str:
         held = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{held}>"
 
-    # What kinds differ in, beside `_returned`
+    # The differences of kinds, beside `_returned`
 
-    def _stored_from(self, length):
-        """The oldest position that is stored when `length` tokens have been seen."""
+    def _stored_from(self, length: int) -> int:
+        """Return the oldest position that is stored when `length` tokens have been seen."""
         return 0
 
-    def _croppable_to(self, length):
-        """The newest position that may be the oldest one when a crop leaves `length` tokens."""
+    def _croppable_to(self, length: int) -> int:
+        """Return the newest position that may be the oldest one when a crop leaves `length` tokens."""
         return 0
 
-    def _may_start(self, start):
-        """Whether new tokens may begin at another position than the next."""
+    def _may_start(self, start: int) -> bool:
+        """Return whether new tokens may begin at another position than the next."""
         return False
 
-    def check_room(self, length, new):
+    def check_room(self, length: int, new: int) -> None:
         """Raise if the layer can never hold `new` tokens after `length`."""
 
-    def _capacity(self, rows):
-        """Rows of a new store that has to hold so many: with room, that the next tokens need no other one."""
+    def _capacity(self, rows: int) -> int:
+        """Return the rows of a new store that has to hold `rows`, with room for the next tokens."""
         return max(rows + rows // 4, 2 * self.store.capacity if self.store else 0)
 
-    def _new_store(self, given, capacity):
+    def _new_store(self, given: Geometry, capacity: Any) -> Any:
         return Store(given, capacity) if self.home is None else MappedStore(given, capacity, self.home)
 
     # Tokens come
@@ -89,7 +90,7 @@ class Layer(BaseLayer):
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         frozen = None if self.store is None else self.store.geometry
-        given, new = geometry(key_states, value_states, frozen), key_states.shape[2]
+        given, new = check_geometry(key_states, value_states, frozen), key_states.shape[2]
         start = self.span.length
         if cache_position is not None:
             start = self._start(cache_position, new)
@@ -107,25 +108,32 @@ class Layer(BaseLayer):
         self._commit()
         return self.store.rows(begin - origin, end - origin)
 
-    def _start(self, cache_position, new):
-        """The first of the positions of new tokens."""
-        start, length = requests.first_position(cache_position, new, self.span.length), self.span.length
+    def _start(self, cache_position: ArrayLike, new: int) -> int:
+        """Return the first of the positions of new tokens."""
+        start, length = requests.check_positions(cache_position, new, self.span.length), self.span.length
         if start != length and not self._may_start(start):
             raise argument_error("cache_position", f"positions from {length} on, the tokens seen", start)
         return start
 
-    def _apart(self, states):
-        """New tokens, copied if they are views of what they take the place of."""
+    def _apart(self, states: Array) -> Array:
+        """Return new tokens, copied if they are views of those that they replace."""
         shared = any(np.may_share_memory(states, side) for side in (self.store.keys, self.store.values))
         return states.copy() if shared else states
 
-    def _make_room(self, given, end, keep):
-        """Have rows for all positions before `end`, and those from `keep` on in them."""
+    def _make_room(self, given: Geometry, end: int, keep: int) -> None:
+        """Make rows for all positions before `end`, and keep the tokens from `keep` on."""
         if self.store is None or end - self.span.origin > self.store.capacity:
             self._move(given, self._capacity(end - keep), keep)
 
-    def _move(self, given, capacity, keep, indices=None, settled=False):
-        """Take another store, for the same tokens from `keep` on; nothing has happened if this fails.
+    def _move(
+        self,
+        given: Geometry,
+        capacity: Any,
+        keep: int,
+        indices: Iterable[int] | None = None,
+        settled: bool = False,
+    ) -> None:
+        """Move the tokens from `keep` on to another store; nothing has happened if this fails.
 
         Of `settled` ones the last update is not taken back any more.
         """
@@ -142,8 +150,8 @@ class Layer(BaseLayer):
             store.close()
             raise
 
-    def _commit(self):
-        """Let the state count, also where it lies in a file."""
+    def _commit(self) -> None:
+        """Commit the state, also where it lies in a file."""
         if self.store is not None:
             self.store.commit(self.span, self.record_past)
         elif self.home is not None:
@@ -157,7 +165,7 @@ class Layer(BaseLayer):
             end = max(length + new, self._returned(length, new)[1])
             self._make_room(self.store.geometry, end, self.span.first)
 
-    def settle(self):
+    def settle(self) -> None:
         """Let go of memory that only the last update needed: a store much larger than the window.
 
         In a file a layer keeps what the latest update returned, as that may have to be taken back, and so
@@ -165,8 +173,8 @@ class Layer(BaseLayer):
         """
         if self.window is None or self.store is None or self.record_past:
             return
-        room, length = self.window + slack(self.window), self.span.length
-        if self.store.capacity > room + slack(self.window):
+        room, length = self.window + window_slack(self.window), self.span.length
+        if self.store.capacity > room + window_slack(self.window):
             keep = self.span.first
             keep = max(keep, length - self.window) if self.store.in_place else keep
             if length - keep <= room:
@@ -181,7 +189,7 @@ class Layer(BaseLayer):
     def batch_size(self) -> int:
         return 0 if self.store is None else self.store.geometry.batch
 
-    def stored(self):
+    def stored(self) -> tuple[States, States]:
         return self.store.rows(*self.span.rows_from(self.span.oldest))
 
     def attend(  # type: ignore[override]  # it says which options there are
@@ -217,10 +225,10 @@ class Layer(BaseLayer):
         length = self.left_by(length)
         self._shorten(self.span.cropped(length, self._stored_from(length)))
 
-    def left_by(self, length):
-        """Tokens that a legal `crop` leaves."""
+    def left_by(self, length: int) -> int:
+        """Return how many tokens a legal `crop` leaves."""
         span = self.span
-        left = requests.cropped(length, span.length)
+        left = requests.length_after_crop(length, span.length)
         if span.oldest > self._croppable_to(left):
             raise RuntimeError(
                 f"crop of {self.name}: the window of {left} tokens needs tokens that are not stored; "
@@ -228,7 +236,7 @@ class Layer(BaseLayer):
             )
         return left
 
-    def _shorten(self, span):
+    def _shorten(self, span: Span) -> None:
         """Forget the last tokens; the shorter state counts before any row changes."""
         self.span = span
         if self.store is not None:
@@ -236,7 +244,7 @@ class Layer(BaseLayer):
 
     def reorder(self, indices: ArrayLike) -> None:
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
-        self._take(requests.batch_rows(indices, self.batch_size))
+        self._take(requests.check_rows(indices, self.batch_size))
 
     select = reorder_cache = batch_select_indices = reorder
 
@@ -246,7 +254,7 @@ class Layer(BaseLayer):
 
     batch_repeat_interleave = repeat
 
-    def _take(self, indices):
+    def _take(self, indices: Array) -> None:
         if self.store is None:
             return
         first, given = self.span.first, self.store.geometry
@@ -265,12 +273,12 @@ class Layer(BaseLayer):
             self.store.close()
         self._hold(None, Span())
 
-    def stop_past_recording(self):
-        """From now on drop, or code, again what leaves the window."""
+    def stop_past_recording(self) -> None:
+        """Drop, or code, from now on what leaves the window."""
         self._record_past(False)
 
-    def _record_past(self, recording=True):
-        """What `activate_past_recording` does in a layer that drops something, or the opposite."""
+    def _record_past(self, recording: bool = True) -> None:
+        """Record the past, or stop it, in a layer that drops something."""
         before, self.record_past = self.record_past, recording
         try:
             self._commit()
@@ -280,11 +288,11 @@ class Layer(BaseLayer):
 
     # To files, and back
 
-    def arrays(self):
-        """What a file holds of it, by name."""
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that a file holds of it, by name."""
         return {} if self.store is None else {"keys": self.keys, "values": self.values}
 
-    def fill(self, arrays, length):
+    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Hold what `arrays` gave when so many tokens had been seen; a KvkitError if that cannot be."""
         keys, values = arrays["keys"], arrays["values"]
         self.check_room(0, length)
@@ -292,44 +300,44 @@ class Layer(BaseLayer):
         oldest = length - stored
         if not 0 <= oldest <= self._croppable_to(length):
             raise argument_error(self.name, f"the last tokens of {length}, all that a next one sees", stored)
-        store = self._new_store(geometry(keys, values, None), self._capacity(stored))
+        store = self._new_store(check_geometry(keys, values, None), self._capacity(stored))
         store.write(0, keys, values)
         self._hold(store, Span(length, oldest, oldest, oldest, length))
 
     # In a folder
 
-    def state(self):
-        """What a change of its place or batch changes, for `restore`."""
+    def state(self) -> tuple[Any, Any, Span]:
+        """Return all that a change of its place or batch changes, for `restore`."""
         return self.home, self.store, self.span
 
-    def restore(self, state):
+    def restore(self, state: tuple[Any, Any, Span]) -> None:
         self.home, *held = state
         self._hold(*held)
 
-    def move_in(self):
-        """Lie where new stores do."""
+    def move_in(self) -> None:
+        """Move the tokens to where new stores lie."""
         if self.store is None:
             self._commit()
         elif self.store.file is None:
             self._move(self.store.geometry, self.store.capacity, self.span.first, settled=True)
 
-    def open(self, home, about):
-        """Be what a sidecar says, in the file that is there."""
+    def open(self, home: Any, about: dict[str, Any]) -> None:
+        """Restore the layer from its sidecar and data file."""
         self.home, self.record_past = home, about.get("record_past", False)
         if "state" in about:
             span, self.record_past = home.opened_state(about)
             self._hold(self._opened_store(about, span), span)
 
-    def _opened_store(self, about, span):
+    def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
         return MappedStore.opened(about, span, self.home)
 
-    def take_back(self):
-        """Be as before the latest update."""
+    def take_back(self) -> None:
+        """Undo the latest update."""
         self.span = self.span.widened()
         self.crop(self.span.before - self.span.length)
 
-    def finish(self):
-        """Let the latest update count for good."""
+    def finish(self) -> None:
+        """Commit the latest update for good."""
         if self.store is not None:
             self.span = self.span.settled()
             self._commit()

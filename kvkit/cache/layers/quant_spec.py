@@ -1,4 +1,4 @@
-"""How a quantized layer codes its keys, or its values."""
+"""The coding of keys or values in a quantized layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a quantized layer codes its keys, or its values.
+    """The coding of keys, or of values, in a quantized layer.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class QuantSpec:
         if self.by_scheme:
             self._check_scheme()
 
-    def _check_scale(self):
+    def _check_scale(self) -> None:
         scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
         for scale in scales:
             if not finite_number("scale", scale) > 0:
@@ -96,7 +96,7 @@ class QuantSpec:
         if isinstance(self.scale, list):  # of a file
             object.__setattr__(self, "scale", tuple(self.scale))
 
-    def _check_scheme(self):
+    def _check_scheme(self) -> None:
         for scheme in self.schemes():
             step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
             if self.scale is None and getattr(format, "asks", False):
@@ -114,23 +114,23 @@ class QuantSpec:
 
     @property
     def by_scheme(self) -> bool:
-        """Whether encoding and decoding go through numpy."""
+        """Return whether encoding and decoding go through numpy."""
         return self.format is not None and self.format not in STORED
 
     def schemes(self) -> tuple[Any, Any]:
-        """The scheme of keys and that of values."""
+        """Return the schemes of keys and of values."""
         return schemes_named(str(self.format), self.scale)
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Bytes of a coded token and head: codes, and its part of scales; by a scheme, mean of both sides."""
+        """Return the bytes of a coded token and head with its scales; by a scheme, the mean of both sides."""
         if self.by_scheme:
             x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)
             coded = [array for scheme in self.schemes() for array in scheme.encode(x).values()]
             return sum(array.nbytes for array in coded) / 2 / self.group
-        cell = BY_NAME[self.param_dtype].bytes(1)
+        scale = BY_NAME[self.param_dtype].bytes(1)
         if self.format:
             element = STORED[self.format]
             apart = not element.block and self.scale is None
-            return float(element.bytes(head_dim) + apart * head_dim * cell / self.group)
-        cells = (1 if self.scheme == "sym" else 2) * cell
-        return head_dim * self.bits / 8 + head_dim * cells / self.group
+            return float(element.bytes(head_dim) + apart * head_dim * scale / self.group)
+        scales = (1 if self.scheme == "sym" else 2) * scale
+        return head_dim * self.bits / 8 + head_dim * scales / self.group

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, SupportsIndex
 
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
-from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, planned
+from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, plan_file
 from kvkit.cache.stores.codes import PARTS, CodedSide
-from kvkit.cache.stores.memory import geometry
+from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
+from kvkit.typed import Array, States
 
 SPEC = QuantSpec()
 
 
-def fitting(spec, dim, by_default):
-    """A spec for a head size: groups of who has said nothing of them divide it."""
+def fit_spec(spec: QuantSpec, dim: int, by_default: bool) -> QuantSpec:
+    """Return a spec for a head size, which default groups divide."""
     fits = not by_default or spec.axis == "channel" or spec.format
     return spec if fits else replace(spec, group=math.gcd(spec.group, dim))
 
@@ -87,23 +89,23 @@ class QuantizedLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """Return the arguments of the constructor."""
         key, value = ({name: x for name, x in asdict(spec).items() if x is not None} for spec in self.specs)
         counts = {"residual_length": self.residual_length, "sink": self.sink, "read_back": self.read_back}
         return {"key": key, "value": value, **counts}
 
-    # What the steps of `Layer` do here
+    # The steps of `Layer`
 
-    def _empty_store(self, given):
+    def _empty_store(self, given: Geometry) -> CodeStore:
         batch, heads, *dims, fmt = given
-        self.specs = tuple(map(fitting, self.specs, dims, self._by_default))
+        self.specs = tuple(map(fit_spec, self.specs, dims, self._by_default))
         sides = [
             CodedSide(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
             for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)
         ]
         return CodeStore(given, sides, self.read_back)
 
-    def _make_room(self, given, end, keep):
+    def _make_room(self, given: Geometry, end: int, keep: int) -> None:
         new, store = end - self.span.length, self.store
         if self.home is None:
             store = store or self._empty_store(given)
@@ -113,12 +115,20 @@ class QuantizedLayer(Layer):
         store.make_room(new)
         self.store = store
 
-    def _move(self, given, capacity, keep, indices=None, settled=False, view=True):
-        """Take a store in another file, with room for `capacity` more tokens and, or not, the latest view."""
-        plan = planned(self.store or self._empty_store(given), given.batch, capacity, view)
+    def _move(  # type: ignore[override]  # and without the latest view
+        self,
+        given: Geometry,
+        capacity: int,
+        keep: int,
+        indices: Iterable[int] | None = None,
+        settled: bool = False,
+        view: bool = True,
+    ) -> None:
+        """Move to another file, with room for `capacity` more tokens and, if `view`, the latest view."""
+        plan = plan_file(self.store or self._empty_store(given), given.batch, capacity, view)
         super()._move(given, plan, keep, indices, settled or not view)
 
-    def _new_store(self, given, plan):
+    def _new_store(self, given: Geometry, plan: Any) -> MappedCodeStore:
         return MappedCodeStore(given, plan, self.home)
 
     def reserve(self, query_length: SupportsIndex) -> None:
@@ -129,16 +139,16 @@ class QuantizedLayer(Layer):
 
     reserve.__doc__ = Layer.reserve.__doc__
 
-    def _shorten(self, span):
+    def _shorten(self, span: Span) -> None:
         if self.store is not None:
             self.store.crop(span.length)
         super()._shorten(span)
 
-    def take_back(self):
+    def take_back(self) -> None:
         self.store.take_back(self.span.before)
         super()._shorten(self.span.cropped(self.span.before, 0))
 
-    def _take(self, indices):
+    def _take(self, indices: Array) -> None:
         if self.store is None:
             return
         if self.home is None:
@@ -147,12 +157,12 @@ class QuantizedLayer(Layer):
             given = self.store.geometry._replace(batch=len(indices))
             self._move(given, 0, 0, indices, view=False)
 
-    def settle(self):
+    def settle(self) -> None:
         """Let go of the originals of codes that a long update has left; attention then sees the codes."""
         if self.store is not None and self.home is None and not self.record_past and self.store.is_large:
             self.store.settle()
 
-    def stored(self):
+    def stored(self) -> tuple[States, States]:
         return self.store.stored()
 
     def activate_past_recording(self) -> None:
@@ -165,21 +175,21 @@ class QuantizedLayer(Layer):
 
     # To files, and back
 
-    def arrays(self):
+    def arrays(self) -> dict[str, Array]:
         if self.store is not None:
             self.store.see_stored()  # from now on, as a loaded layer does
         sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 
-    def fill(self, arrays, length):
+    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         split = [
             {part: arrays[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in arrays} for name in SIDES
         ]
         key, value = (held["tail"][:, :, :0] for held in split)
-        store = self._empty_store(geometry(key, value, None))
+        store = self._empty_store(check_geometry(key, value, None))
         for side, held in zip(store.sides, split, strict=True):
             side.fill(held, length)
         self._hold(store, Span(length, before=length))
 
-    def _opened_store(self, about, span):
+    def _opened_store(self, about: dict[str, Any], span: Span) -> MappedCodeStore:
         return MappedCodeStore.opened(about, span, self.home, self._empty_store)

@@ -1,14 +1,18 @@
-"""What a layer may be asked for: positions, crops, rows of its batch."""
+"""Checks of positions, crops and rows of a batch."""
+
+from typing import SupportsIndex
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.checks import index_tensors
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
+from kvkit.typed import Array
 
 
-def first_position(cache_position, new, length):
-    """The first of the consecutive positions of new tokens, after `length` ones."""
+def check_positions(cache_position: ArrayLike, new: int, length: int) -> int:
+    """Check the consecutive positions of new tokens, after `length` ones; return the first."""
     positions = index_tensors.index("cache_position", cache_position, 1)
     if len(positions) != new:
         raise argument_error("cache_position", f"{new} positions, one for each new token", len(positions))
@@ -18,8 +22,8 @@ def first_position(cache_position, new, length):
     return start
 
 
-def cropped(length, seen):
-    """Tokens left by a crop of so many."""
+def length_after_crop(length: SupportsIndex, seen: int) -> int:
+    """Return how many tokens a crop leaves."""
     given = integer("length", length)
     left = min(given or seen, seen) if given >= 0 else seen + given
     if left < 0:
@@ -27,12 +31,12 @@ def cropped(length, seen):
     return left
 
 
-def batch_rows(indices, batch):
-    """Rows of a batch, which may be any before the first update, when it is 0."""
-    indices = index_tensors.index("indices", indices, 1)
-    if not len(indices):
+def check_rows(indices: ArrayLike, batch: int) -> Array:
+    """Check rows of a batch, which may be any before the first update, when it is 0."""
+    rows: Array = index_tensors.index("indices", indices, 1)
+    if not len(rows):
         raise argument_error("indices", "at least one", "none")
-    illegal = indices[(indices < 0) | (indices >= batch)] if batch else indices[:0]
+    illegal = rows[(rows < 0) | (rows >= batch)] if batch else rows[:0]
     if len(illegal):
         raise argument_error("indices", f"rows of the batch, 0 to {batch - 1}", illegal[0])
-    return indices
+    return rows

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
-from kvkit.cache.stores.memory import geometry
+from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.schemed import SchemedSide, SchemedStore
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.view import KVView
 from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error
+from kvkit.typed import Array, Attended, States
 
 
 class SchemedLayer(Layer):
@@ -63,7 +66,7 @@ class SchemedLayer(Layer):
             self.name, "a layer that files hold", f"one of schemes {formats}, which they do not"
         )
 
-    def _empty_sides(self, given):
+    def _empty_sides(self, given: Geometry) -> Iterator[SchemedSide]:
         batch, heads, *dims, fmt = given
         for spec, scheme, dim in zip(self.specs, self._schemes, dims, strict=True):
             empty = np.empty((batch, heads, 0, dim), fmt.dtype)
@@ -71,8 +74,10 @@ class SchemedLayer(Layer):
                 str(spec.format), scheme, spec.group, self.sink, self.residual_length, sinks=empty, tail=empty
             )
 
-    def update(self, key_states, value_states, cache_position=None):
-        given = geometry(key_states, value_states, None if self.store is None else self.store.geometry)
+    def update(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
+        given = check_geometry(key_states, value_states, None if self.store is None else self.store.geometry)
         new, before = key_states.shape[2], self.span.length
         if cache_position is not None:
             self._start(cache_position, new)
@@ -80,12 +85,21 @@ class SchemedLayer(Layer):
         seen = [side.appended(x) for side, x in zip(sides, (key_states, value_states), strict=True)]
         sides = seen if self.record_past else [side.evicted() for side in seen]
         self._keep(sides, Span(before + new, before=before), given, None if self.read_back else seen)
-        return tuple(KVView(side) for side in self.store.seen)
+        key, value = self.store.seen
+        return KVView(key), KVView(value)
 
-    def _keep(self, sides, span, given, seen=None):
+    def _keep(
+        self,
+        sides: Sequence[SchemedSide],
+        span: Span,
+        given: Geometry,
+        seen: Sequence[SchemedSide] | None = None,
+    ) -> None:
         self._hold(SchemedStore(given, sides, seen or sides), span)
 
-    def attend(self, query, attention_mask=None, **options):
+    def attend(  # type: ignore[override]  # the options are `Layer.attend`'s
+        self, query: Array, attention_mask: Array | None = None, **options: Any
+    ) -> Attended:
         store = self.store
         if store is not None:
             store.keys, store.values = (side.read() for side in store.seen)
@@ -96,31 +110,31 @@ class SchemedLayer(Layer):
             if store is not None:
                 store.keys = store.values = None
 
-    def settle(self):
+    def settle(self) -> None:
         """Let go of the originals of what the latest update has encoded."""
         if self.store is not None:
             self.store.seen = self.store.sides
 
-    def stored(self):
+    def stored(self) -> tuple[States, States]:
         return tuple(side.read() for side in self.store.sides)
 
     @property
     def nbytes(self) -> int:
         return sum(side.nbytes for side in self.store.sides) if self.store else 0
 
-    def _make_room(self, given, end, keep):
+    def _make_room(self, given: Geometry, end: int, keep: int) -> None:
         pass  # nothing is written in place
 
-    def _shorten(self, span):
+    def _shorten(self, span: Span) -> None:
         if self.store is not None:
             sides = [side.cropped(span.length).evicted() for side in self.store.sides]
             self._keep(sides, span, self.store.geometry)
 
-    def _take(self, indices):
+    def _take(self, indices: Array) -> None:
         if self.store is not None:
             given = self.store.geometry._replace(batch=len(indices))
             self._keep([side.taken(indices) for side in self.store.sides], self.span.settled(), given)
 
     def activate_past_recording(self) -> None:
-        """From now on nothing is encoded until the next `crop`."""
+        """Encode nothing from now on until the next `crop`."""
         self._record_past()

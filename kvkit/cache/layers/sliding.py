@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from kvkit.cache.layers.dynamic import StaticLayer
-from kvkit.cache.layers.layer import Layer, slack
+from kvkit.cache.layers.layer import Layer, window_slack
 from kvkit.checks.values import integer
 
 
@@ -37,20 +37,20 @@ class SlidingWindowLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """Return the arguments of the constructor."""
         return {"sliding_window": self.sliding_window}
 
-    def _returned(self, length, new):
+    def _returned(self, length: int, new: int) -> tuple[int, int]:
         return max(0, length - self.window + 1), length + new
 
-    def _stored_from(self, length):
+    def _stored_from(self, length: int) -> int:
         return max(0, length - self.window + 1)
 
     _croppable_to = _stored_from
 
-    def _capacity(self, rows):
+    def _capacity(self, rows: int) -> int:
         grown = super()._capacity(rows)
-        return grown if self.record_past else min(grown, rows + slack(self.window))
+        return grown if self.record_past else min(grown, rows + window_slack(self.window))
 
     def get_max_length(self) -> int:
         return self.window
@@ -93,28 +93,28 @@ class StaticSlidingWindowLayer(StaticLayer):
             warnings.warn(message, stacklevel=2)
 
     def describe(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """Return the arguments of the constructor."""
         return {"max_cache_len": self.max_cache_len, "sliding_window": self.sliding_window}
 
-    def _returned(self, length, new):
+    def _returned(self, length: int, new: int) -> tuple[int, int]:
         if length + new <= self.window:
             return 0, self.window
         return max(0, length - self.window + 1), length + new
 
-    def _stored_from(self, length):
+    def _stored_from(self, length: int) -> int:
         return max(0, length - self.window)
 
-    def _croppable_to(self, length):
+    def _croppable_to(self, length: int) -> int:
         return max(0, length - self.window + 1)
 
-    def _may_start(self, start):
+    def _may_start(self, start: int) -> bool:
         return False
 
-    def check_room(self, length, new):
+    def check_room(self, length: int, new: int) -> None:
         pass  # old tokens make room
 
-    def _capacity(self, rows):
-        return max(self.window, rows) + slack(self.window)
+    def _capacity(self, rows: int) -> int:
+        return max(self.window, rows) + window_slack(self.window)
 
     def get_max_length(self) -> int:
         return self.window

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.cache import saving
-from kvkit.cache.base import BaseCache, alone
+from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
-from kvkit.cache.blocks.sequence import Sequence, octets
+from kvkit.cache.blocks.sequence import Sequence, check_bytes
 from kvkit.cache.paged.layer import PagedLayer, Rows
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
@@ -126,14 +126,14 @@ class PagedCache(BaseCache):
             scale,
         )
         self.cache, self.scale = self.store.cache, self.store.scale
-        self.salt = octets("salt", salt)
+        self.salt = check_bytes("salt", salt)
         identity = self.store.identity + b"\0" + salt
         self.blocks = BlockAllocator(*blocks, identity=identity)
         self.rows = Rows(self.blocks, self.begin_step)
         self.sequences: list[Sequence] = []
         self.layers = [PagedLayer(self.store, self.rows, i) for i in range(self.store.num_layers)]
 
-    @alone
+    @one_call_at_a_time
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
         """Make room for new tokens, and copy the shared blocks that they are written into.
 
@@ -162,43 +162,43 @@ class PagedCache(BaseCache):
 
     # Rows of one length
 
-    @alone
+    @one_call_at_a_time
     def update(
         self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
-        """`PagedLayer.update` of a layer."""
+        """Append to a layer, see `PagedLayer.update`."""
         return self._layer(layer_idx).update(key_states, value_states, cache_position)
 
-    @alone
+    @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
         """Make sure that the next update of so many tokens finds room in every layer."""
         self.rows.reserve(query_length)
 
-    @alone
+    @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Drop the last tokens of every row: keep ``length``, or if negative drop so many; 0 drops none."""
         self.rows.crop(length)
 
-    def _select(self, indices):  # no keys and values move
+    def _select(self, indices: ArrayLike) -> None:  # no keys and values move
         self.rows.select(indices)
 
-    def _repeat(self, repeats):
+    def _repeat(self, repeats: int) -> None:
         self.rows.select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
 
-    @alone
+    @one_call_at_a_time
     def reset(self) -> None:
         """End all rows, and release their blocks."""
         self.rows.reset()
 
-    @alone
+    @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
-        """A tuple over layers of (keys, values), copies."""
+        """Return a tuple over layers of (keys, values), copies."""
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
     # To files
 
     def describe(self) -> dict[str, Any]:
-        """What the constructor takes; ``salt`` in hexadecimal."""
+        """Return the arguments of the constructor; ``salt`` in hexadecimal."""
         store = self.store
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
@@ -208,7 +208,7 @@ class PagedCache(BaseCache):
             formats["scale"] = "found" if store.found else store.scale.tolist()
         return sizes | formats | {name: getattr(store.arguments, name) for name in names}
 
-    @alone
+    @one_call_at_a_time
     def save(self, path: FilePath, sequences: Iterable[Sequence] = ()) -> None:
         """Write a .npz file that `load` reads; the old file is whole until the new one is.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.cache.base import BaseLayer
-from kvkit.cache.stores.memory import Geometry, geometry
+from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import KVView
 from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, index_tensors, masks, tensors
@@ -21,14 +22,14 @@ from kvkit.typed import Array, Attended, States
 class Rows:
     """The rows of a batch: a sequence each, in all layers, and the step that appends to them."""
 
-    def __init__(self, blocks, begin_step):
+    def __init__(self, blocks: Any, begin_step: Callable[..., Any]) -> None:
         self._blocks, self._begin_step = blocks, begin_step
-        self.sequences: list = []
-        self.step = None  # the last one, while its tables hold
+        self.sequences: list[Any] = []
+        self.step: Any = None  # the last one, while its tables hold
         self.changes = 0
 
-    def append(self, batch, tokens, layer_idx):
-        """The step in which a layer takes so many tokens: the one that other layers are in, or a new one."""
+    def append(self, batch: int, tokens: int, layer_idx: int) -> Any:
+        """Return the step in which a layer takes so many tokens: the one of other layers, or a new one."""
         step = self.step
         if step is not None and step.index.is_open:
             if tokens != step.index.max_seqlen:
@@ -42,41 +43,41 @@ class Rows:
         self.sequences = sequences
         return self.step
 
-    def settle(self):
-        """Before a change: abandon a step that some layers have not seen."""
+    def settle(self) -> None:
+        """Abandon a step that some layers have not seen, before a change."""
         if self.step is not None and self.step.index.is_open:
             self.step.abandon()
         self.step, self.changes = None, self.changes + 1
 
-    def tables(self):
-        """A step that says where the rows lie."""
+    def tables(self) -> Any:
+        """Return a step with the tables of the rows."""
         if self.step is None:
             with self._begin_step([(seq, 0) for seq in self.sequences]) as self.step:
                 pass
         return self.step
 
-    def reserve(self, tokens):
+    def reserve(self, tokens: SupportsIndex) -> None:
         self._begin_step([(seq, tokens) for seq in self.sequences]).abandon()
         self.step = None
 
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         if self.sequences:
             length = integer("length", length, -self.sequences[0].length)
         self.settle()
         for seq in self.sequences:
             self._blocks.crop(seq, length)
 
-    def select(self, indices):
-        indices = index_tensors.index("indices", indices, 1)
+    def select(self, indices: ArrayLike) -> None:
+        rows: Array = index_tensors.index("indices", indices, 1)
         if self.sequences:
-            if not len(indices) or indices.min() < 0 or indices.max() >= len(self.sequences):
-                raise argument_error("indices", f"rows from 0 to {len(self.sequences) - 1}", indices.tolist())
+            if not len(rows) or rows.min() < 0 or rows.max() >= len(self.sequences):
+                raise argument_error("indices", f"rows from 0 to {len(self.sequences) - 1}", rows.tolist())
             self.settle()
-            selected = [self._blocks.fork(self.sequences[i]) for i in indices.tolist()]
+            selected = [self._blocks.fork(self.sequences[i]) for i in rows.tolist()]
             self.reset()
             self.sequences = selected
 
-    def reset(self):
+    def reset(self) -> None:
         self.settle()
         for seq in self.sequences:
             self._blocks.free(seq)
@@ -86,27 +87,27 @@ class Rows:
 class PagedSide:
     """The keys (0) or values (1) of a layer, for a `KVView`."""
 
-    def __init__(self, layer, side):
+    def __init__(self, layer: PagedLayer, side: int) -> None:
         self._layer, self._side = layer, side
         self.shape, self.dtype = layer.shape, layer.store.format.dtype
 
     @property
-    def changes(self):
+    def changes(self) -> int:
         return self._layer.changes
 
-    def read(self):
+    def read(self) -> States:
         return self._layer.stored()[self._side]
 
 
-def turned(results):
-    """Outputs of attention, and its lse, with heads before tokens."""
+def heads_first(results: Attended) -> Attended:
+    """Return outputs of attention, and its lse, with heads before tokens."""
     if isinstance(results, tuple):
         return tuple(result.swapaxes(1, 2) for result in results)
     return results.swapaxes(1, 2)
 
 
 class PagedLayer(BaseLayer):
-    """One layer of a `PagedCache`, which makes it, for the rows that the cache keeps itself.
+    """A layer of a `PagedCache`, which makes it, for the rows that the cache keeps itself.
 
     They have one length. All layers take as many tokens before one takes more.
 
@@ -137,7 +138,7 @@ class PagedLayer(BaseLayer):
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         store, rows = self.store, self.rows
-        given, tokens = geometry(key_states, value_states, None), key_states.shape[2]
+        given, tokens = check_geometry(key_states, value_states, None), key_states.shape[2]
         batch = len(rows.sequences) or given.batch
         wanted = Geometry(batch, store.heads, store.dim, store.dim, store.format)
         if given != wanted:
@@ -177,7 +178,7 @@ class PagedLayer(BaseLayer):
         prepared = step and step.calls.find(form)
         if prepared:
             query = tensors.one_piece(query.swapaxes(1, 2))
-            return turned(step.attend_again(prepared, query, self._layer_idx))
+            return heads_first(step.attend_again(prepared, query, self._layer_idx))
         tensors.checked_format("query", query, (store.format,), 4)
         _, heads, tokens, _ = query.shape
         batch, _, length, _ = self.shape
@@ -199,7 +200,7 @@ class PagedLayer(BaseLayer):
         decoding = batch if tokens == 1 else 0
         step = self.rows.tables()
         rows = step.equal(tokens, length)
-        return turned(
+        return heads_first(
             step.attend_first(form, query, *(*made, None)[:2], self._layer_idx, rows, decoding, weights)
         )
 
@@ -216,7 +217,7 @@ class PagedLayer(BaseLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens that the rows hold, each block counted once, however many of them share it."""
+        """Return the bytes of the tokens that the rows hold, each shared block counted once."""
         length, size = self.get_seq_length(), self.store.page_size
         held = {
             block: min(length - i * size, size)
@@ -231,15 +232,15 @@ class PagedLayer(BaseLayer):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of keys and values."""
+        """Return the shape of keys and values."""
         return len(self.rows.sequences), self.store.heads, self.get_seq_length(), self.store.dim
 
     @property
-    def changes(self):
-        """How often keys and values have changed."""
+    def changes(self) -> int:
+        """Return how often keys and values have changed."""
         return self.rows.changes + self._updates
 
-    def stored(self):
+    def stored(self) -> tuple[States, States]:
         key, value = (np.empty(self.shape, self.store.format.dtype) for _ in range(2))
         step = self.rows.tables()
         rows = step.equal(0, self.shape[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -113,7 +114,14 @@ class PagedStep:
         tokens = {"current_key": key, "current_value": value}
         return self._attend(query, layer_idx, attn_mask, options, tokens)
 
-    def _attend(self, query, layer_idx, attn_mask, options, tokens):
+    def _attend(
+        self,
+        query: Array,
+        layer_idx: int,
+        attn_mask: Array | None,
+        options: dict[str, Any],
+        tokens: Mapping[str, Array],
+    ) -> Attended:
         """Append checked tokens, if there are any, and attend."""
         form = form_of((query,), (attn_mask, tuple(options), *options.values()))
         prepared = self.calls.find(form)
@@ -169,8 +177,8 @@ class PagedStep:
             if self.index.is_open:
                 self.abandon()
 
-    def _tokens(self, current_key, current_value, layer_idx):
-        """Checked keys and values."""
+    def _tokens(self, current_key: Array, current_value: Array, layer_idx: int) -> Pair:
+        """Check keys and values."""
         store = self._store
         fmt, current_key, current_value = tensors.check_new_tokens(current_key, current_value, 3)
         if fmt is not store.format:
@@ -181,8 +189,18 @@ class PagedStep:
         store.apart(layer_idx, {"current_key": current_key, "current_value": current_value})
         return current_key, current_value
 
-    def _queries(self, query, attn_mask, tokens, *, sinks=None, return_lse=False, out=None, **options):
-        """Checked queries, outputs, and how scores become weights; `tokens` are appended before."""
+    def _queries(
+        self,
+        query: Array,
+        attn_mask: Array | None,
+        tokens: Mapping[str, Array],
+        *,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+        out: Any = None,
+        **options: Any,
+    ) -> tuple[Array, Array, Array | None, Any]:
+        """Check queries; return them, outputs, and how scores become weights. `tokens` come before."""
         store = self._store
         tensors.checked_format("query", query, (store.format,), 3)
         _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
@@ -193,12 +211,13 @@ class PagedStep:
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
         inputs = tensors.named_arrays(**arrays, scale=store.scale, **tokens)
         made = attention.attention_results(query.shape, store.format, return_lse, inputs).arrays(out)
-        return query, *(*made, None)[:2], weights
+        attn_output, lse, *_ = (*made, None)
+        return query, attn_output, lse, weights
 
-    # What packed tokens and rows of one length share, once arguments are checked
+    # For packed tokens and rows of one length, once arguments are checked
 
-    def to_write(self, layer_idx):
-        """A layer that may be written."""
+    def to_write(self, layer_idx: Any) -> int:
+        """Check a layer that is to be written."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if not self.index.is_open:
             raise argument_error("step", "one that is open", "one that has ended")
@@ -206,14 +225,14 @@ class PagedStep:
             raise argument_error("layer_idx", "a layer that the step has not written", layer_idx)
         return layer_idx
 
-    def to_read(self, layer_idx):
-        """A layer that holds the new tokens."""
+    def to_read(self, layer_idx: Any) -> int:
+        """Check a layer that has to hold the new tokens."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if self._steps.tokens and layer_idx not in self.written:
             raise argument_error("layer_idx", "a layer that the step has written", layer_idx)
         return layer_idx
 
-    def append(self, key, value, layer_idx):
+    def append(self, key: Array, value: Array, layer_idx: int) -> None:
         """Store new tokens, [tokens, heads, dim] or [batch, tokens, heads, dim]."""
         form, arrays = form_of((key, value), ()), {"current_key": key, "current_value": value}
         prepared = self.calls.find(form)
@@ -225,19 +244,31 @@ class PagedStep:
             self.keep(form, layer_idx, arrays, launch)
         self.written.add(layer_idx)
 
-    def attend_first(self, form, query, out, lse, layer_idx, rows, decoding, weights):
+    def attend_first(
+        self,
+        form: Any,
+        query: Array,
+        out: Array,
+        lse: Array | None,
+        layer_idx: int,
+        rows: Any,
+        decoding: int,
+        weights: Any,
+    ) -> Attended:
         """Attend with checked arguments; calls of this form are made again for other layers."""
         context = self._store.contexts[layer_idx]
         launch = cpu.attention.prepare.prepare(query, out, lse, context, rows, decoding, weights)
         return self.start(form, launch, query, out, lse, layer_idx)
 
-    def start(self, form, launch, query, out, lse, layer_idx):
+    def start(
+        self, form: Any, launch: Any, query: Array, out: Array, lse: Array | None, layer_idx: int
+    ) -> Attended:
         """Start attention, and keep the call."""
         cpu.launches.start(launch)
         self.keep(form, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
         return out if lse is None else (out, lse)
 
-    def attend_again(self, prepared, query, layer_idx):
+    def attend_again(self, prepared: Any, query: Array, layer_idx: int) -> Attended:
         """Attend with the queries of a call of a known form; the results are new arrays."""
         out, lse = np.empty(query.shape, query.dtype), None
         if "lse" in prepared.owners:
@@ -245,22 +276,23 @@ class PagedStep:
         prepared.run_at(self.places(layer_idx, {"query": query, "out": out, "lse": lse}))
         return out if lse is None else (out, lse)
 
-    def keep(self, form, layer_idx, arrays, launch):
+    def keep(self, form: Any, layer_idx: int, arrays: dict[str, Any], launch: Any) -> None:
         """Keep the launch of a call for other layers and arrays, unless its form is None."""
         self.calls.keep(form, PreparedCall([launch], self._store.addresses[layer_idx] | arrays))
 
-    def places(self, layer_idx, arrays):
+    def places(self, layer_idx: int, arrays: dict[str, Any]) -> list[Any]:
         """Return where a layer and the arrays of a call lie."""
         return [*self._store.addresses[layer_idx].values(), *places_of(arrays.values())]
 
-    def load(self, key, value, layer_idx, contexts):
+    def load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
         """Load contexts into arrays of such axes."""
         place = self._store.places[layer_idx]
         cpu.launches.start(cpu.copy.transfer.load(key, value, place, contexts, 1))
 
-    def equal(self, tokens, length):
-        """The checked index tensors, for sequences of a length, the last tokens of which are the new ones."""
+    def equal(self, tokens: int, length: int) -> Any:
+        """Return index tensors for sequences of one length, whose last `tokens` are the new ones."""
         batch = len(self.index.sequences)
         count = np.arange(batch + 1)
-        starts = {"seqstarts": count * tokens, "kvstarts": count * length}
-        return self._steps._replace(**starts, tokens=batch * tokens, context=batch * length)
+        return self._steps._replace(
+            seqstarts=count * tokens, kvstarts=count * length, tokens=batch * tokens, context=batch * length
+        )

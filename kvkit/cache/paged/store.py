@@ -1,16 +1,21 @@
-"""Where the keys and values of a paged cache lie: one PMX cache for all layers, cut into blocks."""
+"""The arrays of a paged cache: one PMX cache for all layers, cut into blocks."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kvkit.checks import attention, caches, tensors
 from kvkit.checks.arguments import CacheArguments
 from kvkit.checks.values import choice, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import QUANTIZED, STORED
+from kvkit.layouts import Layout
 from kvkit.layouts.pmx import DYNAMIC
 from kvkit.runtime import result_pool
+from kvkit.typed import Array, Pair
 
 BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
 
@@ -20,19 +25,19 @@ class PagedStore:
 
     def __init__(
         self,
-        num_blocks,
-        page_size,
-        num_layers,
-        num_kv_heads,
-        head_dim,
-        dtype,
-        quant_bit,
-        quant_group,
-        scale_dtype,
-        cache_layout,
-        quant_format=None,
-        scale=None,
-    ):
+        num_blocks: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        quant_bit: int,
+        quant_group: int,
+        scale_dtype: DTypeLike,
+        cache_layout: int,
+        quant_format: str | None = None,
+        scale: Any = None,
+    ) -> None:
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
         self.cell = tensors.float_format("scale_dtype", scale_dtype)
         self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
@@ -52,11 +57,11 @@ class PagedStore:
         self.found = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
             raise argument_error("scale", "None, but for quant_format 'e4m3' and 'e5m2'", describe(scale))
-        self.scale: np.ndarray | None = None
+        self.scale: Array | None = None
         if self.found:
             self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype)
         elif scale is not None:
-            self.scale = given(scale, self.num_layers, self.heads)
+            self.scale = check_scales(scale, self.num_layers, self.heads)
         # As operators name them, but for the layer.
         self.arguments = CacheArguments(self.num_layers, 0, bits, group, quant_format, number)
         self._find_places()
@@ -71,8 +76,8 @@ class PagedStore:
             geometry["scale"] = [group, self.cell.name] if self.found else np.asarray(self.scale).tolist()
         self.identity = json.dumps(geometry).encode()
 
-    def _find_places(self):
-        """What follows from where the arrays lie."""
+    def _find_places(self) -> None:
+        """Find the places of all layers, from the addresses of the arrays."""
         self.places = [
             caches.cache_layer(
                 self.format,
@@ -89,42 +94,42 @@ class PagedStore:
         self.addresses = [
             {"cache": place.sides[0].address, "scale": place.sides[0].scales} for place in self.places
         ]
-        arrays = (self.cache, self.scale) if self.found else (self.cache,)
+        arrays: list[Any] = [self.cache, self.scale] if self.found else [self.cache]
         layout = DYNAMIC[self.arguments.cache_layout]
-        self.blocks = [in_blocks(array, layout, self.page_size) for array in arrays]
+        self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
 
-    def scale_of(self, layer_idx):
-        """Scales as operators take them: of all layers where they are found, of one where they are given."""
+    def scale_of(self, layer_idx: int) -> Array | None:
+        """Return scales as operators take them: of all layers where found, of one where given."""
         return self.scale if self.scale is None or self.found else self.scale[layer_idx]
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         found = "places", "contexts", "addresses", "blocks"
         return {name: value for name, value in self.__dict__.items() if name not in found}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._find_places()  # of a copy, whose arrays lie elsewhere
 
-    def copy(self, copies):
+    def copy(self, copies: Array) -> None:
         """Copy blocks, (source, destination) each, in all layers."""
         for source, destination in copies.tolist():
             for array in self.blocks:
                 array[:, :, destination] = array[:, :, source]
 
-    def apart(self, layer_idx, inputs):
+    def apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
         """Check that an append does not write its inputs, which have names."""
         caches.check_written_apart(
             self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
         )
 
-    def empty(self, *outer):
-        """New keys and values."""
+    def empty(self, *outer: int) -> Pair:
+        """Return new arrays for keys and values."""
         shape = *outer, self.heads, self.dim
         return np.empty(shape, self.format.dtype), np.empty(shape, self.format.dtype)
 
 
-def given(scale, layers, heads):
-    """float32 [layers, 2, heads] of scales for all, [2], [2, heads] or [layers, 2, heads]."""
+def check_scales(scale: Any, layers: int, heads: int) -> Array:
+    """Check scales of shape (), [2], [2, heads] or [layers, 2, heads]; return them as the last."""
     try:
         numbers = np.array(scale, np.float32)
         numbers = numbers[:, None] if numbers.shape == (2,) else numbers
@@ -137,8 +142,8 @@ def given(scale, layers, heads):
     return scales
 
 
-def in_blocks(array, layout, page_size):
-    """A view of a cache or scale with its rows cut into blocks: [layer, key|value, block, row, head, dim]."""
+def view_blocks(array: Array, layout: Layout, page_size: int) -> Array:
+    """Return a view of a cache or scale cut into blocks: [layer, key|value, block, row, head, dim]."""
     row = layout.at["n"]
     axes = [*layout.axes[:row], "block", *layout.axes[row:]]
     split = array.reshape(*array.shape[:row], -1, page_size, *array.shape[row + 1 :])

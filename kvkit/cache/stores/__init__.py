@@ -1,1 +1,1 @@
-"""Where a layer's rows lie."""
+"""The memory and the files that hold a layer's rows."""

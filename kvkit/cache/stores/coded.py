@@ -1,63 +1,72 @@
-"""Where a quantized layer's codes lie: in memory, or in a mapped file."""
+"""The stores of a quantized layer's codes: in memory, and in a mapped file."""
+
+from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from kvkit import cpu
-from kvkit.cache.stores.codes import SPARE
-from kvkit.cache.stores.mapped import File
+from kvkit.cache.stores.codes import TAIL_ROOM, CodedSide
+from kvkit.cache.stores.mapped import ArrayForm, File, Home
 from kvkit.cache.stores.memory import Geometry
+from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.view import KVView
 from kvkit.formats import BY_NAME
 from kvkit.formats.rotations import OUTPUT, QUERY
+from kvkit.typed import Array, States
 
 SIDES = "keys", "values"
 GROWING = "tail", "codes", "cells"
 NUMBERS = "coded", "before", "start"  # of each side, in a state
 
+Forms = dict[str, ArrayForm]  # of the arrays of a side, by name
+Plan = tuple["CodeStore", list[Forms]]  # a store, and the arrays of its sides in a file
+
 
 class CodeStore:
-    """Keys and values of a layer as codes, in the place of a `Store`."""
+    """Keys and values of a layer as codes; it has the methods of `Store`."""
 
     capacity = 0  # for how many more tokens another store for the same ones has room
     file: Any = None  # where it lies, if not in memory
 
-    def __init__(self, geometry, sides, read_back):
+    def __init__(self, geometry: Geometry, sides: list[CodedSide], read_back: bool) -> None:
         self.geometry, self.sides, self.read_back = geometry, sides, read_back
-        self.rooms: list = []  # of the update that is under way
-        self.tables: list = []  # that attention reads
+        self.rooms: list[tuple[Array, Any]] = []  # of the update that is under way
+        self.tables: list[Array] = []  # that attention reads
 
-    def fits(self, new):
-        """Whether there is room for new tokens."""
+    def fits(self, new: int) -> bool:
+        """Return whether there is room for new tokens."""
         return all(side.fits(new) for side in self.sides)
 
-    def make_room(self, new):
+    def make_room(self, new: int) -> None:
+        """Make room for new tokens."""
         self.rooms = [side.room(new) for side in self.sides]
 
-    def write(self, row, key_states, value_states):
+    def write(self, row: int, key_states: Array, value_states: Array) -> None:
         states = key_states, value_states
         for side, new, room in zip(self.sides, states, self.rooms, strict=True):
             side.append(new, room)
 
-    def commit(self, span, record_past):
+    def commit(self, span: Span, record_past: bool) -> None:
         """Encode what has left the window, unless past is recorded."""
         self.rooms = []
         if not record_past:
             self.evict()
 
-    def evict(self):
+    def evict(self) -> None:
         for side in self.sides:
             side.evict()
             if self.read_back:
-                self.let_go(side)
+                self.release_originals(side)
 
-    def let_go(self, side):
-        """Let the next view see what is stored, and nothing else be held."""
+    def release_originals(self, side: CodedSide) -> None:
+        """Let the next view see what is stored, and release the originals."""
         side.settle()
 
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         for side in self.sides:
             side.grow(side.new_blocks(length))
         for side in self.sides:
@@ -65,60 +74,62 @@ class CodeStore:
             side.evict()
         self.see_stored()
 
-    def take_back(self, length):
-        """Be as before the latest update, when there were so many tokens."""
+    def take_back(self, length: int) -> None:
+        """Undo the latest update, before which there were `length` tokens."""
         for side in self.sides:
             side.take_back(length)
 
     @property
-    def is_large(self):
+    def is_large(self) -> bool:
         return any(side.is_large for side in self.sides)
 
-    def settle(self):
-        """Let go of what only the last update needed."""
+    def settle(self) -> None:
+        """Release what only the last update needed."""
         for side in self.sides:
             side.settle()
 
-    def see_stored(self):
+    def see_stored(self) -> None:
         """Let attention see nothing but what is stored."""
         for side in self.sides:
             side.read_back()
 
-    def rows(self, begin, end):
-        return tuple(KVView(side) for side in self.sides)
+    def rows(self, begin: int, end: int) -> tuple[States, States]:
+        key, value = self.sides
+        return KVView(key), KVView(value)
 
-    def context(self, packed, begin, end):
-        """All rows as attention reads them, with queries of the format `packed`."""
+    def context(self, data: str, begin: int, end: int) -> Any:
+        """Return all rows as attention reads them, with queries of the format `data`."""
         batch, heads, *dims, _ = self.geometry
         self.tables = [side.described() for side in self.sides]
         forms = [side.format for side in self.sides]
-        return cpu.attention.segmented.context(packed, batch, heads, tuple(dims), forms, self.tables)
+        return cpu.attention.segmented.context(data, batch, heads, tuple(dims), forms, self.tables)
 
-    def query(self, query):
-        """Queries as the stored keys want them."""
+    def query(self, query: Array) -> Array:
+        """Return queries rotated as the stored keys are."""
         return self.sides[0].turned(query, QUERY)
 
-    def output(self, out):
-        """Outputs of attention to the stored values, as a caller wants them."""
+    def output(self, out: Array) -> Array:
+        """Return outputs of attention to the stored values, rotated back."""
         return self.sides[1].turned(out, OUTPUT)
 
-    def begin_at(self, numbers, row):
+    def begin_at(self, numbers: Array, row: int) -> None:
         """Let prepared attention see what the latest view sees."""
         for side, table in zip(self.sides, self.tables, strict=True):
             side.described(table)
 
-    def stored(self):
-        return [side.stored() for side in self.sides]
+    def stored(self) -> tuple[States, States]:
+        key, value = self.sides
+        return key.stored(), value.stored()
 
-    def taken(self, indices):
-        """The same for other rows of the batch."""
+    def taken(self, indices: Array) -> CodeStore:
+        """Return the store of other rows of the batch."""
         store = copy.copy(self)
         store.tables = []
         store.geometry = self.geometry._replace(batch=len(indices))
         store.sides = [side.taken(indices) for side in self.sides]
         return store
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
@@ -133,7 +144,13 @@ class MappedCodeStore(CodeStore):
     coded it keeps the originals, so that opening after a crash between two layers can take it back.
     """
 
-    def __init__(self, geometry, plan, home, new=True):
+    def __init__(
+        self,
+        geometry: Geometry,
+        plan: tuple[CodeStore, list[dict[str, ArrayForm]]],
+        home: Home,
+        new: bool = True,
+    ) -> None:
         source, forms = plan
         super().__init__(geometry, source.sides, source.read_back)
         self.forms = forms
@@ -144,34 +161,36 @@ class MappedCodeStore(CodeStore):
                 setattr(side, part, next(arrays))
             side.block_of = side.block_of[0, 0, :, 0]
 
-    def __reduce__(self):  # a copy lies in memory
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
         return CodeStore, (self.geometry, self.sides, self.read_back)
 
     @classmethod
-    def opened(cls, about, span, home, empty):
-        """The store of tokens, as a sidecar says; `empty` makes another one of its geometry, in memory."""
+    def opened(
+        cls, about: dict[str, Any], span: Span, home: Home, empty: Callable[[Geometry], CodeStore]
+    ) -> MappedCodeStore:
+        """Open the store of tokens, as a sidecar says; `empty` makes one of its geometry in memory."""
         (_, batch, heads, _, key_dim), value_dim = about["keys"]["tail"], about["values"]["tail"][-1]
         given = Geometry(batch, heads, key_dim, value_dim, BY_NAME[about["dtype"]])
         source = empty(given)
         forms = [
-            forms_of(side, batch, *(about[name][part][3] for part in GROWING))
+            array_forms(side, batch, *(about[name][part][3] for part in GROWING))
             for name, side in zip(SIDES, source.sides, strict=True)
         ]
-        if any(about[name] != said for name, said in said_of(forms).items()):
+        if any(about[name] != said for name, said in describe_forms(forms).items()):
             raise ValueError(f"arrays that are not those of {home.about['arguments']}")
         store = cls(given, (source, forms), home, new=False)
         for name, side in zip(SIDES, store.sides, strict=True):
-            restore(side, span.length, *(about["state"][f"{name}.{number}"] for number in NUMBERS))
+            restore_side(side, span.length, *(about["state"][f"{name}.{number}"] for number in NUMBERS))
         return store
 
-    def let_go(self, side):  # a step that was cut off may have to be taken back
+    def release_originals(self, side: CodedSide) -> None:  # a step that was cut off may have to be taken back
         side.read_back()
 
-    def make_room(self, new):
+    def make_room(self, new: int) -> None:
         self.rooms = [(side.tail, side.tail_at(new)) for side in self.sides]
 
-    def fill(self, store, indices, begin, end):
-        """Take all that another store has, from the given rows of its batch."""
+    def fill(self, store: CodeStore, indices: Iterable[int], begin: int, end: int) -> None:
+        """Copy all of another store, from the given rows of its batch."""
         for side, source in zip(self.sides, store.sides, strict=True):
             side.start = min(side.sink, side.length) + side.before
             first, live = side.start - source.start, side.length - side.start
@@ -183,7 +202,7 @@ class MappedCodeStore(CodeStore):
                     target[b, :, :count] = rows[index]
             side.block_of[: side.coded] = source.block_of[: side.coded]
 
-    def commit(self, span, record_past):
+    def commit(self, span: Span, record_past: bool) -> None:
         super().commit(span, record_past)
         numbers = {
             f"{name}.{number}": getattr(side, number)
@@ -192,23 +211,23 @@ class MappedCodeStore(CodeStore):
         }
         self.file.commit(self.about, span, record_past, numbers)
 
-    def about(self):
-        """What a sidecar says of the arrays."""
-        return {"dtype": self.geometry.fmt.name} | said_of(self.forms)
+    def about(self) -> dict[str, Any]:
+        """Describe the arrays for a sidecar."""
+        return {"dtype": self.geometry.fmt.name} | describe_forms(self.forms)
 
-    def close(self):
+    def close(self) -> None:
         self.file.close()
 
-    def prefetch(self, span):
-        rows: list = []  # in the order of the arrays
+    def prefetch(self, span: Span) -> None:
+        rows: list[tuple[int, int]] = []  # in the order of the arrays
         for side in self.sides:
-            rows += (0, side.sink), (side.end - side.start, side.length - side.end)
+            rows += [(0, side.sink), (side.end - side.start, side.length - side.end)]
             rows += [(0, count) for count in (side.coded, side.blocks, side.coded)]
         self.file.prefetch(rows)
 
 
-def planned(store, batch, tokens, view):
-    """What a `MappedCodeStore` is to hold: a store, and arrays with room for it and so many more tokens.
+def plan_file(store: CodeStore, batch: int, tokens: int, view: bool) -> Plan:
+    """Plan a `MappedCodeStore`: return a store, and arrays with room for it and so many more tokens.
 
     Where one is too small all grow, as they would soon be too small too, and every time is a new file.
     Without the latest view there are no originals of codes.
@@ -218,39 +237,41 @@ def planned(store, batch, tokens, view):
     for side in store.sides if not view else ():
         side.before = side.seen = side.coded
     grows = not store.fits(tokens)
-    return store, [forms_of(side, batch, *counts(side, tokens, grows)) for side in store.sides]
+    return store, [array_forms(side, batch, *row_counts(side, tokens, grows)) for side in store.sides]
 
 
-def counts(side, tokens, grows):
-    """Rows of the tail, the codes and the cells: as they are, or more and room for a window and a quarter."""
+def row_counts(side: CodedSide, tokens: int, grows: bool) -> tuple[int, int, int]:
+    """Return the rows of tail, codes and cells: as they are, or with room for a window and a quarter."""
     codes, cells = side.codes.shape[2], side.cells.shape[2]
     if grows:
         new = side.new_blocks(side.length + tokens)
-        more = max(side.blocks, new + (side.blocks + new) // 4) + 1 + (side.residual + SPARE) // side.block
+        more = (
+            max(side.blocks, new + (side.blocks + new) // 4) + 1 + (side.residual + TAIL_ROOM) // side.block
+        )
         codes, cells = side.coded + more * side.block, side.blocks + more
     return side.tail_counts(tokens)[2] + side.coded - side.before, codes, cells
 
 
-def forms_of(side, batch, tail, codes, cells):
-    """(shape, dtype) of the arrays of a side, by name."""
+def array_forms(side: CodedSide, batch: int, tail: int, codes: int, cells: int) -> Forms:
+    """Return {name: (shape, dtype)} of the arrays of a side."""
     rows = {"sinks": side.sink, "tail": tail, "codes": codes, "cells": cells}
-    forms = {}
+    forms: Forms = {}
     for name, count in rows.items():
         array = getattr(side, name)
         forms[name] = (batch, array.shape[1], count, array.shape[3]), array.dtype
     return forms | {"block_of": ((1, 1, codes, 1), np.dtype(np.int64))}
 
 
-def said_of(forms):
-    """The same for a sidecar, by the names of the sides."""
+def describe_forms(forms: Iterable[Forms]) -> dict[str, dict[str, list[Any]]]:
+    """Describe the arrays of both sides for a sidecar."""
     return {
         name: {part: [dtype.name, *shape] for part, (shape, dtype) in of_side.items()}
         for name, of_side in zip(SIDES, forms, strict=True)
     }
 
 
-def restore(side, length, coded, before, start):
-    """Let a side whose arrays are in place have a state, if it can be."""
+def restore_side(side: CodedSide, length: int, coded: int, before: int, start: int) -> None:
+    """Restore the state of a side whose arrays are in place, or refuse it."""
     sinks = min(side.sink, length)
     first, last = sinks + before - start, length - start
     blocks = side.block_of[: max(0, coded)]

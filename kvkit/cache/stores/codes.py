@@ -1,6 +1,10 @@
-"""What a quantized layer stores of its keys, or of its values: sinks, codes and a tail, each token in one."""
+"""Keys or values of a quantized layer: sinks, codes and a tail, each token in one of them."""
+
+from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +14,11 @@ from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_DTYPE, BY_NAME, STORED
 from kvkit.formats.rotations import OUTPUT
 from kvkit.formats.rotations import STORED as STORED_ROWS
+from kvkit.typed import Array
 
 PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file
 SEGMENT_FIELDS = 33  # that describe three segments
-SPARE = 16  # tokens of room in a tail, beside what it must hold
+TAIL_ROOM = 16  # tokens of room in a tail, beside what it must hold
 
 
 class CodedSide:
@@ -23,11 +28,13 @@ class CodedSide:
     `seen` is how many of the codes the latest view reads as codes: the tail keeps the others' originals.
     """
 
-    def __init__(self, name, spec, shape, dtype, sink, residual):
+    def __init__(
+        self, name: str, spec: Any, shape: tuple[int, ...], dtype: np.dtype[Any], sink: int, residual: int
+    ) -> None:
         batch, heads, _, dim = shape
         element, by_token = BY_DTYPE[dtype].name, spec.axis == "token"
         block = STORED[spec.format].block if spec.format else None
-        self.scales = None  # that are given
+        self.scales: Array | None = None  # that are given
         if spec.scale is not None:
             self.scales = np.array(spec.scale, np.float32).reshape(-1)
             if len(self.scales) not in (1, heads):
@@ -61,31 +68,31 @@ class CodedSide:
         self.block_of = np.empty(0, np.int64)  # of each code
 
     @property
-    def changes(self):
-        """How often what a view reads has changed."""
+    def changes(self) -> int:
+        """Return how often what a view reads has changed."""
         return self.counter[0]
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, int, int, int]:
         batch, heads, _, dim = self.sinks.shape
         return batch, heads, self.length, dim
 
     @property
-    def end(self):
-        """The first position of the tail."""
+    def end(self) -> int:
+        """Return the first position of the tail."""
         return min(self.sink, self.length) + self.coded
 
     @property
-    def nbytes(self):
-        """Bytes of what is held, originals of codes that the latest view sees too, without room to grow."""
+    def nbytes(self) -> int:
+        """Return the bytes of what is held, originals of codes included, without room to grow."""
         sinks, tail = min(self.sink, self.length), self.length - self.end + self.coded - self.before
         counts = (self.sinks, sinks), (self.tail, tail), (self.codes, self.coded), (self.cells, self.blocks)
         return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
 
     # Room
 
-    def room(self, tokens):
-        """(tail, where it begins to hold live tokens) with room for more; nothing has changed yet.
+    def room(self, tokens: int) -> tuple[Array, int]:
+        """Return (tail, where it begins to hold live tokens) with room for more; nothing has changed yet.
 
         Codes get their room at once.
         """
@@ -97,14 +104,14 @@ class CodedSide:
         batch, heads, _, dim = self.sinks.shape
         return np.empty((batch, heads, new_tail, dim), self.dtype), 0
 
-    def tail_counts(self, tokens):
-        """Tokens in the tail, those in it when more have come, and the room of a new one for them."""
+    def tail_counts(self, tokens: int) -> tuple[int, int, int]:
+        """Return the tokens in the tail, those in it when more have come, and the room of a new tail."""
         live = self.length - self.end
         need = live + max(0, self.length + tokens - max(self.length, self.sink))
-        return live, need, need + live + self.residual + self.block + SPARE
+        return live, need, need + live + self.residual + self.block + TAIL_ROOM
 
-    def tail_at(self, tokens):
-        """Where the live tokens of the tail are to begin when more come; None if there is no room.
+    def tail_at(self, tokens: int) -> int | None:
+        """Return where the live tokens of the tail are to begin when more come; None without room.
 
         They move only to where none of them lies: in a file they may still be what counts.
         """
@@ -114,33 +121,33 @@ class CodedSide:
             return first
         return 0 if need <= first else None
 
-    def fits(self, tokens):
-        """Whether there is room for more."""
+    def fits(self, tokens: int) -> bool:
+        """Return whether there is room for more."""
         blocks = self.new_blocks(self.length + tokens)
         codes, cells = self.coded + blocks * self.block, self.blocks + blocks
         rooms = self.codes.shape[2], self.cells.shape[2]
         return self.tail_at(tokens) is not None and codes <= rooms[0] and cells <= rooms[1]
 
-    def new_blocks(self, length):
-        """Blocks of tokens that leave the window where a context grows, or shrinks, to a length."""
+    def new_blocks(self, length: int) -> int:
+        """Return how many blocks leave the window where a context grows, or shrinks, to a length."""
         coded = min(self.coded, max(0, length - self.sink))
         return max(0, (length - self.residual - min(self.sink, length) - coded) // self.block)
 
-    def grow(self, blocks):
+    def grow(self, blocks: int) -> None:
         """Make room for that many more blocks."""
         tokens = self.coded + blocks * self.block
         if tokens > self.codes.shape[2]:
-            more = resized(self.codes, self.coded, tokens)
+            more = grow_array(self.codes, self.coded, tokens)
             block_of = np.empty(more.shape[2], np.int64)
             block_of[: self.coded] = self.block_of[: self.coded]
             self.codes, self.block_of = more, block_of
         if self.blocks + blocks > self.cells.shape[2]:
-            self.cells = resized(self.cells, self.blocks, self.blocks + blocks)
+            self.cells = grow_array(self.cells, self.blocks, self.blocks + blocks)
 
     # Changes, which cannot fail
 
-    def append(self, states, room):
-        """New tokens, in the room that was made for them."""
+    def append(self, states: Array, room: tuple[Array, Any]) -> None:
+        """Append new tokens, in the room that was made for them."""
         states = self.turned(states, STORED_ROWS)
         (tail, first), old, new = room, self.length, states.shape[2]
         live, sinks = old - self.end, max(0, min(new, self.sink - old))
@@ -153,13 +160,14 @@ class CodedSide:
         self.start, self.seen, self.before = self.end - first, self.coded, self.coded
         self.counter[0] += 1
 
-    def turned(self, rows, what):
-        """Rows [.., .., .., D] as the rotation turns them, if there is one."""
+    def turned(self, rows: Array, what: str) -> Array:
+        """Return rows [.., .., .., D] turned by the rotation, if there is one."""
         if self.rotation is None:
             return rows
-        return cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
+        turned: Array = cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
+        return turned
 
-    def evict(self):
+    def evict(self) -> None:
         """Encode what has left the window; the latest view does not see it."""
         blocks = self.new_blocks(self.length)
         if not blocks:
@@ -169,7 +177,7 @@ class CodedSide:
         source = self.tail[:, :, first:]
         target = self.codes[:, :, self.coded :]
         at: list[int] = []
-        places = place(source, 0), place(target, 0), self.cells_at(-self.blocks)
+        places = address_of(source, 0), address_of(target, 0), self.cells_at(-self.blocks)
         for (address, sequence, head, row), rows in zip(places, (self.block, self.block, 1), strict=True):
             at += address, sequence, rows * row, head
         code, elements = cpu.copy.codes.encode(self.format).address, batch * heads * tokens * dim
@@ -177,31 +185,31 @@ class CodedSide:
         self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         """Keep so many tokens; a block that is cut keeps its scales."""
         self.coded = min(self.coded, max(0, length - self.sink))
         self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
         self.length, self.seen, self.before = length, self.coded, self.coded
         self.counter[0] += 1
 
-    def take_back(self, length):
+    def take_back(self, length: int) -> None:
         """Keep so many tokens, and uncode what the latest update coded."""
         self.coded = self.before
         self.crop(length)
 
-    def read_back(self):
+    def read_back(self) -> None:
         """Let the next view see what is stored."""
         if self.seen != self.coded:
             self.seen = self.coded
             self.counter[0] += 1
 
     @property
-    def is_large(self):
-        """Whether a long update has left much more than a window in the tail."""
-        return self.tail.shape[2] > 8 * (self.residual + self.block + SPARE)
+    def is_large(self) -> bool:
+        """Return whether a long update has left much more than a window in the tail."""
+        return self.tail.shape[2] > 8 * (self.residual + self.block + TAIL_ROOM)
 
-    def settle(self):
-        """Let go of the originals of codes, which nobody sees from now on."""
+    def settle(self) -> None:
+        """Release the originals of codes, which nobody sees from now on."""
         live, _, room = self.tail_counts(0)
         first, (batch, heads, _, dim) = self.end - self.start, self.shape
         if self.is_large:
@@ -211,8 +219,8 @@ class CodedSide:
         self.start, self.before = self.end - first, self.coded
         self.read_back()
 
-    def taken(self, index):
-        """The same for other rows of the batch."""
+    def taken(self, index: Array) -> CodedSide:
+        """Return the side of other rows of the batch."""
         side, first = copy.copy(self), self.end - self.start
         live = self.length - self.end
         side.sinks = self.sinks[index]
@@ -227,8 +235,8 @@ class CodedSide:
 
     # Files
 
-    def arrays(self):
-        """What is stored, by the names of `PARTS`; ends of blocks only where they say something."""
+    def arrays(self) -> dict[str, Array]:
+        """Return the stored arrays by the names of `PARTS`; ends of blocks only if a block has tokens."""
         first, live = self.end - self.start, self.length - self.end
         arrays = {
             "sinks": self.sinks[:, :, : min(self.sink, self.length)],
@@ -240,7 +248,7 @@ class CodedSide:
             arrays["ends"] = np.searchsorted(self.block_of[: self.coded], np.arange(self.blocks), "right")
         return arrays
 
-    def fill(self, arrays, length):
+    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Hold what `arrays` gave of so many tokens, in an empty side; a KvkitError if that cannot be."""
         *outer, _, dim = self.sinks.shape
         sinks, codes, cells, tail = (arrays[name] for name in ("sinks", "codes", "cells", "tail"))
@@ -266,38 +274,38 @@ class CodedSide:
         self.grow(blocks)
         self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells
         self.block_of[:coded] = np.repeat(np.arange(blocks), counts)
-        self.tail = resized(tail, tail.shape[2], tail.shape[2])
+        self.tail = grow_array(tail, tail.shape[2], tail.shape[2])
         self.length, self.coded, self.blocks = length, coded, blocks
         self.seen, self.before, self.start = coded, coded, self.end
 
     # Reading
 
-    def widening(self, rounds):
-        """The machine code that makes float32 of codes: rounded as arrays are, or as attention reads them."""
-        return cpu.copy.codes.widen(self.format, rounds=rounds).address
+    def widening(self, rounds: bool) -> int:
+        """Return the address of code that widens codes: rounded as arrays are, or as attention reads them."""
+        return int(cpu.copy.codes.widen(self.format, rounds=rounds).address)
 
-    def cells_at(self, position):
-        """`place` of scales."""
+    def cells_at(self, position: int) -> tuple[int, int, int, int]:
+        """Return address and strides of scales."""
         if self.scales is None:
-            return place(self.cells, position)
+            return address_of(self.cells, position)
         return cpu.launches.address(self.scales), 0, self.scales.strides[0] * (len(self.scales) > 1), 0
 
-    def described(self, table=None, rounds=False):
-        """The table, or a new one, of where that lies what the latest view sees."""
+    def described(self, table: Array | None = None, rounds: bool = False) -> Array:
+        """Fill a table, or a new one, with the segments that the latest view sees."""
         batch, heads, length, _ = self.shape
         table = cpu.attention.segmented.new_table(heads, batch * heads) if table is None else table
         sink, floats = min(self.sink, length), cpu.attention.segmented.floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
         table[-SEGMENT_FIELDS:] = (
-            sink, floats, *place(self.sinks, 0), 0, 0, 0, 0, 0,
-            sink + self.seen, self.widening(rounds), *place(self.codes, sink),
+            sink, floats, *address_of(self.sinks, 0), 0, 0, 0, 0, 0,
+            sink + self.seen, self.widening(rounds), *address_of(self.codes, sink),
             *self.cells_at(0 if blocks else sink), blocks,
-            length, floats, *place(self.tail, self.start), 0, 0, 0, 0, 0,
+            length, floats, *address_of(self.tail, self.start), 0, 0, 0, 0, 0,
         )  # fmt: skip
         return table
 
-    def read(self):
-        """What the latest view sees, as an array."""
+    def read(self) -> Array:
+        """Return what the latest view sees, as an array."""
         batch, heads, tokens, dim = self.shape
         wide, planes = np.empty(self.shape, np.float32), batch * heads
         described = self.described(rounds=True)
@@ -307,21 +315,21 @@ class CodedSide:
         cpu.launches.start(cpu.copy.codes.prepare(code, planes, tokens, at, 1, dim, wide.size))
         return self.turned(wide, OUTPUT).astype(self.dtype, copy=False)
 
-    def stored(self):
-        """What is stored, as an array."""
+    def stored(self) -> Array:
+        """Return what is stored, as an array."""
         side = copy.copy(self)
         side.seen = self.coded
         return side.read()
 
 
-def place(array, position):
-    """Address of what would be position 0 if an array begins with `position`, and strides."""
+def address_of(array: Array, position: int) -> tuple[int, int, int, int]:
+    """Return the address of position 0 of an array that begins with `position`, and its strides."""
     sequence, head, row = array.strides[:3]
     return cpu.launches.address(array) - position * row, sequence, head, row
 
 
-def resized(array, used, least):
-    """A copy with room for at least so many and some more, and twice what there was; of the first `used`."""
+def grow_array(array: Array, used: int, least: int) -> Array:
+    """Copy the first `used` rows to an array with room for `least` and some more, at least twice as large."""
     batch, heads, capacity, dim = array.shape
     more = np.empty((batch, heads, max(least + least // 4, 2 * capacity), dim), array.dtype)
     more[:, :, :used] = array[:, :, :used]

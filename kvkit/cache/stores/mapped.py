@@ -1,4 +1,4 @@
-"""A layer in a memory-mapped file, with a JSON sidecar that says which one and what it holds.
+"""A layer in a memory-mapped file, with a JSON sidecar that describes it.
 
 The file holds the layer's arrays, keys and values or the parts of codes, in the order in which the sidecar
 has them, each from a multiple of `PAGE` bytes on, and then a mark: its own name, which says the layer and the
@@ -7,6 +7,8 @@ its state: the numbers that say which rows hold which tokens. Rows are written f
 write; a larger store is a new file, which counts when its sidecar has replaced the old one. So a process may
 end at any moment.
 """
+
+from __future__ import annotations
 
 import concurrent.futures
 import contextlib
@@ -18,12 +20,17 @@ import os
 import secrets
 import sys
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from kvkit.cache.stores.memory import Geometry, Store
 from kvkit.cache.stores.span import Span
 from kvkit.formats import BY_NAME
+from kvkit.typed import Array
 
 VERSION = 1
 PAGE = 4096  # every array begins at a multiple of it; no file is smaller
@@ -31,12 +38,15 @@ MARK = 64  # bytes of a mark, which leave the file a multiple of every element's
 NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
 NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # what is there is never written to, a link least of all
 WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
+ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape, dtype
 
 
 class File:
     """A mapped file of arrays of the given shapes and dtypes, zeros until they are written."""
 
-    def __init__(self, home, forms, new=True):
+    def __init__(
+        self, home: Home, forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], new: bool = True
+    ) -> None:
         self.home, self.path, self.sidecar, self.loading = home, home.path(new), -1, False
         self.descriptor = os.open(self.path, os.O_RDWR | (NEW if new else 0), OWNER)
         weakref.finalize(self, os.close, self.descriptor)
@@ -48,11 +58,11 @@ class File:
         try:
             if new:
                 self.word = secrets.token_hex(8)
-                allocate(self.descriptor, size)
+                allocate_file(self.descriptor, size)
                 os.lseek(self.descriptor, size, os.SEEK_SET)
-                os.write(self.descriptor, mark(self.path, self.word))
+                os.write(self.descriptor, end_mark(self.path, self.word))
             else:
-                check(self.path, self.descriptor, size, home.word)
+                check_mark(self.path, self.descriptor, size, home.word)
             memory = self.memory = mmap.mmap(self.descriptor, size)
         except BaseException:
             if new:
@@ -64,9 +74,15 @@ class File:
             home.current, text = self, home.sidecar.read_text()
             self.know_sidecar(os.open(home.sidecar, os.O_RDWR), text.rindex("{"))
 
-    def commit(self, about, span, record_past, more=()):
-        """Let the file count, which `about` describes, and be its state what says which rows hold what."""
-        numbers = span._asdict() | {"record_past": record_past, **dict(more)}
+    def commit(
+        self,
+        about: Callable[[], dict[str, Any]],
+        span: Span,
+        record_past: bool,
+        more: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Commit the file, which `about` describes, with the state of its rows."""
+        numbers = span._asdict() | {"record_past": record_past, **more}
         numbers["changes"] = self.home.folder.changes
         text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in numbers.items())
         text = f"{{{text}}}}}\n"
@@ -76,29 +92,29 @@ class File:
             os.lseek(self.sidecar, self.state_at, os.SEEK_SET)
             os.write(self.sidecar, text.encode())
 
-    def know_sidecar(self, sidecar, state_at):
-        """Say by descriptor which sidecar counts this file, and where in it the state is."""
+    def know_sidecar(self, sidecar: int, state_at: int) -> None:
+        """Remember the descriptor of the sidecar that counts this file, and where in it the state is."""
         self.sidecar, self.state_at = sidecar, state_at
         weakref.finalize(self, os.close, sidecar)
 
-    def close(self):
-        """Delete the file, and what says that it counts."""
+    def close(self) -> None:
+        """Delete the file, and let the sidecar say so."""
         if self.sidecar >= 0:
             self.home.say_empty()
         self.path.unlink()
 
-    def flush(self):
+    def flush(self) -> None:
         self.memory.flush()
         for descriptor in (self.descriptor, self.sidecar):
             os.fsync(descriptor)
 
-    def prefetch(self, rows):
+    def prefetch(self, rows: Sequence[tuple[int, int]]) -> None:
         """Let the system read rows of each array into memory, (first, count), in the background."""
         if not self.loading and hasattr(os, "posix_fadvise"):
             self.loading = True
-            background().submit(self.load, rows)
+            prefetch_thread().submit(self.load, rows)
 
-    def load(self, rows):
+    def load(self, rows: Iterable[tuple[int, int]]) -> None:
         with contextlib.suppress(OSError):
             for array, start, (first, count) in zip(self.arrays, self.starts, rows, strict=True):
                 _, head, row, _ = array.strides
@@ -114,49 +130,49 @@ class MappedStore(Store):
     __slots__ = ("file",)
     in_place = False
 
-    def __init__(self, geometry, capacity, home, new=True):
+    def __init__(self, geometry: Geometry, capacity: int, home: Home, new: bool = True) -> None:
         batch, heads, key_dim, value_dim, fmt = geometry
         dims = key_dim, value_dim
         self.file = File(home, [((batch, heads, capacity, dim), fmt.dtype) for dim in dims], new)
         super().__init__(geometry, capacity)
 
-    def _arrays(self):
+    def _arrays(self) -> Sequence[Array]:
         return self.file.arrays
 
-    def __reduce__(self):  # a copy lies in memory
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
         return Store, (self.geometry, self.capacity), (None, {"keys": self.keys, "values": self.values})
 
     @classmethod
-    def opened(cls, about, span, home):
-        """The store of tokens, as a sidecar says."""
+    def opened(cls, about: dict[str, Any], span: Span, home: Home) -> MappedStore:
+        """Open the store of tokens, as a sidecar says."""
         batch, heads, capacity, key_dim = about["keys"]
         given = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
         if not 0 <= span.origin <= span.oldest <= span.length <= span.origin + capacity:
             raise ValueError(f"a state that cannot be: {about['state']}")
         return cls(given, capacity, home, new=False)
 
-    def commit(self, span, record_past):
+    def commit(self, span: Span, record_past: bool) -> None:
         self.file.commit(self.about, span, record_past)
 
-    def about(self):
-        """What a sidecar says of the arrays."""
+    def about(self) -> dict[str, Any]:
+        """Describe the arrays for a sidecar."""
         arrays = {"keys": list(self.keys.shape), "values": list(self.values.shape)}
         return {"dtype": self.geometry.fmt.name} | arrays
 
-    def close(self):
+    def close(self) -> None:
         self.file.close()
 
-    def prefetch(self, span):
+    def prefetch(self, span: Span) -> None:
         self.file.prefetch([(0, span.length - span.origin)] * 2)
 
 
 @functools.cache
-def background():
+def prefetch_thread() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(1, "kvkit-prefetch")
 
 
-def allocate(file, size):
-    """Make room on the disk now: a mapping that finds none later ends the process."""
+def allocate_file(file: int, size: int) -> None:
+    """Make room on the disk now, as a mapping that finds none later ends the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
@@ -165,85 +181,90 @@ def allocate(file, size):
         size -= os.write(file, zeros[:size])
 
 
-def mark(path, word):
-    """What a file ends with; nothing in one that was written without."""
+def end_mark(path: Path, word: str) -> bytes:
+    """Return the end of a file; nothing for one that was written without."""
     return f"kvkit {path.stem} {word}\n".rjust(MARK).encode() if word else b""
 
 
-def check(path, file, size, word):
+def check_mark(path: Path, file: int, size: int, word: str) -> None:
     """Raise unless a file has its size, and then its mark."""
-    expected = mark(path, word)
+    expected = end_mark(path, word)
     os.lseek(file, size, os.SEEK_SET)
     if os.fstat(file).st_size < size or os.read(file, len(expected)) != expected:
         raise ValueError(f"{path.name} is cut short, or of another layer or generation")
 
 
 class Home:
-    """Where a layer's files lie; `about` describes the layer."""
+    """The place of a layer's files in a folder; `about` describes the layer."""
 
-    def __init__(self, folder, number, about):
+    def __init__(self, folder: Any, number: int, about: dict[str, Any]) -> None:
         self.folder, self.number, self.about = folder, number, about
         self.sidecar = folder.path / f"layer-{number:03}.json"
-        self.generation, self.current = 0, None
+        self.generation = 0
+        self.current: File | None = None
         self.word = ""  # that the mark of an opened file has
         self.waiting = 0  # the change whose sidecar may not have taken its place yet
 
-    def path(self, new):
-        """Of the file that counts, or of a new one."""
+    def path(self, new: bool) -> Path:
+        """Return the path of the file that counts, or of a new one."""
         self.generation += new
         return self.folder.path / f"layer-{self.number:03}-{self.generation}.raw"
 
-    def opened_state(self, about):
-        """(span, whether past is recorded), as a sidecar says of a file."""
+    def opened_state(self, about: dict[str, Any]) -> tuple[Span, bool]:
+        """Return (span, whether past is recorded), as a sidecar says."""
         if about["byteorder"] != sys.byteorder:
             raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
         self.generation, self.word, said = about["generation"], about.get("word", ""), about["state"]
         return Span(*(said[name] for name in Span._fields)), bool(said["record_past"])
 
-    def accept(self, file, about, state):
-        """Let a file be the layer's; the one before it goes, unless the new sidecar has to wait."""
+    def accept(self, file: File, about: dict[str, Any], state: str) -> None:
+        """Make a file the layer's; the one before it goes, unless the new sidecar has to wait."""
         self.settle()
         text = self.text(generation=self.generation, word=file.word, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
         self.waiting = self.folder.under_way
-        sidecar = written(self.waits_as(), text + state) if self.waiting else put(self.sidecar, text + state)
+        sidecar = (
+            write_new(self.waits_as(), text + state)
+            if self.waiting
+            else write_sidecar(self.sidecar, text + state)
+        )
         file.know_sidecar(sidecar, len(text))
         before, self.current = self.current, file
         if before is not None and not self.waiting:
             before.path.unlink()
 
-    def waits_as(self):
+    def waits_as(self) -> Path:
         return self.sidecar.with_suffix(f"{WAITING}{self.waiting}")
 
-    def settle(self):
-        """Before the sidecar changes again, let one that waited take its place, or go."""
+    def settle(self) -> None:
+        """Let a sidecar that waited take its place, or go."""
         if self.waiting:
             with contextlib.suppress(FileNotFoundError):  # it has, before an interrupt
-                follow(self.waits_as(), self.folder.changes)
+                follow_change(self.waits_as(), self.folder.changes)
             self.waiting = 0
 
-    def text(self, **more):
+    def text(self, **more: Any) -> str:
         return json.dumps({"version": VERSION, **self.about, **more})
 
-    def say_empty(self, **more):
+    def say_empty(self, **more: Any) -> None:
         """Say that the layer has no file."""
         self.settle()
-        os.close(put(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
+        os.close(write_sidecar(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
         self.current = None
 
 
-def follow(path, changes):
-    """Let a sidecar that waited for a change take its place if that is done, and go if not."""
+def follow_change(path: Path, changes: int) -> None:
+    """Let a sidecar that waited for a change take its place if that is done; delete it if not."""
     if int(path.suffix.removeprefix(WAITING)) <= changes:
         os.replace(path, path.with_suffix(".json"))
     else:
         path.unlink()
 
 
-def put(path, text):
-    """Write a small file, or replace it in one step; its descriptor."""
+def write_sidecar(path: Path, text: str) -> int:
+    """Write a small file, or replace it in one step; return its descriptor."""
     temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.new")
-    file = written(temporary, text)
+    file = write_new(temporary, text)
     try:
         os.replace(temporary, path)
     except BaseException:
@@ -253,8 +274,8 @@ def put(path, text):
     return file
 
 
-def written(path, text):
-    """Write a new small file; its descriptor."""
+def write_new(path: Path, text: str) -> int:
+    """Write a new small file; return its descriptor."""
     file = os.open(path, os.O_RDWR | NEW, OWNER)
     try:
         os.write(file, text.encode())

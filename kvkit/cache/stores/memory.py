@@ -1,18 +1,21 @@
-"""Where the keys and values of a layer lie: rows in two arrays. Which token has which row, layers know."""
+"""A store of rows in two arrays, keys and values. The layer knows which token has which row."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvkit import cpu
+from kvkit.cache.stores.span import Span
 from kvkit.checks import attention, tensors
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, Element
 from kvkit.runtime import result_pool
+from kvkit.typed import Array, States
 
 
 class Geometry(NamedTuple):
-    """What the first update decides about a layer."""
+    """The sizes and the format of a layer, which its first update decides."""
 
     batch: int
     heads: int
@@ -20,28 +23,23 @@ class Geometry(NamedTuple):
     value_dim: int
     fmt: Element
 
-    def __str__(self):
+    def __str__(self) -> str:
         sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"
         return f"{sizes} of {self.fmt}"
 
-    def fits(self, key_states, value_states):
-        """Whether these are plainly such keys and values, as in nearly every call."""
+    def fits(self, key_states: Any, value_states: Any) -> bool:
+        """Return whether keys and values fit at first sight, as in nearly every call."""
         if not type(key_states) is type(value_states) is np.ndarray:
             return False
         if not key_states.dtype == value_states.dtype == self.fmt.dtype:
             return False
-        batch, heads, key_dim, value_dim, _ = self
-        new = key_states.shape[2:3]
-        return key_states.shape == (batch, heads, *new, key_dim) and value_states.shape == (
-            batch,
-            heads,
-            *new,
-            value_dim,
-        )
+        outer = self.batch, self.heads, *key_states.shape[2:3]
+        shapes = key_states.shape, value_states.shape
+        return shapes == ((*outer, self.key_dim), (*outer, self.value_dim))
 
 
-def geometry(key_states, value_states, frozen):
-    """The geometry of new keys and values, which is the `frozen` one unless that is None."""
+def check_geometry(key_states: Array, value_states: Array, frozen: Geometry | None) -> Geometry:
+    """Check new keys and values; return their geometry, which is the `frozen` one unless that is None."""
     if frozen is not None and frozen.fits(key_states, value_states):
         return frozen
     fmt = tensors.checked_format("key_states", key_states, FLOATS, 4)
@@ -66,50 +64,47 @@ class Store:
     in_place = True  # rows that a layer relies on may be written
     file: Any = None  # where it lies, if not in memory
 
-    def __init__(self, geometry, capacity):
+    def __init__(self, geometry: Geometry, capacity: int) -> None:
         self.geometry, self.capacity = geometry, capacity
         self.keys, self.values = self._arrays()
 
-    def _arrays(self):
-        batch, heads, key_dim, value_dim, fmt = self.geometry
-        shape = batch, heads, self.capacity
-        return result_pool.zeros((*shape, key_dim), fmt.dtype), result_pool.zeros(
-            (*shape, value_dim), fmt.dtype
-        )
+    def _arrays(self) -> Sequence[Array]:
+        batch, heads, *dims, fmt = self.geometry
+        return [result_pool.zeros((batch, heads, self.capacity, dim), fmt.dtype) for dim in dims]
 
-    def write(self, row, key_states, value_states):
+    def write(self, row: int, key_states: Array, value_states: Array) -> None:
         """Write new tokens to the rows from `row` on."""
         end = row + key_states.shape[2]
         self.keys[:, :, row:end] = key_states
         self.values[:, :, row:end] = value_states
 
-    def rows(self, begin, end):
-        """Views of the keys and values in some rows."""
+    def rows(self, begin: int, end: int) -> tuple[States, States]:
+        """Return views of the keys and values in some rows."""
         return self.keys[:, :, begin:end], self.values[:, :, begin:end]
 
-    def context(self, packed, begin, end):
-        """Some rows as attention reads them, with queries of the format `packed`: as they are."""
+    def context(self, data: str, begin: int, end: int) -> Any:
+        """Return some rows as attention reads them, with queries of the format `data`."""
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
-        return rows._replace(packed=packed, as_loaded=False)
+        return rows._replace(packed=data, as_loaded=False)
 
-    def query(self, query):
-        """Queries as the stored keys want them; a store of codes may have turned those."""
+    def query(self, query: Array) -> Array:
+        """Return queries rotated as the stored keys are; here they are as they came."""
         return query
 
-    output = query  # likewise outputs, as a caller wants them
+    output = query  # and outputs, rotated back
 
-    def begin_at(self, numbers, row):
-        """Let prepared attention begin at another row."""
+    def begin_at(self, numbers: Array, row: int) -> None:
+        """Let a prepared call of attention begin at another row."""
         for name, array in (("keys", self.keys), ("values", self.values)):
             numbers[cpu.attention.prepare.AT[name]] = cpu.launches.address(array) + row * array.strides[2]
 
-    def clear(self, begin, end):
+    def clear(self, begin: int, end: int) -> None:
         """Make rows zeros again."""
         for array in self.rows(begin, end):
             array[...] = 0
 
-    def take(self, indices, begin, end):
+    def take(self, indices: Array, begin: int, end: int) -> None:
         """Let row b of the batch be what row ``indices[b]`` was, for some rows of tokens."""
         changed = [b for b, index in enumerate(indices) if index != b]
         if changed:
@@ -118,15 +113,15 @@ class Store:
             for side, rows in zip(sides, taken, strict=True):
                 side[changed] = rows
 
-    def fill(self, store, indices, begin, end):
-        """Take rows of another store, which become the first ones, from the given rows of its batch."""
+    def fill(self, store: Any, indices: Iterable[int], begin: int, end: int) -> None:
+        """Copy rows of another store, from the given rows of its batch, to the first rows."""
         sides = zip(self.rows(0, end - begin), store.rows(begin, end), strict=True)
         for target, source in sides:
             for b, index in enumerate(indices):
                 target[b] = source[index]
 
-    def commit(self, span, record_past):
-        """All rows are written that a layer now means."""
+    def commit(self, span: Span, record_past: bool) -> None:
+        """Commit the rows that a layer now has; in memory there is nothing to do."""
 
-    def close(self):
-        """Let go of what is not memory."""
+    def close(self) -> None:
+        """Delete the file; here there is none."""

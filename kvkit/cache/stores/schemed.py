@@ -1,19 +1,23 @@
-"""Keys and values by schemes in numpy: first tokens and recent ones as they came, the others encoded."""
+"""A store of keys and values by schemes in numpy: first and recent tokens as they came, others encoded."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.cache.stores.memory import Store
+from kvkit.cache.stores.memory import Geometry, Store
 from kvkit.errors import argument_error, describe
+from kvkit.typed import Array
 
 
 class Chunk(NamedTuple):
     """Tokens that were encoded together, of which the first `live` ones count."""
 
     live: int
-    rows: tuple[dict, ...]  # for each row of the batch, what its scheme made
+    rows: tuple[dict[str, Array], ...]  # for each row of the batch, what its scheme made
 
 
 @dataclass(frozen=True)
@@ -25,41 +29,43 @@ class SchemedSide:
     group: int  # tokens that are encoded together
     sink: int
     residual: int
-    sinks: np.ndarray  # [B, H, tokens, D]
-    tail: np.ndarray
+    sinks: Array  # [B, H, tokens, D]
+    tail: Array
     chunks: tuple[Chunk, ...] = ()
 
     changes = 0  # which a view asks for
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype[Any]:
         return self.tail.dtype
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, int, int, int]:
         batch, heads, tokens, dim = self.tail.shape
         return batch, heads, self.sinks.shape[2] + sum(chunk.live for chunk in self.chunks) + tokens, dim
 
     @property
-    def nbytes(self):
-        """Bytes of what is stored."""
+    def nbytes(self) -> int:
+        """Return the bytes of what is stored."""
         coded = (array.nbytes for chunk in self.chunks for row in chunk.rows for array in row.values())
         return self.sinks.nbytes + self.tail.nbytes + sum(coded)
 
-    def appended(self, states):
+    def appended(self, states: Array) -> SchemedSide:
+        """Return the side with new tokens."""
         first = self.sink - self.sinks.shape[2]
         sinks = np.concatenate((self.sinks, states[:, :, :first]), 2)
         return replace(self, sinks=sinks, tail=np.concatenate((self.tail, states[:, :, first:]), 2))
 
-    def evicted(self):
-        """The same with codes of what has left the window and fills a group."""
+    def evicted(self) -> SchemedSide:
+        """Return the side with codes of what has left the window and fills a group."""
         count = max(0, self.tail.shape[2] - self.residual) // self.group
         if not count:
             return self
         *groups, tail = np.split(self.tail, self.group * np.arange(1, count + 1), 2)
         return replace(self, chunks=(*self.chunks, *map(self.encoded, groups)), tail=tail.copy())
 
-    def encoded(self, states):
+    def encoded(self, states: Array) -> Chunk:
+        """Encode tokens, row by row of the batch."""
         rows = []
         for row in states:
             arrays = self.scheme.encode(np.array(row.swapaxes(0, 1), np.float32, order="C"))
@@ -70,16 +76,18 @@ class SchemedSide:
             )  # a view holds more than it is
         return Chunk(self.group, tuple(rows))
 
-    def decoded(self, chunk):
+    def decoded(self, chunk: Chunk) -> Array:
+        """Decode a chunk."""
         _, heads, _, dim = self.tail.shape
         made = [np.asarray(self.scheme.decode(dict(arrays)), np.float32) for arrays in chunk.rows]
         for array in made:
             if array.shape != (self.group, heads, dim):
                 raise argument_error(f"{self.name}.decode", f"shape {(self.group, heads, dim)}", array.shape)
-        return np.stack(made).swapaxes(1, 2)[:, :, : chunk.live].astype(self.dtype)
+        tokens: Array = np.stack(made).swapaxes(1, 2)[:, :, : chunk.live].astype(self.dtype)
+        return tokens
 
-    def cropped(self, length):
-        """The same of so many tokens; a chunk that is cut stays whole, and is read in part."""
+    def cropped(self, length: int) -> SchemedSide:
+        """Return the side of so many tokens; a chunk that is cut stays whole, and is read in part."""
         chunks, left = [], max(0, length - self.sinks.shape[2])
         for chunk in self.chunks:
             if left > 0:
@@ -88,19 +96,20 @@ class SchemedSide:
         sinks, tail = self.sinks[:, :, :length].copy(), self.tail[:, :, :left].copy()
         return replace(self, sinks=sinks, tail=tail, chunks=tuple(chunks))
 
-    def taken(self, indices):
-        """The same for other rows of the batch."""
+    def taken(self, indices: Array) -> SchemedSide:
+        """Return the side of other rows of the batch."""
         chunks = [chunk._replace(rows=tuple(chunk.rows[index] for index in indices)) for chunk in self.chunks]
         return replace(self, sinks=self.sinks[indices], tail=self.tail[indices], chunks=tuple(chunks))
 
-    def read(self):
-        """All tokens, as an array."""
+    def read(self) -> Array:
+        """Return all tokens as an array."""
         return np.concatenate((self.sinks, *map(self.decoded, self.chunks), self.tail), 2)
 
 
 class SchemedStore(Store):
     """Both sides, as stored and as the latest update sees them; arrays only while attention reads."""
 
-    def __init__(self, geometry, sides, seen):
+    def __init__(self, geometry: Geometry, sides: Sequence[SchemedSide], seen: Sequence[SchemedSide]) -> None:
         self.geometry, self.capacity, self.sides, self.seen = geometry, 0, sides, seen
-        self.keys = self.values = None
+        self.keys: Any = None
+        self.values: Any = None

@@ -1,4 +1,6 @@
-"""Which tokens a layer has, and where: what layers, stores and folders say to each other."""
+"""The tokens of a layer and their rows: the state that layers, stores and folders pass on."""
+
+from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -18,29 +20,29 @@ class Span(NamedTuple):
     before: int = 0
 
     @property
-    def first(self):
-        """The first position whose row is still needed."""
+    def first(self) -> int:
+        """Return the first position whose row is still needed."""
         return min(self.oldest, self.begin)
 
-    def rows_from(self, first):
-        """The rows of all tokens from a position on."""
+    def rows_from(self, first: int) -> tuple[int, int]:
+        """Return the rows [begin, end) of all tokens from a position on."""
         return first - self.origin, self.length - self.origin
 
-    def moved(self, keep):
-        """The same tokens, those from `keep` on, in the first rows of a store."""
+    def moved(self, keep: int) -> Span:
+        """Return the span after a move of the tokens from `keep` on to the first rows of a store."""
         if keep > self.begin:
             return self._replace(begin=keep, before=self.length, origin=keep)
         return self._replace(origin=keep)
 
-    def cropped(self, length, oldest):
-        """The first tokens, so many; of those that are stored the ones from `oldest` on."""
+    def cropped(self, length: int, oldest: int) -> Span:
+        """Return the span of the first `length` tokens, stored from `oldest` on."""
         oldest = max(self.oldest, oldest)
         return Span(length, oldest, min(self.begin, oldest, length), self.origin, length)
 
-    def widened(self):
-        """The same with all as stored that can be attended to."""
+    def widened(self) -> Span:
+        """Return the span in which all counts as stored that can be attended to."""
         return self._replace(oldest=self.first)
 
-    def settled(self):
-        """The same when the last update can no longer be taken back."""
+    def settled(self) -> Span:
+        """Return the span in which the last update can no longer be undone."""
         return self._replace(before=self.length)

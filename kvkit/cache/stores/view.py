@@ -1,4 +1,4 @@
-"""What an update of a quantized layer returns."""
+"""The views that an update of a quantized or paged layer returns."""
 
 from __future__ import annotations
 

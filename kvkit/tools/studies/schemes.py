@@ -14,7 +14,7 @@ import numpy as np
 
 from kvkit import formats
 from kvkit.errors import argument_error, brief, describe
-from kvkit.formats.schemes import REGISTERED, checked, schemes_named
+from kvkit.formats.schemes import REGISTERED, check_scheme, schemes_named
 
 ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 EXACT = {str(fmt): fmt for fmt in formats.FLOATS}
@@ -41,13 +41,15 @@ class Cast:
 def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
     """Return the schemes of keys and of values, of "int4:g32+hadamard", "mine.py:Scheme", or an object."""
     if not isinstance(text, str):
-        made = checked(make_instance(text, text.__name__) if isinstance(text, type) else text, name_of(text))
+        made = check_scheme(
+            make_instance(text, text.__name__) if isinstance(text, type) else text, name_of(text)
+        )
         return made, made
     if text in REGISTERED:
         return schemes_named(text)
     path, _, name = text.rpartition(":")
     if path.endswith(".py"):
-        made = checked(make_instance(load_class(path, name), text), text)
+        made = check_scheme(make_instance(load_class(path, name), text), text)
         return made, made
     word = re.split("[:+]", text)[0]
     told = ALIASES.get(word, word)
