@@ -26,7 +26,7 @@ SOURCES = str(Path(kvkit.cache.__file__).parent)
 DIMS = 4, 8  # which groups of codes divide
 # What a full disk refuses: memory for data, a sidecar, its place, the mapping.
 ON_DISK = {
-    "data": lambda: (mapped, "allocate"),
+    "data": lambda: (mapped, "allocate_file"),
     "sidecar": lambda: (mapped.os, "write"),
     "replace": lambda: (mapped.os, "replace"),
     "map": lambda: (mapped.mmap, "mmap"),
