@@ -163,8 +163,8 @@ ALL = (
         for code, takes in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
     ),
     *(
-        Format(f"lmdeploy_{code.name[1:]}", code, "zero", None, "zero", "token", 0, "up", halves=True,
-               source="LMDeploy, PyTorch engine")
+        Format(f"lmdeploy_{code.name[1:]}", code, "zero", None, "zero", per="token", group=0, rounding="up",
+               halves=True, source="LMDeploy, PyTorch engine")
         for code in (UINT8, UINT4)
     ),
     *(

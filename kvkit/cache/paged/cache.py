@@ -118,12 +118,12 @@ class PagedCache(BaseCache):
             num_kv_heads,
             head_dim,
             dtype,
-            quant_bit,
-            quant_group,
-            scale_dtype,
-            cache_layout,
-            quant_format,
-            scale,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            scale_dtype=scale_dtype,
+            cache_layout=cache_layout,
+            quant_format=quant_format,
+            scale=scale,
         )
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = check_bytes("salt", salt)

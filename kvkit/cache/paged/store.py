@@ -31,12 +31,13 @@ class PagedStore:
         num_kv_heads: int,
         head_dim: int,
         dtype: DTypeLike,
+        *,
         quant_bit: int,
         quant_group: int,
         scale_dtype: DTypeLike,
         cache_layout: int,
-        quant_format: str | None = None,
-        scale: Any = None,
+        quant_format: str | None,
+        scale: Any,
     ) -> None:
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
         self.cell = tensors.float_format("scale_dtype", scale_dtype)
