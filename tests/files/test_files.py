@@ -336,7 +336,7 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch, suffix):
     given, take_place = arrays if suffix != ".npy" else arrays["numbers"], replace.take_place
 
     def swept(temporary, target):
-        replace.sweep(tmp_path)
+        replace.remove_leftovers(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [temporary.name]
         assert replace.NAMES.fullmatch(temporary.name)
         take_place(temporary, target)
