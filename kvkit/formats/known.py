@@ -215,10 +215,6 @@ def named(format: str | Format, **options: Any) -> Format:
     **options
         The same by keyword, as fields of `Format`: cell, exponent, group, per, rounding.
 
-    Returns
-    -------
-    Format
-
     Raises
     ------
     KvkitError

@@ -41,10 +41,6 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
         Lengths of ``l b n h c``. Those that are left out are arbitrary; an axis that only one of the
         layouts has is then of length 1.
 
-    Returns
-    -------
-    bool
-
     Examples
     --------
     >>> from kvkit.layouts import same_bytes

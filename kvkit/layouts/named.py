@@ -272,10 +272,6 @@ def parse(text: str | Layout) -> Layout:
         axes of values, where they are not those of keys. Or a name of `NAMED`, or what vLLM or LMCache call
         it. A line without a bar is one array. A `Layout` is returned as it is.
 
-    Returns
-    -------
-    Layout
-
     Raises
     ------
     KvkitError

@@ -144,10 +144,6 @@ def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> B
     page_size : int
         Tokens of a block.
 
-    Returns
-    -------
-    BlockTable
-
     Examples
     --------
     >>> from kvkit.layouts import tables
@@ -196,10 +192,6 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
         Tokens of each sequence's last page, from 1 to `page_size`; not looked at if it has no page.
     page_size : int
         Tokens of a page.
-
-    Returns
-    -------
-    BlockTable
 
     Examples
     --------
@@ -261,10 +253,6 @@ def from_slots(slots: ArrayLike, lengths: ArrayLike) -> BlockTable:
         The row of each token; behind a sequence's last token anything.
     lengths : ndarray of int, shape [sequences]
         Tokens of each sequence.
-
-    Returns
-    -------
-    BlockTable
 
     Examples
     --------
