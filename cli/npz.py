@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvkit.files import npz
-from kvkit.files.npz import Contents, FileError, alone, check_target, read
+from kvkit.files.npz import Contents, FileError, check_target, keep_for_changes, read
 from kvkit_cli.show import progress
 
-__all__ = ["Contents", "FileError", "alone", "check_target", "read", "write"]
+__all__ = ["Contents", "FileError", "check_target", "keep_for_changes", "read", "write"]
 
 
 def write(

@@ -74,24 +74,27 @@ APPEND_TO_PAGES = Kind(launches.append_to_pools, ("key", "value"), read=scales_o
 MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 
-KINDS = {
-    "key_value_cache": APPEND,
-    "multi_head_attention": ATTEND,
-    "multi_head_cache_attention": ATTEND,
-    "merge_attention_states": MERGE,
-    "rotary_position_embedding": TURN,
-    "alibi_slope": SLOPE,
-    "alibi_mask": MASK,
-    "position_index": POSITION_INDEX,
-    "reshape_and_cache": MOVE,
-    "paged_cache_load": MOVE,
-    "block_copy": COPY,
-    "ascend.paged_attention": ATTEND_TO_BLOCKS,
-    "paged_attention": ATTEND_TO_PAGES,
-    "paged_append": APPEND_TO_PAGES,
-    "swap_blocks": COPY,
-    "nd_to_nz": MOVE,
-    "nz_to_nd": MOVE,
+KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
+    checks.key_value_cache: APPEND,
+    checks.static_attention: ATTEND,
+    checks.packed_attention: ATTEND,
+    checks.cache_attention: ATTEND,
+    checks.merged: MERGE,
+    checks.static_rotation: TURN,
+    checks.packed_rotation: TURN,
+    checks.slopes: SLOPE,
+    checks.static_alibi: MASK,
+    checks.packed_alibi: MASK,
+    checks.position_index: POSITION_INDEX,
+    checks.stored: MOVE,
+    checks.loaded: MOVE,
+    checks.copied: COPY,
+    checks.block_attention: ATTEND_TO_BLOCKS,
+    checks.pool_attention: ATTEND_TO_PAGES,
+    checks.pool_append: APPEND_TO_PAGES,
+    checks.swapped: COPY,
+    checks.to_nz: MOVE,
+    checks.to_nd: MOVE,
 }
 # The array whose tokens a step is of, in operators that take one.
 TOKENS = {"dynamic_batching.key_value_cache": NEW[0], "dynamic_batching.multi_head_cache_attention": "query"}
@@ -135,8 +138,8 @@ def log(path, values):
 
 def run(op, step, values, stream, repeated=None):
     """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
-    kind, (arrays_of, index) = KINDS.get(op.name) or KINDS[op.name.rpartition(".")[2]], inputs(op.name)
-    out, check, sequences = values.get("out"), checks.CHECKED[op.name], step and step.sequences
+    check, (arrays_of, index) = checks.CHECKED[op.name], inputs(op.name)
+    kind, out, sequences = KINDS[check], values.get("out"), step and step.sequences
     given = {name: values[name] for name in arrays_of}
     if step is None:
         values = values | {name: arrays.on_host(name, values[name], stream) for name in index}

@@ -17,7 +17,7 @@ import kvkit
 from kvkit.errors import KvkitError
 from kvkit.files import locks, members, npz, replace
 from kvkit_cli import show
-from kvkit_cli.npz import FileError, alone, read, write
+from kvkit_cli.npz import FileError, keep_for_changes, read, write
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (
@@ -383,14 +383,17 @@ def test_alone(path, tmp_path):
     write(path, {"a": np.zeros(1)})
     link = tmp_path / "link.npz"
     link.symlink_to(path)
-    with alone(path):
+    with keep_for_changes(path):
         for name in (path, link):
-            with pytest.raises(FileError, match=f"{name}: another run is changing it"), alone(name):
+            with (
+                pytest.raises(FileError, match=f"{name}: another run is changing it"),
+                keep_for_changes(name),
+            ):
                 pass
         write(path, {"a": np.ones(1)})
-        with alone(path):  # the new file; the run that made it has nothing left to do
+        with keep_for_changes(path):  # the new file; the run that made it has nothing left to do
             pass
-    with alone(link):
+    with keep_for_changes(link):
         pass
 
 
@@ -405,8 +408,8 @@ def test_whoever_waited_for_a_file_gets_the_new_one(path, monkeypatch):
         return lock(file, wait)
 
     monkeypatch.setattr(locks, "lock", locking)
-    with alone(path):
-        with pytest.raises(FileError), alone(path):
+    with keep_for_changes(path):
+        with pytest.raises(FileError), keep_for_changes(path):
             pass
         assert read(path).arrays["a"] == 1
 
