@@ -93,8 +93,8 @@ def convert(
     format : str, optional
         The new format, in the place of a layout: ``"float16"``, ``"float32"``, ``"bfloat16"`` or one that
         `kvkit.formats.encode` takes (``"kivi2"`` names both sides; kvkit's own codes have scales of 16 bits).
-        The new cache lies as ``"l kv | b n h c"``, a b for each sequence, all of one length. Each b is encoded
-        for itself. Scales are called ``scale.LAYER.KV`` and so on, and every tool reads them. With block
+        The new cache lies as ``"l kv | b n h c"``, a b for each sequence, all of one length, each encoded for
+        itself. Scales are called ``scale.LAYER.KV`` and so on, and every tool reads them. With block
         tables, the rows of the sequences are converted; of a saved `PagedCache`, those of its batch.
     from_format : str, optional
         The format of codes in the source, if its file does not say it.
