@@ -20,7 +20,7 @@ from numba import cuda, types
 
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
-from kvkit_cuda.attention import fragments, merge, panels, stored_tiles, tiles, work_items
+from kvkit_cuda.attention import fragments, merge, panels, stored_tiles, tile_words, tiles, work_items
 from kvkit_cuda.attention.decode_forms import form_of, suits
 from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, LOWEST, Softmax
 from kvkit_cuda.attention.panels import WORDS
@@ -51,7 +51,7 @@ def attend(form):
     key_bytes, stage_bytes, ring_bytes = form.keys.bytes, form.stage_bytes, form.ring_bytes
     last_stage, bases = (stages - 1) * stage_bytes, stages * stage_bytes
     place_of_tiles, load_queries = memory.shared(form.shared_bytes), panels.query_loader(form)
-    fill_tile, code_mask = stored_tiles.fill(form.keys, form.values), stored_tiles.code_mask(form.keys)
+    fill_tile, code_mask = stored_tiles.fill(form.keys, form.values), tile_words.code_mask(form.keys)
     multiply_keys, multiply_values = panels.multiply_keys(form), panels.multiply_values(form)
     multiply_carefully, update_softmax = panels.multiply_carefully(form), fragments.update_softmax(form)
     apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)

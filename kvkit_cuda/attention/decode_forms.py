@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvkit.formats import BY_NAME
-from kvkit_cuda.attention import forms, fragments
+from kvkit_cuda.attention import forms, fragments, params
 from kvkit_cuda.attention.fragments import LONGEST
 from kvkit_cuda.attention.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile
 
@@ -99,12 +99,5 @@ def cells_suit(record, context, sizes, unit):
     """Return whether scales are whole units."""
     if context.cell is None:
         return True
-    places = (
-        record.key_scales,
-        record.value_scales,
-        record.scale_sequence,
-        record.scale_row,
-        record.scale_head,
-    )
-    sizes = tuple(BY_NAME[context.cell].bytes(size // context.group) for size in sizes)
-    return not any(number % unit for number in places + sizes)
+    sizes = [BY_NAME[context.cell].bytes(size // context.group) for size in sizes]
+    return not any(number % unit for number in (*params.scale_places(record), *sizes))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvkit.formats import BY_NAME
+from kvkit_cuda.attention.params import scale_places
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import WARP
 
@@ -99,11 +100,5 @@ def fits(record, context, span):
     if context.cell is None or context.group % span == 0:
         return True
     size = BY_NAME[context.cell].bytes(span // context.group)
-    cells_at = (
-        record.key_scales,
-        record.value_scales,
-        record.scale_sequence,
-        record.scale_row,
-        record.scale_head,
-    )
-    return span % context.group == 0 and size <= 16 and not any(number % size for number in cells_at)
+    whole = span % context.group == 0 and size <= 16
+    return whole and not any(number % size for number in scale_places(record))

@@ -203,12 +203,8 @@ def multiply_keys(form):
 def multiply_values(form):
     """(p, v, a, o): o += p v; weights are rounded to the type of the data, `v` is as in `multiply_keys`."""
     tokens, dim, strips, row = form.tokens, form.value_dim, form.strips, tiles.row_bytes(form.value_dim)
-    on, load, multiply = (
-        tiles.further(dim),
-        ptx.matrices(True),
-        multiply_strips(form.element, strips, form.width),
-    )
-    packed, columns = ptx.packed(form.element), form.columns
+    on, load, packed, columns = tiles.further(dim), ptx.matrices(True), ptx.packed(form.element), form.columns
+    multiply = multiply_strips(form.element, strips, form.width)
 
     def multiply_values(p, v, a, o):
         for step in range(tokens // 16):

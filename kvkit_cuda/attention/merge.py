@@ -49,10 +49,9 @@ def finish_row(params, step, row, m, l, shrink):
     """Return the factor that finishes the sums of a row, and write its log-sum-exp."""
     less = np.float32(1)
     if params.sinks:
-        sink = (
-            params.sinks + (row.b % params.apart * params.heads * params.group + row.query) * params.sink_head
-        )
-        m, l, less = with_sink(m, l, scores.number(params.sink_kind, sink))
+        sink = row.b % params.apart * params.heads * params.group + row.query
+        sink = scores.number(params.sink_kind, params.sinks + sink * params.sink_head)
+        m, l, less = with_sink(m, l, sink)
     if params.lse:
         at = params.lse + row.b * params.lse_sequence + row.query * params.lse_head
         write_float(at + (step.seqstarts[row.b] + row.token) * params.lse_token, log_sum(m, l))

@@ -20,16 +20,16 @@ words (see `stored_tiles`).
 import numpy as np
 
 from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, mma, rotation
-from kvkit_cuda.attention.stored_tiles import (
+from kvkit_cuda.attention.stored_tiles import VALUES
+from kvkit_cuda.attention.tile_words import (
     PIECE,
-    VALUES,
     both,
     four_of,
+    pair_decoder,
+    piece_loader,
     reader,
     start,
-    taker,
-    widener,
-    zipper,
+    word_decoder,
 )
 from kvkit_cuda.attention.work_items import near_row_of, query_address
 from kvkit_cuda.device_runtime import device, memory, ptx
@@ -79,7 +79,7 @@ def multiply_keys(form):
     panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
     whole, coded, begin = chunks % panel_chunks == 0, tile.cell is not None, start(tile)
     read = reader(tile)
-    take, widen = (taker(tile), widener(tile)) if coded else (read, read)
+    take, widen = (piece_loader(tile), word_decoder(tile)) if coded else (read, read)
 
     def read_codes(place, panel, words):
         if panel % piece == 0:
@@ -120,7 +120,7 @@ def multiply_values(form):
     multiply = mma(form.element, width, form.fragment.transposed)
     panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
     packed, turned, coded = ptx.packed(form.element), ptx.turned, tile.cell is not None
-    take, zipped = (taker(tile), zipper(tile)) if coded else (read, read)
+    take, zipped = (piece_loader(tile), pair_decoder(tile)) if coded else (read, read)
 
     def fetch_codes(place, panel, words):
         if panel % piece == 0:

@@ -91,6 +91,12 @@ def scale_fields(keys: Side, values: Side, group: int) -> dict[str, int]:
     return {"key_scales": keys.scales, "value_scales": values.scales, "scale_group": group} | strides
 
 
+def scale_places(params: Any) -> tuple[int, ...]:
+    """Return the addresses and strides of scales, which kernels want aligned."""
+    strides = params.scale_sequence, params.scale_row, params.scale_head
+    return params.key_scales, params.value_scales, *strides
+
+
 def row_fields(name: str, rows: np.ndarray) -> dict[str, int]:
     """Return where packed rows [.., tokens, heads, elements] lie."""
     names = name, f"{name}_sequence", f"{name}_token", f"{name}_head"

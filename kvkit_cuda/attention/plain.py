@@ -98,10 +98,8 @@ def attend(form):
         scale, value_scale = numeric.float_of(np.uint32(params.scale)), np.float32(1)
         if params.key_head_scales:
             at = item.b * params.head_scale_sequence + item.head * params.head_scale_head
-            scale, value_scale = (
-                number_at(params.key_head_scales + at),
-                number_at(params.value_head_scales + at),
-            )
+            scale = number_at(params.key_head_scales + at)
+            value_scale = number_at(params.value_head_scales + at)
         load_queries(params, scale, facts, q, scales_at)  # [rows, dim]
         row_ids = cuda.shared.array(threads, types.int64)
         value_row_ids = cuda.shared.array(threads, types.int64) if free else row_ids

@@ -174,11 +174,8 @@ def attend(form):
     key_place, value_place = tiles.place(form.dim), tiles.place(form.value_dim)
     multiply_keys, multiply_values = fragments.multiply_keys(form), fragments.multiply_values(form)
     multiply_carefully, update_softmax = fragments.multiply_carefully(form), fragments.update_softmax(form)
-    apply_bias_and_mask, hide, finish = (
-        fragments.apply_bias_and_mask(form),
-        fragments.hide(form),
-        finishing(form),
-    )
+    apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)
+    finish = finishing(form)
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
         if cuda.blockIdx.x >= items[items.shape[0] - 1]:
@@ -256,12 +253,8 @@ def finishing(form):
     output.
     """
     held_rows, width, warp_rows, fragment = form.thread_rows, form.width, form.warp_rows, form.fragment
-    row_of, first_row, exchange, packed = (
-        fragment.row,
-        fragment.first_row,
-        device.exchange,
-        ptx.packed(form.element),
-    )
+    row_of, first_row, exchange = fragment.row, fragment.first_row, device.exchange
+    packed = ptx.packed(form.element)
     put, store_row = tiles.put(form.value_dim), tiles.store_row(form.value_dim)
 
     def finish(params, step, item, board, state, shrink, thread):

@@ -15,7 +15,7 @@ from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, s
 
 from kvkit.formats import BY_NAME
 from kvkit.runtime.jit import shared
-from kvkit_cuda.attention import decode, decode_forms, stored_tiles
+from kvkit_cuda.attention import decode, decode_forms, stored_tiles, tile_words
 from kvkit_cuda.attention.fragments import LONGEST
 from kvkit_cuda.attention.params import AttentionParams, Reach
 from kvkit_cuda.calls import tables
@@ -124,8 +124,8 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, p
     rows, cells = image[: 16 * tile.step].reshape(16, -1), image[16 * tile.step :].reshape(16, -1)
     rows[:, : packed.shape[1]], cells[:, : scales[0].nbytes] = packed.view(np.uint8), scales.view(np.uint8)
     size, block, copy, arrived = tile.bytes, memory.shared(tile.bytes), ptx.copy, ptx.arrived
-    begin, read = stored_tiles.start(tile), stored_tiles.reader(tile)
-    panels, first, pace, mask = tile.panels, tile.first(1), tile.pace, stored_tiles.code_mask(tile)
+    begin, read = tile_words.start(tile), tile_words.reader(tile)
+    panels, first, pace, mask = tile.panels, tile.first(1), tile.pace, tile_words.code_mask(tile)
 
     def kernel(places, words):
         i, at = cuda.threadIdx.x, block()

@@ -1,0 +1,254 @@
+"""Chunks of a stored tile as words of 16-bit elements: floats as they are, codes widened on the way.
+
+    x = code scale          for each code of a group with its scale, rounded to the type of the data
+
+A chunk, 8 neighbouring elements, is read as 4 words of two elements, which are `apart`: those of floats are
+neighbours, those of codes lie as far from each other as codes fill 16 bits. So a word of codes is widened in
+both halves at once:
+
+    a word of int8, from its low bits on    0 1 2 3                  widened to 0 2, 1 3
+    a word of int4                          0 1 2 3 4 5 6 7          widened to 0 4, 1 5, 2 6, 3 7
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit.formats import BY_NAME
+from kvkit.runtime.jit import shared
+from kvkit_cuda.attention import tiles
+from kvkit_cuda.attention.stored_tiles import TOKENS
+from kvkit_cuda.attention.tiles import CHUNK
+from kvkit_cuda.copy import chunks
+from kvkit_cuda.device_runtime import device, memory, ptx
+
+PIECE = 8  # words of a piece of codes: up to 4 of codes, then those of their scales
+int32, quotient, fresh_register = device.int32, tiles.quotient, ptx.fresh_register
+
+
+class Start(NamedTuple):
+    """Where a thread of a panel begins in a tile."""
+
+    rows: Any  # the address of its first chunk
+    scales: Any  # the address of the scale of that chunk
+    chunk: Any  # its number
+    mask: Any  # the bits of a code in both halves of a word
+
+
+def four_of(load):
+    """(address) -> four words, of a load of up to 16 bytes."""
+
+    @shared
+    def four(address):
+        low, high = load(address)
+        return (
+            np.uint32(low),
+            np.uint32(low >> np.uint64(32)),
+            np.uint32(high),
+            np.uint32(high >> np.uint64(32)),
+        )
+
+    return four
+
+
+four = four_of(memory.load(16, 16, space=memory.SHARED))
+
+
+def start(tile):
+    """(at, token, thread, mask) -> where a thread of a panel begins in the row of a token.
+
+    Addresses are in fresh registers, so that what is further on, in panels, is a constant away.
+    """
+    step, chunk_bytes, coded, panel = tile.step, tile.chunk_bytes, tile.cell is not None, tile.panel
+    scale_bytes, scale_step = BY_NAME[tile.cell].bytes(1) if coded else 0, tile.scale_step
+    group, regular, times = tile.group // CHUNK if coded else 1, tile.regular, tile.first(1)
+    last = tile.chunks - 1
+
+    def start(at, token, thread, mask):
+        chunk = min(thread, last) if last < panel - 1 else thread * times
+        rows, scales = np.int64(fresh_register(int32(at + token * step + chunk * chunk_bytes))), np.int64(0)
+        if coded:
+            member = quotient(chunk, group) if regular else 0
+            scales = np.int64(
+                fresh_register(int32(at + TOKENS * step + token * scale_step + member * scale_bytes))
+            )
+        return Start(rows, scales, chunk, np.uint32(mask))
+
+    return device.inlined(start)
+
+
+def code_mask(tile):
+    """Return the bits of a code in both halves of a word, to be kept in a register."""
+    return (2 ** BY_NAME[tile.stored].bits - 1) * 0x10001 if tile.cell else 0
+
+
+def within_row(tile):
+    """(panels, chunk) -> so many panels, or 0 if a row ends before that chunk of them."""
+    count, panel = tile.chunks, tile.panel
+    ragged = count > panel and count % panel != 0
+
+    def within(panels, chunk):
+        return panels if not ragged or panels * panel + chunk < count else 0
+
+    return device.inlined(within)
+
+
+def reader(tile):
+    """(begin, tokens, panels, words, i): read a chunk so far from where a thread begins, in the data's type.
+
+    Threads beyond a row's last chunk read another one.
+    """
+    step, panel_bytes, within = tile.step, tile.pace * tile.chunk_bytes, within_row(tile)
+    if tile.cell:
+        take, widen, piece = piece_loader(tile), word_decoder(tile), tile.piece
+
+        def read_codes(begin, tokens, panels, words, i):
+            take(begin, tokens, panels // piece, words, i + 4)
+            for k in range(4):
+                words[i + k] = widen(begin, words, i + 4, panels % piece, k)
+
+        return device.inlined(read_codes)
+
+    def read(begin, tokens, panels, words, i):
+        at = begin.rows + (tokens * step + within(panels, begin.chunk) * panel_bytes)
+        words[i], words[i + 1], words[i + 2], words[i + 3] = four(at)
+
+    return device.inlined(read)
+
+
+def piece_loader(tile):
+    """(begin, tokens, piece, words, i): load a piece of codes as it is, and its scales."""
+    step, scale_step, within = tile.step, tile.scale_step, within_row(tile)
+    scale_bytes, group, regular = BY_NAME[tile.cell].bytes(1), tile.group // CHUNK, tile.regular
+    chunk_bytes, scales_size = tile.chunk_bytes, tile.piece_scales * scale_bytes
+    size = tile.piece * chunk_bytes
+    load = four_of(memory.load(size, size, space=memory.SHARED))
+    load_scales = four_of(memory.load(scales_size, scales_size, space=memory.SHARED))
+    pace, words_of, words_of_scales = tile.piece * tile.pace, -(-size // 4), -(-scales_size // 4)
+
+    def take(begin, tokens, piece, words, i):
+        rows, scales, chunk, _ = begin
+        piece = within(piece, chunk)
+        if regular:
+            scales = scales + (tokens * scale_step + piece * pace // group * scale_bytes)
+        else:
+            scales = scales + (tokens * scale_step + quotient(piece * pace + chunk, group) * scale_bytes)
+        codes = load(rows + (tokens * step + piece * pace * chunk_bytes))
+        for j in range(words_of):
+            words[i + j] = codes[j]
+        scales = load_scales(scales)
+        for j in range(words_of_scales):
+            words[i + 4 + j] = scales[j]
+
+    return device.inlined(take)
+
+
+def word_decoder(tile):
+    """(begin, words, i, chunk, k) -> word k of a chunk of a piece of codes, in the data's type."""
+    extract, (scales, times), apart = code_extractor(tile), scaling(tile), tile.apart
+    chunk_words = tile.chunk_bytes // 4
+
+    def widen(begin, words, i, chunk, k):
+        codes = words[i + chunk * chunk_words + k // apart]
+        return times(extract(codes, k % apart, begin), scales(words, i, i, chunk))
+
+    return device.inlined(widen)
+
+
+def pair_decoder(tile):
+    """(begin, words, i, j, chunk, k) -> words of two pieces: first elements of their words k, last ones.
+
+    Codes are brought together before they are widened, with a pair of scales.
+    """
+    extract, (scales, times), apart = code_extractor(tile), scaling(tile), tile.apart
+    chunk_words, low, high = tile.chunk_bytes // 4, ptx.low, ptx.high
+
+    def zipped(begin, words, i, j, chunk, k):
+        at = chunk * chunk_words + k // apart
+        one, other, pair = words[i + at], words[j + at], scales(words, i, j, chunk)
+        return (
+            times(extract(low(one, other), k % apart, begin), pair),
+            times(extract(high(one, other), k % apart, begin), pair),
+        )
+
+    return device.inlined(zipped)
+
+
+def code_extractor(tile):
+    """(word, k, begin) -> the code k of each half of a word as float16s.
+
+    Two codes at a time, their signs turned, are put below the exponent of float16s from 1024 on. What these
+    exceed the number of 0 by is, exactly, what the codes mean; or 16 times that, if they stay where they are.
+    """
+    bits = BY_NAME[tile.stored].bits
+    zero, minus, fused = np.uint32((0x6400 + 2 ** (bits - 1)) * 0x10001), ptx.halves("sub"), ptx.halves("fma")
+    if bits == 8:
+
+        def extract(word, k, begin):
+            return minus((word >> np.uint32(8 * k)) & begin.mask ^ zero, zero)
+
+        return device.inlined(extract)
+    high_zero, sixteenth, high_shift = (np.uint32(n * 0x10001) for n in (0x6480, 0x2C00, 0xD480))
+
+    def extract_short(word, k, begin):
+        word >>= np.uint32(8 * (k // 2))
+        if k % 2:
+            return fused(word & (begin.mask << np.uint32(4)) ^ high_zero, sixteenth, high_shift)  # / 16 - 72
+        return minus(word & begin.mask ^ zero, zero)
+
+    return device.inlined(extract_short)
+
+
+def scaling(tile):
+    """(words, i, j, chunk) -> the scales of two pieces for a chunk; (two codes as float16s, they) -> what the
+    codes mean, as a word.
+    """
+    element, cell, group = tile.element, tile.cell, tile.group // CHUNK
+    halves = BY_NAME[cell].bytes(1) == 2
+    low, high = ptx.low, ptx.high
+
+    def words_of(words, i, j, chunk):
+        member = chunk // group
+        if halves:
+            one, other = words[i + 4 + member // 2], words[j + 4 + member // 2]
+            return high(one, other) if member % 2 else low(one, other)
+        return words[i + 4 + member]
+
+    words_of = device.inlined(words_of)
+    if element == cell == "float16":
+        return words_of, ptx.halves("mul")  # a product of float32s would be exact, and rounded once as well
+
+    raw, scale_of = chunks.DECODE[cell]
+    packed, both_of, two = ptx.packed(element), both("float16"), both(cell if halves else "float16")
+    rounded = ptx.packed(cell) if halves and cell != element else None
+
+    @shared
+    def as_float(bits):
+        return np.float32(scale_of(raw(bits)))
+
+    def scales(words, i, j, chunk):
+        if halves:
+            return two(words_of(words, i, j, chunk))
+        return as_float(words[i + 4 + chunk // group]), as_float(words[j + 4 + chunk // group])
+
+    def times(codes, scales):
+        x, y = both_of(codes)
+        x, y = np.float32(x) * scales[0], np.float32(y) * scales[1]
+        if rounded is not None:
+            x, y = two(rounded(x, y))
+        return packed(x, y)
+
+    return device.inlined(scales), device.inlined(times)
+
+
+@functools.cache
+def both(element):
+    """(word) -> its elements, as float32."""
+    raw, decode = chunks.DECODE[element]
+
+    @shared
+    def both(word):
+        return decode(raw(word & np.uint32(0xFFFF))), decode(raw(word >> np.uint32(16)))
+
+    return both
