@@ -1,7 +1,5 @@
 """Caches of floats of 8 bits and of ggml's blocks: what they hold and return, and attention over them."""
 
-import math
-
 import numpy as np
 import pytest
 from quant_format_scenes import BAD, CASES, HEADS, ROOM, SLOW, B, D, H, empty, normal
@@ -10,6 +8,7 @@ import kvkit
 from kvkit import KvkitError, formats
 from kvkit.dynamic_batching import plan
 from kvkit.formats.elements import BY_NAME
+from kvkit.reference.attention import attend_sequence
 
 pytestmark = pytest.mark.cpu
 
@@ -51,18 +50,6 @@ def test_what_is_not_finite_stays_in_its_block(rng, name):
             assert not own[..., 2 + 3].any()
 
 
-def softmax_over(query, keys, values):
-    """Attention of queries [S, HEADS, D] in float64, causal."""
-    out = np.zeros(query.shape)
-    for i in range(len(query)):
-        for h in range(HEADS):
-            seen = len(keys) - len(query) + i + 1
-            scores = keys[:seen, h // (HEADS // H)] @ query[i, h].astype(np.float64) / math.sqrt(D)
-            weights = np.exp(scores - scores.max())
-            out[i, h] = weights @ values[:seen, h // (HEADS // H)] / weights.sum()
-    return out
-
-
 @cases
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_attention(rng, name, shared, tokens):
@@ -75,13 +62,9 @@ def test_attention(rng, name, shared, tokens):
     sizes = {"num_heads": HEADS, "num_kv_heads": H, "head_dim": D}
     got = kvkit.multi_head_cache_attention(query, *new, 17, cache, scale, **sizes, **how)
     for b in range(B):
-        keys, values = (
-            encoded(np.concatenate((past[side][b], new[side][b])), side, name, shared, scale)[1].astype(
-                np.float64
-            )
-            for side in (0, 1)
-        )
-        expected = softmax_over(query[b], keys, values)
+        whole = (np.concatenate((past[side][b], new[side][b])) for side in (0, 1))
+        keys, values = (encoded(x, side, name, shared, scale)[1] for side, x in enumerate(whole))
+        expected, _ = attend_sequence(query[b], keys, values)
         size = np.maximum(1, np.abs(expected))
         assert (np.abs(got[b] - expected) <= 2e-3 * size).all()
 
@@ -114,7 +97,7 @@ def test_scales_that_change_between_runs(rng):
         cache = np.zeros((5, 1, 2, H, D), np.uint8)
         got = step.multi_head_cache_attention(query, *new, cache, scale, **sizes)
         keys, values = (encoded(x, side, "e4m3", "head", scale)[1] for side, x in enumerate(new))
-        assert np.abs(got - softmax_over(query, keys.astype(float), values.astype(float))).max() < 4e-3
+        assert np.abs(got - attend_sequence(query, keys, values)[0]).max() < 4e-3
         scale *= np.float32(0.7)
 
 
