@@ -40,14 +40,14 @@ def forbid_nested_threads():
             forbid(1)
 
 
-class Arena:
+class Workspace:
     """Memory that workers use during a launch, kept for the next one."""
 
     def __init__(self):
         self.memory, self.begin, self.size = np.empty(0, np.uint8), 0, -1
 
     def at_least(self, size):
-        """The address of so many bytes, at a multiple of 64."""
+        """Return the address of so many bytes, at a multiple of 64."""
         if self.size < size:
             self.memory = np.empty(size + 63, np.uint8)
             self.begin = address(self.memory) + -address(self.memory) % 64
@@ -65,14 +65,19 @@ class Launch:
     alive: tuple = ()  # whatever else the numbers point into
 
 
-def call_workers(code, workers, task):
-    """Run machine code (worker, address of a task) once for each worker."""
+INT = types.int64
+WORKER = types.void(INT, INT)  # machine code (worker, address of its params)
+
+
+@memory.machine_code
+def call_worker(code, worker, params):
+    """Call the machine code of a launch for one worker."""
+
+
+def call_workers(code, workers, params):
+    """Call the machine code of a launch once for each worker."""
     for worker in prange(workers):
-        call_worker(code, np.int64(worker), task)
-
-
-call_worker, INT = memory.call(2), types.int64
-WORKER = types.void(INT, INT)  # such code
+        call_worker(code, np.int64(worker), params)
 
 
 @functools.cache
@@ -81,12 +86,12 @@ def several():
     return callback(call_workers, types.void(INT, INT, INT), parallel=True).ctypes
 
 
-def share_out(code, workers, task):
-    """The same, in many threads if there are several workers."""
+def run_workers(code, workers, params):
+    """Run the machine code of a launch with so many workers, each in a thread."""
     if workers == 1:
-        code.ctypes(0, task)
+        code.ctypes(0, params)
     else:
-        several()(code.address, workers, task)
+        several()(code.address, workers, params)
 
 
 def start(*launches):

@@ -106,22 +106,42 @@ def scratch(size):
     return scratch
 
 
-@functools.cache
-def call(count):
-    """(function, *`count` int64): call the machine code at an address."""
+@intrinsic
+def address_of(typingctx, record):
+    """Return the address of a record."""
 
-    def typer(typingctx, *given):
+    def codegen(context, builder, signature, values):
+        return builder.ptrtoint(values[0], ir.IntType(64))
+
+    return types.int64(record), codegen
+
+
+def machine_code(prototype):
+    """Make of `prototype`, a function without a body, an intrinsic that calls machine code.
+
+    The first argument is the address of the code, the others are int64, or records to pass the addresses of.
+    They may be given by name.
+    """
+    parameters = [*inspect.signature(prototype).parameters.values()]
+
+    @functools.wraps(prototype)
+    def typer(typingctx, *given, **named):
+        kinds = [kind if isinstance(kind, types.Record) else types.int64 for kind in given]
+        kinds += [types.int64] * (len(parameters) - len(kinds))
+
         def codegen(context, builder, signature, values):
-            int64 = ir.IntType(64)
-            function = ir.FunctionType(ir.VoidType(), [int64] * count)
-            builder.call(builder.inttoptr(values[0], function.as_pointer()), values[1:])
+            int64, (code, *numbers) = ir.IntType(64), values
+            numbers = [
+                builder.ptrtoint(x, int64) if isinstance(x.type, ir.PointerType) else x for x in numbers
+            ]
+            function = ir.FunctionType(ir.VoidType(), [int64] * len(numbers))
+            builder.call(builder.inttoptr(code, function.as_pointer()), numbers)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * (count + 1)), codegen
+        return types.void(*kinds), codegen
 
-    names = ["typingctx", "function", *(f"argument{i}" for i in range(count))]
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    typer.__signature__ = inspect.Signature([inspect.Parameter(name, positional) for name in names])  # type: ignore[attr-defined]
+    first = inspect.Parameter("typingctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    typer.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
     return intrinsic(typer)
 
 

@@ -6,16 +6,19 @@ import numpy as np
 
 
 class Record:
-    """A record of int64 fields, whose names come in lines."""
+    """A record of int64 fields, whose names come in lines, and of records, with fields `member.field`."""
 
-    def __init__(self, *lines):
-        self.names = tuple(name for line in lines for name in line.split())
+    def __init__(self, *lines, **members):
+        own = [name for line in lines for name in line.split()]
+        inner = [f"{member}.{name}" for member, form in members.items() for name in form.names]
+        self.names = (*own, *inner)
         self.at = {name: i for i, name in enumerate(self.names)}
-        self.dtype = np.dtype([(name, np.int64) for name in self.names])
+        kinds = [(member, form.dtype) for member, form in members.items()]
+        self.dtype = np.dtype([(name, np.int64) for name in own] + kinds)
         self._in_order = operator.itemgetter(*self.names)
 
     def filled(self, fields):
-        """The numbers of a record, in order, of a mapping that has each of its fields and no other."""
+        """Return the numbers of a record, in order, of a mapping that has each of its fields and no other."""
         try:
             numbers = self._in_order(fields)
         except KeyError:

@@ -7,20 +7,17 @@ from typing import Any
 import numpy as np
 
 from kvkit.errors import KvkitError
-from kvkit.layouts import Layout
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts
 from kvkit.tools.source import Source
 
 
-def check(
-    source: Source, after: Source | None = None, slots: Any = None, *, layout: str | Layout | None = None
-) -> Findings:
+def check(source: Source, after: Source | None = None, slots: Any = None, *, layout: Any = None) -> Findings:
     """Look for what cannot be right in the page tables, slots, scales and data of a cache.
 
-    Only entries in use are checked: -1, 0 and stale ids after the end of a sequence are legal. The arrays
-    decide which rules have something to look at; ``findings.checked`` names these rules.
+    Only entries in use are looked at: -1, 0 and stale ids behind the end of a sequence are legal. What is
+    given decides which rules have something to look at; ``findings.checked`` says which had.
 
     Parameters
     ----------
@@ -33,17 +30,16 @@ def check(
         - ``placeholder`` int: an id of no page, which may repeat in sequences (evicted pages);
         - ``slot_mapping`` int [tokens], with ``slot_sequences`` and ``slot_positions`` to hold it against the
           table; ``reserved_block`` int: the page that engines store padding in;
-        - a cache under any of its names, such as ``key_cache`` and ``value_cache`` [blocks, rows, heads,
-          content], or [layers, ...] of that: floats or codes, ``format`` str names codes that no dtype tells
-          ("e4m3", "mlx"...); ``scale``, or ``key_scale`` and ``value_scale`` of any shape; ``index_type``
-          str: the type that a kernel computes addresses in;
+        - ``key_cache``, ``value_cache`` [blocks, rows, heads, content], or [layers, ...] of that: floats or
+          codes, ``format`` str names those that no dtype does ("e4m3", "mlx"...); ``key_scale``,
+          ``value_scale`` of any shape; ``index_type`` str: what a kernel computes addresses in;
         - ``lse`` [B, heads] with ``query`` [B, heads, content] and ``softmax_scale``.
     after : path or dict of arrays, optional
         The caches after a call: only rows of ``slots`` may have changed.
     slots : array of int, optional
         Those of the call; ``slot_mapping`` of `after` or `source` if not given.
     layout : str or Layout, optional
-        The layout that the caches are said to have; a pair of names needs none.
+        The line that the caches are said to lie in.
 
     Returns
     -------

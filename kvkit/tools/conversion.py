@@ -83,7 +83,7 @@ def convert(
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
-        A file that `kvkit.files.read` takes, or what is in one: a cache under any of its names.
+        A file that `kvkit.files.read` takes, or what is in one.
     target : path, optional
         A .npz, .npy or .safetensors file to write; it is whole or untouched.
     from_layout : str, optional
@@ -91,13 +91,14 @@ def convert(
     to_layout : str, optional
         A line, or a name that `kvkit.layouts.parse` knows.
     format : str, optional
-        The new format, in the place of a layout: ``"float16"``, ``"float32"``, ``"bfloat16"`` or one that
-        `kvkit.formats.encode` takes (``"kivi2"`` names both sides; kvkit's own codes have scales of 16 bits).
-        The new cache lies as ``"l kv | b n h c"``, a b for each sequence, all of one length, each encoded for
-        itself. Scales are called ``scale.LAYER.KV`` and so on, and every tool reads them. With block
-        tables, the rows of the sequences are converted; of a saved `PagedCache`, those of its batch.
+        In the place of a layout: how the numbers are to be held, ``"float16"``, ``"float32"``, ``"bfloat16"``
+        or a format, as `kvkit.formats.encode` takes it (``"kivi2"`` names both sides; kvkit's own codes have
+        scales of 16 bits). The cache then lies as ``"l kv | b n h c"``, a b for each sequence, all of one
+        length; each b is encoded for itself, and what `encode` returns beside codes is ``scale.LAYER.KV`` and
+        so on, which `study` reads. Of tables the sequences' rows are converted, of what `PagedCache.save`
+        wrote those of its rows.
     from_format : str, optional
-        The format of codes in the source, if its file does not say it.
+        What codes in the source are, if its file does not say so; floats are what they are.
     sizes : mapping, optional
         Of the axes l, b, n, h, c that shapes do not tell.
     page_size : int or "longest", optional
@@ -109,7 +110,7 @@ def convert(
     verify : bool
         Read the result back and compare.
     progress : callable, optional
-        Called with the bytes done, and the bytes in all.
+        Hears of bytes done, and bytes in all.
 
     Returns
     -------

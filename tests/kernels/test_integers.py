@@ -6,14 +6,16 @@ import numba
 import numpy as np
 import pytest
 from borders import BEGIN, END, at_border, guarded, needs_borders
+from kernel_steps import run_step
 from numpy.testing import assert_allclose, assert_array_equal
 
 import kvkit
 from kvkit.calls import steps
 from kvkit.calls.prepared import PreparedCalls
 from kvkit.cpu import machine
-from kvkit.cpu.attention import integers
-from kvkit.cpu.attention.prepare import WIDE, WIDE_BLOCK
+from kvkit.cpu.attention.engines import integers, wide_integers
+from kvkit.cpu.attention.params import WIDE_BLOCK
+from kvkit.cpu.attention.work_items import WIDE
 
 pytestmark = [
     pytest.mark.cpu,
@@ -81,9 +83,12 @@ class Rows:
         """The last one repeated, as a walk does."""
         return np.append(self.numbers, self.numbers[-1:].repeat(count - len(self.numbers))).astype(np.int64)
 
-
-def call(code, *arguments):
-    code.ctypes(*[x.ctypes.data if isinstance(x, np.ndarray) else int(x) for x in arguments])
+    def fields(self, side, count, numbers, ahead):
+        """The fields of params, block and tile that say where the first rows of a side lie."""
+        params = {f"{side}s.scale_row": self.cells.shape[1], f"{side}s.padded_dim": self.dim}
+        block = {f"{side}_row": self.codes.shape[1], f"{side}_ids": numbers}
+        block["prefetch_in_scores" if side == "key" else "prefetch_in_sums"] = ahead
+        return params, block, {f"{side}s": self.codes, f"{side}_scales": self.cells, "count": count}
 
 
 def soon(rng, count):
@@ -95,12 +100,11 @@ def check_scores(rng, rows, form, tokens, place=same):
     numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
     queries = place((rng.standard_normal((rows, cache.dim)) * 2.0 ** rng.integers(-9, 9)).astype(np.float32))
     fixed, untouched_queries = guarded(((cache.dim + 16) * rows,))
-    call(integers.queries(rows, *form), queries, cache.dim, fixed)
+    params, block, tile = cache.fields("key", tokens, numbers, ahead)
+    run_step(integers.queries(rows, *form), params, {}, {"queries": queries, "engine_queries": fixed})
     scores, untouched = guarded((whole, rows))
-    call(
-        integers.scores(rows, True, *form), fixed, cache.codes, cache.codes.shape[1], cache.cells,
-        cache.cells.shape[1], numbers, ahead, 0, whole, cache.dim, scores,
-    )  # fmt: skip
+    tile |= {"engine_queries": fixed, "scores": scores}
+    run_step(integers.scores(rows, True, *form), params, block, tile)
     untouched_queries()
     untouched()
     expected = cache.values @ queries.T.astype(np.float64)
@@ -146,12 +150,13 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1):
     scores = place(scores)
     sums, untouched = guarded(block.start.shape, block.start)
     factors, memory = place(np.zeros(32, np.float32)), np.zeros(max(32768, 256 * cache.dim), np.uint8)
-    call(
-        integers.sums(rows, True, *form), scores, cache.codes, cache.codes.shape[1], cache.cells,
-        cache.cells.shape[1], numbers, ahead, 0, tokens, cache.dim, sums, factors, *block.state, memory,
-    )  # fmt: skip
+    params, of_block, tile = cache.fields("value", tokens, numbers, ahead)
+    tile |= {"scores": scores, "o": sums, "alpha": factors, "m": block.state[0], "l": block.state[1]}
+    after = run_step(
+        integers.sums(rows, True, *form), params, of_block | {"wide_values": memory, "rows": rows}, tile
+    )
     untouched()
-    if factors[16] < 0:
+    if after["uneven"]:
         assert_array_equal(scores[:tokens], block.logits)
         assert_array_equal(sums, block.start)
         return False
@@ -163,15 +168,26 @@ def check_wide(rng, form, tokens, place=same, before=0.0, spike=1):
     """Scores and sums of 32 rows, likewise."""
     cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens // 8) * 8
     numbers = place(cache.numbers_for(whole))
-    rows = cache.codes, cache.codes.shape[1], cache.cells, cache.cells.shape[1], numbers
     queries = place((rng.standard_normal((cache.dim, WIDE)) * 2.0 ** rng.integers(-9, 9)).astype(np.float32))
     fixed, untouched_queries = guarded((16 * cache.dim + 32,))
     keys, untouched_keys = guarded((whole, cache.dim))
     scores, untouched = guarded((whole, WIDE))
-    call(integers.wide_queries(*form), queries, cache.dim, fixed)
-    call(integers.wide_keys(*form), *rows, whole, cache.dim, keys)
-    call(integers.wide_scores(*form), fixed, keys, whole, cache.dim, scores)
-    for check in (untouched_queries, untouched_keys, untouched):
+    values, untouched_values = guarded((WIDE_BLOCK, cache.dim))
+    params = {
+        f"{side}.{name}": number
+        for side in ("keys", "values")
+        for name, number in {
+            "address": cache.codes.ctypes.data, "row": cache.codes.shape[1],
+            "scales": cache.cells.ctypes.data, "scale_row": cache.cells.shape[1], "padded_dim": cache.dim,
+        }.items()
+    }  # fmt: skip
+    of_block = {"key_row_ids": numbers, "value_row_ids": numbers, "count": tokens}
+    of_block |= {"wide_keys": keys, "wide_values": values}
+    tile = {"queries": queries, "engine_queries": fixed, "scores": scores, "count": tokens}
+    run_step(wide_integers.queries(*form), params, {}, tile)
+    loaded = run_step(wide_integers.load(form[0], *form), params, of_block, tile)
+    run_step(wide_integers.scores(*form), params, of_block, tile)
+    for check in (untouched_queries, untouched_keys, untouched, untouched_values):
         check()
     bound = (0.5 * QUERY + 2**-20) * np.abs(cache.values).sum(1)[:, None] * np.abs(queries).max(0)
     assert (np.abs(scores[:tokens] - cache.values @ queries.astype(np.float64)) <= bound).all()
@@ -179,14 +195,11 @@ def check_wide(rng, form, tokens, place=same, before=0.0, spike=1):
     block = Block(rng, WIDE, cache, tokens, before)
     scores[:tokens] = block.logits
     sums, untouched = guarded(block.start.T.shape, block.start.T)
-    values, untouched_values = guarded((WIDE_BLOCK, cache.dim))
-    call(integers.wide_values(*form), *rows, tokens, cache.dim, values)
-    untouched_values()
-    at = integers.scales_of.py_func(values.ctypes.data, cache.dim) - values.ctypes.data
-    if values.view(np.uint8).reshape(-1)[at:][:4].view(np.float32) < 0:
+    if loaded["uneven"]:
         return False
     factors = place(np.zeros(64, np.float32))
-    call(integers.wide_sums(*form), scores, values, tokens, cache.dim, sums, factors, *block.state)
+    tile |= {"o": sums, "alpha": factors, "m": block.state[0], "l": block.state[1]}
+    run_step(wide_integers.sums(*form), params, of_block, tile)
     untouched()
     block.check(sums.T)
     return True

@@ -12,6 +12,7 @@ from numpy.testing import assert_array_equal
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention import online_softmax
+from kvkit.cpu.attention.engines import nan_safe
 from kvkit.cpu.simd import attention
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.cpu.simd.lanes import F32, exp, micro_kernel, read, sums_of, write
@@ -345,10 +346,10 @@ def test_weight(rng):
 
 @functools.cache
 def careful_code():
-    careful_sums = online_softmax.careful_sums
+    add_seen_values = nan_safe.add_seen_values
 
     def over(weights, values, value_row, count, dim, sums, factors, tile):
-        careful_sums(weights, values, value_row, count, dim, sums, factors, tile)
+        add_seen_values(weights, values, value_row, count, dim, sums, factors, tile)
 
     return compiled(over, 8)
 

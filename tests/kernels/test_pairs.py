@@ -2,18 +2,22 @@
 
 import functools
 import math
+from unittest import mock
 
 import attention_scenes as scenes
 import ml_dtypes
 import numpy as np
 import pytest
 from borders import guarded
+from numba import types
 from numpy.testing import assert_array_equal
 from scenes import assert_same
 
 import kvkit
 from kvkit.cpu import machine
-from kvkit.cpu.attention import pairs, prepare
+from kvkit.cpu.attention import prepare
+from kvkit.cpu.simd import pairs
+from kvkit.runtime import jit
 
 pytestmark = pytest.mark.cpu
 BF16, WIDE = ml_dtypes.bfloat16, 32
@@ -32,9 +36,33 @@ def random(rng, *shape):
     return rng.standard_normal(shape, np.float32)
 
 
-def call(name, *arguments):
+def pair_rows(source, rows, target):
+    pairs.pair_rows(source, rows, target)
+
+
+def pair_values(source, row, tokens, dim, target, panel):
+    pairs.pair_values(source, row, tokens, dim, target, panel)
+
+
+def pair_scores(queries, keys, key_row, count, dim, target, scale):
+    pairs.scores(queries, keys, key_row, count, dim, target, scale)
+
+
+def pair_sums(weights, values, panel, count, dim, target, factors):
+    pairs.sums(weights, values, panel, count, dim, target, factors)
+
+
+@functools.cache
+def compiled(function):
+    """Machine code that is not kept: the folder of compiled code knows the package's files only."""
+    count = function.__code__.co_argcount
+    with mock.patch.object(jit, "cache_folder", return_value=None):
+        return jit.callback(function, types.void(*[types.int64] * count))
+
+
+def call(function, *arguments):
     """The micro-kernel."""
-    pairs.code(name).ctypes(*[x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments])
+    compiled(function).ctypes(*[x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments])
 
 
 def as_pairs(rows):
@@ -124,10 +152,10 @@ if machine.has_pairs():
     def test_pair_rows(rows, rng):
         source, (kept, untouched) = random(rng, rows, WIDE), guarded((-(-rows // 2), WIDE))
         target = kept.view(BF16).reshape(-1, WIDE, 2)
-        call("pair_rows", source, rows, target)
+        call(pair_rows, source, rows, target)
         assert_array_equal(target, as_pairs(source))
         untouched()
-        call("pair_rows", source, rows, source)
+        call(pair_rows, source, rows, source)
         assert_array_equal(source.view(BF16).reshape(-1, WIDE, 2)[: len(target)], target)
 
     @pytest.mark.parametrize("tokens", [1, 8, 13])
@@ -136,14 +164,14 @@ if machine.has_pairs():
         values = random(rng, tokens, 64).astype(BF16)
         panel = 32 * (-(-tokens // 2) + 1)
         panels, weights = np.zeros(panel * dim // 8, np.uint8), random(rng, tokens, WIDE)
-        call("pair_values", values, row, tokens, dim, panels, panel)
+        call(pair_values, values, row, tokens, dim, panels, panel)
         sums, factors, packed = random(rng, dim, WIDE), random(rng, WIDE), as_pairs(weights).copy()
         expected = sums * factors + values[:, :dim].astype(np.float64).T @ weights.astype(BF16).astype(float)
-        call("pair_sums", packed, panels, panel, -(-tokens // 2), dim, sums, factors)
+        call(pair_sums, packed, panels, panel, -(-tokens // 2), dim, sums, factors)
         np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
         queries, (scores, untouched) = random(rng, dim, WIDE), guarded((16, WIDE))
         keys, scale = random(rng, 16, 64).astype(BF16), np.float32([0.3])
-        call("pair_scores", as_pairs(queries).copy(), keys, row, 16, dim, scores, scale)
+        call(pair_scores, as_pairs(queries).copy(), keys, row, 16, dim, scores, scale)
         exact = keys[:, :dim].astype(np.float64) @ queries.astype(BF16).astype(np.float64) * 0.3
         np.testing.assert_allclose(scores, exact, rtol=1e-5, atol=1e-5)
         untouched()

@@ -1,4 +1,4 @@
-"""The machine code of `products`: vector and plain forms, called by address, against float64."""
+"""The narrow and the wide engine: vector and plain forms, called by address, against float64."""
 
 import itertools
 import json
@@ -13,10 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from borders import BEGIN, END, at_border, guarded, needs_borders
+from kernel_steps import run_step
 from llvmlite import binding
 from numpy.testing import assert_array_equal
 
-from kvkit.cpu.attention import products
+from kvkit.cpu.attention.engines import narrow as products
+from kvkit.cpu.attention.engines import wide
 from kvkit.cpu.simd.attention import WIDE, tile_tokens
 from kvkit.formats import BY_NAME, coarser
 
@@ -99,9 +101,12 @@ class Cached(NamedTuple):
     cell_row: int
     values: np.ndarray  # float64 [token, dim]
 
-    def spot(self):
-        cells = NOWHERE if self.cells is None else self.cells.ctypes.data
-        return self.elements.ctypes.data, self.element_row, cells, self.cell_row
+    def spot(self, side):
+        """The fields of params, block and tile that say where the rows of a side lie."""
+        cells = NOWHERE if self.cells is None else self.cells
+        params = {f"{side}s.scale_row": self.cell_row, f"{side}s.padded_dim": self.values.shape[1]}
+        tile = {f"{side}s": self.elements, f"{side}_scales": cells, "count": len(self.values)}
+        return params, {f"{side}_row": self.element_row}, tile
 
     def moved(self, place):
         arrays = {name: getattr(self, name) for name in ("numbers", "elements", "cells")}
@@ -183,9 +188,10 @@ def numbers_of(rng, shape, integers):
 
 
 def padded_numbers(cache, rows):
-    """The numbers of the tokens, the last one repeated up to a whole tile."""
+    """The numbers of the tokens, the last one repeated up to a multiple of 8."""
+    assert 8 % tile_tokens(rows) == 0
     tokens = len(cache.numbers)
-    return np.append(cache.numbers, cache.numbers[-1:].repeat(-tokens % tile_tokens(rows)))
+    return np.append(cache.numbers, cache.numbers[-1:].repeat(-tokens % 8))
 
 
 def anywhere(rng, count):
@@ -202,28 +208,31 @@ def same(array):
 
 def narrow_scores(rng, rows, kept, queries, cache, place=same, **form):
     """([token, row], the values of the tokens): scores of whole tiles, written between guards."""
-    numbers, (tokens, dim) = place(padded_numbers(cache, rows)), cache.values.shape
+    numbers, tokens = place(padded_numbers(cache, rows)), len(cache.values)
     if not form.get("plain"):  # [dim / 16, row, 16]
         queries = np.ascontiguousarray(queries.reshape(rows, -1, 16).swapaxes(0, 1))
     ahead, queries = place(anywhere(rng, len(numbers))), place(queries)
     scores, untouched = guarded((len(numbers), rows))
-    products.scores(rows, *kept, **form).ctypes(
-        queries.ctypes.data, *cache.spot(), numbers.ctypes.data, ahead.ctypes.data, int(rng.integers(2**40)),
-        len(numbers), dim, scores.ctypes.data,
-    )  # fmt: skip
+    params, block, tile = cache.spot("key")
+    block |= {"key_ids": numbers, "prefetch_in_scores": ahead}
+    tile |= {"queries": queries, "scores": scores}
+    run_step(products.scores(rows, *kept, **form), params, block, tile)
     untouched()
     return scores, np.concatenate([cache.values, cache.values[-1:].repeat(len(numbers) - tokens, 0)])
 
 
 def narrow_sums(rng, rows, kept, weights, cache, sums, factors, place=same, **form):
     """Sums [row, dim] that go on from `sums`, written between guards."""
-    tokens, dim = cache.values.shape
     result, untouched = guarded(sums.shape, sums)
-    weights, factors, ahead = place(weights), place(factors), place(anywhere(rng, tokens))
-    products.sums(rows, *kept, **form).ctypes(
-        weights.ctypes.data, *cache.spot(), cache.numbers.ctypes.data, ahead.ctypes.data,
-        int(rng.integers(2**40)), tokens, dim, result.ctypes.data, factors.ctypes.data,
-    )  # fmt: skip
+    weights, factors, ahead = place(weights), place(factors), place(anywhere(rng, len(cache.values)))
+    params, block, tile = cache.spot("value")
+    block |= {
+        "value_ids": cache.numbers,
+        "prefetch_in_sums": ahead,
+        "prefetch_shift": int(rng.integers(2**40)),
+    }
+    tile |= {"scores": weights, "o": result, "alpha": factors}
+    run_step(products.sums(rows, *kept, **form), params, block, tile)
     untouched()
     return result
 
@@ -342,10 +351,9 @@ def test_nothing_leaks_between_rows_and_tokens(rows, plain, rng):
 def wide_scores(queries, keys, key_row, **form):
     """[token, row] of queries [dim, row] and keys [token, dim], whose rows lie `key_row` bytes apart."""
     scores, untouched = guarded((len(keys), WIDE))
-    products.scores(WIDE, **form).ctypes(
-        queries.ctypes.data, keys.ctypes.data, key_row, NOWHERE, 0, NOWHERE, NOWHERE, 0, len(keys),
-        len(queries), scores.ctypes.data,
-    )  # fmt: skip
+    params, block = {"keys.padded_dim": len(queries)}, {"key_row": key_row, "key_ids": NOWHERE}
+    tile = {"queries": queries, "keys": keys, "key_scales": NOWHERE, "count": len(keys), "scores": scores}
+    run_step(wide.scores(**form), params, block, tile)
     untouched()
     return scores
 
@@ -353,10 +361,9 @@ def wide_scores(queries, keys, key_row, **form):
 def wide_sums(weights, values, value_row, sums, factors, **form):
     """[dim, row] of weights [token, row] and values [token, dim], added to sums * factors."""
     result, untouched = guarded(sums.shape, sums)
-    products.sums(WIDE, **form).ctypes(
-        weights.ctypes.data, values.ctypes.data, value_row, NOWHERE, 0, NOWHERE, NOWHERE, 0, len(weights),
-        len(sums), result.ctypes.data, factors.ctypes.data,
-    )  # fmt: skip
+    params, block = {"values.padded_dim": len(sums)}, {"value_row": value_row, "value_ids": NOWHERE}
+    tile = {"scores": weights, "values": values, "value_scales": NOWHERE, "count": len(weights)}
+    run_step(wide.sums(**form), params, block, tile | {"o": result, "alpha": factors})
     untouched()
     return result
 
@@ -457,9 +464,9 @@ def test_formats_that_are_coarser():
 
 SHOW = """
 import json
-from kvkit.cpu.attention import products
-codes = {"scores": products.scores(4, "float16"), "sums": products.sums(4, "float16"),
-         "wide_scores": products.scores(32), "wide_sums": products.sums(32)}
+from kvkit.cpu.attention.engines import narrow, wide
+codes = {"scores": narrow.scores(4, "float16"), "sums": narrow.sums(4, "float16"),
+         "wide_scores": wide.scores(), "wide_sums": wide.sums()}
 print(json.dumps({name: code.library.get_asm_str() for name, code in codes.items()}))
 """
 

@@ -1,16 +1,19 @@
 """Records are filled by name: a wrong or missing one is an error, not a number in the wrong place."""
 
+import functools
+import operator
+
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
 import kvkit
 from kvkit.cpu.attention import prepare
-from kvkit.cpu.attention.params import TASK
+from kvkit.cpu.attention.params import ATTENTION_PARAMS
 from kvkit.cpu.copy import pieces
 from kvkit.cpu.records import Record
 
-RECORDS = {"task": TASK, "side": pieces.SIDE}
+RECORDS = {"params": ATTENTION_PARAMS, "side": pieces.SIDE}
 every = pytest.mark.parametrize("name", RECORDS)
 
 
@@ -26,7 +29,8 @@ def test_numbers_come_in_the_order_of_the_fields(name):
     assert_array_equal(numbers, 3 * np.arange(len(record.names)))
     assert numbers.dtype == np.int64
     view = numbers.view(record.dtype)[0]
-    assert all(view[field] == number for field, number in shuffled.items())
+    for field, number in shuffled.items():
+        assert functools.reduce(operator.getitem, field.split("."), view) == number
     assert all(numbers[record.at[field]] == number for field, number in shuffled.items())
 
 
@@ -71,6 +75,6 @@ def test_what_a_call_has_to_say(monkeypatch):
         return kvkit.multi_head_attention(query, query, query, num_heads=2, head_dim=16)
 
     call()
-    monkeypatch.setattr(prepare, "TASK", Record(*TASK.names, "one_more"))
+    monkeypatch.setattr(prepare, "ATTENTION_PARAMS", Record(*ATTENTION_PARAMS.names, "one_more"))
     with pytest.raises(TypeError, match=r"one_more$"):
         call()

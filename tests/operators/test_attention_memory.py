@@ -72,7 +72,7 @@ def guarded_scratch(monkeypatch):
             self.begin = GUARD + -(self.memory.ctypes.data + GUARD) % 64
             return self.memory.ctypes.data + self.begin
 
-    for name in ("scratch", "partials"):
+    for name in ("workspace", "partials"):
         arenas.append(Guarded())
         monkeypatch.setattr(cpu.attention.prepare, name, arenas[-1])
 
@@ -109,7 +109,7 @@ def test_scratch_memory_has_every_byte_that_was_asked_for(place, monkeypatch):
         first = (place - memory.ctypes.data) % 64
         return memory[first : first + size]
 
-    arena = cpu.attention.prepare.Arena()
+    arena = cpu.attention.prepare.Workspace()
     monkeypatch.setattr(np, "empty", placed)
     for size in (0, 1, 63, 64, 65, 4097):
         for more in (0, 1):

@@ -8,6 +8,7 @@ import pytest
 import table_reference
 import table_scenes
 
+import kvkit.layouts
 from kvkit.errors import KvkitError
 from kvkit.files import npz
 from kvkit.tools import check
@@ -228,6 +229,15 @@ MUTATIONS = {
     "D2": [put(cache, "key_cache", (9, 2, 1, 2), np.nan), put(eights, "value_cache", (9, 3, 0, 0), np.nan)],
     "D3": [lambda: log_sums(1 / np.log(2)), lambda: log_sums(-1.0), lambda: log_sums(empty=np.inf)],
 }  # fmt: skip
+LINES = {
+    "l | kv b n h c": lambda key, value: {"cache.0": np.stack([key, value])},
+    "l | b h n (kv c)": lambda key, value: {
+        "cache.0": np.concatenate([key, value], -1).swapaxes(1, 2).copy()
+    },
+    "| l kv h b n c": lambda key, value: {
+        "cache": np.array([key, value]).transpose(0, 3, 1, 2, 4)[None].copy()
+    },
+}
 FAIR = (tables, packed, rows, cache, coded, eights, log_sums)
 
 
@@ -307,6 +317,26 @@ def test_rows_outside_the_slots(rng):
         check(before, tables(), slots)
     with pytest.raises(KvkitError, match="slots: expected"):
         check(but(coded, slot_mapping=None)(), but(coded, slot_mapping=None)())
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_caches_of_engines(line):
+    """Whatever a cache lies in, the row is named by its page."""
+    arrays = cache()
+    arrays |= LINES[line](arrays.pop("key_cache"), arrays.pop("value_cache")) | {"layout": line}
+    assert not check(arrays).found
+    assert {"L1", "L3", "D1", "D2"} <= set(check(arrays).checked)
+    name = next(name for name in arrays if name.startswith("cache"))
+    views = kvkit.layouts.view([arrays[name]] if "." in name else arrays[name], arrays["layout"])
+    views.values[0][6, 3, 1, 2] = np.nan
+    assert [(each.rule, each.where) for each in check(arrays)] == [("D1", "value_cache[6, 3]")]
+
+
+def test_layers_are_named():
+    arrays = cache()
+    arrays |= {name: np.stack([arrays[name]] * 3) for name in ("key_cache", "value_cache")}
+    arrays["key_cache"][2, 6, 3, 1, 0] = np.nan
+    assert [each.where for each in check(arrays)] == ["key_cache[2, 6, 3]"]
 
 
 # Words

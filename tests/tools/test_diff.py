@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import kvkit.layouts
 from kvkit.errors import KvkitError
 from kvkit.reference import key_value_cache as reference
 from kvkit.tools import diff
@@ -252,6 +253,21 @@ def test_ulps_and_tolerances():
     [found] = diff(expected, got, atol=0.01).arrays
     assert found.first["element"] == 3
     assert found.worst["error"] == np.inf
+
+
+def test_layouts():
+    arrays = cache()
+    engine = {"cache.0": np.stack([arrays["key"][0], arrays["value"][0]], axis=1)}  # b kv n h c
+    other = {"cache": np.stack([arrays["key"][:1], arrays["value"][:1]]).transpose(1, 2, 4, 0, 3, 5).copy()}
+    assert diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").equal
+    kvkit.layouts.view(other["cache"], "| l b h kv n c").values[0, 2, 3, 1, 5] = 9
+    [found] = diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").arrays
+    assert (found.name, found.first["page"], found.first["position"], found.first["head"]) == (
+        "values",
+        2,
+        3,
+        1,
+    )
 
 
 def test_large_arrays_are_tried_in_part(monkeypatch):

@@ -138,6 +138,6 @@ class PreparedAttention:
                 return False
         self._store.begin_at(self._params, row)
         if mask != self._mask:
-            at = cpu.attention.prepare.AT["mask"]
+            at = cpu.attention.prepare.FIELD["mask"]
             self._params[at : at + len(mask)], self._mask = mask, mask
         return True

@@ -100,7 +100,7 @@ class CodeStore:
     def context(self, data: str, begin: int, end: int) -> Any:
         """Return all rows as attention reads them, with queries of the format `data`."""
         batch, heads, *dims, _ = self.geometry
-        self.tables = [side.described() for side in self.sides]
+        self.tables = [side.segments() for side in self.sides]
         forms = [side.format for side in self.sides]
         return cpu.attention.segmented.context(data, batch, heads, tuple(dims), forms, self.tables)
 
@@ -115,7 +115,7 @@ class CodeStore:
     def begin_at(self, numbers: Array, row: int) -> None:
         """Let prepared attention see what the latest view sees."""
         for side, table in zip(self.sides, self.tables, strict=True):
-            side.described(table)
+            table[:] = side.segments()
 
     def stored(self) -> tuple[States, States]:
         key, value = self.sides

@@ -96,8 +96,8 @@ class Store:
 
     def begin_at(self, numbers: Array, row: int) -> None:
         """Let a prepared call of attention begin at another row."""
-        for name, array in (("keys", self.keys), ("values", self.values)):
-            numbers[cpu.attention.prepare.AT[name]] = cpu.launches.address(array) + row * array.strides[2]
+        for name, array in (("keys.address", self.keys), ("values.address", self.values)):
+            numbers[cpu.attention.prepare.FIELD[name]] = cpu.launches.address(array) + row * array.strides[2]
 
     def clear(self, begin: int, end: int) -> None:
         """Make rows zeros again."""

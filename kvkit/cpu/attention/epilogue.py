@@ -1,99 +1,107 @@
-"""What attention writes for a query row: of a unit, or its part of that, and the parts of a unit together."""
+"""What attention writes: O / l for each query row, or the state of a split, and splits merged.
+
+    out = sum O_s exp(m_s - m) / sum l_s exp(m_s - m)      over the splits s of a context
+    lse = m + log l
+
+A split's state of a row is O, m, l and `grow`, by which its weights were shrunk: dim + 3 numbers.
+"""
 
 import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention import online_softmax
-from kvkit.cpu.attention.walk import SHRINK, turn
-from kvkit.cpu.attention.work_items import WIDE, sequence, shape_of
+from kvkit.cpu.attention.engines.nan_safe import SHRINK
+from kvkit.cpu.attention.online_softmax import fold
+from kvkit.cpu.attention.walk import tile_of, transpose
+from kvkit.cpu.attention.work_items import WIDE
+from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import helper
 
 MINUS_INF = numeric.MINUS_INF
 
-get, call_rows = memory.load(types.int64), memory.call(13)
+get = memory.load(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @helper
-def finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, careful):
-    """Write the query rows of a unit, or its part; False if one is not finite, unless sums are careful."""
-    grow = np.float32(1) / SHRINK if careful else np.float32(1)
-    _, _, query_rows = sequence(task, b)
-    lanes, dim, number = max(tile, attention.LANES), task.padded_value_dim, scratch + task.factor
-    for t in range(tiles):
-        kv, first = (head + t, 0) if by_head else (head, row + t * tile)
-        sums = scratch + task.sums + t * tile * dim * 4
-        if tile == WIDE:
-            turn(sums, 4 * WIDE, dim, WIDE, scratch + task.lines, 4 * dim)
-            sums = scratch + task.lines
-        state = 4 * t * lanes
-        for r in range(min(tile, query_rows - first)):
-            line = sums + 4 * r * dim
-            top, total = online_softmax.fold(
-                scratch + task.top + state, scratch + task.total + state, r, tile
-            )
-            if not careful:
+def finish(params, block, split, slots):
+    """Write the query rows of a work item or its split; return False if one has to be finite and is not."""
+    grow = np.float32(1) / SHRINK if block.nan_safe else np.float32(1)
+    dim, number, lines = params.values.padded_dim, block.number, block.workspace + params.workspace.lines
+    for t in range(block.tiles):
+        tile = tile_of(params, block, t)
+        o = tile.o
+        if block.wide:
+            transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
+            o = lines
+        for r in range(tile.live):
+            line = o + 4 * r * dim
+            m, l = fold(tile.m, tile.l, r, block.rows)
+            if not block.nan_safe:
                 attention.sum_of_nothing(line, dim, number)
-                if get_float(number) + total * np.float32(0) != np.float32(0):
+                if get_float(number) + l * np.float32(0) != np.float32(0):
                     return False
             if slots:
-                target = slots + part * task.part_bytes + (t * tile + r) * 4 * (dim + 3)
+                target = slots + split * params.split_bytes + (t * block.rows + r) * 4 * (dim + 3)
                 put_float(number, np.float32(1))
                 attention.times(line, target, dim, number)
-                put_float(target + 4 * dim, top)
-                put_float(target + 4 * dim + 4, total)
+                put_float(target + 4 * dim, m)
+                put_float(target + 4 * dim + 4, l)
                 put_float(target + 4 * dim + 8, grow)
             else:
-                write_row(task, line, number, b, first + r, kv, top, total, grow)
+                write_row(params, block, tile, r, line, m=m, l=l, grow=grow)
     return True
 
 
 @helper
-def merge(task, scratch, b, unit, parts, slots):
-    """The parts of a unit together, in order."""
-    tile, tiles, row, head, by_head = shape_of(task, b, unit)
-    _, _, query_rows = sequence(task, b)
-    dim, line, number = task.padded_value_dim, scratch + task.lines, scratch + task.factor
-    for t in range(tiles):
-        kv, first = (head + t, 0) if by_head else (head, row + t * tile)
-        for r in range(min(tile, query_rows - first)):
-            source = slots + (t * tile + r) * 4 * (dim + 3)
-            top, total = MINUS_INF, np.float32(0)
-            for part in range(parts):
-                top = max(top, get_float(source + part * task.part_bytes + 4 * dim))
-            for part in range(parts):
-                at = source + part * task.part_bytes + 4 * dim
-                total = numeric.with_total(total, top, get_float(at + 4), get_float(at))
+def merge_splits(params, block, splits, slots):
+    """Write the query rows of a work item from its splits, in order."""
+    dim, line, number = params.values.padded_dim, block.workspace + params.workspace.lines, block.number
+    for t in range(block.tiles):
+        tile = tile_of(params, block, t)
+        for r in range(tile.live):
+            state = slots + (t * block.rows + r) * 4 * (dim + 3) + 4 * dim
+            m, l = MINUS_INF, np.float32(0)
+            for split in range(splits):
+                m = max(m, get_float(state + split * params.split_bytes))
+            for split in range(splits):
+                at = state + split * params.split_bytes
+                l = numeric.with_total(l, m, get_float(at + 4), get_float(at))
             attention.clear(line, dim)
-            for part in range(parts):
-                at = source + part * task.part_bytes
-                share = numeric.weight(get_float(at + 4 * dim), top)
-                if share != np.float32(0):
-                    put_float(number, numeric.share_of(share, total, get_float(at + 4 * dim + 8)))
-                    attention.plus_times(at, line, dim, number)
-            write_row(task, line, number, b, first + r, kv, top, total, total)
+            for split in range(splits):
+                at = state + split * params.split_bytes
+                weight = numeric.weight(get_float(at), m)
+                if weight != np.float32(0):
+                    put_float(number, numeric.share_of(weight, l, get_float(at + 8)))
+                    attention.plus_times(at - 4 * dim, line, dim, number)
+            write_row(params, block, tile, r, line, m=m, l=l, grow=l)
 
 
 @helper
-def write_row(task, line, number, b, row, kv, top, total, grow):
-    """A row times `grow`, divided by its total, in the format of the output; the logarithm of its total."""
-    token, query = row // task.group, kv * task.group + row % task.group
-    place = get(task.seqstarts + 8 * b) + token
-    shrink = np.float32(1)
-    if task.sinks:
-        heads = task.heads * task.group
-        sink = get_float(task.sinks + 4 * (b % task.apart * heads + query))
-        top, total, shrink = numeric.with_sink(top, total, sink)
-    put_float(number, numeric.share_of(shrink, total, grow))
-    if task.value_scales:
-        scale = get_float(task.value_scales + b * task.scale_sequence + kv * task.scale_head)
-        put_float(number, get_float(number) * scale)
-    attention.times(line, line, task.padded_value_dim, number)
-    target = task.out + b * task.out_sequence + place * task.out_token + query * task.out_head
-    call_rows(task.float_to_out, target, 0, 0, line, 0, 0, 0, 0, 0, 1, 1, 1, task.value_dim)
-    if task.lse:
-        at = task.lse + b * task.lse_sequence + place * task.lse_token + query * task.lse_head
-        put_float(at, numeric.log_sum(top, total))
+def write_row(params, block, tile, r, line, m, l, grow):
+    """Write O times `grow` / l of a query row in the format of the output, and m + log l."""
+    token, member = (tile.first + r) // params.group, (tile.first + r) % params.group
+    head = tile.head * params.group + member
+    place, shrink = get(params.seqstarts + 8 * block.sequence) + token, np.float32(1)
+    if params.sinks:
+        row = block.sequence % params.sink_sequences * params.heads * params.group
+        m, l, shrink = numeric.with_sink(m, l, get_float(params.sinks + 4 * (row + head)))
+    put_float(block.number, numeric.share_of(shrink, l, grow))
+    if params.value_factors:
+        at = params.value_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
+        put_float(block.number, get_float(block.number) * get_float(at))
+    attention.times(line, line, params.values.padded_dim, block.number)
+    target = (
+        params.out + block.sequence * params.out_sequence + place * params.out_token + head * params.out_head
+    )
+    call_rows(params.float_to_out, packed=target, cache=line, dim=params.values.dim)
+    if params.lse:
+        at = (
+            params.lse
+            + block.sequence * params.lse_sequence
+            + place * params.lse_token
+            + head * params.lse_head
+        )
+        put_float(at, numeric.log_sum(m, l))

@@ -8,7 +8,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd.lanes import (
     I64,
@@ -118,7 +118,7 @@ def prepare(element, outputs, lses, out, lse):
     def run():
         workers = min(threads(), most) if several else 1
         numbers[TASK.at["workers"]] = workers
-        share_out(walk, workers, task)
+        run_workers(walk, workers, task)
 
     owners = {TASK.at["out"]: "out", TASK.at["lse"]: "lse"}
     owners |= {len(TASK.names) + i: str(i) for i in range(2 * parts)}

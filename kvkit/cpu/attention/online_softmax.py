@@ -1,6 +1,9 @@
-"""What happens to the scores of a block between the two products: masks, and the online softmax.
+"""The steps between the two products of a block: masks and biases, and the online softmax.
 
-Scores lie as [token, row]; a running top and total for each row go from block to block.
+    m' = max(m, max S)     alpha = exp(m - m')
+    P = exp(S - m')        l' = l alpha + sum P
+
+S and P lie as [tokens, rows]; m and l of each row go from block to block. A narrow tile has l in parts.
 """
 
 import numpy as np
@@ -19,30 +22,29 @@ get, get_bool = memory.load(types.int64), memory.load(types.int8)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 get_half, get_bfloat16 = memory.read("float16"), memory.read("bfloat16")
 online_softmax, cap = attention.online_softmax, attention.cap
-careful_wide_sums = attention.careful_wide_sums
 
 
 @helper
-def visible(task, b, seqlen, kvlen, token):
-    """The positions that a query token of a sequence may see, as far as they are a range."""
-    causal = task.alibi != 0 or (task.causal != 0 and b >= task.decoding)
-    return visible_range(seqlen, kvlen, token, task.left, task.right, causal)
+def visible(params, block, token):
+    """Return the range (begin, end) of positions that the causal rule and the window let a query see."""
+    causal = params.alibi != 0 or (params.causal != 0 and block.sequence >= params.decoding)
+    return visible_range(block.seqlen, block.kvlen, token, params.left, params.right, causal)
 
 
 @helper
-def softmax(scores, tile, count, top, total, factor):
-    """Scores to weights, in place; `factor` is what the sums so far shrink by."""
-    if tile == WIDE:
+def softmax(scores, rows, count, m, l, alpha):
+    """Turn scores [tokens, rows] into weights P, in place; update m and l, and set alpha."""
+    if rows == WIDE:
         for half in range(0, 4 * WIDE, 4 * LANES):
-            online_softmax(scores + half, count, 4 * WIDE, WIDE, top + half, total + half, factor + half)
+            online_softmax(scores + half, count, 4 * WIDE, WIDE, m + half, l + half, alpha + half)
         return
-    vectors = fill_vector(scores, count * tile)
-    online_softmax(scores, vectors, 4 * LANES, tile, top, total, factor)
+    vectors = fill_vector(scores, count * rows)
+    online_softmax(scores, vectors, 4 * LANES, rows, m, l, alpha)
 
 
 @helper
 def fill_vector(scores, count):
-    """Absent keys behind so many scores, up to whole vectors; the number of these."""
+    """Put absent keys behind so many scores, up to whole vectors, and return the number of vectors."""
     vectors = -(-count // LANES)
     for i in range(count, vectors * LANES):
         put_float(scores + 4 * i, MINUS_INF)
@@ -50,75 +52,77 @@ def fill_vector(scores, count):
 
 
 @helper
-def fold(top, total, row, tile):
-    """(top, total) of a row: lanes of a narrow tile hold its total in parts."""
+def fold(m, l, row, rows):
+    """Return (m, l) of a row: the lanes of a narrow tile hold l in parts."""
     whole, lane = np.float32(0), row
-    while lane < max(tile, LANES):
-        whole += get_float(total + 4 * lane)
-        lane += tile
-    return get_float(top + 4 * row), whole
+    while lane < max(rows, LANES):
+        whole += get_float(l + 4 * lane)
+        lane += rows
+    return get_float(m + 4 * row), whole
 
 
 @helper
-def adjusts(task, b, live, first, begin, count, seqlen, kvlen):
-    """Whether `adjust` has anything to do."""
+def needs_bias_or_mask(params, block, tile):
+    """Return whether `apply_bias_and_mask` has anything to do."""
     return (
-        task.cap != 0
-        or task.alibi != 0
-        or task.slopes != 0
-        or task.mask != 0
-        or begin < visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[0]
-        or begin + count > visible(task, b, seqlen, kvlen, first // task.group)[1]
+        params.cap != 0
+        or params.alibi != 0
+        or params.slopes != 0
+        or params.mask != 0
+        or block.begin < visible(params, block, (tile.first + tile.live - 1) // params.group)[0]
+        or block.begin + tile.count > visible(params, block, tile.first // params.group)[1]
     )
 
 
 @helper
-def adjust(task, b, scores, tile, live, first, kv, begin, count, seqlen, kvlen):
+def apply_bias_and_mask(params, block, tile):
     """Cap the scores, then add what hides or weighs keys: a score of -inf is an absent key."""
-    if task.cap:
-        cap(scores, -(-count * tile // LANES), task.cap_at)
-    for r in range(live):
-        token = (first + r) // task.group
-        head = kv * task.group + (first + r) % task.group
-        position = kvlen - seqlen + token
-        low, high = visible(task, b, seqlen, kvlen, token)
-        low = min(max(low - begin, 0), count)
-        high = max(min(high - begin, count), low)
-        at = scores + 4 * r
+    step = 4 * block.rows
+    if params.cap:
+        cap(tile.scores, -(-tile.count * block.rows // LANES), params.cap_at)
+    for r in range(tile.live):
+        token = (tile.first + r) // params.group
+        head = tile.head * params.group + (tile.first + r) % params.group
+        low, high = visible(params, block, token)
+        low = min(max(low - block.begin, 0), tile.count)
+        high = max(min(high - block.begin, tile.count), low)
+        at = tile.scores + 4 * r
         for t in range(low):
-            put_float(at + 4 * t * tile, MINUS_INF)
-        for t in range(high, count):
-            put_float(at + 4 * t * tile, MINUS_INF)
-        if task.alibi or task.slopes:
-            if task.slopes:
-                slope = get_float(task.slopes + b * task.slopes_sequence + 4 * head)
+            put_float(at + t * step, MINUS_INF)
+        for t in range(high, tile.count):
+            put_float(at + t * step, MINUS_INF)
+        if params.alibi or params.slopes:
+            if params.slopes:
+                slope = get_float(params.slopes + block.sequence * params.slopes_sequence + 4 * head)
             else:
-                slope = numeric.alibi_slope(head, task.heads * task.group)
+                slope = numeric.alibi_slope(head, params.heads * params.group)
+            position = block.kvlen - block.seqlen + token
             for t in range(low, high):
-                place, distance = at + 4 * t * tile, begin + t - position
+                distance = block.begin + t - position
                 bias = numeric.alibi_bias(slope, min(distance, -distance))
-                put_float(place, get_float(place) + bias)
-        if task.mask:
-            row, column = token, begin
-            if task.mask_packed:
-                row += get(task.seqstarts + 8 * b)
-            if task.mask_packed == 1:  # 2: columns are a sequence's own
-                column += get(task.kvstarts + 8 * b)
-            mask = task.mask + b * task.mask_sequence + head * task.mask_head
-            mask += row * task.mask_row + column * task.mask_column
-            add_mask(task, at, 4 * tile, mask, low, high)
+                put_float(at + t * step, get_float(at + t * step) + bias)
+        if params.mask:
+            row, column = token, block.begin
+            if params.mask_packed:
+                row += get(params.seqstarts + 8 * block.sequence)
+            if params.mask_packed == 1:  # 2: columns are a sequence's own
+                column += get(params.kvstarts + 8 * block.sequence)
+            mask = params.mask + block.sequence * params.mask_sequence + head * params.mask_head
+            mask += row * params.mask_row + column * params.mask_column
+            add_mask(params, at, step, mask, low, high)
 
 
 @helper
-def add_mask(task, scores, step, mask, low, high):
-    column = task.mask_column
-    if task.mask_kind == 1:
+def add_mask(params, scores, step, mask, low, high):
+    """Add tokens low..high of a mask's row to the scores of a query row."""
+    column = params.mask_column
+    if params.mask_kind == 1:
         for t in range(low, high):
             add(scores + t * step, get_float(mask + t * column))
-    elif task.mask_kind == 2:
+    elif params.mask_kind == 2:
         for t in range(low, high):
             add(scores + t * step, get_half(mask + t * column))
-    elif task.mask_kind == 3:
+    elif params.mask_kind == 3:
         for t in range(low, high):
             add(scores + t * step, get_bfloat16(mask + t * column))
     else:
@@ -129,29 +133,5 @@ def add_mask(task, scores, step, mask, low, high):
 
 @helper
 def add(place, bias):
+    """Add a bias to the score at an address."""
     put_float(place, numeric.biased(get_float(place), bias))
-
-
-@helper
-def careful_scores(queries, keys, key_row, count, dim, scores, tile):
-    """Scores of a narrow tile: queries [row, dim] in their own order times widened keys."""
-    for r in range(tile):
-        attention.dots(queries + 4 * r * dim, keys, key_row, count, dim, scores + 4 * r, 4 * tile)
-
-
-@helper
-def careful_sums(weights, values, value_row, count, dim, sums, factors, tile):
-    """The sums again, over the values that have a weight: one of 0 hides NaN and infinity.
-
-    `dim` is a multiple of 16.
-    """
-    if tile == WIDE:
-        careful_wide_sums(weights, values, value_row, count, dim, sums, factors)
-        return
-    for r in range(tile):
-        row = sums + 4 * r * dim
-        attention.times(row, row, dim, factors + 4 * r)
-        for t in range(count):
-            at = weights + 4 * (t * tile + r)
-            if get_float(at) != np.float32(0):
-                attention.plus_times(values + t * value_row, row, dim, at)

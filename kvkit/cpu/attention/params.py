@@ -1,24 +1,102 @@
-"""A call of attention as the kernels see it: one record of addresses, strides, counts and machine code."""
+"""The records that attention's kernels read: the params of a launch, a worker's block and its tiles.
 
+Fields are numbers and addresses; strides are bytes. Kernels are C functions that get addresses of records.
+"""
+
+import numpy as np
+
+from kvkit.cpu import memory
 from kvkit.cpu.records import Record
+from kvkit.cpu.simd.attention import LANES, WIDE
+from kvkit.runtime.jit import helper
 
-TASK = Record(
-    "counters batch seqstarts kvstarts table value_table table_row page_size",
-    "decoding causal alibi left right",
-    "keys key_sequence key_row key_step key_head key_element key_cells cell_sequence cell_row cell_head",
-    "values value_sequence value_row value_step value_head value_element value_cells own_places",
-    "query query_sequence query_token query_head out out_sequence out_token out_head",
-    "lse lse_sequence lse_token lse_head sinks apart cap cap_at",
-    "key_scales value_scales scale_sequence scale_head slopes slopes_sequence",
-    "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
-    "heads group dim value_dim padded_dim padded_value_dim key_bytes value_bytes cell_bytes",
-    "orders together widens block lead wide_block least_part most_parts unit_tiles",
-    "part_tokens units items parts tiles products",
-    "rounds key_to_float value_to_float query_to_float float_to_out",
-    "scores1 scores2 scores4 scores8 scores32 sums1 sums2 sums4 sums8 sums32",
-    "integer_queries integer_keys integer_values integer_scores integer_sums",
-    "integers queries1 queries2 queries4 queries8",
-    "pairs pair_rows pair_values pair_scores pair_sums copy_row",
-    "partials part_bytes counting scratch scratch_bytes",
-    "numbers scores factor top total queries query_pairs query_integers sums wide_keys wide_values lines",
+WIDE_BLOCK = 128  # most tokens of a block
+
+# The first eight fields are those of `checks.records.Side`. Rows that follow each other are `step` row ids
+# apart, elements `element` bytes, or 0 where they are neighbours; `to_float` is the code that widens rows.
+SIDE = Record(
+    "address sequence row head scales scale_sequence scale_row scale_head",
+    "table step element bytes dim padded_dim to_float",
 )
+# Machine code (params, block, tile) for one kind of tile, or 0. `queries` and `load` bring queries, and keys
+# and values of a block, into the engine's form; `scores` is S = K Q^T; `sums` is O = O alpha + P V, and the
+# softmax before where `softmax` is set.
+ENGINE = Record("queries load scores sums softmax")
+ENGINE_BYTES = ENGINE.dtype.itemsize
+# Offsets of what a worker works in.
+WORKSPACE = Record(
+    "block tiles number row_ids scores alpha m l queries engine_queries o wide_keys wide_values lines"
+)
+ATTENTION_PARAMS = Record(
+    "counters batch seqstarts kvstarts table_row page_size decoding",
+    "query query_sequence query_token query_head query_to_float",
+    "out out_sequence out_token out_head float_to_out lse lse_sequence lse_token lse_head",
+    "causal alibi left right cap cap_at slopes slopes_sequence sinks sink_sequences",
+    "key_factors value_factors factor_sequence factor_head",
+    "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
+    "heads group scale_bytes orders copy_row rounds integers pairs",
+    "heads_interleaved widens values_have_own_table",
+    "block wide_block lead counting least_split most_splits",
+    "engines group_tiles split_tokens tile_groups work_items splits tiles products",
+    "partials split_bytes workspace_at workspace_bytes engine_query_bytes",
+    keys=SIDE, values=SIDE, workspace=WORKSPACE,
+)  # fmt: skip
+FIELD = ATTENTION_PARAMS.at
+# What `schedule` sets, what depends on its tiles, and what a launch sets.
+LATE_FIELDS = (
+    "group_tiles", "split_tokens", "tile_groups", "work_items", "splits", "tiles", "products",
+    "engines", "counters", "partials", "workspace_at",
+)  # fmt: skip
+ADDRESS_OWNER = {
+    FIELD[field]: owner
+    for field, owner in {
+        "query": "query", "out": "out", "lse": "lse", "keys.address": "cache", "values.address": "cache",
+        "keys.scales": "scale", "values.scales": "scale",
+    }.items()
+}  # fmt: skip
+COUNTING = np.arange(WIDE_BLOCK + LANES)
+# The engines of a launch: those of tiles of so many rows, then one of 32 rows for some formats and queries.
+ENGINE_ROWS = (1, 2, 4, 8, WIDE)
+WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
+
+# A work item and the block of its context that is multiplied. Row ids are found for `count` tokens and those
+# to be prefetched; engines read the tokens of `key_ids`, which count from 0 where rows are widened first.
+BLOCK = Record(
+    "workspace number sequence seqlen kvlen query_rows",
+    "rows tiles row head wide widens nan_safe together",
+    "first begin end size count known lead uneven",
+    "key_row_ids value_row_ids key_addresses value_addresses",
+    "prefetch_in_scores prefetch_in_sums prefetch_shift",
+    "key_ids value_ids key_row value_row wide_keys wide_values",
+)
+# Query rows from `first` on, `live` of them, and what a block is to them: the first `count` tokens are seen.
+TILE = Record(
+    "index head first live count keys values key_scales value_scales factor",
+    "queries engine_queries scores alpha m l o",
+)
+
+params_at, engine_at = memory.record(ATTENTION_PARAMS), memory.record(ENGINE)
+block_at, tile_at = memory.record(BLOCK), memory.record(TILE)
+
+
+@memory.machine_code
+def call_engine(code, params, block, tile):
+    """Call a step of an engine."""
+
+
+@helper
+def whole_tiles(count):
+    """Return the number of tokens up to a multiple of 8, as scores are computed."""
+    return -(-count // 8) * 8
+
+
+@helper
+def prefetched(addresses, block, tile):
+    """Return where the addresses are that a tile's step prefetches."""
+    return addresses + 8 * tile.index * block.count
+
+
+@helper
+def engine_of_kind(params, kind):
+    """Return one of the engines of a launch."""
+    return engine_at(params.engines + ENGINE_BYTES * kind)

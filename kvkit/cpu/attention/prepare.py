@@ -1,312 +1,422 @@
-"""From checked arguments of attention to a `Task`: machine code, scratch, and the launch."""
+"""From checked arguments of attention to its params, filled group by group, and a launch."""
 
 import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from kvkit.checks.records import Side
 from kvkit.cpu import machine
-from kvkit.cpu.attention import integers, pairs, products, scheduler
-from kvkit.cpu.attention.params import TASK
+from kvkit.cpu.attention import scheduler
+from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers
+from kvkit.cpu.attention.params import (
+    ADDRESS_OWNER,
+    ATTENTION_PARAMS,
+    BLOCK,
+    COUNTING,
+    ENGINE,
+    ENGINE_ROWS,
+    FIELD,
+    LATE_FIELDS,
+    SPECIAL_ENGINE,
+    TILE,
+    WIDE_BLOCK,
+)
+from kvkit.cpu.attention.work_items import NARROW, TILES
 from kvkit.cpu.copy.rows import LOAD, READ, rows
-from kvkit.cpu.launches import Arena, Launch, address, share_out, threads
+from kvkit.cpu.launches import Launch, Workspace, address, run_workers, threads
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.formats.elements import BY_NAME, coarser
 from kvkit.layouts.places import packed_strides
 
-BLOCK, WIDE_BLOCK = 64, 128  # tokens
-# Tokens on which heads that lie side by side take turns, and the bytes of a turn: with the next one, which is
-# asked for meanwhile, they take half of a second cache of 1 MB.
-TURN, TURN_BYTES = 32, 2**18
-LEAST_LEAD = 8  # tokens before one is multiplied it is asked for
-PARTS, LEAST_PART = 64, 512  # a call's work is split into so many parts, of at least so many tokens
+BLOCK_TOKENS = 64
+# Tokens of a block where heads are interleaved, and its bytes: with the next one, which is prefetched
+# meanwhile, they take half of a second cache of 1 MB.
+INTERLEAVED_TOKENS, INTERLEAVED_BYTES = 32, 2**18
+LEAST_LEAD = 8  # tokens before one is multiplied it is prefetched
+SPLITS, LEAST_SPLIT = 64, 512  # a call's work is split into so many parts, of at least so many tokens
 SMALL = 2**15  # products; below it one thread is done before a second one is awake
-AT = TASK.at
-COUNTING = np.arange(WIDE_BLOCK + LANES)
-# What `schedule` sets, what depends on its tiles, and what a launch sets.
-LATER = (
-    "unit_tiles", "part_tokens", "units", "items", "parts", "tiles", "products",
-    "scores1", "scores2", "scores4", "scores8", "scores32", "sums1", "sums2", "sums4", "sums8", "sums32",
-    "queries1", "queries2", "queries4", "queries8",
-    "integer_queries", "integer_keys", "integer_values", "integer_scores", "integer_sums",
-    "counters", "partials", "scratch",
-)  # fmt: skip
+
+workspace, partials = Workspace(), Workspace()
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+@dataclass(frozen=True, slots=True, eq=False)
+class RowDecoder:
     """Machine code of rows that formats and strides alone do not describe."""
 
-    widen: int  # address: makes float32 of rows
-    product: Callable | None  # rows -> addresses of the narrow products over such rows, if there are any
-    orders: np.ndarray | None  # as `products.orders`
+    to_float: int  # address of the code that makes float32 of rows
+    engine: Callable | None  # rows -> the narrow engine over such rows, if there is one
+    orders: np.ndarray | None  # as `narrow.orders`
 
 
-scratch, partials = Arena(), Arena()
+class Form(NamedTuple):
+    """What decides the machine code of a call: formats, sizes, and how rows are read."""
+
+    data: str
+    stored: tuple[str, str]  # formats of keys and of values
+    scale: str | None
+    group: int
+    heads: int
+    dim: int
+    value_dim: int
+    as_loaded: bool
+    spread: bool  # whether the elements of a row lie apart
+    interleaved: bool  # whether all heads of a token lie together
+    decoder: RowDecoder | None
+    integers: bool  # whether the processor has the instructions of these engines, and they are wanted
+    pairs: bool
 
 
-def padded(dim):
-    return -(-dim // LANES) * LANES
+class Reading(NamedTuple):
+    """How the kernels of a form read keys and values."""
 
-
-def scratch_offsets(dim, value_dim, narrow_rows, block, pairs, integers):
-    """Offsets of a worker's scratch arrays, by the names of the task's last fields, and its size."""
-    rows, longest = max(narrow_rows, scheduler.TILES * WIDE), max(dim, value_dim)
-    sizes = {  # numbers and addresses: of keys, then of values
-        "numbers": 16 * (WIDE_BLOCK + 24) + 16 * (block * narrow_rows // scheduler.NARROW + 8),
-        "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
-        "factor": 8 * rows + 8 * WIDE,
-        "top": 8 * rows,  # narrow tiles have at least 16 lanes
-        "total": 8 * rows,
-        "queries": 4 * rows * dim,
-        "query_pairs": 2 * rows * dim if pairs else 0,
-        "query_integers": rows * (4 * dim + 64) if integers else 0,
-        "sums": 4 * rows * value_dim,
-        "wide_keys": 4 * WIDE_BLOCK * dim,
-        "wide_values": 4 * WIDE_BLOCK * value_dim,
-        "lines": 4 * WIDE * longest,
-    }
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name], end = end, end + -(-size // 64) * 64
-    return offsets, end
-
-
-def token_bytes(stored, cell, group, heads, dim, value_dim):
-    """Of the keys and values of one token in a cache, with their scales."""
-    scales = 2 * (dim // (group or dim)) * BY_NAME[cell].bytes(1) if cell else 0
-    codes = sum(BY_NAME[side].bytes(size) for side, size in zip(stored, (dim, value_dim), strict=True))
-    return heads * (codes + scales)
-
-
-def turn(size):
-    """How many tokens of `size` bytes: whole tiles of the narrow products."""
-    return max(8, min(TURN, TURN_BYTES // max(size, 1) // 8 * 8))
-
-
-@functools.cache
-def fixed_fields(
-    packed, rounds, exact, stored, cell, group, heads, dim, value_dim, together, widen, integers
-):  # fmt: skip
-    """The fields of a task that formats and sizes decide, and zeros for those that are set later.
-
-    Rows of the cache are widened by the machine code at `widen`; if that is 0 by that for their format, which
-    may round them to the data.
-    """
-    padded_dim, padded_value_dim = padded(dim), padded(value_dim)
-    block = turn(token_bytes(stored, cell, group, heads, dim, value_dim)) if together else BLOCK
-    longest = max(BY_NAME[side].bytes(size) for side, size in zip(stored, (dim, value_dim), strict=True))
-    ahead = machine.ahead()
-    lead = min(max(ahead.bytes // max(longest, 1), LEAST_LEAD), ahead.tokens)
-    narrow_rows = scheduler.NARROW * (heads if together else 1)
-    paired = {packed, *stored} == {"bfloat16"} and not widen and machine.has_pairs()
-    direction = LOAD if exact or cell in (None, "float32") else READ
-    widened = [
-        widen or rows(direction, packed if rounds else "float32", side, cell, group).address
-        for side in stored
-    ]
-    offsets, scratch_bytes = scratch_offsets(
-        padded_dim, padded_value_dim, narrow_rows, block, paired, integers
-    )
-    codes = pairs.codes() if paired else dict.fromkeys(pairs.FUNCTIONS, 0)
-    return dict.fromkeys(LATER, 0) | offsets | codes | {
-        "integers": integers,
-        "pairs": paired, "copy_row": rows(LOAD, packed, packed).address if paired else 0,
-        "heads": heads, "dim": dim, "value_dim": value_dim,
-        "padded_dim": padded_dim, "padded_value_dim": padded_value_dim,
-        "cell_bytes": dim // (group or dim) * BY_NAME[cell].bytes(1) if cell else 0,
-        "together": together, "block": block, "wide_block": WIDE_BLOCK,
-        "lead": 0 if widen else block if together else lead,
-        "least_part": LEAST_PART, "most_parts": PARTS, "rounds": rounds,
-        "key_to_float": widened[0], "value_to_float": widened[1],
-        "query_to_float": rows(LOAD, "float32", packed).address,
-        "float_to_out": rows(LOAD, packed, "float32").address,
-        "part_bytes": max(narrow_rows, WIDE) * 4 * (padded_value_dim + 3),
-        "counting": address(COUNTING), "scratch_bytes": scratch_bytes,
-    }  # fmt: skip
-
-
-@functools.cache
-def product(rows, wide_formats, stored, *form):
-    """The addresses of both products of a tile, over keys and values `stored` as two formats."""
-    if rows == WIDE or wide_formats:
-        return products.scores(rows).address, products.sums(rows).address
-    key, value = stored
-    return products.scores(rows, key, *form).address, products.sums(rows, value, *form).address
-
-
-OWNERS = {
-    AT[field]: owner
-    for field, owner in {
-        "query": "query", "out": "out", "lse": "lse",
-        "keys": "cache", "values": "cache", "key_cells": "scale", "value_cells": "scale",
-    }.items()
-}  # fmt: skip
+    rounds: bool  # whether rows are rounded to the data, as a load does
+    exact: bool  # whether products with scales are rounded to the format of the scales
+    widens: bool  # whether narrow tiles, too, read widened rows
+    pairs: bool
+    width: int | None  # elements that products by integers take at a time
 
 
 def prepare(query, out, lse, context, steps, decoding, weights):
-    """A launch that computes attention into `out` and, unless None, `lse`."""
-    heads, dim, value_dim = context.heads, context.dim, context.value_dim
+    """Return a launch that computes attention into `out` and, unless None, `lse`."""
     shared = shared_scales(context)
     if shared:  # factors of queries and outputs cost nothing for a token
-        own = np.ones((2, 1, heads), np.float32)
+        own = np.ones((2, 1, context.heads), np.float32)
         context, weights = context._replace(cell=None), weights._replace(scales=own)
-    coded = context.cell is not None
-    rounds = context.as_loaded and not coded and coarser(context.packed, context.stored)
-    minifloat = BY_NAME[context.stored].minifloat
-    exact = context.as_loaded and coded and not minifloat and coarser(context.cell, context.packed)
-    stored = context.stored, context.value_stored or context.stored
-    formats, reader = (stored, context.cell, context.group), context.reader
-    (key_step, value_step), (key_element, value_element) = context.steps, context.elements
-    if reader:
-        widens = not reader.product
-    else:
-        in_place = products.in_place(context.cell, context.group, (dim, value_dim))
-        widens = rounds or not in_place or bool(key_element or value_element)
-    keys, key_sequence, key_row, key_head, key_cells, cell_sequence, cell_row, cell_head = context.sides[0]
-    values, value_sequence, value_row, value_head, value_cells, *_ = context.sides[1]
-    together = (
-        heads > 1
-        and context.key_bytes <= key_head <= abs(key_row * key_step) // heads
-        and context.value_bytes <= value_head <= abs(value_row * value_step) // heads
-    )
-    alike = key_row == value_row and (heads == 1 or key_head == value_head)
-    own_places = steps.value_table is not None or not alike
-    value_table = steps.table if steps.value_table is None else steps.value_table
-    sizes, widen = (heads, dim, value_dim), reader.widen if reader else 0
-    whole = integer_width(context, stored) if not (widens or reader or exact) else None
-    fixed = fixed_fields(
-        context.packed, rounds, exact, *formats, *sizes, together, widen, whole is not None
-    )  # fmt: skip
-    orders = (
-        None
-        if widens or whole
-        else reader.orders
-        if reader
-        else products.orders(stored[0], *formats[1:], dim)
-    )
+    form = form_of(context)
     constants = np.array([weights.scale, weights.softcap], np.float32)
-    key_scales, value_scales, scale_sequence, scale_head = address(constants), 0, 0, 0
-    if weights.scales is not None:  # [keys | values, sequences or 1, heads or 1]
-        key_scales, value_scales = (
-            address(weights.scales) + side * weights.scales.strides[0] for side in (0, 1)
-        )
-        scale_sequence, scale_head = (
-            0 if size == 1 else stride
-            for size, stride in zip(weights.scales.shape[1:], weights.scales.strides[1:], strict=True)
-        )
-    slopes = weights.slopes
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
-    query_sequence, query_token, query_head = packed_strides(query)
-    out_sequence, out_token, out_head = packed_strides(out)
-    lse_sequence, lse_token, lse_head = (0, 0, 0) if lse is None else packed_strides(lse[..., None])
-    mask, mask_kind, mask_sequence, mask_head, mask_row, mask_column, mask_packed = weights.mask
-    numbers = TASK.filled({
-        **fixed,
-        "keys": keys, "key_sequence": key_sequence, "key_row": key_row, "key_step": key_step,
-        "key_head": key_head, "key_element": key_element,
-        "pairs": fixed["pairs"] and not (key_element or value_element),
-        "key_cells": key_cells, "cell_sequence": cell_sequence, "cell_row": cell_row, "cell_head": cell_head,
-        "values": values, "value_sequence": value_sequence, "value_row": value_row,
-        "value_step": value_step, "value_head": value_head, "value_element": value_element,
-        "value_cells": value_cells, "own_places": own_places,
-        "query": address(query), "query_sequence": query_sequence, "query_token": query_token,
-        "query_head": query_head,
-        "out": address(out), "out_sequence": out_sequence, "out_token": out_token, "out_head": out_head,
-        "lse": 0 if lse is None else address(lse), "lse_sequence": lse_sequence, "lse_token": lse_token,
-        "lse_head": lse_head,
-        "mask": mask, "mask_kind": mask_kind, "mask_sequence": mask_sequence, "mask_head": mask_head,
-        "mask_row": mask_row, "mask_column": mask_column, "mask_packed": mask_packed,
-        "batch": len(steps.start_pos), "group": query.shape[-2] // heads,
-        "seqstarts": address(steps.seqstarts), "kvstarts": address(steps.kvstarts),
-        "table": address(steps.table), "value_table": address(value_table),
-        "table_row": steps.table.strides[0], "page_size": steps.page_size,
-        "decoding": decoding, "causal": weights.causal, "alibi": weights.alibi,
-        "left": weights.left, "right": weights.right,
-        "key_scales": key_scales, "value_scales": value_scales, "scale_sequence": scale_sequence,
-        "scale_head": scale_head, "slopes": 0 if slopes is None else address(slopes),
-        "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
-        "cap": weights.softcap != 0, "cap_at": address(constants) + 4,
-        "sinks": 0 if sinks is None else address(sinks), "apart": weights.apart,
-        "key_bytes": context.key_bytes, "value_bytes": context.value_bytes,
-        "orders": 0 if orders is None else address(orders), "widens": widens,
+    params = ATTENTION_PARAMS.filled({
+        **fixed_fields(form),
+        **side_fields("keys", context, 0, steps.table),
+        **side_fields("values", context, 1, steps.table if steps.value_table is None else steps.value_table),
+        **step_fields(steps, decoding),
+        **query_fields(query, context.heads),
+        **output_fields(out, lse),
+        **scoring_fields(weights, constants, sinks),
+        **factor_fields(weights.scales, constants),
+        **mask_fields(weights.mask),
+        "values_have_own_table": steps.value_table is not None or not alike(context),
     })  # fmt: skip
-    schedule(numbers)
-    units, items, parts, tiles, work = numbers[AT["units"] : AT["products"] + 1].tolist()
-    near = not together and machine.ahead().near
-    for i, tile in enumerate((1, 2, 4, 8, WIDE)):
-        if tiles & tile:
-            at = AT["scores1"] + i
-            if reader and not widens and tile != WIDE:
-                numbers[at], numbers[at + 5] = reader.product(tile)
-            elif whole and tile != WIDE:
-                form = context.cell, context.group, whole
-                numbers[AT["queries1"] + i], numbers[at], numbers[at + 5] = integers.addresses(
-                    tile, near, stored, form
-                )
-            else:
-                numbers[at], numbers[at + 5] = product(tile, widens, *formats, exact, near)
-    if whole and tiles & WIDE and query.shape[-2] // heads > scheduler.NARROW:  # some may be of one token
-        for name, code in integers.wide_addresses(stored, (context.cell, context.group, whole)).items():
-            numbers[AT[name]] = code
-    counters = np.zeros(units + 1, np.int64)
-    numbers[AT["counters"]] = address(counters)
-    part_bytes, scratch_bytes = parts * fixed["part_bytes"], fixed["scratch_bytes"]
-    code, task = scheduler.code("work"), address(numbers)
-    most = items if work >= SMALL else 1
+    schedule(params)
+    fill_engines(params, form)
+    return launch(params, (steps, weights, constants, sinks), shared and (shared, weights))
+
+
+def launch(params, alive, shared):
+    """Return a launch of scheduled attention; `shared` scales are read anew in each run."""
+    (groups, items, splits, _), small = planned(params)
+    counters = np.zeros(groups + 1, np.int64)
+    params[FIELD["counters"]] = address(counters)
+    split_bytes = splits * int(params[FIELD["split_bytes"]])
+    workspace_bytes, at = int(params[FIELD["workspace_bytes"]]), address(params)
+    code, most = scheduler.code("work"), 1 if small else items
 
     def run():
         if shared:
-            shared(numbers, weights)
+            fill, weights = shared
+            fill(params, weights)
         workers = min(threads(), most) if most > 1 else 1
-        numbers[AT["scratch"]] = scratch.at_least(workers * scratch_bytes)
-        if parts:
-            numbers[AT["partials"]] = partials.at_least(part_bytes)
+        params[FIELD["workspace_at"]] = workspace.at_least(workers * workspace_bytes)
+        if splits:
+            params[FIELD["partials"]] = partials.at_least(split_bytes)
         counters[:] = 0
         if items:
-            share_out(code, workers, task)
+            run_workers(code, workers, at)
 
-    owners = {place: owner for place, owner in OWNERS.items() if numbers[place]}
-    return Launch(numbers, owners, run, alive=(steps, weights, constants, sinks, orders))
+    owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
+    return Launch(params, owners, run, alive=alive)
 
 
-def integer_width(context, stored):
-    """What `integers.width` says of both sides; None where the processor has none, or data have 24 bits."""
-    if not machine.has_integers() or context.packed == "float32":
+def schedule(params):
+    """Set in the params which tiles and how many work items there are."""
+    scheduler.code("schedule").ctypes(0, address(params))
+
+
+def planned(params):
+    """Return what decides a launch: [tile groups, work items, splits, tiles], and whether it is small."""
+    *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
+    return counts, products < SMALL
+
+
+# What formats and sizes decide
+
+
+def form_of(context):
+    """Return the form of a call over a context."""
+    return Form(
+        data=context.packed, stored=(context.stored, context.value_stored or context.stored),
+        scale=context.cell, group=context.group,
+        heads=context.heads, dim=context.dim, value_dim=context.value_dim,
+        as_loaded=context.as_loaded, spread=any(context.elements), interleaved=interleaved(context),
+        decoder=context.reader, integers=machine.has_integers(), pairs=machine.has_pairs(),
+    )  # fmt: skip
+
+
+@functools.cache
+def reading(form):
+    """Return how the kernels of a form read keys and values."""
+    dims, coded, decoder = (form.dim, form.value_dim), form.scale is not None, form.decoder
+    rounds = form.as_loaded and not coded and coarser(form.data, form.stored[0])
+    minifloat = BY_NAME[form.stored[0]].minifloat
+    exact = form.as_loaded and coded and not minifloat and coarser(form.scale, form.data)
+    if decoder:
+        widens = not decoder.engine
+    else:
+        widens = rounds or form.spread or not narrow.in_place(form.scale, form.group, dims)
+    pairs = {form.data, *form.stored} == {"bfloat16"} and not (decoder or form.spread)
+    width = None
+    if form.integers and form.data != "float32" and not (widens or decoder or exact):  # of 24 bits
+        widths = {integers.width(side, form.scale, form.group, dims) for side in form.stored}
+        width = widths.pop() if len(widths) == 1 else None
+    return Reading(rounds, exact, widens, pairs and form.pairs, width)
+
+
+def interleaved(context):
+    """Return whether the heads of a token lie together, as keys and as values."""
+    (keys, values), (key_step, value_step), heads = context.sides, context.steps, context.heads
+    return (
+        heads > 1
+        and context.key_bytes <= keys.head <= abs(keys.row * key_step) // heads
+        and context.value_bytes <= values.head <= abs(values.row * value_step) // heads
+    )
+
+
+def alike(context):
+    """Return whether the rows of keys and of values have the same strides."""
+    keys, values = context.sides
+    return keys.row == values.row and (context.heads == 1 or keys.head == values.head)
+
+
+@functools.cache
+def fixed_fields(form):
+    """Return the fields that a form decides, and zeros for those that are set later."""
+    ahead, read, orders = machine.ahead(), reading(form), orders_of(form)
+    block = interleaved_tokens(form) if form.interleaved else BLOCK_TOKENS
+    lead = min(max(ahead.bytes // max(*side_bytes(form), 1), LEAST_LEAD), ahead.tokens)
+    return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block) | code_fields(form) | {
+        "heads": form.heads, "heads_interleaved": form.interleaved, "scale_bytes": scale_bytes(form),
+        "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
+        "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
+        "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
+        "block": block, "wide_block": WIDE_BLOCK,
+        "lead": 0 if form.decoder else block if form.interleaved else lead,
+        "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": address(COUNTING),
+        "orders": 0 if orders is None else address(orders),
+    }  # fmt: skip
+
+
+def code_fields(form):
+    """Return the machine code that converts rows."""
+    read = reading(form)
+    direction = LOAD if read.exact or form.scale in (None, "float32") else READ
+    target = form.data if read.rounds else "float32"
+    keys, values = (
+        form.decoder.to_float
+        if form.decoder
+        else rows(direction, target, side, form.scale, form.group).address
+        for side in form.stored
+    )
+    return {
+        "keys.to_float": keys, "values.to_float": values,
+        "query_to_float": rows(LOAD, "float32", form.data).address,
+        "float_to_out": rows(LOAD, form.data, "float32").address,
+        "copy_row": rows(LOAD, form.data, form.data).address if read.pairs else 0,
+    }  # fmt: skip
+
+
+def workspace_fields(form, block):
+    """Return the offsets of what a worker works in, and sizes."""
+    dim, value_dim = padded(form.dim), padded(form.value_dim)
+    narrow_rows = NARROW * (form.heads if form.interleaved else 1)
+    rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
+    read = reading(form)
+    query_bytes = 2 * dim if read.pairs else 4 * dim + 64 if read.width else 0
+    sizes = {  # row ids and addresses: of keys, then of values
+        "block": BLOCK.dtype.itemsize, "tiles": tiles * TILE.dtype.itemsize, "number": 4,
+        "row_ids": 16 * (WIDE_BLOCK + 24) + 16 * (block * narrow_rows // NARROW + 8),
+        "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
+        "alpha": 8 * rows + 8 * WIDE, "m": 8 * rows, "l": 8 * rows,  # narrow tiles have at least 16 lanes
+        "queries": 4 * rows * dim, "engine_queries": rows * query_bytes, "o": 4 * rows * value_dim,
+        "wide_keys": 4 * WIDE_BLOCK * dim, "wide_values": 4 * WIDE_BLOCK * value_dim,
+        "lines": 4 * WIDE * max(dim, value_dim),
+    }  # fmt: skip
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[f"workspace.{name}"], end = end, end + -(-size // 64) * 64
+    return offsets | {
+        "workspace_bytes": end, "engine_query_bytes": query_bytes,
+        "split_bytes": max(narrow_rows, WIDE) * 4 * (value_dim + 3),
+    }  # fmt: skip
+
+
+def padded(dim):
+    """Return a head size up to whole vectors."""
+    return -(-dim // LANES) * LANES
+
+
+def side_bytes(form):
+    """Return the bytes of a head of keys, and of values."""
+    return [
+        BY_NAME[side].bytes(dim) for side, dim in zip(form.stored, (form.dim, form.value_dim), strict=True)
+    ]
+
+
+def scale_bytes(form):
+    """Return the bytes of the scales of a head of keys."""
+    return form.dim // (form.group or form.dim) * BY_NAME[form.scale].bytes(1) if form.scale else 0
+
+
+def interleaved_tokens(form):
+    """Return the tokens of a block of interleaved heads: whole tiles of the narrow products."""
+    size = form.heads * (sum(side_bytes(form)) + 2 * scale_bytes(form))
+    return max(8, min(INTERLEAVED_TOKENS, INTERLEAVED_BYTES // max(size, 1) // 8 * 8))
+
+
+def orders_of(form):
+    """Return the orders that narrow scores want queries in; None if those are always their own."""
+    if reading(form).widens or reading(form).width:
         return None
-    dims = context.dim, context.value_dim
-    widths = {integers.width(side, context.cell, context.group, dims) for side in stored}
-    return widths.pop() if len(widths) == 1 else None
+    return (
+        form.decoder.orders
+        if form.decoder
+        else narrow.orders(form.stored[0], form.scale, form.group, form.dim)
+    )
+
+
+def fill_engines(params, form):
+    """Fill in the engines of the tiles that a scheduled call has."""
+    near, several = not form.interleaved and machine.ahead().near, params[FIELD["group"]] > NARROW
+    params[FIELD["engines"]] = address(engines(form, int(params[FIELD["tiles"]]), near, bool(several)))
+
+
+@functools.cache
+def engines(form, tiles, near, several):
+    """Return the engines of tiles, and 0 for others; `several` heads of a token can be a wide tile."""
+    read, table = reading(form), np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
+    chosen = {
+        kind: engine(form, tile_rows, near) for kind, tile_rows in enumerate(ENGINE_ROWS) if tiles & tile_rows
+    }
+    if tiles & WIDE and read.pairs:
+        chosen[SPECIAL_ENGINE] = bfloat16_pairs.engine()
+    elif tiles & WIDE and read.width and several:
+        chosen[SPECIAL_ENGINE] = wide_integers.engine(form.stored, (form.scale, form.group, read.width))
+    for kind, steps in chosen.items():
+        table[kind] = ENGINE.filled(dict.fromkeys(ENGINE.names, 0) | steps)
+    return table
+
+
+def engine(form, tile_rows, near):
+    """Return the engine of a tile of so many rows."""
+    read, scales = reading(form), (form.scale, form.group)
+    if tile_rows == WIDE:
+        return wide.engine()
+    if form.decoder and form.decoder.engine:
+        return form.decoder.engine(tile_rows)
+    if read.width:
+        return integers.engine(tile_rows, near, form.stored, (*scales, read.width))
+    if read.widens:
+        return narrow.engine(tile_rows, ("float32", "float32"), (None, 0), False, False)
+    return narrow.engine(tile_rows, form.stored, scales, read.exact, near)
+
+
+# What the arguments of a call decide
+
+
+SIDE_FIELDS = {
+    name: [f"{name}.{field}" for field in (*Side._fields, "table", "step", "element", "bytes")]
+    for name in ("keys", "values")
+}
+
+
+def side_fields(name, context, i, table):
+    """Return the fields of keys or values: places, the table of their pages, steps and sizes."""
+    size = (context.key_bytes, context.value_bytes)[i]
+    numbers = *context.sides[i], address(table), context.steps[i], context.elements[i], size
+    return dict(zip(SIDE_FIELDS[name], numbers, strict=True))
+
+
+def step_fields(steps, decoding):
+    """Return the fields of a step's sequences."""
+    return {
+        "batch": len(steps.start_pos), "decoding": decoding,
+        "seqstarts": address(steps.seqstarts), "kvstarts": address(steps.kvstarts),
+        "table_row": steps.table.strides[0], "page_size": steps.page_size,
+    }  # fmt: skip
+
+
+def query_fields(query, heads):
+    """Return the fields of queries."""
+    sequence, token, head = packed_strides(query)
+    return {
+        "query": address(query), "query_sequence": sequence, "query_token": token, "query_head": head,
+        "group": query.shape[-2] // heads,
+    }  # fmt: skip
+
+
+def output_fields(out, lse):
+    """Return the fields of both outputs."""
+    sequence, token, head = packed_strides(out)
+    lse_sequence, lse_token, lse_head = (0, 0, 0) if lse is None else packed_strides(lse[..., None])
+    return {
+        "out": address(out), "out_sequence": sequence, "out_token": token, "out_head": head,
+        "lse": 0 if lse is None else address(lse),
+        "lse_sequence": lse_sequence, "lse_token": lse_token, "lse_head": lse_head,
+    }  # fmt: skip
+
+
+def scoring_fields(weights, constants, sinks):
+    """Return the fields of what is done to scores, but for their factors and the mask."""
+    slopes = weights.slopes
+    return {
+        "causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right,
+        "cap": weights.softcap != 0, "cap_at": address(constants) + 4,
+        "sinks": 0 if sinks is None else address(sinks), "sink_sequences": weights.apart,
+        "slopes": 0 if slopes is None else address(slopes),
+        "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
+    }  # fmt: skip
+
+
+def factor_fields(scales, constants):
+    """Return where factors of keys and values are: scales [2, sequences or 1, heads or 1], or one for all."""
+    if scales is None:
+        keys, values, sequence, head = address(constants), 0, 0, 0
+    else:
+        keys, values = address(scales), address(scales) + scales.strides[0]
+        sequence, head = (
+            0 if size == 1 else stride
+            for size, stride in zip(scales.shape[1:], scales.strides[1:], strict=True)
+        )
+    return {"key_factors": keys, "value_factors": values, "factor_sequence": sequence, "factor_head": head}
+
+
+def mask_fields(mask):
+    """Return the fields of a mask."""
+    place, kind, sequence, head, row, column, packed = mask
+    return {
+        "mask": place, "mask_kind": kind, "mask_sequence": sequence, "mask_head": head, "mask_row": row,
+        "mask_column": column, "mask_packed": packed,
+    }  # fmt: skip
 
 
 def shared_scales(context):
-    """A function that fills in scales which all tokens share, of floats of 8 bits; None if there are none.
+    """Return a function that fills in the scales of 8-bit floats that all tokens share; None without such.
 
     They may change, and lie elsewhere, from one run of a launch to the next.
     """
-    _, sequence, row, head = context.sides[0][4:]
-    if not context.cell or context.group or sequence or row:
+    keys = context.sides[0]
+    if not context.cell or context.group or keys.scale_sequence or keys.scale_row:
         return None
-    dtype, size = BY_NAME[context.cell].dtype, head * (context.heads - 1)
-    places = AT["key_cells"], AT["value_cells"]
+    dtype, head = BY_NAME[context.cell].dtype, keys.scale_head
+    size = head * (context.heads - 1) + dtype.itemsize
 
-    def fill(numbers, weights):
-        for side, place in enumerate(places):
-            memory = (ctypes.c_char * (size + dtype.itemsize)).from_address(int(numbers[place]))
+    def fill(params, weights):
+        for side, field in enumerate(("keys.scales", "values.scales")):
+            memory = (ctypes.c_char * size).from_address(int(params[FIELD[field]]))
             weights.scales[side, 0] = np.ndarray(context.heads, dtype, memory, strides=(head,))
         weights.scales[0] *= np.float32(weights.scale)
 
     return fill
-
-
-def schedule(numbers):
-    """Share the work of a task out."""
-    scheduler.code("schedule").ctypes(0, address(numbers))
-
-
-def planned(numbers):
-    """What decides the launch of a task: units, items, parts, tiles, and whether one thread is enough."""
-    *planned, work = numbers[AT["units"] : AT["products"] + 1].tolist()
-    return planned, work < SMALL

@@ -1,10 +1,9 @@
-"""Attention over a cache where it lies: units of work, who does them, and the walk over a context.
+"""Attention over a cache where it lies: work items, and who does them.
 
-A unit is one sequence, one key head (or all of them) and up to 256 query rows; a query row is one query
-head of one token. Up to 8 are a narrow tile, which reads the cache in place where vectors fit its rows; more
-are wide tiles of 32, which share keys and values widened into scratch. A long context is split into parts
-whose length depends on the shapes only; whoever finishes a unit's last part merges all in order. So results
-depend on neither threads nor luck.
+A query row is one query head of one token; `work_items` says how rows become tiles. Narrow tiles read the
+cache in place where vectors fit its rows; wide tiles share keys and values widened in the workspace. A long
+context is split, at positions that depend on the shapes only; whoever finishes the last split of a tile group
+merges all in order. So results depend on neither threads nor luck.
 """
 
 import functools
@@ -12,89 +11,105 @@ import functools
 import numpy as np
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.epilogue import finish, merge
+from kvkit.cpu.attention.epilogue import finish, merge_splits
 from kvkit.cpu.attention.online_softmax import visible
-from kvkit.cpu.attention.params import TASK
-from kvkit.cpu.attention.walk import place_queries, walk
-from kvkit.cpu.attention.work_items import NARROW, TILES, WIDE, power_of_two, sequence, shape_of, units_of
+from kvkit.cpu.attention.params import BLOCK, block_at, params_at
+from kvkit.cpu.attention.walk import attend_blocks, engine_of, load_queries, set_up_block, set_up_tiles
+from kvkit.cpu.attention.work_items import (
+    NARROW,
+    TILES,
+    WIDE,
+    groups_and_splits,
+    narrow_rows,
+    set_sequence,
+    set_tile_group,
+    visible_to_all,
+)
 from kvkit.cpu.launches import WORKER
 from kvkit.runtime.jit import callback, helper
 
-count_up, record = memory.count_up, memory.record(TASK)
+count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 
 
-def schedule(worker, task_at):
-    """Count units, items, and items of split units; sets them, and which tiles there are, in the task."""
-    task = record(task_at)
-    work = np.int64(0)
+def schedule(worker, params_address):
+    """Set in the params which tiles there are, how long splits are, and how many work items."""
+    params, block = params_at(params_address), block_at(block_memory())
+    tokens = np.int64(0)
     wide = np.int64(0)
-    task.tiles = task.products = 0
-    for b in range(task.batch):
-        _, kvlen, query_rows = sequence(task, b)
-        task.products += query_rows * kvlen * task.heads
-        if query_rows > NARROW:
-            task.tiles |= WIDE
-            wide += task.heads * (-(-query_rows // WIDE))
-        elif query_rows:
-            task.tiles |= power_of_two(query_rows)
-    task.unit_tiles = min(max(wide // task.most_parts, 1), TILES)
-    task.part_tokens = 2**62
-    for b in range(task.batch):
-        seqlen, kvlen, query_rows = sequence(task, b)
-        if query_rows and (query_rows <= NARROW or task.unit_tiles == 1):
-            low, _ = visible(task, b, seqlen, kvlen, 0)
-            _, high = visible(task, b, seqlen, kvlen, seqlen - 1)
-            work += (high - low) * units_of(task, b)[0]
-    even = -(-work // task.most_parts)
-    task.part_tokens = max(task.least_part, -(-even // task.block) * task.block)
-    task.units = task.items = task.parts = 0
-    for b in range(task.batch):
-        units, parts = units_of(task, b)
-        task.units += units
-        task.items += units * parts
-        task.parts += units * parts if parts > 1 else 0
+    params.tiles = params.products = 0
+    for b in range(params.batch):
+        set_sequence(params, block, b)
+        params.products += block.query_rows * block.kvlen * params.heads
+        if block.query_rows > NARROW:
+            params.tiles |= WIDE
+            wide += params.heads * (-(-block.query_rows // WIDE))
+        elif block.query_rows:
+            params.tiles |= narrow_rows(block.query_rows)
+    params.group_tiles = min(max(wide // params.most_splits, 1), TILES)
+    params.split_tokens = 2**62
+    for b in range(params.batch):
+        set_sequence(params, block, b)
+        if block.query_rows and (block.query_rows <= NARROW or params.group_tiles == 1):
+            first, end = visible_to_all(params, block)
+            tokens += (end - first) * groups_and_splits(params, block)[0]
+    even = -(-tokens // params.most_splits)
+    params.split_tokens = max(params.least_split, -(-even // params.block) * params.block)
+    params.tile_groups = params.work_items = params.splits = 0
+    for b in range(params.batch):
+        set_sequence(params, block, b)
+        groups, splits = groups_and_splits(params, block)
+        params.tile_groups += groups
+        params.work_items += groups * splits
+        params.splits += groups * splits if splits > 1 else 0
 
 
-def work(worker, task_at):
-    """Take items until none is left."""
-    task = record(task_at)
-    scratch = task.scratch + worker * task.scratch_bytes
-    b = first_item = first_unit = first_part = np.int64(0)
-    units, parts = units_of(task, 0)
-    item = count_up(task.counters)
-    while item < task.items:
-        while item >= first_item + units * parts:
-            first_item, first_unit = first_item + units * parts, first_unit + units
-            first_part += units * parts if parts > 1 else 0
-            b += 1
-            units, parts = units_of(task, b)
-        unit, part = (item - first_item) // parts, (item - first_item) % parts
-        slots = task.partials + (first_part + unit * parts) * task.part_bytes if parts > 1 else 0
-        attend(task, scratch, b, unit, part, parts, slots)
-        if parts > 1 and count_up(task.counters + 8 * (1 + first_unit + unit)) == parts - 1:
-            merge(task, scratch, b, unit, parts, slots)
-        item = count_up(task.counters)
+def work(worker, params_address):
+    """Take work items until none is left."""
+    params = params_at(params_address)
+    workspace = params.workspace_at + worker * params.workspace_bytes
+    block = block_at(workspace + params.workspace.block)
+    block.workspace = workspace
+    first_item = first_group = first_split = np.int64(0)
+    set_sequence(params, block, 0)
+    groups, splits = groups_and_splits(params, block)
+    item = count_up(params.counters)
+    while item < params.work_items:
+        while item >= first_item + groups * splits:
+            first_item, first_group = first_item + groups * splits, first_group + groups
+            first_split += groups * splits if splits > 1 else 0
+            set_sequence(params, block, block.sequence + 1)
+            groups, splits = groups_and_splits(params, block)
+        group, split = (item - first_item) // splits, (item - first_item) % splits
+        slots = params.partials + (first_split + group * splits) * params.split_bytes if splits > 1 else 0
+        set_tile_group(params, block, group)
+        attend(params, block, split, splits, slots)
+        if splits > 1 and count_up(params.counters + 8 * (1 + first_group + group)) == splits - 1:
+            merge_splits(params, block, splits, slots)
+        item = count_up(params.counters)
 
 
 @helper
-def attend(task, scratch, b, unit, part, parts, slots):
-    """One part of a unit: its query rows over a range of its context."""
-    seqlen, kvlen, query_rows = sequence(task, b)
-    tile, tiles, row, head, by_head = shape_of(task, b, unit)
-    low, _ = visible(task, b, seqlen, kvlen, row // task.group)
-    last = min(query_rows, row + (tile if by_head else tile * tiles)) - 1
-    _, high = visible(task, b, seqlen, kvlen, last // task.group)
-    if parts > 1:
-        low = min(low + part * task.part_tokens, high)  # query rows that see less may have nothing to do
-        high = min(high, low + task.part_tokens)
-    place_queries(task, scratch, b, tile, tiles, row, head, by_head)
-    walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, False)
-    if not finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, False):
-        walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, True)
-        finish(task, scratch, b, tile, tiles, row, head, by_head, part, slots, True)
+def attend(params, block, split, splits, slots):
+    """Do one work item: the query rows of a tile group over a split of its context."""
+    last = min(block.query_rows, block.row + (block.rows if block.rows < WIDE else WIDE * block.tiles)) - 1
+    block.first, _ = visible(params, block, block.row // params.group)
+    _, block.end = visible(params, block, last // params.group)
+    if splits > 1:  # query rows that see less may have nothing to do
+        block.first = min(block.first + split * params.split_tokens, block.end)
+        block.end = min(block.end, block.first + params.split_tokens)
+    block.nan_safe = 0
+    set_up_block(params, block)
+    set_up_tiles(params, block)
+    engine = engine_of(params, block)
+    load_queries(params, block, engine)
+    attend_blocks(params, block, engine)
+    if not finish(params, block, split, slots):
+        block.nan_safe = 1
+        attend_blocks(params, block, engine_of(params, block))
+        finish(params, block, split, slots)
 
 
 @functools.cache
 def code(function):
-    """`schedule` or `work` as machine code."""
+    """Return `schedule` or `work` as machine code."""
     return callback({"schedule": schedule, "work": work}[function], WORKER, function)

@@ -1,7 +1,7 @@
 """Rows that lie in segments, floats, then codes, then floats again, and attention over them.
 
-A table describes the segments of a side. Attention numbers rows by position, then sequence, then head, from
-the address of the table on, so that the address of a row says which one it is.
+A table describes the segments of a side. A row id counts positions, then sequences, then heads, from the
+address of the table on, so that the address of a row says which one it is.
 """
 
 import functools
@@ -12,75 +12,80 @@ from numba import types
 
 from kvkit.checks.records import Context, Side
 from kvkit.cpu import machine, memory
-from kvkit.cpu.attention import prepare, products
-from kvkit.cpu.attention.products import SCORES, SUMS
+from kvkit.cpu.attention import prepare
+from kvkit.cpu.attention.engines import narrow
+from kvkit.cpu.attention.engines.code import step_code
+from kvkit.cpu.attention.params import COUNTING, block_at, params_at, tile_at, whole_tiles
 from kvkit.cpu.copy.codes import cells_of
-from kvkit.cpu.copy.rows import LOAD, SIGNATURE, rows
+from kvkit.cpu.copy.rows import LOAD, SIGNATURE, call_rows, rows
 from kvkit.cpu.launches import address
+from kvkit.cpu.records import Record
 from kvkit.cpu.simd import attention as simd
 from kvkit.cpu.simd.codes import whole_panels
 from kvkit.formats.elements import CODES, coarser
 from kvkit.runtime.jit import callback, helper
 
-SEGMENT = (
-    "end code address sequence head row",
-    "cells cell_sequence cell_head cell_block blocks",
-)
-FIELDS = [name for line in SEGMENT for name in line.split()]
-HEADS, PLANES, COUNTING, CLAMPED, ONES = range(0, 40, 8)  # then come the segments
-START, SEGMENT_BYTES = 40, 8 * len(FIELDS)
-END, CODE, ADDRESS, SEQUENCE, HEAD, ROW, CELLS, CELL_SEQUENCE, CELL_HEAD, CELL_BLOCK, BLOCKS = range(
-    0, SEGMENT_BYTES, 8
-)
+# Positions below `end` lie in a segment, at address + position * row. Scales of blocks of tokens are found by
+# `blocks`, the block of each position; floats have none, and scales at 0.
+SEGMENT = Record("end to_float address sequence head row scales scale_sequence scale_head scale_block blocks")
+NAMES = "sinks", "codes", "tail"  # of the segments, in order
+TABLE = Record("heads planes counting clamped ones", sinks=SEGMENT, codes=SEGMENT, tail=SEGMENT)
+FIRST, SEGMENT_BYTES = 8 * TABLE.at["sinks.end"], SEGMENT.dtype.itemsize
 FEW = 8  # more tokens than any tile leaves over
 CLAMPS = np.minimum(np.arange(FEW), np.arange(-1, FEW - 1)[:, None]).clip(0)  # [tokens, FEW]
 UNITS = np.ones(simd.NARROW, np.float32)
 
-get, call_rows = memory.load(types.int64), memory.call(13)
+get, table_at, segment_at = memory.load(types.int64), memory.record(TABLE), memory.record(SEGMENT)
 
 
-def new_table(heads, planes):
-    """A description of three segments, still to be filled in behind its head."""
-    table = np.zeros(START // 8 + 3 * len(FIELDS), np.int64)
-    table[: START // 8] = heads, planes, address(prepare.COUNTING), address(CLAMPS), address(UNITS)
-    return table
+def table_of(heads, batch, segments):
+    """Return the numbers of a table, of the fields of its segments by their names."""
+    fields = {"heads": heads, "planes": batch * heads, "counting": address(COUNTING)}
+    fields |= {"clamped": address(CLAMPS), "ones": address(UNITS)}
+    empty = dict.fromkeys(SEGMENT.names, 0)
+    for name in NAMES:
+        fields |= {f"{name}.{field}": number for field, number in (empty | segments[name]).items()}
+    return TABLE.filled(fields)
 
 
 @helper
-def run_at(table, segment, plane, position, end):
-    """The tokens from a position on that lie in one segment and share their scales or have their own.
+def run_at(table, at, plane, position, end):
+    """Return the tokens from a position on that lie in one segment and share their scales or have their own.
 
-    (segment, first position behind, address of a row, of its scales, and the steps of both)
+    (address of the segment, first position behind, address of a row, of its scales, the steps of both). `at`
+    is the address of that segment, or of one before.
     """
-    sequence, head = divmod(plane, get(table + HEADS))
-    while get(segment + END) <= position:
-        segment += SEGMENT_BYTES
-    stop, blocks = min(end, get(segment + END)), get(segment + BLOCKS)
-    block, cell_row = position, get(segment + CELL_BLOCK)
-    if blocks:
-        block, cell_row, last = get(blocks + 8 * position), 0, stop
+    sequence, head = divmod(plane, table.heads)
+    while segment_at(at).end <= position:
+        at += SEGMENT_BYTES
+    segment = segment_at(at)
+    stop = min(end, segment.end)
+    block, scale_row = position, segment.scale_block
+    if segment.blocks:
+        block, scale_row, last = get(segment.blocks + 8 * position), 0, stop
         stop = position + 1
-        while stop < last and get(blocks + 8 * stop) == block:
+        while stop < last and get(segment.blocks + 8 * stop) == block:
             stop += 1
-    row, step = get(segment + ADDRESS), get(segment + ROW)
-    row += sequence * get(segment + SEQUENCE) + head * get(segment + HEAD) + position * step
-    cells = get(segment + CELLS) + sequence * get(segment + CELL_SEQUENCE) + head * get(segment + CELL_HEAD)
-    cells += block * get(segment + CELL_BLOCK)  # floats have cells at 0
-    return segment, stop, row, cells, step, cell_row
+    row = segment.address + sequence * segment.sequence + head * segment.head + position * segment.row
+    scales = segment.scales + sequence * segment.scale_sequence + head * segment.scale_head
+    scales += block * segment.scale_block
+    return at, stop, row, scales, segment.row, scale_row
 
 
 def widen_segments(
-    target, target_row, target_head, row, row_step, row_head, table, table_row, table_head,
+    target, target_row, target_head, row, row_step, row_head, table_address, table_row, table_head,
     tokens, heads, repeat, dim,
 ):  # fmt: skip
-    """Rows as float32, wherever they lie, from the one at the address `row` on."""
-    position, plane = divmod(row - table, get(table + PLANES))
-    segment, end = table + START, position + tokens
+    """Write rows as float32, wherever they lie, from the one at the address `row` on."""
+    table = table_at(table_address)
+    position, plane = divmod(row - table_address, table.planes)
+    segment, end = table_address + FIRST, position + tokens
     while position < end:
-        segment, stop, source, cells, step, cell_row = run_at(table, segment, plane, position, end)
+        segment, stop, source, scales, step, scale_row = run_at(table, segment, plane, position, end)
         call_rows(
-            get(segment + CODE), target, target_row, 0, source, step, 0, cells, cell_row, 0,
-            stop - position, 1, 1, dim,
+            segment_at(segment).to_float, packed=target, packed_token=target_row,
+            cache=source, cache_token=step, scale=scales, scale_token=scale_row,
+            tokens=stop - position, dim=dim,
         )  # fmt: skip
         target += (stop - position) * target_row
         position = stop
@@ -88,13 +93,13 @@ def widen_segments(
 
 @functools.cache
 def widen_code():
-    """`widen_segments` as machine code."""
+    """Compile `widen_segments`."""
     return callback(widen_segments, SIGNATURE)
 
 
 @functools.cache
 def floats_code(element):
-    """Machine code that widens rows of floats."""
+    """Return the address of the machine code that widens rows of floats."""
     return rows(LOAD, "float32", element).address
 
 
@@ -102,7 +107,7 @@ def floats_code(element):
 
 
 def stored_as(codes):
-    """(stored, cell, group, rounds) of codes, as micro-kernels name them.
+    """Return (stored, cell, group, rounds) of codes, as micro-kernels name them.
 
     Numbers of 16 bits are not rounded to them, as a read array's are: of a decode step that would take half
     of its time again for float16, and all of it for bfloat16. And a call of many rows does as one of few.
@@ -116,90 +121,110 @@ def stored_as(codes):
 
 @functools.cache
 def scores(count, codes):
-    """`products.scores` of so many rows: queries in the order that the codes want them in."""
+    """Compile S = K Q^T of so many rows: queries in the order that the codes want them in."""
     (*like, rounds), ahead = stored_as(codes), machine.ahead()
     floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=ahead.near)
     coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=ahead.near)
-    tile, shared, shift = simd.tile_tokens(count), codes.tokens > 1, ahead.bytes
+    tile_tokens, shared, shift = simd.tile_tokens(count), codes.tokens > 1, ahead.bytes
 
     @helper
-    def of_run(queries, row, step, cells, cell_row, numbers, tokens, dim, scores):
-        if cells == 0:
-            floats(queries, row, step, 0, 0, numbers, 0, shift, tokens, dim, scores)
+    def of_run(tile, row, step, scales, scale_row, numbers, tokens, dim, target):
+        if scales == 0:
+            floats(
+                queries=tile.queries, keys=row, key_row=step, cells=0, cell_row=0, numbers=numbers, ahead=0,
+                shift=shift, count=tokens, dim=dim, scores=target,
+            )  # fmt: skip
         else:  # scales that all tokens share are then read once for a tile
             coded(
-                queries, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, shift,
-                tokens, dim, scores,
+                queries=tile.queries, keys=row, key_row=step, cells=scales,
+                cell_row=np.int64(0) if shared else scale_row, numbers=numbers, ahead=0,
+                shift=shift, count=tokens, dim=dim, scores=target,
             )  # fmt: skip
 
-    def scores(queries, keys, key_row, table, table_row, numbers, ahead, shift, tokens, dim, scores):
-        position, end = get(numbers), get(numbers + 8 * (tokens - 1)) + 1
-        segment, plane = table + START, keys - table
+    def scores(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        table, plane, target = table_at(tile.key_scales), tile.keys - tile.key_scales, tile.scores
+        position = get(block.key_ids)
+        end = get(block.key_ids + 8 * (whole_tiles(tile.count) - 1)) + 1
+        segment = tile.key_scales + FIRST
         while position < end:
-            segment, stop, row, cells, step, cell_row = run_at(table, segment, plane, position, end)
+            segment, stop, row, scales, step, scale_row = run_at(table, segment, plane, position, end)
             live = stop - position
-            few = live < tile
-            whole = tile if few else live - live % tile
-            numbers = get(table + CLAMPED) + 8 * FEW * live if few else get(table + COUNTING)
-            of_run(queries, row, step, cells, cell_row, numbers, whole, dim, scores)
+            few = live < tile_tokens
+            whole = tile_tokens if few else live - live % tile_tokens
+            numbers = table.clamped + 8 * FEW * live if few else table.counting
+            of_run(
+                tile, row, step, scales, scale_row, numbers=numbers, tokens=whole, dim=params.keys.padded_dim,
+                target=target,
+            )  # fmt: skip
             done = live if few else whole
-            scores += 4 * count * done
+            target += 4 * count * done
             position += done
 
-    return callback(scores, SCORES, ("segment scores", count, codes))
+    return step_code(scores, ("segment scores", count, codes))
 
 
 @functools.cache
 def sums(count, codes):
-    """`products.sums` of so many rows."""
+    """Compile O = O alpha + P V of so many rows."""
     ahead = machine.ahead()
     floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True, near=ahead.near)
     coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True, near=ahead.near)
     shared, shift = codes.tokens > 1, ahead.bytes
 
     @helper
-    def of_run(weights, row, step, cells, cell_row, numbers, tokens, dim, sums, factors):
-        if cells == 0:
-            floats(weights, row, step, 0, 0, numbers, 0, shift, tokens, dim, sums, factors)
+    def of_run(tile, row, step, scales, scale_row, numbers, tokens, dim, weights, alpha):
+        if scales == 0:
+            floats(
+                weights=weights, values=row, value_row=step, cells=0, cell_row=0, numbers=numbers, ahead=0,
+                shift=shift, count=tokens, dim=dim, sums=tile.o, factors=alpha,
+            )  # fmt: skip
         else:
             coded(
-                weights, row, step, cells, np.int64(0) if shared else cell_row, numbers, 0, shift,
-                tokens, dim, sums, factors,
+                weights=weights, values=row, value_row=step, cells=scales,
+                cell_row=np.int64(0) if shared else scale_row, numbers=numbers, ahead=0,
+                shift=shift, count=tokens, dim=dim, sums=tile.o, factors=alpha,
             )  # fmt: skip
 
-    def sums(weights, values, value_row, table, table_row, numbers, ahead, shift, tokens, dim, sums, factors):
-        position, end = get(numbers), get(numbers) + tokens
-        segment, plane, numbers = table + START, values - table, get(table + COUNTING)
+    def sums(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        table, plane = table_at(tile.value_scales), tile.values - tile.value_scales
+        position, weights, alpha = get(block.value_ids), tile.scores, tile.alpha
+        end, segment = position + tile.count, tile.value_scales + FIRST
         while position < end:
-            segment, stop, row, cells, step, cell_row = run_at(table, segment, plane, position, end)
-            of_run(weights, row, step, cells, cell_row, numbers, stop - position, dim, sums, factors)
+            segment, stop, row, scales, step, scale_row = run_at(table, segment, plane, position, end)
+            of_run(
+                tile, row, step, scales, scale_row, numbers=table.counting, tokens=stop - position,
+                dim=params.values.padded_dim, weights=weights, alpha=alpha,
+            )  # fmt: skip
             weights += 4 * count * (stop - position)
-            factors = get(table + ONES)
+            alpha = table.ones
             position = stop
 
-    return callback(sums, SUMS, ("segment sums", count, codes))
+    return step_code(sums, ("segment sums", count, codes))
 
 
 @functools.cache
-def reader(key, value, dims):
-    """How attention reads keys and values of such codes: in place where vectors fit their rows."""
+def row_decoder(key, value, dims):
+    """Return how attention reads keys and values of such codes: in place where vectors fit their rows."""
     key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))  # as many or one
     vectors = all(side.stored or whole_panels(side.group) for side in (key, value))
     if not vectors or any(dim % simd.LANES for dim in dims):
-        return prepare.Reader(widen_code().address, None, None)
+        return prepare.RowDecoder(widen_code().address, None, None)
 
-    def product(count):
-        return scores(count, key).address, sums(count, value).address
+    def engine(count):
+        return {"scores": scores(count, key).address, "sums": sums(count, value).address}
 
     stored, cell, group, _ = stored_as(key)
-    return prepare.Reader(widen_code().address, product, products.orders(stored, cell, group, dims[0]))
+    return prepare.RowDecoder(widen_code().address, engine, narrow.orders(stored, cell, group, dims[0]))
 
 
 def context(packed, batch, heads, dims, forms, tables):
-    """A `Context` of keys and values that lie in segments."""
+    """Return a `Context` of keys and values that lie in segments."""
     key, value = (Side(address(table), heads, batch * heads, 1, scales=address(table)) for table in tables)
     dim, value_dim = dims
     return Context(
-        packed, "float32", None, 0, heads, dim, value_dim, (key, value), 4 * dim, 4 * value_dim,
-        as_loaded=False, reader=reader(*forms, dims),
+        packed=packed, stored="float32", cell=None, group=0, heads=heads, dim=dim, value_dim=value_dim,
+        sides=(key, value), key_bytes=4 * dim, value_bytes=4 * value_dim, as_loaded=False,
+        reader=row_decoder(*forms, dims),
     )  # fmt: skip

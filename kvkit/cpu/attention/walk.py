@@ -1,413 +1,337 @@
-"""The walk of attention over a context: queries in place, rows found and widened, products of each block."""
+"""Attention of one work item: FlashAttention's walk over the blocks of a context.
+
+    S = scale K Q^T + bias                                   [tokens, rows]
+    m' = max(m, max S)     alpha = exp(m - m')     P = exp(S - m')
+    l' = l alpha + sum P   O' = O alpha + P V                [rows, dim]
+
+Engines multiply; `params` describes the records.
+"""
 
 import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention import online_softmax
-from kvkit.cpu.attention.integers import scales_of
-from kvkit.cpu.attention.online_softmax import visible
-from kvkit.cpu.attention.work_items import WIDE, sequence
+from kvkit.cpu.attention.engines.load import rows_of_head, widen_rows
+from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores, nan_safe_sums, shrink_weights
+from kvkit.cpu.attention.online_softmax import apply_bias_and_mask, needs_bias_or_mask, softmax, visible
+from kvkit.cpu.attention.params import (
+    SPECIAL_ENGINE,
+    TILE,
+    WIDE_ENGINE,
+    call_engine,
+    engine_of_kind,
+    tile_at,
+)
+from kvkit.cpu.attention.work_items import WIDE
+from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
 from kvkit.formulas.index import page_of, rest_of_page, row_of
 from kvkit.runtime.jit import helper
 
-SHRINK = np.float32(2**-40)  # of careful sums: they stay finite if values and weights are
+LANES, TILE_BYTES = attention.LANES, TILE.dtype.itemsize
 MINUS_INF = numeric.MINUS_INF
 
-get, put = memory.load(types.int64), memory.store(types.int64)
+get = memory.load(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
-call_pair_rows, call_pair_values, call_pairs = memory.call(3), memory.call(6), memory.call(7)
-call_scores, call_sums, call_rows = memory.call(11), memory.call(12), memory.call(13)
-call_queries, call_integer_sums = memory.call(3), memory.call(15)
-call_wide_scores, call_unfold = memory.call(5), memory.call(8)
 
 
 @helper
-def place_queries(task, scratch, b, tile, tiles, row, head, by_head):
-    """Queries of every tile as float32 times the scale, as products want them: [dim, row] if wide."""
-    lines_at, dim = scratch + task.lines, task.padded_dim
-    seqlen, _, query_rows = sequence(task, b)
-    start = get(task.seqstarts + 8 * b)
-    for t in range(tiles):
-        target = scratch + task.queries + t * tile * dim * 4
-        place = target if task.integers and tile != WIDE else lines_at
-        first, kv = (0, head + t) if by_head else (row + t * tile, head)
-        scale_at = task.key_scales + b * task.scale_sequence + kv * task.scale_head
-        live, r = min(tile, query_rows - first), 0
-        if live < tile or task.dim < dim:
-            attention.clear(place, tile * dim)
-        while r < live:  # rows of a token at a time
-            token, member = (first + r) // task.group, (first + r) % task.group
-            count = min(task.group - member, live - r)
-            source = task.query + b * task.query_sequence
-            source += (start + token) * task.query_token + (kv * task.group + member) * task.query_head
+def attend_blocks(params, block, engine):
+    """Attend with every tile to positions first..end, block by block. O, m, l as in FlashAttention."""
+    clear_sums(params, block)
+    block.begin = block.first
+    together = 1 if block.nan_safe else block.together
+    while block.begin < block.end:
+        find_block(params, block)
+        for begin in range(0, block.tiles, together):
+            tile = tile_of(params, block, begin)
+            load(params, block, tile, engine)  # K, V in the engine's form      [tokens, dim]
+            seen = visible(params, block, (tile.first + tile.live - 1) // params.group)[1]
+            count = min(block.count, seen - block.begin)
+            if count <= 0:
+                continue
+            for t in range(begin, begin + together):
+                tile = tile_of(params, block, t)
+                tile.count = count
+                scores(params, block, tile, engine)  # S = scale K Q^T           [tokens, rows]
+                if needs_bias_or_mask(params, block, tile):
+                    apply_bias_and_mask(params, block, tile)
+            for t in range(begin, begin + together):
+                tile = tile_of(params, block, t)
+                if block.nan_safe or not engine.softmax:
+                    softmax(tile.scores, block.rows, count, tile.m, tile.l, tile.alpha)  # m, l, alpha, P
+            for t in range(begin, begin + together):
+                sums(params, block, tile_of(params, block, t), engine)  # O = O alpha + P V   [rows, dim]
+        block.begin += block.size
+
+
+@helper
+def engine_of(params, block):
+    """Return the engine of a work item's tiles."""
+    if not block.wide:
+        kind = 0 if block.rows == 1 else 1 if block.rows == 2 else 2 if block.rows == 4 else 3
+        return engine_of_kind(params, kind)
+    special = engine_of_kind(params, SPECIAL_ENGINE)
+    if special.scores and not block.nan_safe and (params.pairs or block.seqlen == 1):
+        return special
+    return engine_of_kind(params, WIDE_ENGINE)
+
+
+@helper
+def tile_of(params, block, t):
+    """Return the record of a tile."""
+    return tile_at(block.workspace + params.workspace.tiles + TILE_BYTES * t)
+
+
+@helper
+def set_up_block(params, block):
+    """Place what a work item works in, and say where engines read keys and values."""
+    at, offsets, keys, values = block.workspace, params.workspace, params.keys, params.values
+    block.number = at + offsets.number
+    block.wide = block.rows == WIDE
+    block.widens = block.wide or params.widens
+    block.together = 1 if block.widens else block.tiles  # heads that are read in place wait for one another
+    block.size = params.wide_block if block.wide else params.block
+    block.lead = 0 if block.widens else params.lead
+    block.wide_keys, block.wide_values = at + offsets.wide_keys, at + offsets.wide_values
+    if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):
+        attention.clear(block.wide_keys, block.size * keys.padded_dim)
+        attention.clear(block.wide_values, block.size * values.padded_dim)
+    addresses = 8 * ((1 if block.wide else block.tiles) * block.size + 8)
+    block.key_row_ids = block.value_row_ids = at + offsets.row_ids
+    block.key_addresses = block.key_row_ids + 8 * (block.size + block.lead + 24)
+    block.value_addresses = block.key_addresses + addresses
+    if params.values_have_own_table:
+        block.value_row_ids = block.value_addresses + addresses
+    if block.widens:
+        block.key_ids = block.value_ids = params.counting
+        block.key_row, block.value_row = 4 * keys.padded_dim, 4 * values.padded_dim
+    else:
+        block.key_ids, block.value_ids = block.key_row_ids, block.value_row_ids
+        block.key_row, block.value_row = keys.row, values.row
+    # Scores prefetch the keys that come next, and sums the values. Where heads are interleaved scores
+    # prefetch the values of the block, and sums the keys of the next.
+    block.prefetch_in_scores = block.prefetch_in_sums = block.key_addresses
+    block.prefetch_shift = values.address - keys.address
+    if params.heads_interleaved:
+        block.prefetch_in_scores, block.prefetch_shift = block.value_addresses, 0
+    elif params.values_have_own_table:
+        block.prefetch_in_sums, block.prefetch_shift = block.value_addresses, 0
+    if not (block.lead or block.wide):  # floats of this block, which are there
+        attention.steps(keys.address, 0, block.tiles * block.size, block.key_addresses)
+        attention.steps(values.address, 0, block.tiles * block.size, block.value_addresses)
+
+
+@helper
+def set_up_tiles(params, block):
+    """Say which query rows and which key head each tile has, and where its numbers are."""
+    at, offsets, rows, lanes = block.workspace, params.workspace, block.rows, max(block.rows, LANES)
+    dim, value_dim, score_bytes = params.keys.padded_dim, params.values.padded_dim, 4 * rows * block.size
+    for t in range(block.tiles):
+        tile = tile_of(params, block, t)
+        tile.index, tile.head, tile.first = t, block.head, block.row + t * rows
+        if not block.wide:
+            tile.head, tile.first = block.head + t, block.row
+        tile.live = min(rows, block.query_rows - tile.first)
+        tile.keys, tile.key_scales = rows_of_head(params.keys, block, tile.head)
+        tile.values, tile.value_scales = rows_of_head(params.values, block, tile.head)
+        if block.widens:
+            tile.keys, tile.values = block.wide_keys, block.wide_values
+        tile.factor = (
+            params.key_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
+        )
+        tile.queries = at + offsets.queries + 4 * t * rows * dim
+        tile.engine_queries = at + offsets.engine_queries + t * rows * params.engine_query_bytes
+        tile.scores = at + offsets.scores + t % block.together * (-(-score_bytes // 64) * 64)
+        tile.alpha = at + offsets.alpha + 4 * lanes * (t % block.together)
+        tile.m, tile.l = at + offsets.m + 4 * lanes * t, at + offsets.l + 4 * lanes * t
+        tile.o = at + offsets.o + 4 * t * rows * value_dim
+
+
+@helper
+def load_queries(params, block, engine):
+    """Load the queries of every tile as float32 times the scale: [dim, rows] if wide, else for the engine."""
+    lines, dim, wide = block.workspace + params.workspace.lines, params.keys.padded_dim, block.wide
+    start = get(params.seqstarts + 8 * block.sequence)
+    for t in range(block.tiles):
+        tile = tile_of(params, block, t)
+        place = tile.queries if params.integers and not wide else lines
+        if tile.live < block.rows or params.keys.dim < dim:
+            attention.clear(place, block.rows * dim)
+        r = 0
+        while r < tile.live:  # rows of a token at a time
+            token, member = (tile.first + r) // params.group, (tile.first + r) % params.group
+            count = min(params.group - member, tile.live - r)
+            source = params.query + block.sequence * params.query_sequence
+            source += (start + token) * params.query_token
+            source += (tile.head * params.group + member) * params.query_head
             line = place + 4 * r * dim
             call_rows(
-                task.query_to_float, line, 4 * dim, 0, source, task.query_head, 0, 0, 0, 0,
-                count, 1, 1, task.dim,
+                params.query_to_float, packed=line, packed_token=4 * dim, cache=source,
+                cache_token=params.query_head, tokens=count, dim=params.keys.dim,
             )  # fmt: skip
-            if not (tile == WIDE and task.pairs):
-                attention.times(line, line, count * dim, scale_at)
+            if not (wide and params.pairs):
+                attention.times(line, line, count * dim, tile.factor)
             r += count
-        if tile == WIDE:
-            turn(lines_at, 4 * dim, WIDE, dim, target, 4 * WIDE)
-            if task.pairs:  # they are exact, so that scores are scaled instead
-                call_pair_rows(task.pair_rows, target, dim, scratch + task.query_pairs + t * tile * dim * 2)
-                attention.times(target, target, WIDE * dim, scale_at)
-            elif task.integers and seqlen == 1:
-                call_queries(task.integer_queries, target, dim, integers_at(task, scratch, t, tile))
-        elif task.integers:
-            call_queries(get_queries(task, tile), target, dim, integers_at(task, scratch, t, tile))
-        else:
-            in_panels(place, target, tile, dim, task.orders)
+        if wide:
+            transpose(lines, 4 * dim, WIDE, dim, tile.queries, 4 * WIDE)
+        elif not params.integers:
+            in_panels(place, tile.queries, block.rows, dim, params.orders)
+        if engine.queries:
+            call_engine(engine.queries, params, block, tile)
+        if wide and params.pairs:  # which are exact before: their scores are scaled instead
+            attention.times(tile.queries, tile.queries, WIDE * dim, tile.factor)
 
 
 @helper
-def in_panels(source, target, tile, dim, orders):
-    """Query rows [row, dim] as [dim / LANES, row, LANES], in the order of `orders` if there are such."""
+def in_panels(source, target, rows, dim, orders):
+    """Write query rows [row, dim] as [dim / LANES, row, LANES], in the order of `orders` if there is one."""
     if not orders:
-        attention.panels(source, target, tile, dim)
+        attention.panels(source, target, rows, dim)
         return
-    order, panel = orders + 8 * tile * dim, 4 * attention.LANES
-    for r in range(tile):
+    order, panel = orders + 8 * rows * dim, 4 * LANES
+    for r in range(rows):
         for i in range(dim):
-            at = target + (i // attention.LANES * tile + r) * panel + 4 * (i % attention.LANES)
+            at = target + (i // LANES * rows + r) * panel + 4 * (i % LANES)
             put_float(at, get_float(source + 4 * (r * dim + get(order + 8 * i))))
 
 
 @helper
-def turn(source, source_row, rows, columns, target, target_row):
-    """[rows, columns] to [columns, rows], both multiples of 16."""
-    for r in range(0, rows, attention.LANES):
-        for c in range(0, columns, attention.LANES):
+def transpose(source, source_row, rows, columns, target, target_row):
+    """Write [rows, columns] as [columns, rows], both multiples of 16."""
+    for r in range(0, rows, LANES):
+        for c in range(0, columns, LANES):
             attention.transpose(
                 source + r * source_row + 4 * c, source_row, target + c * target_row + 4 * r, target_row
             )
 
 
 @helper
-def find_rows(task, table, step, b, begin, end, count, numbers):
-    """The rows that hold positions begin..end, then the last one again: in all count + 16, and up to 7 more.
+def clear_sums(params, block):
+    """Begin with m = -inf, l = 0, O = 0."""
+    lanes = max(block.rows, LANES)
+    m, l = block.workspace + params.workspace.m, block.workspace + params.workspace.l
+    for i in range(0, 4 * block.tiles * lanes, 4):
+        put_float(m + i, MINUS_INF)
+        put_float(l + i, np.float32(0))
+    attention.clear(block.workspace + params.workspace.o, block.tiles * block.rows * params.values.padded_dim)
 
-    Neighbours are `step` numbers apart, and pages begin at those that the table has.
+
+@helper
+def find_block(params, block):
+    """Find the rows of the next block, and where the rows are that its steps prefetch."""
+    block.count = min(block.size, block.end - block.begin)
+    block.known = min(block.count + block.lead, block.end - block.begin)
+    keys, values = params.keys, params.values
+    find_rows(params, block, keys, block.key_row_ids)
+    if params.values_have_own_table:
+        find_rows(params, block, values, block.value_row_ids)
+    if block.lead:
+        lead = 8 * block.lead
+        find_addresses(block, keys, block.key_row_ids + lead, block.key_addresses)
+        if params.heads_interleaved:
+            find_addresses(block, values, block.value_row_ids, block.value_addresses)
+        elif params.values_have_own_table:
+            find_addresses(block, values, block.value_row_ids + lead, block.value_addresses)
+        if block.begin == block.first and block.tiles == 1:
+            prefetch_rows(block, keys, block.key_row_ids)
+            prefetch_rows(block, values, block.value_row_ids)
+
+
+@helper
+def find_rows(params, block, side, row_ids):
+    """Write the row ids of the block's tokens and the next ones: lead + count + 16, and up to 7 more.
+
+    Behind the end the last one is repeated. Neighbours are `step` ids apart; the table has those of pages.
     """
-    position, number = begin, np.int64(0)
+    position, end, row_id = block.begin, block.begin + block.known, np.int64(0)
     while position < end:
-        page = page_of(position, task.page_size)
-        number = get(table + b * task.table_row + 8 * page) + row_of(0, position, task.page_size) * step
-        run = min(rest_of_page(position, task.page_size), end - position)
-        attention.steps(number, step, run, numbers + 8 * (position - begin))
+        page = get(side.table + block.sequence * params.table_row + 8 * page_of(position, params.page_size))
+        row_id = page + row_of(0, position, params.page_size) * side.step
+        run = min(rest_of_page(position, params.page_size), end - position)
+        attention.steps(row_id, side.step, run, row_ids + 8 * (position - block.begin))
         position += run
-        number += (run - 1) * step
-    attention.steps(number, 0, count + 16 - (end - begin), numbers + 8 * (end - begin))
+        row_id += (run - 1) * side.step
+    attention.steps(row_id, 0, block.lead + block.count + 16 - block.known, row_ids + 8 * block.known)
 
 
 @helper
-def find_addresses(base, stride, numbers, count, pieces, piece, addresses):
-    """Where the pieces of rows begin, in order; writes up to 7 more."""
-    if pieces == 1:
-        attention.addresses(base, stride, numbers, count, addresses)
+def find_addresses(block, side, row_ids, addresses):
+    """Write where the block's rows begin, all heads of a token in order; and up to 7 addresses more."""
+    base, _ = rows_of_head(side, block, block.head)
+    if block.tiles == 1:
+        attention.addresses(base, side.row, row_ids, block.count, addresses)
         return
-    for i in range(count):
-        attention.steps(base + get(numbers + 8 * i) * stride, piece, pieces, addresses + 8 * i * pieces)
+    for i in range(block.count):
+        row = base + get(row_ids + 8 * i) * side.row
+        attention.steps(row, side.head, block.tiles, addresses + 8 * i * block.tiles)
 
 
 @helper
-def ask_for_rows(base, stride, size, numbers, count):
-    """The first rows, which nobody has asked for."""
-    for i in range(count):
-        attention.ask_for(base + get(numbers + 8 * i) * stride, size)
+def prefetch_rows(block, side, row_ids):
+    """Prefetch the first rows, which no earlier block did."""
+    base, _ = rows_of_head(side, block, block.head)
+    for i in range(min(block.lead, block.count)):
+        attention.ask_for(base + get(row_ids + 8 * i) * side.row, side.bytes)
 
 
 @helper
-def ask_for_cells(task, keys, values, pieces, numbers, begin, end):
-    """Scales of tokens that are next, of one head or all: some at a time keeps the memory busy."""
-    for i in range(begin, end):
-        offset = get(numbers + 8 * i) * task.cell_row
-        attention.ask_for(keys + offset, pieces * task.cell_bytes)
-        attention.ask_for(values + offset, pieces * task.cell_bytes)
+def prefetch_scales(params, block, tile):
+    """Prefetch a tile's share of the scales of the next tokens: some at a time keep the memory busy."""
+    keys, values, rest = params.keys, params.values, block.known - block.count
+    _, key_scales = rows_of_head(keys, block, block.head)
+    _, value_scales = rows_of_head(values, block, block.head)
+    ids, size = block.key_row_ids + 8 * block.count, block.tiles * params.scale_bytes
+    for i in range(tile.index * rest // block.tiles, (tile.index + 1) * rest // block.tiles):
+        row_id = get(ids + 8 * i)
+        attention.ask_for(key_scales + row_id * keys.scale_row, size)
+        attention.ask_for(value_scales + row_id * keys.scale_row, size)
+
+
+# The steps of a block
 
 
 @helper
-def copy_rows(task, source, source_row, numbers, step, count, target, target_row, dim):
-    """Rows of the cache as they are, run by run of neighbours."""
-    begin = 0
-    while begin < count:
-        number, end = get(numbers + 8 * begin), begin + 1
-        while end < count and get(numbers + 8 * end) == number + (end - begin) * step:
-            end += 1
-        call_rows(
-            task.copy_row, target + begin * target_row, target_row, 0,
-            source + number * source_row, step * source_row, 0, 0, 0, 0, end - begin, 1, 1, dim,
-        )  # fmt: skip
-        begin = end
+def load(params, block, tile, engine):
+    """Load K and V of the block in the form that the steps of its tiles want; wide tiles share them."""
+    if block.wide and tile.index:
+        return
+    block.uneven = 0
+    if engine.load:
+        call_engine(engine.load, params, block, tile)
+        return
+    keys, values = params.keys, params.values
+    if block.widens or (params.integers and block.nan_safe):
+        widen_rows(params, keys, block, tile.head, block.key_row_ids, block.wide_keys)
+    if block.widens or block.nan_safe:
+        widen_rows(params, values, block, tile.head, block.value_row_ids, block.wide_values)
 
 
 @helper
-def widen_rows(
-    task, code, source, source_row, element, cells, cell_row, numbers, step, count, target, target_row, dim
-):  # fmt: skip
-    """Rows of the cache as float32, run by run of neighbours.
-
-    Elements that lie apart are moved as if each were a head. If the data are coarser than the cache, rows are
-    rounded as a load does: as 16-bit floats they wait in the second halves of their places.
-    """
-    heads, size = (dim, 1) if element else (1, dim)
-    begin = 0
-    while begin < count:
-        number, end = get(numbers + 8 * begin), begin + 1
-        while end < count and get(numbers + 8 * end) == number + (end - begin) * step:
-            end += 1
-        place = target + begin * target_row
-        half = place + 2 * dim if task.rounds else place
-        call_rows(
-            code, half, target_row, 4,
-            source + number * source_row, step * source_row, element,
-            cells + number * cell_row, step * cell_row, 0, end - begin, heads, 1, size,
-        )  # fmt: skip
-        if task.rounds:
-            call_rows(
-                task.query_to_float, place, target_row, 0, half, target_row, 0, 0, 0, 0,
-                end - begin, 1, 1, dim,
-            )  # fmt: skip
-        begin = end
+def scores(params, block, tile, engine):
+    """S = scale K Q^T."""
+    if params.scale_bytes and params.heads_interleaved and not block.widens:
+        prefetch_scales(params, block, tile)
+    if block.nan_safe and params.integers and not block.wide:
+        nan_safe_scores(params, block, tile)
+    else:
+        call_engine(engine.scores, params, block, tile)
 
 
 @helper
-def walk(task, scratch, b, low, high, tile, tiles, row, head, by_head, careful):
-    """Scores, softmax and sums over positions low..high, block by block, for every tile.
-
-    `careful` leaves out values whose weight is 0, even where they are not finite.
-    """
-    seqlen, kvlen, query_rows = sequence(task, b)
-    lanes = max(tile, attention.LANES)
-    for i in range(0, tiles * lanes * 4, 4):
-        put_float(scratch + task.top + i, MINUS_INF)
-        put_float(scratch + task.total + i, np.float32(0))
-    attention.clear(scratch + task.sums, tiles * tile * task.padded_value_dim)
-    wide = tile == WIDE
-    pairs = wide and task.pairs and not careful
-    integers = task.integers and not careful and (seqlen == 1 or not wide)
-    even = True  # the scales of a block's values
-    scale_at = task.key_scales + b * task.scale_sequence + head * task.scale_head
-    widens, most = wide or task.widens, task.wide_block if wide else task.block
-    if widens and (task.dim < task.padded_dim or task.value_dim < task.padded_value_dim):
-        attention.clear(scratch + task.wide_keys, most * task.padded_dim)
-        attention.clear(scratch + task.wide_values, most * task.padded_value_dim)
-    score_code = task.scores32 if wide else get_code(task, tile, True)
-    sum_code = task.sums32 if wide else get_code(task, tile, False)
-    keys, values = task.keys + b * task.key_sequence, task.values + b * task.value_sequence
-    key_cells, value_cells = (
-        task.key_cells + b * task.cell_sequence,
-        task.value_cells + b * task.cell_sequence,
-    )
-    scores, factor = scratch + task.scores, scratch + task.factor
-    lead = 0 if widens else task.lead
-    here = value_here = scratch + task.numbers
-    wide_keys, wide_values = scratch + task.wide_keys, scratch + task.wide_values
-    key_bytes, value_bytes = task.padded_dim * 4, task.padded_value_dim * 4
-    panels, panel = wide_values + most * value_bytes // 2, most * 16  # of pairs; bytes of one
-    pieces = tiles if by_head else 1
-    soon = here + 8 * (most + lead + 24)  # addresses of keys, then of values
-    value_soon = soon + 8 * (pieces * most + 8)
-    if task.own_places:
-        value_here = value_soon + 8 * (pieces * most + 8)
-    # Scores ask for the keys that come next, and sums for the values. Where heads take turns scores ask for
-    # the values of the turn, and sums for the keys of the next.
-    score_soon, sum_soon, beside = soon, soon, task.values - task.keys
-    if task.together:
-        score_soon, beside = value_soon, 0
-    elif task.own_places:
-        sum_soon, beside = value_soon, 0
-    first_key, first_value = keys + head * task.key_head, values + head * task.value_head
-    if not (lead or wide):  # floats of this block, which are there
-        attention.steps(keys, 0, pieces * most, soon)
-        attention.steps(values, 0, pieces * most, value_soon)
-    # Heads read in place are done together: one waits for its softmax while others go on.
-    together = tiles if by_head and not (widens or careful) else 1
-    block_bytes = -(-4 * tile * most // 64) * 64
-    begin = low
-    while begin < high:
-        count = min(most, high - begin)
-        known = min(count + lead, high - begin)
-        find_rows(task, task.table, task.key_step, b, begin, begin + known, lead + count, here)
-        if task.own_places:
-            find_rows(
-                task, task.value_table, task.value_step, b, begin, begin + known, lead + count, value_here
-            )
-        if lead:
-            ahead = here + 8 * lead
-            find_addresses(first_key, task.key_row, ahead, count, pieces, task.key_head, soon)
-            if task.together or task.own_places:
-                ahead = value_here + (0 if task.together else 8 * lead)
-                find_addresses(first_value, task.value_row, ahead, count, pieces, task.value_head, value_soon)
-            if begin == low and pieces == 1:
-                ask_for_rows(first_key, task.key_row, task.key_bytes, here, min(lead, count))
-                ask_for_rows(first_value, task.value_row, task.value_bytes, value_here, min(lead, count))
-        for begun in range(0, tiles, together):
-            first = 0 if by_head else row + begun * tile
-            live = min(tile, query_rows - first)
-            seen = min(count, visible(task, b, seqlen, kvlen, (first + live - 1) // task.group)[1] - begin)
-            adjusts = online_softmax.adjusts(task, b, live, first, begin, seen, seqlen, kvlen)
-            whole = -(-seen // 8) * 8
-            for t in range(begun, begun + together):
-                at = head + t if by_head else head
-                key, key_row, numbers = keys + at * task.key_head, task.key_row, here
-                value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
-                cell, value_cell = key_cells + at * task.cell_head, value_cells + at * task.cell_head
-                if pairs and t == 0:
-                    copy_rows(
-                        task, key, key_row, here, task.key_step, count, wide_keys, key_bytes // 2, task.dim
-                    )  # fmt: skip
-                    copy_rows(
-                        task, value, value_row, value_here, task.value_step, count,
-                        wide_values, value_bytes // 2, task.value_dim,
-                    )  # fmt: skip
-                    call_pair_values(
-                        task.pair_values, wide_values, value_bytes // 2, count, task.padded_value_dim,
-                        panels, panel,
-                    )  # fmt: skip
-                if integers and wide and t == 0:
-                    call_unfold(
-                        task.integer_keys, key, key_row, cell, task.cell_row, here, -(-count // 8) * 8,
-                        task.padded_dim, wide_keys,
-                    )  # fmt: skip
-                    call_unfold(
-                        task.integer_values, value, value_row, value_cell, task.cell_row, value_here, count,
-                        task.padded_value_dim, wide_values,
-                    )  # fmt: skip
-                    even = get_float(scales_of(wide_values, task.padded_value_dim)) >= np.float32(0)
-                widened = (by_head or t == 0) and not pairs
-                if widened and (widens or (task.integers and careful)) and not integers:
-                    widen_rows(
-                        task, task.key_to_float, key, key_row, task.key_element, cell, task.cell_row,
-                        here, task.key_step, count, wide_keys, key_bytes, task.dim,
-                    )  # fmt: skip
-                if widened and (widens or careful) and not (integers and even):
-                    widen_rows(
-                        task, task.value_to_float, value, value_row, task.value_element, value_cell,
-                        task.cell_row, value_here, task.value_step, count,
-                        wide_values, value_bytes, task.value_dim,
-                    )  # fmt: skip
-                if task.cell_bytes and task.together and not widens:
-                    ask_for_cells(
-                        task, key_cells + head * task.cell_head, value_cells + head * task.cell_head, pieces,
-                        here + 8 * count, t * (known - count) // tiles, (t + 1) * (known - count) // tiles,
-                    )  # fmt: skip
-                if seen <= 0:
-                    continue
-                if widens:
-                    key, key_row, numbers = wide_keys, key_bytes, task.counting
-                queries = scratch + task.queries + t * tile * key_bytes
-                block = scores + (t - begun) * block_bytes
-                if pairs:
-                    call_pairs(
-                        task.pair_scores, scratch + task.query_pairs + t * tile * (key_bytes // 2), key,
-                        key_bytes // 2, whole, task.padded_dim, block, scale_at,
-                    )  # fmt: skip
-                elif task.integers and careful and not wide:
-                    online_softmax.careful_scores(
-                        queries, wide_keys, key_bytes, seen, task.padded_dim, block, tile
-                    )
-                elif integers and wide:
-                    call_wide_scores(
-                        task.integer_scores, integers_at(task, scratch, t, tile), wide_keys, whole,
-                        task.padded_dim, block,
-                    )  # fmt: skip
-                else:
-                    if integers:
-                        queries = integers_at(task, scratch, t, tile)
-                    call_scores(
-                        score_code, queries, key, key_row, cell, task.cell_row, numbers,
-                        score_soon + 8 * t * count, 0, whole, task.padded_dim, block,
-                    )  # fmt: skip
-                if adjusts:
-                    online_softmax.adjust(task, b, block, tile, live, first, at, begin, seen, seqlen, kvlen)
-            if seen <= 0:
-                continue
-            if not integers or (wide and not even):
-                for t in range(begun, begun + together):
-                    state = 4 * t * lanes
-                    online_softmax.softmax(
-                        scores + (t - begun) * block_bytes, tile, seen, scratch + task.top + state,
-                        scratch + task.total + state, factor + (t - begun) * 4 * lanes,
-                    )  # fmt: skip
-            for t in range(begun, begun + together):
-                at, state = head + t if by_head else head, 4 * t * lanes
-                top, total = scratch + task.top + state, scratch + task.total + state
-                value, value_row, value_numbers = values + at * task.value_head, task.value_row, value_here
-                value_cell = value_cells + at * task.cell_head
-                if widens:
-                    value, value_row, value_numbers = wide_values, value_bytes, task.counting
-                sums = scratch + task.sums + t * tile * value_bytes
-                block, shrink = scores + (t - begun) * block_bytes, factor + (t - begun) * 4 * lanes
-                if integers and wide and even:
-                    call_unfold(
-                        task.integer_sums, block, wide_values, seen, task.padded_value_dim, sums, shrink,
-                        top, total,
-                    )  # fmt: skip
-                elif integers and not wide:
-                    online_softmax.fill_vector(block, seen * tile)
-                    call_integer_sums(
-                        sum_code, block, value, value_row, value_cell, task.cell_row, value_numbers,
-                        sum_soon + 8 * t * count, beside, seen, task.padded_value_dim, sums, shrink,
-                        top, total, wide_values,
-                    )  # fmt: skip
-                    if get_float(shrink + 4 * attention.LANES) < 0:
-                        widen_rows(
-                            task, task.value_to_float, value, value_row, task.value_element, value_cell,
-                            task.cell_row, value_numbers, task.value_step, seen,
-                            wide_values, value_bytes, task.value_dim,
-                        )  # fmt: skip
-                        online_softmax.softmax(block, tile, seen, top, total, shrink)
-                        online_softmax.careful_sums(
-                            block, wide_values, value_bytes, seen, task.padded_value_dim, sums, shrink, tile
-                        )
-                elif careful:
-                    put_float(scratch + task.lines, SHRINK)
-                    attention.times(block, block, -(-seen * tile // 16) * 16, scratch + task.lines)
-                    online_softmax.careful_sums(
-                        block, wide_values, value_bytes, seen, task.padded_value_dim, sums, shrink, tile
-                    )
-                elif pairs:
-                    call_pair_rows(task.pair_rows, block, seen, block)
-                    call_pairs(
-                        task.pair_sums, block, panels, panel, (seen + 1) // 2, task.padded_value_dim, sums,
-                        shrink,
-                    )  # fmt: skip
-                else:
-                    call_sums(
-                        sum_code, block, value, value_row, value_cell, task.cell_row, value_numbers,
-                        sum_soon + 8 * t * count, beside, seen, task.padded_value_dim, sums, shrink,
-                    )  # fmt: skip
-        begin += most
-
-
-@helper
-def integers_at(task, scratch, t, tile):
-    """The queries of a narrow tile as integers."""
-    return scratch + task.query_integers + t * tile * (4 * task.padded_dim + 64)
-
-
-@helper
-def get_queries(task, tile):
-    """The machine code that makes integers of the queries of a narrow tile."""
-    if tile == 1:
-        return task.queries1
-    if tile == 2:
-        return task.queries2
-    return task.queries4 if tile == 4 else task.queries8
-
-
-@helper
-def get_code(task, tile, scores):
-    """The machine code of a narrow tile."""
-    if tile == 1:
-        return task.scores1 if scores else task.sums1
-    if tile == 2:
-        return task.scores2 if scores else task.sums2
-    if tile == 4:
-        return task.scores4 if scores else task.sums4
-    return task.scores8 if scores else task.sums8
+def sums(params, block, tile, engine):
+    """O = O alpha + P V."""
+    if block.nan_safe:
+        shrink_weights(block, tile)
+        nan_safe_sums(params, block, tile)
+        return
+    call_engine(engine.sums, params, block, tile)
+    if block.uneven:  # scales that integers cannot hold: by floats
+        widen_rows(params, params.values, block, tile.head, block.value_row_ids, block.wide_values)
+        softmax(tile.scores, block.rows, tile.count, tile.m, tile.l, tile.alpha)
+        if block.wide:
+            call_engine(engine_of_kind(params, WIDE_ENGINE).sums, params, block, tile)
+        else:
+            block.uneven = 0
+            nan_safe_sums(params, block, tile)

@@ -1,4 +1,8 @@
-"""Units of work of attention: how many a sequence has, how long their parts are, which query rows one has."""
+"""Work items: the tile groups of a sequence, and the splits of their context.
+
+A tile is up to 8 query rows (narrow) or 32 (wide) of one key head. A tile group is one or more wide tiles of
+a head, one narrow tile, or one of every head where heads are interleaved.
+"""
 
 from numba import types
 
@@ -7,53 +11,56 @@ from kvkit.cpu.attention.online_softmax import visible
 from kvkit.cpu.simd import attention
 from kvkit.runtime.jit import helper
 
-TILES = 8  # most wide tiles in a unit
+TILES = 8  # most wide tiles in a group
 NARROW, WIDE = attention.NARROW, attention.WIDE
 
 get = memory.load(types.int64)
 
 
 @helper
-def power_of_two(count):
-    """The size of the narrow tile that holds so many query rows."""
+def narrow_rows(count):
+    """Return the rows of the narrow tile that holds so many query rows."""
     return 1 if count <= 1 else (2 if count == 2 else (4 if count <= 4 else 8))
 
 
 @helper
-def sequence(task, b):
-    """(new tokens, context, query rows for a key head) of a sequence."""
-    seqlen = get(task.seqstarts + 8 * b + 8) - get(task.seqstarts + 8 * b)
-    kvlen = get(task.kvstarts + 8 * b + 8) - get(task.kvstarts + 8 * b)
-    return seqlen, kvlen, seqlen * task.group
+def set_sequence(params, block, b):
+    """Let the block be of a sequence: its new tokens, its context, its query rows for a key head."""
+    block.sequence = b
+    block.seqlen = get(params.seqstarts + 8 * b + 8) - get(params.seqstarts + 8 * b)
+    block.kvlen = get(params.kvstarts + 8 * b + 8) - get(params.kvstarts + 8 * b)
+    block.query_rows = block.seqlen * params.group
 
 
 @helper
-def units_of(task, b):
-    """(units, parts of each) of a sequence; units of several wide tiles are not split."""
-    seqlen, kvlen, query_rows = sequence(task, b)
-    if query_rows == 0:
+def visible_to_all(params, block):
+    """Return (first, end) of the positions that any query of the sequence sees."""
+    return visible(params, block, 0)[0], visible(params, block, block.seqlen - 1)[1]
+
+
+@helper
+def groups_and_splits(params, block):
+    """Return (tile groups, splits of each) of a sequence; groups of several wide tiles are not split."""
+    if block.query_rows == 0:
         return 0, 1
-    units = 1 if task.together and query_rows <= NARROW else task.heads
-    if query_rows > NARROW:
-        units *= -(-query_rows // (WIDE * task.unit_tiles))
-        if task.unit_tiles > 1:
-            return units, 1
-    low, _ = visible(task, b, seqlen, kvlen, 0)
-    _, high = visible(task, b, seqlen, kvlen, seqlen - 1)
-    parts = max(1, -(-(high - low) // task.part_tokens))
-    return units, parts
+    groups = 1 if params.heads_interleaved and block.query_rows <= NARROW else params.heads
+    if block.query_rows > NARROW:
+        groups *= -(-block.query_rows // (WIDE * params.group_tiles))
+        if params.group_tiles > 1:
+            return groups, 1
+    first, end = visible_to_all(params, block)
+    return groups, max(1, -(-(end - first) // params.split_tokens))
 
 
 @helper
-def shape_of(task, b, unit):
-    """(size of a tile, tiles, first query row, first key head, whether tiles are heads) of a unit."""
-    _, _, query_rows = sequence(task, b)
-    if query_rows > NARROW:
-        most = WIDE * task.unit_tiles
-        blocks = -(-query_rows // most)
-        row = (blocks - 1 - unit % blocks) * most  # those that see most come first
-        return WIDE, min(task.unit_tiles, -(-(query_rows - row) // WIDE)), row, unit // blocks, False
-    tile = power_of_two(query_rows)
-    if task.together:
-        return tile, task.heads, 0, 0, True
-    return tile, 1, 0, unit, True
+def set_tile_group(params, block, group):
+    """Set the rows of a tile, the tiles, the first query row and the first key head of a tile group."""
+    if block.query_rows > NARROW:
+        most = WIDE * params.group_tiles
+        blocks = -(-block.query_rows // most)
+        block.row = (blocks - 1 - group % blocks) * most  # those that see most come first
+        block.rows, block.head = WIDE, group // blocks
+        block.tiles = min(params.group_tiles, -(-(block.query_rows - block.row) // WIDE))
+        return
+    block.rows, block.row = narrow_rows(block.query_rows), 0
+    block.tiles, block.head = (params.heads, 0) if params.heads_interleaved else (1, group)

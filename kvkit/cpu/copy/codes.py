@@ -14,8 +14,8 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, row_by_row, rows
-from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, row_by_row, rows
+from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
@@ -24,7 +24,6 @@ from kvkit.formulas import numeric
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback, helper, shared
 
-call_rows = memory.call(13)
 SMALL = 2**15  # elements; below it one thread is done before a second one is awake
 
 
@@ -221,5 +220,5 @@ def prepare(code, batch, units, at, heads, dim, elements):
         "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
         "units": units, "at": address(numbers), "heads": heads, "dim": dim,
     })  # fmt: skip
-    run = functools.partial(share_out, spread_code(), workers, address(task))
+    run = functools.partial(run_workers, spread_code(), workers, address(task))
     return Launch(numbers, {}, run, alive=(task,))

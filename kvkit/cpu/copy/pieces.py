@@ -12,9 +12,9 @@ from numba import types
 
 from kvkit.checks.slots import COUNT, HEAD, MEAN, PIECE, SLOT, TOKEN
 from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import STORE, rows
+from kvkit.cpu.copy.rows import STORE, call_rows, rows
 from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
-from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
+from kvkit.cpu.launches import WORKER, Launch, Workspace, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.fractals import ask, fractals, scattered_fractals
@@ -39,9 +39,14 @@ TASK = Record(
     "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size lines"
 )
 
-get, call_rows, call_mean = memory.load(types.int64), memory.call(13), memory.call(5)
+get = memory.load(types.int64)
 put, addresses = memory.store(types.int64), memory.scratch(8 * FRACTAL_ROWS)
 record, side, integers = memory.record(TASK), memory.record(SIDE), memory.integers
+
+
+@memory.machine_code
+def call_mean(code, source, step, count, target, dim):
+    """Call the machine code of `mean`."""
 
 
 def move(worker, task_at):
@@ -95,7 +100,7 @@ def store_mean(task, at, item, named, done, tokens):
             target = at.cache + page_of(slot, task.block_size) * at.block
             target += row_of(0, slot, task.block_size) * at.row + offset
             call_rows(
-                task.rows_code, line, 0, 0, target, 0, 0, 0, 0, 0, 1, 1, 1, at.dim * size // at.elements
+                task.rows_code, packed=line, cache=target, dim=at.dim * size // at.elements
             )  # fmt: skip
     elif done == 0:
         call_mean(task.mean_code, source, at.token, count, line, at.elements)
@@ -183,7 +188,7 @@ def mean(element):
     return callback(mean, types.void(*[types.int64] * 5), ("mean", element))
 
 
-lines = Arena()
+lines = Workspace()
 
 
 def prepare(direction, packed, caches, pieces, block_size, element=None):
@@ -235,7 +240,7 @@ def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0,
     def run():
         if mean_code:
             task[TASK.at["lines"]] = lines.at_least(items * line_bytes)
-        share_out(walk, workers, address(task))
+        run_workers(walk, workers, address(task))
 
     return Launch(numbers, {}, run, alive=(*arrays, pieces, starts))
 

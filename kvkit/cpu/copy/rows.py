@@ -23,6 +23,14 @@ SIGNATURE = types.void(*[types.int64] * 13)
 STORE, LOAD, READ = "store", "load", "read"
 
 
+@memory.machine_code
+def call_rows(
+    code, packed=0, packed_token=0, packed_head=0, cache=0, cache_token=0, cache_head=0,
+    scale=0, scale_token=0, scale_head=0, tokens=1, heads=1, repeat=1, dim=0,
+):  # fmt: skip
+    """Call the machine code of `rows`: addresses, and byte strides of tokens and heads."""
+
+
 @functools.cache
 def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, plain=False):
     """Compile the transfer of rows between format names `packed` and `cache`.

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback, helper
@@ -141,5 +141,5 @@ def prepare(runs, chunks, steps, width, by_chunk, alive):
         "chunks": address(chunks), "chunk_count": len(chunks),
         "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
     })  # fmt: skip
-    run = functools.partial(share_out, code(), workers, address(task))
+    run = functools.partial(run_workers, code(), workers, address(task))
     return Launch(runs, {}, run, alive=(*alive, task, chunks))

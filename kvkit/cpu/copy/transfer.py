@@ -10,8 +10,8 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import LOAD, STORE, rows
-from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.copy.rows import LOAD, STORE, call_rows, rows
+from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
@@ -29,7 +29,7 @@ TASK = Record(
 )
 SIDE = 8 * 12  # bytes
 
-get, call_rows = memory.load(types.int64), memory.call(13)
+get = memory.load(types.int64)
 record, integers = memory.record(TASK), memory.integers
 
 
@@ -121,7 +121,7 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat):
         "starts": address(starts), "first": address(first), "batch": len(first),
         "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
-    run = functools.partial(share_out, code(), workers, address(task))
+    run = functools.partial(run_workers, code(), workers, address(task))
     owners = OWNERS[direction] | (SCALE if cache.cell else {})
     return Launch(sides.reshape(-1), owners, run, alive=(task, starts, first, steps.table))
 

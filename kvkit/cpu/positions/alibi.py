@@ -8,7 +8,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, address, share_out, threads
+from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME, mask_bytes
@@ -23,8 +23,13 @@ INT = types.int64
 ROW_SIGNATURE = types.void(*[INT] * 9)
 TASK = Record("row_code workers starts kvstarts sequences batches heads columns padding places")
 
-call_row, record, integers = memory.call(9), memory.record(TASK), memory.integers
+record, integers = memory.record(TASK), memory.integers
 put_slope = memory.store(types.float32)
+
+
+@memory.machine_code
+def call_row(code, target, mask, begin, end, diagonal, total, columns, slope, padding):
+    """Call the machine code of `row_of_mask`."""
 
 
 def slopes(target, num_heads):
@@ -131,10 +136,11 @@ def walk(worker, task_at):
         begin, end = kvstarts[sequence], kvstarts[sequence + 1]
         call_row(
             task.row_code,
-            places[0] + batch * places[1] + head * places[2] + row * places[3],
-            places[4] + batch * places[5] + head * places[6] + row * places[7],
-            begin, end, end - starts[sequence + 1] + row, total, task.columns,
-            np.int64(numeric.bits_of(numeric.alibi_slope(head, task.heads))), task.padding,
+            target=places[0] + batch * places[1] + head * places[2] + row * places[3],
+            mask=places[4] + batch * places[5] + head * places[6] + row * places[7],
+            begin=begin, end=end, diagonal=end - starts[sequence + 1] + row, total=total,
+            slope=np.int64(numeric.bits_of(numeric.alibi_slope(head, task.heads))),
+            columns=task.columns, padding=task.padding,
         )  # fmt: skip
 
 
@@ -158,5 +164,5 @@ def prepare(target, element, starts, kvstarts, mask, mask_element, padding):
         "batches": batches, "heads": heads, "columns": columns,
         "padding": int(np.float32(padding).view(np.uint32)), "places": address(places),
     })  # fmt: skip
-    run = functools.partial(share_out, code(), workers, address(task))
+    run = functools.partial(run_workers, code(), workers, address(task))
     return Launch(places.reshape(-1), {}, run, alive=(target, task, starts, kvstarts))

@@ -13,7 +13,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
-from kvkit.cpu.launches import WORKER, Arena, Launch, address, share_out, threads
+from kvkit.cpu.launches import WORKER, Launch, Workspace, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
@@ -34,10 +34,15 @@ TASK = Record(
 SIDE = 8 * 10  # bytes
 OWNERS = {0: "query", 4: "turned query", 10: "key", 14: "turned key"}  # of addresses in sides
 
-call_heads, rotated = memory.call(9), numeric.rotation(numeric.product)
+rotated = numeric.rotation(numeric.product)
 get, get_double = memory.load(types.int64), memory.load(types.float64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 record, integers = memory.record(TASK), memory.integers
+
+
+@memory.machine_code
+def call_heads(code, source, source_head, target, target_head, heads, dim, turned, cosines, sines):
+    """Call the machine code of `heads_of` or `halves_of`."""
 
 
 @functools.cache
@@ -219,9 +224,11 @@ def walk(worker, task_at):
             at = task.sides + SIDE * side
             call_heads(
                 task.heads_code,
-                get(at) + sequence * get(at + 8) + token * get(at + 16), get(at + 24),
-                get(at + 32) + sequence * get(at + 40) + token * get(at + 48), get(at + 56),
-                get(at + 64), task.dim, get(at + 72), cosines, sines,
+                source=get(at) + sequence * get(at + 8) + token * get(at + 16),
+                source_head=get(at + 24),
+                target=get(at + 32) + sequence * get(at + 40) + token * get(at + 48),
+                target_head=get(at + 56),
+                heads=get(at + 64), dim=task.dim, turned=get(at + 72), cosines=cosines, sines=sines,
             )  # fmt: skip
 
 
@@ -261,12 +268,12 @@ def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, s
 
     def run():
         task[TASK.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
-        share_out(walk, workers, address(task))
+        run_workers(walk, workers, address(task))
 
     return Launch(places.reshape(-1), OWNERS, run, alive=(task, moves, starts, first, numbers, tables))
 
 
-scratch = Arena()  # of workers: cosines, sines, frequencies
+scratch = Workspace()  # of workers: cosines, sines, frequencies
 
 
 @functools.lru_cache(64)

@@ -404,7 +404,7 @@ def _blocks_added(x, y=None):
 
 
 def micro_kernel(arguments):
-    """Turn a builder function (builder, *int64 values) into an intrinsic that returns nothing."""
+    """Turn a builder function (builder, *int64 values) into an intrinsic; arguments may be given by name."""
 
     def decorate(build):
         def codegen(context, builder, signature, values):
@@ -413,7 +413,7 @@ def micro_kernel(arguments):
 
         @intrinsic
         @functools.wraps(build)
-        def typer(typingctx, *given):
+        def typer(typingctx, *given, **named):
             return types.void(*[types.int64] * arguments), codegen
 
         return typer

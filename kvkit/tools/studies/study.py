@@ -1,4 +1,4 @@
-"""`study`: compare schemes of quantization over all layers of a cache."""
+"""`study`: schemes over all layers, and what came of them."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Summary:
-    """The results of a scheme over all layers and heads.
+    """A scheme over all layers and heads.
 
     Attributes
     ----------
     scheme : str
-        The scheme's name.
     bits : float
-        Stored bits of a number, with its share of scales.
+        Stored for each number, scales and all.
     bytes_per_token : float
-        Stored bytes of a token, keys and values in all layers and heads.
+        In all layers and heads, of keys and values.
     key_error, value_error : float
-        Relative root mean square error over all heads.
-    worst_error, largest_error : float
-        The relative error of the worst head; the largest error of a number.
+        Relative root mean square: of what comes back, over all heads.
+    worst_error : float
+        That of the worst head.
+    largest_error : float
+        Of a number, in any head.
     cosine : float
-        The mean cosine between a token's row in a head and the decoded row.
+        Of a token in a head and the same as it comes back: the mean over all.
     at_end, zero : float or None
-        Shares of codes at an end of their range, and of codes that stand for 0; None where a scheme shows no
-        codes. With a scale taken from a group's maximum, one code of each group is at an end; with a scale
-        of 1 (fp8) codes at an end have saturated.
+        Shares of codes at an end of their range, and of those that stand for 0; None where codes are not
+        seen. Where a scale comes of the largest of a group, that one is at an end by construction: one in 8
+        of int8:g8. Of e4m3 and e5m2 with a scale of 1 all that are there have saturated, or just not.
     kl, top_changed, output_error, logit_error : float or None
         Means over queries: divergence of the weights, in nats; how often another key has the largest weight;
-        relative error of outputs; error of a logit. None without queries.
+        relative error of outputs; mean error of a logit. None without queries.
     perplexity, agreement : float or None
-        Of a model that reads a text with decoded keys and values: its perplexity, and how often its most
-        likely token stays the same. None without a model.
+        Of a model that reads a text over keys and values that have been through the scheme: how often the
+        token that it finds most likely is the one that it finds without it. None without a model.
     """
 
     scheme: str
@@ -83,14 +84,14 @@ class Study:
     layers : list of str
     heads, tokens : int
     summary : list of Summary
-        One for each scheme, in the order given.
+        A scheme each, as they were given.
     rows : list of dict
         By scheme, layer, head and side: relative_rms, largest_error, cosine, at_end, zero; by scheme,
         layer and head, with the side "attention": logit_error, kl, output_error, top_changed.
     outliers : list of dict
-        By layer, head and side: the largest mean magnitude of a channel over the median one.
+        Of the data, by layer, head and side: the largest mean magnitude of a channel over the median one.
     channels : list of dict
-        By layer: mean magnitudes of keys [heads, dim].
+        Of keys, by layer: mean magnitudes [heads, dim].
     notes : tuple of str
     """
 
@@ -157,10 +158,9 @@ def study(
     Parameters
     ----------
     source : path, mapping of arrays, or cache
-        A file that `kvkit.tools.inspect` reads, arrays under any of a cache's names, or a cache of
-        `kvkit.cache`. Beside ``key`` and ``value``, [layers, tokens, heads, dim], there may be ``query``
-        [layers, sequences, last tokens, query heads, dim] and ``seqstarts``. Codes are decoded some tokens
-        at a time.
+        A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
+        perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a
+        cache of `kvkit.cache`. Codes of a format that is known are decoded, some tokens at a time.
     schemes : str or sequence
         Separated by commas, or each for itself: a name of `kvkit.formats` with its options, as in
         "int4:g32"; that and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
@@ -170,7 +170,7 @@ def study(
     sizes : mapping, optional
         Of the axes l, b, n, h, c that shapes do not tell.
     progress : callable, optional
-        Called with the number of layers that are done, and of all.
+        Is told how many of how many layers are done.
     mapper : callable
         As `map`: calls a function for each layer, perhaps elsewhere (`kvkit.integrations.dask.mapper`),
         where files are opened again.

@@ -1,0 +1,112 @@
+"""The engine of codes by integers: up to 8 query rows over int8, int4, q8_0, q4_0 (AVX-512 VNNI).
+
+S = K Q^T                          [tokens, rows], queries as fixed point of 16 bits
+P = exp(S - m), O = O alpha + P V  [rows, dim], P as fixed point of 16 bits
+"""
+
+import functools
+
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.attention.engines.code import step_code
+from kvkit.cpu.attention.online_softmax import fill_vector
+from kvkit.cpu.attention.params import block_at, params_at, prefetched, tile_at, whole_tiles
+from kvkit.cpu.simd import integers
+from kvkit.formats.elements import BY_NAME
+
+WIDTHS = 128, 64  # elements of a row at a time
+STORED = {"int8": WIDTHS, "int4": WIDTHS[:1], "q8_0": WIDTHS, "q4_0": WIDTHS[:1]}
+
+get_float = memory.load(types.float32)
+
+
+def width(stored, cell, group, dims):
+    """Return how many elements these products take at a time; None if they do not fit rows of such codes."""
+    if stored not in STORED or (cell is None) != (BY_NAME[stored].block is not None):
+        return None
+    group = group or 8
+    fit = (
+        width
+        for width in STORED[stored]
+        if not any(dim % width for dim in dims)
+        and group % 8 == 0
+        and (width % group == 0 or group % width == 0)
+    )
+    return next(fit, None)
+
+
+@functools.cache
+def queries(rows, *form):
+    """Compile queries [rows, dim] to fixed point, in at most (4 * dim + 64) * rows bytes.
+
+    `form` is of the codes: (stored, cell, group, width).
+    """
+    fixed, scratch = integers.fixed_queries(rows, *form), memory.scratch(2 * rows * form[-1])
+
+    def queries(params_address, block_address, tile_address):
+        params, tile = params_at(params_address), tile_at(tile_address)
+        fixed(tile.queries, params.keys.padded_dim, tile.engine_queries, scratch())
+
+    return step_code(queries, ("queries", rows, *form))
+
+
+@functools.cache
+def scores(rows, near, *form):
+    """Compile S = K Q^T over such queries."""
+    multiply = integers.scores(rows, near, *form)
+
+    def scores(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        multiply(
+            queries=tile.engine_queries, keys=tile.keys, key_row=block.key_row,
+            cells=tile.key_scales, cell_row=params.keys.scale_row, numbers=block.key_ids,
+            ahead=prefetched(block.prefetch_in_scores, block, tile), shift=0,
+            count=whole_tiles(tile.count), dim=params.keys.padded_dim, scores=tile.scores,
+        )  # fmt: skip
+
+    return step_code(scores, ("scores", rows, near, *form))
+
+
+@functools.cache
+def sums(rows, near, *form):
+    """Compile the softmax and O = O alpha + P V; scores of whole vectors are overwritten.
+
+    Where scales are too uneven it leaves all as it is and sets `block.uneven`. It works in 256 * dim bytes of
+    the room for widened values, at least 32768.
+    """
+    fixed_scales, softmax = integers.fixed_scales(*form), integers.softmax(rows)
+    multiply = integers.sums(rows, near, *form)
+
+    def sums(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        dim, scales = params.values.padded_dim, block.wide_values
+        fill_vector(tile.scores, tile.count * rows)
+        fixed_scales(
+            values=tile.values, value_row=block.value_row,
+            cells=tile.value_scales, cell_row=params.values.scale_row, numbers=block.value_ids,
+            count=tile.count, dim=dim, target=scales,
+        )  # fmt: skip
+        if get_float(scales) < 0:
+            block.uneven = 1
+            return
+        softmax(tile.scores, -(-tile.count * rows // integers.LANES), tile.m, tile.l, tile.alpha)
+        multiply(
+            weights=tile.scores, values=tile.values, value_row=block.value_row, numbers=block.value_ids,
+            ahead=prefetched(block.prefetch_in_sums, block, tile), shift=block.prefetch_shift,
+            count=tile.count, dim=dim, sums=tile.o, factors=tile.alpha,
+            scales_at=scales, scratch=scales + 64 + 40 * dim,
+        )  # fmt: skip
+
+    return step_code(sums, ("sums", rows, near, *form))
+
+
+def engine(rows, near, stored, form):
+    """Return the engine over keys and values `stored` as two formats."""
+    key, value = stored
+    return {
+        "queries": queries(rows, key, *form).address,
+        "scores": scores(rows, near, key, *form).address,
+        "sums": sums(rows, near, value, *form).address,
+        "softmax": True,
+    }

@@ -1,0 +1,69 @@
+"""Rows of a block brought into the workspace: [tokens, dim] as they are, or as float32."""
+
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.copy.rows import call_rows
+from kvkit.runtime.jit import helper
+
+get = memory.load(types.int64)
+
+
+@helper
+def rows_of_head(side, block, head):
+    """Return where the rows of a key head begin, and their scales."""
+    rows = side.address + block.sequence * side.sequence + head * side.head
+    return rows, side.scales + block.sequence * side.scale_sequence + head * side.scale_head
+
+
+@helper
+def run_end(row_ids, begin, count, step):
+    """Return the end of the run of neighbouring rows that begins at a token."""
+    first, end = get(row_ids + 8 * begin), begin + 1
+    while end < count and get(row_ids + 8 * end) == first + (end - begin) * step:
+        end += 1
+    return end
+
+
+@helper
+def copy_rows(code, side, block, head, row_ids, target, target_row):
+    """Copy the block's rows of a head as they are, run by run."""
+    source, _ = rows_of_head(side, block, head)
+    begin = 0
+    while begin < block.count:
+        end = run_end(row_ids, begin, block.count, side.step)
+        call_rows(
+            code, packed=target + begin * target_row, packed_token=target_row,
+            cache=source + get(row_ids + 8 * begin) * side.row, cache_token=side.step * side.row,
+            tokens=end - begin, dim=side.dim,
+        )  # fmt: skip
+        begin = end
+
+
+@helper
+def widen_rows(params, side, block, head, row_ids, target):
+    """Write the block's rows of a head as float32, run by run.
+
+    Elements that lie apart are moved as if each were a head. If the data are coarser than the cache, rows are
+    rounded as a load does: as 16-bit floats they wait in the second halves of their places.
+    """
+    source, scales = rows_of_head(side, block, head)
+    target_row = 4 * side.padded_dim
+    heads, size = (side.dim, 1) if side.element else (1, side.dim)
+    begin = 0
+    while begin < block.count:
+        row_id, end = get(row_ids + 8 * begin), run_end(row_ids, begin, block.count, side.step)
+        place = target + begin * target_row
+        half = place + 2 * side.dim if params.rounds else place
+        call_rows(
+            side.to_float, packed=half, packed_token=target_row, packed_head=4,
+            cache=source + row_id * side.row, cache_token=side.step * side.row, cache_head=side.element,
+            scale=scales + row_id * side.scale_row, scale_token=side.step * side.scale_row,
+            tokens=end - begin, heads=heads, dim=size,
+        )  # fmt: skip
+        if params.rounds:
+            call_rows(
+                params.query_to_float, packed=place, packed_token=target_row,
+                cache=half, cache_token=target_row, tokens=end - begin, dim=side.dim,
+            )  # fmt: skip
+        begin = end

@@ -1,0 +1,74 @@
+"""The products where a weight of 0 hides NaN and infinity: slower, over widened rows.
+
+    O = O alpha + sum of P V over the tokens whose P is not 0       [rows, dim], or [dim, rows] if wide
+
+It takes a work item again whose first outputs are not finite. Weights are shrunk, so that sums stay finite if
+values and weights are.
+"""
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.simd import attention
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.runtime.jit import helper
+
+SHRINK = np.float32(2**-40)  # of weights
+
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+careful_wide_sums = attention.careful_wide_sums
+
+
+@helper
+def nan_safe_scores(params, block, tile):
+    """S = K Q^T of a narrow tile, over queries [rows, dim] in their own order and widened keys."""
+    dim = params.keys.padded_dim
+    for r in range(block.rows):
+        attention.dots(
+            tile.queries + 4 * r * dim,
+            block.wide_keys,
+            4 * dim,
+            tile.count,
+            dim,
+            tile.scores + 4 * r,
+            4 * block.rows,
+        )
+
+
+@helper
+def shrink_weights(block, tile):
+    """Shrink the weights of a tile."""
+    put_float(block.number, SHRINK)
+    attention.times(tile.scores, tile.scores, -(-tile.count * block.rows // 16) * 16, block.number)
+
+
+@helper
+def nan_safe_sums(params, block, tile):
+    """O = O alpha + P V over widened values that have a weight."""
+    dim = params.values.padded_dim
+    add_seen_values(
+        tile.scores,
+        block.wide_values,
+        4 * dim,
+        tile.count,
+        dim=dim,
+        o=tile.o,
+        alpha=tile.alpha,
+        rows=block.rows,
+    )
+
+
+@helper
+def add_seen_values(weights, values, value_row, count, dim, o, alpha, rows):
+    """O = O alpha + P V over the values [tokens, dim] that have a weight; `dim` is a multiple of 16."""
+    if rows == WIDE:
+        careful_wide_sums(weights, values, value_row, count, dim, o, alpha)
+        return
+    for r in range(rows):
+        row = o + 4 * r * dim
+        attention.times(row, row, dim, alpha + 4 * r)
+        for t in range(count):
+            at = weights + 4 * (t * rows + r)
+            if get_float(at) != np.float32(0):
+                attention.plus_times(values + t * value_row, row, dim, at)

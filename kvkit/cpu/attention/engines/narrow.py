@@ -1,0 +1,91 @@
+"""The narrow engine: up to 8 query rows, over keys and values where they lie in the cache.
+
+    S = K Q^T                    [tokens, rows]
+    O = O alpha + P V            [rows, dim]
+
+Machine code is made for each number of rows and each format. Lanes are elements of a head; rows that vectors
+do not fit are widened first.
+"""
+
+import functools
+
+import numpy as np
+
+from kvkit.cpu.attention.engines import plain as plain_forms
+from kvkit.cpu.attention.engines.code import step_code
+from kvkit.cpu.attention.params import block_at, params_at, prefetched, tile_at, whole_tiles
+from kvkit.cpu.simd import attention, panels
+from kvkit.formats.elements import BY_NAME
+
+NARROW = attention.NARROW
+
+
+def in_place(cell, group, dims):
+    """Return whether these rows are read where they lie: as whole vectors, which hold whole groups."""
+    return all(dim % attention.LANES == 0 for dim in dims) and (not cell or panels.lanes_divide(group))
+
+
+@functools.cache
+def orders(stored, cell, group, dim):
+    """Return [rows, dim]: the elements of a row in the order that scores of so many rows want queries in.
+
+    None if it is always their own.
+    """
+    element = BY_NAME[stored]
+    if not (cell or element.minifloat or element.block):
+        return None
+    table = np.zeros((NARROW + 1, dim), np.int64)
+    for rows in (1, 2, 4, 8):
+        table[rows] = attention.order(rows, stored, cell, group, dim)
+    return table
+
+
+@functools.cache
+def scores(rows, stored="float32", cell=None, group=0, exact=False, near=False, plain=False):
+    """Compile S = K Q^T for 1, 2, 4 or 8 rows of queries [dim / LANES, row, LANES], ordered (see `orders`).
+
+    Token t is at keys + key_ids[t] * key_row. `near` is a hint (see `narrow_scores`). The plain form takes
+    queries [row, dim] in their own order.
+    """
+    if plain:
+        return plain_forms.scores(rows, stored, cell, group, exact)
+    multiply = attention.narrow_scores(rows, stored, cell, group, (cell,) if exact else (), near=near)
+
+    def scores(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        multiply(
+            queries=tile.queries, keys=tile.keys, key_row=block.key_row,
+            cells=tile.key_scales, cell_row=params.keys.scale_row, numbers=block.key_ids,
+            ahead=prefetched(block.prefetch_in_scores, block, tile), shift=0,
+            count=whole_tiles(tile.count), dim=params.keys.padded_dim, scores=tile.scores,
+        )  # fmt: skip
+
+    return step_code(scores, ("scores", rows, stored, cell, group, exact, near))
+
+
+@functools.cache
+def sums(rows, stored="float32", cell=None, group=0, exact=False, near=False, plain=False):
+    """Compile O = O alpha + P V for 1, 2, 4 or 8 rows."""
+    if plain:
+        return plain_forms.sums(rows, stored, cell, group, exact)
+    multiply = attention.narrow_sums(rows, stored, cell, group, (cell,) if exact else (), near=near)
+
+    def sums(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        multiply(
+            weights=tile.scores, values=tile.values, value_row=block.value_row,
+            cells=tile.value_scales, cell_row=params.values.scale_row, numbers=block.value_ids,
+            ahead=prefetched(block.prefetch_in_sums, block, tile), shift=block.prefetch_shift,
+            count=tile.count, dim=params.values.padded_dim, sums=tile.o, factors=tile.alpha,
+        )  # fmt: skip
+
+    return step_code(sums, ("sums", rows, stored, cell, group, exact, near))
+
+
+def engine(rows, stored, scales, exact, near):
+    """Return the engine over keys and values `stored` as two formats, with scales of a (format, group)."""
+    key, value = stored
+    return {
+        "scores": scores(rows, key, *scales, exact, near).address,
+        "sums": sums(rows, value, *scales, exact, near).address,
+    }

@@ -1,0 +1,48 @@
+"""The wide engine: 32 query rows, over keys and values of a block that are widened to float32 first.
+
+    S = K Q^T                    [tokens, rows], queries [dim, rows]
+    O = O alpha + P V            [dim, rows]
+
+Lanes are query rows.
+"""
+
+import functools
+
+from kvkit.cpu.attention.engines import plain as plain_forms
+from kvkit.cpu.attention.engines.code import step_code
+from kvkit.cpu.attention.params import block_at, params_at, tile_at, whole_tiles
+from kvkit.cpu.simd import attention
+from kvkit.cpu.simd.attention import WIDE
+
+wide_scores, wide_sums = attention.wide_scores, attention.wide_sums
+
+
+def multiply_keys(params_address, block_address, tile_address):
+    """S = K Q^T."""
+    params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+    tokens, dim = whole_tiles(tile.count), params.keys.padded_dim
+    wide_scores(tile.queries, tile.keys, block.key_row, tokens, dim, tile.scores)
+
+
+def add_values(params_address, block_address, tile_address):
+    """O = O alpha + P V."""
+    params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+    dim = params.values.padded_dim
+    wide_sums(tile.scores, tile.values, block.value_row, tile.count, dim, tile.o, tile.alpha)
+
+
+@functools.cache
+def scores(plain=False):
+    """Compile S = K Q^T of 32 rows."""
+    return plain_forms.scores(WIDE) if plain else step_code(multiply_keys, ())
+
+
+@functools.cache
+def sums(plain=False):
+    """Compile O = O alpha + P V of 32 rows."""
+    return plain_forms.sums(WIDE) if plain else step_code(add_values, ())
+
+
+def engine():
+    """Return the wide engine; `walk` widens the rows."""
+    return {"scores": scores().address, "sums": sums().address}

@@ -1,0 +1,104 @@
+"""The engine of codes by integers for 32 query rows of one token, over codes that a block unfolds first.
+
+S = K Q^T                          [tokens, rows], queries as fixed point of 16 bits
+P = exp(S - m), O = O alpha + P V  [dim, rows], P as fixed point of 16 bits
+"""
+
+import functools
+
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.attention.engines.code import step_code
+from kvkit.cpu.attention.engines.load import rows_of_head
+from kvkit.cpu.attention.params import block_at, params_at, tile_at, whole_tiles
+from kvkit.cpu.simd import integers, wide_integers
+from kvkit.runtime.jit import helper
+
+get_float = memory.load(types.float32)
+
+
+@helper
+def scales_of(values, dim):
+    """Return where the scales of unfolded values are; the first is negative if they are too uneven."""
+    return values + (4 * dim + 64) * (integers.MOST_TOKENS // 2)
+
+
+@functools.cache
+def queries(*form):
+    """Compile queries [dim, WIDE] to fixed point, in 64 * dim + 128 bytes."""
+    fixed = wide_integers.fixed_queries(*form)
+
+    def queries(params_address, block_address, tile_address):
+        params, tile = params_at(params_address), tile_at(tile_address)
+        fixed(tile.queries, params.keys.padded_dim, tile.engine_queries)
+
+    return step_code(queries, ("queries", *form))
+
+
+@functools.cache
+def load(key, value, *form):
+    """Compile keys to 4 * dim bytes a token, and values of a block to 512 * dim bytes, unless too uneven."""
+    unfolded_keys = wide_integers.unfolded_keys(key, *form)
+    fixed_scales, unfolded_values = (
+        integers.fixed_scales(value, *form),
+        wide_integers.unfolded_values(value, *form),
+    )
+
+    def load(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        keys, values, dim = params.keys, params.values, params.values.padded_dim
+        rows, scales = rows_of_head(keys, block, tile.head)
+        unfolded_keys(
+            keys=rows, key_row=keys.row, cells=scales, cell_row=keys.scale_row, numbers=block.key_row_ids,
+            count=whole_tiles(block.count), dim=keys.padded_dim, target=block.wide_keys,
+        )  # fmt: skip
+        rows, scales = rows_of_head(values, block, tile.head)
+        target = scales_of(block.wide_values, dim)
+        fixed_scales(
+            values=rows, value_row=values.row, cells=scales, cell_row=values.scale_row,
+            numbers=block.value_row_ids, count=block.count, dim=dim, target=target,
+        )  # fmt: skip
+        block.uneven = get_float(target) < 0
+        if not block.uneven:
+            unfolded_values(rows, values.row, block.value_row_ids, block.count, dim, block.wide_values)
+
+    return step_code(load, ("load", key, value, *form))
+
+
+@functools.cache
+def scores(*form):
+    """Compile S = K Q^T."""
+    multiply = wide_integers.scores(*form)
+
+    def scores(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        tokens, dim = whole_tiles(tile.count), params.keys.padded_dim
+        multiply(tile.engine_queries, block.wide_keys, tokens, dim, tile.scores)
+
+    return step_code(scores, ("scores", *form))
+
+
+@functools.cache
+def sums(*form):
+    """Compile the softmax and O = O alpha + P V; scores are overwritten."""
+    multiply = wide_integers.sums(*form)
+
+    def sums(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        values, dim = block.wide_values, params.values.padded_dim
+        if block.uneven:
+            return
+        wide_integers.softmax(tile.scores, tile.count, tile.m, tile.l, tile.alpha)
+        multiply(tile.scores, values, scales_of(values, dim), tile.count, dim, tile.o, tile.alpha)
+
+    return step_code(sums, ("sums", *form))
+
+
+def engine(stored, form):
+    """Return the engine over keys and values `stored` as two formats."""
+    key, value = stored
+    return {
+        "queries": queries(key, *form).address, "load": load(key, value, *form).address,
+        "scores": scores(key, *form).address, "sums": sums(value, *form).address, "softmax": True,
+    }  # fmt: skip

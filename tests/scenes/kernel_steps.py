@@ -1,0 +1,17 @@
+"""Steps of attention's engines, called as the walk calls them: on records of params, a block and a tile."""
+
+import numpy as np
+
+from kvkit.cpu.attention.params import ATTENTION_PARAMS, BLOCK, TILE
+
+
+def run_step(code, params, block, tile):
+    """Run a step; fields are numbers or arrays by name, all others are 0. Return the block after it."""
+    records = []
+    for form, fields in ((ATTENTION_PARAMS, params), (BLOCK, block), (TILE, tile)):
+        numbers = np.zeros(len(form.names), np.int64)
+        for name, field in fields.items():
+            numbers[form.at[name]] = field.ctypes.data if isinstance(field, np.ndarray) else field
+        records.append(numbers)
+    code.ctypes(*[numbers.ctypes.data for numbers in records])
+    return dict(zip(BLOCK.names, records[1].tolist(), strict=True))
