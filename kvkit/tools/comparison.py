@@ -345,8 +345,10 @@ def describe_difference(
     worst: dict[str, Any] = {names[i]: int(j) for i, j in zip(heads, at, strict=True)}
     worst["error"] = float(np.max(largest))
     ulps = {str(i) if i < 2 else f"{2 ** (i - 1)}-{2**i - 1}": int(n) for i, n in enumerate(histogram) if n}
-    total = int(counts.sum()), expected.size
-    return ArrayDifference(name, expected.shape, names, *total, first, by, ulps, worst)
+    differing, total = int(counts.sum()), expected.size
+    return ArrayDifference(
+        name, expected.shape, names, differing, total, first=first, counts=by, histogram=ulps, worst=worst
+    )
 
 
 def plain_number(value: Any) -> int | float | bool:

@@ -81,9 +81,9 @@ def compiled(form: str) -> Any:
             counts[i], errors[i] = differing, largest
 
     words, floats = types.CPointer(WORDS[bits]), types.CPointer(types.float32)
-    numbers = types.float64, types.float64, types.int64
-    sizes = types.int64, types.int64
-    signature = types.void(words, words, *sizes, floats, *numbers, INDEX, floats, INDEX)
+    arrays = words, words, types.int64, types.int64, floats
+    tolerances, results = (types.float64, types.float64, types.int64), (INDEX, floats, INDEX)
+    signature = types.void(*arrays, *tolerances, *results)
     return callback(count, signature, key=form).ctypes
 
 
@@ -101,10 +101,8 @@ def count(
     if form is not None:
         words = [np.ascontiguousarray(array) for array in (one, two)]
         table = numbers_of_bytes(one.dtype) if form == "byte" else np.zeros(1, np.float32)
-        compiled(form)(
-            *map(address, words), *one.shape, address(table), atol, rtol, ulp,
-            address(counts), address(errors), address(histogram),
-        )  # fmt: skip
+        results = map(address, (counts, errors, histogram))
+        compiled(form)(*map(address, words), *one.shape, address(table), atol, rtol, ulp, *results)
         return counts, errors, histogram
     with np.errstate(all="ignore"):
         wide = [array.astype(np.float64) for array in (one, two)]

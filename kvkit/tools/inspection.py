@@ -22,7 +22,7 @@ PIECE = 2**22  # elements that are counted at a time
 
 
 @dataclass(frozen=True)
-class ArrayEntry:
+class InspectedArray:
     """An array: its name, dtype and shape, its bytes."""
 
     name: str
@@ -75,7 +75,7 @@ class Inspection:
     ----------
     kind : str
         The kind of file, or "arrays".
-    arrays : list of ArrayEntry
+    arrays : list of InspectedArray
         All arrays.
     description : Description
         What the file says of its cache.
@@ -94,7 +94,7 @@ class Inspection:
     """
 
     kind: str
-    arrays: list[ArrayEntry]
+    arrays: list[InspectedArray]
     description: Description
     metadata: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     arrays = found.arrays.items()
     return Inspection(
         kind_of(contents),
-        [ArrayEntry(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
+        [InspectedArray(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
         contents.description,
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
         contents.notes,

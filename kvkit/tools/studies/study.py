@@ -216,7 +216,10 @@ def study_layers(
     named, notes, last = [layer.name for layer in layers], opened.notes, layers[-1]
     if opened.format:
         notes = (f"the source is quantized ({opened.format}): errors are those that come on top", *notes)
-    return Study(opened.name, named, last.heads, last.tokens, summary, rows, outliers, channels, notes)
+    return Study(
+        opened.name, named, last.heads, last.tokens, summary,
+        rows=rows, outliers=outliers, channels=channels, notes=notes,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
