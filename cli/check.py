@@ -49,6 +49,9 @@ def check(ctx, sources, after, layout, dask, as_json):
                 screen.print(line, style=COLOURS.get(line.partition(" ")[0]), soft_wrap=True)
     if as_json:
         whole = {name: found.to_dict() for name, found in results.items()}
+        for found in whole.values():
+            for each in found["findings"]:
+                each["hint"] = ctx.command.in_shell(each["hint"])
         click.echo(json.dumps(whole if several else next(iter(whole.values())), indent=2))
     ctx.exit(1 if any(found.errors for found in results.values()) else 0)
 

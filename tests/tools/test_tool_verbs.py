@@ -116,7 +116,8 @@ def test_messages_name_options_of_the_shell(run, files, monkeypatch, arguments, 
 
 def test_findings_name_options_of_the_shell(run, files):
     assert "layout=NAME" in str(kvkit.tools.check(files / "whole.npz"))
-    assert "Say which it is: --layout NAME" in run("check", files / "whole.npz")[1]
+    for how in [], ["--json"]:
+        assert "Say which it is: --layout NAME" in run("check", files / "whole.npz", *how)[1]
 
 
 def test_importing_the_room_loads_no_tool():
