@@ -4,7 +4,7 @@ Each module imports its framework when it is first used.
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkit.integrations import dask as dask
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []  # help() of this module needs no framework
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in ("dask", "onnx", "transformers"):
         return importlib.import_module(f"kvkit.integrations.{name}")
     raise AttributeError(f"module 'kvkit.integrations' has no attribute {name!r}")

@@ -13,5 +13,5 @@ from kvkit.integrations.dask.tasks import mapper
 __all__ = ["ShardError", "ShardedCache", "attend", "mapper"]
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

@@ -1,5 +1,7 @@
 """ONNX `Attention` on kvkit's kernels, without copies of inputs, caches and outputs."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +11,7 @@ import kvkit
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS
 from kvkit.integrations.onnx import scores
+from kvkit.typed import Array
 
 FLOAT_TYPES = 1, 10, 11, 16  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
@@ -22,24 +25,24 @@ class Attention(OpRun):
 
     def _run(
         self,
-        query,
-        key,
-        value,
-        attn_mask=None,
-        past_key=None,
-        past_value=None,
-        nonpad_kv_seqlen=None,
+        query: Array,
+        key: Array,
+        value: Array,
+        attn_mask: Array | None = None,
+        past_key: Array | None = None,
+        past_value: Array | None = None,
+        nonpad_kv_seqlen: Array | None = None,
         *,
-        scale=None,
-        is_causal=0,
-        q_num_heads=None,
-        kv_num_heads=None,
-        softmax_precision=None,
-        softcap=0.0,
-        qk_matmul_output_mode=0,
-        left_window_size=-1,
-        right_window_size=-1,
-    ):
+        scale: float | None = None,
+        is_causal: int = 0,
+        q_num_heads: int | None = None,
+        kv_num_heads: int | None = None,
+        softmax_precision: int | None = None,
+        softcap: float = 0.0,
+        qk_matmul_output_mode: int = 0,
+        left_window_size: int = -1,
+        right_window_size: int = -1,
+    ) -> tuple[Array, ...]:
         if softmax_precision not in (None, *FLOAT_TYPES):
             raise argument_error(
                 "softmax_precision", f"a float type, one of {FLOAT_TYPES}", softmax_precision
@@ -54,7 +57,7 @@ class Attention(OpRun):
         query = tokens_first("Q", query, q_num_heads)
         key, value = tokens_first("K", key, kv_num_heads), tokens_first("V", value, kv_num_heads)
         past = 0
-        if past_key is not None:
+        if past_key is not None and past_value is not None:
             key, value = append_past("past_key", past_key, key), append_past("past_value", past_value, value)
             past = past_key.shape[2]
         batch, rows, heads, dim = query.shape
@@ -74,7 +77,7 @@ class Attention(OpRun):
         scale, softcap = float(dim**-0.5 if scale is None else scale), float(softcap)
 
         shape = (batch, rows, heads) if flat else (batch, heads, rows)
-        output = np.zeros((*shape, value.shape[3]), query.dtype)
+        output: Array = np.zeros((*shape, value.shape[3]), query.dtype)
         attend_visible(
             query, key, value, visibility, scale, softcap, output if flat else output.transpose(0, 2, 1, 3)
         )
@@ -97,7 +100,9 @@ class Visibility:
     mask: np.ndarray | None
 
 
-def attend_visible(query, key, value, visibility, scale, softcap, out):
+def attend_visible(
+    query: Array, key: Array, value: Array, visibility: Visibility, scale: float, softcap: float, out: Array
+) -> None:
     """Write attention into the rows of `out` that see a key. The other rows stay zero.
 
     Inputs of several dtypes, or a mask of another dtype, are widened to float32.
@@ -135,7 +140,7 @@ def attend_visible(query, key, value, visibility, scale, softcap, out):
             )
 
 
-def tokens_first(name, array, heads):
+def tokens_first(name: str, array: Array, heads: int | None) -> Array:
     """Return a view [B, S, H, D] of an array [B, H, S, D] or [B, S, H * D]."""
     if array.ndim == 4:
         return array.transpose(0, 2, 1, 3)
@@ -146,7 +151,7 @@ def tokens_first(name, array, heads):
     return array.reshape(*array.shape[:2], heads, array.shape[2] // heads)
 
 
-def append_past(name, past, current):
+def append_past(name: str, past: Array, current: Array) -> Array:
     """Join [B, H, past, D] and [B, S, H, D] into [B, past + S, H, D]."""
     batch, _, heads, dim = current.shape
     if past.ndim != 4 or (*past.shape[:2], past.shape[3]) != (batch, heads, dim):
@@ -154,7 +159,7 @@ def append_past(name, past, current):
     return np.concatenate((past, current.transpose(0, 2, 1, 3)), axis=2).transpose(0, 2, 1, 3)
 
 
-def check_lengths(nonpad_kv_seqlen, batch, context):
+def check_lengths(nonpad_kv_seqlen: Array, batch: int, context: int) -> Array:
     """Check and return the number of valid keys of each sequence."""
     if nonpad_kv_seqlen.shape != (batch,):
         raise argument_error("nonpad_kv_seqlen", f"shape ({batch},)", nonpad_kv_seqlen.shape)
@@ -163,7 +168,7 @@ def check_lengths(nonpad_kv_seqlen, batch, context):
     return nonpad_kv_seqlen
 
 
-def broadcast_mask(mask, shape):
+def broadcast_mask(mask: Array, shape: tuple[int, ...]) -> Array:
     """Return the mask with all four axes. Keys beyond its last axis are hidden."""
     full = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     fits = full.ndim == 4 and all(
@@ -174,7 +179,9 @@ def broadcast_mask(mask, shape):
     return full
 
 
-def visible_part(rows, keys, offset, left, right):
+def visible_part(
+    rows: int, keys: int, offset: int, left: int, right: int
+) -> tuple[int, int, tuple[int, int]]:
     """Return how many first rows and keys can meet at all, and kvkit's window over them.
 
     Row i is at position offset + i in ONNX. In kvkit the last row is at the last key.

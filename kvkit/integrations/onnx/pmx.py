@@ -1,6 +1,9 @@
 """Make the custom ONNX operators of PMX from kvkit's table of operators."""
 
+from __future__ import annotations
+
 import inspect
+from typing import Any
 
 from onnx.reference.op_run import OpRun
 
@@ -12,7 +15,7 @@ ROOTS = "opmx", "pmx"  # the second until April 2024
 DATA_TYPES = {1: "float32", 10: "float16", 16: "bfloat16"}
 
 
-def operator_classes():
+def operator_classes() -> list[type]:
     """Return a class for each operator of the table in each of its domains."""
     by_path = {
         op.source.removeprefix(SOURCE): op
@@ -45,7 +48,7 @@ class PmxOperator(OpRun):
     operator: operators.Operator
     static: operators.Operator
 
-    def _run(self, *inputs, **attributes):
+    def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
         op = self.operator if len(inputs) >= required_inputs(self.operator) else self.static
         function = op.function()
         names = [given.name for given in op.inputs if not given.keyword]
@@ -62,12 +65,12 @@ class PmxOperator(OpRun):
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def required_inputs(op):
+def required_inputs(op: operators.Operator) -> int:
     """Return the number of inputs up to the last required one."""
     return max((i for i, given in enumerate(op.inputs, 1) if not given.optional), default=0)
 
 
-def argument(name, value):
+def argument(name: str, value: Any) -> Any:
     """Return an ONNX attribute as kvkit's functions take it."""
     if name == "data_type":
         return DATA_TYPES.get(value, value)

@@ -1,11 +1,16 @@
 """Compute the fourth output of ONNX `Attention`, the matrix of scores, in float32."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 
 from kvkit.checks.values import choice
+from kvkit.typed import Array
 
 
-def score_matrix(query, key, visibility, scale, softcap, mode):
+def score_matrix(query: Array, key: Array, visibility: Any, scale: float, softcap: float, mode: int) -> Array:
     """Return scores [B, H, rows, context] in the dtype of query.
 
     `mode` 0: scaled products, 1: after softcap, 2: plus bias, 3: probabilities.
@@ -29,7 +34,7 @@ def score_matrix(query, key, visibility, scale, softcap, mode):
         return result.astype(query.dtype)
 
 
-def score_bias(rows, context, visibility):
+def score_bias(rows: int, context: int, visibility: Any) -> Array:
     """Return the bias of scores, [B or 1, H or 1, rows, context]: the mask, and -inf for hidden keys."""
     key = np.arange(context)
     position = visibility.offset[:, None, None, None] + np.arange(rows)[:, None]

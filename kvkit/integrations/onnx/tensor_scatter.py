@@ -3,16 +3,27 @@
 It returns a copy of one tensor, while kvkit's operators write keys and values in place. So numpy does it.
 """
 
+from __future__ import annotations
+
 import numpy as np
 from onnx.reference.op_run import OpRun
 
 from kvkit.errors import argument_error
+from kvkit.typed import Array
 
 
 class TensorScatter(OpRun):
     """Return a copy of a cache with `update` written into it (opset 24)."""
 
-    def _run(self, past_cache, update, write_indices=None, *, mode="linear", axis=-2):
+    def _run(
+        self,
+        past_cache: Array,
+        update: Array,
+        write_indices: Array | None = None,
+        *,
+        mode: str = "linear",
+        axis: int = -2,
+    ) -> tuple[Array]:
         ndim, batch = past_cache.ndim, past_cache.shape[0]
         if mode not in ("linear", "circular"):
             raise argument_error("mode", "linear or circular", mode)

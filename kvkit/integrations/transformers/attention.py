@@ -1,5 +1,9 @@
 """``attn_implementation="kvkit"``: attention that reads a `KvkitCache` in place."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 
 import kvkit
@@ -14,20 +18,20 @@ NO_WINDOW = -1, -1
 
 @torch.compiler.disable
 def attention_forward(
-    module,
-    query,
-    key,
-    value,
-    attention_mask=None,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    is_causal=None,
-    position_bias=None,
-    **kwargs,
-):
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Compute attention for a layer of a transformers model.
 
     Parameters
@@ -95,7 +99,14 @@ def attention_forward(
     return without_gradient(attn_output, query, key, value), None
 
 
-def attend_states(stored, states, attention_mask, sliding_window, is_causal, options):
+def attend_states(
+    stored: pending.Stored | None,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    sliding_window: int | None,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> torch.Tensor:
     """Attend to the stored keys and values, or to those that are given if `stored` is None."""
     query, key, value = states
     queries = to_numpy("query", query)
@@ -135,7 +146,7 @@ def attend_states(stored, states, attention_mask, sliding_window, is_causal, opt
     return tensor_of(attn_output)
 
 
-def window_options(layer, sliding_window, window):
+def window_options(layer: Any, sliding_window: int | None, window: tuple[int, int]) -> dict[str, Any] | None:
     """Return the options that make a layer's own attention keep to a window, or None if it cannot."""
     if layer.takes_window:
         return {"window": window}

@@ -1,19 +1,24 @@
 """Exchange tensors and numpy arrays of one memory."""
 
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
 import torch
 
 from kvkit.errors import argument_error
 from kvkit.interop import of_tensor
+from kvkit.typed import Array
 
 
-def to_numpy(name, tensor):
+def to_numpy(name: str, tensor: torch.Tensor) -> Array:
     """Return an array over a tensor's memory, with its strides."""
     if not tensor.is_cpu:
         raise argument_error(name, "a tensor on the CPU", f"one on {tensor.device}")
     return of_tensor(tensor.detach() if tensor.requires_grad else tensor)
 
 
-def as_cast(tensor):
+def as_cast(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the dtype of autocast, if that is on: keys may have another dtype than values."""
     return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else tensor
 
@@ -22,17 +27,17 @@ class _NoGradient(torch.autograd.Function):
     """Tie a tensor to others in autograd, so that asking for their gradients is an error."""
 
     @staticmethod
-    def forward(ctx, tensor, *others):
+    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise argument_error(
             "backward", "tensors that have gradients", "what kvkit made, for inference alone"
         )
 
 
-def without_gradient(tensor, *others):
+def without_gradient(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Return the tensor. Where gradients are switched on, backward through it raises an error."""
     if torch.is_grad_enabled() and any(other.requires_grad for other in others):
         return _NoGradient.apply(tensor, *others)

@@ -1,9 +1,13 @@
 """The cache that models of transformers and `generate` take."""
 
+from __future__ import annotations
+
 import copy
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +75,7 @@ class KvkitCache(Cache):
 
     _make: functools.partial | None  # makes the paged cache, from the geometry of its first tokens
 
-    def __init__(self, config=None, kind="dynamic", **options):
+    def __init__(self, config: Any = None, kind: str = "dynamic", **options: Any) -> None:
         if kind not in KINDS:
             raise argument_error("kind", " or ".join(map(repr, KINDS)), describe(kind))
         if config is not None:
@@ -88,33 +92,41 @@ class KvkitCache(Cache):
             self._hold(make(), config)
 
     @classmethod
-    def of(cls, cache, config=None):
+    def of(cls, cache: Any, config: Any = None) -> KvkitCache:
         """Return a `KvkitCache` of a cache of kvkit's: loaded, opened, or made in another way."""
         held = cls.__new__(cls)
         cls._hold(held, cache, config)
         return held
 
-    def _hold(self, cache, config):
+    def _hold(self, cache: Any, config: Any) -> None:
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
         if getattr(self.config, "num_kv_shared_layers", 0):  # they would see new keys only, where ours reads
             raise argument_error(
                 "config", "layers with keys of their own", "num_kv_shared_layers of more than 0"
             )
         self._make = None
-        self._reads = None  # whether attention is ours, and reads what is stored
-        self._stored = {}  # by layer, of its last update
+        self._reads: bool | None = None  # whether attention is ours, and reads what is stored
+        self._stored: dict[int, pending.Stored] = {}  # by layer, of its last update
         super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvkitCache:
         return type(self).of(copy.deepcopy(self.cache, memo), self.config)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cache!r})"
 
     # Tokens come
 
     @torch.compiler.disable
-    def update(self, key_states, value_states, layer_idx, *args, cache_position=None, **kwargs):
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        cache_position: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the keys and values [B, Hkv, q, D] of new tokens to a layer.
 
         Returns
@@ -160,7 +172,9 @@ class KvkitCache(Cache):
         keys, values = map(tensor_of, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 
-    def _take_geometry(self, make, key_states, value_states):
+    def _take_geometry(
+        self, make: Callable[..., Any], key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> None:
         """Make a paged cache with the sizes of its first keys, which configs name differently."""
         if value_states.shape != key_states.shape:
             found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
@@ -176,16 +190,16 @@ class KvkitCache(Cache):
     # What is there
 
     @torch.compiler.disable
-    def get_seq_length(self, layer_idx=0):
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens that a layer has seen."""
         return self.cache.get_seq_length(layer_idx)
 
-    def get_max_length(self, layer_idx=None):
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the most tokens that a layer holds, or the largest layer; -1 is no limit."""
         return self.cache.get_max_length(layer_idx)
 
     @torch.compiler.disable
-    def get_mask_sizes(self, query_length, layer_idx):
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset): the keys after the next update, and the position of the first.
 
         The empty end of a static layer is left out.
@@ -195,32 +209,32 @@ class KvkitCache(Cache):
 
     # Tokens go, and the batch changes: all layers, or after an error none
 
-    def crop(self, tokens_to_remove):
+    def crop(self, tokens_to_remove: int) -> None:
         """Drop as many last tokens if the number is negative. If it is positive, keep as many tokens."""
         self.cache.crop(int(tokens_to_remove))
 
-    def reorder_cache(self, beam_idx):
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row b of the batch become what row ``beam_idx[b]`` was."""
         self.cache.reorder(np.asarray(beam_idx))
 
-    def batch_select_indices(self, indices):
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some rows of the batch."""
         self.cache.select(np.asarray(indices))
 
-    def batch_repeat_interleave(self, repeats):
+    def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self.cache.repeat(repeats)
 
-    def reset(self):
+    def reset(self) -> None:
         """Forget every token."""
         self.cache.reset()
 
-    def activate_past_recording(self):
+    def activate_past_recording(self) -> None:
         """Let layers keep tokens that they would drop or encode, until the next `crop`."""
         self.cache.activate_past_recording()
 
 
-def geometry(config, kind):
+def geometry(config: Any, kind: str) -> dict[str, Any]:
     """Return the arguments of a kind's constructor that a model's config gives."""
     config = config.get_text_config(decoder=True)
     names, arguments = get_layer_types_and_kwargs(config)

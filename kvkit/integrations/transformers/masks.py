@@ -1,23 +1,28 @@
 """The mask that transformers makes once for all layers of one kind."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 
 @torch.compiler.disable
 def attention_mask(
-    batch_size,
-    q_length,
-    kv_length,
-    q_offset=0,
-    kv_offset=0,
-    mask_function=causal_mask_function,
-    attention_mask=None,
-    local_size=None,
-    allow_is_causal_skip=True,
-    config=None,
-    **kwargs,
-):
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
     """Return the mask that attention needs beside causality and the window, which it applies itself.
 
     Parameters

@@ -1,5 +1,7 @@
 """Find the cache in attention: a model passes the tensors of an update on, but not their cache."""
 
+from __future__ import annotations
+
 import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ class Stored:
     value: weakref.ref
     taken: bool = False  # whether attention has read it
 
-    def arrays(self):
+    def arrays(self) -> tuple[np.ndarray, ...]:
         """Return keys and values of the tokens that attention may need, without a static layer's end."""
         if self.keys is None:
             raise argument_error(
@@ -34,30 +36,30 @@ class Stored:
         length = self.layer.get_seq_length()
         return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 
-    def read(self):
+    def read(self) -> None:
         """Drop the arrays after attention: a layer may have made them for it alone."""
         self.keys = self.values = None
 
-    def is_lost(self):
+    def is_lost(self) -> bool:
         """Return whether the layer has tokens that no attention has read."""
         return not self.taken and self.layer.get_seq_length() > self.begin
 
 
 OTHERS = "for a model that makes new keys or values use attn_implementation 'sdpa' or 'eager'"
-PENDING: ContextVar[dict[int, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
+PENDING: ContextVar[dict[int | None, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
 
 
-def remember(layer_idx, stored):
+def remember(layer_idx: int | None, stored: Stored) -> None:
     """Record what the attention of a layer is to read."""
     PENDING.set({**PENDING.get(), layer_idx: weakref.ref(stored)})
 
 
-def forget(layer_idx):
+def forget(layer_idx: int | None) -> None:
     """Drop the record of a layer."""
     PENDING.set({i: stored for i, stored in PENDING.get().items() if i != layer_idx})
 
 
-def claim(layer_idx, key, value):
+def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
     """Return the record of an update that returned these keys, or None if they come from no cache of ours."""
     found = PENDING.get().get(layer_idx)
     stored = None if found is None else found()

@@ -1,7 +1,11 @@
 """Measure what quantization costs a model: its keys and values, and its predictions for a text."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +19,15 @@ from kvkit.interop import tensor_of
 from kvkit.tools.readers import open_cache
 from kvkit.tools.studies.measures import QUERIES
 from kvkit.tools.studies.schemes import list_schemes
-from kvkit.tools.studies.study import study_layers
+from kvkit.tools.studies.study import Study, study_layers
 from kvkit.tools.tasks import Lazy
 
 NAME = "kvkit-study"
 
 
-def study(model, ids, schemes, *, progress=None):
+def study(
+    model: Any, ids: Sequence[int], schemes: Any, *, progress: Callable[[int, int], Any] | None = None
+) -> Study:
     """Compare schemes of quantization on a model that reads a text.
 
     The model reads the text once as it is, to record keys, values and queries. Then it reads it once for each
@@ -65,11 +71,13 @@ def study(model, ids, schemes, *, progress=None):
     total = len(wanted) + 1
     seen = {}
 
-    def kept(layer, query, key, value):
+    def kept(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         seen[layer] = query[:, :, -QUERIES:], key, value
         return key, value
 
-    def done(count):
+    def done(count: int) -> None:
         if progress:
             progress(count, total)
 
@@ -94,21 +102,28 @@ class Reading:
     perplexity: float  # of those that came
 
 
-def read(model, ids, between):
+def read(model: Any, ids: Sequence[int], between: Callable[..., Any]) -> Reading:
     """Read a text. `between(layer, query, key, value)` returns the keys and values that attention sees."""
-    ids = torch.tensor([list(ids)])
+    tokens = torch.tensor([list(ids)])
     with attending(model, between), torch.inference_mode():
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0].double()
-    loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].double()
+    loss = torch.nn.functional.cross_entropy(logits, tokens[0, 1:])
     return Reading(logits.argmax(1).numpy(), float(loss.exp()))
 
 
 @contextmanager
-def attending(model, between):
+def attending(model: Any, between: Callable[..., Any]) -> Iterator[None]:
     """Let a model attend with kvkit, to the keys and values that `between` returns."""
     before, seen = model.config._attn_implementation, []
 
-    def forward(module, query, key, value, *args, **kwargs):
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         seen.append(module)
         return attention_forward(
             module, query, *between(module.layer_idx, query, key, value), *args, **kwargs
@@ -125,7 +140,7 @@ def attending(model, between):
         raise argument_error("model", "one with transformers' attention interface", type(model).__name__)
 
 
-def arrays_of(seen):
+def arrays_of(seen: dict[int, Any]) -> dict[str, np.ndarray]:
     """Return recorded queries, keys and values by name, as `kvkit.tools.study` takes them."""
     layers = [[to_numpy("states", states)[0].swapaxes(0, 1) for states in seen[i]] for i in sorted(seen)]
     query, key, value = zip(*layers, strict=True)
@@ -134,15 +149,17 @@ def arrays_of(seen):
     return {"query": np.stack(query)[:, None], "key": np.stack(key), "value": np.stack(value)}
 
 
-def through(*schemes):
+def through(*schemes: Any) -> Callable[..., Any]:
     """Return a function that encodes and decodes keys and values, each by its scheme."""
 
-    def coded(scheme, states):
+    def coded(scheme: Any, states: torch.Tensor) -> torch.Tensor:
         x = np.ascontiguousarray(to_numpy("states", states)[0].swapaxes(0, 1), np.float32)
         found = np.asarray(scheme.decode(scheme.encode(x)), np.float32)
         return tensor_of(found.swapaxes(0, 1)[None]).to(states.dtype)
 
-    def between(layer, query, key, value):
+    def between(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         return tuple(coded(*pair) for pair in zip(schemes, (key, value), strict=True))
 
     return between
