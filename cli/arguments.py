@@ -39,8 +39,12 @@ def is_scalar(array: Input) -> bool:
 
 def ignored_arrays(op: Operator, metadata: dict[str, Any]) -> set[str]:
     """Return the arrays that a file of another operator's results may hold and this operator ignores."""
-    made = OPERATORS.get(str(metadata.get("operator")))
-    return {array.name for array in (*made.inputs, *made.outputs)} - argument_names(op) if made else set()
+    source_op = OPERATORS.get(str(metadata.get("operator")))
+    return (
+        {array.name for array in (*source_op.inputs, *source_op.outputs)} - argument_names(op)
+        if source_op
+        else set()
+    )
 
 
 def argument_names(op: Operator) -> set[str]:
@@ -69,8 +73,8 @@ def check_headers(
         shape = (2,) if attribute.kind is tuple else ()
         if attribute.name in forms and forms[attribute.name].shape != shape:
             wanted = "two integers, an array of shape (2,)" if shape else "an attribute, a 0-d array"
-            found = forms[attribute.name].shape
-            raise KvkitError(f"{path}: {attribute.name} has shape {found}, but is {wanted}")
+            shape_in_file = forms[attribute.name].shape
+            raise KvkitError(f"{path}: {attribute.name} has shape {shape_in_file}, but is {wanted}")
 
 
 def axis_count(shape: str) -> int | None:
@@ -116,8 +120,8 @@ def parse_settings(op: Operator, settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in legal:
-            there = f"there are {', '.join(legal)}" if legal else f"{op.name} has nothing to set"
-            raise KvkitError(f"--set {setting}: no such name{suggestion(name, legal)}; {there}")
+            options = f"there are {', '.join(legal)}" if legal else f"{op.name} has nothing to set"
+            raise KvkitError(f"--set {setting}: no such name{suggestion(name, legal)}; {options}")
         if name in values:
             raise KvkitError(f"--set {setting}: {name} is set twice")
         try:
@@ -155,14 +159,14 @@ def check_names(
         raise KvkitError(f"{path or 'no IN.npz'}: missing {', '.join(missing)}: {ways}; {known}")
 
 
-def scalar_input(array: Input, given: Any) -> np.ndarray | None:
+def scalar_input(array: Input, value: Any) -> np.ndarray | None:
     """Return an input of shape () from a value of --set."""
-    if given is None and array.optional:
+    if value is None and array.optional:
         return None
     info = np.iinfo(array.dtypes[0])
-    if type(given) is not int or not info.min <= given <= info.max:
-        raise KvkitError(f"--set {array.name}={brief(repr(given))}: expected an integer of {array.dtypes[0]}")
-    return np.array(given, array.dtypes[0])
+    if type(value) is not int or not info.min <= value <= info.max:
+        raise KvkitError(f"--set {array.name}={brief(repr(value))}: expected an integer of {array.dtypes[0]}")
+    return np.array(value, array.dtypes[0])
 
 
 def attribute_value(
@@ -177,19 +181,19 @@ def attribute_value(
     return convert_value(attribute, arrays[name].tolist(), f"{path}:")
 
 
-def convert_value(attribute: Attribute, given: Any, origin: str) -> Any:
+def convert_value(attribute: Attribute, value: Any, origin: str) -> Any:
     """Return a value in the attribute's type. A float may be an integer, a flag 0 or 1, a mode its name."""
     kind = attribute.kind
-    if given in attribute.names:
-        return attribute.names.index(given)
-    if given is None and attribute.default is None:
+    if value in attribute.names:
+        return attribute.names.index(value)
+    if value is None and attribute.default is None:
         return None
-    if (kind is float and type(given) is int) or (kind is bool and given in (0, 1)):
-        given = kind(given)
-    if kind is tuple and isinstance(given, list):
-        given = tuple(given)
-    if type(given) is not kind:
+    if (kind is float and type(value) is int) or (kind is bool and value in (0, 1)):
+        value = kind(value)
+    if kind is tuple and isinstance(value, list):
+        value = tuple(value)
+    if type(value) is not kind:
         wanted = " or ".join([*attribute.names, KINDS[kind][0]])
         wanted += " or None" if attribute.default is None else ""
-        raise KvkitError(f"{origin} {attribute.name}={brief(repr(given))}: expected {wanted}")
-    return given
+        raise KvkitError(f"{origin} {attribute.name}={brief(repr(value))}: expected {wanted}")
+    return value

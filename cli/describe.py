@@ -40,10 +40,15 @@ def describe(operator: str, for_programs: bool) -> None:
     click.echo(example(op))
 
 
-def attribute_dict(one: Attribute) -> dict[str, Any]:
-    """Return an attribute as a dict; a required one has no default."""
-    told = {"name": one.name, "type": one.kind.__name__, "about": one.about, "modes": dict(one.modes)}
-    return told if one.default is REQUIRED else told | {"default": one.default}
+def attribute_dict(attribute: Attribute) -> dict[str, Any]:
+    """Return an attribute as a dict; a required attribute has no default."""
+    entry = {
+        "name": attribute.name,
+        "type": attribute.kind.__name__,
+        "about": attribute.about,
+        "modes": dict(attribute.modes),
+    }
+    return entry if attribute.default is REQUIRED else entry | {"default": attribute.default}
 
 
 def input_table(op: Operator) -> Table:

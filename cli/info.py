@@ -49,7 +49,7 @@ def info(for_programs: bool) -> None:
 def compiled_code() -> list[dict[str, Any]]:
     """Count the compiled code on disk by its module and by the state of the package."""
     root, here = disk_cache.root_folder(), cache_folder()
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
     for path in sorted(root.glob("*/*.bin")) if root else ():
         module, state = module_of(path.stem), path.stem.split("-")[-2]
         if path.name.startswith("kvkit_cuda"):
@@ -60,9 +60,9 @@ def compiled_code() -> list[dict[str, Any]]:
             key = module, THIS
         else:
             key = "all", "other sources of kvkit"
-        count, size = found.get(key, (0, 0))
-        found[key] = count + 1, size + path.stat().st_size
-    rows = sorted(found.items(), key=lambda row: (row[0][1] != THIS, row[0]))
+        count, size = counts.get(key, (0, 0))
+        counts[key] = count + 1, size + path.stat().st_size
+    rows = sorted(counts.items(), key=lambda row: (row[0][1] != THIS, row[0]))
     return [{"of": of, "for": state, "variants": n, "bytes": size} for (of, state), (n, size) in rows]
 
 
@@ -96,8 +96,8 @@ def vector_instructions() -> str:
 
 def threading_layer() -> str:
     """Return the threading layer setting. Numba chooses when the first parallel kernel starts."""
-    asked = numba.config.THREADING_LAYER
-    return f"{asked}: the first of {', '.join(numba.config.THREADING_LAYER_PRIORITY)} that loads"
+    layer = numba.config.THREADING_LAYER
+    return f"{layer}: the first of {', '.join(numba.config.THREADING_LAYER_PRIORITY)} that loads"
 
 
 def cuda_state() -> str:

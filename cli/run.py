@@ -80,8 +80,8 @@ def run(
                 ),
             )
         over = ignored_arrays(op, contents.metadata)
-        there = mapped_arrays(source, contents.arrays, names)
-        arrays = {name: array for name, array in there.items() if name not in over}
+        named_arrays = mapped_arrays(source, contents.arrays, names)
+        arrays = {name: array for name, array in named_arrays.items() if name not in over}
         inputs, attributes = bind(op, source, arrays, settings)
         if only_check:
             check_call(op, inputs, attributes)
@@ -92,7 +92,7 @@ def run(
             block.enter_context(watch.watching(source, contents.mapped))
             results, seconds = call_operator(op, op.function(PACKAGES[backend]), inputs, attributes)
         changed = present(
-            {each.name: inputs[each.name] for each in op.inputs if each.changes(inputs[each.name])}
+            {array.name: inputs[array.name] for array in op.inputs if array.changes(inputs[array.name])}
         )
         outputs = present(dict(zip(op.returned(attributes), results, strict=not only_check)))
         outputs = {name: array for name, array in outputs.items() if name not in changed}
@@ -141,8 +141,8 @@ def mapped_arrays(path: Path | None, arrays: dict[str, Any], names: dict[str, st
     """Return what a file holds under the operator's names."""
     for array, name in names.items():
         if array not in arrays:
-            there = suggestion(array, arrays) or f"; there are {', '.join(map(brief, list(arrays)[:SHOWN]))}"
-            raise KvkitError(f"--map {array}={name}: {path or 'no IN.npz'} has no array {array}{there}")
+            hint = suggestion(array, arrays) or f"; there are {', '.join(map(brief, list(arrays)[:SHOWN]))}"
+            raise KvkitError(f"--map {array}={name}: {path or 'no IN.npz'} has no array {array}{hint}")
         if name in arrays and name not in names:
             raise KvkitError(f"--map {array}={name}: {path} has an array {name} too")
     return {names.get(name, name): array for name, array in arrays.items()}
@@ -176,7 +176,7 @@ def check_targets(
     for option, path in (("IN.npz", source), ("-o", output)):
         if str(path) == "-":
             raise KvkitError(f"{option} -: .npz files are not read from or written to pipes: name a file")
-    there = source is not None and source.exists()
+    source_exists = source is not None and source.exists()
     if output is not None:
         if output.suffix in FOREIGN:
             other = output.with_suffix(".npz")
@@ -184,9 +184,9 @@ def check_targets(
                 f"-o {output}: results are written as .npz, not as {output.suffix}: give -o {other}"
             )
         npz.check_target(output)
-        if output.exists() and there and output.samefile(source):
+        if output.exists() and source_exists and output.samefile(source):
             raise KvkitError(f"{output}: -o names the input: give another name, or --in-place")
-    if in_place and there:
+    if in_place and source_exists:
         npz.check_target(source)
 
 

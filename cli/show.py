@@ -75,10 +75,12 @@ def as_json(thing: Any) -> None:
 
 def table(title: str | None, *columns: str) -> Table:
     """Return an empty table. Long cells are folded, but never names in the first column; none is cut."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    new_table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for i, column in enumerate(columns):
-        made.add_column(column, overflow="fold", no_wrap=i == 0)
-    return made
+        new_table.add_column(column, overflow="fold", no_wrap=i == 0)
+    return new_table
 
 
 def kept_in(folder: Path | None) -> str:
@@ -99,12 +101,12 @@ def shape(lengths: Iterable[int]) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
-    known, low = {each.lower(): each for each in known}, name.lower()
-    likely = [each for each in known if each == low]
+    originals, low = {known_name.lower(): known_name for known_name in known}, name.lower()
+    likely = [key for key in originals if key == low]
     if len(low) > 2:
-        likely += [each for each in known if each.startswith(low)] + [each for each in known if low in each]
-    likely += difflib.get_close_matches(low, known, n=1)
-    return f" (did you mean {known[likely[0]]}?)" if likely else ""
+        likely += [key for key in originals if key.startswith(low)] + [key for key in originals if low in key]
+    likely += difflib.get_close_matches(low, originals, n=1)
+    return f" (did you mean {originals[likely[0]]}?)" if likely else ""
 
 
 @contextlib.contextmanager

@@ -98,13 +98,13 @@ def replay(ctx: click.Context, folder: Path, as_json: bool, **options: Any) -> N
     print_result(ctx, with_progress("replaying", as_json, tools.replay, folder=folder, **options), as_json)
 
 
-@vectors.command()
+@vectors.command("diff")
 @click.argument("folder", metavar="FOLDER", type=PATH)
 @click.argument("results", metavar="RESULTS", type=PATH)
 @OPERATOR
 @AS_JSON
 @click.pass_context
-def diff(ctx: click.Context, folder: Path, results: Path, as_json: bool, **options: Any) -> None:
+def diff_results(ctx: click.Context, folder: Path, results: Path, as_json: bool, **options: Any) -> None:
     """Compare a device's results, files CASE/NAME.npy, with a pack."""
     print_result(
         ctx,

@@ -123,11 +123,11 @@ def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
         process = idle.get()
         process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")
         process.stdin.flush()
-        said = process.stdout.readline().strip()
-        if not said:
+        answer = process.stdout.readline().strip()
+        if not answer:
             raise RuntimeError(f"compiling {name} failed")
         idle.put(process)
-        return name + json.loads(said)
+        return name + json.loads(answer)
 
     with (
         contextlib.ExitStack() as started,
@@ -142,5 +142,5 @@ def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
             started.callback(process.kill)
             idle.put(process)
         for wave in waves:
-            for ended in concurrent.futures.as_completed([pool.submit(run, *each) for each in wave]):
-                done(ended.result())
+            for finished in concurrent.futures.as_completed([pool.submit(run, *task) for task in wave]):
+                done(finished.result())

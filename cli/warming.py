@@ -63,10 +63,10 @@ def attention(kind: Kind) -> None:
 
 def attention_to_cache(kind: Kind) -> None:
     """Attend over a cache with a prompt, then with a token."""
-    given = empty(kind, PROMPT + 1)
+    arguments = empty(kind, PROMPT + 1)
     for past, tokens in ((0, PROMPT), (PROMPT, 1)):
         query, new = arrays(kind, tokens, kind.queries), arrays(kind, tokens)
-        kvkit.multi_head_cache_attention(query, new, new, past, **given, **heads(kind))
+        kvkit.multi_head_cache_attention(query, new, new, past, **arguments, **heads(kind))
 
 
 def heads(kind: Kind) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def kernels(kind: Kind) -> str:
     from kvkit_cuda import warm
 
     before = dict(warm.compiled.counts)
-    found = warm.warm(kind.cache, kind.group, kind.data, kind.dim, kind.queries, SCALE)
-    return ": " + ", ".join(f"{count - before[what]} {what}" for what, count in found.items())
+    counts = warm.warm(kind.cache, kind.group, kind.data, kind.dim, kind.queries, SCALE)
+    return ": " + ", ".join(f"{count - before[what]} {what}" for what, count in counts.items())
 
 
 TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step, kernels)}

@@ -37,8 +37,8 @@ class ShardActors:
         places = [workers[i % len(workers)] for i in range(len(arguments))]
         self.names = [f"shard {i} on {worker}" for i, worker in enumerate(places)]
         self._futures = [  # an actor lives as long as its future
-            client.submit(ShardActor, *each, actor=True, pure=False, workers=[worker])
-            for each, worker in zip(arguments, places, strict=True)
+            client.submit(ShardActor, *shard_arguments, actor=True, pure=False, workers=[worker])
+            for shard_arguments, worker in zip(arguments, places, strict=True)
         ]
         self._actors = self._wait_for_actors()
         self.call([("about",)] * len(places))
@@ -54,7 +54,7 @@ class ShardActors:
             answers = self._client.sync(self._exchange, messages)
         except Exception as error:  # the client is closed
             answers = dict.fromkeys(messages, error)
-        self._refuse_lost({i: each for i, each in answers.items() if isinstance(each, Exception)})
+        self._refuse_lost({i: answer for i, answer in answers.items() if isinstance(answer, Exception)})
         self.traffic += sum(map(len, messages.values())) + sum(map(len, answers.values()))
         results = [pickle.loads(answers[i]) if i in answers else None for i in range(len(calls))]
         for result in results:
@@ -92,7 +92,7 @@ class ShardActors:
 
     async def _exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes | Exception]:
         """Send messages by shard; return the answers, or the exception of a shard that is lost."""
-        tasks = {i: asyncio.ensure_future(self._answer(i, each)) for i, each in messages.items()}
+        tasks = {i: asyncio.ensure_future(self._answer(i, message)) for i, message in messages.items()}
         _, late = await asyncio.wait(tasks.values(), timeout=self.timeout)
         for task in late:
             task.cancel()

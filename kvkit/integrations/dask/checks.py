@@ -33,16 +33,16 @@ class AttendCall(NamedTuple):
     sinks: Array | None
 
 
-def checked_sizes(given: dict[str, Any]) -> dict[str, Any]:
+def checked_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Check the arguments of a cache that its folder keeps; return them complete."""
-    text("format", given["format"], FORMATS)
-    text("split", given["split"], ("tokens", "heads"))
+    text("format", arguments["format"], FORMATS)
+    text("split", arguments["split"], ("tokens", "heads"))
     names = "num_layers", "page_size", "num_kv_heads", "head_dim", "num_blocks", "shards"
-    sizes = {name: integer(name, given[name], 1) for name in names}
-    interleave = sizes["page_size"] if given["interleave"] is None else given["interleave"]
-    default = given["format"] if given["format"] in map(str, FLOATS) else "float16"
-    dtype = float_format("dtype", given["dtype"] or default).name
-    return given | sizes | {"dtype": dtype, "interleave": integer("interleave", interleave, 1)}
+    sizes = {name: integer(name, arguments[name], 1) for name in names}
+    interleave = sizes["page_size"] if arguments["interleave"] is None else arguments["interleave"]
+    default = arguments["format"] if arguments["format"] in map(str, FLOATS) else "float16"
+    dtype = float_format("dtype", arguments["dtype"] or default).name
+    return arguments | sizes | {"dtype": dtype, "interleave": integer("interleave", interleave, 1)}
 
 
 def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:

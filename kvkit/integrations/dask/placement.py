@@ -25,11 +25,13 @@ class Placement:
 
     def token_counts(self, length: int) -> list[int]:
         """Return how many of the first ``length`` tokens each shard has."""
-        each = self.interleave
-        if not each:
+        interleave = self.interleave
+        if not interleave:
             return [length] * self.count
-        rounds, rest = divmod(length, each * self.count)
-        return [rounds * each + min(max(rest - i * each, 0), each) for i in range(self.count)]
+        rounds, rest = divmod(length, interleave * self.count)
+        return [
+            rounds * interleave + min(max(rest - i * interleave, 0), interleave) for i in range(self.count)
+        ]
 
     def token_indices(self, start: int, stop: int) -> list[Any]:
         """Return what indexes each shard's tokens among those of [start, stop), None if it has none."""
@@ -54,7 +56,7 @@ class Placement:
         own = slice(heads.start * group, heads.stop * group)
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, own]
-        slopes, sinks = (None if each is None else each[own] for each in (call.slopes, call.sinks))
+        slopes, sinks = (None if array is None else array[own] for array in (call.slopes, call.sinks))
         return call._replace(query=call.query[:, own], mask=mask, slopes=slopes, sinks=sinks)
 
 

@@ -22,7 +22,7 @@ def operator_classes() -> list[type]:
         for op in operators.OPERATORS.values()
         if op.source.startswith(SOURCE)
     }
-    made = []
+    op_classes = []
     for path, op in by_path.items():
         suffix, _, name = path.rpartition(".")
         for root in ROOTS:
@@ -33,8 +33,8 @@ def operator_classes() -> list[type]:
                 "static": by_path.get(name, op),
                 "__doc__": op.summary,
             }
-            made.append(type(name, (PmxOperator,), members))
-    return made
+            op_classes.append(type(name, (PmxOperator,), members))
+    return op_classes
 
 
 class PmxOperator(OpRun):
@@ -51,7 +51,7 @@ class PmxOperator(OpRun):
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
         op = self.operator if len(inputs) >= required_inputs(self.operator) else self.static
         function = op.function()
-        names = [given.name for given in op.inputs if not given.keyword]
+        names = [spec.name for spec in op.inputs if not spec.keyword]
         arguments = dict(zip(names, inputs, strict=False))
         arguments |= {name: argument(name, value) for name, value in attributes.items()}
         try:
@@ -67,7 +67,7 @@ class PmxOperator(OpRun):
 
 def required_inputs(op: operators.Operator) -> int:
     """Return the number of inputs up to the last required one."""
-    return max((i for i, given in enumerate(op.inputs, 1) if not given.optional), default=0)
+    return max((i for i, spec in enumerate(op.inputs, 1) if not spec.optional), default=0)
 
 
 def argument(name: str, value: Any) -> Any:

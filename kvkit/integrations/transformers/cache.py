@@ -81,13 +81,13 @@ class KvkitCache(Cache):
         if config is not None:
             options = geometry(config, kind) | options
         make = functools.partial(KINDS[kind], **options)
-        wanted = [name for name in GEOMETRY if name not in options] if kind == "paged" and config else []
-        if wanted:
+        unknown = [name for name in GEOMETRY if name not in options] if kind == "paged" and config else []
+        if unknown:
             inspect.signature(PagedCache).bind(
-                **options | dict.fromkeys(wanted)
+                **options | dict.fromkeys(unknown)
             )  # refuses unknown options at once
             self._hold(DynamicCache(options["num_layers"]), config)
-            self._make, self._wanted = make, wanted
+            self._make, self._wanted = make, unknown
         else:
             self._hold(make(), config)
 
@@ -184,8 +184,8 @@ class KvkitCache(Cache):
             )
         _, heads, _, dim = key_states.shape
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
-        given = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
-        self.cache, self._make = make(**{name: given[name] for name in self._wanted}), None
+        geometry_of_keys = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
+        self.cache, self._make = make(**{name: geometry_of_keys[name] for name in self._wanted}), None
 
     # What is there
 
@@ -243,7 +243,11 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
             raise argument_error("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
     if kind == "paged":
         return {"num_layers": len(names)}
-    windows = {given["sliding_window"] for given in arguments if "sliding_window" in given}
+    windows = {
+        layer_arguments["sliding_window"]
+        for layer_arguments in arguments
+        if "sliding_window" in layer_arguments
+    }
     if len(windows) > 1:
         raise argument_error("config", "one size of window", f"{sorted(windows)}")
     return {

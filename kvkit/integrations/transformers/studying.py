@@ -65,13 +65,13 @@ def study(
     >>> found.summary[0].agreement
     1.0
     """
-    wanted = list_schemes(schemes)
+    chosen = list_schemes(schemes)
     if len(ids) < 2:
         raise argument_error("ids", "two tokens or more", len(ids))
-    total = len(wanted) + 1
+    total = len(chosen) + 1
     seen = {}
 
-    def kept(
+    def record(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         seen[layer] = query[:, :, -QUERIES:], key, value
@@ -81,17 +81,17 @@ def study(
         if progress:
             progress(count, total)
 
-    own = read(model, ids, kept)
+    own = read_text(model, ids, record)
     done(1)
-    found = study_layers(Lazy(open_cache, arrays_of(seen)), Lazy(list, wanted))
+    comparison = study_layers(Lazy(open_cache, arrays_of(seen)), Lazy(list, chosen))
     summary = []
-    for number, ((_, *sides), one) in enumerate(zip(wanted, found.summary, strict=True), 2):
-        coded = read(model, ids, through(*sides))
+    for number, ((_, *sides), row) in enumerate(zip(chosen, comparison.summary, strict=True), 2):
+        coded = read_text(model, ids, through(*sides))
         agreement = float((coded.best == own.best).mean())
-        summary.append(replace(one, perplexity=coded.perplexity, agreement=agreement))
+        summary.append(replace(row, perplexity=coded.perplexity, agreement=agreement))
         done(number)
     note = f"perplexity of the model as it is: {own.perplexity:.2f}, over {len(ids) - 1} tokens"
-    return replace(found, source=type(model).__name__, summary=summary, notes=(*found.notes, note))
+    return replace(comparison, source=type(model).__name__, summary=summary, notes=(*comparison.notes, note))
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Reading:
     perplexity: float  # of those that came
 
 
-def read(model: Any, ids: Sequence[int], between: Callable[..., Any]) -> Reading:
+def read_text(model: Any, ids: Sequence[int], between: Callable[..., Any]) -> Reading:
     """Read a text. `between(layer, query, key, value)` returns the keys and values that attention sees."""
     tokens = torch.tensor([list(ids)])
     with attending(model, between), torch.inference_mode():
@@ -154,8 +154,8 @@ def through(*schemes: Any) -> Callable[..., Any]:
 
     def coded(scheme: Any, states: torch.Tensor) -> torch.Tensor:
         x = np.ascontiguousarray(to_numpy("states", states)[0].swapaxes(0, 1), np.float32)
-        found = np.asarray(scheme.decode(scheme.encode(x)), np.float32)
-        return tensor_of(found.swapaxes(0, 1)[None]).to(states.dtype)
+        decoded = np.asarray(scheme.decode(scheme.encode(x)), np.float32)
+        return tensor_of(decoded.swapaxes(0, 1)[None]).to(states.dtype)
 
     def between(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
