@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from device_arrays import Array, contents
-from quant_format_scenes import BAD, CASES, SLOW, empty, normal
+from quant_format_scenes import BAD, CASES, SLOW, bad_call, empty, normal
 
 import kvkit
 import kvkit_cuda
@@ -77,13 +77,6 @@ def test_a_plan_of_pages_repeats(rng):
 
 @pytest.mark.parametrize("what", BAD)
 def test_refused(what, rng):
-    cache, scale, _ = empty("e4m3", "head", rng)
-    changes, message = BAD[what]
-    given = {name: np.zeros((B, 1, H, D), np.float32) for name in ("current_key", "current_value")}
-    given |= {"start_pos": 0, "cache": cache, "scale": scale, "quant_format": "e4m3"} | changes
-    if given["quant_format"] == "q8_0":
-        given["cache"] = np.zeros((B, 1, 2, 40, H, 68), np.uint8)
-    if what == "int8 keys":
-        given["current_value"] = given["current_key"]
+    given, message = bad_call(what, rng)
     with pytest.raises(kvkit.KvkitError, match=message):
         kvkit_cuda.key_value_cache(**given)

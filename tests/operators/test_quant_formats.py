@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quant_format_scenes import BAD, CASES, HEADS, ROOM, SLOW, B, D, H, empty, normal
+from quant_format_scenes import BAD, CASES, HEADS, SLOW, B, D, H, bad_call, empty, normal
 
 import kvkit
 from kvkit import KvkitError, formats
@@ -103,13 +103,6 @@ def test_scales_that_change_between_runs(rng):
 
 @pytest.mark.parametrize("what", BAD)
 def test_refused(what, rng):
-    cache, scale, _ = empty("e4m3", "head", rng)
-    changes, message = BAD[what]
-    given = {name: np.zeros((B, 1, H, D), np.float32) for name in ("current_key", "current_value")}
-    given |= {"start_pos": 0, "cache": cache, "scale": scale, "quant_format": "e4m3"} | changes
-    if given["quant_format"] == "q8_0":
-        given["cache"] = np.zeros((B, 1, 2, ROOM, H, 68), np.uint8)
-    if what == "int8 keys":
-        given["current_value"] = given["current_key"]
+    given, message = bad_call(what, rng)
     with pytest.raises(KvkitError, match=message):
         kvkit.key_value_cache(**given)

@@ -25,6 +25,19 @@ def empty(name, shared, rng):
     return cache, rng.uniform(0.2, 2, (2, H) if shared == "head" else 2).astype(np.float32), how
 
 
+def bad_call(what, rng):
+    """(arguments of a call that is refused, what the error says)."""
+    cache, scale, _ = empty("e4m3", "head", rng)
+    changes, message = BAD[what]
+    given = {name: np.zeros((B, 1, H, D), np.float32) for name in ("current_key", "current_value")}
+    given |= {"start_pos": 0, "cache": cache, "scale": scale, "quant_format": "e4m3"} | changes
+    if given["quant_format"] == "q8_0":
+        given["cache"] = np.zeros((B, 1, 2, ROOM, H, 68), np.uint8)
+    if what == "int8 keys":
+        given["current_value"] = given["current_key"]
+    return given, message
+
+
 def normal(rng, *shape):
     return rng.standard_normal(shape).astype(np.float16)
 
