@@ -178,21 +178,6 @@ def test_a_static_layer_returns_its_memory():
     assert append(layer, 5) == [5, 0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", ["static", "static sliding"])
-@pytest.mark.parametrize("many", [3, 20])
-def test_released_slots_are_zeros(kind, many):
-    """Released slots are zeros again: a crop is as if the tokens had never come."""
-    one, other = LAYERS[kind](), LAYERS[kind]()
-    append(one, 1, 2)
-    append(other, 1, 2)
-    append(one, 30)
-    one.crop(-1)
-    for value in range(3, min(3 + many, 12)):
-        assert append(one, value) == append(other, value)
-    one.reset()
-    assert append(one, 7) == append(LAYERS[kind](), 7)
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "sliding"])
 def test_reset_of_a_growing_layer_forgets_its_shape(kind):
     layer = filled(kind)

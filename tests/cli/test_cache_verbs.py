@@ -226,15 +226,6 @@ def test_draw_layouts(run, file, tmp_path):
     assert_refused(run("draw", tmp_path / "x.npy"), "it has no tables and says no layout")
 
 
-@pytest.mark.parametrize(
-    "verb", ["layouts", "inspect", "convert", "draw", "study", "check", "diff", "vectors"]
-)
-def test_help_has_an_example(run, verb):
-    code, out, _ = run(verb, "--help")
-    assert code == 0
-    assert f"  kvkit {verb} " in out
-
-
 def test_cells_of_llama_cpp_become_pages(run, tmp_path, rng):
     cells = [(position, ids) for position, ids in ((0, [3, 7]), (1, [3, 7]), (2, [7]), (2, [3]))]
     rows = [[rng.bytes(2 * HEADS * DIM) for _ in cells] for _ in range(2)]
