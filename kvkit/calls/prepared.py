@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from kvkit import cpu
+from kvkit.runtime.addresses import address, places_of
 from kvkit.typed import Array
 
 MOST = 4096  # forms of calls that are remembered
@@ -24,7 +25,7 @@ def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
     """Return what decides a call but for the addresses of its arrays; None if one is no array.
 
     Attributes come with their types: True is 1, and 1.0 too, but they are not all legal. So attributes that
-    are tuples are given member by member as well, see `members`.
+    are tuples are given member by member as well, see `tuple_members`.
     """
     try:
         shapes = [
@@ -48,13 +49,7 @@ def is_pair(out: object) -> bool:
 
 def is_unaligned(out: Iterable[Array] | None) -> bool | None:
     """Return whether given outputs lie where a load may not write around the caches: it takes other code."""
-    return None if out is None else any(cpu.launches.address(array) % 16 for array in out)
-
-
-def places_of(arrays: Iterable[Array | None]) -> list[int]:
-    """Return the addresses of arrays, 0 for None."""
-    address = cpu.launches.address
-    return [0 if array is None else address(array) for array in arrays]
+    return None if out is None else any(place % 16 for place in places_of(out))
 
 
 class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
@@ -130,7 +125,7 @@ class PreparedCall:
         self._planned = None if attention is None else cpu.attention.prepare.planned(attention)
         names = list(arrays)
         places = {
-            name: array if isinstance(array, int) else cpu.launches.address(array)
+            name: array if isinstance(array, int) else address(array)
             for name, array in arrays.items()
             if array is not None
         }

@@ -11,6 +11,7 @@ from kvkit.checks.arguments import PackedPositions, RotaryArguments, StaticPosit
 from kvkit.checks.positions import checked_rotation, positions_of
 from kvkit.checks.tensors import one_piece
 from kvkit.runtime import result_pool
+from kvkit.runtime.addresses import places_of
 from kvkit.typed import Array, Pair
 
 ARRAYS = "query", "key", "turned query", "turned key"
@@ -34,8 +35,8 @@ def rotate(
     if (out is None or is_pair(out)) and arguments.cos is None and arguments.sin is None:
         form = form_of((*arrays, *(out or ())), arguments)
     if form and out:
-        address = cpu.launches.address
-        form += is_unaligned(out), *(address(a) == address(b) for a, b in zip(arrays, out, strict=True))
+        places = zip(places_of(arrays), places_of(out), strict=True)
+        form += is_unaligned(out), *(here == there for here, there in places)
     prepared = rotations.take(form)
     if prepared:
         call, *own = prepared

@@ -27,10 +27,9 @@ from numba.core.runtime import rtsys
 from numba.core.typing.ctypes_utils import to_ctypes
 
 from kvkit.runtime import disk_cache, lazy_imports, locks, notices, numba_068, source_digest
+from kvkit.runtime.addresses import address as address
 
 Function = Callable[..., Any]
-DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
-pointer_at = ctypes.c_void_p.from_address
 Integers = Any  # int64 where an address says, as kernels index them
 INDEX = numba.types.CPointer(numba.types.int64)  # where int64 lie
 LIVE_CODE: list["Code"] = []  # kernels know callbacks by address only: their code must outlive every variable
@@ -114,11 +113,6 @@ class Code:
 def ctypes_type(kind: Any) -> Any:
     """Return the type by which ctypes passes one of Numba's: a pointer as an address."""
     return ctypes.c_void_p if isinstance(kind, numba.types.CPointer) else to_ctypes(kind)
-
-
-def address(array: np.ndarray) -> int:
-    """Return `array.ctypes.data` in a sixth of its time: a decode step asks many times a layer."""
-    return pointer_at(id(array) + DATA).value  # type: ignore[return-value]
 
 
 def full_name(function: Function) -> str:

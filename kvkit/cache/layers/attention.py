@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from kvkit import cpu
-from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, places_of
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import NO_MASK, MaskPlace
 from kvkit.checks.values import flag
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
+from kvkit.runtime.addresses import places_of
 from kvkit.typed import Array, Attended
 
 

@@ -9,11 +9,12 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.blocks.step import Step
-from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, places_of
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.arguments import Heads, Scoring, StepArguments
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
+from kvkit.runtime.addresses import places_of
 from kvkit.typed import Array, Attended, Pair
 
 
