@@ -104,7 +104,7 @@ def cuda_state() -> str:
     """Return the device that the GPU package runs on, or what it lacks."""
     from kvkit_cuda.device_runtime import needs
 
-    missing = needs.told()
+    missing = needs.messages()
     if missing:
         return f"not available: {'; '.join(missing)}"
 

@@ -1,4 +1,4 @@
-"""The GPU twin of `kvkit`: the same operators for arrays of CUDA devices, and for numpy arrays.
+"""The GPU mirror of `kvkit`: the same operators for arrays of CUDA devices, and for numpy arrays.
 
 Importing it touches neither Numba nor a driver; the first call does.
 """
@@ -6,7 +6,7 @@ Importing it touches neither Numba nor a driver; the first call does.
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, twin
+from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, on_device
 
 __all__ = [
     "DeviceError",
@@ -26,16 +26,16 @@ __all__ = [
     "swap_blocks",
 ]
 
-key_value_cache = twin("key_value_cache", BITS)
-multi_head_attention = twin("multi_head_attention", SUMS)
-multi_head_cache_attention = twin("multi_head_cache_attention", BITS, CODES, SUMS)
-merge_attention_states = twin("merge_attention_states")
-paged_attention = twin("paged_attention", SUMS)
-paged_append = twin("paged_append")
-swap_blocks = twin("swap_blocks")
-rotary_position_embedding = twin("rotary_position_embedding", ANGLES)
-alibi_slope = twin("alibi_slope")
-alibi_mask = twin("alibi_mask")
+key_value_cache = on_device("key_value_cache", BITS)
+multi_head_attention = on_device("multi_head_attention", SUMS)
+multi_head_cache_attention = on_device("multi_head_cache_attention", BITS, CODES, SUMS)
+merge_attention_states = on_device("merge_attention_states")
+paged_attention = on_device("paged_attention", SUMS)
+paged_append = on_device("paged_append")
+swap_blocks = on_device("swap_blocks")
+rotary_position_embedding = on_device("rotary_position_embedding", ANGLES)
+alibi_slope = on_device("alibi_slope")
+alibi_mask = on_device("alibi_mask")
 
 
 def __dir__():

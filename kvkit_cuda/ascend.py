@@ -1,7 +1,7 @@
 """Ascend's ReshapeAndCache and the operators beside it on the device; index tensors are made on the host."""
 
 from kvkit.ascend import CompressType, Slots, compressed_slots, razor_windows, slots
-from kvkit_cuda.mirror import SUMS, twin
+from kvkit_cuda.mirror import SUMS, on_device
 
 __all__ = [
     "CompressType",
@@ -17,9 +17,9 @@ __all__ = [
     "slots",
 ]
 
-reshape_and_cache = twin("ascend.reshape_and_cache")
-paged_cache_load = twin("ascend.paged_cache_load")
-block_copy = twin("ascend.block_copy")
-paged_attention = twin("ascend.paged_attention", SUMS)
-nd_to_nz = twin("ascend.nd_to_nz")
-nz_to_nd = twin("ascend.nz_to_nd")
+reshape_and_cache = on_device("ascend.reshape_and_cache")
+paged_cache_load = on_device("ascend.paged_cache_load")
+block_copy = on_device("ascend.block_copy")
+paged_attention = on_device("ascend.paged_attention", SUMS)
+nd_to_nz = on_device("ascend.nd_to_nz")
+nz_to_nd = on_device("ascend.nz_to_nd")

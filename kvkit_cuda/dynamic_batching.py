@@ -1,6 +1,6 @@
 """The operators over dynamic caches on the device, and the plan of a step."""
 
-from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, twin
+from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, on_device
 
 __all__ = [
     "Plan",
@@ -38,16 +38,18 @@ class Plan:
     def __init__(self, step):
         self.step = step  # as `calls.steps` has it
 
-    key_value_cache = twin("dynamic_batching.Plan.key_value_cache")
-    multi_head_cache_attention = twin("dynamic_batching.Plan.multi_head_cache_attention")
+    key_value_cache = on_device("dynamic_batching.Plan.key_value_cache")
+    multi_head_cache_attention = on_device("dynamic_batching.Plan.multi_head_cache_attention")
 
 
-plan = twin(
+plan = on_device(
     "dynamic_batching.plan", TABLE, ONCE, own={"check": (True, CHECK), "into": (None, INTO)}, then=Plan
 )
-key_value_cache = twin("dynamic_batching.key_value_cache", BITS, TABLE)
-multi_head_attention = twin("dynamic_batching.multi_head_attention", SUMS)
-multi_head_cache_attention = twin("dynamic_batching.multi_head_cache_attention", BITS, CODES, SUMS, TABLE)
-position_index = twin("dynamic_batching.position_index")
-rotary_position_embedding = twin("dynamic_batching.rotary_position_embedding", ANGLES)
-alibi_mask = twin("dynamic_batching.alibi_mask")
+key_value_cache = on_device("dynamic_batching.key_value_cache", BITS, TABLE)
+multi_head_attention = on_device("dynamic_batching.multi_head_attention", SUMS)
+multi_head_cache_attention = on_device(
+    "dynamic_batching.multi_head_cache_attention", BITS, CODES, SUMS, TABLE
+)
+position_index = on_device("dynamic_batching.position_index")
+rotary_position_embedding = on_device("dynamic_batching.rotary_position_embedding", ANGLES)
+alibi_mask = on_device("dynamic_batching.alibi_mask")

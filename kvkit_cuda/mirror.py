@@ -73,7 +73,7 @@ def parameter(name, default):
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def twin(path, *notes, own=None, then=None):
+def on_device(path, *notes, own=None, then=None):
     """Return the operator of `kvkit` with that path, on a device.
 
     Its words end with `notes` on what differs. It has `own` arguments besides, with their defaults and words,

@@ -1,4 +1,7 @@
-"""Copy the bias of rows of a cache to the rows of contexts in blocks, times the scale."""
+"""Copy the bias of rows of a cache to the rows of contexts in blocks, times the scale.
+
+target[entry, p] = scale source[table[entry, p // block_size] / step, p % block_size]
+"""
 
 import functools
 

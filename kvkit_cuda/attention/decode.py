@@ -47,7 +47,7 @@ def attend(form):
     """Return the kernel of a form."""
     rows, stages, step_tokens = form.thread_rows, form.stages, form.warps * TOKENS
     held_queries, held_scores = form.blocks * form.keys.panels * 4, rows * form.columns
-    held_sums, weighed = rows * form.width, form.weighs
+    held_sums, biased = rows * form.width, form.weighs
     key_bytes, stage_bytes, ring_bytes = form.keys.bytes, form.stage_bytes, form.ring_bytes
     last_stage, bases = (stages - 1) * stage_bytes, stages * stage_bytes
     place_of_tiles, load_queries = memory.shared(form.shared_bytes), panels.query_loader(form)
@@ -94,11 +94,11 @@ def attend(form):
                     arrived()
                     meet()
                     multiply_keys(q, place, lane, mask, words, s)  # [rows, tokens]
-                    if weighed:
+                    if biased:
                         apply_bias_and_mask(params, step, item, lane, begin, s)
                     if begin < since or begin + TOKENS > until:
                         hide(params, step, item, lane, begin, high, s)
-                    update_softmax(s, state, LOG2E if weighed else scale * LOG2E)
+                    update_softmax(s, state, LOG2E if biased else scale * LOG2E)
                     at = int32(place + key_bytes)
                     if attempt == 0:
                         multiply_values(s, at, lane, mask, words, o)  # [rows, value dim]

@@ -78,7 +78,7 @@ def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[
 
 def form_of(record, context, most_rows):
     """Return the form of the kernel for a call."""
-    sizes, weighs = (context.dim, context.value_dim), fragments.weighed(record)
+    sizes, weighs = (context.dim, context.value_dim), fragments.needs_bias_or_mask(record)
     kinds = context.packed, context.stored, context.cell, context.group
     unit = next(unit for unit in UNITS if cells_suit(record, context, sizes, unit))
     return form(*kinds, *sizes, most_rows, weighs, unit)

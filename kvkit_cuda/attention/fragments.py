@@ -120,7 +120,7 @@ def suits(record, context, reach, most_rows, alignment):
     return whole and known and short and aligned
 
 
-def weighed(record):
+def needs_bias_or_mask(record):
     """Whether scores are more than products: capped, biased or masked, or larger for smaller products."""
     positive = 0 < record.scale < INFINITY
     return bool(record.cap or record.alibi or record.mask or not positive)
@@ -144,15 +144,12 @@ def mma(element, width, transposed=False):
     return device.inlined(mma)
 
 
-def in_turn(part, count):
-    """(.., i): what `part` does for each i below `count`, in turn: compilers unroll no loop as long.
-
-    It takes four arguments before i.
-    """
+def unrolled(part, count):
+    """(a, b, c, d, i): call `part` for each i below `count`: compilers unroll no loop as long."""
     if count == 1:
         return part
     half = count // 2
-    first, second = in_turn(part, half), in_turn(part, count - half)
+    first, second = unrolled(part, half), unrolled(part, count - half)
 
     def both(a, b, c, d, i):
         first(a, b, c, d, i)
@@ -190,7 +187,7 @@ def multiply_keys(form):
             multiply(a, b0, b1, s, block)
             multiply(a, b2, b3, s, block + 1)
 
-    steps = in_turn(device.part(step), form.dim // 16)
+    steps = unrolled(device.part(step), form.dim // 16)
 
     def multiply_keys(q, k, a, s):
         for i in range(strips * tokens // 2):

@@ -166,22 +166,22 @@ def merge_states(packed):
         The arrays are the outputs of the parts and attn_output, then the same of the log-sum-exps.
         """
         axes, parts = sizes.shape[0] - 1, places.shape[0] // 2 - 1
-        top, total = numeric.MINUS_INF, np.float32(0)
+        m, l = numeric.MINUS_INF, np.float32(0)
         for part in range(parts):
-            top = max(top, lse_at(sizes, places, parts + 1 + part, axes))
+            m = max(m, lse_at(sizes, places, parts + 1 + part, axes))
         for part in range(parts):
             lse = lse_at(sizes, places, parts + 1 + part, axes)
-            total = numeric.with_total(total, top, np.float32(1), lse)
+            l = numeric.with_total(l, m, np.float32(1), lse)
         if cuda.threadIdx.x == 0:
-            write_float(row_at(sizes, places, 2 * parts + 1, axes), log_sum(top, total))
-        factor = numeric.share_of(np.float32(1), total, np.float32(1))
+            write_float(row_at(sizes, places, 2 * parts + 1, axes), log_sum(m, l))
+        factor = numeric.share_of(np.float32(1), l, np.float32(1))
         for e in range(cuda.threadIdx.x, sizes[axes], cuda.blockDim.x):
-            whole = np.float32(0)
+            o = np.float32(0)
             for part in range(parts):
-                share = weight(lse_at(sizes, places, parts + 1 + part, axes), top) * factor
+                share = weight(lse_at(sizes, places, parts + 1 + part, axes), m) * factor
                 at = row_at(sizes, places, part, axes) + e * places[part, axes + 1]
-                whole = scores.with_part(whole, read(at), share)
-            write(row_at(sizes, places, parts, axes) + e * places[parts, axes + 1], whole)
+                o = scores.with_part(o, read(at), share)
+            write(row_at(sizes, places, parts, axes) + e * places[parts, axes + 1], o)
 
     return merge_states
 

@@ -119,7 +119,7 @@ def multiply_values(form):
     tile, blocks, width = form.values, form.blocks, form.width
     multiply = mma(form.element, width, form.fragment.transposed)
     panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
-    packed, turned, coded = ptx.packed(form.element), ptx.turned, tile.cell is not None
+    packed, transposed, coded = ptx.packed(form.element), ptx.transposed, tile.cell is not None
     take, zipped = (piece_loader(tile), pair_decoder(tile)) if coded else (read, read)
 
     def fetch_codes(place, panel, words):
@@ -146,7 +146,7 @@ def multiply_values(form):
     def multiply_values(p, at, lane, mask, words, o):
         for i in range(2 * blocks):
             j = i // 2 * 4 + i % 2
-            words[B + i] = turned(packed(p[j], p[j + 2]))
+            words[B + i] = transposed(packed(p[j], p[j + 2]))
         lane = fresh_register(lane)
         place = begin(at, (lane & 3) * 2, lane >> 2 & 7, mask)
         for panel in range(panels):

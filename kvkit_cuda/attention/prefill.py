@@ -106,7 +106,7 @@ def form(element, stored, cell, dim, value_dim, weighs):
 def form_of(record, context):
     """Return the form of the kernel for a call."""
     sizes = context.dim, context.value_dim
-    return form(context.packed, context.stored, context.cell, *sizes, fragments.weighed(record))
+    return form(context.packed, context.stored, context.cell, *sizes, fragments.needs_bias_or_mask(record))
 
 
 class HeadAddresses(NamedTuple):
@@ -166,7 +166,7 @@ def tile_loader(form):
 
 def attend(form):
     """Return the kernel of a form."""
-    tokens, warp_rows, weighed = form.tokens, form.warp_rows, form.weighs
+    tokens, warp_rows, biased = form.tokens, form.warp_rows, form.weighs
     held_words, held_rows = 4 * form.strips, form.thread_rows
     held_scores, held_sums = held_rows * form.columns, held_rows * form.width
     key_bytes, stage_bytes, block = form.key_bytes, form.stage_bytes, memory.dynamic(form.shared_bytes)
@@ -224,11 +224,11 @@ def attend(form):
                     row_id = row_id_of(params, by, table, item.b, min(int32(coming + tokens + lane), final))
                 if begin < some.end and coming > some.begin:
                     multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
-                    if weighed:
+                    if biased:
                         apply_bias_and_mask(params, step, item, thread, begin, s)
                     if begin < common.begin or coming > common.end:
                         hide(params, step, item, thread, begin, high, s)
-                    update_softmax(s, state, LOG2E if weighed else scale * LOG2E)
+                    update_softmax(s, state, LOG2E if biased else scale * LOG2E)
                     if attempt == 0:
                         multiply_values(s, int32(here + first_value), a, o)  # [rows, value dim]
                     else:

@@ -1,7 +1,9 @@
 """Read, convert and write chunks: the neighbouring elements of a head that a thread takes at once.
 
 A chunk's bytes are two 64-bit words, and loops over its elements have constant bounds, so that nothing of it
-is ever in memory. The formulas are those of `kvkit.formulas.numeric`.
+is ever in memory. The formulas are those of `kvkit.formulas.numeric`:
+
+    code = round(x / scale), x = code scale, with a scale for each group of a row
 """
 
 import functools

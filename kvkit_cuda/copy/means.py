@@ -1,5 +1,7 @@
 """The rows of a compressed cache that are means of tokens: sums in float32, token by token, divided once.
 
+    target[piece.target] = (source[piece.source] + source[piece.source + 1] + ..) / piece.count
+
 The order of a sum is its bits, so a thread has one element of a mean and all of its tokens, of which it asks
 for some at a time.
 """

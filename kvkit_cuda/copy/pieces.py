@@ -2,7 +2,11 @@
 
 Every array is [blocks, rows, heads, dim], of any strides, and its rows are counted through its blocks: a
 cache, packed tokens (one block of them, or a block for each head), matrices. A piece is a source row, a
-target row and a count of rows from there on; a source row below 0 is zeros. The kernel takes rows in chunks:
+target row and a count of rows from there on:
+
+    target[piece.target + i] = source[piece.source + i]     for i < piece.count
+
+A source row below 0 is zeros. The kernel takes rows in chunks:
 of bytes, or of as many elements of source and target.
 """
 

@@ -1,4 +1,7 @@
-"""Append and gather: one walk over tokens and rows, for every layout, mode and format.
+"""Append and gather: copies between packed tokens and rows of a cache, for every layout, mode and format.
+
+    cache[b, row(p), head] = packed[starts[b] + p - first[b], head]      or the other way round
+    row(p) = table[b, p // page_size] + p % page_size
 
 Tokens are shared out to teams of threads. A team walks the rows of its tokens as a thread of the CPU does;
 its threads take a chunk of a row each.

@@ -87,7 +87,7 @@ class Meeting(threading.Barrier):
         self.turns = dict.fromkeys(lanes, 0)
         self.boards: tuple[dict, dict] = {}, {}
 
-    def tell(self, lane, value):
+    def share(self, lane, value):
         self.turns[lane] ^= 1
         board = self.boards[self.turns[lane]]
         board[lane] = value
@@ -95,7 +95,7 @@ class Meeting(threading.Barrier):
         return [board.get(i) for i in range(WARP)]
 
 
-def told(value, members=-1):
+def share_with_warp(value, members=-1):
     """Return the lane and the values of all lanes of a simulated warp, whose `members` call it together."""
     thread = threading.current_thread()
     block, place = thread._manager, thread.thread_id  # type: ignore[attr-defined]
@@ -105,11 +105,11 @@ def told(value, members=-1):
         there = min(WARP, int(np.prod(block._block_dim)) - warp * WARP)
         made = Meeting([i for i in range(there) if members >> i & 1])
         meeting = block.__dict__.setdefault((warp, members), made)
-    return lane, meeting.tell(lane, value)
+    return lane, meeting.share(lane, value)
 
 
 def _meet_simulated():
-    told(None)
+    share_with_warp(None)
 
 
 def simulated_memory(size):
@@ -119,7 +119,7 @@ def simulated_memory(size):
 
 
 def _exchange_simulated(members, value, distance):
-    lane, values = told(value, members)
+    lane, values = share_with_warp(value, members)
     return values[lane ^ distance]
 
 
@@ -164,7 +164,7 @@ def product(typingctx, a, b):
 
 
 def _from_lane_simulated(value, lane):
-    _, values = told(value)
+    _, values = share_with_warp(value)
     return values[lane]
 
 

@@ -24,7 +24,7 @@ HALVES = "12.5"  # the first CUDA that compiles kernels with floats of 16 bits, 
 INSTALL = "pip install 'kvkit-kernels[{extra}]'"
 
 
-def told():
+def messages():
     """Return a message for each thing that kernels need and the machine lacks."""
     found = []
     for need in (packages, driver, devices):

@@ -80,7 +80,7 @@ def matrices(transposed):
     load = instruction(text, [WORD] * 4, [OFFSET], ordered=True)
 
     def emulation(address, offset):
-        lane, rows = device.told(address + offset)
+        lane, rows = device.share_with_warp(address + offset)
         g, t = divmod(lane, 4)
         if transposed:
             return tuple(pair(rows[i + 2 * t] + 2 * g, rows[i + 2 * t + 1] + 2 * g) for i in range(0, 32, 8))
@@ -110,9 +110,10 @@ def mma(element):
     dtype = BY_NAME[element].dtype
 
     def emulation(a, b, c):
-        lane, told = device.told((*a, *b))
+        lane, words = device.share_with_warp((*a, *b))
         g, t = divmod(lane, 4)
-        numbers = np.array(told, np.uint32).view(dtype).astype(np.float32).reshape(8, 4, 6, 2)  # [g, t, word]
+        numbers = np.array(words, np.uint32).view(dtype)
+        numbers = numbers.astype(np.float32).reshape(8, 4, 6, 2)  # [g, t, word]
 
         def line(g, words):
             return np.concatenate([numbers[g, :, word].ravel() for word in words])
@@ -129,18 +130,18 @@ def mma(element):
     return either(emulation, mma)
 
 
-_turned = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [WORD], [WORD])
+_transposed = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [WORD], [WORD])
 
 
-def _turned_simulated(word):
-    lane, words = device.told(word)
+def _transposed_simulated(word):
+    lane, words = device.share_with_warp(word)
     g, t = divmod(lane, 4)
     one, other = (int(words[4 * (2 * t + i) + g // 2]) >> g % 2 * 16 & 0xFFFF for i in range(2))
     return np.uint32(one | other << 16)
 
 
 # (word) -> columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8], of which `word` is the same.
-turned = either(_turned_simulated, lambda word: _turned(word))
+transposed = either(_transposed_simulated, lambda word: _transposed(word))
 
 
 def _halves_of(choice, shift):

@@ -1,5 +1,7 @@
 """Masks with ALiBi biases: every row in chunks, with the row of another mask added.
 
+    out[h, i, j] = slope[h] (j - diagonal(i)) + mask[h, i, j]       -inf for keys behind the diagonal
+
 Slopes are made on the host.
 """
 

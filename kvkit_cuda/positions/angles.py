@@ -1,5 +1,7 @@
 """The cosine and sine of every token's angles: a table by which queries and keys are rotated.
 
+    table[token, i] = cos a, sin a      a = position(token) / divisor * frequency[i]
+
 Angles are reduced and their series added up in float64, as on the CPU: this is the only kernel that knows it.
 Where a call gives cosines and sines they are looked up.
 Frequencies are those of the CPU, and so is the table where angles are too large for `numeric.cos_sin`.

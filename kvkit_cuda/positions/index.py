@@ -1,4 +1,7 @@
-"""The position of every packed token."""
+"""The position of every packed token.
+
+out[token] = first[b] + token - starts[b]       for the sequence b of the token
+"""
 
 import functools
 

@@ -243,7 +243,7 @@ def test_info(run):
 @pytest.mark.parametrize("found", [True, False])
 def test_info_about_a_gpu(found, monkeypatch):
     if found:
-        monkeypatch.setattr(needs, "told", list)
+        monkeypatch.setattr(needs, "messages", list)
         for name, value in {"current": 0, "require_device": None, "name": "a GPU"}.items():
             monkeypatch.setattr(host, name, lambda *_, value=value: value)
     text = info.system_facts()["backend cuda"]

@@ -95,7 +95,7 @@ def test_numba_cuda_that_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DeviceError, match=r"numba-cuda, got none: pip install 'kvkit-kernels\[cuda\]'"):
         needs.packages()
-    assert len(needs.told()) == 1
+    assert len(needs.messages()) == 1
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tools/cuda.md"])
@@ -109,5 +109,5 @@ def test_pages_name_the_drivers(page):
 
 def test_all_that_is_missing_is_told():
     """Here a driver is, and nothing else."""
-    (message,) = needs.told()
+    (message,) = needs.messages()
     assert message.startswith("kvkit_cuda: expected an NVIDIA GPU and its driver, got no driver")

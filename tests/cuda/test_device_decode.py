@@ -32,11 +32,11 @@ ADDRESSES = types.Array(types.int64, 2, "C")
 def test_turned_matrices():
     given = np.arange(64, dtype=np.uint16).reshape(8, 8)
     words = np.array([[word(given[i // 4, i % 4 * 2 : i % 4 * 2 + 2])] for i in range(32)], np.uint32)
-    turned = ptx.turned
+    transposed = ptx.transposed
 
     def kernel(words):
         i = cuda.threadIdx.x
-        words[i, 0] = turned(words[i, 0])
+        words[i, 0] = transposed(words[i, 0])
 
     (got,) = run(kernel, U32, arrays=(words,))
     for i in range(32):
