@@ -1,4 +1,4 @@
-"""kvkit_cuda beside copies and torch on one GPU: python -m benchmarks.gpu --json benchmarks/results/gpu.json
+"""Measure kvkit_cuda on one GPU: python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
 All in turn in one process, timed by CUDA events. A copy reads and writes as many bytes together as an
 operator must; matmul is torch's product of as many operations. torch is the quickest of its kinds of
@@ -26,7 +26,7 @@ WHERE = "cuda"
 
 
 def sequences(past, new, paged):
-    """A plan, and the rows of the cache by position, [B, tokens]; pages lie in random order."""
+    """Return a plan, and the rows of the cache by position, [B, tokens]; pages lie in random order."""
     length = past + new
     pages = -(-length // PAGE)
     starts = np.arange(B * pages).reshape(B, pages) * PAGE
@@ -43,7 +43,7 @@ def sequences(past, new, paged):
 
 
 def cache_of(kind, rows):
-    """(cache [L, 2, H, MaxT, Dh], scale, attributes)."""
+    """Return (cache [L, 2, H, MaxT, Dh], scale, attributes)."""
     import torch
 
     shape, attributes = (1, 2, KV_HEADS, rows, DIM), {"cache_layout": 3}
@@ -63,7 +63,7 @@ def new_tokens(kind, tokens):
 
 
 def gathered(cache, scale, rows):
-    """Keys and values [B, H, tokens, Dh] of the rows of a cache, by torch."""
+    """Return keys and values [B, H, tokens, Dh] of the rows of a cache, by torch."""
     import torch
 
     flat = torch.as_tensor(rows.reshape(-1), device=WHERE)
@@ -74,13 +74,13 @@ def gathered(cache, scale, rows):
 
 
 def bytes_of(cache, scale, tokens):
-    """What the keys and values of so many tokens take."""
+    """Return the bytes of the keys and values of so many tokens."""
     arrays = [array for array in (cache, scale) if array is not None]
     return sum(array.nbytes // array.shape[3] * tokens for array in arrays)
 
 
 def copy(moved):
-    """A function of the round that reads and writes so many bytes together."""
+    """Return a function of the round that reads and writes so many bytes together."""
     import torch
 
     source, target = (torch.empty(moved // 2, device=WHERE, dtype=torch.uint8) for _ in range(2))
@@ -88,7 +88,7 @@ def copy(moved):
 
 
 def quickest(query, key, value, causal):
-    """(name, function of key and value) of the quickest of torch's kinds of attention for these arrays."""
+    """Return the name and the function of torch's fastest attention for these arrays."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -117,7 +117,7 @@ def quickest(query, key, value, causal):
 
 
 def timed(function, i):
-    """Seconds on the device."""
+    """Return the seconds that a call takes on the device."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -129,7 +129,7 @@ def timed(function, i):
 
 
 def agree(kind, got, expected):
-    """Nothing wrong is measured."""
+    """Stop if results differ: nothing wrong is measured."""
     worst = (got.float() - expected.float()).abs().max().item()
     if not worst < TOLERANCE["float16" if kind == "int8" else kind]:
         raise click.ClickException(f"{kind}: results are {worst:.3g} apart")
@@ -233,7 +233,7 @@ CASES = [
 
 
 def measure(case, rounds):
-    """Median seconds of a case and of what is beside it, in turn, after two warm-ups of each."""
+    """Return the median seconds of a case and of what is beside it, in turn, after two warm-ups of each."""
     work = case.prepare()
     turns = {"": work.run} | work.beside
     times = {name: [] for name in turns}

@@ -14,7 +14,7 @@ MARKS = {True: ("o", "-"), False: ("s", "--")}  # of all threads, of one
 
 
 def points(results):
-    """The kind, sequences, tokens of each, threads, and nanoseconds a kilobyte of each step of decoding."""
+    """Return kind, sequences, tokens of each, threads, and nanoseconds a kilobyte of each step."""
     for result in results:
         found = CASE.fullmatch(result["case"])
         if found:
@@ -24,7 +24,7 @@ def points(results):
 
 
 def drawn(page):
-    """The picture, as SVG, for a light or a dark page; it names the figures that it shows."""
+    """Return the picture, as SVG, for a light or a dark page; it names the figures that it shows."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -62,7 +62,7 @@ def drawn(page):
 
 
 def digest():
-    """Of the figures that are shown."""
+    """Return a digest of the figures that are shown."""
     return hashlib.sha256(FIGURES.read_bytes()).hexdigest()
 
 

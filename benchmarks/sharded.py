@@ -1,4 +1,4 @@
-"""A cache on many workers: what a step costs beside one process, what travels, and a model of more workers.
+"""Measure a cache on many workers: steps beside one process, bytes that travel, a model of more workers.
 
     python benchmarks/sharded.py [--tokens 10000,100000] [--workers 1,2,4] [--json FILE]
 
@@ -53,7 +53,7 @@ def timed(call):
 
 
 def medians(seconds=3.0, least=2, **calls):
-    """The median of each call, microseconds; some of each in turn, while no other's threads spin."""
+    """Return the median of each call, microseconds; some of each in turn, while no other's threads spin."""
     found, end = {name: [] for name in calls}, time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(found.values()))) < 5 * least:
         for name, call in calls.items():
@@ -70,7 +70,7 @@ def one_process(tokens):
 
 
 def steps(workers, tokens, client, rng):
-    """A row of the table: so many tokens on each worker."""
+    """Return a row of the table: so many tokens on each worker."""
     blocks = -(-tokens // PAGE) + 1
     query = rng.standard_normal((1, HEADS, 1, DIM), np.float32).astype(np.float16)
     options = {"shards": workers, "num_blocks": blocks, "page_size": PAGE}
@@ -85,7 +85,7 @@ def steps(workers, tokens, client, rng):
         traffic, overheads = cache.traffic - before, []
 
         def step():
-            """A step, beside what shards say of it."""
+            """Run a step and note its seconds beyond the slowest shard's attention."""
             earlier = cache.about()
             took = timed(lambda: cache.attend(query, 0))
             shards = zip(earlier, cache.about(), strict=True)
@@ -109,7 +109,7 @@ def steps(workers, tokens, client, rng):
 
 
 def offline(client, tokens, rng):
-    """Attention over a dask array, beside one process on the same cores: microseconds of both."""
+    """Return microseconds of attention over a dask array, and of one process on the same cores."""
     query = rng.standard_normal((1, 1, HEADS, DIM), np.float32).astype(np.float16)
     chunk = max(1, tokens // CHUNKS)
     key = da.map_blocks(
@@ -128,12 +128,12 @@ def offline(client, tokens, rng):
 
 
 def filled_array(tokens):
-    """Keys that lie in memory of their own, unlike those of `dask.array.ones`."""
+    """Return keys in memory of their own, unlike those of `dask.array.ones`."""
     return np.full((1, int(np.sum(tokens)), KEY_HEADS, DIM), 0.5, np.float16)
 
 
 def modelled(rows):
-    """Milliseconds of a step on more workers: the slowest round trip, and a share of the bytes.
+    """Return milliseconds of a step on more workers: the slowest round trip, and a share of the bytes.
 
     From what was measured: the overhead by workers, as a line; and the bytes that one process reads a second,
     shared by the workers of a machine.
@@ -159,12 +159,12 @@ def numbers(context, parameter, text):
 
 
 def measured(path):
-    """What a file has of earlier runs."""
+    """Return the results of earlier runs in a file."""
     return json.loads(path.read_text()) if path and path.exists() else {"unit": "us", "rows": []}
 
 
 def tables(said):
-    """What was measured, and the model, as texts."""
+    """Yield the tables of the results and of the model."""
     columns = "workers", "tokens a worker", "step, ms", "overhead, ms", "one process, ms"
     table = Table(*columns, "round trip, ms", "bytes a step")
     for row in said["rows"]:
@@ -230,7 +230,7 @@ def main(tokens, workers, long, path):
 
 @contextlib.contextmanager
 def cluster(workers, threads):
-    """A client whose messages go to the workers themselves, not through the scheduler."""
+    """Start a client whose messages go to the workers themselves, not through the scheduler."""
     options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster, direct_to_workers=True) as client:
         yield client

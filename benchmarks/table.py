@@ -20,7 +20,7 @@ PEERS = "torch", "torch folded", "onnxruntime", "ggml"
 
 
 def about(report):
-    """A line about the machine."""
+    """Return a line about the machine."""
     machine = report["machine"]
     versions = {name: machine[name] for name in ("numba", "numpy")} | report.get("peers", {})
     yield f"{machine['threads']} threads of a {machine['cpu']} ({machine['vectors']}), "
@@ -29,7 +29,7 @@ def about(report):
 
 
 def markdown(columns, rows):
-    """A table whose first column is text; the others are numbers."""
+    """Return a table whose first column is text; the others are numbers."""
     yield f"| {' | '.join(columns)} |\n|---|{'--:|' * (len(columns) - 1)}\n"
     for row in rows:
         yield f"| {' | '.join(row)} |\n"
@@ -40,7 +40,7 @@ def speed(result, key):
 
 
 def times(result, name):
-    """How fast a result is beside `name`; bold where it misses its goal."""
+    """Return how fast a result is beside `name`; bold where it misses its goal."""
     if name not in result.get("beside", {}):
         return ""
     ratio, goal = speed_ratio(result, name), result.get("goals", {}).get(name, 0)
@@ -54,7 +54,7 @@ def goal(result, name):
 
 
 def cache(report):
-    """The results of cache operators, beside copies."""
+    """Return the results of cache operators, beside copies."""
     rows = []
     for result in report["results"]:
         copy = result.get("beside", {}).get("copy")
@@ -66,7 +66,7 @@ def cache(report):
 
 
 def attention(report, spread=False):
-    """The results of attention or of caches, a table for each first word of a case."""
+    """Return the results of attention or of caches, a table for each first word of a case."""
     yield from about(report)
     for word, results in itertools.groupby(report["results"], lambda result: result["case"].split()[0]):
         yield from beside(word, list(results), spread)
@@ -74,12 +74,12 @@ def attention(report, spread=False):
 
 
 def paired(report):
-    """The same with the quartiles of what is compared round by round."""
+    """Return the table of a suite with the quartiles of each ratio."""
     return attention(report, spread=True)
 
 
 def first(report):
-    """CPU seconds of processes that make one call."""
+    """Return the CPU seconds of processes that make one call."""
     yield from about(report)
     rows = []
     for result in report["results"]:
@@ -109,7 +109,7 @@ def beside(word, results, spread):
 
 
 def headlines(report):
-    """A few results, for the first page."""
+    """Return a few results, for the first page."""
     results = {result["case"]: result for result in report["results"]}
     rows = []
     for result in (results[case] for case in HEADLINES if case in results):
@@ -122,7 +122,7 @@ def headlines(report):
 
 
 def best(result):
-    """The quickest peer of a case, how it was asked, and how long it takes beside kvkit."""
+    """Return the fastest peer of a case, its form, and its time beside kvkit's."""
     there = [name for name in PEERS if result["beside"].get(name)]
     if not there:
         return ""
@@ -141,14 +141,14 @@ PAGES = [
 
 
 def text(page, name, made):
-    """A page with what is `made` between the comments that bear `name`."""
+    """Return a page with a new text between the comments of a name."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     head, rest = page.split(begin)
     return head + begin + made + end + rest.split(end)[1]
 
 
 def updated():
-    """Every page, by its path, as the committed results make it."""
+    """Return every page, by its path, as the committed results make it."""
     pages = {}
     for path, name, suite, make in PAGES:
         results = HERE / "results" / f"{suite}.json"

@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of `kvkit.ascend`: 4,096 tokens, H=8, Dh=128, float16, blocks of 128 rows."""
+"""Cases of `kvkit.ascend`: 4,096 tokens, H=8, Dh=128, float16, blocks of 128 rows."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ GROUP = 16  # elements in a group of NZ
 
 
 def packed(tokens, sets=SETS):
-    """Keys and values of each set [sets, 2, tokens, heads, dim]."""
+    """Return keys and values of each set [sets, 2, tokens, heads, dim]."""
     one = np.random.default_rng(0).standard_normal((2, tokens, H, DIM), np.float32).astype(np.float16)
     return np.stack([one] * sets)
 
@@ -27,13 +27,13 @@ def caches(blocks, sets=SETS, cache_format="ND"):
 
 
 def scattered(unit):
-    """Slots of all tokens: runs of `unit` tokens lie in random order."""
+    """Return slots of all tokens: runs of `unit` tokens lie in random order."""
     order = np.random.default_rng(0).permutation(TOKENS // unit)
     return (order[:, None] * unit + np.arange(unit)).ravel().astype(np.int32)
 
 
 def scatter(unit, cache_format):
-    """`reshape_and_cache` as called; sets of data take turns, so that all comes from memory."""
+    """Prepare `reshape_and_cache` as called; sets of data are used in turn, so that all come from memory."""
 
     def prepare():
         data, slots = packed(TOKENS), scattered(unit)
@@ -51,14 +51,14 @@ def scatter(unit, cache_format):
 
 
 def decode():
-    """A token of each of `BATCH` sequences, whose contexts lie in blocks of their own."""
+    """Prepare a token of each of `BATCH` sequences, whose contexts lie in blocks of their own."""
     (data,), (store,) = packed(BATCH, 1), caches(BATCH, 1)
     slots = (np.arange(BATCH) * BLOCK_SIZE + 17).astype(np.int32)
     return Work(lambda i: kvkit.ascend.reshape_and_cache(*data, *store, slots))
 
 
 def compress():
-    """RazorAttention of one sequence: a head in eight keeps all, the others 4 sinks and the last fifth."""
+    """Prepare RazorAttention of one sequence: one head in eight keeps all, others 4 sinks and a fifth."""
     data, lengths = packed(TOKENS), [TOKENS]
     mode = kvkit.ascend.CompressType.KVHEAD_ROPE
     wins, offsets = kvkit.ascend.razor_windows(lengths, H, [0], recent=0)

@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of attention: 32 query heads, Dh=128.
+"""Cases of attention: 32 query heads, Dh=128.
 
 Decoding appends a token to each of B=8 sequences of 8,192 past ones and attends to all. Outputs of kvkit and
 its peers are compared with float64 numpy before they are measured.
@@ -22,7 +22,7 @@ MINIFLOAT, HEAD_SCALE = "e4m3", 0.5
 
 
 def decode(kind, place, number, kv_heads=8, group=0):
-    """A step of decoding, as users call it, beside the peers."""
+    """Prepare a step of decoding, as users call it, beside the peers."""
 
     def prepare():
         task = problem(B, 1, PAST, kv_heads, BITS.get(kind, 0), 32, group)
@@ -37,7 +37,7 @@ def decode(kind, place, number, kv_heads=8, group=0):
 
 
 def paged(kind, number, page):
-    """A step of decoding from pages in random order, beside the same from rows in order."""
+    """Prepare a step of decoding from pages in random order, beside one from rows in order."""
 
     def prepare():
         task = problem(B, 1, PAST, 8)
@@ -49,7 +49,7 @@ def paged(kind, number, page):
 
 
 def minifloats(kv_heads):
-    """A step of decoding from floats of 8 bits with a scale for each head, beside float16."""
+    """Prepare a step of decoding from floats of 8 bits with a scale for each head, beside float16."""
 
     def prepare():
         task = problem(B, 1, PAST, kv_heads, 0, 32, True)
@@ -61,7 +61,7 @@ def minifloats(kv_heads):
 
 
 def chunk(kind, data):
-    """A chunk of one sequence attends to its past in a cache and to itself."""
+    """Prepare attention of a chunk of one sequence to its past in a cache and to itself."""
 
     def prepare():
         task = problem(1, CHUNK, PAST, 8, BITS.get(kind, 0))
@@ -77,7 +77,7 @@ def chunk(kind, data):
 
 
 def prefill(kind):
-    """One sequence attends to itself; there is no cache."""
+    """Prepare attention of one sequence to itself, without a cache."""
 
     def prepare():
         task = problem(1, PREFILL, 0, 32)
@@ -106,7 +106,7 @@ def work(task, run, kind, beside, peers):
 
 
 def torch_peers(task, kind):
-    """torch at its quickest, in the same type, and by the trick that decoding allows."""
+    """Return torch's peers: its fastest form, the same type, and folded query heads."""
     peers = {
         "torch": task.peer(other_libraries.torch_peer),
         "torch same type": task.peer(other_libraries.torch_peer, (kind,)),
@@ -117,7 +117,7 @@ def torch_peers(task, kind):
 
 
 def matmul(operations):
-    """A function of the round: numpy's product of two float32 matrices, of as many operations."""
+    """Return a function of the round: numpy's product of two float32 matrices, of as many operations."""
     left = np.ones((2048, 2048), np.float32)
     right = np.ones((2048, operations // (2 * left.size)), np.float32)
     out = np.empty_like(right)
@@ -125,7 +125,7 @@ def matmul(operations):
 
 
 def from_cache(task, kind, place, number, page=PAGE, data=None):
-    """Attention from caches in turn, checked: a function of the round, and the read beside it."""
+    """Return checked attention over caches in turn, a function of the round, and the read beside it."""
     order = (pmx.STATIC if place == "static" else pmx.DYNAMIC)[number]
     where = index_tensors(int(place == "pages"), task.past, task.new, task.batch, page)
     cache, scale = filled(task, kind, order, where["cachestarts"], page)
@@ -165,7 +165,7 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
 
 
 def filled(task, kind, order, starts, page):
-    """A cache with the past of a problem in it, and its scale."""
+    """Return a cache with the past of a problem, and its scale."""
     static = "b" in order.axes
     rows = -(-task.length // page) * page
     sizes = {"b": task.batch, "l": 1, "kv": 2, "n": rows * (1 if static else task.batch), "h": task.kv_heads}
@@ -199,12 +199,12 @@ def copied(cache):
 
 
 def tokens_first(array):
-    """[..., heads, tokens, dim] -> [..., tokens, heads, dim]"""
+    """Turn [..., heads, tokens, dim] into [..., tokens, heads, dim]."""
     return np.ascontiguousarray(array.swapaxes(-3, -2))
 
 
 def token_bytes(task, kind):
-    """Of the keys and values of one token in a cache, with their scales."""
+    """Return the bytes of the keys and values of one token in a cache, with their scales."""
     if task.quant:
         return 2 * task.kv_heads * (DIM * task.quant // 8 + DIM // task.coded * 2)
     return 2 * task.kv_heads * DIM * (1 if kind == MINIFLOAT else np.dtype(DTYPES[kind]).itemsize)

@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of the cache: B=8, H=8, Dh=128; 4,096 past tokens and one new, or 512 new."""
+"""Cases of cache operators: B=8, H=8, Dh=128; 4,096 past tokens and one new, or 512 new."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 @dataclass(frozen=True)
 class Kind:
-    """Formats of data and cache, as bench names them: `float16->int8`."""
+    """Name the formats of data and cache: `float16->int8`."""
 
     data: str
     cache: str
@@ -32,7 +32,7 @@ class Kind:
         return {"int8": 8, "int4": 4}.get(self.cache, 0)
 
     def arrays(self, order, rows, layers=1):
-        """A cache and its scale with `rows` tokens, in the axis order of a layout."""
+        """Return a cache and its scale with `rows` tokens, in the axis order of a layout."""
         sizes = {"b": B, "l": layers, "kv": 2, "n": rows, "h": H}
         shape = tuple(sizes[axis] for axis in order.axes[:-1])
         width = DIM // 2 if self.quant == 4 else DIM
@@ -40,7 +40,7 @@ class Kind:
         return cache, np.ones((*shape, DIM // GROUP), np.float16) if self.quant else None
 
     def token_bytes(self):
-        """Bytes of one token's keys and values in a cache and as data."""
+        """Return the bytes of one token's keys and values in a cache and as data."""
         stored = (
             DIM * self.quant // 8 + DIM // GROUP * 2
             if self.quant
@@ -54,7 +54,7 @@ def tokens(kind, *shape, seed=0):
 
 
 def index_tensors(mode, past, new, batch=B, page=PAGE):
-    """Keyword arguments of a step; pages lie in random order."""
+    """Return the keyword arguments of a step; pages lie in random order."""
     lengths = past + new
     if mode:
         pages = -(-lengths // page)
@@ -72,7 +72,7 @@ def index_tensors(mode, past, new, batch=B, page=PAGE):
 
 
 def whole_step(kind, number, mode, past, new, made=False):
-    """The operator as users call it: append `new` tokens a sequence, read all back."""
+    """Prepare the operator as users call it: append `new` tokens a sequence, read all back."""
 
     def prepare():
         static = mode is None
@@ -101,7 +101,7 @@ def whole_step(kind, number, mode, past, new, made=False):
 
 
 def append_only(kind, number, mode, past, new, timed=False):
-    """The append alone: checks and stores, no context read back."""
+    """Prepare the append alone: checks and stores, no context read back."""
 
     def prepare():
         order = pmx.DYNAMIC[number]
@@ -131,7 +131,7 @@ def append_only(kind, number, mode, past, new, timed=False):
 
 
 def checks_only(kind, batch):
-    """The checks of a decode step of `batch` sequences in a page each."""
+    """Prepare the checks of a decode step of `batch` sequences in a page each."""
 
     def prepare():
         cache, scale = kind.arrays(pmx.DYNAMIC[3], batch * PAGE)
@@ -153,7 +153,7 @@ def checks_only(kind, batch):
 
 
 def small(name):
-    """A step of 4 sequences of 3 past tokens, of which hardly anything is kernels: 32 query heads."""
+    """Prepare a step of 4 sequences of 3 past tokens, which is mostly Python: 32 query heads."""
 
     def prepare():
         kind, batch, past = Kind("float16", "float16"), 4, 3

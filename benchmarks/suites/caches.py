@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of `kvkit.cache`: B=1, 8 key heads, 32 query heads, Dh=128, float16."""
+"""Cases of `kvkit.cache`: B=1, 8 key heads, 32 query heads, Dh=128, float16."""
 
 import shutil
 import tempfile
@@ -29,7 +29,7 @@ def states(tokens, heads=HEADS):
 
 
 def append(past):
-    """A token into a layer, beside the same at 0 tokens, and beside concatenation."""
+    """Prepare an append to a layer, beside one to an empty layer and beside concatenation."""
 
     def prepare():
         first, new = states(past), states(1)
@@ -47,7 +47,7 @@ def append(past):
 
 
 def concatenation(first, new):
-    """transformers' `DynamicCache`, or what it does: both sides concatenated for every token."""
+    """Return an append to transformers' `DynamicCache`, or the concatenation that it does."""
     if not installed("torch"):
         return None, ""
     import torch
@@ -70,7 +70,7 @@ def concatenation(first, new):
 
 
 def decode(kind):
-    """A token appended and attended, beside a read of the stored bytes, and beside float16 in memory."""
+    """Prepare an append and attention, beside a read of the stored bytes and beside float16 in memory."""
 
     def prepare():
         run, count, size = decoding(kind)
@@ -83,7 +83,7 @@ def decode(kind):
 
 
 def decoding(kind):
-    """A function of the round, how many layers take turns, and the bytes that one stores."""
+    """Return a function of the round, the number of layers in turn, and the bytes that one stores."""
     past, new, query = states(PAST), states(1), states(1, QUERY_HEADS)
     probe = MAKERS[kind](1)
     probe.update(past, past, 0)
@@ -106,7 +106,7 @@ def decoding(kind):
 
 
 def stored_bytes(cache, layer):
-    """Bytes of the keys and values of all tokens in a layer."""
+    """Return the bytes of the keys and values of all tokens in a layer."""
     if isinstance(cache, QuantizedCache):
         return sum(array.nbytes for array in cache.layers[layer].arrays().values())
     return 2 * HEADS * DIM * cache.get_seq_length() * 2

@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of first calls: CPU seconds of a process that makes one call.
+"""Cases of first calls: CPU seconds of a process that makes one call.
 
 Of the first process, which compiles everything, all that it takes; of the next one, what follows numpy's
 import.
@@ -47,7 +47,7 @@ AGAIN = 0.35  # seconds for a first call of code that is kept, without numpy's i
 
 
 def process(lines, cache, kept):
-    """CPU seconds of a process: all of them, or those after numpy's import where code is `kept`."""
+    """Return CPU seconds of a process: all, or those after numpy's import where code is `kept`."""
     begin = "time.process_time()" if kept else "0"
     code = ["import time, numpy as np", f"begin = {begin}", "import kvkit", *lines]
     code.append("print(time.process_time() - begin)")
@@ -59,14 +59,14 @@ def process(lines, cache, kept):
 
 @functools.cache
 def home():
-    """A folder for code, and for the bytecode that an installed package has."""
+    """Return a folder for code, and for the bytecode that an installed package has."""
     made = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
 
 
 def first(*lines):
-    """A call for which everything is compiled."""
+    """Prepare a call for which everything is compiled."""
 
     def prepare():
         def run(i):
@@ -79,7 +79,7 @@ def first(*lines):
 
 
 def again(*lines):
-    """The same in the next process."""
+    """Prepare a call in a process that finds compiled code."""
 
     def prepare():
         process(lines, home() / "kept", True)

@@ -21,14 +21,14 @@ FACTS = "amx_int8", "avx512_vnni", "avx512", "avx2", "neon"
 
 
 class Memory(ctypes.Structure):
-    """`ggml_init_params`"""
+    """The C struct `ggml_init_params`."""
 
     _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("empty", ctypes.c_bool))
 
 
 @functools.cache
 def library():
-    """ggml, and threads of its own that wait for work."""
+    """Return ggml, and threads of its own that wait for work."""
     import libggml
 
     folder = Path(libggml.__file__).parent / "lib64"
@@ -59,7 +59,7 @@ def library():
 
 
 def ggml_peer(problem, kind):
-    """Attention over keys and values of the type of a cache, packed; None without libggml."""
+    """Return attention over packed keys and values of the type of a cache; None without libggml."""
     if not installed("libggml"):
         return None
     ggml, backend = library()
@@ -80,7 +80,7 @@ def ggml_peer(problem, kind):
 
 
 def stored(problem, half, kind):
-    """Keys or values as ggml has them, a sequence of heads of tokens of bytes."""
+    """Return keys or values as ggml has them, a sequence of heads of tokens of bytes."""
     if not problem.quant:
         return problem.context()[half].astype(DTYPES[kind])
     codes = problem.stored[half]
@@ -94,7 +94,7 @@ def stored(problem, half, kind):
 
 
 def graph(problem, halves, kind):
-    """One operator, ready to be computed: its address and its output `[B, S, H, D]`, in memory of its own."""
+    """Return a prepared operator: its address and its output `[B, S, H, D]`, in memory of its own."""
     ggml, _ = library()
     query = np.ascontiguousarray(problem.query.transpose(0, 2, 1, 3))
     future = np.triu(np.full((problem.new, problem.length), -np.inf, np.float16), problem.past + 1)

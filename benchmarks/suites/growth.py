@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of growth: one memory, ever more of it; 8 key heads, 32 query heads, Dh=128.
+"""Cases of growth: more and more of one memory; 8 key heads, 32 query heads, Dh=128.
 
 All elements of the memory are alike, and so are new tokens: outputs are that element whatever the weights.
 """
@@ -31,7 +31,7 @@ GROUP = GROUPS[8]
 
 @functools.lru_cache(maxsize=1)
 def memory(kind, tokens):
-    """Elements of the keys and values of so many tokens, and their scales."""
+    """Return the elements of the keys and values of so many tokens, and their scales."""
     if kind == "int8":
         size = 2 * HEADS * DIM
         return np.full((tokens, size), CODE, np.int8), np.full((tokens, size // GROUP), SCALE, np.float16)
@@ -39,7 +39,7 @@ def memory(kind, tokens):
 
 
 def windows(kind, tokens, size):
-    """Caches of so many tokens and bytes, and their scales: as many as take turns and fit into memory."""
+    """Return caches of so many tokens and bytes, and their scales: as many as are used in turn."""
     whole = memory(kind, max(MOST, tokens))
     for i in range(min(sets(size), len(whole[0]) // tokens)):
         yield [
@@ -49,7 +49,7 @@ def windows(kind, tokens, size):
 
 
 def decode(kind, batch, tokens, most, workers):
-    """A step over `batch` sequences of `tokens` each, beside a read and `most`, the largest such step."""
+    """Prepare a step over `batch` sequences of `tokens` each, beside a read and `most`, the largest step."""
 
     def prepare():
         run, size, read = step(kind, batch, tokens)
@@ -66,7 +66,7 @@ def decode(kind, batch, tokens, most, workers):
 
 
 def repeated(count, function):
-    """A function of the round that calls another so many times."""
+    """Return a function of the round that calls another so many times."""
 
     def run(i):
         for j in range(count):
@@ -76,7 +76,7 @@ def repeated(count, function):
 
 
 def with_threads(count, function):
-    """A function of the round in so many threads."""
+    """Return a function of the round that runs on so many threads."""
 
     def run(i):
         before = numba.get_num_threads()
@@ -90,7 +90,7 @@ def with_threads(count, function):
 
 
 def step(kind, batch, tokens):
-    """A function of the round, checked; how many bytes it reads, and a plain read of as many."""
+    """Return a checked function of the round, the bytes that it reads, and a plain read of as many."""
     task = Problem(batch, 1, tokens - 1, HEADS, 8 if kind == "int8" else 0, QUERY_HEADS)
     size = batch * tokens * token_bytes(task, kind)
     turns = [*windows(kind, batch * tokens, size)]
@@ -115,7 +115,7 @@ def step(kind, batch, tokens):
 
 
 def append(past):
-    """A token into a layer, beside the same after the fewest."""
+    """Prepare an append to a layer, beside one to the shortest layer."""
 
     def prepare():
         new = np.ones((1, HEADS, 1, DIM), np.float16)
@@ -134,7 +134,7 @@ def append(past):
 
 
 def plan(tokens):
-    """The check of a step of one sequence over pages in random order, beside four of a fourth."""
+    """Prepare the check of a step of one sequence over pages in random order, beside four of a fourth."""
 
     def prepare():
         def planning(tokens):

@@ -1,4 +1,4 @@
-"""Cases, and how they are measured: medians of what alternates in one process, written beside the machine."""
+"""Measure cases: medians of calls that alternate in one process, written with the machine's description."""
 
 import importlib.metadata
 import json
@@ -22,7 +22,7 @@ BOUNDS = "copy", "read", "contiguous", "matmul", "float16", "at 0", "the fewest"
 
 @dataclass(frozen=True)
 class Case:
-    """`prepare` returns the work; a goal is how many times as fast it shall be as what is beside it.
+    """Name a case. `prepare` returns its work; a goal is how many times as fast as a peer it should be.
 
     `limit` are seconds that it shall stay below; `rounds` are fewer than others get, without warm-ups.
     """
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Work:
-    """Functions of the round: what is measured, and by name what it is measured beside.
+    """Hold the functions of a round: the measured one, and by name those beside it.
 
     `moved` counts the bytes that must be read and written once, `operations` those of the two products of
     attention; 0 where they say nothing. A peer that is not installed is None; `forms` tells how peers ran.

@@ -1,4 +1,4 @@
-"""What operators are measured beside: a plain parallel copy, or read, of as many bytes."""
+"""Plain parallel copies and reads, which operators are compared with."""
 
 import numba
 import numpy as np
@@ -11,12 +11,12 @@ FAR = 256 * 2**20  # bytes in turn that no cache holds
 
 
 def sets(size):
-    """How many sets of `size` bytes take turns, so that they come from memory."""
+    """Return how many sets of `size` bytes are used in turn, so that they come from memory."""
     return max(1, -(-FAR // size))
 
 
 def plain_copy(moved, fresh=False):
-    """A function of the round that copies half of `moved` bytes, so that it reads and writes as many."""
+    """Return a function of the round that copies half of `moved` bytes: it reads and writes as many."""
     size = moved // 2
     count = sets(size)
     source = np.ones(count * size, np.uint8)
@@ -31,7 +31,7 @@ def plain_copy(moved, fresh=False):
 
 
 def plain_read(turns, moved):
-    """A function of the round that reads `moved` bytes of the arrays whose turn it is."""
+    """Return a function of the round that reads `moved` bytes of the arrays in turn."""
     views = [[words(array) for array in arrays] for arrays in turns]
     total = sum(view.nbytes for view in views[0])
     views = [[view[: view.size * moved // total] for view in turn] for turn in views]
@@ -44,7 +44,7 @@ def plain_read(turns, moved):
 
 
 def read_of_pieces(turns, size):
-    """Likewise all of the arrays, in pieces of `size` bytes that are in random order."""
+    """Return a function that reads all of the arrays, in pieces of `size` bytes in random order."""
     views = [[words(array) for array in arrays] for arrays in turns]
     rng, piece = np.random.default_rng(0), size // 8
     starts = [rng.permutation(view.size // piece) * piece for view in views[0]]

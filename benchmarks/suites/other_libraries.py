@@ -21,7 +21,7 @@ TYPES = "float32", "bfloat16", "float16"
 
 @dataclass(frozen=True)
 class Peer:
-    """A function of the round, its output as float32 `[B, S, H, D]`, its type, and how it was asked."""
+    """Hold a function of the round, its output as float32 `[B, S, H, D]`, its type, and its form."""
 
     run: Callable
     output: Callable
@@ -34,7 +34,7 @@ def installed(*names):
 
 
 def torch_peer(problem, kinds=TYPES, shapes=("enable_gqa", "expanded heads")):
-    """`scaled_dot_product_attention` in the quickest of its types and shapes; None without torch."""
+    """Return `scaled_dot_product_attention` in its fastest type and shape; None without torch."""
     if not installed("torch"):
         return None
     best, least = None, float("inf")
@@ -56,7 +56,7 @@ def timed(peer, i):
 
 
 def torch_attention(problem, kind, shape):
-    """Query heads as they are, or each with a copy of its keys (made before), or folded.
+    """Return torch's attention: query heads as they are, with copies of their keys, or folded.
 
     Folded, the query heads of one key head are the positions of one query: a single product a key head, which
     only works where no mask tells positions apart.
@@ -99,7 +99,7 @@ def torch_attention(problem, kind, shape):
 
 
 def onnxruntime_peer(problem, kind):
-    """`com.microsoft.GroupQueryAttention` over shared buffers; None without onnxruntime, or onnx.
+    """Return `com.microsoft.GroupQueryAttention` over shared buffers; None without onnxruntime, or onnx.
 
     Of quantized caches one scale for the whole tensor, its quickest form.
     """
@@ -151,14 +151,14 @@ def onnxruntime_peer(problem, kind):
 
 
 def buffers_of(problem, data):
-    """New arrays of keys and of values; nibbles as onnxruntime stores them, 8 above their value."""
+    """Return new arrays of keys and of values; nibbles as onnxruntime stores them, 8 above their value."""
     if problem.quant == 4:
         return [half.view(np.uint8) ^ 0x88 for half in problem.stored]
     return [half.copy() if problem.quant else half.astype(data) for half in problem.stored]
 
 
 def group_query_attention(problem, kind):
-    """A model of one node."""
+    """Return a model of one node."""
     from onnx import TensorProto, helper
 
     cache = {"int8": TensorProto.INT8, "int4": TensorProto.UINT8, "float16": TensorProto.FLOAT16}.get(

@@ -1,4 +1,4 @@
-"""What `kvkit bench` measures of attention over engines' pools: a step of decoding, as in `attention`.
+"""Cases of attention over engines' pools: a step of decoding, as in `attention`.
 
 Beside it are the same keys and values in a layout of PMX, in the same pages.
 """
@@ -20,7 +20,7 @@ POOLS = {  # layout of the pool; the axis of keys and values, None where they ha
 
 
 def decode(kind, engine, number, page):
-    """Attention over pools in turn, beside the same bytes in a layout of PMX."""
+    """Prepare attention over pools in turn, beside the same bytes in a layout of PMX."""
 
     def prepare():
         task = problem(B, 1, PAST, 8)
@@ -32,7 +32,7 @@ def decode(kind, engine, number, page):
 
 
 def from_pools(task, kind, engine, page):
-    """A function of the round, checked."""
+    """Return a checked function of the round."""
     table = index_tensors(1, task.past, task.new, task.batch, page)["cachestarts"] // page
     turns = [filled(task, kind, engine, table, page)]
     size = task.batch * task.length * token_bytes(task, kind)
@@ -50,7 +50,7 @@ def from_pools(task, kind, engine, page):
 
 
 def filled(task, kind, engine, table, page):
-    """One pool with the contexts of a problem, or two."""
+    """Return one or two pools with the contexts of a problem."""
     layout, kv = POOLS[engine]
     sizes = {"b": table.size, "n": page, "h": task.kv_heads, "c": DIM, "kv": 2}
     axes = layout.split()

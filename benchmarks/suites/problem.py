@@ -15,7 +15,7 @@ TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}  # of the larg
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries of `new` tokens a sequence over a context of `past` tokens and these.
+    """Hold queries of `new` tokens a sequence over a context of `past` tokens and these.
 
     Numbers are such that all types hold them (bfloat16 rounds), floats of 8 bits too for `minifloats`. Each
     group of codes has the largest code in it, so that quantizing gives all groups one scale: a cache with a
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def coded(self):
-        """Codes that share a scale."""
+        """Return codes that share a scale."""
         return self.quant_group or GROUPS[self.quant]
 
     @property
@@ -50,20 +50,20 @@ class Problem:
 
     @property
     def operations(self):
-        """Of both products, over the pairs of queries and keys that the causal mask leaves."""
+        """Return the operations of both products, over the pairs that the causal mask leaves."""
         pairs = self.new * self.past + self.new * (self.new + 1) // 2
         return 4 * DIM * self.batch * self.heads * pairs
 
     @functools.cached_property
     def query(self):
-        """float32 [B, S, H, D], wide enough that few keys have most of the weight."""
+        """Return float32 [B, S, H, D], wide enough that few keys have most of the weight."""
         normal = np.random.default_rng(1).standard_normal
         query = 2 * normal((self.batch, self.new, self.heads, DIM), np.float32)
         return query.astype(np.float16).astype(np.float32)
 
     @functools.cached_property
     def stored(self):
-        """Keys and values as caches hold them: float16 or codes [2, B, H, T, D]."""
+        """Return keys and values as caches hold them: float16 or codes [2, B, H, T, D]."""
         rng = np.random.default_rng(0)
         shape = 2, self.batch, self.kv_heads, self.length, DIM
         if not self.quant:
@@ -78,7 +78,7 @@ class Problem:
         return codes if self.quant == 8 else codes[..., ::2] & 15 | codes[..., 1::2] << 4
 
     def context(self, begin=0):
-        """Keys and values of tokens from `begin` on: float16 [2, B, H, T, D]."""
+        """Return keys and values of tokens from `begin` on: float16 [2, B, H, T, D]."""
         stored = self.stored[..., begin:, :]
         if self.quant == 4:
             stored = np.stack([stored << 4 >> 4, stored >> 4], -1).reshape(*stored.shape[:-1], DIM)
@@ -86,7 +86,7 @@ class Problem:
 
     @functools.cached_property
     def expected(self):
-        """float64 outputs of the first and last token of the first and last sequence."""
+        """Return float64 outputs of the first and last token of the first and last sequence."""
         context, outputs = self.context(), {}
         for b, i in {(b, i) for b in (0, self.batch - 1) for i in (0, self.new - 1)}:
             outputs[b, i] = np.zeros((self.heads, DIM))
@@ -106,11 +106,11 @@ class Problem:
 
     @functools.cached_property
     def peers(self):
-        """Peers made so far."""
+        """Return the peers made so far."""
         return {}
 
     def peer(self, make, *args):
-        """A peer, made and checked once; None if it is not installed."""
+        """Return a peer, made and checked once; None if it is not installed."""
         if (make, args) not in self.peers:
             peer = self.peers[make, args] = make(self, *args)
             if peer:
@@ -120,5 +120,5 @@ class Problem:
 
 @functools.lru_cache(maxsize=1)
 def problem(*sizes):
-    """The problem of cases in a row, whose data and peers are made once."""
+    """Return the problem of neighbouring cases, whose data and peers are made once."""
     return Problem(*sizes)
