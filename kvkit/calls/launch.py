@@ -39,7 +39,8 @@ def attention_launches(call: AttentionCall, results: Sequence[Array]) -> tuple[A
     )
     if call.layer is None:
         return (attend,)
-    return cpu.copy.transfer.store(*call.current, call.layer, call.steps), attend
+    key, value = call.current
+    return cpu.copy.transfer.store(key, value, call.layer, call.steps), attend
 
 
 def one_or_all(results: tuple[Array, ...]) -> Attended:
