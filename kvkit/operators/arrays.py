@@ -57,7 +57,7 @@ class Input:
         return self.inout or (self.found and getattr(array, "ndim", 0) > 1)
 
 
-class ArrayEntry(NamedTuple):
+class ArgumentEntry(NamedTuple):
     """A line of the table: the legal dtypes, what the array means, and its shapes."""
 
     dtypes: tuple[str, ...]
@@ -70,119 +70,125 @@ def scales_of(caches: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(shape.replace("Dh)", "Dh/quant_group)") for shape in caches)
 
 
-def side_entries(prefix: str, about: str, dtypes: tuple[str, ...], *shapes: str) -> dict[str, ArrayEntry]:
+def side_entries(prefix: str, about: str, dtypes: tuple[str, ...], *shapes: str) -> dict[str, ArgumentEntry]:
     """Return the entries of a cache of keys and of the one of values."""
     key, value = (tuple(shape.format(dim) for shape in shapes) for dim in ("Dk", "Dv"))
     return {
-        f"{prefix}key_cache": ArrayEntry(dtypes, about, key),
-        f"{prefix}value_cache": ArrayEntry(dtypes, "values, likewise", value),
+        f"{prefix}key_cache": ArgumentEntry(dtypes, about, key),
+        f"{prefix}value_cache": ArgumentEntry(dtypes, "values, likewise", value),
     }
 
 
 ARRAYS = {
-    "query": ArrayEntry(FLOATS, "queries of the new tokens"),
-    "multi_head_attention.query": ArrayEntry(FLOATS, "queries"),
-    "paged_attention.query": ArrayEntry(FLOATS, "queries of all sequences"),
-    "ascend.paged_attention.query": ArrayEntry(FLOATS, "a query of each sequence", ("(B, num_heads, Dk)",)),
-    "key": ArrayEntry(DATA, "keys of the new tokens"),
-    "multi_head_attention.key": ArrayEntry(FLOATS, "keys"),
-    "rotary_position_embedding.key": ArrayEntry(FLOATS, "keys of the new tokens; may have other heads"),
-    "paged_append.key": ArrayEntry(
+    "query": ArgumentEntry(FLOATS, "queries of the new tokens"),
+    "multi_head_attention.query": ArgumentEntry(FLOATS, "queries"),
+    "paged_attention.query": ArgumentEntry(FLOATS, "queries of all sequences"),
+    "ascend.paged_attention.query": ArgumentEntry(
+        FLOATS, "a query of each sequence", ("(B, num_heads, Dk)",)
+    ),
+    "key": ArgumentEntry(DATA, "keys of the new tokens"),
+    "multi_head_attention.key": ArgumentEntry(FLOATS, "keys"),
+    "rotary_position_embedding.key": ArgumentEntry(FLOATS, "keys of the new tokens; may have other heads"),
+    "paged_append.key": ArgumentEntry(
         DATA, "keys of the new tokens; None leaves key_cache", ("(tokens, H, Dk)",)
     ),
-    "value": ArrayEntry(DATA, "values; with value_cache"),
-    "multi_head_attention.value": ArrayEntry(FLOATS, "values"),
-    "paged_append.value": ArrayEntry(DATA, "values of the new tokens, likewise", ("(tokens, H, Dv)",)),
-    "current_key": ArrayEntry(DATA, "keys of the new tokens"),
-    "current_value": ArrayEntry(DATA, "values of the new tokens"),
+    "value": ArgumentEntry(DATA, "values; with value_cache"),
+    "multi_head_attention.value": ArgumentEntry(FLOATS, "values"),
+    "paged_append.value": ArgumentEntry(DATA, "values of the new tokens, likewise", ("(tokens, H, Dv)",)),
+    "current_key": ArgumentEntry(DATA, "keys of the new tokens"),
+    "current_value": ArgumentEntry(DATA, "values of the new tokens"),
     **{
-        f"{room}multi_head_cache_attention.current_{side}": ArrayEntry(
+        f"{room}multi_head_cache_attention.current_{side}": ArgumentEntry(
             FLOATS, f"{side}s of the new tokens", (shape,)
         )
         for room, shape in (("", "(B, S, H, Dh)"), ("dynamic_batching.", "(seqstarts[B], H, Dh)"))
         for side in ("key", "value")
     },
-    "cache": ArrayEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", STATIC),
-    "dynamic_batching.cache": ArrayEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", DYNAMIC),
-    "scale": ArrayEntry(FLOATS, "for quant_bit 8 and 4", scales_of(STATIC)),
-    "dynamic_batching.scale": ArrayEntry(FLOATS, "for quant_bit 8 and 4", scales_of(DYNAMIC)),
-    "start_pos": ArrayEntry(INDEX, "position of the first new token of every sequence", ("()", "(1)")),
-    "dynamic_batching.start_pos": ArrayEntry(INDEX, "position of each sequence's first new token", ("(B)",)),
-    "seqstarts": ArrayEntry(INDEX, "where each sequence begins among the new tokens"),
-    "kvstarts": ArrayEntry(INDEX, "where each sequence begins among the contexts"),
-    "cachestarts": ArrayEntry(INDEX, "first row of each sequence, or of its pages"),
-    "decoding_batches": ArrayEntry(INDEX, "sequences at the front without the causal mask"),
-    "max_seqlen": ArrayEntry(INDEX, "at least the longest sequence of new tokens"),
-    "max_kvlen": ArrayEntry(INDEX, "at least the longest context"),
-    "sequences": ArrayEntry(INDEX, "the new tokens; only their number matters"),
-    "attn_mask": ArrayEntry(MASK, ADDED, (*STATIC_MASKS, SOME_AXES)),
-    "dynamic_batching.attn_mask": ArrayEntry(MASK, ADDED, tuple(PACKED_MASKS)),
-    "paged_attention.attn_mask": ArrayEntry(
+    "cache": ArgumentEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", STATIC),
+    "dynamic_batching.cache": ArgumentEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", DYNAMIC),
+    "scale": ArgumentEntry(FLOATS, "for quant_bit 8 and 4", scales_of(STATIC)),
+    "dynamic_batching.scale": ArgumentEntry(FLOATS, "for quant_bit 8 and 4", scales_of(DYNAMIC)),
+    "start_pos": ArgumentEntry(INDEX, "position of the first new token of every sequence", ("()", "(1)")),
+    "dynamic_batching.start_pos": ArgumentEntry(
+        INDEX, "position of each sequence's first new token", ("(B)",)
+    ),
+    "seqstarts": ArgumentEntry(INDEX, "where each sequence begins among the new tokens"),
+    "kvstarts": ArgumentEntry(INDEX, "where each sequence begins among the contexts"),
+    "cachestarts": ArgumentEntry(INDEX, "first row of each sequence, or of its pages"),
+    "decoding_batches": ArgumentEntry(INDEX, "sequences at the front without the causal mask"),
+    "max_seqlen": ArgumentEntry(INDEX, "at least the longest sequence of new tokens"),
+    "max_kvlen": ArgumentEntry(INDEX, "at least the longest context"),
+    "sequences": ArgumentEntry(INDEX, "the new tokens; only their number matters"),
+    "attn_mask": ArgumentEntry(MASK, ADDED, (*STATIC_MASKS, SOME_AXES)),
+    "dynamic_batching.attn_mask": ArgumentEntry(MASK, ADDED, tuple(PACKED_MASKS)),
+    "paged_attention.attn_mask": ArgumentEntry(
         MASK, ADDED, tuple(f"({heads}tokens, longest context or more)" for heads in ("", "num_heads or 1, "))
     ),
-    "alibi_mask.attn_mask": ArrayEntry(
+    "alibi_mask.attn_mask": ArgumentEntry(
         MASK,
         ADDED_TO_BIASES,
         (*(shape.replace("S, M", "seqlen_q, seqlen_kv") for shape in STATIC_MASKS), SOME_AXES),
     ),
-    "dynamic_batching.alibi_mask.attn_mask": ArrayEntry(MASK, ADDED_TO_BIASES, tuple(PACKED_MASKS)),
-    "sinks": ArrayEntry(FLOATS, "a score for each head without a value", ("(num_heads)",)),
-    "alibi_slopes": ArrayEntry(FLOATS, "what a score loses for each step from query to key"),
-    "seqlen_q": ArrayEntry(INDEX, "queries"),
-    "seqlen_kv": ArrayEntry(INDEX, "keys"),
-    "pad_len": ArrayEntry(INDEX, "padding tokens in front of each sequence"),
-    "cos": ArrayEntry(FLOATS, "cosines, if not those of theta", (POSITIONS,)),
-    "sin": ArrayEntry(FLOATS, "sines, if not those of theta", (POSITIONS,)),
-    "outputs": ArrayEntry(FLOATS, "attn_output of each part", ("(parts, ..., num_heads, Dv)",)),
-    "lses": ArrayEntry(FLOATS[:1], "lse of each part", ("(parts, ..., num_heads)",)),
+    "dynamic_batching.alibi_mask.attn_mask": ArgumentEntry(MASK, ADDED_TO_BIASES, tuple(PACKED_MASKS)),
+    "sinks": ArgumentEntry(FLOATS, "a score for each head without a value", ("(num_heads)",)),
+    "alibi_slopes": ArgumentEntry(FLOATS, "what a score loses for each step from query to key"),
+    "seqlen_q": ArgumentEntry(INDEX, "queries"),
+    "seqlen_kv": ArgumentEntry(INDEX, "keys"),
+    "pad_len": ArgumentEntry(INDEX, "padding tokens in front of each sequence"),
+    "cos": ArgumentEntry(FLOATS, "cosines, if not those of theta", (POSITIONS,)),
+    "sin": ArgumentEntry(FLOATS, "sines, if not those of theta", (POSITIONS,)),
+    "outputs": ArgumentEntry(FLOATS, "attn_output of each part", ("(parts, ..., num_heads, Dv)",)),
+    "lses": ArgumentEntry(FLOATS[:1], "lse of each part", ("(parts, ..., num_heads)",)),
     **side_entries("", "keys, in pages", DATA, POOL, POOL_OF_BOTH),
-    "key_scale": ArrayEntry(FLOATS, "what keys are multiplied by; in Python also a number", POOL_SCALES),
-    "value_scale": ArrayEntry(FLOATS, "what values are multiplied by, likewise", POOL_SCALES),
-    "paged_append.key_scale": ArrayEntry(
+    "key_scale": ArgumentEntry(FLOATS, "what keys are multiplied by; in Python also a number", POOL_SCALES),
+    "value_scale": ArgumentEntry(FLOATS, "what values are multiplied by, likewise", POOL_SCALES),
+    "paged_append.key_scale": ArgumentEntry(
         FLOATS, "what keys are divided by, where they become codes", FOUND_SCALES
     ),
-    "paged_append.value_scale": ArrayEntry(FLOATS, "what values are divided by, likewise", FOUND_SCALES),
-    "block_tables": ArrayEntry(INDEX, "pages of each context; in Python also (indptr, indices)", ("(B, M)",)),
-    "context_lens": ArrayEntry(INDEX, "keys of each sequence"),
-    "query_starts": ArrayEntry(
+    "paged_append.value_scale": ArgumentEntry(FLOATS, "what values are divided by, likewise", FOUND_SCALES),
+    "block_tables": ArgumentEntry(
+        INDEX, "pages of each context; in Python also (indptr, indices)", ("(B, M)",)
+    ),
+    "context_lens": ArgumentEntry(INDEX, "keys of each sequence"),
+    "query_starts": ArgumentEntry(
         INDEX, "where each sequence begins among the queries; one query each if there is none"
     ),
-    "slot_mapping": ArrayEntry(INDEX, "the slot of each token; below 0: store nothing"),
-    "source": ArrayEntry(DATA, "blocks to copy"),
-    "target": ArrayEntry(DATA, "blocks to write"),
-    "pairs": ArrayEntry(INDEX, "a block of source, and the block of target that becomes like it"),
+    "slot_mapping": ArgumentEntry(INDEX, "the slot of each token; below 0: store nothing"),
+    "source": ArgumentEntry(DATA, "blocks to copy"),
+    "target": ArgumentEntry(DATA, "blocks to write"),
+    "pairs": ArgumentEntry(INDEX, "a block of source, and the block of target that becomes like it"),
     **side_entries("ascend.", "keys, in blocks", DATA, ND, NZ),
     **side_entries("ascend.reshape_and_cache.", "keys, in blocks", DATA, ND, NZ, COMPRESSED),
     **side_entries("ascend.paged_attention.", "keys, in blocks", FLOATS, ND, COMPRESSED),
-    "ascend.reshape_and_cache.slot_mapping": ArrayEntry(
+    "ascend.reshape_and_cache.slot_mapping": ArgumentEntry(
         INDEX,
         "the slot of each token, or of each head's first row; below 0: store nothing",
         ("(num_tokens)", "compressed: (B*num_head)"),
     ),
-    "wins": ArrayEntry(INDEX, "tokens to keep (KVHEAD), to average (KVHEAD_ROPE) or to leave out (OMNI)"),
-    "offset_index": ArrayEntry(INDEX, "the first token to average or to leave out; -1: none"),
-    "seq_lens": ArrayEntry(INDEX, "tokens of each sequence"),
-    "paged_cache_load.seq_lens": ArrayEntry(INDEX, "tokens of each sequence, or their sums from 0 on"),
-    "seq_starts": ArrayEntry(INDEX, "first token of each sequence, at a block's begin"),
-    "paged_cache_load.block_tables": ArrayEntry(
+    "wins": ArgumentEntry(INDEX, "tokens to keep (KVHEAD), to average (KVHEAD_ROPE) or to leave out (OMNI)"),
+    "offset_index": ArgumentEntry(INDEX, "the first token to average or to leave out; -1: none"),
+    "seq_lens": ArgumentEntry(INDEX, "tokens of each sequence"),
+    "paged_cache_load.seq_lens": ArgumentEntry(INDEX, "tokens of each sequence, or their sums from 0 on"),
+    "seq_starts": ArgumentEntry(INDEX, "first token of each sequence, at a block's begin"),
+    "paged_cache_load.block_tables": ArgumentEntry(
         INDEX, "blocks of each sequence; one that is not there is zeros"
     ),
-    "ascend.paged_attention.block_tables": ArrayEntry(
+    "ascend.paged_attention.block_tables": ArgumentEntry(
         INDEX, "blocks of each context", ("(B, M)", "compressed: (B*num_head, M)")
     ),
-    "ascend.paged_attention.context_lens": ArrayEntry(
+    "ascend.paged_attention.context_lens": ArgumentEntry(
         INDEX, "rows of each context", ("(B)", "compressed: (B*num_head)")
     ),
-    "razor_offset": ArrayEntry(
+    "razor_offset": ArgumentEntry(
         FLOATS[:1], "added to the products with keys; ln(N)/softmax_scale for a mean of N tokens"
     ),
-    "src": ArrayEntry(INDEX, "blocks to copy"),
-    "dst": ArrayEntry(INDEX, "blocks to write, each once"),
-    "cum_sum": ArrayEntry(INDEX, "where the destinations of each source end in dst"),
-    "x": ArrayEntry(DATA, "matrices"),
-    "y": ArrayEntry(DATA, "what nd_to_nz gives", ("(b, n/n0, m up to a multiple of 16, n0)",)),
-    "m": ArrayEntry(INDEX, "rows of a matrix"),
-    "n": ArrayEntry(INDEX, "columns of a matrix"),
+    "src": ArgumentEntry(INDEX, "blocks to copy"),
+    "dst": ArgumentEntry(INDEX, "blocks to write, each once"),
+    "cum_sum": ArgumentEntry(INDEX, "where the destinations of each source end in dst"),
+    "x": ArgumentEntry(DATA, "matrices"),
+    "y": ArgumentEntry(DATA, "what nd_to_nz gives", ("(b, n/n0, m up to a multiple of 16, n0)",)),
+    "m": ArgumentEntry(INDEX, "rows of a matrix"),
+    "n": ArgumentEntry(INDEX, "columns of a matrix"),
 }
 CHANGED = "cache", "scale", "target"
 CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache"
