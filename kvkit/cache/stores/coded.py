@@ -115,7 +115,7 @@ class CodeStore:
     def begin_at(self, numbers: Array, row: int) -> None:
         """Let prepared attention see what the latest view sees."""
         for side, table in zip(self.sides, self.tables, strict=True):
-            table[:] = side.segments()
+            side.segments(table)
 
     def stored(self) -> tuple[States, States]:
         key, value = self.sides

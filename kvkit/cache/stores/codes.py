@@ -16,8 +16,6 @@ from kvkit.formats.rotations import OUTPUT
 from kvkit.formats.rotations import STORED as STORED_ROWS
 from kvkit.typed import Array
 
-ROWS = "address", "sequence", "head", "row"
-SCALES = "scales", "scale_sequence", "scale_head", "scale_block"
 PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file
 TAIL_ROOM = 16  # tokens of room in a tail, beside what it must hold
 
@@ -291,18 +289,21 @@ class CodedSide:
             return address_of(self.cells, position)
         return cpu.launches.address(self.scales), 0, self.scales.strides[0] * (len(self.scales) > 1), 0
 
-    def segments(self, rounds: bool = False) -> Array:
-        """Return the numbers of a table of the segments that the latest view sees."""
+    def segments(self, table: Array | None = None, rounds: bool = False) -> Array:
+        """Fill a table, or a new one, with the segments that the latest view sees."""
+        segmented = cpu.attention.segmented
         batch, heads, length, _ = self.shape
-        sink, floats = min(self.sink, length), cpu.attention.segmented.floats_code(self.format.element)
+        table = segmented.new_table(heads, batch) if table is None else table
+        sink, floats = min(self.sink, length), segmented.floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
-        scales = zip(SCALES, self.cells_at(0 if blocks else sink), strict=True)
-        codes = segment(sink + self.seen, self.widening(rounds), self.codes, sink)
-        return cpu.attention.segmented.table_of(heads, batch, {
-            "sinks": segment(sink, floats, self.sinks, 0),
-            "codes": codes | dict(scales) | {"blocks": blocks},
-            "tail": segment(length, floats, self.tail, self.start),
-        })  # fmt: skip
+        places = *address_of(self.codes, sink), *self.cells_at(0 if blocks else sink), blocks
+        segmented.set_segments(
+            table,
+            sinks=segmented.Segment(sink, floats, *address_of(self.sinks, 0)),
+            codes=segmented.Segment(sink + self.seen, self.widening(rounds), *places),
+            tail=segmented.Segment(length, floats, *address_of(self.tail, self.start)),
+        )
+        return table
 
     def read(self) -> Array:
         """Return what the latest view sees, as an array."""
@@ -320,11 +321,6 @@ class CodedSide:
         side = copy.copy(self)
         side.seen = self.coded
         return side.read()
-
-
-def segment(end: int, to_float: int, array: Array, position: int) -> dict[str, int]:
-    """Return the fields of a segment up to position `end`, in an array that begins with `position`."""
-    return {"end": end, "to_float": to_float, **dict(zip(ROWS, address_of(array, position), strict=True))}
 
 
 def address_of(array: Array, position: int) -> tuple[int, int, int, int]:

@@ -6,6 +6,7 @@ address of the table on, so that the address of a row says which one it is.
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -25,10 +26,28 @@ from kvkit.cpu.simd.codes import whole_panels
 from kvkit.formats.elements import CODES, coarser
 from kvkit.runtime.jit import callback, helper
 
-# Positions below `end` lie in a segment, at address + position * row. Scales of blocks of tokens are found by
-# `blocks`, the block of each position; floats have none, and scales at 0.
-SEGMENT = Record("end to_float address sequence head row scales scale_sequence scale_head scale_block blocks")
-NAMES = "sinks", "codes", "tail"  # of the segments, in order
+
+class Segment(NamedTuple):
+    """A segment of positions below `end`, at address + position * row.
+
+    Scales of blocks of tokens are found by `blocks`, the block of each position; floats have none, and scales
+    at 0.
+    """
+
+    end: int
+    to_float: int
+    address: int
+    sequence: int
+    head: int
+    row: int
+    scales: int = 0
+    scale_sequence: int = 0
+    scale_head: int = 0
+    scale_block: int = 0
+    blocks: int = 0
+
+
+SEGMENT = Record(" ".join(Segment._fields))
 TABLE = Record("heads planes counting clamped ones", sinks=SEGMENT, codes=SEGMENT, tail=SEGMENT)
 FIRST, SEGMENT_BYTES = 8 * TABLE.at["sinks.end"], SEGMENT.dtype.itemsize
 FEW = 8  # more tokens than any tile leaves over
@@ -38,14 +57,16 @@ UNITS = np.ones(simd.NARROW, np.float32)
 get, table_at, segment_at = memory.load(types.int64), memory.record(TABLE), memory.record(SEGMENT)
 
 
-def table_of(heads, batch, segments):
-    """Return the numbers of a table, of the fields of its segments by their names."""
-    fields = {"heads": heads, "planes": batch * heads, "counting": address(COUNTING)}
-    fields |= {"clamped": address(CLAMPS), "ones": address(UNITS)}
-    empty = dict.fromkeys(SEGMENT.names, 0)
-    for name in NAMES:
-        fields |= {f"{name}.{field}": number for field, number in (empty | segments[name]).items()}
-    return TABLE.filled(fields)
+def new_table(heads, batch):
+    """Return the numbers of a table whose segments `set_segments` has to fill."""
+    fields = dict.fromkeys(TABLE.names, 0) | {"heads": heads, "planes": batch * heads}
+    addresses = {"counting": address(COUNTING), "clamped": address(CLAMPS), "ones": address(UNITS)}
+    return TABLE.filled(fields | addresses)
+
+
+def set_segments(table: np.ndarray, *, sinks: Segment, codes: Segment, tail: Segment) -> None:
+    """Fill the segments of a table, which each step of a cache does."""
+    table[TABLE.at["sinks.end"] :] = (*sinks, *codes, *tail)
 
 
 @helper
