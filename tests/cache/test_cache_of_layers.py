@@ -8,11 +8,11 @@ import pkgutil
 import re
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 from cache_scenes import room
+from surroundings import in_threads
 
 import kvkit.cache
 from kvkit.cache import (
@@ -238,25 +238,13 @@ def test_threads_lose_no_tokens(kind):
         "quantized": lambda: QuantizedCache(1, residual_length=8),
         "paged": lambda: PagedCache(128, 16, 1, 2, 32, np.float32),
     }[kind]()
-    failed, interval = [], sys.getswitchinterval()
 
-    def work():
-        try:
-            for _ in range(100):
-                cache.update(token, token, 0)
-        except Exception as error:
-            failed.append(error)
+    def work(_):
+        for _ in range(100):
+            cache.update(token, token, 0)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    try:
-        sys.setswitchinterval(1e-6)
-        for thread in threads:
-            thread.start()
-    finally:
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(interval)
-    assert (failed, cache.get_seq_length()) == ([], 800)
+    in_threads(work, 8)
+    assert cache.get_seq_length() == 800
     for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         again.update(token, token, 0)
         assert again.get_seq_length() == 801

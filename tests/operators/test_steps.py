@@ -1,10 +1,9 @@
 """Calls that bring their own index tensors, of one form: each is checked, and nothing is left of the last."""
 
-import threading
-
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from surroundings import in_threads
 
 import kvkit
 from kvkit.calls import rotary, steps
@@ -132,19 +131,12 @@ def test_threads_have_steps_of_their_own(rng):
     expected = [
         anew(attend, new, cache.copy(), index) for cache, (new, index) in zip(caches, given, strict=True)
     ]
-    wrong = []
 
     def work(i):
         for _ in range(50):
-            if not np.array_equal(attend(given[i][0], caches[i], given[i][1]), expected[i]):
-                wrong.append(i)
+            assert np.array_equal(attend(given[i][0], caches[i], given[i][1]), expected[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(work, 4)
 
 
 def attend_static(new, cache, start):

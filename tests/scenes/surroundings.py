@@ -1,6 +1,8 @@
 """What tests run amid: memory that is filled with NaN or 0xFF around arrays, and the pace of Python."""
 
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -56,3 +58,16 @@ class Poison:
     def check(self):
         for untouched in self.checks:
             untouched()
+
+
+def in_threads(work, count):
+    """Call work(0), work(1), ... in threads that take turns often; raise what any of them raised."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            calls = [pool.submit(work, i) for i in range(count)]
+        for call in calls:
+            call.result()
+    finally:
+        sys.setswitchinterval(interval)
