@@ -1,4 +1,4 @@
-"""What the processor can do, and what of it is used: KVKIT_CPU names the most, `avx512` the least.
+"""The instructions that kernels use of those that the processor has. KVKIT_CPU names the most to use.
 
 And how soon it wants to be asked for memory.
 """
@@ -30,7 +30,7 @@ def ahead():
 
 
 def ahead_of(name):
-    """What decodes fastest on a processor, by its name; measured on a Cascade Lake and a Zen 4."""
+    """Return the fastest distance for decoding on a processor, by its name."""
     return Ahead(16 * 1024, 64, False) if name.startswith("znver") else Ahead(5 * 1024, 40, True)
 
 

@@ -18,7 +18,11 @@ class Record:
         self._in_order = operator.itemgetter(*self.names)
 
     def filled(self, fields):
-        """Return the numbers of a record, in order, of a mapping that has each of its fields and no other."""
+        """Return the numbers of a record, of a mapping that has each of its fields and no other."""
+        return np.array(self.in_order(fields), np.int64)
+
+    def in_order(self, fields):
+        """Return the fields of such a mapping in the order of the record."""
         try:
             numbers = self._in_order(fields)
         except KeyError:
@@ -26,4 +30,4 @@ class Record:
         if len(fields) != len(numbers):
             odd = sorted(fields.keys() ^ self.at.keys())
             raise TypeError(f"a record of {len(self.names)} fields, missing or unknown: {', '.join(odd)}")
-        return np.array(numbers, np.int64)
+        return numbers

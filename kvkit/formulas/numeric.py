@@ -218,13 +218,13 @@ def narrowing(element):
 
 @shared
 def weight(score, top):
-    """exp(score - top), 0 for a score of -inf."""
+    """Return exp(score - top), 0 for a score of -inf."""
     return np.float32(math.exp(score - max(top, LOWEST)))
 
 
 @shared
 def with_sink(top, total, sink):
-    """(top, total) of a row with one more score, and what its sums shrink by."""
+    """Return (top, total) of a row with one more score, and the factor of its sums."""
     new = max(top, sink)
     shrink = weight(top, new)
     return new, total * shrink + weight(sink, new), shrink
@@ -243,13 +243,13 @@ def capped(score, cap):
 
 @shared
 def with_total(total, top, part_total, part_top):
-    """A total with that of one part more, whose top is no more than `top`, which all parts have then."""
+    """Rescale one split's softmax sum to the common maximum `top` and add it to a total."""
     return total + part_total * weight(part_top, top)
 
 
 @shared
 def share_of(part, total, grow):
-    """What sums are multiplied by to have their part in a total, and so many times more; none of nothing."""
+    """Return the factor that gives sums their share of a total, times `grow`; 0 if the total is 0."""
     return part / total * grow if total != np.float32(0) else np.float32(0)
 
 

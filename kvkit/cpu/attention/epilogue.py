@@ -1,4 +1,4 @@
-"""What attention writes: O / l for each query row, or the state of a split, and splits merged.
+"""The outputs of attention: O / l for each query row, or the state of a split, and splits merged.
 
     out = sum O_s exp(m_s - m) / sum l_s exp(m_s - m)      over the splits s of a context
     lse = m + log l

@@ -53,7 +53,7 @@ class RowDecoder:
 
 
 class Form(NamedTuple):
-    """What decides the machine code of a call: formats, sizes, and how rows are read."""
+    """Formats, sizes and how rows lie: all that decides the machine code of a call."""
 
     data: str
     stored: tuple[str, str]  # formats of keys and of values

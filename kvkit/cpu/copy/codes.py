@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, row_by_row, rows
+from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, row_by_row, rows, side_at
 from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd import codes as panels
@@ -29,7 +29,7 @@ SMALL = 2**15  # elements; below it one thread is done before a second one is aw
 
 @dataclass(frozen=True)
 class Codes:
-    """What decides the machine code of such rows."""
+    """Names the format of a code, which decides its machine code."""
 
     element: str  # of the numbers that are encoded
     bits: int
@@ -80,7 +80,7 @@ def widen(codes, plain=False, rounds=True):
 
 @functools.cache
 def widen_row(codes, product, plain):
-    """Likewise, whatever the blocks are; products with scales are rounded to a format of their own first."""
+    """Compile `widen`, whatever the blocks are; products with scales are rounded to a format first."""
     element, bits, symmetric, cell, group = (
         codes.element, codes.bits, codes.symmetric, codes.cell, codes.group,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def encoded_groups(codes):
 
 
 TASK = Record("rows_code chunks items workers units at heads dim")
-get, record = memory.load(types.int64), memory.record(TASK)
+record = memory.record(TASK)
 
 
 def spread(worker, task_at):
@@ -191,17 +191,20 @@ def spread(worker, task_at):
     `at` holds address, byte strides of sequence, unit and head of one side, of the other, and of cells.
     """
     task = record(task_at)
-    at, item = task.at, worker
+    at, item = side_at(task.at), worker
     while item < task.items:
         b, chunk = item // task.chunks, item % task.chunks
         first, end = share(task.units, chunk, task.chunks), share(task.units, chunk + 1, task.chunks)
         if first < end:
             call_rows(
                 task.rows_code,
-                get(at) + b * get(at + 8) + first * get(at + 16), get(at + 16), get(at + 24),
-                get(at + 32) + b * get(at + 40) + first * get(at + 48), get(at + 48), get(at + 56),
-                get(at + 64) + b * get(at + 72) + first * get(at + 80), get(at + 80), get(at + 88),
-                end - first, task.heads, 1, task.dim,
+                packed=at.packed + b * at.packed_sequence + first * at.packed_token,
+                packed_token=at.packed_token, packed_head=at.packed_head,
+                cache=at.cache + b * at.cache_sequence + first * at.cache_row,
+                cache_token=at.cache_row, cache_head=at.cache_head,
+                scale=at.scale + b * at.scale_sequence + first * at.scale_row,
+                scale_token=at.scale_row, scale_head=at.scale_head,
+                tokens=end - first, heads=task.heads, dim=task.dim,
             )  # fmt: skip
         item += task.workers
 

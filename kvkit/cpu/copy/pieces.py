@@ -154,21 +154,28 @@ def move_run(code, at, packed, slot, run, block_size):
         if at.by_fractal:
             if at.stores:  # with means
                 fractals(
-                    source, at.token, at.packed_inner, target, at.row, at.cache_inner, run, at.inner
+                    source=source, source_row=at.token, source_group=at.packed_inner,
+                    target=target, target_row=at.row, target_group=at.cache_inner, rows=run, groups=at.inner,
                 )  # fmt: skip
             else:
                 fractals(
-                    target, at.row, at.cache_inner, source, at.token, at.packed_inner, run, at.inner
+                    source=target, source_row=at.row, source_group=at.cache_inner,
+                    target=source, target_row=at.token, target_group=at.packed_inner,
+                    rows=run, groups=at.inner,
                 )  # fmt: skip
         elif at.by_head:
             call_rows(
-                code, source, at.packed_inner, at.token, target, at.cache_inner, at.row,
-                cell, at.cell_inner, at.cell_row, at.inner, run, 1, at.dim,
+                code, packed=source, packed_token=at.packed_inner, packed_head=at.token,
+                cache=target, cache_token=at.cache_inner, cache_head=at.row,
+                scale=cell, scale_token=at.cell_inner, scale_head=at.cell_row,
+                tokens=at.inner, heads=run, dim=at.dim,
             )  # fmt: skip
         else:
             call_rows(
-                code, source, at.token, at.packed_inner, target, at.row, at.cache_inner,
-                cell, at.cell_row, at.cell_inner, run, at.inner, 1, at.dim,
+                code, packed=source, packed_token=at.token, packed_head=at.packed_inner,
+                cache=target, cache_token=at.row, cache_head=at.cache_inner,
+                scale=cell, scale_token=at.cell_row, scale_head=at.cell_inner,
+                tokens=run, heads=at.inner, dim=at.dim,
             )  # fmt: skip
 
 
@@ -219,7 +226,7 @@ def prepare(direction, packed, caches, pieces, block_size, element=None):
     code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
     averages = (mean(element).address, line_bytes) if element else (0, 0)
     arrays = *packed, *caches
-    return moving(places, code, pieces, starts, block_size, moved, arrays, averages)
+    return moving(places, code, pieces, starts, block_size, moved, arrays=arrays, averages=averages)
 
 
 def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):

@@ -12,6 +12,7 @@ from numba import types
 
 from kvkit.cpu import machine, memory
 from kvkit.cpu.copy import blocks, minifloats
+from kvkit.cpu.records import Record
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
@@ -21,6 +22,14 @@ LANES = panels.LANES
 MANY = 16  # panels whose scales are found before their codes: their 4 KB stay in the nearest cache
 SIGNATURE = types.void(*[types.int64] * 13)
 STORE, LOAD, READ = "store", "load", "read"
+
+
+# Where rows lie on both sides, and the scales of those in the cache: byte addresses and strides.
+SIDE = Record(
+    "packed packed_sequence packed_token packed_head",
+    "cache cache_sequence cache_row cache_head scale scale_sequence scale_row scale_head",
+)
+side_at = memory.record(SIDE)
 
 
 @memory.machine_code
@@ -82,7 +91,7 @@ def row_by_row(row):
 
 
 def moved_row(direction, packed, cache, stream, plain):
-    """The same elements in another format, or the same bits in the same one."""
+    """Return a row function that copies elements, in another format or bit by bit."""
     source, target = (packed, cache) if direction == STORE else (cache, packed)
     if source == target:
         get, put = memory.load(memory.BITS[source]), memory.store(memory.BITS[target])
@@ -157,23 +166,10 @@ def quantized_row(packed, cache, scale, group):
     return row
 
 
-def quantized_panels(packed, cache, scale, group, groups):
-    """`quantized_row` in panels of `groups` groups, MANY at a time.
-
-    First the maxima of their groups, then scales, 16 at once whichever panels they are of, then the codes.
-    Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
-    be neighbours in the cache.
-    """
-    maxima = panels.maxima(packed, group, groups)
-    scales = panels.scales(packed, cache, scale)
-    quantize = panels.quantize(packed, cache, scale, group, groups)
-    rest = helper(quantized_row(packed, cache, scale, group))
-    step = groups * group
-    packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
-    largest_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
-    largest_step, cell_step = groups * largest_bytes, groups * cell_bytes
-    room = 4 * (MANY * groups + LANES)  # for a number of each group
-    scratch = memory.scratch(4 * room)
+def panel_maxima(packed, group, groups):
+    """Return a helper that finds the largest magnitude of each group of some panels, token by token."""
+    maxima, packed_step = panels.maxima(packed, group, groups), BY_NAME[packed].bytes(groups * group)
+    largest_step = groups * BY_NAME[packed].bytes(1)
 
     def find_maxima(packed, packed_token, packed_head, tokens, heads, across, largest):
         for token in range(tokens):
@@ -183,6 +179,15 @@ def quantized_panels(packed, cache, scale, group, groups):
                     maxima(source, largest)
                     source += packed_step
                     largest += largest_step
+
+    return helper(find_maxima)
+
+
+def panel_codes(packed, cache, scale, group, groups, room):
+    """Return a helper that writes the codes and scales of some panels, head by head."""
+    quantize, step = panels.quantize(packed, cache, scale, group, groups), groups * group
+    packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
+    cell_step = groups * BY_NAME[scale].bytes(1)
 
     def write_codes(
         packed, packed_token, packed_head, cache, cache_token, cache_head,
@@ -196,14 +201,32 @@ def quantized_panels(packed, cache, scale, group, groups):
                 first = (token * heads + head) * across
                 for panel in range(first, first + across):
                     divisor = divisors + 4 * groups * panel
-                    quantize(
-                        source, divisor, divisor + room, divisors + 2 * room + cell_step * panel, target, cell
-                    )
+                    new = divisors + 2 * room + cell_step * panel
+                    quantize(source, divisor, divisor + room, new, target, cell)
                     source += packed_step
                     target += code_step
                     cell += cell_step
 
-    find_maxima, write_codes = helper(find_maxima), helper(write_codes)
+    return helper(write_codes)
+
+
+def quantized_panels(packed, cache, scale, group, groups):
+    """`quantized_row` in panels of `groups` groups, MANY at a time.
+
+    First the maxima of their groups, then scales, 16 at once whichever panels they are of, then the codes.
+    Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
+    be neighbours in the cache.
+    """
+    scales = panels.scales(packed, cache, scale)
+    rest = helper(quantized_row(packed, cache, scale, group))
+    step = groups * group
+    packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
+    largest_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    cell_step = groups * cell_bytes
+    room = 4 * (MANY * groups + LANES)  # for a number of each group
+    scratch = memory.scratch(4 * room)
+    find_maxima = panel_maxima(packed, group, groups)
+    write_codes = panel_codes(packed, cache, scale, group, groups, room)
 
     def transfer(
         packed, packed_token, packed_head, cache, cache_token, cache_head,
@@ -228,10 +251,11 @@ def quantized_panels(packed, cache, scale, group, groups):
                                divisors + 2 * room + i * cell_bytes)  # fmt: skip
                     write_codes(
                         source, packed_token, packed_head,
-                        cache + token * cache_token + head * cache_head + panel * code_step,
-                        cache_token, cache_head,
-                        scale + token * scale_token + head * scale_head + panel * cell_step,
-                        scale_token, scale_head, *size, divisors,
+                        cache=cache + token * cache_token + head * cache_head + panel * code_step,
+                        cache_token=cache_token, cache_head=cache_head,
+                        scale=scale + token * scale_token + head * scale_head + panel * cell_step,
+                        scale_token=scale_token, scale_head=scale_head,
+                        tokens=size[0], heads=size[1], across=size[2], divisors=divisors,
                     )  # fmt: skip
                     panel += wide
                 head += high

@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import LOAD, STORE, call_rows, rows
+from kvkit.cpu.copy.rows import LOAD, SIDE, STORE, call_rows, rows, side_at
 from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.records import Record
 from kvkit.cpu.simd import panels
@@ -21,13 +21,13 @@ from kvkit.runtime.jit import callback
 
 BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
+SIDE_BYTES = SIDE.dtype.itemsize
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
 
 TASK = Record(
     "rows_code chunks items workers block heads repeat dim",
     "sides starts first batch table table_row page_size",
 )
-SIDE = 8 * 12  # bytes
 
 get = memory.load(types.int64)
 record, integers = memory.record(TASK), memory.integers
@@ -36,9 +36,8 @@ record, integers = memory.record(TASK), memory.integers
 def walk(worker, task_at):
     """Move the packed tokens of every sequence, which take positions from `first` on, to or from their rows.
 
-    `sides` [key|value, 12] are address and byte strides: packed (address, sequence, token, head), then cache
-    and scale (address, sequence, row, head). Keys and values are items of their own, or, where they are
-    neighbours in the cache, in one, `block` tokens of each in turn (0: apart).
+    Keys and values, whose places are `sides`, are items of their own, or, where they are neighbours in the
+    cache, in one, `block` tokens of each in turn (0: apart).
     """
     task = record(task_at)
     starts, first = integers(task.starts), integers(task.first)
@@ -58,13 +57,16 @@ def walk(worker, task_at):
             run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, task.page_size))
             run = min(run, block) if block else run
             for kv in range(side, 2 if block else side + 1):
-                at = task.sides + SIDE * kv
+                place = side_at(task.sides + SIDE_BYTES * kv)
                 call_rows(
                     task.rows_code,
-                    get(at) + sequence * get(at + 8) + token * get(at + 16), get(at + 16), get(at + 24),
-                    get(at + 32) + sequence * get(at + 40) + row * get(at + 48), get(at + 48), get(at + 56),
-                    get(at + 64) + sequence * get(at + 72) + row * get(at + 80), get(at + 80), get(at + 88),
-                    run, task.heads, task.repeat, task.dim,
+                    packed=place.packed + sequence * place.packed_sequence + token * place.packed_token,
+                    packed_token=place.packed_token, packed_head=place.packed_head,
+                    cache=place.cache + sequence * place.cache_sequence + row * place.cache_row,
+                    cache_token=place.cache_row, cache_head=place.cache_head,
+                    scale=place.scale + sequence * place.scale_sequence + row * place.scale_row,
+                    scale_token=place.scale_row, scale_head=place.scale_head,
+                    tokens=run, heads=task.heads, repeat=task.repeat, dim=task.dim,
                 )  # fmt: skip
             token += run
         item += task.workers
@@ -75,21 +77,39 @@ def code():
     return callback(walk, WORKER)
 
 
-OWNERS = {
-    STORE: {0: "current_key", 12: "current_value", 4: "cache", 16: "cache"},
-    LOAD: {0: "key", 12: "value", 4: "cache", 16: "cache"},
-}
-SCALE = {8: "scale", 20: "scale"}
+@functools.cache
+def owners_of(direction, scaled):
+    """Return the owners of the addresses in the sides of keys and values."""
+    owners: dict[int, str] = {}
+    names = ("current_key", "current_value") if direction == STORE else ("key", "value")
+    for kv, name in enumerate(names):
+        fields = {"packed": name, "cache": "cache"} | ({"scale": "scale"} if scaled else {})
+        owners |= {kv * len(SIDE.names) + SIDE.at[field]: owner for field, owner in fields.items()}
+    return owners
+
+
+def places_of(array, side):
+    """Return the numbers of a `SIDE`: a packed array, and keys or values in a cache."""
+    sequence, token, head = packed_strides(array)
+    return SIDE.in_order({
+        "packed": address(array), "packed_sequence": sequence, "packed_token": token, "packed_head": head,
+        "cache": side.address, "cache_sequence": side.sequence,
+        "cache_row": side.row, "cache_head": side.head,
+        "scale": side.scales, "scale_sequence": side.scale_sequence, "scale_row": side.scale_row,
+        "scale_head": side.scale_head,
+    })  # fmt: skip
 
 
 def store(current_key, current_value, cache, steps):
     """A launch that appends the packed new tokens to their rows."""
-    return prepare(STORE, current_key, current_value, cache, steps.seqstarts, steps.start_pos, steps, 1)
+    starts, first = steps.seqstarts, steps.start_pos
+    return prepare(STORE, current_key, current_value, cache, starts, first, steps=steps, repeat=1)
 
 
 def load(key, value, cache, steps, repeat):
     """A launch that gathers the rows of every sequence's context into packed outputs."""
-    return prepare(LOAD, key, value, cache, steps.kvstarts, steps.zeros, steps, repeat)
+    starts, first = steps.kvstarts, steps.zeros
+    return prepare(LOAD, key, value, cache, starts, first, steps=steps, repeat=repeat)
 
 
 def prepare(direction, key, value, cache, starts, first, steps, repeat):
@@ -103,15 +123,9 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat):
     codes = cache.cell and not BY_NAME[cache.stored].minifloat
     groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
     rows_code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
-    sides = np.array(
-        [
-            (address(array), *packed_strides(array), *place)
-            for array, place in zip((key, value), cache.sides, strict=True)
-        ],
-        np.int64,
-    )
-    (key_at, _, row, *_), (value_at, *_) = cache.sides
-    block = 0 if abs(value_at - key_at) > abs(row) else BLOCKS[direction]
+    sides = np.array([*map(places_of, (key, value), cache.sides)], np.int64)
+    keys, values = cache.sides
+    block = 0 if abs(values.address - keys.address) > abs(keys.row) else BLOCKS[direction]
     chunks = threads() if moved >= SMALL_BYTES else 1
     items = chunks if block else 2 * chunks
     workers = items if chunks > 1 else 1
@@ -122,8 +136,12 @@ def prepare(direction, key, value, cache, starts, first, steps, repeat):
         "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
     run = functools.partial(run_workers, code(), workers, address(task))
-    owners = OWNERS[direction] | (SCALE if cache.cell else {})
-    return Launch(sides.reshape(-1), owners, run, alive=(task, starts, first, steps.table))
+    return Launch(
+        sides.reshape(-1),
+        owners_of(direction, bool(cache.cell)),
+        run,
+        alive=(task, starts, first, steps.table),
+    )
 
 
 def aligned(array):

@@ -180,7 +180,7 @@ def turns(position, divisor, frequencies, pairs, halves, cosines, sines):
 
 @helper
 def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
-    """Those of pair i, where its elements are."""
+    """Write cosine and sine of a pair where its elements are."""
     one, other = (4 * i, 4 * (i + pairs)) if halves else (8 * i, 8 * i + 4)
     put_float(cosines + one, cosine)
     put_float(cosines + other, cosine)

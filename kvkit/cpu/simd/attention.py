@@ -65,7 +65,7 @@ def chunk_vectors(rows, stored, cell, group):
 
 
 def fewest_vectors(stored):
-    """Likewise at the end of a row: those of a block."""
+    """Return the vectors that are widened at a time at the end of a row: those of a block."""
     block = BY_NAME[stored].block
     return block.elements // LANES if block else 1
 
@@ -92,7 +92,7 @@ def chunk_order(stored, cell, vectors):
 
 
 def row_scale(stored, cell, group):
-    """What a row's products are to be multiplied with: the format of its one scale, and a constant."""
+    """Return the factors of a row's products: the format of its one scale, and a constant."""
     minifloat = BY_NAME[stored].minifloat
     return (cell if minifloat and not group else None), (256.0 if stored == "e4m3" else 1.0)
 
@@ -430,7 +430,7 @@ def wide_sums(b, weights, values, value_row, count, dim, sums, factors):
 
 @micro_kernel(7)
 def careful_wide_sums(b, weights, values, value_row, count, dim, sums, factors):
-    """Likewise, over the values that have a weight."""
+    """sums [dim, WIDE] = sums * factors + weights times values, over the values that have a weight."""
     add_wide(b, weights, values, value_row, count, dim, sums, factors, careful=True)
 
 

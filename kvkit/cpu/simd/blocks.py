@@ -43,7 +43,7 @@ def largest_scale(vectors, limits):
 
 
 def signed_scale(vectors, limits):
-    """Of the first number of largest magnitude, which shall have the least code."""
+    """Return the scale that gives the first number of largest magnitude the least code."""
     top = over_lanes(abs(vectors[0]).max(abs(vectors[1])))
     places = []
     for i, x in enumerate(vectors):

@@ -15,7 +15,7 @@ def fractals(b, source, source_row, source_group, target, target_row, target_gro
 
 @micro_kernel(7)
 def scattered_fractals(b, sources, source_group, target, target_row, target_group, rows, groups):
-    """Likewise from rows whose addresses are in a list."""
+    """Copy rows, whose addresses are in a list, to fractals."""
 
     def address(row):
         value = b.load(b.inttoptr(b.add(sources, b.mul(row, I64(8))), I64.as_pointer()))

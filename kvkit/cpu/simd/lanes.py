@@ -51,7 +51,7 @@ class Lanes:
         return Lanes(self.builder, getattr(self.builder, instruction)(self.value, target))
 
     def as_bits(self, width=32):
-        """The same bits as integers of `width` bits."""
+        """Return the bits as integers of `width` bits."""
         lanes = ir.VectorType(ir.IntType(width), self.count * BITS[self.type.element] // width)
         return Lanes(self.builder, self.builder.bitcast(self.value, lanes))
 
@@ -252,7 +252,7 @@ def as_halves(codes, element):
 
 
 def pair_halves(codes, element):
-    """Likewise, those of even places and those of odd ones: as words of 16 bits, in which no lane moves."""
+    """Return codes of even and of odd places as halves: in words of 16 bits, so that no lane moves."""
     words = codes.as_bits(16)
     if element == "e5m2":
         return [half.cast("bitcast", F16) for half in (words << 8, words & 0xFF00)]
@@ -260,7 +260,7 @@ def pair_halves(codes, element):
 
 
 def e4m3_halves(codes):
-    """Of codes 7 bits up in words: the sign is in the exponent too, whose highest bit NaN alone keeps."""
+    """Return halves of codes 7 bits up in words. The exponent has the sign, too; NaN keeps its top bit."""
     return codes.apply("xor", codes.plus(0x80) & 0x407F).cast("bitcast", F16)  # and nothing below
 
 
@@ -378,7 +378,7 @@ def exp(x):
 
 
 def sums_of(vectors, apart=1):
-    """Of 16 or 8 vectors of 16 lanes, one with as many lanes: lane i is the sum of vectors[i].
+    """Return the sums of 16 or 8 vectors of 16 lanes: lane i is the sum of vectors[i].
 
     Every second lane, or fourth, is summed where so many stay `apart`: then there are 8 vectors, or 4.
     Shuffles stay within 128 bits as long as they can, where they are cheap.

@@ -142,7 +142,7 @@ def quantize(source, codes, cell, group, groups):
 
 
 def of_groups(b, address, i, group, groups):
-    """Of numbers for each group those of lanes from i * LANES on."""
+    """Return the numbers, one for each group, of the lanes from i * LANES on."""
     if group >= LANES:
         return lanes.broadcast(b, at(b, address, i * LANES // group * 4), LANES)
     own = [(i * LANES + lane) // group for lane in range(LANES)]
@@ -188,7 +188,7 @@ def group_maxima(vectors, group):
 
 
 def larger_neighbours(x, y=None):
-    """Of lanes 0 and 1, 2 and 3, ... of one vector or two in a row, the larger each."""
+    """Return the larger of lanes 0 and 1, 2 and 3, ... of one vector or two in a row."""
     count = x.count if y is None else 2 * x.count
     return larger(x.pick(range(0, count, 2), y), x.pick(range(1, count, 2), y))
 

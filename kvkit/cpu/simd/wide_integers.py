@@ -249,7 +249,7 @@ def softmax(b, scores, count, top, total, factors):
 
 
 def half_softmax(b, count, scores, top, total, factors):
-    """Of 16 rows."""
+    """`softmax` of 16 of the rows."""
     pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
     before = read(b, top, F32, LANES)
     largest = Slots(b, [read(b, scores, F32, LANES)])
