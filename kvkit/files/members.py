@@ -32,7 +32,7 @@ PADDING = struct.Struct("<HHH")  # extra field 0xD935 as Android's zipalign has 
 
 
 @dataclass(frozen=True)
-class Form:
+class ArrayHeader:
     """A header of an array: its shape, dtype and order, and where the array begins behind it."""
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Form:
     begin: int
 
 
-def read_form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None) -> Form:
+def read_form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None) -> ArrayHeader:
     """Return the form of a member's array; the sizes in its headers are held against each other.
 
     `said` is the name of its dtype, where the file has one.
@@ -59,20 +59,22 @@ def read_form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = 
     return found
 
 
-def read_header(data: IO[bytes], length: int, said: object = None) -> tuple[Form, int]:
+def read_header(data: IO[bytes], length: int, said: object = None) -> tuple[ArrayHeader, int]:
     """Return (form, bytes) of an array with its header, which have to be `length` bytes."""
     try:
         shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
     except (MemoryError, RecursionError):  # Python's parser
         raise ValueError("its header is no description of an array") from None
-    found = Form(shape, resolve_dtype(dtype, said), "F" if fortran else "C", data.tell())
+    found = ArrayHeader(shape, resolve_dtype(dtype, said), "F" if fortran else "C", data.tell())
     size = found.begin + math.prod(shape) * found.dtype.itemsize
     if size != length:
         raise ValueError(f"it has {length} bytes, its header asks for {size}")
     return found, size
 
 
-def read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: IO[bytes] | None, form: Form) -> Array:
+def read(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: IO[bytes] | None, form: ArrayHeader
+) -> Array:
     """Read a member's array: mapped copy-on-write from the archive's file if given, or copied."""
     shape, dtype, order = form.shape, form.dtype, form.order
     if file is None or member.compress_type == zipfile.ZIP_DEFLATED:

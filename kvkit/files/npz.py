@@ -33,7 +33,7 @@ from kvkit.files import description, foreign, members
 from kvkit.files.contents import Contents
 from kvkit.files.errors import FileError, file_error, quoted, reading_errors
 from kvkit.files.mapping import SMALL
-from kvkit.files.members import Form
+from kvkit.files.members import ArrayHeader
 from kvkit.files.paths import check_source, check_target, keep_for_changes, name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.typed import Array, FilePath
@@ -48,7 +48,8 @@ OUTDATED = f"save it again, without the array {METADATA} if others have changed"
 
 
 def read(
-    path: FilePath, check: Callable[[dict[str, Form], dict[str, Any]], object] = lambda forms, metadata: None
+    path: FilePath,
+    check: Callable[[dict[str, ArrayHeader], dict[str, Any]], object] = lambda forms, metadata: None,
 ) -> Contents:
     """Read the arrays and the metadata of a file; stored arrays are copied or mapped copy-on-write.
 
@@ -66,7 +67,7 @@ def read(
             check_kind(path, foreign.kind_of_archive(found))
             check_names(path, [info.filename for info in archive.infolist()])
             metadata: dict[str, Any] = {}
-            forms: dict[str, Form] = {}
+            forms: dict[str, ArrayHeader] = {}
             arrays: dict[str, Array] = {}
             for name, read_text in TEXTS.items():
                 if name in found:
@@ -116,7 +117,7 @@ def check_metadata(path: FilePath, metadata: Any) -> None:
         raise file_error(path, f"{METADATA} has version {found}, not {VERSION}", "update kvkit")
 
 
-def check_dtypes(path: FilePath, dtypes: Mapping[str, str], forms: Mapping[str, Form]) -> None:
+def check_dtypes(path: FilePath, dtypes: Mapping[str, str], forms: Mapping[str, ArrayHeader]) -> None:
     """Refuse arrays of other dtypes than the metadata says."""
     for name, dtype in dtypes.items():
         found = forms[name].dtype.name if name in forms else "absent"
