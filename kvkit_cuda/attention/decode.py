@@ -72,9 +72,8 @@ def attend(form):
         load_queries(params, step, item, lane, words, q)  # [rows, dim]
         board = int32(place_of_tiles())
         ring = fresh_register(int32(board + warp * ring_bytes))
-        mask = fresh_register(
-            int32(code_mask | cuda.threadIdx.z)
-        )  # z is 0: a constant would be moved in anew
+        # z is 0; a constant would be loaded into a register before each use
+        mask = fresh_register(int32(code_mask | cuda.threadIdx.z))
         s, o = cuda.local.array(held_scores, F32), cuda.local.array(held_sums, F32)
         m, l, m_new = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
         state, scale = Softmax(o, m, l, m_new), numeric.float_of(np.uint32(params.scale))

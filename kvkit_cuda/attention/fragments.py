@@ -10,7 +10,7 @@ All of these are registers, some rows and columns of each for every thread of th
 the product of two matrices to a third one, whose fragment in a thread has 2 rows and 2 columns. With g =
 lane // 4 and t = lane % 4 the tile of scores of a warp is shared out so (`ptx` has the words of a and b):
 
-    prefill, BY_ROWS: s = q k^T                      decode, BY_TOKENS: s^T = k q^T
+    prefill, `by_rows`: s = q k^T                    decode, `BY_TOKENS`: s^T = k q^T
                     tokens                                           rows of q
               2t    2t+1    8+2t  8+2t+1                             2t      2t+1
     row g   [ 0,0   0,1  |  0,2   0,3  ...           token g      [  0,0     1,0

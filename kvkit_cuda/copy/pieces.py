@@ -6,8 +6,8 @@ target row and a count of rows from there on:
 
     target[piece.target + i] = source[piece.source + i]     for i < piece.count
 
-A source row below 0 is zeros. The kernel takes rows in chunks:
-of bytes, or of as many elements of source and target.
+A source row below 0 is zeros. The kernel takes rows in chunks: of bytes, or of as many elements of source and
+target.
 """
 
 import functools
