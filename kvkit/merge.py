@@ -81,7 +81,7 @@ def merged(fmt: Element, outputs: Sequence[Array], lses: Sequence[Array]) -> Pai
     if prepared:
         prepared.run(list(arrays.values()))
     else:
-        launch = cpu.attention.merge.prepare(fmt.name, outputs, lses, out, lse)
+        launch = cpu.attention.merge.prepare_merge(fmt.name, outputs, lses, out, lse)
         cpu.launches.start(launch)
         prepared = PreparedCall([launch], arrays)
     merges.keep(form, prepared)

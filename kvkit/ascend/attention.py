@@ -107,7 +107,9 @@ def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array 
     context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call)
     bias, count = bias_of(call), len(call.lengths)
     weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
-    cpu.launches.start(cpu.attention.prepare.prepare(query, made, made_lse, context, steps, count, weights))
+    cpu.launches.start(
+        cpu.attention.prepare.prepare_attention(query, made, made_lse, context, steps, count, weights)
+    )
     for array, entry in zip(results, entries, strict=True):
         if not np.may_share_memory(array, entry):  # strides do not fold
             array[...] = entry.reshape(array.shape)

@@ -86,7 +86,7 @@ def paged_cache_load(
             for array, cache in zip(results, call.caches, strict=True)
         ]
         cpu.launches.start(
-            cpu.copy.pieces.prepare("load", packed, call.caches, pieces, call.caches[0].shape[1])
+            cpu.copy.pieces.prepare_pieces("load", packed, call.caches, pieces, call.caches[0].shape[1])
         )
     return (*results, None)[:2]
 

@@ -106,6 +106,6 @@ def reshape_and_cache(
         ]
         rows = call.caches[0].shape[1]
         cpu.launches.start(
-            cpu.copy.pieces.prepare("store", packed, call.caches, call.pieces, rows, call.averaged)
+            cpu.copy.pieces.prepare_pieces("store", packed, call.caches, call.pieces, rows, call.averaged)
         )
     return key_cache, value_cache

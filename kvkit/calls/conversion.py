@@ -365,7 +365,7 @@ class Move:
         if by_chunk and steps != (self.width, self.width):
             runs = cut_runs(runs, TILE)
         places = row_addresses(self.read, runs[:, 0]), row_addresses(self.written, runs[:, 1]), runs[:, 2]
-        return cpu.copy.runs.prepare(
+        return cpu.copy.runs.prepare_runs(
             np.stack(places, axis=1), self.chunks, steps, self.width, by_chunk, alive
         )
 
@@ -383,7 +383,7 @@ class Move:
                 chunks = np.stack([self.chunks[order, which], packed], axis=1)
                 steps = part.step, self.row
                 cpu.launches.start(
-                    cpu.copy.runs.prepare(
+                    cpu.copy.runs.prepare_runs(
                         np.stack(places, axis=1), chunks, steps, self.width, False, (*alive, lines)
                     )
                 )

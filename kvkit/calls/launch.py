@@ -34,7 +34,7 @@ def attend(call: AttentionCall, out: Array | Pair | None) -> Attended:
 def attention_launches(call: AttentionCall, results: Sequence[Array]) -> tuple[Any, ...]:
     """Return the launches of a checked call of attention."""
     out, lse = (*results, None)[:2]
-    attend = cpu.attention.prepare.prepare(
+    attend = cpu.attention.prepare.prepare_attention(
         call.query, out, lse, call.context, call.steps, call.decoding, call.weights
     )
     if call.layer is None:
@@ -58,7 +58,7 @@ def append_to_pools(call: PoolAppend) -> None:
     ]
     if moved:
         arrays = [side.tokens for side in moved], [side.pool for side in moved]
-        launches.append(cpu.copy.pieces.prepare("store", *arrays, call.pieces, moved[0].pool.shape[1]))
+        launches.append(cpu.copy.pieces.prepare_pieces("store", *arrays, call.pieces, moved[0].pool.shape[1]))
     cpu.launches.start(*launches)
 
 
@@ -67,7 +67,7 @@ def rotation_launch(call: RotationCall, results: Sequence[Array]) -> Any:
     moves = tuple(zip(map(one_piece, (call.query, call.key)), results, strict=True))
     tables = call.tables and np.array(call.tables, np.float32)
     how = call.rotated, call.bypass_key, call.halves, tables, call.scaling
-    return cpu.positions.rotary.prepare(call.fmt.name, moves, call.starts, call.first, *how)
+    return cpu.positions.rotary.prepare_rotary(call.fmt.name, moves, call.starts, call.first, *how)
 
 
 def write_alibi_mask(call: AlibiCall, out: Array | None) -> Array:
@@ -77,7 +77,7 @@ def write_alibi_mask(call: AlibiCall, out: Array | None) -> Array:
     if out.size:
         tokens = call.starts, call.kvstarts
         cpu.launches.start(
-            cpu.positions.alibi.prepare(
+            cpu.positions.alibi.prepare_alibi(
                 target, call.fmt.name, *tokens, call.place, call.element, call.padding
             )
         )

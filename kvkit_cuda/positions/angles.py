@@ -104,7 +104,7 @@ def far(call, tokens):
     table = np.empty_like(ones)
     moves = (ones, table), (ones[:, :0], table[:, :0])
     call_of = "float32", moves, call.starts, call.first, call.rotated, True, False, None, call.scaling
-    cpu.launches.start(cpu.positions.rotary.prepare(*call_of))
+    cpu.launches.start(cpu.positions.rotary.prepare_rotary(*call_of))
     return table
 
 

@@ -28,7 +28,7 @@ def prepared(monkeypatch):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *arguments: made.append(name) or real(*arguments))
 
-    count(cpu.attention.prepare, "prepare")
+    count(cpu.attention.prepare, "prepare_attention")
     count(cpu.copy.transfer, "store")
     return made
 
@@ -61,7 +61,7 @@ def test_rows(rng, prepared, kind, layout, options):
             cache.update(*states[i], i)
             got.append(cache.attend(queries[i], i, **options))
         if "sinks" not in options:
-            assert prepared == ["store", "prepare"]
+            assert prepared == ["store", "prepare_attention"]
         for i in range(LAYERS):
             cache.rows.step = None
             for a, b in zip(both(got[i]), both(cache.attend(queries[i], i, **options)), strict=True):
@@ -89,7 +89,7 @@ def test_packed_tokens(rng, prepared, kind):
                 assert_same(step.multi_head_cache_attention(query, *new, i), expected)
                 assert_same(step.attend(query, i), expected)
                 assert_same(step.attend(np.asfortranarray(query), i), expected)
-                assert prepared[made:] == ([] if i else ["prepare", "store", "prepare"])
+                assert prepared[made:] == ([] if i else ["prepare_attention", "store", "prepare_attention"])
         assert_same(one.cache, other.cache)
 
 

@@ -86,13 +86,13 @@ def test_vectors_are_their_plain_siblings(case):
         row = dim * x.itemsize
         at = (address(x), 0, size * row, 0, address(found), 0, size * found.strides[0], 0)
         at = (*at, address(cells), 0, cells.strides[0], 0)
-        start(codes.prepare(codes.encode(form, plain).address, 1, 4, at, 1, dim, 0))
+        start(codes.prepare_codes(codes.encode(form, plain).address, 1, 4, at, 1, dim, 0))
         wide = np.full((4 * size, dim), np.nan, np.float32)
         for block in range(4):
             rows = slice(block * size, (block + 1) * size)
             at = (address(wide[rows]), 0, 4 * dim, 0, address(found[rows]), 0, found.strides[0], 0)
             at = (*at, address(cells[block]), 0, 0, 0)
-            start(codes.prepare(codes.widen(form, plain).address, 1, size, at, 1, dim, 0))
+            start(codes.prepare_codes(codes.widen(form, plain).address, 1, size, at, 1, dim, 0))
         results.append((found.tobytes(), cells.tobytes(), wide.tobytes()))
     assert results[0] == results[1]
     assert np.array_equal(wide, wide.astype(dtype).astype(np.float32)), "numbers of the input's format"

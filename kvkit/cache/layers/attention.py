@@ -118,7 +118,7 @@ class PreparedAttention:
         query, out, lse = arrays.values()
         batch, new = query.shape[:2]
         self._step, self._counts = index_tensors.static_step(batch, new, end - first), np.arange(batch + 1)
-        launch = cpu.attention.prepare.prepare(query, out, lse, context, self._step, 0, weights)
+        launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, self._step, 0, weights)
         self._params = launch.numbers
         self._prepared = PreparedCall([launch], arrays, attention=self._params, version=end - first)
         cpu.launches.start(launch)

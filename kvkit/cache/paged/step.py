@@ -131,7 +131,9 @@ class PagedStep:
         else:
             query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
             context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
-            launch = cpu.attention.prepare.prepare(query, out, lse, context, self._steps, decoding, weights)
+            launch = cpu.attention.prepare.prepare_attention(
+                query, out, lse, context, self._steps, decoding, weights
+            )
         if tokens:
             self.append(tokens["current_key"], tokens["current_value"], layer_idx)
         if prepared:
@@ -258,7 +260,7 @@ class PagedStep:
     ) -> Attended:
         """Attend with checked arguments; calls of this form are made again for other layers."""
         context = self._store.contexts[layer_idx]
-        launch = cpu.attention.prepare.prepare(query, out, lse, context, rows, decoding, weights)
+        launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, rows, decoding, weights)
         return self.start(form, launch, query, out, lse, layer_idx)
 
     def start(

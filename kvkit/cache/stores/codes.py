@@ -180,7 +180,7 @@ class CodedSide:
         for (address, sequence, head, row), rows in zip(places, (self.block, self.block, 1), strict=True):
             at += address, sequence, rows * row, head
         code, elements = cpu.copy.codes.encode(self.format).address, batch * heads * tokens * dim
-        cpu.launches.start(cpu.copy.codes.prepare(code, batch, blocks, at, heads, dim, elements))
+        cpu.launches.start(cpu.copy.codes.prepare_codes(code, batch, blocks, at, heads, dim, elements))
         self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
@@ -313,7 +313,7 @@ class CodedSide:
         table = cpu.launches.address(segments)
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
         code = cpu.attention.segmented.widen_code().address
-        cpu.launches.start(cpu.copy.codes.prepare(code, planes, tokens, at, 1, dim, wide.size))
+        cpu.launches.start(cpu.copy.codes.prepare_codes(code, planes, tokens, at, 1, dim, wide.size))
         return self.turned(wide, OUTPUT).astype(self.dtype, copy=False)
 
     def stored(self) -> Array:

@@ -97,7 +97,7 @@ def code(element, plain=False):
     return callback(walk, WORKER, (element, plain))
 
 
-def prepare(element, outputs, lses, out, lse):
+def prepare_merge(element, outputs, lses, out, lse):
     """A launch that puts parts [.., heads, Dv] together, each in one piece. Nothing can fail any more.
 
     Parts are owned by their numbers, outputs before lses.

@@ -80,7 +80,7 @@ class Reading(NamedTuple):
     width: int | None  # elements that products by integers take at a time
 
 
-def prepare(query, out, lse, context, steps, decoding, weights):
+def prepare_attention(query, out, lse, context, steps, decoding, weights):
     """Return a launch that computes attention into `out` and, unless None, `lse`."""
     shared = shared_scales(context)
     if shared:  # factors of queries and outputs cost nothing for a token

@@ -46,7 +46,7 @@ def attend_blocks(params, block, engine):
         find_block(params, block)
         for begin in range(0, block.tiles, together):
             tile = tile_of(params, block, begin)
-            load(params, block, tile, engine)  # K, V in the engine's form      [tokens, dim]
+            load_block(params, block, tile, engine)  # K, V in the engine's form      [tokens, dim]
             seen = visible(params, block, (tile.first + tile.live - 1) // params.group)[1]
             count = min(block.count, seen - block.begin)
             if count <= 0:
@@ -54,7 +54,7 @@ def attend_blocks(params, block, engine):
             for t in range(begin, begin + together):
                 tile = tile_of(params, block, t)
                 tile.count = count
-                scores(params, block, tile, engine)  # S = scale K Q^T           [tokens, rows]
+                score_tile(params, block, tile, engine)  # S = scale K Q^T           [tokens, rows]
                 if needs_bias_or_mask(params, block, tile):
                     apply_bias_and_mask(params, block, tile)
             for t in range(begin, begin + together):
@@ -62,7 +62,8 @@ def attend_blocks(params, block, engine):
                 if block.nan_safe or not engine.softmax:
                     softmax(tile.scores, block.rows, count, tile.m, tile.l, tile.alpha)  # m, l, alpha, P
             for t in range(begin, begin + together):
-                sums(params, block, tile_of(params, block, t), engine)  # O = O alpha + P V   [rows, dim]
+                tile = tile_of(params, block, t)
+                add_values(params, block, tile, engine)  # O = O alpha + P V         [rows, dim]
         block.begin += block.size
 
 
@@ -293,7 +294,7 @@ def prefetch_scales(params, block, tile):
 
 
 @helper
-def load(params, block, tile, engine):
+def load_block(params, block, tile, engine):
     """Load K and V of the block in the form that the steps of its tiles want; wide tiles share them."""
     if block.wide and tile.index:
         return
@@ -309,7 +310,7 @@ def load(params, block, tile, engine):
 
 
 @helper
-def scores(params, block, tile, engine):
+def score_tile(params, block, tile, engine):
     """S = scale K Q^T."""
     if params.scale_bytes and params.heads_interleaved and not block.widens:
         prefetch_scales(params, block, tile)
@@ -320,7 +321,7 @@ def scores(params, block, tile, engine):
 
 
 @helper
-def sums(params, block, tile, engine):
+def add_values(params, block, tile, engine):
     """O = O alpha + P V."""
     if block.nan_safe:
         shrink_weights(block, tile)

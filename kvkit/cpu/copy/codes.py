@@ -214,7 +214,7 @@ def spread_code():
     return callback(spread, WORKER)
 
 
-def prepare(code, batch, units, at, heads, dim, elements):
+def prepare_codes(code, batch, units, at, heads, dim, elements):
     """A launch that runs row code over all units, in one thread if there are few elements."""
     chunks, numbers = threads() if elements >= SMALL else 1, np.array(at, np.int64)
     items = batch * chunks

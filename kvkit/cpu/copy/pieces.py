@@ -198,7 +198,7 @@ def mean(element):
 lines = Workspace()
 
 
-def prepare(direction, packed, caches, pieces, block_size, element=None):
+def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
     """A launch that moves pieces between packed arrays and caches, one or a pair of each.
 
     packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where

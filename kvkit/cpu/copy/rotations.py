@@ -7,7 +7,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import launches, memory
-from kvkit.cpu.copy.codes import prepare
+from kvkit.cpu.copy.codes import prepare_codes
 from kvkit.cpu.copy.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import rotations as panels
 from kvkit.cpu.simd.panels import LANES
@@ -61,5 +61,5 @@ def turned(x, rotation, what, value=False):
     at += launches.address(factors), 0, 0, 0
     batch, rows, heads, _ = x.shape
     machine = code(x.dtype.name, rotation.size(dim, value)).address
-    launches.start(prepare(machine, batch, rows, at, heads, dim, x.size))
+    launches.start(prepare_codes(machine, batch, rows, at, heads, dim, x.size))
     return made

@@ -132,7 +132,7 @@ def code():
     return callback(move, WORKER)
 
 
-def prepare(runs, chunks, steps, width, by_chunk, alive):
+def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
     """A launch that moves runs; `alive` are the arrays that the addresses point into."""
     moved = int(runs[:, 2].sum()) * len(chunks) * width
     workers = threads() if moved >= SMALL_BYTES else 1

@@ -103,16 +103,16 @@ def places_of(array, side):
 def store(current_key, current_value, cache, steps):
     """A launch that appends the packed new tokens to their rows."""
     starts, first = steps.seqstarts, steps.start_pos
-    return prepare(STORE, current_key, current_value, cache, starts, first, steps=steps, repeat=1)
+    return prepare_transfer(STORE, current_key, current_value, cache, starts, first, steps=steps, repeat=1)
 
 
 def load(key, value, cache, steps, repeat):
     """A launch that gathers the rows of every sequence's context into packed outputs."""
     starts, first = steps.kvstarts, steps.zeros
-    return prepare(LOAD, key, value, cache, starts, first, steps=steps, repeat=repeat)
+    return prepare_transfer(LOAD, key, value, cache, starts, first, steps=steps, repeat=repeat)
 
 
-def prepare(direction, key, value, cache, starts, first, steps, repeat):
+def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat):
     """Compile what a transfer needs, or find it, and gather its arguments."""
     strides = key.strides, value.strides
     heads, dim = cache.heads, cache.dim

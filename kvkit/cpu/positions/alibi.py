@@ -149,7 +149,7 @@ def code():
     return callback(walk, WORKER)
 
 
-def prepare(target, element, starts, kvstarts, mask, mask_element, padding):
+def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding):
     """A launch that fills `target` [batch, head, row, column]; `mask` is where another lies, or zeros.
 
     Rows and columns are those of sequences that begin at `starts` and `kvstarts`; columns beyond the last

@@ -237,7 +237,7 @@ def code():
     return callback(walk, WORKER)
 
 
-def prepare(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
+def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
     """A launch that turns `moves`: (query, its output) and (key, its output). Nothing can fail any more.
 
     `halves` says which elements are pairs; `tables` are float32 [cosines | sines, positions, pairs], or None.
