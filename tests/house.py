@@ -5,6 +5,7 @@
 
 import ast
 import collections
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = "kvkit", "kvkit_cuda", "cli"
 TYPED = "errors", "interop", "checks", "calls", "files", "formats", "layouts", "operators", "tools"
-PROTOCOL = {
-    "read",
-    "write",
-    "main",
-    "__getattr__",
-    "__dir__",
-}  # functions that every reader of files, or every verb, has
+# Functions that every reader of files, every verb, every lazy package or every engine of attention has.
+PROTOCOL = {"read", "write", "main", "__getattr__", "__dir__", "engine", "load", "scores", "sums"}
 NO_SUBJECT = re.compile(r"(What|The same|Likewise|That of|Those|Of|As)\b")
 LONGEST, LONGEST_OF_KERNELS, WIDEST = 60, 90, 8
 
@@ -67,9 +63,15 @@ def repeated_classes(sources: Trees) -> list[str]:
 
 
 def most_namesakes(sources: Trees) -> int:
-    """Return how many functions of modules share the commonest name."""
+    """Return how many functions of modules share the commonest name.
+
+    Vector forms are named like their plain forms, the reference like the operators.
+    """
     functions = [
-        node.name for tree in sources.values() for node in tree.body if isinstance(node, ast.FunctionDef)
+        node.name
+        for path, tree in sources.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and "/simd/" not in path and "/reference/" not in path
     ]
     return max(collections.Counter(name for name in functions if name not in PROTOCOL).values())
 
@@ -104,24 +106,42 @@ def locals_calls(sources: Trees) -> int:
     return sum(ast.unparse(call.func) == "locals" for call in nodes(sources, ast.Call))
 
 
-def counts() -> dict[str, tuple[int, int]]:
-    """Return (count, limit) of everything that is counted."""
+LIMITS = {
+    "lines of kvkit": 37_600,
+    "lines of kvkit_cuda": 8_200,
+    "lines of cli": 2_300,
+    "lines of tests": 39_700,
+    "calls of locals()": 0,
+    "class names that stand twice": 0,
+    "functions of one name": 3,
+    "functions too long to see at once": 0,
+    "docstrings without a subject": 15,
+    "calls with eight or more positional arguments": 15,
+    "parameters without a type": 0,
+}
+
+
+@functools.cache
+def counts() -> dict[str, int]:
+    """Return every count by its subject."""
     everything, host, kvkit = trees(*PACKAGES), trees("kvkit", "cli"), trees("kvkit")
     return {
-        "lines of kvkit": (lines("kvkit"), 31_500),
-        "lines of kvkit_cuda": (lines("kvkit_cuda"), 7_300),
-        "lines of cli": (lines("cli"), 2_300),
-        "lines of tests": (lines("tests"), 32_000),
-        "calls of locals()": (locals_calls(everything), 0),
-        "class names that stand twice": (len(repeated_classes(host)), 0),
-        "functions of one name": (most_namesakes(host), 3),
-        "functions too long to see at once": (len(long_functions(everything)), 0),
-        "docstrings without a subject": (headless_docstrings(everything), 40),
-        "calls with eight or more positional arguments": (wide_calls(everything), 25),
-        "parameters without a type": (untyped_parameters(kvkit), 0),
+        "lines of kvkit": lines("kvkit"),
+        "lines of kvkit_cuda": lines("kvkit_cuda"),
+        "lines of cli": lines("cli"),
+        "lines of tests": lines("tests"),
+        "calls of locals()": locals_calls(everything),
+        "class names that stand twice": len(repeated_classes(host)),
+        "functions of one name": most_namesakes(host),
+        "functions too long to see at once": len(long_functions(everything)),
+        "docstrings without a subject": headless_docstrings(everything),
+        "calls with eight or more positional arguments": wide_calls(everything),
+        "parameters without a type": untyped_parameters(kvkit),
     }
 
 
 if __name__ == "__main__":
-    for subject, (count, limit) in counts().items():
-        print(f"{'ok  ' if count <= limit else 'over'} {subject}: {count} ({limit})")
+    for subject, count in counts().items():
+        print(
+            f"{'ok  ' if count <= LIMITS[subject] else 'over'} {subject}: {count} (at most {LIMITS[subject]})"
+        )
