@@ -87,8 +87,8 @@ def test_vectors_are_the_plain_form(dtype, rng, monkeypatch):
     outputs, lses = parts(rng, 3, (2, 37), dtype=dtype)
     lses[1][0] = -INF
     found = merge_attention_states(outputs, lses)
-    code = kvkit.cpu.attention.merge.code
-    monkeypatch.setattr(kvkit.cpu.attention.merge, "code", lambda element: code(element, plain=True))
+    code = kvkit.cpu.attention.merge.merge_code
+    monkeypatch.setattr(kvkit.cpu.attention.merge, "merge_code", lambda element: code(element, plain=True))
     kvkit.merge.merges.clear()
     for one, other in zip(merge_attention_states(outputs, lses), found, strict=True):
         assert_same(one, other)

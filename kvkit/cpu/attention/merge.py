@@ -13,7 +13,7 @@ from kvkit.cpu.records import Record
 from kvkit.cpu.simd.lanes import (
     I64,
     RAW,
-    Slots,
+    StackSlots,
     broadcast,
     loop,
     micro_kernel,
@@ -44,7 +44,7 @@ def panel(element):
 
     @micro_kernel(4)
     def panel(b, entries, count, offset, target):
-        sums = Slots(b, zeros(b, LANES))
+        sums = StackSlots(b, zeros(b, LANES))
         with loop(b, count) as i:
             entry = b.add(entries, b.mul(i, I64(ENTRY)))
             source = b.load(b.inttoptr(entry, I64.as_pointer()))
@@ -56,7 +56,7 @@ def panel(element):
 
 
 @functools.cache
-def code(element, plain=False):
+def merge_code(element, plain=False):
     """Compile the walk over rows; `plain` leaves the vectors out, for the tests."""
     size, vector = BY_NAME[element].bytes(1), panel(element)
     get_element, put_element = memory.read(element), memory.write(element)
@@ -113,7 +113,7 @@ def prepare_merge(element, outputs, lses, out, lse):
         "outputs": places, "lses": places + 8 * parts,
         "out": address(out), "lse": address(lse), "entries": address(entries),
     })  # fmt: skip
-    walk, task = code(element), address(numbers)
+    walk, task = merge_code(element), address(numbers)
 
     def run():
         workers = min(threads(), most) if several else 1

@@ -113,7 +113,7 @@ def launch(params, alive, shared):
     params[FIELD["counters"]] = address(counters)
     split_bytes = splits * int(params[FIELD["split_bytes"]])
     workspace_bytes, at = int(params[FIELD["workspace_bytes"]]), address(params)
-    code, most = scheduler.code("work"), 1 if small else items
+    code, most = scheduler.scheduler_code("work"), 1 if small else items
 
     def run():
         if shared:
@@ -133,7 +133,7 @@ def launch(params, alive, shared):
 
 def schedule(params):
     """Set in the params which tiles and how many work items there are."""
-    scheduler.code("schedule").ctypes(0, address(params))
+    scheduler.scheduler_code("schedule").ctypes(0, address(params))
 
 
 def planned(params):

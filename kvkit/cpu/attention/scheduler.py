@@ -110,6 +110,6 @@ def attend(params, block, split, splits, slots):
 
 
 @functools.cache
-def code(function):
+def scheduler_code(function):
     """Return `schedule` or `work` as machine code."""
     return callback({"schedule": schedule, "work": work}[function], WORKER, function)

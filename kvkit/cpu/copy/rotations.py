@@ -16,7 +16,7 @@ from kvkit.runtime.jit import callback, helper
 
 
 @functools.cache
-def code(element, block, plain=False):
+def rotation_code(element, block, plain=False):
     """Machine code (target, its strides, source, its strides, factors [2, dim], ..), as `rows` has it."""
     size = BY_NAME[element].bytes(1)
     vector = LANES <= block <= panels.MOST and not plain
@@ -60,6 +60,6 @@ def turned(x, rotation, what, value=False):
         at += launches.address(array), outer, row, head
     at += launches.address(factors), 0, 0, 0
     batch, rows, heads, _ = x.shape
-    machine = code(x.dtype.name, rotation.size(dim, value)).address
+    machine = rotation_code(x.dtype.name, rotation.size(dim, value)).address
     launches.start(prepare_codes(machine, batch, rows, at, heads, dim, x.size))
     return made

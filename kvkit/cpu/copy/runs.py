@@ -128,7 +128,7 @@ def move(worker, task_at):
 
 
 @functools.cache
-def code():
+def runs_code():
     return callback(move, WORKER)
 
 
@@ -141,5 +141,5 @@ def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
         "chunks": address(chunks), "chunk_count": len(chunks),
         "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
     })  # fmt: skip
-    run = functools.partial(run_workers, code(), workers, address(task))
+    run = functools.partial(run_workers, runs_code(), workers, address(task))
     return Launch(runs, {}, run, alive=(*alive, task, chunks))

@@ -73,7 +73,7 @@ def walk(worker, task_at):
 
 
 @functools.cache
-def code():
+def transfer_code():
     return callback(walk, WORKER)
 
 
@@ -135,7 +135,7 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
         "starts": address(starts), "first": address(first), "batch": len(first),
         "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
-    run = functools.partial(run_workers, code(), workers, address(task))
+    run = functools.partial(run_workers, transfer_code(), workers, address(task))
     return Launch(
         sides.reshape(-1),
         owners_of(direction, bool(cache.cell)),

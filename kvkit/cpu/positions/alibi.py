@@ -145,7 +145,7 @@ def walk(worker, task_at):
 
 
 @functools.cache
-def code():
+def alibi_code():
     return callback(walk, WORKER)
 
 
@@ -164,5 +164,5 @@ def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding
         "batches": batches, "heads": heads, "columns": columns,
         "padding": int(np.float32(padding).view(np.uint32)), "places": address(places),
     })  # fmt: skip
-    run = functools.partial(run_workers, code(), workers, address(task))
+    run = functools.partial(run_workers, alibi_code(), workers, address(task))
     return Launch(places.reshape(-1), {}, run, alive=(target, task, starts, kvstarts))

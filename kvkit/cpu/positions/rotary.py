@@ -233,7 +233,7 @@ def walk(worker, task_at):
 
 
 @functools.cache
-def code():
+def rotary_code():
     return callback(walk, WORKER)
 
 
@@ -264,7 +264,7 @@ def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, ta
         "numbers": address(numbers), "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
-    walk = code()
+    walk = rotary_code()
 
     def run():
         task[TASK.at["scratch"]] = scratch.at_least(workers * scratch_bytes)

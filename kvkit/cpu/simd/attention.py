@@ -18,7 +18,7 @@ from kvkit.cpu.simd.lanes import (
     I32,
     I64,
     RAW,
-    Slots,
+    StackSlots,
     broadcast,
     exp,
     joined,
@@ -249,7 +249,7 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None, near=False):
                     for address in soon:
                         prefetch(b, b.add(b.add(shift, address), i), near)
             cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
-            sums = Slots(b, zeros(b, LANES, tokens * rows))
+            sums = StackSlots(b, zeros(b, LANES, tokens * rows))
 
             def add(i, vectors):
                 here = b.add(shift, bytes_of(b, stored, i))
@@ -305,7 +305,7 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False, near=Fal
                 factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES) * (1 / constant)
                 row = read(b, address, F32, LANES * size)
                 kept += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
-            totals = Slots(b, kept)
+            totals = StackSlots(b, kept)
 
             def found(token):
                 number = number_at(b, numbers, token)
@@ -388,7 +388,7 @@ def wide_products(b, scalars, tile_step, step, vectors, count, start, careful=Fa
     nothing where a row is 0, whatever the scalar.
     """
     halves = WIDE // LANES
-    sums = Slots(b, start)
+    sums = StackSlots(b, start)
     with loop(b, count) as k:
         at = b.add(vectors, b.mul(k, I64(4 * WIDE)))
         row = [read(b, b.add(at, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
@@ -454,7 +454,7 @@ def online_softmax(b, scores, vectors, step, rows, top, total, factor):
     a part of its row's.
     """
     before = read(b, top, F32, LANES)
-    largest = Slots(b, [before])
+    largest = StackSlots(b, [before])
     with loop(b, vectors) as i:
         largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, step)), F32, LANES))
     new = largest[0]
@@ -464,7 +464,7 @@ def online_softmax(b, scores, vectors, step, rows, top, total, factor):
         new = lanes.Lanes(b, b.select(fits, turned.value, new.value))
     base = new.max(LOWEST)
     shrink = exp(before - base)
-    sums = Slots(b, [read(b, total, F32, LANES) * shrink])
+    sums = StackSlots(b, [read(b, total, F32, LANES) * shrink])
     with loop(b, vectors) as i:
         at = b.add(scores, b.mul(i, step))
         weight = exp(read(b, at, F32, LANES) - base)
@@ -550,7 +550,7 @@ def plus_times(b, source, target, count, number):
 def dots(b, row, rows, step, count, size, target, target_step):
     """Into targets, the products of one row with so many; of a multiple of 16 numbers."""
     with loop(b, count) as i:
-        sums, other = Slots(b, zeros(b, LANES)), b.add(rows, b.mul(i, step))
+        sums, other = StackSlots(b, zeros(b, LANES)), b.add(rows, b.mul(i, step))
         with loop(b, size, LANES) as k:
             at = b.mul(k, I64(4))
             x, y = (read(b, b.add(base, at), F32, LANES) for base in (row, other))
@@ -561,7 +561,7 @@ def dots(b, row, rows, step, count, size, target, target_step):
 @micro_kernel(3)
 def sum_of_nothing(b, source, count, target):
     """Into target, the sum of all numbers times 0: 0, unless one is not finite; a multiple of 16."""
-    sums = Slots(b, zeros(b, LANES))
+    sums = StackSlots(b, zeros(b, LANES))
     with loop(b, count, LANES) as i:
         sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
     store_first(b, sums_of([sums[0], *zeros(b, LANES, LANES - 1)]), target)

@@ -6,7 +6,7 @@ Each stands beside a plain sibling in `codes.py`, bit for bit the same.
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.lanes import F32, I8, I32, I64, RAW, Slots, loop, micro_kernel, narrow, read, write
+from kvkit.cpu.simd.lanes import F32, I8, I32, I64, RAW, StackSlots, loop, micro_kernel, narrow, read, write
 from kvkit.cpu.simd.panels import LANES, lanes_divide, round_to
 from kvkit.formats.elements import BY_NAME, CODES, FLOAT32
 from kvkit.formulas.numeric import ROUNDER
@@ -65,7 +65,7 @@ def encode(bits, symmetric, cell, width, element):
             write(b, address, narrow(numbers.pick(range(0, LANES, width)), cell))
 
         start = elements(I64(0))
-        ends = Slots(b, [abs(start)] if symmetric else [start, start])
+        ends = StackSlots(b, [abs(start)] if symmetric else [start, start])
         with loop(b, count) as i:
             x = elements(i)
             ends[0] = ends[0].max(abs(x) if symmetric else x)

@@ -27,7 +27,7 @@ from kvkit.cpu.simd.lanes import (
     I64,
     RAW,
     Lanes,
-    Slots,
+    StackSlots,
     broadcast,
     exp,
     fill,
@@ -91,7 +91,7 @@ def word_at(b, address):
     return broadcast(b, address, LANES).as_bits()
 
 
-class Codes:
+class CodeVectors:
     """Rows of symmetric codes, a chunk of `width` at a time, and their scales."""
 
     def __init__(self, stored, cell, group, width):
@@ -254,7 +254,7 @@ class Queries:
 @functools.cache
 def fixed_queries(rows, stored, cell, group, width):
     """(queries [row, dim], dim, target, 2 * rows * width bytes of scratch)."""
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     form = Queries(rows, codes)
     places, chunk = form.places()
     elements, line = codes.elements(), 2 * width  # of a row: high bytes, then low ones, as codes lie
@@ -264,7 +264,7 @@ def fixed_queries(rows, stored, cell, group, width):
         row_bytes = b.mul(dim, I64(4))
         reciprocals = []
         for r in range(rows):
-            largest, row = Slots(b, zeros(b, LANES, 2)), b.add(queries, b.mul(row_bytes, I64(r)))
+            largest, row = StackSlots(b, zeros(b, LANES, 2)), b.add(queries, b.mul(row_bytes, I64(r)))
             with loop(b, dim, LANES) as i:
                 query = read(b, b.add(row, b.mul(i, I64(4))), F32, LANES)
                 largest[0] = largest[0].max(abs(query))
@@ -316,7 +316,7 @@ def fixed_queries(rows, stored, cell, group, width):
 @functools.cache
 def scores(rows, near, stored, cell, group, width):
     """`attention.narrow_scores` of such queries; `dim` is a multiple of `width`."""
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     form = Queries(rows, codes)
     places, chunk = form.places()
     tokens = tile_tokens(rows)
@@ -332,7 +332,7 @@ def scores(rows, near, stored, cell, group, width):
                 soon = number_at(b, ahead, b.add(first, I64(t)))
                 with loop(b, size, LINE) as i:
                     prefetch(b, b.add(b.add(shift, soon), i), near)
-            sums = Slots(b, zeros(b, LANES, tokens * form.vectors))
+            sums = StackSlots(b, zeros(b, LANES, tokens * form.vectors))
             with loop(b, dim, width) as i:
                 query = b.add(queries, b.add(I64(BYTES), b.mul(b.udiv(i, I64(width)), I64(chunk))))
                 at = [codes.begin(b, row, i) for row in key_at]
@@ -383,7 +383,7 @@ def softmax(rows):
 
     @micro_kernel(5)
     def softmax(b, scores, vectors, top, total, factors):
-        largest = Slots(b, [read(b, scores, F32, LANES)])
+        largest = StackSlots(b, [read(b, scores, F32, LANES)])
         with loop(b, vectors) as i:
             largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES))
         here = largest[0]
@@ -394,7 +394,7 @@ def softmax(rows):
         new, here = before.max(here), here.max(LOWEST)
         base = new.max(LOWEST)
         shrink, grow = exp(before - base), exp(here - base)
-        sums = Slots(b, zeros(b, LANES))
+        sums = StackSlots(b, zeros(b, LANES))
         with loop(b, vectors) as i:
             weight = weight_of(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - here)
             rounded = weight.fma(float(LARGEST_WEIGHT), ROUNDER)
@@ -437,7 +437,7 @@ def fixed_scales(stored, cell, group, width):
     They are relative to the largest of their group; see `Scales`. The float32 at the target is -1 where one
     is too large for that (see `UNEVEN`), 0 elsewhere. Behind the last token there is anything.
     """
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     count_of, size = codes.scales, BY_NAME[codes.cell].bytes(1)
 
     @micro_kernel(8)
@@ -446,7 +446,7 @@ def fixed_scales(stored, cell, group, width):
         span = LANES // count_of  # tokens of a vector
         vectors = b.udiv(b.add(count, I64(span - 1)), I64(span))
         here, floats = (lanes.room(b, MOST_TOKENS * count_of * n) for n in (size, 4))
-        uneven = Slots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))])
+        uneven = StackSlots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))])
 
         def raw(token, i):
             number = number_at(b, numbers, token)
@@ -460,7 +460,7 @@ def fixed_scales(stored, cell, group, width):
                 write(b, last, Lanes(b, ir.Constant(ir.VectorType(I8, size * LANES), None)))
                 with loop(b, count) as token:
                     write(b, b.add(here[0], b.mul(token, I64(size * count_of))), raw(token, i))
-            found = Slots(b, zeros(b, LANES, 2))
+            found = StackSlots(b, zeros(b, LANES, 2))
             with loop(b, vectors) as v:
                 if count_of < LANES:
                     scale = read(b, b.add(here[1], b.mul(v, I64(size * LANES))), RAW[codes.cell], LANES)
@@ -511,7 +511,7 @@ def sums(rows, near, stored, cell, group, width):
 
     Tokens that fill the last vector of weights have weights of 0, and numbers.
     """
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     parts, count_of = codes.parts(), codes.scales
     at_once = LANES // rows  # tokens
     most_rows = min(rows, LANES // len(parts[0]))
@@ -548,7 +548,7 @@ def sums(rows, near, stored, cell, group, width):
         def of_chunk(chosen, chosen_rows, i, largest):
             columns = [elements for part in chosen for elements in parts[part]]
             groups = [tuple(codes.group_of(e) for e in elements) for elements in columns]
-            totals = Slots(b, [nothing(b) for _ in chosen_rows for _ in columns])
+            totals = StackSlots(b, [nothing(b) for _ in chosen_rows for _ in columns])
             with loop(b, count, 2) as token:
                 at, second = [], b.add(token, I64(1))
                 for one in (token, second):

@@ -182,7 +182,7 @@ def broadcast(builder, address, count):
     return fill(builder, value, count)
 
 
-class Slots:
+class StackSlots:
     """Vectors that a loop changes; LLVM keeps them in registers."""
 
     def __init__(self, builder, start):

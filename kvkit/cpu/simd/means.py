@@ -6,7 +6,7 @@ from kvkit.cpu.simd.lanes import (
     F32,
     I64,
     RAW,
-    Slots,
+    StackSlots,
     fill,
     loop,
     micro_kernel,
@@ -36,7 +36,7 @@ def mean(element):
 
         def columns(first, vectors):
             offset = b.mul(first, I64(size))
-            sums = Slots(b, zeros(b, LANES, vectors))
+            sums = StackSlots(b, zeros(b, LANES, vectors))
             with loop(b, count) as token:
                 row = b.add(b.add(source, offset), b.mul(token, step))
                 for m in range(vectors):

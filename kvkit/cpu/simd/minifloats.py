@@ -10,7 +10,7 @@ from kvkit.cpu.simd.lanes import (
     I32,
     I64,
     RAW,
-    Slots,
+    StackSlots,
     loop,
     micro_kernel,
     narrow,
@@ -33,7 +33,7 @@ def largest(element):
     def largest(typingctx, address, count):
         def codegen(context, b, signature, values):
             address, count = values
-            top = Slots(b, zeros(b, LANES))
+            top = StackSlots(b, zeros(b, LANES))
             with loop(b, count, LANES) as i:
                 x = widen(read(b, b.add(address, b.mul(i, I64(size))), RAW[element], LANES), element)
                 top[0] = top[0].max(abs(x))

@@ -14,7 +14,7 @@ from kvkit.cpu.simd.lanes import (
     I32,
     I64,
     Lanes,
-    Slots,
+    StackSlots,
     broadcast,
     loop,
     micro_kernel,
@@ -107,7 +107,7 @@ def pair_values(b, source, row, tokens, dim, target, panel):
 
 def products(b, scalars, tile_step, step, vectors, count, start):
     """`wide_products` over pairs."""
-    sums = Slots(b, start)
+    sums = StackSlots(b, start)
     with loop(b, count) as k:
         at = b.add(vectors, b.mul(k, I64(PAIRED)))
         row = [read(b, b.add(at, I64(64 * half)), I32, LANES) for half in range(HALVES)]

@@ -16,7 +16,7 @@ from kvkit.cpu.simd.integers import (
     LEAST,
     MOST_TOKENS,
     ROUNDER,
-    Codes,
+    CodeVectors,
     Scales,
     dot_pairs,
     nothing,
@@ -30,7 +30,7 @@ from kvkit.cpu.simd.lanes import (
     I16,
     I32,
     I64,
-    Slots,
+    StackSlots,
     broadcast,
     exp,
     loop,
@@ -109,7 +109,7 @@ def halves(b, address, element=F32):
 @functools.cache
 def fixed_queries(stored, cell, group, width):
     """(queries [dim, WIDE], dim, target): factors of the rows, then integers."""
-    eights = Eights(Codes(stored, cell, group, width))
+    eights = Eights(CodeVectors(stored, cell, group, width))
 
     @micro_kernel(3)
     def fixed_queries(b, queries, dim, target):
@@ -119,7 +119,7 @@ def fixed_queries(stored, cell, group, width):
 
 
 def make_queries(b, eights, queries, dim, target):
-    largest, odd = Slots(b, zeros(b, LANES, HALVES)), Slots(b, zeros(b, LANES, HALVES))
+    largest, odd = StackSlots(b, zeros(b, LANES, HALVES)), StackSlots(b, zeros(b, LANES, HALVES))
     with loop(b, dim) as i:
         for half, query in enumerate(halves(b, b.add(queries, b.mul(i, I64(ROW))))):
             largest[half] = largest[half].max(abs(query))
@@ -145,7 +145,7 @@ def unfolded_keys(stored, cell, group, width):
 
     They are integers, and from their middle on scales as float32.
     """
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     eights = Eights(codes)
 
     @micro_kernel(8)
@@ -168,7 +168,7 @@ def unfolded_keys(stored, cell, group, width):
 @functools.cache
 def scores(stored, cell, group, width):
     """(queries, keys, count, dim, scores): [token, WIDE], of a multiple of 8 tokens."""
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     eights, group = Eights(codes), codes.group
     run = min(group, width)
 
@@ -181,7 +181,7 @@ def scores(stored, cell, group, width):
             for place in range(TOKENS * HALVES):
                 write(b, b.add(to, I64(BYTES * place)), zeros(b, LANES)[0])
             with loop(b, dim, run) as i:
-                sums = Slots(b, [nothing(b)] * (TOKENS * HALVES))
+                sums = StackSlots(b, [nothing(b)] * (TOKENS * HALVES))
                 with loop(b, I64(run), 8) as j:
                     eight = b.add(i, j)
                     query_at = b.add(b.add(queries, I64(ROW)), b.mul(eight, I64(ROW // 2)))
@@ -218,7 +218,7 @@ def pair_bytes(b, dim):
 @functools.cache
 def unfolded_values(stored, cell, group, width):
     """(values, value_row, numbers, count, dim, target): [token / 2, dim, 2], then anything."""
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     eights = Eights(codes)
     words = [[8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
     side_by_side = [[word + 32 * token for word in half for token in (0, 1)] for half in words]
@@ -252,13 +252,13 @@ def half_softmax(b, count, scores, top, total, factors):
     """`softmax` of 16 of the rows."""
     pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
     before = read(b, top, F32, LANES)
-    largest = Slots(b, [read(b, scores, F32, LANES)])
+    largest = StackSlots(b, [read(b, scores, F32, LANES)])
     with loop(b, count) as i:
         largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(ROW))), F32, LANES))
     new, here = before.max(largest[0]), largest[0].max(LOWEST)
     base = new.max(LOWEST)
     shrink, grow = exp(before - base), exp(here - base)
-    sums = Slots(b, zeros(b, LANES))
+    sums = StackSlots(b, zeros(b, LANES))
 
     def weight(token):
         score = read(b, b.add(scores, b.mul(token, I64(ROW))), F32, LANES)
@@ -282,7 +282,7 @@ def half_softmax(b, count, scores, top, total, factors):
 @functools.cache
 def sums(stored, cell, group, width):
     """(weights, values, scales, count, dim, sums, factors): sums [dim, WIDE] of unfolded values."""
-    codes = Codes(stored, cell, group, width)
+    codes = CodeVectors(stored, cell, group, width)
     eights, run = Eights(codes), min(codes.group, width)
 
     @micro_kernel(7)
@@ -305,7 +305,7 @@ def sums(stored, cell, group, width):
             with loop(b, I64(run), 8) as j:
                 eight = b.add(i, j)
                 value_at = b.add(values, eights.value(b, eight))
-                totals = Slots(b, [nothing(b)] * (8 * HALVES))
+                totals = StackSlots(b, [nothing(b)] * (8 * HALVES))
                 with loop(b, pairs) as pair:
                     weight = halves(b, b.add(seen, b.mul(pair, I64(ROW))), I32)
                     at = b.add(value_at, b.mul(pair, step))

@@ -95,20 +95,20 @@ def study(
 
 
 @dataclass
-class Reading:
+class TextReading:
     """The predictions of a model for a text."""
 
     best: np.ndarray  # the token that it found most likely, after each one but the last
     perplexity: float  # of those that came
 
 
-def read_text(model: Any, ids: Sequence[int], between: Callable[..., Any]) -> Reading:
+def read_text(model: Any, ids: Sequence[int], between: Callable[..., Any]) -> TextReading:
     """Read a text. `between(layer, query, key, value)` returns the keys and values that attention sees."""
     tokens = torch.tensor([list(ids)])
     with attending(model, between), torch.inference_mode():
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].double()
     loss = torch.nn.functional.cross_entropy(logits, tokens[0, 1:])
-    return Reading(logits.argmax(1).numpy(), float(loss.exp()))
+    return TextReading(logits.argmax(1).numpy(), float(loss.exp()))
 
 
 @contextmanager
