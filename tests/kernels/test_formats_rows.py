@@ -6,8 +6,7 @@ import pytest
 from patterns import float32_patterns, mapped
 
 from kvkit import formats
-from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import rows
+from kvkit.cpu.copy.rows import call_rows, rows
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
 
@@ -27,7 +26,6 @@ def call(code, *arguments):
     import numba
 
     if not CALL:
-        call_rows = memory.call(13)
         CALL["rows"] = numba.njit(lambda code, a: call_rows(code, *a))
     CALL["rows"](code.address, tuple(np.int64(x) for x in arguments))
 
