@@ -1,4 +1,4 @@
-"""Attention of one query token a sequence over a cache in blocks."""
+"""Attend with one query token per sequence over a cache in blocks (Ascend ATB PagedAttention)."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ def paged_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Attend with a token of each sequence to its context in a cache in blocks.
+    """For one query token per sequence, attend to the sequence's context in a block cache.
 
-    Where each head keeps rows of its own (caches of one head, block tables for each sequence and head), query
-    heads of key head h of sequence b read the rows of entry ``b * num_kv_head + h``.
+    A compressed cache has one head, and a block table for each pair of sequence and key head: the query heads
+    of key head h in sequence b use entry ``b * num_kv_head + h``.
 
     Parameters
     ----------
     query : ndarray, shape [B, num_head, D]
         float32, float16 or bfloat16.
-    key_cache, value_cache : ndarray, shapes [num_blocks, block_size, num_kv_head, D] and [.., Dv]
-        Of the type of `query`, of any strides; or [num_blocks, block_size, 1, D], compressed per head.
+    key_cache, value_cache : ndarray, shapes [num_blocks, block_size, num_kv_head, D] and [..., Dv]
+        In the dtype of `query`, with any strides; a compressed cache is [num_blocks, block_size, 1, D].
     block_tables : ndarray of int32 or int64, shape [B, M] or [B * num_kv_head, M]
-        The blocks of each context; entries behind its last block are not read.
+        The blocks of each context; entries after its last block are not read.
     context_lens : ndarray of int32 or int64, shape [B] or [B * num_kv_head]
         The rows of each context.
     razor_offset : ndarray of float32, shape [num_blocks, block_size], optional
-        Added to the products with keys before they are scaled (with a cap, times the scale to what is
-        capped). A row that is the mean of N tokens counts N times with ln(N) / softmax_scale (see `Slots`).
+        Added to q @ k before scaling: the score is softmax_scale * (q @ k + offset). `softcap` limits the
+        part without the offset. ln(N) / softmax_scale makes the mean of N tokens count N times (see `Slots`).
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(D) if None.
     window : tuple of int
-        (left, right): of how many rows beside the last one a query sees; -1 for no limit.
+        (left, right): how many rows before and after the last row a query sees; -1 for no limit.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``; 0 for no cap.
     sinks : ndarray, shape [num_head], optional
-        A score for each query head without a value.
+        One extra score per query head that joins the softmax but has no value row.
     return_lse : bool
         Return the logarithms of the softmax denominators too.
     out : ndarray or tuple of ndarray, optional
-        Arrays for the results; made if not given.
+        Output arrays; allocated if None.
 
     Returns
     -------
     attn_output : ndarray, shape [B, num_head, Dv]
-        Of the dtype of `query`; zeros where a context is empty.
+        In the dtype of `query`; zeros for an empty context.
     lse : ndarray of float32, shape [B, num_head]
         With `return_lse`.
 
@@ -98,25 +98,25 @@ def paged_attention(
 
 
 def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array | None = None) -> None:
-    """Attend for each entry: a sequence of one query token over rows in pages of a block."""
+    """Run paged attention on one query token per entry; a page is a block."""
     folded = attention.folded_shape(call)
     query = one_piece(call.query).reshape(*folded, call.query.shape[2])
     results = [out] if lse is None else [out, lse]
-    entries = [array.reshape(*folded, *array.shape[2:]) for array in results]
-    made, made_lse = (*entries, None)[:2]
+    entry_arrays = [array.reshape(*folded, *array.shape[2:]) for array in results]
+    out_entries, lse_entries = (*entry_arrays, None)[:2]
     context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call)
     bias, count = bias_of(call), len(call.lengths)
     weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
     cpu.launches.start(
-        cpu.attention.prepare.prepare_attention(query, made, made_lse, context, steps, count, weights)
+        cpu.attention.prepare.prepare_attention(query, out_entries, lse_entries, context, steps, count, weights)
     )
-    for array, entry in zip(results, entries, strict=True):
-        if not np.may_share_memory(array, entry):  # strides do not fold
+    for array, entry in zip(results, entry_arrays, strict=True):
+        if not np.may_share_memory(array, entry):  # reshape made a copy: the strides do not allow a view
             array[...] = entry.reshape(array.shape)
 
 
 def bias_of(call: attention.BlockAttentionCall) -> Array | None:
-    """Return what the offset of rows adds to scores, [entries, rows]; None without one."""
+    """Return razor_offset * scale for the rows of each block table, [entries, rows], or None."""
     if call.razor_offset is None:
         return None
     bias = call.razor_offset.take(call.table, 0, mode="clip") * np.float32(call.weights.scale)

@@ -1,4 +1,4 @@
-"""Index tensors for callers: slots, block tables and context lengths from lengths and windows."""
+"""Build the index tensors of Ascend operators from sequence lengths and compression windows."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from kvkit.typed import Array, Pair
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the rows of sequences lie in a cache in blocks.
+    """Index tensors that place sequences in a block cache.
 
     Attributes
     ----------
-    slot_mapping : ndarray of int32
-        For `reshape_and_cache`: a slot for each token; compressed, the first slot of each sequence and head.
+    slot_mapping : ndarray of int32, or int64 if slots need it
+        For `reshape_and_cache`: a slot for each token; for a compressed cache, the first slot of each
+        (sequence, head).
     block_tables : ndarray of int32, shape [entries, M]
-        The blocks of each sequence (compressed: of each sequence and head), -1 behind the last.
+        The blocks of each entry, -1 after the last block. An entry is a sequence, or a (sequence, head) of a
+        compressed cache.
     context_lens : ndarray of int32, shape [entries]
-        The rows of each.
+        The number of rows of each entry.
     num_blocks : int
-        Blocks up to the last one in use: what the cache must have at least.
-    mean_slots : ndarray of int32, shape [entries]
-        The slot of the row that is a mean of tokens, -1 where there is none.
+        Blocks that the cache must have at least: the last allocated block + 1.
+    mean_slots : ndarray of int32 or int64, shape [entries]
+        The slot of each entry's row that is a mean of tokens; -1 for entries without a mean.
     mean_counts : ndarray of int32, shape [entries]
-        Of how many tokens; 0 where there is none.
+        How many tokens each mean averages; 0 for entries without a mean.
     block_size : int
         Rows in a block.
     """
@@ -49,10 +51,10 @@ class Slots:
     block_size: int
 
     def razor_offset(self, softmax_scale: float, num_blocks: int | None = None) -> Array:
-        """Return for `paged_attention` ln(N) / softmax_scale for each mean of N tokens, 0 elsewhere.
+        """Return `paged_attention`'s razor_offset: ln(N) / softmax_scale for means of N tokens, else 0.
 
-        With it a mean counts as the N tokens it stands for. float32 [num_blocks, block_size]; `num_blocks`
-        are those of the cache.
+        With it a mean counts as the N tokens that it averages. The array is float32 [num_blocks, block_size];
+        `num_blocks` is the number of blocks in the cache.
         """
         scale = finite_number("softmax_scale", softmax_scale)
         if scale == 0:
@@ -60,18 +62,18 @@ class Slots:
         least = self.num_blocks
         blocks = least if num_blocks is None else integer("num_blocks", num_blocks, least, MOST)
         offset = np.zeros(blocks * self.block_size, np.float32)
-        there = self.mean_slots >= 0
-        offset[self.mean_slots[there]] = np.log(self.mean_counts[there]) / scale
+        has_mean = self.mean_slots >= 0
+        offset[self.mean_slots[has_mean]] = np.log(self.mean_counts[has_mean]) / scale
         return offset.reshape(blocks, self.block_size)
 
     def next_slots(self, step: int = 0) -> Array:
-        """Return the slot of each entry's row after its context, `step` steps on, for a decoded token."""
+        """Return the slot for each entry's next token, or for the one `step` tokens later."""
         step = integer("step", step, 0, MOST)
         return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
 
 
 def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, first_block: int = 0) -> Slots:
-    """Return blocks for new sequences, and a slot for each of their tokens.
+    """Assign blocks to new sequences and return their slots, tables and lengths.
 
     Parameters
     ----------
@@ -82,7 +84,7 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
     headroom : int
         Rows that each sequence can grow by.
     first_block : int
-        The first block that is free; those after it are, too.
+        The first free block. All later blocks must be free too.
 
     Returns
     -------
@@ -107,8 +109,9 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
     entry = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(entry)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     mapping = tables[entry, position // size].astype(np.int64) * size + position % size
-    nothing = np.full(len(lengths), -1, np.int32)
-    return Slots(as_int32(mapping), tables, as_int32(lengths), blocks, nothing, np.zeros_like(nothing), size)
+    no_means = np.full(len(lengths), -1, np.int32)
+    no_counts = np.zeros_like(no_means)
+    return Slots(as_int32(mapping), tables, as_int32(lengths), blocks, no_means, no_counts, size)
 
 
 def compressed_slots(
@@ -123,7 +126,7 @@ def compressed_slots(
     first_block: int = 0,
     empty_window: Literal["copy", "skip"] = "copy",
 ) -> Slots:
-    """Return blocks for new sequences whose heads keep rows of their own.
+    """Assign blocks to new sequences of a compressed cache, where each head stores its own rows.
 
     Parameters
     ----------
@@ -175,15 +178,15 @@ def compressed_slots(
     check_windows(mode, lengths, windows, offsets)
     changed = (offsets >= 0) & (windows > 0)
     if mode is CompressType.KVHEAD:
-        kept = np.where(windows == 0, lengths if empty_window == "copy" else 0, windows)
+        rows = np.where(windows == 0, lengths if empty_window == "copy" else 0, windows)
     else:
-        kept = lengths - np.where(changed, windows, 0) + (changed if mode is CompressType.KVHEAD_ROPE else 0)
-    tables, blocks, size = own_tables(kept, block_size, headroom, first_block)
-    begins = tables[:, 0].astype(np.int64) * size if tables.shape[1] else np.zeros(len(kept), np.int64)
+        rows = lengths - np.where(changed, windows, 0) + (changed if mode is CompressType.KVHEAD_ROPE else 0)
+    tables, blocks, size = own_tables(rows, block_size, headroom, first_block)
+    begins = tables[:, 0].astype(np.int64) * size if tables.shape[1] else np.zeros(len(rows), np.int64)
     begins = np.where(begins < 0, 0, begins)
     averaged = changed & (mode is CompressType.KVHEAD_ROPE)
     return Slots(
-        as_int32(begins), tables, as_int32(kept), blocks,
+        as_int32(begins), tables, as_int32(rows), blocks,
         as_int32(np.where(averaged, begins + offsets, -1)), as_int32(np.where(averaged, windows, 0)), size,
     )  # fmt: skip
 
@@ -197,7 +200,7 @@ def razor_windows(
     recent: int = 4000,
     fraction: int = 5,
 ) -> Pair:
-    """Return the windows of RazorAttention: retrieval heads keep all, others the first and last tokens.
+    """Return the tokens that RazorAttention averages: none for retrieval heads, the middle for other heads.
 
     Parameters
     ----------
@@ -208,11 +211,11 @@ def razor_windows(
     retrieval_heads : sequence of int
         Heads that keep every token.
     sinks : int
-        First tokens that the others keep.
+        Number of first tokens that the other heads keep.
     recent : int
-        Most recent tokens that the others keep, at least.
+        Least number of recent tokens that the other heads keep.
     fraction : int
-        They keep ``seq_len // fraction`` recent tokens where that is more.
+        The other heads keep max(recent, seq_len // fraction) recent tokens.
 
     Returns
     -------
@@ -226,7 +229,7 @@ def razor_windows(
 
     Notes
     -----
-    RazorAttention (Tang et al., 2024), whose base length is 4,000 and whose fraction 5.
+    The defaults are those of RazorAttention (Tang et al., 2024): base length 4,000, fraction 5.
 
     Examples
     --------
@@ -238,16 +241,16 @@ def razor_windows(
     lengths = np.repeat(checked_lengths(seq_lens), heads)
     sinks, recent = integer("sinks", sinks, 0, MOST), integer("recent", recent, 0, MOST)
     fraction = integer("fraction", fraction, 1, MOST)
-    whole = np.zeros(heads, bool)
+    is_retrieval = np.zeros(heads, bool)
     for head in retrieval_heads:
-        whole[integer("retrieval_heads", head, 0, heads - 1)] = True
+        is_retrieval[integer("retrieval_heads", head, 0, heads - 1)] = True
     middle = lengths - sinks - np.maximum(recent, lengths // fraction)
-    averages = (middle > 1) & ~np.tile(whole, len(lengths) // heads)
-    return as_int32(np.where(averages, middle, 0)), as_int32(np.where(averages, sinks, -1))
+    has_mean = (middle > 1) & ~np.tile(is_retrieval, len(lengths) // heads)
+    return as_int32(np.where(has_mean, middle, 0)), as_int32(np.where(has_mean, sinks, -1))
 
 
 def slots_at(block_tables: Array, positions: Array, block_size: int) -> Array:
-    """Return the slot of one position of each entry."""
+    """Return each entry's slot for its position in `positions`."""
     padded = np.pad(block_tables, ((0, 0), (0, 1)), constant_values=-1)
     column = np.minimum(positions // block_size, block_tables.shape[1])
     block = padded[np.arange(len(positions)), column].astype(np.int64)
@@ -280,14 +283,14 @@ def check_windows(mode: CompressType, lengths: Array, wins: Array, offsets: Arra
     if wrong_offsets.any():
         i = int(wrong_offsets.argmax())
         raise argument_error(
-            f"offset_index[{i}]", f"-1, or {wins[i]} tokens from there on within the sequence", offsets[i]
+            f"offset_index[{i}]", f"-1, or an offset with offset + {wins[i]} <= {lengths[i]}", offsets[i]
         )
 
 
 def own_tables(
     rows: Array, block_size: SupportsIndex, headroom: SupportsIndex, first_block: SupportsIndex
 ) -> tuple[Array, int, int]:
-    """Return block tables of entries with blocks of their own, the blocks up to the last, and their size."""
+    """Give each entry consecutive blocks; return (block tables, last block + 1, block size)."""
     size = integer("block_size", block_size, 1, MOST)
     need = -(-(rows + integer("headroom", headroom, 0, MOST)) // size)
     first = integer("first_block", first_block, 0, MOST)
@@ -298,6 +301,6 @@ def own_tables(
 
 
 def as_int32(array: Array) -> Array:
-    """Return an array as int32, which Ascend takes; int64 where that is too small."""
+    """Return an array as int32, which Ascend takes, or as int64 if int32 is too small."""
     fits = array.size == 0 or int(array.max()) < 2**31
     return array.astype(np.int32 if fits else np.int64)

@@ -16,11 +16,11 @@ from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import npz
 from kvkit.typed import Array, FilePath
 
-LONGEST = 160  # characters of what a file says, in an error
+MAX_QUOTE = 160  # characters of file metadata in an error message
 
 
 def load(path: FilePath) -> Cache | PagedCache:
-    """Load the cache that `Cache.save` or `PagedCache.save` wrote, in memory.
+    """Load the cache that `Cache.save` or `PagedCache.save` wrote into memory.
 
     Parameters
     ----------
@@ -30,12 +30,12 @@ def load(path: FilePath) -> Cache | PagedCache:
     Returns
     -------
     Cache or PagedCache
-        As it was, bit for bit. Of quantized layers attention sees what is stored.
+        The cache, equal bit for bit. Attention over quantized layers uses the stored codes.
 
     Raises
     ------
     KvkitError
-        If the file is damaged or of another version, or if its arrays are not what it says.
+        If the file is damaged or of another version, or if its arrays do not match its description.
 
     Examples
     --------
@@ -55,10 +55,10 @@ def load(path: FilePath) -> Cache | PagedCache:
         try:
             return restore_paged(about["paged"], arrays)
         except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise load_error(path, "a paged cache that kvkit has", error) from None
+            raise load_error(path, "a valid description of a paged cache", error) from None
     if not isinstance(about.get("layers"), list):
         raise load_error(path, "a description of every layer", sorted(about))
-    return Cache([restore_layer(path, i, said, arrays) for i, said in enumerate(about["layers"])])
+    return Cache([restore_layer(path, i, layer, arrays) for i, layer in enumerate(about["layers"])])
 
 
 def read_file(path: FilePath) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -66,22 +66,23 @@ def read_file(path: FilePath) -> tuple[dict[str, Any], dict[str, Array]]:
     contents = npz.read(path)
     about = contents.metadata.get("cache")
     if not isinstance(about, dict) or about.get("version") != VERSION:
-        found = about.get("version") if isinstance(about, dict) else "none"
-        raise load_error(path, f"a cache of version {VERSION}", found)
-    expected, said = about.pop("fingerprint", None), about.get("arrays")
-    if not isinstance(said, dict):
-        raise load_error(path, "a description of every array", said)
-    found = {name: array_form(array) for name, array in contents.arrays.items()}
-    for name in said | found:
-        if found.get(name) != said.get(name):
-            raise load_error(path, f"{name} as it is described, {said.get(name)}", found.get(name))
-    if hash_contents(about, contents.arrays) != expected:
-        raise load_error(path, f"contents with the fingerprint {expected}", "others")
+        version = about.get("version") if isinstance(about, dict) else "none"
+        raise load_error(path, f"a cache of version {VERSION}", version)
+    fingerprint, described = about.pop("fingerprint", None), about.get("arrays")
+    if not isinstance(described, dict):
+        raise load_error(path, "a description of every array", described)
+    loaded = {name: array_form(array) for name, array in contents.arrays.items()}
+    for name in described | loaded:
+        if loaded.get(name) != described.get(name):
+            expected = f"{name} with the described dtype and shape, {described.get(name)}"
+            raise load_error(path, expected, loaded.get(name))
+    if (actual := hash_contents(about, contents.arrays)) != fingerprint:
+        raise load_error(path, f"contents with the fingerprint {fingerprint}", actual)
     return about, contents.arrays
 
 
 def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Mapping[str, Array]) -> Any:
-    """Return a layer with its tokens."""
+    """Build one layer and fill it with the file's arrays."""
     begin = f"layers.{number}."
     arrays = {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
     try:
@@ -90,39 +91,41 @@ def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Ma
             layer.fill(arrays, about["length"])
         layer.record_past = about["record_past"]
     except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise load_error(path, f"a layer {number} that kvkit has", error) from None
+        raise load_error(path, f"a valid layer {number}", error) from None
     return layer
 
 
 def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> PagedCache:
-    """Return the paged cache of a file; KvkitError, KeyError, TypeError or ValueError if there is none."""
+    """Build a paged cache; KvkitError, KeyError, TypeError or ValueError if the file's data are invalid."""
     arguments = dict(about["arguments"])
     cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"])})
     blocks = arrays["blocks"]
     if not np.array_equal(blocks, np.intersect1d(blocks, np.arange(cache.blocks.num_blocks))):
         raise argument_error(
-            "blocks", f"different ones of {cache.blocks.num_blocks}, in order", describe(blocks)
+            "blocks", f"distinct block ids below {cache.blocks.num_blocks}, ascending", describe(blocks)
         )
     for name, array in zip(PAGED_ARRAYS, cache.store.blocks, strict=False):
-        here, found = array[:, :, blocks], arrays[name]
-        if (found.dtype, found.shape) != (here.dtype, here.shape):
-            raise argument_error(name, f"{here.dtype} {here.shape}", f"{found.dtype} {found.shape}")
-        array[:, :, blocks] = found
+        target, loaded = array[:, :, blocks], arrays[name]
+        if (loaded.dtype, loaded.shape) != (target.dtype, target.shape):
+            raise argument_error(name, f"{target.dtype} {target.shape}", f"{loaded.dtype} {loaded.shape}")
+        array[:, :, blocks] = loaded
     hashes, ids = arrays["published.hashes"], arrays["published.token_ids"].astype("<i8")
     if (hashes.shape[1:], ids.shape[1:]) != ((HASH_BYTES,), (cache.blocks.page_size,)):
-        raise argument_error("published", "hashes, and ids of blocks", f"{hashes.shape}, {ids.shape}")
-    numbers = arrays["published.blocks"].tolist()
+        expected = f"hashes of {HASH_BYTES} bytes, and token ids of whole blocks"
+        raise argument_error("published", expected, f"{hashes.shape}, {ids.shape}")
+    block_ids = arrays["published.blocks"].tolist()
     published = [
-        (block, one.tobytes(), page.tobytes()) for block, one, page in zip(numbers, hashes, ids, strict=True)
+        (block, digest.tobytes(), token_ids.tobytes())
+        for block, digest, token_ids in zip(block_ids, hashes, ids, strict=True)
     ]
     saved = [
         (
-            said["length"],
-            bytes.fromhex(said["root"]),
+            metadata["length"],
+            bytes.fromhex(metadata["root"]),
             arrays[f"sequences.{i}.block_table"],
             arrays[f"sequences.{i}.token_ids"],
         )
-        for i, said in enumerate(about["sequences"])
+        for i, metadata in enumerate(about["sequences"])
     ]
     sequences = cache.blocks.restore(saved, published, set(blocks.tolist()))
     count = about["rows"]
@@ -133,4 +136,5 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
 
 
 def load_error(path: FilePath, expected: object, got: object) -> KvkitError:
-    return argument_error(str(path), brief(expected, LONGEST), brief(got, LONGEST), npz.FileError)
+    """Return the error of a file whose contents are invalid."""
+    return argument_error(str(path), brief(expected, MAX_QUOTE), brief(got, MAX_QUOTE), npz.FileError)

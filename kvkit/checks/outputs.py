@@ -1,6 +1,6 @@
-"""The outputs of every operator: new arrays, or those that a caller gives, which are checked in one place.
+"""Allocate the outputs of every operator, or check the arrays that a caller passes as `out`.
 
-What is wrong with an array is said of `out` where a call gives one output, else of `out (NAME)`.
+Errors name the argument `out` if the operator has one output, else `out (NAME)`.
 """
 
 from collections.abc import Callable
@@ -15,27 +15,27 @@ from kvkit.typed import Array
 
 
 class Results(NamedTuple):
-    """What a checked call gives: shape and dtype of each output, by name and in order."""
+    """The shape and dtype of each output of a call, in order, and the rules for arrays passed as `out`."""
 
     forms: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
-    inputs: NamedArrays  # what they must be apart from, and what else is written
+    inputs: NamedArrays  # arrays that no output may overlap, with their names
     alone: bool = False  # `out` is the array itself, not a tuple
-    in_place: bool = False  # each may be the input of its name, exactly
-    rows: bool = True  # whose last axis must be in one piece
+    in_place: bool = False  # an output may be the very input of the same name
+    rows: bool = True  # outputs need a contiguous last axis
 
     @property
     def labels(self) -> list[str]:
-        """Return what errors call each output."""
+        """Return the name of each output in error messages."""
         return ["out"] if self.alone else [f"out ({name})" for name in self.forms]
 
     def arrays(self, out: object, new: Callable[..., Array] = result_pool.empty) -> tuple[Array, ...]:
-        """Return a tuple of new arrays, or of those that are given."""
+        """Allocate the outputs, or check and return the caller's `out`."""
         if out is None:
             return tuple([new(shape, dtype) for shape, dtype in self.forms.values()])
         return self.checked(out)
 
     def checked(self, out: Any) -> tuple[Array, ...]:
-        """Return a tuple of the arrays that are given, if they will do."""
+        """Check the caller's `out` and return it as a tuple."""
         if not self.alone and (not isinstance(out, (tuple, list)) or len(out) != len(self.forms)):
             raise argument_error(
                 "out", f"a tuple of {len(self.forms)} arrays ({', '.join(self.forms)})", describe(out)
@@ -66,5 +66,5 @@ class Results(NamedTuple):
 
 
 def same_place(a: Array, b: Array) -> bool:
-    """Return whether equal indices of two arrays of one shape are one place."""
+    """Return whether two arrays of equal shape have the same address and strides."""
     return a is b or (a.strides == b.strides and a.ctypes.data == b.ctypes.data)

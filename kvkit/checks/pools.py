@@ -197,7 +197,7 @@ def steps_of(key: Array, value: Array, table: Array, lengths: Array, starts: Arr
     np.cumsum(lengths, out=kvstarts[1:])
     keys, values = place_of(key), place_of(value)
     return StepIndex(
-        seqstarts=starts, kvstarts=kvstarts, start_pos=lengths, zeros=lengths, table=table * keys.page,
+        seqstarts=starts, kvstarts=kvstarts, start_pos=lengths, load_starts=lengths, table=table * keys.page,
         page_size=key.shape[ROW], tokens=int(starts[-1]), context=int(kvstarts[-1]),
         rows=pool_end(key, keys), value_table=None if keys[1:] == values[1:] else table * values.page,
     )  # fmt: skip

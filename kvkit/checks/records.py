@@ -1,4 +1,4 @@
-"""What checks make of the arguments of a call, and kernels read."""
+"""The records that checks produce and kernels read."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ class MaskPlace(NamedTuple):
 
     address: int = 0
     kind: int = 0
-    sequence: int = 0  # strides
+    sequence: int = 0  # the strides of four axes: sequence, head, row and column
     head: int = 0
     row: int = 0
     column: int = 0
-    packed: int = 0  # whether rows are packed tokens; 2 if columns are positions in a token's own context
+    packed: int = 0  # 0: rows per sequence; 1: packed rows; 2: packed rows, and columns per context
 
 
 NO_MASK = MaskPlace()
@@ -26,18 +26,18 @@ class StepIndex(NamedTuple):
     seqstarts: Array
     kvstarts: Array
     start_pos: Array
-    zeros: Array
-    table: Array  # or something else of its shape that numpy can read
+    load_starts: Array  # the first position that a load returns of each sequence
+    table: Array  # or any array-like of this shape
     page_size: int
     tokens: int
     context: int
-    rows: int  # that the cache must have
-    limits: tuple[int, int] = (0, 0)
-    value_table: Array | None = None  # where values have other rows than keys
+    rows: int  # number of rows that the cache must have
+    limits: tuple[int, int] = (0, 0)  # max_seqlen, max_kvlen
+    value_table: Array | None = None  # the table of values, if it is not that of keys
 
 
 class Side(NamedTuple):
-    """Locates the rows of keys or of values, and the scales of codes: an address and byte strides of each."""
+    """Addresses and byte strides of one side's rows and of its scales. A side is the keys or the values."""
 
     address: int
     sequence: int
@@ -54,7 +54,7 @@ class Side(NamedTuple):
 
 
 class CacheLayer(NamedTuple):
-    """A layer of a checked cache as kernels see it: format names, and address and strides of each side."""
+    """One layer of a checked cache as kernels read it: format names, and address and strides of each side."""
 
     packed: str
     stored: str
@@ -71,9 +71,9 @@ class CacheLayer(NamedTuple):
 class Context(NamedTuple):
     """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
 
-    A row's number times its side's row stride is where it lies; neighbours are `steps` numbers apart, so that
-    pages may begin anywhere. Elements lie side by side, or `elements` bytes apart. Operators see what a load
-    gives, which rounds to the data where these are coarser; `as_loaded` says so.
+    A row's offset is its row id times the row stride. Successive rows of a page differ by `steps` in row id,
+    so pages may begin at any address. `elements` is the byte stride of elements, 0 if they are contiguous. If
+    `as_loaded`, attention uses values as a load returns them: rounded to the data's dtype.
     """
 
     packed: str
@@ -87,7 +87,7 @@ class Context(NamedTuple):
     key_bytes: int
     value_bytes: int
     as_loaded: bool = True
-    reader: object = None  # machine code of rows that formats and strides alone do not describe
-    value_stored: str | None = None  # the format of values, if it is another
+    reader: object = None  # code that reads rows which formats and strides alone do not describe
+    value_stored: str | None = None  # the format of values, if it is not that of keys
     steps: tuple[int, int] = (1, 1)
     elements: tuple[int, int] = (0, 0)

@@ -10,7 +10,7 @@ from kvkit.runtime import locks
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions.alibi import slope_bits
 
-STEP = ("seqstarts", "kvstarts", "start_pos", "zeros", "table")
+STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
 PARTS, LEAST_PART = 2048, 256  # a call's work is split into so many parts, of at least so many tokens
 
 

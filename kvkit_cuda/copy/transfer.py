@@ -211,7 +211,7 @@ def store(current_key, current_value, cache, tables, stream):
 
 def load(key, value, cache, tables, repeat, stream):
     """Return a launch that gathers the rows of every sequence's context into packed outputs."""
-    return prepare("load", (key, value), cache, tables, ("kvstarts", "zeros"), repeat, stream)
+    return prepare("load", (key, value), cache, tables, ("kvstarts", "load_starts"), repeat, stream)
 
 
 def prepare(direction, pair, cache, tables, names, repeat, stream):

@@ -196,7 +196,7 @@ def test_what_is_not_what_it_says_is_refused(path, change):
     def sealed_change(arrays, about):
         if change(arrays, about):
             sealed(about, arrays)
-            wanted.append("a paged cache that kvkit has")
+            wanted.append("a valid description of a paged cache")
         else:
             wanted.append("contents with the fingerprint")
 

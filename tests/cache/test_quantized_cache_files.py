@@ -145,5 +145,5 @@ def test_what_cannot_be_is_refused(path, change):
         load(path)
     Cache([layer]).save(path)
     changed(path, sealed_change)
-    with pytest.raises(KvkitError, match=r"cache\.npz: expected a layer 0 that kvkit has"):
+    with pytest.raises(KvkitError, match=r"cache\.npz: expected a valid layer 0"):
         load(path)

@@ -1,4 +1,4 @@
-"""The layers that keep a window of tokens."""
+"""Cache layers that store a sliding window of tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from kvkit.checks.values import integer
 
 
 class SlidingWindowLayer(Layer):
-    """A layer for sliding-window attention: W - 1 tokens are kept, all that a next one can see beside itself.
+    """A layer for sliding-window attention that stores the last W - 1 tokens.
 
-    An update returns all that its tokens can see, also when they are more than a window.
+    The next token sees these tokens and itself. `update` returns every token that a new token can see, which
+    may be more than W.
 
     Parameters
     ----------
@@ -41,9 +42,11 @@ class SlidingWindowLayer(Layer):
         return {"sliding_window": self.sliding_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
+        """Return the range [begin, end) of positions that `update` returns."""
         return max(0, length - self.window + 1), length + new
 
     def _stored_from(self, length: int) -> int:
+        """Return the first stored position of a layer of `length` tokens."""
         return max(0, length - self.window + 1)
 
     _croppable_to = _stored_from
@@ -56,19 +59,19 @@ class SlidingWindowLayer(Layer):
         return self.window
 
     def activate_past_recording(self) -> None:
-        """From now on keep tokens that have left the window until the next `crop`, which may then go back."""
+        """Keep tokens that leave the window until the next `crop`, which can restore an earlier length."""
         self._record_past()
 
 
 class StaticSlidingWindowLayer(StaticLayer):
-    """A layer of fixed size for sliding-window attention: the last W' = min(W, max_cache_len) tokens.
+    """A layer of fixed size for sliding-window attention that stores the last min(W, max_cache_len) tokens.
 
-    Until the window is full an update returns all of it, zeros where no token is yet.
+    Until the window is full, `update` returns the whole window, with zeros in the unused rows.
 
     Parameters
     ----------
     max_cache_len, sliding_window : int
-        The window is the smaller of both; a warning says so if that is not ``sliding_window``.
+        The window is the smaller one. If that is ``max_cache_len``, a warning is issued.
 
     Examples
     --------
@@ -97,21 +100,24 @@ class StaticSlidingWindowLayer(StaticLayer):
         return {"max_cache_len": self.max_cache_len, "sliding_window": self.sliding_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
+        """Return the range [begin, end) of positions that `update` returns."""
         if length + new <= self.window:
             return 0, self.window
         return max(0, length - self.window + 1), length + new
 
     def _stored_from(self, length: int) -> int:
+        """Return the first stored position of a layer of `length` tokens."""
         return max(0, length - self.window)
 
     def _croppable_to(self, length: int) -> int:
+        """Return the least length that `crop` can restore."""
         return max(0, length - self.window + 1)
 
     def _may_start(self, start: int) -> bool:
         return False
 
     def check_room(self, length: int, new: int) -> None:
-        pass  # old tokens make room
+        pass  # never full: new tokens overwrite the oldest
 
     def _capacity(self, rows: int) -> int:
         return max(self.window, rows) + window_slack(self.window)

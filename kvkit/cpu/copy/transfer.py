@@ -108,7 +108,7 @@ def store(current_key, current_value, cache, steps):
 
 def load(key, value, cache, steps, repeat):
     """A launch that gathers the rows of every sequence's context into packed outputs."""
-    starts, first = steps.kvstarts, steps.zeros
+    starts, first = steps.kvstarts, steps.load_starts
     return prepare_transfer(LOAD, key, value, cache, starts, first, steps=steps, repeat=repeat)
 
 
