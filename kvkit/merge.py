@@ -1,4 +1,4 @@
-"""Attention over parts of a context, put together."""
+"""Merge attention outputs that were computed over parts of a context."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvkit.formats import Element
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Arrays, Pair
 
-FEW = 64  # forms of calls that are remembered
-merges: PreparedCalls[PreparedCall] = PreparedCalls(FEW)  # a call takes its own away as long as it lasts
+MAX_PREPARED = 64  # prepared calls in the cache, one per dtype, shape and count
+# A running call removes its prepared entry, so that no other thread uses it.
+merges: PreparedCalls[PreparedCall] = PreparedCalls(MAX_PREPARED)
 
 
 @returns_input_kind
 def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
-    """Put attention over parts of a context together.
+    """Merge attention over parts of a context, by their log-sum-exps.
 
-    Parts are several caches, machines, or a shared prefix. Exact: the result is attention over all keys,
-    whatever the parts and their order, up to float32 rounding. A part in which a query saw no key (lse
-    -inf, or as FlashAttention 2 has it +inf) counts for nothing. If sinks are used, give them to one
-    part only.
+    Parts may be caches, shards on several machines, or a shared prefix. Up to float32 rounding, the result
+    equals attention over all keys, for any split and order. A part with lse -inf (no key was seen;
+    FlashAttention 2 returns +inf) is ignored. If sinks are used, give them to one part only.
 
     Parameters
     ----------
@@ -33,14 +33,14 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     lses : sequence of ndarray of float32, each of shape [..., num_heads]
         The lse of each part, from ``return_lse=True``.
     out : tuple of ndarray, optional
-        Arrays for both results; made if not given. They may not overlap the parts.
+        Output arrays; allocated if None. They may not overlap the parts.
 
     Returns
     -------
     attn_output : ndarray, shape [..., num_heads, Dv]
-        Of the dtype of the parts.
+        In the dtype of the parts.
     lse : ndarray of float32, shape [..., num_heads]
-        That of the whole, so that it can be merged further.
+        The lse over all parts, for further merges.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
 
     Notes
     -----
-    The rule by which FlashAttention joins blocks and FlashInfer joins states.
+    out = sum(exp(lse_i - lse) * out_i), as FlashAttention joins blocks and FlashInfer joins states.
 
     Examples
     --------
@@ -61,17 +61,17 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     (array([3., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
     call = checked_merge(outputs, lses)
-    given = None if out is None else call.results.checked(out)
-    results = merged(call.fmt, call.outputs, call.lses)
-    if given is None:
+    out_arrays = None if out is None else call.results.checked(out)
+    results = merge_checked(call.fmt, call.outputs, call.lses)
+    if out_arrays is None:
         return results
-    for array, result in zip(given, results, strict=True):
+    for array, result in zip(out_arrays, results, strict=True):
         array[...] = result
-    return given[0], given[1]
+    return out_arrays[0], out_arrays[1]
 
 
-def merged(fmt: Element, outputs: Sequence[Array], lses: Sequence[Array]) -> Pair:
-    """Merge checked parts of a format, and return both results."""
+def merge_checked(fmt: Element, outputs: Sequence[Array], lses: Sequence[Array]) -> Pair:
+    """Merge checked parts of one dtype; return the output and the lse."""
     outputs = [np.ascontiguousarray(each) for each in outputs]
     lses = [np.ascontiguousarray(each) for each in lses]
     out, lse = np.empty(outputs[0].shape, fmt.dtype), np.empty(lses[0].shape, np.float32)

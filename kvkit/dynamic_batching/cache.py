@@ -1,4 +1,4 @@
-"""Append to a dynamic cache, and gather from it."""
+"""Append to a dynamic cache and read contexts back."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def key_value_cache(
 ) -> Pair:
     """Append keys and values of packed sequences to a shared cache and read their contexts back.
 
-    Token ``start_pos[b] + i`` of sequence b, packed at ``seqstarts[b] + i``, is stored in its row of the
-    cache; then all ``kvstarts[b+1] - kvstarts[b]`` tokens of the sequence are read from theirs. Position
-    t has row ``cachestarts[b] + t`` in ``cache_mode`` 0, and row
+    Token ``start_pos[b] + i`` of sequence b, packed at ``seqstarts[b] + i``, is stored in the row of its
+    position; then all ``kvstarts[b+1] - kvstarts[b]`` tokens of the sequence are read from their rows.
+    Position t has row ``cachestarts[b] + t`` in ``cache_mode`` 0, and row
     ``cachestarts[b, t // page_size] + t % page_size`` in ``cache_mode`` 1.
 
     Parameters
@@ -50,42 +50,43 @@ def key_value_cache(
     current_key, current_value : ndarray, shape [seqstarts[B], H, Dh]
         Keys and values of the new tokens: float32, float16, bfloat16, or int8 (copied as it is).
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
-        Where each sequence begins among the new tokens, and in key and value; from 0 to the total.
+        Prefix sums of the sequences' new tokens, and of their context lengths, from 0 to the total.
     cachestarts : ndarray of int64, shape [B] or [B, MaxP]
         The first row of each sequence (``cache_mode`` 0) or of each of its pages (1). Sequences may share
-        rows that this call does not store. Entries past the last used page are not read.
+        rows that this call does not write. Entries past the last used page are not read.
     start_pos : ndarray of int64, shape [B]
         Position of each sequence's first new token; its context is start_pos plus its new tokens.
     max_seqlen, max_kvlen : int or None
-        At least the longest sequence of new tokens, and context. They change no result.
+        Upper bounds of any sequence's new tokens and of its context. They do not change the result.
     cache : ndarray, changed in place
-        Any float dtype; int8 for ``quant_bit`` 8; int8 or uint8 with a last axis of Dh/2 for ``quant_bit``
-        4. Strided views are fine if their last axis is contiguous. Index 0 of the axis of size 2 holds
-        keys, 1 values. The axes by ``cache_layout``:
+        Any float dtype; int8 for ``quant_bit`` 8 and for int8 keys; int8 or uint8 with a last axis of Dh/2
+        for ``quant_bit`` 4; for ``quant_format`` see there. Strided views are fine if their last axis is
+        contiguous. Index 0 of the axis of size 2 holds keys, 1 values. The axes by ``cache_layout``:
         {layouts}
     scale : ndarray, optional, changed in place
-        Scales of a quantized cache, float32, float16 or bfloat16: its shape with last axis Dh/quant_group.
+        Scales of a quantized cache, float32, float16 or bfloat16, in the shape of ``cache`` with a last axis
+        of Dh/quant_group; see ``quant_format`` for float8.
     num_layer, layer_idx : int
         Layers in the cache, and the one to use.
     quant_bit, quant_group : int
         0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
     quant_format : str, optional
-        With ``quant_bit`` 0, what a uint8 cache holds: "e4m3" or "e5m2", floats of 8 bits that saturate; or
+        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", floats of 8 bits that saturate; or
         "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. Floats
-        of 8 bits are multiplied with ``scale``: 1 if None; given ones of keys and values of shape [2] or
-        [2, H]; or, of its shape with last axis Dh/quant_group, the largest magnitudes / the largest code,
-        which are written.
+        of 8 bits are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
+        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
+        largest code.
     num_repeat : int
-        Each head comes back this many times, for grouped-query attention.
+        Repeat each head this many times in the outputs, for grouped-query attention.
     cache_mode, page_size : int
         0 for offsets; 1 for a page table with pages of ``page_size`` rows.
     out : tuple of ndarray, optional
-        Arrays for key and value; made if not given.
+        Output arrays for key and value; allocated if None.
 
     Returns
     -------
     key, value : ndarray, shape [kvstarts[B], H * num_repeat, Dh]
-        Of the dtype of ``current_key``, sequences packed at ``kvstarts``.
+        The contexts, packed at ``kvstarts``, in the dtype of ``current_key``.
 
     Raises
     ------
@@ -94,12 +95,12 @@ def key_value_cache(
 
     Notes
     -----
-    PMX operator ``dynamic_batching.KeyValueCache``. All stores come before all loads; a row that is
-    stored may hold one token of one sequence only.
+    PMX operator ``dynamic_batching.KeyValueCache``. All new tokens are written before any is read. No
+    row may be written twice, or read by another sequence.
 
     Examples
     --------
-    Two sequences, three new tokens and one, in pages of four rows:
+    Two sequences with 3 and 1 new tokens, in pages of four rows:
 
     >>> import numpy as np, kvkit
     >>> cache = np.zeros((16, 1, 2, 2, 8), np.int8)

@@ -32,7 +32,7 @@ from kvkit.errors import brief
 from kvkit.files import description, foreign, members
 from kvkit.files.contents import Contents
 from kvkit.files.errors import FileError, file_error, quoted, reading_errors
-from kvkit.files.mapping import SMALL
+from kvkit.files.mapping import MAX_COPIED
 from kvkit.files.members import ArrayHeader
 from kvkit.files.paths import check_source, check_target, keep_for_changes, name_in_errors
 from kvkit.files.replace import replacing
@@ -58,7 +58,7 @@ def read(
     check_source(path)
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
-        mapped = status if status.st_size > SMALL else None
+        mapped = status if status.st_size > MAX_COPIED else None
         check_kind(path, foreign.kind_of_file(file))
         with reading_errors(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)

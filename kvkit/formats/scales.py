@@ -1,10 +1,10 @@
 """Rules by which engines find a group's scale from its numbers.
 
-Each rule takes groups, float32 [..., group], the format, the dtype of the data and the scale of the whole;
+Each rule takes groups, float32 [..., group], the format, the dtype of the data, and the tensor-wide scale;
 it returns
 
-    ratio     [..., group]  what codes are rounded from
-    scale     [..., 1]      as it is stored, but for its type
+    ratio     [..., group]  codes before rounding, x / scale or (x - minimum) / scale
+    scale     [..., 1]      the stored scale, in float32
     beside    [..., 1]      the minimum or zero point, or None
 """
 
@@ -20,7 +20,7 @@ from kvkit.typed import Array
 
 Scaled = tuple[Array, Array, Array | None]  # ratio, scale, beside
 
-SMALLEST = np.float32(1e-5)  # PMX: of scales
+SMALLEST = np.float32(1e-5)  # PMX: the smallest scale
 TINY = np.finfo(np.float32).tiny
 
 
@@ -39,7 +39,7 @@ def magnitude(x: Array) -> Array:
 
 
 def extremes(x: Array) -> tuple[Array, Array]:
-    x = x if x.shape[-1] else np.zeros((*x.shape[:-1], 1), x.dtype)  # of no tokens
+    x = x if x.shape[-1] else np.zeros((*x.shape[:-1], 1), x.dtype)  # no tokens: the extremes are 0
     return x.min(-1, keepdims=True), x.max(-1, keepdims=True)
 
 
@@ -53,41 +53,41 @@ def largest_code(format: Format) -> np.float32:
 
 
 def pmx(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """Scale and quotient rounded to the type of the data; the scale at least 1e-5."""
+    """PMX: scale = max(amax / largest code, 1e-5); scale and quotient are rounded to the data's dtype."""
     scale = np.maximum(round_to(magnitude(x) / largest_code(format), dtype), round_to(SMALLEST, dtype))
     return round_to(x / scale, dtype), scale, None
 
 
 def span(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """kvkit: minimum and scale rounded as they are stored first, the scale at least 1e-5."""
+    """kvkit: the minimum and the scale (at least 1e-5) are rounded to their stored dtype before use."""
     (low, high), stored = extremes(x), format.scale_type().dtype
-    low = round_to(low, stored) + np.float32(0)  # of both zeros the positive one
+    low = round_to(low, stored) + np.float32(0)  # -0.0 becomes +0.0
     scale = round_to(np.maximum((high - low) / largest_code(format), SMALLEST), stored)
     return (x - low) / scale, scale, low
 
 
 def largest(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml q8_0: codes are made with the scale before it is rounded."""
+    """ggml q8_0: codes use the unrounded scale, amax / largest code."""
     scale = magnitude(x) / largest_code(format)
     return x * inverse(scale), scale, None
 
 
 def signed(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml q4_0: the number of largest magnitude becomes the least code."""
+    """ggml q4_0: scale = x / least code, for the element x of largest magnitude."""
     at = np.abs(x).argmax(-1)[..., None]
     scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
     return x * inverse(scale), scale, None
 
 
 def least(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml q4_1 and q5_1."""
+    """ggml q4_1 and q5_1: scale = (max - min) / largest code."""
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     return (x - low) * inverse(scale), scale, low
 
 
 def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml iq4_nl: of 16 scales, the one whose codes have the least error, weighted with squares."""
+    """ggml iq4_nl: the best of 16 trial scales by squared error weighted with x * x."""
     table = format.code.table
     at = np.abs(x).argmax(-1)[..., None]
     top = np.take_along_axis(x, at, -1)
@@ -106,7 +106,10 @@ def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """MX: a power of two. `floor` of OCP clips up to half of the largest, `ceil` of MLX nothing."""
+    """MX: scale is a power of two.
+
+    OCP's `floor` clips a magnitude by up to 25% (e2m1) or 12.5% (e4m3); MLX's `ceil` never clips.
+    """
     top = magnitude(x)
     if format.exponent == "ceil":
         fraction, exponent = np.frexp(top / largest_code(format))
@@ -120,7 +123,7 @@ def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def blocks16(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """NVFP4: e4m3 of largest / 6, in units of the scale of the whole."""
+    """NVFP4: scale = e4m3(amax / 6 / tensor-wide scale)."""
     scale = round_to(
         np.minimum(magnitude(x) / largest_code(format) / whole, np.float32(E4M3.limits[1])), E4M3.dtype
     )
@@ -129,13 +132,13 @@ def blocks16(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def token(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """vLLM, by token and head: at least 1e-6, and products with its reciprocal."""
+    """vLLM, per token and head: scale is at least 1e-6; codes come from x * (1 / scale)."""
     scale = np.maximum(magnitude(x) / largest_code(format), np.float32(1e-6))
     return x * (np.float32(1) / scale), scale, None
 
 
 def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """DeepSeek: at least the smallest normal number."""
+    """DeepSeek: scale is at least the smallest normal float32."""
     scale = np.maximum(magnitude(x) / largest_code(format), TINY)
     return x / scale, scale, None
 
@@ -143,7 +146,7 @@ def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """LMDeploy: a zero point in units of codes, not rounded.
 
-    Of equal numbers the scale is 1, and the zero point their negative: LMDeploy stores what is not finite.
+    If all numbers are equal, the scale is 1 and the zero point is -x, where LMDeploy stores NaN or infinity.
     """
     low, high = extremes(x)
     scale = np.where(high > low, (high - low) / largest_code(format), np.float32(1))
@@ -152,7 +155,10 @@ def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """MLX, affine: the extreme of larger magnitude is a code exactly, and the scale has a sign for it."""
+    """MLX, affine: the extreme of larger magnitude is represented exactly.
+
+    The scale is negative if that is the maximum.
+    """
     low, high = extremes(x)
     below = np.abs(low) > np.abs(high)
     scale = np.maximum((high - low) / largest_code(format), np.float32(1e-7))
@@ -171,7 +177,7 @@ def kivi(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def calibrate_scale(x: Array, format: Format) -> Array:
-    """Return the largest magnitude over the largest code, [..., 1]; 1 for zeros."""
+    """Return amax / largest code per group, [..., 1], or 1 for groups of zeros."""
     scale = magnitude(x) / largest_code(format)
     return np.where(scale > 0, scale, np.float32(1))
 
@@ -185,7 +191,7 @@ RULES = {
 
 
 def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
-    """Return the places in a table next to each x; half way, the one before, or after if `upper`."""
+    """Return the index of the table entry nearest to each x; ties take the lower, or higher if `upper`."""
     ascending, places = np.unique(table, return_index=True)  # of both zeros the first
     right = np.searchsorted(ascending, x).clip(1, len(ascending) - 1)
     below, above = x - ascending[right - 1], ascending[right] - x
@@ -197,10 +203,10 @@ def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
 
 @cache
 def codes_by_upper_half(element: Element) -> Array:
-    """Return the codes of float32 numbers by their upper half, uint8 [2^16].
+    """Return a lookup table from the upper 16 bits of a float32 to its code, uint8 [2^16].
 
-    The last bit of an upper half is set if lower ones are. So it rounds as the whole does: codes have at
-    least two bits less.
+    Callers set the last of these bits if any lower bit is set (a sticky bit). Codes have at least two
+    mantissa bits fewer, so the table rounds exactly like the full number.
     """
     x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
     low, high = map(np.float32, element.limits)
@@ -209,7 +215,7 @@ def codes_by_upper_half(element: Element) -> Array:
 
 
 def round_to_floats(x: Array, element: Element) -> Array:
-    """Return the nearest codes in a table of floats, ties to the even code; what is too large saturates."""
+    """Return the nearest codes in a table of floats, ties to the even code; larger numbers saturate."""
     if element.bits == 8:
         bits = np.ascontiguousarray(x).view(np.uint32)
         codes: Array = codes_by_upper_half(element)[bits >> 16 | (bits & 0xFFFF != 0)]
@@ -229,7 +235,7 @@ def round_codes(ratio: Array, format: Format) -> Array:
     if code.significant:
         return round_to_floats(ratio, code).astype(np.uint8)
     low, high = code.limits
-    origin = low if code.numbers else 0  # of codes that are stored from 0 on
+    origin = low if code.numbers else 0  # stored codes begin at 0
     if rounding == "up":
         whole = np.trunc(ratio + np.float32(0.5 - origin)) + np.float32(origin)
     elif rounding == "away":

@@ -227,7 +227,7 @@ def read(path, real=loading.npz.read):
     return contents
 
 if kind == "load":
-    loading.npz.SMALL, loading.npz.read = -1, read
+    loading.npz.MAX_COPIED, loading.npz.read = -1, read
     cache = load(path)
 else:
     cache = Cache.open(path)

@@ -1,7 +1,7 @@
-"""Rows between packed tensors and blocks, piece by piece (see `slots`): the walk beside `transfer`'s.
+"""Copy rows between packed tensors and block caches, by slot (see `slots`). `transfer` does so by page table.
 
-It calls the same machine code for runs of rows. Nothing is converted, so that code is chosen by the bytes
-that rows hold, not by their formats.
+Copies call code that is chosen by element size, because nothing is converted. `encode` quantizes, and means
+are computed in float32.
 """
 
 import functools
@@ -23,10 +23,10 @@ from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, 
 from kvkit.layouts.places import FRACTAL_BYTES
 from kvkit.runtime.jit import callback, helper
 
-MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format whose elements have as many bytes
-STREAM_BYTES = 4 * 2**20  # more than stays near a core: single slots are stored three times as fast around it
-FRACTAL_ROWS = 32  # of NZ, stored together: 64 KB of eight heads of 128 float16 stay in the second cache
-TILE = 16  # tokens that are moved head by head, where a head's tokens are neighbours in the cache
+MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format for each element size in bytes
+STREAM_BYTES = 4 * 2**20  # larger copies use non-temporal stores, which are faster beyond the L2 cache
+FRACTAL_ROWS = 32  # NZ rows per batch: 8 heads of 128 float16 make 64 KB, which fit in the L2 cache
+TILE = 16  # tokens per tile if the cache is head-major
 SIDE = Record(
     "packed token head cache block row",
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
@@ -50,10 +50,10 @@ def call_mean(code, source, step, count, target, dim):
 
 
 def move(worker, task_at):
-    """Move the pieces to or from their slots: for each array an equal share of all tokens a worker.
+    """Move the pieces to or from their slots. Each worker takes an equal share of the tokens of each array.
 
-    `starts` [pieces + 1] are the tokens before each piece, `sides` where a packed array and its cache lie. A
-    mean takes shape in the line of its worker on its way.
+    `starts` [pieces + 1] are the tokens before each piece; `sides` locate each packed array and its cache. A
+    mean is accumulated in a buffer (`lines`, one per work item) and then stored.
     """
     task = record(task_at)
     starts, item = integers(task.starts), worker
@@ -83,10 +83,10 @@ def move(worker, task_at):
 
 @helper
 def store_mean(task, at, item, named, done, tokens):
-    """The part of a mean that a worker has for some tokens from the `done`th on.
+    """Compute and store this worker's share of a mean, for `tokens` tokens from token `done` on.
 
-    That is as much of its elements, each of which one worker adds up in order. Of rows that are not in one
-    piece the worker with the first token has all.
+    Workers split the mean by elements, in proportion to their tokens, so that one worker sums an element in
+    order. If rows are not contiguous, the worker that has the first token computes the whole mean.
     """
     count, line = get(named + 8 * COUNT), task.lines + item * at.line_bytes
     source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
@@ -109,10 +109,10 @@ def store_mean(task, at, item, named, done, tokens):
 
 @helper
 def store_fractals(task, at, token, end, piece):
-    """Store tokens from one on, wherever they lie, in slots that are neighbours; how many.
+    """Store tokens from `token` on while their slots are consecutive. Return how many were stored.
 
-    So cache lines, which have two tokens' fractals each, are written in one go. The rows of the next tokens
-    are asked for meanwhile, one after the other, since they are read a group of each in turn.
+    This writes whole cache lines, each of which holds the fractals of two tokens. It prefetches the next
+    tokens row by row, because the store reads one group of each row at a time.
     """
     starts, sources, first, rows, later = integers(task.starts), addresses(), 0, 0, piece
     while token + rows < end and rows < FRACTAL_ROWS:
@@ -137,14 +137,14 @@ def store_fractals(task, at, token, end, piece):
 
 @helper
 def address_of(task, at, token, piece):
-    """Where a token of a piece is packed."""
+    """Return the address of a piece's token in the packed tensor."""
     named, done = task.pieces + 8 * piece * PIECE, token - integers(task.starts)[piece]
     return at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
 
 
 @helper
 def move_run(code, at, packed, slot, run, block_size):
-    """Neighbouring rows of a block."""
+    """Copy `run` consecutive rows between the packed tensor and one block."""
     page, row = page_of(slot, block_size), row_of(0, slot, block_size)
     cache, cells = at.cache + page * at.block + row * at.row, at.cells + page * at.cell_block
     cells += row * at.cell_row
@@ -186,7 +186,7 @@ def code_of_walk():
 
 @functools.cache
 def mean(element):
-    """Machine code (source, step, count, target, dim): the mean of `count` rows of a format."""
+    """Compile f(source, step, count, target, dim), which writes the mean of `count` rows."""
     average = means.mean(element)
 
     def mean(source, step, count, target, dim):
@@ -199,10 +199,10 @@ lines = Workspace()
 
 
 def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
-    """A launch that moves pieces between packed arrays and caches, one or a pair of each.
+    """Prepare the copy of pieces between one or two packed arrays and as many caches.
 
     packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where
-    pieces name the heads. `element` is the format of means, if there are any.
+    pieces name the heads. `element` is the dtype of the rows that are averaged, None without means.
     """
     forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     starts = np.zeros(len(pieces) + 1, np.int64)
@@ -230,10 +230,10 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
 
 
 def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
-    """A launch of `move` over sides; `averages` are the code of means, if any, and the bytes of a line."""
+    """Prepare a launch of `move`; `averages` are (address of the code of means, or 0; bytes of a line)."""
     numbers, (mean_code, line_bytes) = np.concatenate(places), averages
     count = threads() if moved >= SMALL_BYTES else 1
-    chunks = count // math.gcd(count, len(places))  # the fewest of equal items that all threads share alike
+    chunks = count // math.gcd(count, len(places))  # so that items divide evenly
     items = len(places) * chunks
     workers = items if count > 1 else 1
     task = TASK.filled({
@@ -253,7 +253,7 @@ def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0,
 
 
 def encode(side, pieces):
-    """A launch that stores tokens as codes of a pool, each head with its scale, given or found."""
+    """Prepare storing tokens as codes in a pool, with the caller's scale per head or with computed scales."""
     tokens, pool, cells = side.tokens, side.pool, side.cells
     _, block_size, heads, dim = pool.shape
     starts = np.zeros(len(pieces) + 1, np.int64)
@@ -284,7 +284,10 @@ def encode(side, pieces):
 
 
 def row_form(packed, cache):
-    """(outer, packed stride, cache stride, inner, packed stride, cache stride, bytes) of a token's row."""
+    """Return how to copy a token's row as two nested loops.
+
+    The result is (outer count, packed stride, cache stride, inner count, packed stride, cache stride, bytes).
+    """
     (_, _, heads, dim), size = cache.shape, cache.itemsize
     (packed_head, packed_step), (cache_head, cache_step) = packed.strides[1:], cache.strides[2:]
     if dim > 1 and (packed_step != size or cache_step != size):
@@ -295,7 +298,7 @@ def row_form(packed, cache):
 
 
 def unit_of(size):
-    """The bytes to move at a time: 16 of them fill a vector, if they can."""
+    """Return the element size to copy with: the largest (4, 2, 1) of which 16 divide `size`, if any does."""
     for unit in (4, 2, 1):
         if size % (16 * unit) == 0:
             return unit

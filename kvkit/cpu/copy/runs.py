@@ -1,7 +1,7 @@
-"""Rows from one cache to another, of any two layouts: runs of tokens, each in chunks of its content.
+"""Copy rows between caches of any two layouts, as runs of tokens. A token's row is split into chunks.
 
-A chunk is what lies together in both caches: a token's whole row, a head, or a few elements. Nothing is
-converted, so that only its bytes count.
+A chunk is the largest part that is contiguous in both caches: a token's whole row, a head, or a few elements.
+Nothing is converted, so only a chunk's size matters.
 """
 
 import functools
@@ -18,7 +18,7 @@ from kvkit.cpu.records import Record
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback, helper
 
-PIECE, LONG = 256, 4096  # bytes
+COPY_BYTES, MEMCPY_BYTES = 256, 4096  # bytes
 TASK = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
 RUN, CHUNK = 8 * 3, 8 * 2  # bytes
 
@@ -27,7 +27,7 @@ get, record = memory.load(types.int64), memory.record(TASK)
 
 @intrinsic
 def copy(typingctx, source, target, size):
-    """(source, target, size): bytes from one address to another."""
+    """Copy `size` bytes from address `source` to address `target`."""
 
     def codegen(context, builder, signature, values):
         byte = ir.IntType(8).as_pointer()
@@ -39,44 +39,44 @@ def copy(typingctx, source, target, size):
 
 
 @helper
-def moved(source, target, size):
-    """Bytes from one address to another: the libraries' own copy is at half its speed for 1 to 4 KB."""
-    if size < LONG:
-        while size >= PIECE:
-            copy(source, target, PIECE)
-            source, target, size = source + PIECE, target + PIECE, size - PIECE
+def copy_bytes(source, target, size):
+    """Copy `size` bytes; below 4 KB in pieces of 256 bytes, because memcpy is slower there."""
+    if size < MEMCPY_BYTES:
+        while size >= COPY_BYTES:
+            copy(source, target, COPY_BYTES)
+            source, target, size = source + COPY_BYTES, target + COPY_BYTES, size - COPY_BYTES
     copy(source, target, size)
 
 
-def evenly(size):
-    """(source, step, target, step, count): pieces of `size` bytes, known when this is compiled."""
+def compile_strided_copy(size):
+    """Return a function that copies `count` pieces of `size` bytes, with a stride on each side."""
 
-    def evenly(source, source_step, target, target_step, count):
+    def copy_pieces(source, source_step, target, target_step, count):
         for i in range(count):
             copy(source + i * source_step, target + i * target_step, size)
 
-    return helper(evenly)
+    return helper(copy_pieces)
 
 
-def scattered(size):
-    """(source, target, chunks, end): the chunks of one token, of `size` bytes."""
+def compile_gather_copy(size):
+    """Return a function that copies one token's chunks, of `size` bytes each."""
 
-    def scattered(source, target, chunks, end):
+    def copy_listed(source, target, chunks, end):
         for chunk in range(chunks, end, CHUNK):
             copy(source + get(chunk), target + get(chunk + 8), size)
 
-    return helper(scattered)
+    return helper(copy_listed)
 
 
-even2, even4, even16, even32 = map(evenly, (2, 4, 16, 32))
-chunks2, chunks4, chunks16, chunks32 = map(scattered, (2, 4, 16, 32))
+even2, even4, even16, even32 = map(compile_strided_copy, (2, 4, 16, 32))
+chunks2, chunks4, chunks16, chunks32 = map(compile_gather_copy, (2, 4, 16, 32))
 
 
 @helper
-def along(source, source_step, target, target_step, count, width):
-    """Pieces of `width` bytes, at steps of their own."""
+def copy_strided(source, source_step, target, target_step, count, width):
+    """Copy `count` pieces of `width` bytes, with a stride on each side."""
     if source_step == width and target_step == width:
-        moved(source, target, count * width)
+        copy_bytes(source, target, count * width)
     elif width == 2:
         even2(source, source_step, target, target_step, count)
     elif width == 4:
@@ -87,12 +87,12 @@ def along(source, source_step, target, target_step, count, width):
         even32(source, source_step, target, target_step, count)
     else:
         for i in range(count):
-            moved(source + i * source_step, target + i * target_step, width)
+            copy_bytes(source + i * source_step, target + i * target_step, width)
 
 
 @helper
-def across(source, target, chunks, end, width):
-    """The chunks of one token, which are listed up to `end`."""
+def copy_chunks(source, target, chunks, end, width):
+    """Copy one token's chunks; their offsets are listed from `chunks` to `end`."""
     if width == 2:
         chunks2(source, target, chunks, end)
     elif width == 4:
@@ -103,13 +103,14 @@ def across(source, target, chunks, end, width):
         chunks32(source, target, chunks, end)
     else:
         for chunk in range(chunks, end, CHUNK):
-            moved(source + get(chunk), target + get(chunk + 8), width)
+            copy_bytes(source + get(chunk), target + get(chunk + 8), width)
 
 
 def move(worker, task_at):
-    """Move runs [source address, target address, tokens], whose tokens have chunks at [source, target].
+    """Move this worker's runs.
 
-    Chunk by chunk, or token by token: as the target lies in memory.
+    A run is [source address, target address, tokens]; a chunk is [source offset, target offset] in a token.
+    The outer loop runs over chunks or over tokens, whichever writes the target in order.
     """
     task = record(task_at)
     source_step, target_step, width = task.source_step, task.target_step, task.width
@@ -119,12 +120,12 @@ def move(worker, task_at):
         source, target, count = get(run), get(run + 8), get(run + 16)
         if task.by_chunk:
             for chunk in range(task.chunks, end, CHUNK):
-                along(
+                copy_strided(
                     source + get(chunk), source_step, target + get(chunk + 8), target_step, count, width
                 )  # fmt: skip
         else:
             for t in range(count):
-                across(source + t * source_step, target + t * target_step, task.chunks, end, width)
+                copy_chunks(source + t * source_step, target + t * target_step, task.chunks, end, width)
 
 
 @functools.cache
@@ -133,7 +134,7 @@ def runs_code():
 
 
 def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
-    """A launch that moves runs; `alive` are the arrays that the addresses point into."""
+    """Prepare a launch that moves runs; `alive` are the arrays that the addresses point into."""
     moved = int(runs[:, 2].sum()) * len(chunks) * width
     workers = threads() if moved >= SMALL_BYTES else 1
     task = TASK.filled({

@@ -1,8 +1,11 @@
-"""Rotary position embedding: the angles of a token once, then every head of its query and key.
+"""Rotary position embedding.
 
-Elements turn in pairs, of neighbours or of both halves. The table of a token has each cosine twice and each
-sine with both signs, where the elements of a pair are, so that a panel of neighbours is x * cosines + (x with
-the elements of each pair swapped) * sines.
+A worker computes a token's angles once and applies them to every head of its query and key. A pair is two
+neighbouring elements, or element i and i + turned / 2. For neighbours
+
+    y = x * cos + swap(x) * sin,  cos = (c0, c0, c1, c1, ..),  sin = (-s0, s0, -s1, s1, ..)
+
+where swap exchanges the elements of each pair.
 """
 
 import functools
@@ -32,7 +35,12 @@ TASK = Record(
     "table table_bytes numbers longest scratch scratch_bytes",
 )
 SIDE = 8 * 10  # bytes
-OWNERS = {0: "query", 4: "turned query", 10: "key", 14: "turned key"}  # of addresses in sides
+OWNERS = {
+    0: "query",
+    4: "turned query",
+    10: "key",
+    14: "turned key",
+}  # the array of an address, by its index in `sides`
 
 rotated = numeric.rotation(numeric.product)
 get, get_double = memory.load(types.int64), memory.load(types.float64)
@@ -47,7 +55,7 @@ def call_heads(code, source, source_head, target, target_head, heads, dim, turne
 
 @functools.cache
 def panel(element, stream):
-    """(source, target, cosines, sines): 16 elements turned."""
+    """Return a function that rotates 16 elements, in pairs of neighbours."""
 
     @micro_kernel(4)
     def panel(b, source, target, cosines, sines):
@@ -61,9 +69,9 @@ def panel(element, stream):
 
 @functools.cache
 def heads_of(element, stream=False, plain=False):
-    """Compile what happens to all heads of one token of a query or key; kernels call its `address`.
+    """Compile the rotation of all heads of one token, in pairs of neighbours; kernels call its `address`.
 
-    `stream` writes around the caches; `plain` leaves the vectors out, for the tests.
+    `stream` uses non-temporal stores; `plain` uses scalar code only (tests).
     """
     size = BY_NAME[element].bytes(1)
     get, put = memory.read(element), memory.write(element)
@@ -93,7 +101,7 @@ def heads_of(element, stream=False, plain=False):
 
 @functools.cache
 def panels_of_halves(element, stream):
-    """(source, target, half, cosines, sines): 16 elements and those `half` bytes behind them, turned."""
+    """Return a function that rotates 16 elements with the 16 elements that follow `half` bytes later."""
 
     @micro_kernel(5)
     def panels(b, source, target, half, cosines, sines):
@@ -107,7 +115,7 @@ def panels_of_halves(element, stream):
 
 @functools.cache
 def halves_of(element, stream=False, plain=False):
-    """`heads_of` where an element's pair is half of what turns behind it."""
+    """Compile the rotation of all heads of one token, in pairs of elements i and i + turned / 2."""
     size = BY_NAME[element].bytes(1)
     get, put = memory.read(element), memory.write(element)
     raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
@@ -136,7 +144,7 @@ def halves_of(element, stream=False, plain=False):
 
 @helper
 def fill(frequencies, pairs, base):
-    """The frequencies of a base."""
+    """Write the frequencies for one base."""
     for pair in range(pairs):
         put_float(frequencies + 4 * pair, numeric.rotary_frequency(base, pair, 2 * pairs))
 
@@ -153,7 +161,7 @@ def frequencies_code():
 
 
 def frequencies(theta, turned, stops, longest, factor):
-    """The frequencies [stops, pairs] of sequences that end at `stops`."""
+    """Return the frequencies [stops, pairs] of sequences that end at `stops`."""
     table = np.empty((len(stops), turned // 2), np.float32)
     frequencies_code().ctypes(
         theta, turned, address(stops), len(stops), longest, factor, address(table)
@@ -163,7 +171,7 @@ def frequencies(theta, turned, stops, longest, factor):
 
 @helper
 def turns(position, divisor, frequencies, pairs, halves, cosines, sines):
-    """The table of a token."""
+    """Write the cosines and sines of one token."""
     fastest = max(get_float(frequencies), get_float(frequencies + 4 * (pairs - 1)))
     if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.TURNS:
         for i in range(pairs):
@@ -171,7 +179,7 @@ def turns(position, divisor, frequencies, pairs, halves, cosines, sines):
                 numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i))
             )
             put_pair(i, pairs, halves, cosine, sine, cosines, sines)
-    else:
+    else:  # large angles need libm's exact reduction
         for i in range(pairs):
             angle = np.float64(numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i)))
             cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
@@ -180,7 +188,7 @@ def turns(position, divisor, frequencies, pairs, halves, cosines, sines):
 
 @helper
 def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
-    """Write cosine and sine of a pair where its elements are."""
+    """Write the cosine and the signed sines of pair i at the positions of its two elements."""
     one, other = (4 * i, 4 * (i + pairs)) if halves else (8 * i, 8 * i + 4)
     put_float(cosines + one, cosine)
     put_float(cosines + other, cosine)
@@ -189,12 +197,13 @@ def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
 
 
 def walk(worker, task_at):
-    """Turn the packed tokens of every sequence, which take positions from `first` on.
+    """Rotate the packed tokens. Sequence b begins at position `first[b]`.
 
-    `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and the
-    target, the number of heads and how many elements of each turn: `turned`, or none. `table` is where
-    cosines [positions, pairs] are given, sines `table_bytes` behind them; if it is 0 they are computed.
-    `numbers` are theta, the divisor of positions, and the factor of the base beyond `longest`.
+    `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and of the
+    target, the number of heads, and the number of rotated elements of a head: `turned`, or 0. `table` is the
+    address of the caller's cosines [positions, pairs]; sines follow at + `table_bytes`. If it is 0, both are
+    computed. `numbers` are theta, the divisor of positions, and the factor that scales the base for contexts
+    longer than `longest` (dynamic NTK).
     """
     task = record(task_at)
     starts, first, turned, pairs = integers(task.starts), integers(task.first), task.turned, task.turned // 2
@@ -238,10 +247,11 @@ def rotary_code():
 
 
 def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
-    """A launch that turns `moves`: (query, its output) and (key, its output). Nothing can fail any more.
+    """Prepare the rotation of checked arrays. `moves` is [(query, output), (key, output)].
 
-    `halves` says which elements are pairs; `tables` are float32 [cosines | sines, positions, pairs], or None.
-    `scaling` is (theta, divisor of positions, longest, factor of the base beyond).
+    `halves` says that pairs are elements i and i + turned / 2, else neighbours. `tables` are float32
+    [cosines | sines, positions, pairs], or None. `scaling` is (theta, divisor of positions, longest, factor
+    of the base for longer contexts).
     """
     sides, moved = [], 0
     for (source, target), turning in zip(moves, (turned, 0 if bypass_key else turned), strict=True):

@@ -1,4 +1,4 @@
-"""Rows in groups of 32 bytes, as NZ keeps them."""
+"""Copy rows to and from Ascend's NZ layout, which stores rows in groups (fractals) of 32 bytes."""
 
 from kvkit.cpu.simd.lanes import I8, I64, loop, micro_kernel, prefetch, read, write
 from kvkit.layouts.places import FRACTAL_BYTES
@@ -8,14 +8,14 @@ LINE = 64  # bytes
 
 @micro_kernel(8)
 def fractals(b, source, source_row, source_group, target, target_row, target_group, rows, groups):
-    """Move groups of 32 bytes: of each group all rows, which are neighbours on one side."""
+    """Copy rows between a row-major and an NZ array. In NZ, the rows of one 32-byte group are neighbours."""
     move(b, lambda row: b.add(source, b.mul(row, source_row)), source_group, target, target_row, target_group,
          rows, groups)  # fmt: skip
 
 
 @micro_kernel(7)
 def scattered_fractals(b, sources, source_group, target, target_row, target_group, rows, groups):
-    """Copy rows, whose addresses are in a list, to fractals."""
+    """Copy rows, given as a list of addresses, to NZ."""
 
     def address(row):
         value = b.load(b.inttoptr(b.add(sources, b.mul(row, I64(8))), I64.as_pointer()))
@@ -26,9 +26,9 @@ def scattered_fractals(b, sources, source_group, target, target_row, target_grou
 
 
 def move(b, source_of, source_group, target, target_row, target_group, rows, groups):
-    """Two groups at a time, so that a cache line of the side that is not in groups is used in one go."""
+    """Copy two groups at a time, so that each cache line of the row-major side is used once."""
 
-    def some(first, count):
+    def copy_groups(first, count):
         at = [b.add(I64(i), first) for i in range(count)]
         sources = [b.mul(group, source_group) for group in at]
         targets = [b.add(target, b.mul(group, target_group)) for group in at]
@@ -40,13 +40,13 @@ def move(b, source_of, source_group, target, target_row, target_group, rows, gro
 
     even = b.and_(groups, I64(-2))
     with loop(b, even, 2) as first:
-        some(first, 2)
+        copy_groups(first, 2)
     with loop(b, b.sub(groups, even)) as rest:
-        some(b.add(even, rest), 1)
+        copy_groups(b.add(even, rest), 1)
 
 
 @micro_kernel(2)
 def ask(b, address, size):
-    """Ask for the cache lines of so many bytes, in order."""
+    """Prefetch `size` bytes, one cache line after the other."""
     with loop(b, size, LINE) as i:
         prefetch(b, b.add(address, i))

@@ -12,7 +12,7 @@ from distributed import get_worker
 
 import kvkit
 from kvkit.formats.elements import Element
-from kvkit.merge import merged
+from kvkit.merge import merge_checked
 from kvkit.typed import Array
 
 MASK_BYTES = 2**25  # of masks that exist at a time
@@ -151,4 +151,4 @@ def merge_parts(parts: Sequence[tuple[Array, Array] | None], fmt: Element) -> tu
     if len(states) == 1:
         return states[0]
     outputs, lses = zip(*states, strict=True)
-    return merged(fmt, outputs, lses)
+    return merge_checked(fmt, outputs, lses)
