@@ -108,10 +108,12 @@ def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array 
     bias, count = bias_of(call), len(call.lengths)
     weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
     cpu.launches.start(
-        cpu.attention.prepare.prepare_attention(query, out_entries, lse_entries, context, steps, count, weights)
+        cpu.attention.prepare.prepare_attention(
+            query, out_entries, lse_entries, context, steps, count, weights
+        )
     )
     for array, entry in zip(results, entry_arrays, strict=True):
-        if not np.may_share_memory(array, entry):  # reshape made a copy: the strides do not allow a view
+        if not np.may_share_memory(array, entry):  # the strides did not allow a view
             array[...] = entry.reshape(array.shape)
 
 
