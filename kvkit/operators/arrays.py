@@ -1,6 +1,6 @@
-"""The arrays that operators take, by the names of arguments.
+"""A table of operators' array arguments: dtypes, shapes and meaning.
 
-An entry `OPERATOR.ARGUMENT` or `ROOM.ARGUMENT` comes before the one of the argument alone. Where an entry
+An entry `OPERATOR.ARGUMENT` or `NAMESPACE.ARGUMENT` takes precedence over `ARGUMENT`. Where an entry
 lists no shapes, the docstring of the function has them.
 """
 
@@ -39,8 +39,8 @@ POSITIONS = "(positions, rotary_dim/2)"
 class Input:
     """An array argument. `shapes` lists the legal shapes; `inout` arrays are changed in place.
 
-    Inputs are passed by position, in order, but for those that are `keyword`. Scales that are `found` go to
-    arrays of as many axes as a cache has; those of heads are given.
+    Inputs are passed by position, in order, except for `keyword` inputs. With `found`, the operator computes
+    the scales and writes them, if the array has more than one axis; a 1-D array holds scales per head.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ArgumentEntry(NamedTuple):
 
 
 def scales_of(caches: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the shapes of the scales of caches."""
+    """Return the scale shapes that belong to cache shapes."""
     return tuple(shape.replace("Dh)", "Dh/quant_group)") for shape in caches)
 
 
@@ -197,7 +197,7 @@ CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache"
 def find_array(
     operator: str, parameter: inspect.Parameter, has_outputs: bool, shapes: Mapping[str, tuple[str, ...]]
 ) -> Input | None:
-    """Return the array that a parameter of an operator is; None if it is an attribute."""
+    """Return the description of an array parameter, or None for attributes (other parameters)."""
     name, (room, _, last) = parameter.name, operator.rpartition(".")
     keys = f"{operator}.{name}", f"{last}.{name}", f"{room}.{name}", name
     entry = next((ARRAYS[key] for key in keys if key in ARRAYS), None)
@@ -216,7 +216,7 @@ def find_array(
 
 
 def read_shapes(docstring: str) -> dict[str, tuple[str, ...]]:
-    """Return the shapes of arguments that a numpydoc text tells in brackets, and () of integers."""
+    """Read argument shapes from a numpydoc section: the bracketed ones, and () for integers."""
     found: dict[str, tuple[str, ...]] = {}
     section = docstring.partition("\nParameters\n")[2].partition("\nReturns\n")[0]
     for names, kind in re.findall(r"^(\w+(?:, \w+)*) : (.*)$", section, re.M):
@@ -229,5 +229,5 @@ def read_shapes(docstring: str) -> dict[str, tuple[str, ...]]:
 
 
 def bracketed_shapes(text: str) -> list[str]:
-    """Return what is in brackets, without spaces around signs; there may be brackets inside."""
+    """Return the contents of each [...] (one level of nesting), without spaces around operators."""
     return [re.sub(r" ([*/+]) ", r"\1", each) for each in re.findall(r"\[((?:[^\[\]]|\[\w*\])*)\]", text)]

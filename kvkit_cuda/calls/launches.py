@@ -1,4 +1,4 @@
-"""From a checked call whose arrays are on the device to its launches, for each kind of operator."""
+"""Build the kernel launches of a checked call, one function per operator."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,18 +16,18 @@ from kvkit_cuda.positions import alibi, angles, index, rotary
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """A checked call, and its outputs, on the device. What launches use of memory lives as long."""
+    """A checked call whose arrays are on the device. It owns the device memory that its launches use."""
 
     call: Any
     outputs: list[np.ndarray]
-    step: PlannedStep | None  # of packed sequences and their cache
+    step: PlannedStep | None  # the plan, for calls on packed sequences with a cache
     stream: object
-    scale: arrays.Operand | None = None  # of heads, which the call has on the host
+    scale: arrays.Operand | None = None  # per-head scales, copied from the host
     owners: list = field(default_factory=list)
 
     @property
     def layer(self):
-        """The layer of a cache, if the call has one."""
+        """Return the cache layer, with device scales if the call has any; None without a cache."""
         layer = self.call.layer
         if self.scale is None:
             return layer
@@ -102,7 +102,7 @@ def position_index(there):
 
 
 def move(there):
-    """Return the launches that move rows from sources to targets, or to results in their place."""
+    """Return the launches that move rows from sources to targets, or to new results if there are none."""
     call, stream = there.call, there.stream
     results = [call.place(*pair) for pair in zip(there.outputs, call.sources, strict=False)]
     pairs = list(zip(call.sources, call.targets or results, strict=True))
@@ -131,19 +131,22 @@ def append_to_pools(there):
 
 
 def copy_blocks(there):
-    """Return the launches that copy blocks, two views at a time: those of keys and values may differ."""
+    """Return the launches that copy blocks, at most two views per launch.
+
+    Views are grouped by rows per block, which may differ between keys and values.
+    """
     both = zip(there.call.sources, there.call.targets, strict=True)
     views = [pair for each in both for pair in zip(*map(in_four_axes, each), strict=True)]
     launches = []
     for rows in sorted({source.shape[1] for source, _ in views}):
         pairs = [pair for pair in views if pair[0].shape[1] == rows]
-        moves = there.call.pieces * rows
+        moves = there.call.pieces * rows  # block ids and counts, in units of rows
         launches += [pieces.prepare(pairs[i : i + 2], moves, there.stream) for i in range(0, len(pairs), 2)]
     return launches
 
 
 def in_four_axes(cache):
-    """Return views [blocks, rows, heads, dim] of a cache with any axes behind the first."""
+    """Return views [blocks, rows, heads, dim] of a cache of any number of axes; the first is blocks."""
     if cache.ndim < 4:
         return [cache.reshape(len(cache), *[1] * (4 - cache.ndim), *cache.shape[1:])]
     return [cache[(slice(None), *at)] for at in np.ndindex(cache.shape[1:-3])]

@@ -1,9 +1,9 @@
-"""The rows of a compressed cache that are means of tokens: sums in float32, token by token, divided once.
+"""Write the rows of a compressed cache that are means of tokens.
 
     target[piece.target] = (source[piece.source] + source[piece.source + 1] + ..) / piece.count
 
-The order of a sum is its bits, so a thread has one element of a mean and all of its tokens, of which it asks
-for some at a time.
+Sums are float32, in token order, with one division. The result depends on the order of addition, so one
+thread sums one element over all tokens.
 """
 
 import functools
@@ -16,15 +16,15 @@ from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.pieces import COUNT, INDEX2, SIDE, SOURCE, TARGET, nothing, row_at, side
 from kvkit_cuda.device_runtime import device, host
 
-THREADS = 128  # of a block
-AHEAD = 16  # tokens that are read before the first is added
+THREADS = 128  # per CUDA block
+AHEAD = 16  # tokens per inner loop, which can be unrolled so that many loads are in flight
 
 SIGNATURE = types.void(INDEX2, types.int64, SIDE, SIDE, SIDE, SIDE)
 
 
 @functools.cache
 def mean(element):
-    """(source, its row stride, count, target): write an element of the mean of `count` rows."""
+    """Compile f(source, row stride, count, target), which writes one element of the mean of `count` rows."""
     read, write = chunks.read(element), chunks.write(element)
 
     @shared
@@ -44,7 +44,7 @@ def mean(element):
 
 
 def average_rows(element):
-    """Return the kernel for a format."""
+    """Return the kernel that averages rows of a dtype."""
     average = mean(element)
 
     def average_rows(pieces, dim, from_keys, to_keys, from_values, to_values):
@@ -74,6 +74,6 @@ def prepare(pairs, pieces, element, stream):
     alike = [side(array, size) for pair in pairs for array in pair]
     (table,) = host.tables((pieces,), stream)
     blocks = min(-(-len(pieces) * dim // THREADS), host.most_blocks())
-    arguments = (table, dim, *alike, *alike)[:6]
+    arguments = (table, dim, *alike, *alike)[:6]  # one pair is passed for keys and for values
     grid = blocks, len(pairs)
     return host.Launch(compiled(element), grid, (THREADS, 1), stream, arguments)

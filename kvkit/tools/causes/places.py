@@ -1,4 +1,4 @@
-"""Causes of right bytes in wrong places."""
+"""Causes of differences in which the bytes are right and their place is wrong."""
 
 from collections import Counter
 from typing import Any
@@ -12,7 +12,7 @@ PAIRS = (("key", "value"), ("value", "key"), ("k_", "v_"), ("v_", "k_"))
 
 @cause("keys and values swapped")
 def swapped_sides(trial: Trial) -> Guesses:
-    """The value is where the key should be."""
+    """Keys are where values should be, or the other way round."""
     for one, other in PAIRS:
         partner = trial.others.get(trial.name.replace(one, other)) if one in trial.name else None
         kind = trial.expected.shape, trial.expected.dtype
@@ -38,7 +38,7 @@ def swapped_axes(trial: Trial) -> Guesses:
 
 @cause("row off by one")
 def next_row(trial: Trial) -> Guesses:
-    """Every token is one row too far, or one too near."""
+    """Every token is in the next row, or in the previous one."""
     rows = trial.rows(trial.expected)
     if rows is not None and rows.shape[1] > 1:
         for step in (1, -1):
@@ -63,7 +63,7 @@ def page_for_row(trial: Trial) -> Guesses:
         source = rows[:, np.arange(pages)[inside] * size + offset]
         moved[:, targets[inside]] |= same_rows(got[:, targets[inside]], source)
     strayed = moved & ~same_rows(got, rows)
-    if strayed.any():  # then what is missing where it belongs is explained, too
+    if strayed.any():  # stray rows also explain rows that are empty where data should be
         empty = ~got.reshape(*got.shape[:2], -1).any(axis=-1)
         mask = np.broadcast_to((strayed | empty)[..., None, None], got.shape)
         yield "", trial.of_rows(np.ascontiguousarray(mask))
@@ -78,7 +78,7 @@ def same_rows(one: np.ndarray, two: np.ndarray) -> Any:
 
 @cause("another token's or layer's bytes")
 def elsewhere(trial: Trial) -> Guesses:
-    """The row of this head is that of another token or layer, byte by byte."""
+    """A head's row has the bytes of another token's or layer's row."""
     expected, got = trial.rows(trial.expected), trial.rows(trial.got)
     if expected is None:
         return

@@ -1,4 +1,4 @@
-"""Rules of the scales of codes."""
+"""`kvkit check` rules Q1 to Q4, on quantization scales."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,15 +17,18 @@ MOST_SATURATED = 0.001
 
 @dataclass(frozen=True)
 class CodedFormat:
-    """A format, as rules look at it."""
+    """A format with the properties that rules need."""
 
     format: Format
 
     @cached_property
-    def largest(self) -> np.ndarray:
-        """Return which bytes are the least or largest codes; none where groups have both by their minima."""
+    def is_limit(self) -> np.ndarray:
+        """Return a mask over bytes: codes at either limit.
+
+        It is empty for formats with a minimum, whose groups always reach both limits, and for block formats.
+        """
         code = self.format.code
-        if code.bits != 8 or self.format.beside or self.format.order:  # blocks hold scales, too
+        if code.bits != 8 or self.format.beside or self.format.order:  # some bytes of blocks are scales
             return np.zeros(256, bool)
         low, high = code.limits
         return np.isfinite(code.table) & ((code.table <= low) | (code.table >= high))
@@ -43,7 +46,7 @@ def known_format(name: str | None) -> CodedFormat | None:
 
 
 def format_of_codes(case: Case, side: CheckedSide) -> tuple[str, CodedFormat] | None:
-    """Return the format of keys or values, with its name; None of floats, and of codes that nobody named."""
+    """Return the format of keys or values, with its name; None for floats and unknown formats."""
     by_dtype = FORMATS.get(side.array.dtype)
     name = (case.source.text("format") or case.source.contents.description.format) or (
         by_dtype.name if by_dtype else None
@@ -53,7 +56,7 @@ def format_of_codes(case: Case, side: CheckedSide) -> tuple[str, CodedFormat] | 
 
 
 def used_of(case: Case, array: np.ndarray) -> np.ndarray:
-    """Return a mask of the scales or codes that belong to rows in use; of all without tables."""
+    """Return a mask of the scales or codes that belong to rows in use; all True without page tables."""
     rows = None if case.used is None else case.used[0]
     if rows is None or array.ndim not in (4, 5) or array.shape[1:3] != rows.shape:
         return np.ones(array.shape, bool)
@@ -61,7 +64,7 @@ def used_of(case: Case, array: np.ndarray) -> np.ndarray:
 
 
 def scales_in_use(case: Case) -> Iterator[tuple[CheckedSide, np.ndarray, np.ndarray]]:
-    """Give (side, its scales as float32, which of them are in use) of keys and values that have some."""
+    """Yield (side, scales as float32, mask of scales in use) for each side that has scales."""
     for side in case.sides:
         if side.scale is not None and side.scale.size:
             yield side, side.scale.astype(np.float32), used_of(case, side.scale)
@@ -70,7 +73,7 @@ def scales_in_use(case: Case) -> Iterator[tuple[CheckedSide, np.ndarray, np.ndar
 def scales_found(
     case: Case, name: str, find: Callable[[CheckedSide, np.ndarray, np.ndarray], np.ndarray]
 ) -> Seen:
-    """Return the arrays of scales that `find` finds something in, with the place of the first one."""
+    """Report each scale array in which `find` marks an entry, with the index of the first."""
     found, looked = [], False
     for side, scale, used in scales_in_use(case):
         looked = True
@@ -88,9 +91,7 @@ def scales_found(
     "Q1", "All elements of the group become NaN or infinity. Look for a division by 0, or a float16 overflow."
 )
 def not_finite(case: Case) -> Seen:
-    """sglang#40243: infinite scales of a checkpoint were copied into layers, and NaN gave an error without
-    words.
-    """
+    """sglang#40243: infinite scales of a checkpoint were loaded silently; NaN raised an empty error."""
     return scales_found(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
 
 
@@ -118,13 +119,15 @@ def saturated(case: Case) -> Seen:
     found, looked = [], False
     for side in case.sides:
         kind = format_of_codes(case, side)
-        if kind is None or not kind[1].largest.any() or side.array.dtype.itemsize != 1:
+        if kind is None or not kind[1].is_limit.any() or side.array.dtype.itemsize != 1:
             continue
         looked = True
-        limit = kind[1].largest[side.array.view(np.uint8)]
+        limit = kind[1].is_limit[side.array.view(np.uint8)]
         used = used_of(case, side.array)
         scale_count = 0 if side.scale is None else side.scale.size
-        of_group = kind[1].format.find != "given"  # the largest of each group is at the limit
+        of_group = (
+            kind[1].format.find != "given"
+        )  # a computed scale puts each group's largest code at the limit
         per_group = scale_count / side.array.size if of_group else 0
         most = MOST_SATURATED + (2 * per_group if per_group > 1e-3 else per_group)
         total = np.maximum(used.sum(axis=(1, 2, 4)), 1)
@@ -138,8 +141,8 @@ def saturated(case: Case) -> Seen:
 
 @rule("Q4", "Everything there reads as 0, or with the wrong sign. Keep scales above the format's smallest.")
 def zero(case: Case) -> Seen:
-    """onnxruntime#32515: what scales of 0, below 0 and subnormal ones mean was open, and passes treated them
-    apart.
+    """onnxruntime#32515: the meaning of zero, negative and subnormal scales was undefined, and passes
+    handled them differently.
     """
 
     def find(side: CheckedSide, scale: np.ndarray, used: np.ndarray) -> Any:
@@ -153,7 +156,7 @@ def zero(case: Case) -> Seen:
 
 
 def empty(side: CheckedSide, scale: np.ndarray) -> Any:
-    """Return which scales have codes of 0 alone, for which ggml and FlashInfer's NVFP4 write 0."""
+    """Return a mask of scales whose codes are all 0. ggml and FlashInfer's NVFP4 write scale 0 for them."""
     array = side.array
     if scale.ndim < 4 or scale.shape[:4] != array.shape[:4] or array.dtype.kind == "f":
         return np.zeros(scale.shape, bool)

@@ -1,4 +1,4 @@
-"""`study`: schemes over all layers, and what came of them."""
+"""`study`: compare quantization schemes over all layers of a cache."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from kvkit.tools.studies.words import WORST, head_in_words, table
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
-MOST = 60  # schemes in a text
+MAX_ROWS = 60  # of a printed table
 SIDES = "keys", "values"
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A scheme over all layers and heads.
+    """The errors and sizes of one scheme over all layers and heads.
 
     Attributes
     ----------
     scheme : str
     bits : float
-        Stored for each number, scales and all.
+        Stored bits per number, scales included.
     bytes_per_token : float
-        In all layers and heads, of keys and values.
+        Bytes per token of keys and values, over all layers and heads.
     key_error, value_error : float
-        Relative root mean square: of what comes back, over all heads.
+        Relative root mean square error of decoded keys and values, over all heads.
     worst_error : float
-        That of the worst head.
+        Largest relative root mean square error of a head.
     largest_error : float
-        Of a number, in any head.
+        Largest error of a single number.
     cosine : float
-        Of a token in a head and the same as it comes back: the mean over all.
+        Mean cosine similarity between a head's vector before and after coding.
     at_end, zero : float or None
-        Shares of codes at an end of their range, and of those that stand for 0; None where codes are not
-        seen. Where a scale comes of the largest of a group, that one is at an end by construction: one in 8
-        of int8:g8. Of e4m3 and e5m2 with a scale of 1 all that are there have saturated, or just not.
+        Shares of codes at a limit of their range, and of codes for 0; None for schemes that do not expose
+        their codes. With a scale taken from a group's maximum, one code of each group is at the limit: 1 in 8
+        for int8:g8. For e4m3 and e5m2 with scale 1, a code at the limit has saturated or just fits.
     kl, top_changed, output_error, logit_error : float or None
         Means over queries: divergence of the weights, in nats; how often another key has the largest weight;
         relative error of outputs; mean error of a logit. None without queries.
     perplexity, agreement : float or None
-        Of a model that reads a text over keys and values that have been through the scheme: how often the
-        token that it finds most likely is the one that it finds without it. None without a model.
+        Of a model that reads a text with the coded cache: the text's perplexity, and the share of positions
+        where the most likely token is the one without coding. None without a model.
     """
 
     scheme: str
@@ -84,14 +84,14 @@ class Study:
     layers : list of str
     heads, tokens : int
     summary : list of Summary
-        A scheme each, as they were given.
+        One per scheme, in the caller's order.
     rows : list of dict
-        By scheme, layer, head and side: relative_rms, largest_error, cosine, at_end, zero; by scheme,
-        layer and head, with the side "attention": logit_error, kl, output_error, top_changed.
+        One per (scheme, layer, head, side) with relative_rms, largest_error, cosine, at_end, zero; one per
+        (scheme, layer, head) with side "attention" and logit_error, kl, output_error, top_changed.
     outliers : list of dict
-        Of the data, by layer, head and side: the largest mean magnitude of a channel over the median one.
+        Per layer, head and side: largest mean magnitude of a channel / median of all channels.
     channels : list of dict
-        Of keys, by layer: mean magnitudes [heads, dim].
+        Per layer: mean magnitudes of keys [heads, dim].
     notes : tuple of str
     """
 
@@ -112,7 +112,7 @@ class Study:
         return sorted((row for row in own if by in row), key=lambda row: -row[by])[:count]
 
     def budget(self) -> str:
-        """Return in a line which scheme is the smallest of the good ones."""
+        """Return a line that names the smallest scheme whose worst head has an error of at most 10%."""
         fine = [one for one in self.summary if one.worst_error <= 0.1]
         if not fine:
             return "no scheme keeps every head within an error of 10 %"
@@ -123,22 +123,22 @@ class Study:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON has it."""
+        """Return the result as a JSON-compatible dict."""
         channels = [row | {"means": row["means"].tolist()} for row in self.channels]
         return asdict(self) | {"channels": channels, "budget": self.budget()}
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write study.json, report.md, plots, and report.html, which needs none of the others.
+        """Write study.json, report.md, plots, and report.html (self-contained).
 
-        Plots want matplotlib, the extra ``plot``; without it the rest is written, and says so.
+        Plots need matplotlib, the extra ``plot``. Without it they are left out, and the report says so.
         """
         return report.write_report(self, Path(folder))
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
-        parts.append(columns(*table(self.summary, wide=False), MOST))
+        parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))
         lines = [(one.scheme, ", ".join(map(head_in_words, self.worst(one.scheme)))) for one in self.summary]
-        parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), lines, MOST))
+        parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), lines, MAX_ROWS))
         parts.append(self.budget())
         parts.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(filter(None, parts))
@@ -160,20 +160,20 @@ def study(
     source : path, mapping of arrays, or cache
         A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
         perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a
-        cache of `kvkit.cache`. Codes of a format that is known are decoded, some tokens at a time.
+        cache of `kvkit.cache`. A quantized cache is decoded if its format is known.
     schemes : str or sequence
-        Separated by commas, or each for itself: a name of `kvkit.formats` with its options, as in
-        "int4:g32"; that and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
+        A comma-separated string or a sequence. A scheme is a name of `kvkit.formats` with its options, as in
+        "int4:g32"; a format and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
         file, "mine.py:Scheme"; what `scheme` has registered; or an object with ``encode`` and ``decode``.
     layout : str, optional
-        How the cache of a file lies, if it does not say so.
+        The layout of the file's cache, if the file does not name one.
     sizes : mapping, optional
-        Of the axes l, b, n, h, c that shapes do not tell.
+        Sizes of axes (l, b, n, h, c) that cannot be derived from the shapes.
     progress : callable, optional
-        Is told how many of how many layers are done.
+        Called with (finished layers, all layers).
     mapper : callable
-        As `map`: calls a function for each layer, perhaps elsewhere (`kvkit.integrations.dask.mapper`),
-        where files are opened again.
+        A replacement for `map`. It may run layers in other processes (`kvkit.integrations.dask.mapper`),
+        which open the files themselves.
 
     Returns
     -------
@@ -224,7 +224,10 @@ def study_layers(
 
 @dataclass(frozen=True)
 class StudiedLayer:
-    """A layer's part of a `Study`; by scheme the bits that it stores, and squares of errors and numbers."""
+    """One layer's results.
+
+    `bits[scheme]` is the stored size; `sums[scheme]` holds [side, (sum of squared errors, sum of squares)].
+    """
 
     name: str
     heads: int
@@ -271,7 +274,7 @@ def study_layer(source: Lazy, schemes: Lazy, title: str, i: int) -> StudiedLayer
 
 
 def study_scheme(layer: LayerReader, name: str, *schemes: Any) -> tuple[list[Row], int, np.ndarray]:
-    """Return the rows of a layer under a scheme; its bits; squares of errors and numbers [side, 2]."""
+    """Return a layer's rows for one scheme, its size in bits, and sums [side, (squared errors, squares)]."""
     found: list[Row] = []
     stored, sums = 0, []
     try:
@@ -292,7 +295,7 @@ def study_scheme(layer: LayerReader, name: str, *schemes: Any) -> tuple[list[Row
 
 
 def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summary:
-    """Sum a scheme up over all layers and heads."""
+    """Summarize one scheme over all layers and heads."""
     own = [row for row in rows if row["scheme"] == name]
     sides = [row for row in own if row["side"] != "attention"]
     attention = [row for row in own if row["side"] == "attention"]
