@@ -1,6 +1,7 @@
 """What the house forbids itself, read from its syntax trees."""
 
 import ast
+import configparser
 import re
 from pathlib import Path
 
@@ -58,3 +59,13 @@ def test_the_house_is_as_legible_as_promised(subject):
     """Each count stays within its limit. A change may lower a limit, never raise one."""
     count, limit = house.counts()[subject], house.LIMITS[subject]
     assert count <= limit, f"{subject}: {count}, at most {limit}"
+
+
+def test_the_wheel_has_every_package():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT.parent / "setup.cfg")
+    listed = set(settings["options"]["packages"].split()) - {"kvkit_cli"}
+    folders = [
+        path.parent for top in ("kvkit", "kvkit_cuda") for path in (ROOT.parent / top).rglob("__init__.py")
+    ]
+    assert listed == {".".join(folder.relative_to(ROOT.parent).parts) for folder in folders}

@@ -115,7 +115,7 @@ def fuzz(folder, count, seed):
         source.write_bytes(data)
         assert run(source, output) == (0, "", "")
     for i in range(count):
-        npz.SMALL = (-1, 2**24)[i % 2]  # mapped or copied
+        npz.MAX_COPIED = (-1, 2**24)[i % 2]  # mapped or copied
         mutate = mutated_within if i % 4 < 2 else mutated
         source.write_bytes(data := mutate(rng, whole[i % len(whole)]))
         output.unlink(missing_ok=True)

@@ -719,7 +719,7 @@ from kvkit import cpu
 from kvkit.files import members, npz
 from kvkit_cli.__main__ import start
 source, when, size = {source!r}, {when!r}, {size}
-npz.SMALL = -1
+npz.MAX_COPIED = -1
 def then_change(function):
     @functools.wraps(function)
     def changing(*args, **more):

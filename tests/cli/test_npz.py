@@ -75,12 +75,12 @@ def path(tmp_path):
 @pytest.fixture(autouse=True)
 def mapped(monkeypatch):
     """Files of any size are mapped."""
-    monkeypatch.setattr(npz, "SMALL", -1)
+    monkeypatch.setattr(npz, "MAX_COPIED", -1)
 
 
 @pytest.fixture
 def copied(monkeypatch):
-    monkeypatch.setattr(npz, "SMALL", 2**24)
+    monkeypatch.setattr(npz, "MAX_COPIED", 2**24)
 
 
 # Round trips
@@ -92,7 +92,7 @@ def copied(monkeypatch):
                                     lambda path, arrays: np.savez_compressed(path, **arrays)],
                          ids=["kvkit", "savez", "savez_compressed"])  # fmt: skip
 def test_round_trip(path, monkeypatch, writer, dtype, small):
-    monkeypatch.setattr(npz, "SMALL", small)
+    monkeypatch.setattr(npz, "MAX_COPIED", small)
     arrays = {f"a{i}": filled(shape, dtype, i) for i, shape in enumerate(SHAPES)}
     writer(path, arrays)
     got = read(path).arrays
@@ -266,11 +266,11 @@ def test_what_is_copied_is_checked_whole(path, copied):
 
 def test_large_files_are_mapped(path, copied, monkeypatch):
     write(path, {"a": np.arange(10)})
-    monkeypatch.setattr(npz, "SMALL", path.stat().st_size - 1)
+    monkeypatch.setattr(npz, "MAX_COPIED", path.stat().st_size - 1)
     contents = read(path)
     assert is_mapped(contents.arrays["a"])
     assert contents.mapped.st_size == path.stat().st_size
-    monkeypatch.setattr(npz, "SMALL", path.stat().st_size)
+    monkeypatch.setattr(npz, "MAX_COPIED", path.stat().st_size)
     assert not is_mapped(read(path).arrays["a"])
 
 

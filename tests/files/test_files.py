@@ -43,7 +43,7 @@ def assert_same(got, expected):
 @pytest.fixture(params=[-1, 2**24], ids=["mapped", "copied"])
 def small(request, monkeypatch):
     for module in (npz, mapping):
-        monkeypatch.setattr(module, "SMALL", request.param)
+        monkeypatch.setattr(module, "MAX_COPIED", request.param)
     return request.param
 
 
