@@ -53,7 +53,7 @@ def is_unaligned(out: Iterable[Array] | None) -> bool | None:
 
 
 class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
-    """What is prepared for calls, by their form."""
+    """Prepared calls by their form; all are dropped when there are too many."""
 
     def __init__(self, most: int = MOST) -> None:
         super().__init__()

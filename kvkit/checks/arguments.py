@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores become weights."""
+    """The rules that make weights of scores: masks, biases, scale, softcap, sinks."""
 
     attn_mask: Array | None = None
     is_causal: bool = True

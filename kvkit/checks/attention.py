@@ -29,7 +29,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Weights(NamedTuple):
-    """How scores become weights, in canonical form."""
+    """The checked rules that make weights of scores."""
 
     scale: float
     causal: bool
