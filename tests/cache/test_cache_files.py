@@ -1,8 +1,6 @@
 """`Cache.save` and `load`: everything comes back, and what is not what it says is refused."""
 
 import json
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +18,6 @@ from kvkit.cache import (
     StaticLayer,
     load,
 )
-from kvkit.files import members
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
@@ -77,40 +74,6 @@ def test_numpy_reads_it(path):
     }  # fmt: skip
     assert about["arrays"]["layers.1.values"] == ["float16", 2, 3, 3, 6]
     assert len(about["fingerprint"]) == 64
-
-
-def test_prefix_reuse_in_another_process(path):
-    """A prompt's cache, made here and continued there, gives the bytes of one process."""
-    cache = filled(np.float16)
-    cache.save(path)
-    script = f"""
-import numpy as np
-from kvkit.cache import load
-cache = load({str(path)!r})
-new = np.ones((2, 3, 1, 4), np.float16), np.ones((2, 3, 1, 6), np.float16)
-cache.update(*new, 0)
-print(cache.attend(new[0], 0).tobytes().hex())
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    new = np.ones((2, 3, 1, 4), np.float16), np.ones((2, 3, 1, 6), np.float16)
-    cache.update(*new, 0)
-    assert done.stdout.strip() == cache.attend(new[0], 0).tobytes().hex()
-
-
-def test_a_failing_save_leaves_the_old_file(path, monkeypatch):
-    filled(counts=(2,)).save(path)
-    before = path.read_bytes()
-
-    def chunks(array):
-        yield array.tobytes()[:10]
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(members, "iterate_bytes", chunks)
-    with pytest.raises(OSError, match="No space"):
-        filled().save(path)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in path.parent.iterdir()] == ["cache.npz"]
 
 
 # The legacy form

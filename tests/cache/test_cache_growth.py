@@ -42,7 +42,7 @@ def test_growth_doubles_and_returns_views():
 
 
 def test_reserved_room_is_not_moved_to_again():
-    layer = filled("dynamic")
+    (layer,) = filled("dynamic").layers
     layer.reserve(100)
     place = addresses([layer.keys])
     for _ in range(100):

@@ -71,32 +71,6 @@ def test_constructors(make, kinds):
     assert all(layer.max_cache_len == 8 for layer in cache.layers if isinstance(layer, StaticLayer))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DynamicCache(2, HYBRID, 4), "layer_types: expected 2 types (num_layers), got 3"),
-        (
-            lambda: DynamicCache(layer_types=HYBRID),
-            "sliding_window: expected a window for the sliding layers",
-        ),
-        (
-            lambda: DynamicCache(layer_types=["full"]),
-            "layer_types[0]: expected full_attention or sliding_attention",
-        ),
-        (lambda: DynamicCache(-1), "num_layers: expected at least 0"),
-        (lambda: DynamicCache(sliding_window=0), "sliding_window: expected at least 1"),
-        (lambda: StaticCache(0, 1), "max_cache_len: expected at least 1"),
-        (lambda: StaticCache(8, None), "num_layers: expected an integer"),
-        (lambda: Cache([DynamicLayer]), "layers[0]: expected a layer"),
-        (lambda: Cache([DynamicLayer()] * 2), "layers[1]: expected a layer of its own"),
-    ],
-)
-def test_constructors_refuse(make, message):
-    with pytest.raises(kvkit.KvkitError) as error:
-        make()
-    assert message in str(error.value)
-
-
 @pytest.mark.parametrize(("window", "kind"), [(None, DynamicLayer), (3, SlidingWindowLayer)])
 def test_layers_are_made_on_first_use(window, kind):
     cache = DynamicCache(sliding_window=window)
@@ -110,15 +84,6 @@ def test_layers_are_made_on_first_use(window, kind):
     step(cache, 1, 2, layers=(0, 1))
     assert [type(layer) for layer in cache.layers] == [kind] * 2
     assert (cache.get_seq_length(1), cache.get_seq_length(2)) == (2, 0)
-
-
-@pytest.mark.parametrize("cache", [DynamicCache(2), StaticCache(8, 2), DynamicCache(layer_types=HYBRID[::2])])
-def test_layers_that_are_not_there(cache):
-    for number in (2, -1, 1.5, "0", None):
-        with pytest.raises(kvkit.KvkitError, match="layer_idx"):
-            cache.update(tokens(1), tokens(1), number)
-    assert cache.get_seq_length(2) == 0
-    assert kept(cache) == [None, None]
 
 
 # All layers at once
@@ -190,26 +155,6 @@ def test_changes_of_a_cache_without_tokens():
     with pytest.raises(kvkit.KvkitError, match="length: expected at most 0 tokens to drop"):
         cache.crop(-1)
     assert kept(cache) == [None, None]
-
-
-def test_reset():
-    cache = Cache([DynamicLayer(), StaticLayer(4), StaticSlidingWindowLayer(4, 3)])
-    step(cache, 1, 2, 3, 4)
-    cache.reset()
-    assert [cache.get_seq_length(i) for i in range(3)] == [0] * 3
-    assert kept(cache) == [None, [], []]
-    step(cache, 5)
-    assert kept(cache) == [[5]] * 3
-
-
-def test_a_deep_copy_goes_its_own_way():
-    cache = DynamicCache()
-    step(cache, 1, 2, layers=(0,))
-    cache.attend(tokens(1), 0)
-    again = copy.deepcopy(cache)
-    step(again, 3)
-    step(again, 1, 2, 3, layers=(1,))
-    assert (kept(cache), kept(again)) == ([[1, 2]], [[1, 2, 3], [1, 2, 3]])
 
 
 def test_long_updates_of_sliding_layers_leave_no_memory_behind():

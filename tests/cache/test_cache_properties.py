@@ -25,6 +25,7 @@ from kvkit.cache import (
     Cache,
     CapacityError,
     DynamicLayer,
+    PagedCache,
     SlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -37,27 +38,34 @@ MAX = 24
 COPIES = {"copy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
 
 
-def layer_of(kind, window):
-    return {
+def cache_of(kind, window, dtype):
+    layers = {
         "dynamic": DynamicLayer,
         "sliding": lambda: SlidingWindowLayer(window),
         "static": lambda: StaticLayer(MAX),
         "static sliding": lambda: StaticSlidingWindowLayer(MAX, window),
-    }[kind]()
+    }
+    return (
+        PagedCache(1500, 4, 1, HEADS, DIMS[1], dtype, cache_layout=window % 4)
+        if kind == "paged"
+        else Cache([layers[kind]()])
+    )
 
 
 class Operations(RuleBasedStateMachine):
-    """Two layers, one in memory and one in files, do what the model does."""
+    """A layer in memory, or in files, does what the model does."""
 
     kind: str
     offloaded = False
 
     @initialize(window=st.integers(1, 9), dtype=st.sampled_from(DTYPES), batch=st.integers(1, 3))
     def begin(self, window, dtype, batch):
-        self.model = Model(self.kind, window if "sliding" in self.kind else None, MAX)
+        kind = "dynamic" if self.kind == "paged" else self.kind
+        self.model = Model(kind, window if "sliding" in kind else None, MAX)
+        self.dims = DIMS if kind == self.kind else DIMS[1:] * 2
         self.room = Path(tempfile.mkdtemp())
         self.folder, self.folders = self.room / "0", 0
-        self.go_on_with(Cache([layer_of(self.kind, window)]))
+        self.go_on_with(cache_of(self.kind, window, dtype))
         self.dtype, self.batch, self.rng = dtype, batch, np.random.default_rng(window)
         self.queries = 0  # of the last tokens, whose windows are there
 
@@ -69,32 +77,38 @@ class Operations(RuleBasedStateMachine):
 
     def teardown(self):
         if getattr(self, "room", None):
-            self.cache.close()
+            self.close(self.cache)
             shutil.rmtree(self.room)
 
+    def close(self, cache):
+        if self.kind != "paged":
+            cache.close()
+
     def new(self, count):
-        """Tokens, contiguous or fused with others and turned."""
-        if self.rng.random() < 0.5:
+        """Tokens: contiguous, fused with others and turned, or the layer's own last ones."""
+        how = self.rng.random()
+        if how < 0.1 and 0 < count <= self.model.stored:
+            return [side[:, :, -count:] for side in (self.layer.keys, self.layer.values)]
+        if how < 0.5:
             shape = self.batch, HEADS, count
-            return [self.rng.standard_normal((*shape, dim)).astype(self.dtype) for dim in DIMS]
-        fused = self.rng.standard_normal((self.batch, count, 3, HEADS, 2 * DIMS[0])).astype(self.dtype)
-        return [fused[:, ::-1, 1, :, ::-2].swapaxes(1, 2), fused[:, :, 2, :, : DIMS[1]].swapaxes(1, 2)]
+            return [self.rng.standard_normal((*shape, dim)).astype(self.dtype) for dim in self.dims]
+        fused = self.rng.standard_normal((self.batch, count, 3, HEADS, 2 * self.dims[0])).astype(self.dtype)
+        return [fused[:, ::-1, 1, :, ::-2].swapaxes(1, 2), fused[:, :, 2, :, : self.dims[1]].swapaxes(1, 2)]
 
     def append(self, count, start=None):
         """Update both; what is returned has the model's tokens, and zeros after them."""
         keys, values = self.new(count)
+        tokens = tokens_of(keys, values)
         length, offset = self.model.sizes(count)
         if start is None:
             assert self.layer.get_mask_sizes(count) == (length, offset)
         position = None if start is None else np.arange(start, start + count)
         returned = self.cache.update(keys, values, 0, position)
-        like = (
-            np.zeros((self.batch, HEADS, DIMS[0]), self.dtype),
-            np.zeros((self.batch, HEADS, DIMS[1]), self.dtype),
-        )
-        expected = arrays_of(self.model.update(tokens_of(keys, values)), like)
-        keys[...] = values[...] = 99  # they were copied
-        for got, side in zip(returned, expected, strict=True):
+        like = [np.zeros((self.batch, HEADS, dim), self.dtype) for dim in self.dims]
+        expected = arrays_of(self.model.update(tokens), like)
+        if not any(np.may_share_memory(keys, got) for got in returned):
+            keys[...] = values[...] = 99  # they were copied
+        for got, side in zip(map(np.asarray, returned), expected, strict=True):
             whole = np.zeros((*side.shape[:2], length, side.shape[3]), side.dtype)
             whole[:, :, : side.shape[2]] = side
             assert got.dtype == side.dtype
@@ -104,17 +118,22 @@ class Operations(RuleBasedStateMachine):
         self.same(like)
         self.queries = count
         if count:
-            self.attend(count)
+            self.attend(self.rng.choice([1, count]))
 
     def attend(self, count):
-        query = self.rng.standard_normal((self.batch, HEADS * GROUP, count, DIMS[0])).astype(self.dtype)
+        query = self.rng.standard_normal((self.batch, HEADS * GROUP, count, self.dims[0])).astype(self.dtype)
         mask = self.rng.random((self.batch, len(self.model))) < 0.8
-        for columns in (None, mask):
-            got, lse = self.cache.attend(query, 0, columns, return_lse=True)
+        sinks = self.rng.standard_normal(HEADS * GROUP).astype(np.float32)
+        for columns, options in (
+            (None, {"softmax_scale": 0.4, "softcap": 3.0}),
+            (mask, {}),
+            (None, {"sinks": sinks}),
+        ):
+            got, lse = self.cache.attend(query, 0, columns, return_lse=True, **options)
             seen = None
             if columns is not None:
                 seen = np.broadcast_to(mask[:, None, None], (self.batch, HEADS * GROUP, count, mask.shape[1]))
-            expected, expected_lse = self.model.attend(query, seen)
+            expected, expected_lse = self.model.attend(query, seen, **options)
             assert_near(got, expected, TOLERANCE[str(self.dtype)])
             assert_near(lse, expected_lse, TOLERANCE["float32"], "lse")
 
@@ -126,6 +145,8 @@ class Operations(RuleBasedStateMachine):
             assert self.layer.get_mask_sizes(count) == self.model.sizes(count)
         if self.model.stored:
             like = self.model.seen[0]
+        if self.offloaded and self.layer.keys is not None:
+            assert len(names(self.folder)) == 3
         if like is not None and self.layer.keys is not None:
             for got, side in zip(
                 (self.layer.keys, self.layer.values),
@@ -161,12 +182,14 @@ class Operations(RuleBasedStateMachine):
     def crop(self, x):
         self.queries = 0
         error = self.model.crop(x)
-        if error is None:
+        if error is None or (self.kind == "paged" and self.layer.keys is None):
             self.cache.crop(x)
         else:
             with pytest.raises(error):
                 self.cache.crop(x)
         self.same()
+        if self.model.window is None and len(self.model):
+            self.attend(1)
 
     @precondition(lambda self: self.kind == "sliding")
     @rule(room=st.booleans())
@@ -210,7 +233,10 @@ class Operations(RuleBasedStateMachine):
         else:
             self.cache.reserve(count)
         self.same()
+        if self.queries:
+            self.attend(self.queries)
 
+    @precondition(lambda self: self.kind != "paged")
     @rule()
     def settle(self):
         """What an update of another layer does."""
@@ -226,12 +252,14 @@ class Operations(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from([*COPIES, "file"]))
     def come_back(self, how):
-        """Go on with what a copy or a file gives, which is in memory, without the files of the other one."""
+        """Go on with what a copy or a file gives: it is in memory, and nothing in it is the other's."""
         before, path = self.cache, self.room / "cache.npz"
         if how == "file":
             before.save(path)
         again = load(path) if how == "file" else COPIES[how](before)
-        before.close()
+        for layer in () if self.layer.keys is None else before.layers:
+            (before.cache if self.kind == "paged" else layer.keys)[...] = 7
+        self.close(before)
         if self.offloaded:
             assert names(self.folder) == []
         self.go_on_with(again)
@@ -272,6 +300,7 @@ class Operations(RuleBasedStateMachine):
         self.cache.reset()
         self.model.reset()
         self.queries = 0
+        assert "static" in self.kind or self.layer.keys is None
         self.same()
 
 
@@ -282,14 +311,18 @@ def machine(of, files, examples, steps):
     return case
 
 
-@pytest.mark.parametrize("files", [False, True], ids=["memory", "files"])
-@pytest.mark.parametrize("kind", KINDS)
+PLACES = [
+    (kind, files) for kind in (*KINDS, "paged") for files in (False, True) if (kind, files) != ("paged", 1)
+]
+places = pytest.mark.parametrize(("kind", "files"), PLACES)
+
+
+@places
 def test_operations(kind, files):
     machine(kind, files, 6 if files else 20, 40)("runTest").runTest()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("files", [False, True], ids=["memory", "files"])
-@pytest.mark.parametrize("kind", KINDS)
+@places
 def test_many_operations(kind, files):
     machine(kind, files, 40 if files else 120, 80)("runTest").runTest()

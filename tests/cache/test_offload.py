@@ -4,7 +4,6 @@ import json
 import os
 import sys
 
-import ml_dtypes
 import numpy as np
 import pytest
 from folder_scenes import (
@@ -19,12 +18,8 @@ from folder_scenes import (
     run,
 )
 
-from kvkit.cache import Cache, DynamicCache, QuantSpec, StaticCache
+from kvkit.cache import Cache, DynamicCache, StaticCache
 from kvkit.cache.stores import mapped
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
-CODES = QuantSpec(8, group=2)
 
 
 @pytest.mark.parametrize("only_non_sliding", [True, False])
@@ -61,16 +56,6 @@ def test_close_deletes_the_files(tmp_path):
     fill(cache)
     assert cache.get_seq_length(3) == 8
     assert names(tmp_path / "new" / "folder") == []
-
-
-def test_old_files_go_when_a_layer_grows(tmp_path):
-    cache = DynamicCache(1)
-    cache.offload(tmp_path)
-    for count in range(40):
-        cache.update(*random(np.float32, 1, count), 0)
-        assert len(names(tmp_path)) == 3
-    raw = [name for name in names(tmp_path) if name.endswith(".raw")]
-    assert raw == ["layer-000-7.raw"]
 
 
 def test_kept_layers_without_tokens_and_recorded_ones(tmp_path):

@@ -13,7 +13,6 @@ from examples import run_examples
 from kvkit.cache import BlockAllocator, PagedCache
 
 layouts = pytest.mark.parametrize("layout", range(4))
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 class Server:
@@ -128,24 +127,6 @@ def test_masks_and_outputs(rng):
             query, key, value, [0, 3, 8], [0, 3, 8], 0, None, None, mask, num_heads=HEADS, head_dim=DIM
         )
         np.testing.assert_allclose(out, expected, atol=1e-6)
-
-
-@kinds
-def test_gather_gives_back_what_was_stored(kind, rng):
-    """Packed contexts, as key_value_cache gives them."""
-    cache, plain_operators = paged(kind, 1), Plain(kind, 1)
-    seqs = [cache.blocks.add() for _ in range(3)]
-    new = [normal(rng, (10, HEADS, DIM), KINDS[kind][0]) for _ in range(2)]
-    with cache.begin_step(zip(seqs, (3, 1, 6), strict=True)) as step:
-        for layer in range(LAYERS):
-            step.update(*new, layer)
-            contexts = [[side[a:b] for side in new] for a, b in ((0, 1), (1, 4), (4, 10))]
-            tokens, index, plain, scale, attributes = plain_operators.contexts(contexts, [1, 3, 6], layer)
-            want = kvkit.dynamic_batching.key_value_cache(
-                *tokens, *index, None, None, plain, scale, **attributes
-            )
-            for got, right in zip(step.gather(layer), want, strict=True):
-                assert_same(got, right)
 
 
 def test_past_is_always_recorded(rng):

@@ -99,39 +99,6 @@ def test_out_of_blocks_leaves_the_storage_alone(rng):
     assert cache.blocks.available == 3
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"num_blocks": 0}, "num_blocks"),
-        ({"page_size": 0}, "page_size"),
-        ({"num_layers": 0}, "num_layers"),
-        ({"num_kv_heads": 0}, "num_kv_heads"),
-        ({"head_dim": 0}, "head_dim"),
-        ({"dtype": np.int8}, "dtype"),
-        ({"dtype": "no type"}, "dtype"),
-        ({"quant_bit": 2}, "quant_bit"),
-        ({"quant_bit": 8, "quant_group": 5}, "quant_group"),
-        ({"quant_bit": 4, "quant_group": 1}, "quant_group"),
-        ({"quant_bit": 8, "quant_group": 0}, "quant_group"),
-        ({"quant_bit": 8, "scale_dtype": np.int8}, "scale_dtype"),
-        ({"quant_format": "e4m3fn"}, "quant_format"),
-        ({"quant_format": "e4m3", "quant_bit": 8}, "quant_bit"),
-        ({"quant_format": "e4m3", "scale": [1, 0]}, "scale"),
-        ({"quant_format": "e4m3", "scale": "head"}, "scale"),
-        ({"quant_format": "q8_0", "scale": 1.0}, "scale"),
-        ({"cache_layout": 4}, "cache_layout"),
-        ({"salt": "model"}, "salt"),
-    ],
-    ids=str,
-)
-def test_wrong_caches(change, name):
-    arguments = {
-        "num_blocks": 4, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 16,
-        "dtype": np.float16,
-    }  # fmt: skip
-    assert refused(PagedCache, **{**arguments, **change}).startswith(f"{name}: expected ")
-
-
 def test_what_decides_the_first_hash():
     """Geometry, type, quantization, page size and salt."""
     usual = {

@@ -1,14 +1,13 @@
-"""Rows of one length in a paged cache: what other caches do, in blocks."""
+"""Rows of one length in a paged cache, layer by layer: what other caches do, in blocks."""
 
 import copy
 
 import numpy as np
 import pytest
-from paged_scenes import P, numbered, refused
+from paged_scenes import P, contents, holding, numbered, refused
 
 from kvkit import formats
 from kvkit.cache import KVView, PagedCache, load
-from kvkit.reference import attention as attention_reference
 from kvkit.reference import key_value_cache as reference
 
 
@@ -16,11 +15,7 @@ def normal(rng, *shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
 
 
-# Updates
-
-
-@pytest.mark.parametrize("layout", range(4))
-@pytest.mark.parametrize("bit", [0, 8])
+@pytest.mark.parametrize(("layout", "bit"), [(0, 8), (1, 0), (2, 8), (3, 0)])
 def test_updates_give_all_tokens_back(layout, bit, rng):
     """Through as many layers as there are; lengths and mask sizes are those of each layer."""
     cache = PagedCache(16, P, 3, 2, 8, np.float32, quant_bit=bit, cache_layout=layout)
@@ -107,91 +102,44 @@ def test_views_are_valid_until_their_layer_changes():
     assert "an older one" in refused(np.asarray, view)
 
 
-def test_states_of_any_strides(rng):
-    cache, other = (PagedCache(8, P, 1, 2, 8, np.float32) for _ in range(2))
-    fused = normal(rng, 2, 5, 3, 2, 8)  # [B, q, (query, key, value), heads, dim]
-    key, value = fused[:, :, 1].swapaxes(1, 2), fused[:, :, 2].swapaxes(1, 2)
-    cache.update(key, value, 0)
-    other.update(np.ascontiguousarray(key), np.asfortranarray(value), 0)
-    np.testing.assert_array_equal(cache.cache, other.cache)
-    np.testing.assert_array_equal(cache.layers[0].keys, key)
-
-
-# Attention
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"window": (2, 0)}, {"softmax_scale": 0.4, "softcap": 3.0}, {"sinks": True}, {"padding": True}],
-    ids=lambda options: "-".join(options),
-)
-def test_attend(options, rng):
-    """Against loops in float64."""
-    options = dict(options)
-    cache = PagedCache(16, P, 2, 2, 8, np.float32)
-    if "sinks" in options:
-        options["sinks"] = rng.standard_normal(4).astype(np.float32)
-    padded = options.pop("padding", False)
-    length = 0
-    for new in (6, 1, 3):
-        length += new
-        mask = np.ones((2, length), bool)
-        mask[0, :2] = not padded
-        for i in range(2):
-            keys, values = cache.update(normal(rng, 2, 2, new, 8), normal(rng, 2, 2, new, 8), i)
-            for last in {1, new}:  # an update's last queries alone are as good
-                query = normal(rng, 2, 4, last, 8)
-                given = mask if padded else None
-                output, lse = cache.attend(query, i, given, return_lse=True, **options)
-                assert output.shape == query.shape
-                for b in range(2):
-                    sides = [np.asarray(side)[b].swapaxes(0, 1) for side in (keys, values)]
-                    grid = np.broadcast_to(mask[b], (4, last, length)) if padded else None
-                    want, want_lse = attention_reference.attend_sequence(
-                        query[b].swapaxes(0, 1),
-                        *sides,
-                        grid,
-                        causal=True,
-                        **options,
-                    )
-                    seen = np.isfinite(want_lse)
-                    np.testing.assert_allclose(output[b].swapaxes(0, 1), want, atol=2e-6)
-                    np.testing.assert_allclose(lse[b].T[seen], want_lse[seen], atol=2e-6)
-                if padded:
-                    wide = np.broadcast_to(mask[:, None, None], (2, 4, last, length))
-                    np.testing.assert_array_equal(cache.attend(query, i, wide, **options), output)
-
-
-def test_attend_refuses(rng):
-    cache = PagedCache(16, P, 2, 2, 8, np.float32)
-    layer, key = cache.layers[0], normal(rng, 2, 2, 3, 8)
-    query = normal(rng, 2, 4, 3, 8)
-    assert refused(layer.attend, query).startswith("layer: expected keys and values")
-    layer.update(key, key)
-    wrong = [query[:1], query[:, :3], query[..., :4], query[0], query.astype(np.float16), query.tolist()]
-    for array in [*wrong, np.zeros((2, 4, 4, 8), np.float32)]:
-        assert refused(layer.attend, array).startswith("query: expected ")
-    for mask in (np.ones((2, 2), bool), np.ones((3, 3), bool), np.zeros((2, 3), np.float32), [1]):
-        assert "mask: expected " in refused(layer.attend, query, mask)
-    assert "at most 0 tokens" in refused(cache.attend, query, 1)
-    assert refused(cache.attend, query, 2).startswith("layer_idx: ")
+def test_rows_that_were_reordered_share_blocks_and_grow_apart():
+    cache = holding(0, 1, 2, rows=2)
+    before = cache.cache.copy()
+    cache.reorder([1, 1, 0])
+    np.testing.assert_array_equal(cache.cache, before)
+    assert cache.blocks.available == 32 - 4
+    cache.update(numbered(5, rows=3), numbered(5, rows=3), 0)
+    assert contents(cache) == [[10, 11, 12, 5], [10, 11, 12, 15], [0, 1, 2, 25]]
+    cache.reorder([0, 2])
+    cache.crop(-2)
+    assert contents(cache) == [[10, 11], [0, 1]]
+    assert cache.blocks.available == 32 - 2
     cache.reset()
-    assert refused(layer.attend, query).startswith("layer: ")
+    assert cache.blocks.available == 32
+    cache.update(numbered(7), numbered(7), 0)
+    assert contents(cache) == [[7]]
 
 
-def test_attend_after_anything(rng):
-    """The last tokens of each layer may attend whenever there are some."""
-    cache, other = (PagedCache(16, P, 2, 2, 8, np.float32) for _ in range(2))
-    key, query = normal(rng, 2, 2, 7, 8), normal(rng, 2, 4, 2, 8)
+def test_layers_take_turns():
+    cache = PagedCache(8, 2, 3, 1, 1, np.float32)
+    cache.update(numbered(1), numbered(1), 2)
+    assert "has not written" in refused(cache.update, numbered(2), numbered(2), 2)
+    assert "as in other layers" in refused(cache.update, numbered(1, 2), numbered(1, 2), 0)
+    assert [cache.get_seq_length(i) for i in range(3)] == [0, 0, 1]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [0, 0, 1]
     for i in (0, 1):
-        cache.update(key, key, i)
-        other.update(key[:, :, :5], key[:, :, :5], i)
-    whole, short = cache.attend(query, 0), other.attend(query, 0)
-    cache.reserve(9)
-    np.testing.assert_array_equal(cache.attend(query, 1), whole)
-    cache.update(key, key, 0)
-    np.testing.assert_array_equal(cache.attend(query, 1), whole)
-    cache.crop(5)
-    np.testing.assert_array_equal(cache.attend(query, 0), short)
-    cache.reorder([1, 0, 0])
-    np.testing.assert_array_equal(cache.attend(query[[1, 0, 0]], 1), short[[1, 0, 0]])
+        cache.update(numbered(1), numbered(1), i)
+    assert [cache.get_seq_length(i) for i in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("change", "left"), [(("crop", -1), [1, 2]), (("reorder", [0]), [1, 2, 3])], ids=str)
+def test_what_changes_rows_takes_back_what_some_layers_have_not_seen(change, left):
+    cache = PagedCache(8, 2, 2, 1, 1, np.float32)
+    for i in (0, 1):
+        cache.update(numbered(1, 2, 3), numbered(1, 2, 3), i)
+    cache.update(numbered(4), numbered(4), 0)
+    name, argument = change
+    refused(getattr(cache, name), -9 if name == "crop" else [1])  # an error takes nothing back
+    assert [cache.get_seq_length(i) for i in (0, 1)] == [4, 3]
+    getattr(cache, name)(argument)
+    assert [layer.keys.ravel().tolist() for layer in cache.layers] == [left, left]

@@ -80,11 +80,15 @@ class Paged(RuleBasedStateMachine):
             row.known += len(ids)
 
     @some
-    @rule(which=WHICH, length=st.integers(1, 9))
+    @rule(which=WHICH, length=st.integers(-4, 9))
     def crop(self, which, length):
         seq, row = self.pick(which)
-        self.blocks.crop(seq, length)
-        self.model.crop(row, length)
+        if row.length + length < 0:
+            with pytest.raises(KvkitError, match="length"):
+                self.blocks.crop(seq, length)
+        else:
+            self.blocks.crop(seq, length)
+            self.model.crop(row, length if length > 0 else row.length + length)
 
     @some
     @rule(which=WHICH)
@@ -134,7 +138,9 @@ class Paged(RuleBasedStateMachine):
         assert begun.index.copies.tolist() == copies
         for row, count in step:  # tokens without ids are some tokens, too
             row.tokens += [2] * (row.length + count - len(row.tokens))
-        self.check_slots(begun.index.slot_mapping.tolist(), step)
+        self.check_index(begun.index, step)
+        order = [i for wanted in (True, False) for i, g in enumerate(given) if (g[2] == 1) == wanted]
+        assert begun.index.order.tolist() == order
         for layer in range(layers):
             begun.update(*self.expected(step, layer, past=False), layer)
             self.check_contents(begun, step, layer)
@@ -145,8 +151,21 @@ class Paged(RuleBasedStateMachine):
             begun.abandon()
             self.model.abandon(step)
 
-    def check_slots(self, slots, step):
-        """Each is written once, in a block that one sequence holds and nobody can find."""
+    def check_index(self, index, step):
+        """A slot is written once, in a block that one sequence holds and nobody can find."""
+        counts, past = [count for _, count in step], [row.length for row, _ in step]
+        lengths, tables = np.add(past, counts).tolist(), [row.blocks for row, _ in step]
+        width, slots = max(map(len, tables), default=0), index.slot_mapping.tolist()
+        padded = [table + [-1] * (width - len(table)) for table in tables]
+        assert index.block_tables.tolist() == padded
+        assert index.cachestarts.tolist() == [[b if b < 0 else b * PAGE_SIZE for b in t] for t in padded]
+        assert index.seqstarts.tolist() == np.cumsum([0, *counts]).tolist()
+        assert index.kvstarts.tolist() == np.cumsum([0, *lengths]).tolist()
+        assert (index.start_pos.tolist(), index.context_lens.tolist()) == (past, lengths)
+        most = counts.count(1), max(counts, default=0), max(lengths, default=0)
+        assert (index.decoding_batches, index.max_seqlen, index.max_kvlen) == most
+        assert index.block_tables.dtype == index.slot_mapping.dtype == index.context_lens.dtype == np.int32
+        assert index.cachestarts.dtype == index.kvstarts.dtype == index.order.dtype == np.int64
         assert len(set(slots)) == len(slots)
         for slot in slots:
             assert self.model.holders(slot // PAGE_SIZE) == 1
@@ -178,6 +197,8 @@ class Paged(RuleBasedStateMachine):
         tables = [seq.blocks for seq, _ in self.pairs]
         assert tables == [row.blocks for _, row in self.pairs]
         assert [seq.length for seq, _ in self.pairs] == [row.length for _, row in self.pairs]
+        ids = [row.tokens[: row.known] for _, row in self.pairs]
+        assert [seq.token_ids.tolist() for seq, _ in self.pairs] == ids
         flat = [block for table in tables for block in table]
         assert self.blocks.references.tolist() == [flat.count(block) for block in range(NUM_BLOCKS)]
         assert self.blocks.available == len(self.model.free) + len(self.model.idle)
@@ -186,6 +207,7 @@ class Paged(RuleBasedStateMachine):
     def contents(self):
         step = [(row, 0) for _, row in self.pairs]
         with self.cache.begin_step([(seq, 0) for seq, _ in self.pairs]) as begun:
+            self.check_index(begun.index, step)
             for layer in range(LAYERS):
                 self.check_contents(begun, step, layer)
 

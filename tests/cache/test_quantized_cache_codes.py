@@ -102,12 +102,21 @@ def test_vectors_are_their_plain_siblings(case):
 # The specification's vectors
 
 
-def test_vector_sym_8():
-    row = (127, -127, 0.5, 1.5, 2.5, -0.5, 0, 3)
-    found, cells, keys = coded_row(QuantSpec(8, "sym", "token", 8), row)
-    assert found.view(np.int8).tolist() == [127, -127, 0, 2, 2, 0, 0, 3]
-    assert cells.tolist() == [1]
-    assert keys.tolist() == [127, -127, 0, 2, 2, 0, 0, 3]
+VECTORS = [  # the spec, a row of one group, its codes, the scale and the minimum, what comes back
+    (QuantSpec(8, "sym", "token", 8), (127, -127, 0.5, 1.5, 2.5, -0.5, 0, 3),
+     [127, 129, 0, 2, 2, 0, 0, 3], [1], [127, -127, 0, 2, 2, 0, 0, 3]),
+    (QuantSpec(4, "sym", "token", 4), (1, -1, 7, 0), [0xF1, 0x07], [1], [1, -1, 7, 0]),
+    (QuantSpec(2, "asym", "token", 4, "float32"), (-1, 0, 1, 2), [0xE4], [1, -1], [-1, 0, 1, 2]),
+    (QuantSpec(2, "asym", "token", 4, "float32"), (0, 0.5, 1.5, 3), [0b11_10_00_00], [1, 0], [0, 0, 2, 3]),
+    *((QuantSpec(bits, "asym", "token", 4, "float32"), [1.25] * 4, [0] * (bits // 2),
+       [np.float32(1e-5), 1.25], [1.25] * 4) for bits in (4, 8, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "row", "codes", "cells", "keys"), VECTORS)
+def test_vectors(spec, row, codes, cells, keys):
+    found = coded_row(spec, row)
+    assert [each.tolist() for each in found] == [codes, cells, keys]
 
 
 @pytest.mark.parametrize(("dtype", "param"), first_quick(PMX))
@@ -116,29 +125,6 @@ def test_vector_zero_group(dtype, param):
     assert not found.any()
     assert not keys.any()
     assert cells.tolist() == [np.float32(1e-5).astype(dtype).astype(param)]
-
-
-def test_vector_sym_4():
-    found, _, _ = coded_row(QuantSpec(4, "sym", "token", 4), (1, -1, 7, 0))
-    assert found.tolist() == [0xF1, 0x07]
-
-
-def test_vectors_asym_2():
-    found, cells, keys = coded_row(QuantSpec(2, "asym", "token", 4, "float32"), (-1, 0, 1, 2))
-    assert found.tolist() == [0xE4]
-    assert cells.tolist() == [1, -1]
-    assert keys.tolist() == [-1, 0, 1, 2]
-    found, cells, keys = coded_row(QuantSpec(2, "asym", "token", 4, "float32"), (0, 0.5, 1.5, 3))
-    assert found.tolist() == [0b11_10_00_00]
-    assert cells.tolist() == [1, 0]
-    assert keys.tolist() == [0, 0, 2, 3]
-
-
-@pytest.mark.parametrize("bits", first_quick([4, 8, 2]))
-def test_constant_groups_are_exact(bits):
-    found, _, keys = coded_row(QuantSpec(bits, "asym", "token", 4, "float32"), [1.25] * 4)
-    assert not found.any()
-    assert keys.tolist() == [1.25] * 4
 
 
 def test_bytes_of_a_token():

@@ -6,7 +6,9 @@ from cache_model import KINDS
 from quantized_cache_scenes import OPTIONS
 
 from kvkit.cache import (
+    Cache,
     DynamicLayer,
+    PagedCache,
     QuantizedLayer,
     SlidingWindowLayer,
     StaticLayer,
@@ -20,6 +22,7 @@ LAYERS = {
     "static": lambda: StaticLayer(12),
     "static sliding": lambda: StaticSlidingWindowLayer(12, 4),
     "quantized": lambda: QuantizedLayer(**OPTIONS),
+    "paged": lambda: PagedCache(16, 4, 1, 3, 8, np.float16),
 }
 any_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -46,18 +49,24 @@ def room(keys):
     return (keys.base.nbytes - ALIGNED) // (keys.nbytes // keys.shape[2])
 
 
+def cache_of(kind):
+    """A cache of one layer."""
+    made = LAYERS[kind]()
+    return made if kind == "paged" else Cache([made])
+
+
 def filled(kind, count=5, batch=2, heads=3, dims=(4, 6), dtype=np.float16):
-    """A layer with some random tokens."""
-    layer, rng = LAYERS[kind](), np.random.default_rng(count)
-    layer.update(*(rng.standard_normal((batch, heads, count, dim)).astype(dtype) for dim in dims))
-    return layer
+    """A cache of one layer with some random tokens."""
+    cache, rng = cache_of(kind), np.random.default_rng(count)
+    cache.update(*(rng.standard_normal((batch, heads, count, dim)).astype(dtype) for dim in dims), 0)
+    return cache
 
 
-def state(layer):
-    """Everything that can be seen of a layer."""
+def state(cache):
+    """Everything that can be seen of the layer of a cache."""
+    (layer,) = cache.layers
     sizes = [layer.get_mask_sizes(q) for q in range(6)]
-    if layer.keys is None:
-        return layer.get_seq_length(), sizes, None
     bits = [(side.dtype, side.shape, side.tobytes()) for side in (layer.keys, layer.values)]
     attention = layer.attend(np.ones((*layer.keys.shape[:2], 1, layer.keys.shape[3]), layer.keys.dtype))
-    return layer.get_seq_length(), sizes, bits, layer.record_past, attention.tobytes()
+    room = cache.blocks.available if isinstance(cache, PagedCache) else None
+    return layer.get_seq_length(), sizes, bits, layer.record_past, attention.tobytes(), room

@@ -1,0 +1,242 @@
+"""What caches of every kind refuse, in tables: the message, and that nothing has changed then."""
+
+import numpy as np
+import pytest
+from cache_scenes import LAYERS, any_kind, append, cache_of, filled, state
+from paged_scenes import refused
+from quantized_cache_scenes import states
+
+import kvkit
+from kvkit.cache import (
+    BlockAllocator,
+    Cache,
+    CapacityError,
+    DynamicCache,
+    DynamicLayer,
+    OutOfBlocksError,
+    PagedCache,
+    QuantizedCache,
+    QuantizedLayer,
+    QuantSpec,
+    SlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+
+
+def paged(**change):
+    usual = {"num_blocks": 4, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 16}
+    return lambda: PagedCache(**usual | {"dtype": np.float16} | change)
+
+
+def updated(*new, **how):
+    return lambda: QuantizedLayer(**how).update(*new)
+
+
+CONSTRUCTORS = [  # the message's beginning, and who says it
+    ("layer_types: expected 2 types (num_layers), got 3", lambda: DynamicCache(2, TYPES, 4)),
+    ("sliding_window: expected a window for the sliding layers", lambda: DynamicCache(layer_types=TYPES)),
+    ("layer_types[0]: expected full_attention or sliding_att", lambda: DynamicCache(layer_types=["full"])),
+    ("num_layers: expected at least 0", lambda: DynamicCache(-1)),
+    ("sliding_window: expected at least 1", lambda: DynamicCache(sliding_window=0)),
+    ("max_cache_len: expected at least 1", lambda: StaticCache(0, 1)),
+    ("num_layers: expected an integer", lambda: StaticCache(8, None)),
+    ("layers[0]: expected a layer", lambda: Cache([DynamicLayer])),
+    ("layers[1]: expected a layer of its own", lambda: Cache([DynamicLayer()] * 2)),
+    ("max_cache_len: expected at least 1", lambda: StaticLayer(0)),
+    ("max_cache_len: expected an integer", lambda: StaticLayer(2.5)),
+    ("sliding_window: expected at least 1", lambda: SlidingWindowLayer(0)),
+    ("sliding_window: expected an integer", lambda: SlidingWindowLayer(None)),
+    ("sliding_window: expected at least 1", lambda: StaticSlidingWindowLayer(4, 0)),
+    ("bits: expected", lambda: QuantSpec(3)),
+    ("group: expected", lambda: QuantSpec(group=0)),
+    ("scheme: expected", lambda: QuantSpec(scheme="both")),
+    ("axis: expected", lambda: QuantSpec(axis="head")),
+    ("axis: expected 'token', for format 'e4m3'", lambda: QuantSpec(format="e4m3", axis="channel")),
+    ("param_dtype: expected", lambda: QuantSpec(param_dtype="bfloat16")),
+    ("format: expected one of e4m3, e5m2, ", lambda: QuantSpec(format="fp8")),
+    ("format: expected one of e4m3, e5m2, q8_0, q4_0, the name of a", lambda: QuantSpec(format=8)),
+    ("rotation: expected hadamard, llama.cpp, vllm, or hadamard:N", lambda: QuantSpec(rotation="qr")),
+    ("key: expected", lambda: QuantizedLayer(key=4)),
+    ("sink: expected", lambda: QuantizedLayer(sink=-1)),
+    ("residual_length: expected", lambda: QuantizedLayer(residual_length=1.5)),
+    ("read_back: expected", lambda: QuantizedLayer(read_back="yes")),
+    ("sink: expected", lambda: QuantizedCache(2, sink=-1)),
+    ("value: expected a head size that groups of 32", updated(*states(1), value=QuantSpec(group=32))),
+    ("key: expected", updated(*states(1, dims=(6, 32)), key=QuantSpec(2, axis="channel"))),
+    ("key: expected a head size that groups of 32 divide, got 48",
+     updated(*states(2, dims=(48, 48)), key=QuantSpec(format="q8_0"), value=QuantSpec(format="q8_0"))),
+    ("num_blocks: expected", paged(num_blocks=0)),
+    ("page_size: expected", paged(page_size=0)),
+    ("num_layers: expected", paged(num_layers=0)),
+    ("num_kv_heads: expected", paged(num_kv_heads=0)),
+    ("head_dim: expected", paged(head_dim=0)),
+    ("dtype: expected", paged(dtype=np.int8)),
+    ("dtype: expected", paged(dtype="no type")),
+    ("quant_bit: expected", paged(quant_bit=2)),
+    ("quant_bit: expected", paged(quant_bit=8, quant_format="e4m3")),
+    ("quant_group: expected", paged(quant_bit=8, quant_group=5)),
+    ("quant_group: expected", paged(quant_bit=4, quant_group=1)),
+    ("quant_group: expected", paged(quant_bit=8, quant_group=0)),
+    ("scale_dtype: expected", paged(quant_bit=8, scale_dtype=np.int8)),
+    ("quant_format: expected", paged(quant_format="e4m3fn")),
+    ("scale: expected", paged(quant_format="e4m3", scale=[1, 0])),
+    ("scale: expected", paged(quant_format="e4m3", scale="head")),
+    ("scale: expected", paged(quant_format="q8_0", scale=1.0)),
+    ("cache_layout: expected", paged(cache_layout=4)),
+    ("salt: expected", paged(salt="model")),
+    ("num_blocks: expected", lambda: BlockAllocator(0, 4)),
+    ("num_blocks: expected", lambda: BlockAllocator(4.0, 4)),
+    ("page_size: expected", lambda: BlockAllocator(4, 0)),
+    ("identity: expected", lambda: BlockAllocator(4, 4, identity="model")),
+    ("slot_dtype: expected", lambda: BlockAllocator(2**20, 2**12)),
+    ("slot_dtype: expected", lambda: BlockAllocator(4, 4, slot_dtype=np.int16)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "make"), CONSTRUCTORS, ids=[message for message, _ in CONSTRUCTORS])
+def test_constructors(message, make):
+    assert refused(make).startswith(message)
+
+
+def of_updates(key, value):
+    """(the message's words, arguments) of updates of a cache of [2, 3, ., .] float16 with 5 tokens."""
+    yield "key_states: expected a numpy array, got list", (key.tolist(), value)
+    yield "key_states: expected 4 axes", (key[0], value[0])
+    yield "value_states: expected 4 axes", (key, value[0])
+    yield "key_states: expected dtype", (key.astype(np.float64), value)
+    yield "value_states: expected the dtype of key_states", (key, value.astype(np.float32))
+    for wrong in (value[:1], value[:, :2], value[:, :, :1]):
+        yield "value_states: expected shape", (key, wrong)
+    for change in (lambda x: x[:1], lambda x: x[:, :1], lambda x: x.astype(np.float32)):
+        yield "key_states: expected keys and values as ", (change(key), change(value))
+    yield "key_states: expected ", (key[..., :0], value[..., :0])
+    yield "key_states: expected keys and values as ", (key[..., :3], value)
+    yield "key_states: expected keys and values as ", (key, value[..., :3])
+    for positions in ([5], [5, 7], [6, 7], [-1, 0], [5.0, 6.0], [[5, 6]], []):
+        yield "cache_position: expected", (key, value, positions)
+
+
+OTHERS = [
+    ("query_length: expected at least 0", "get_mask_sizes", -1, 0),
+    ("length: expected an integer", "crop", 1.5),
+    ("length: expected at ", "crop", -6),
+    ("indices: expected", "reorder", []),
+    ("indices: expected rows ", "reorder", [0, 2]),
+    ("indices: expected rows ", "select", [-1]),
+    ("indices: expected integers", "select", [0.5]),
+    ("indices: expected", "select", [[0]]),
+    ("repeats: expected at least 1", "repeat", 0),
+    ("repeats: expected an integer", "repeat", 1.5),
+    *(("layer_idx: expected", "get_mask_sizes", 1, layer) for layer in (1, -1, 1.5, "0", None)),
+]  # fmt: skip
+
+
+def of_attention(size):
+    """(the message's words, arguments, options) for 2 queries of [2, 6, 2, size] after 5 tokens."""
+    query = np.ones((2, 6, 2, size), np.float16)
+    for wrong in (query.tolist(), query.astype(np.float64), query[0], query[:1], query[:, :4], query[:, :0],
+                  query[..., : size // 2], np.ones((2, 6, 6, size), np.float16), None):  # fmt: skip
+        yield "query: expected ", (wrong, 0), {}
+    masks = [[True] * 5] * 2, np.ones((2, 5)), np.ones((2, 4), bool), np.ones((3, 5), bool)
+    for mask in (*masks, np.ones((2, 2, 5), bool), np.ones((2, 6, 3, 5), bool), 1):
+        yield "mask: expected", (query, 0, mask), {}
+    yield "attn_mask: expected dtype", (query, 0, np.ones((2, 6, 2, 5), np.float64)), {}
+    for scale in (np.nan, True, np.ones(2), "1"):
+        yield "softmax_scale: expected a finite number", (query, 0), {"softmax_scale": scale}
+    yield "softcap: expected 0", (query, 0), {"softcap": -1.0}
+    yield "softcap: expected a finite number", (query, 0), {"softcap": True}
+    yield "sinks: expected shape (6,)", (query, 0), {"sinks": np.zeros(2, np.float32)}
+    yield "sinks: expected a numpy array", (query, 0), {"sinks": 1}
+    yield "return_lse: expected", (query, 0), {"return_lse": "yes"}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_calls(kind):
+    """Of every method, in a cache that already has tokens; the same calls before are other errors."""
+    size = 8 if kind == "paged" else 4
+    key, value = np.ones((2, 3, 2, size), np.float16), np.ones((2, 3, 2, 8), np.float16)
+    cache = cache_of(kind)
+    assert ": expected keys and values: update comes first" in refused(cache.attend, key, 0)
+    cache = filled(kind, dims=(size, 8))
+    before = state(cache)
+    calls = [(says, cache.update, (*given[:2], 0, *given[2:]), {}) for says, given in of_updates(key, value)]
+    calls += [(says, getattr(cache, name), given, {}) for says, name, *given in OTHERS]
+    calls += [(says, cache.attend, given, options) for says, given, options in of_attention(size)]
+    if kind != "static":
+        calls.append(("cache_position: expected", cache.update, (key, value, 0, [4, 5]), {}))
+    for message, call, given, options in calls:
+        said = refused(call, *given, **options)
+        assert message in said, said
+        assert state(cache) == before, message
+
+
+@any_kind
+def test_no_memory_leaves_a_cache_as_it_was(kind, monkeypatch):
+    cache = filled(kind, dims=(4, 8))
+    before = state(cache)
+    new = [np.ones((2, 3, 60, dim), np.float16) for dim in (4, 8)]
+    real, left = np.zeros, 1  # the keys find memory, the values do not
+
+    def zeros(*arguments, **more):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError
+        return real(*arguments, **more)
+
+    calls = [lambda: cache.repeat(2), lambda: cache.select([1])]
+    calls += [lambda: cache.update(*new, 0)] if kind != "static" else []
+    calls += [lambda: cache.reserve(60)] if kind in ("dynamic", "sliding") else []
+    for call in calls:
+        left = 1
+        with monkeypatch.context() as patch:
+            patch.setattr("kvkit.cache.stores.memory.np.zeros", zeros)
+            with pytest.raises(MemoryError):
+                call()
+        assert left < 0
+        assert state(cache) == before
+
+
+def test_a_full_layer_says_so():
+    layer = StaticLayer(4)
+    append(layer, 1, 2, 3)
+    for call in (lambda: append(layer, 4, 5), lambda: layer.reserve(2)):
+        with pytest.raises(CapacityError) as error:
+            call()
+        wanted = "StaticLayer: expected room for 2 new tokens after 3 (max_cache_len 4), got 1"
+        assert str(error.value) == wanted
+    layer.reserve(1)
+    assert append(layer, 4) == [1, 2, 3, 4]
+    with pytest.raises(CapacityError):
+        StaticLayer(3).reserve(4)
+
+
+def test_a_crop_without_recording_says_what_to_do():
+    layer = SlidingWindowLayer(4)
+    append(layer, 1, 2, 3, 4, 5, 6)
+    with pytest.raises(RuntimeError, match=r"crop of SlidingWindowLayer: .* activate_past_recording\(\)"):
+        layer.crop(-1)
+    assert append(layer, 7) == [4, 5, 6, 7]
+
+
+def test_no_room_in_blocks_leaves_a_cache_as_it_was():
+    cache = PagedCache(4, 2, 1, 1, 1, np.float32)
+    tokens = np.ones((6, 1, 3, 1), np.float32)
+    with pytest.raises(OutOfBlocksError):
+        cache.update(tokens, tokens, 0)  # the first update, too
+    cache.update(tokens[:2], tokens[:2], 0)
+    before = state(cache)
+    for call in (lambda: cache.update(tokens[:2, :, :2], tokens[:2, :, :2], 0), lambda: cache.reserve(2)):
+        with pytest.raises(OutOfBlocksError):
+            call()
+        assert state(cache) == before
+    inside = cache.cache[0, 0, 0, :2].reshape(2, 1, 1, 1)
+    assert "overlap" in refused(cache.update, inside, tokens[:2, :, :1], 0)
+    cache.reserve(1)
+    cache.update(tokens[:2, :, :1], tokens[:2, :, :1], 0)
+    assert cache.get_seq_length() == 4
+    assert issubclass(OutOfBlocksError, kvkit.KvkitError)
