@@ -37,19 +37,21 @@ ROOMS = {
         "kvkit/layouts",
         20,
         "layouts tools/test_draw.py tools/test_examples.py operators/test_messages.py "
-        "operators/test_paged_attention.py tools/test_check.py tools/test_diff.py cli/test_cli.py",
+        "operators/test_paged_attention.py tools/test_check.py tools/test_diff.py cli/test_verbs.py "
+        "cli/test_cache_verbs.py cli/test_cli.py",
     ),
     "formats": ("kvkit/formats", 18, "formats kernels/test_formats_rows.py operators/test_quant_formats.py "
                 "tools/test_recoding.py tools/test_reading.py tools/test_study.py"),
     "caches": (
         "kvkit/cache",
         30,
-        "cache/test_caches.py cache/test_cache_errors.py cache/test_cache_properties.py "
+        "cache/test_cache_refusals.py cache/test_caches.py cache/test_cache_properties.py "
         "cache/test_blocks*.py cache/test_cache_of_layers.py cache/test_cache_files*.py cache "
         "operators/test_cache_attention.py",
     ),
     "files": ("kvkit/files", 12, "files cache/test_cache_files.py cache/test_cache_files_refused.py "
-              "cache/test_offload.py cache/test_offload_errors.py cli/test_npz.py cli/test_cli.py"),
+              "cache/test_offload.py cache/test_offload_errors.py cli/test_npz.py cli/test_verbs.py "
+              "cli/test_cache_verbs.py cli/test_cli.py"),
     "kernels": (
         "kvkit/formulas kvkit/cpu",
         24,

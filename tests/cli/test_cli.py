@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,31 +17,23 @@ import click
 import numpy as np
 import pytest
 import scenes
+import verbs
 from calls import CALLS
+from click.testing import CliRunner
+from verbs import arrays_of, split, static_call, whole
+from verbs import kvkit as run
 
 import kvkit
 from kvkit import cpu
-from kvkit.files import members
 from kvkit.operators import OPERATORS, REQUIRED
+from kvkit.runtime import disk_cache, jit, source_digest
+from kvkit.runtime.jit import fingerprint
 from kvkit_cli import arguments, info, npz, show
 from kvkit_cli.main import VERBS, main
 from kvkit_cuda.device_runtime import host, needs
 
 NAMES = {"static": "key_value_cache", "dynamic": "dynamic_batching.key_value_cache"}
 LAZY = ("numba", "numpy", "rich", "kvkit", "ml_dtypes", "llvmlite")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Runs a command in this process; gives its exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*args):
-        with pytest.raises(SystemExit) as caught:
-            main([str(arg) for arg in args], prog_name="kvkit")
-        return caught.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 def process(*args, **more):
@@ -50,10 +43,6 @@ def process(*args, **more):
 
 def scene(kind, formats=scenes.MOVED[0], **more):
     return getattr(scenes, kind)(np.random.default_rng(0), formats, **more)
-
-
-def arrays_of(scene):
-    return {name: np.asarray(value) for name, value in scene.inputs.items() if value is not None}
 
 
 def settings(attrs):
@@ -73,8 +62,8 @@ def assert_results(path, scene):
 @pytest.fixture
 def files(tmp_path):
     """(IN, OUT): a small static call, with its attributes in the file, and a name for results."""
-    call = scene("static", dim=6)
-    npz.write(tmp_path / "in.npz", {**arrays_of(call), **{k: np.array(v) for k, v in call.attrs.items()}})
+    call = static_call()
+    npz.write(tmp_path / "in.npz", whole(call))
     return tmp_path / "in.npz", tmp_path / "out.npz"
 
 
@@ -96,12 +85,12 @@ finally:
     return json.loads(done.stderr.splitlines()[-1])
 
 
-@pytest.mark.parametrize("args", [["--help"], ["-h"], ["--version"], ["help"], []], ids=str)
+@pytest.mark.parametrize("args", [["--help"], ["--version"]], ids=str)
 def test_help_loads_nothing(args):
     assert loaded(*args) == []
 
 
-@pytest.mark.parametrize("args", [["ops"], ["describe", "key_value_cache"], ["run", "--help"]], ids=str)
+@pytest.mark.parametrize("args", [["describe", "key_value_cache"], ["run", "--help"]], ids=str)
 def test_tables_load_no_numba(args):
     assert not {"numba", "llvmlite"} & set(loaded(*args))
 
@@ -117,28 +106,20 @@ def test_help_is_immediate(option):
     assert min(seconds) < 0.3
 
 
-@pytest.mark.parametrize("option", ["--version", "-V"])
-def test_version(option):
-    done = process(option)
-    assert (done.stdout, done.stderr) == (f"kvkit {kvkit.__version__}\n", "")
-
-
 @pytest.mark.parametrize("words", [[], ["run"], ["cache", "clean"]], ids=str)
-def test_help_is_a_verb(run, words):
-    assert run("help", *words) == run(*words, "--help")
+def test_help_is_a_verb(words):
+    assert run("help", *words) == run(*words, "--help") == run(*words, "-h")
+    assert run("--version") == run("-V") == (0, f"kvkit {kvkit.__version__}\n", "")
 
 
-def test_help_lists_every_verb(run):
-    for args in ([], ["--help"]):
-        code, out, err = run(*args)
-        assert (code, err) == (0, "")
-        for verb, (_, line) in VERBS.items():
-            assert f"  {verb} " in out
-            assert line.split()[0] in out
+def test_help_lists_every_verb():
+    assert run() == run("--help")
+    for verb, (_, line) in VERBS.items():
+        assert re.search(rf"  {verb} +{line.split()[0]}", run()[1])
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_begins_with_its_line(run, verb):
+def test_help_of_a_verb_begins_with_its_line(verb):
     code, out, err = run(verb, "--help")
     assert (code, err) == (0, "")
     assert " ".join(out.split("\n\n")[1].split()) == VERBS[verb][1]
@@ -152,6 +133,7 @@ def test_help_of_a_verb_begins_with_its_line(run, verb):
 def assert_plain(text):
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
 
 
 def words(text):
@@ -159,7 +141,7 @@ def words(text):
     return "".join(text.split())
 
 
-def test_ops(run):
+def test_ops():
     code, out, err = run("ops")
     assert (code, err) == (0, "")
     assert_plain(out)
@@ -167,7 +149,7 @@ def test_ops(run):
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=list(OPERATORS))
-def test_describe(run, op):
+def test_describe(op):
     code, out, err = run("describe", op.name)
     assert (code, err) == (0, "")
     assert_plain(out)
@@ -195,7 +177,7 @@ def test_describe(run, op):
         assert (words(word) in words(out)) == bool(there), word
 
 
-def described_example(run, op):
+def described_example(op):
     """The command that `describe` ends with, without the name of the program."""
     text = run("describe", op)[1].split("\n\n")[-1]
     program, *args = shlex.split(text.replace("\\\n", ""))
@@ -203,20 +185,20 @@ def described_example(run, op):
     return args
 
 
-def test_the_described_example_runs(run, files):
+def test_the_described_example_runs(files):
     source, output = files
     arrays = npz.read(source).arrays
     del arrays["start_pos"], arrays["num_layer"], arrays["layer_idx"]
     arrays["cache"] = arrays["cache"][:, :1]
     npz.write(source, arrays)
     names = {"IN.npz": source, "OUT.npz": output}
-    assert run(*(names.get(arg, arg) for arg in described_example(run, "key_value_cache")))[0] == 0
+    assert run(*(names.get(arg, arg) for arg in described_example("key_value_cache")))[0] == 0
     assert npz.read(output).arrays["key"].shape[1] == arrays["current_key"].shape[1]
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=list(OPERATORS))
-def test_the_described_example_lacks_nothing_but_arrays(run, op):
-    args = described_example(run, op.name)
+def test_the_described_example_lacks_nothing_but_arrays(op):
+    args = described_example(op.name)
     path = "IN.npz" if "IN.npz" in args else None
     arrays = {array.name: np.zeros(1) for array in op.inputs if "()" not in array.shapes} if path else {}
     settings = [value for flag, value in itertools.pairwise(args) if flag == "--set"]
@@ -225,7 +207,7 @@ def test_the_described_example_lacks_nothing_but_arrays(run, op):
     assert all(array.optional or inputs[array.name] is not None for array in op.inputs)
 
 
-def test_info(run):
+def test_info():
     code, out, err = run("info")
     assert (code, err) == (0, "")
     assert_plain(out)
@@ -251,43 +233,32 @@ def test_info_about_a_gpu(found, monkeypatch):
     assert text.startswith(expected)
 
 
-def test_info_without_a_compile_cache():
-    done = process("info", env={**os.environ, "KVKIT_CACHE_DIR": ""})
-    assert done.returncode == 0
-    assert "compile cache off" in " ".join(done.stdout.split())
+def keep_code_in(monkeypatch, folder):
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(folder))
+    monkeypatch.setattr(info, "cache_folder", jit.cache_folder.__wrapped__)
 
 
-def test_info_shows_where_code_is_kept(tmp_path):
-    done = process("info", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path), "COLUMNS": "400"})
-    assert done.returncode == 0
-    (line,) = [line for line in done.stdout.splitlines() if "compile cache" in line]
-    assert str(tmp_path) in line
-
-
-def spoiled(path, kind):
-    """A folder for compiled code that cannot be, and what is said of it."""
-    from kvkit.runtime.jit import fingerprint
-
-    path.write_text("") if kind == "file" else path.mkdir()
+@pytest.mark.parametrize("kind", ["off", "new", "file", "open"])
+def test_info_says_where_code_is_kept_and_why_none_is(tmp_path, monkeypatch, kind):
+    kept = tmp_path / "kept"
     if kind == "open":
-        (path / fingerprint()).mkdir()
-        (path / fingerprint()).chmod(0o777)
-    return "others may write to it" if kind == "open" else "Not a directory"
+        (kept / fingerprint()).mkdir(parents=True)
+        (kept / fingerprint()).chmod(0o777)
+    elif kind == "file":
+        kept.write_text("")
+    keep_code_in(monkeypatch, "" if kind == "off" else kept)
+    said = json.loads(run("info", "--json")[1])["compile cache"]
+    begin, end = {
+        "off": ("off: ", "no home directory"),
+        "new": (f"{kept / fingerprint()}: 0 files", ""),
+        "file": ("none is kept in ", "Not a directory"),
+        "open": ("none is kept in ", "others may write to it"),
+    }[kind]  # fmt: skip
+    assert said.startswith(begin)
+    assert said.endswith(end)
 
 
-@pytest.mark.parametrize("kind", ["file", "open"])
-def test_info_says_why_no_code_can_be_kept(tmp_path, kind):
-    why = spoiled(tmp_path / "kept", kind)
-    done = process("info", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path / "kept"), "COLUMNS": "400"})
-    assert done.returncode == 0
-    (line,) = [line for line in done.stdout.splitlines() if "compile cache" in line]
-    assert "none is kept in" in line
-    assert line.rstrip().endswith(why)
-
-
-def test_clean(run, tmp_path, monkeypatch):
-    from kvkit.runtime import disk_cache
-
+def test_clean(tmp_path, monkeypatch):
     monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
     for name in ("0" * 20, "f" * 20):
         disk_cache.save(tmp_path / name / "some-code.bin", b"code")
@@ -298,14 +269,8 @@ def test_clean(run, tmp_path, monkeypatch):
     assert run("cache", "clean")[1].startswith("removed 0 files")
 
 
-@pytest.mark.parametrize("args", [["ops"], ["describe", "multi_head_attention"], ["info"]], ids=str)
-def test_no_padding_through_a_pipe(run, args):
-    lines = run(*args)[1].splitlines()
-    assert [line for line in lines if line != line.rstrip()] == []
-
-
-def test_a_narrow_screen_splits_no_word(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
+def test_a_narrow_screen_splits_no_word(monkeypatch):
+    monkeypatch.setattr(verbs, "COLUMNS", "60")
     out = run("describe", "dynamic_batching.multi_head_cache_attention")[1]
     assert max(map(len, out.split("kvkit run")[0].splitlines())) <= 60
     for word in ("bfloat16", "optional", "cache_layout", "num_heads"):
@@ -313,43 +278,19 @@ def test_a_narrow_screen_splits_no_word(run, monkeypatch):
     assert "\n    shape: (seqstarts[B], num_heads, head_dim)\n" in out
 
 
-def test_tables_as_json(run, files):
-    listed = json.loads(run("ops", "--json")[1])
-    assert [op["name"] for op in listed] == list(OPERATORS)
-    told = json.loads(run("describe", "multi_head_attention", "--json")[1])
-    op = OPERATORS["multi_head_attention"]
-    assert [each["name"] for each in told["inputs"]] == [array.name for array in op.inputs]
-    assert [each.get("default", REQUIRED) for each in told["attributes"]] == [
-        list(each.default) if each.kind is tuple else each.default for each in op.attributes
-    ]
-    facts = json.loads(run("info", "--json")[1])
-    assert facts["kvkit"] == kvkit.__version__
-    ran = json.loads(run("run", "key_value_cache", files[0], "-o", files[1], "--json")[1])
-    arrays = {each["array"]: each for each in ran["arrays"]}
-    assert arrays["key"] == {
-        "array": "key",
-        "role": "out",
-        "dtype": "float32",
-        "shape": [2, 5, 2, 6],
-        "bytes": 480,
-    }
-    assert ran["seconds"] > 0
-
-
-def test_info_lists_what_is_compiled(tmp_path):
+def test_info_lists_what_is_compiled(tmp_path, monkeypatch):
     """By module, apart from what other sources and other machines left."""
-    from kvkit.runtime import jit, source_digest
-
-    name = f"{'0' * jit.STATE}-{'1' * 20}.bin"
-    for folder, state in ((jit.fingerprint(), None), (jit.fingerprint(), "0" * jit.STATE), ("f" * 20, None)):
-        state = state or source_digest.digest("kvkit.cpu.attention.scheduler")[: jit.STATE]
+    ours, other, zeros, rest = fingerprint(), "f" * 20, "0" * jit.STATE, f"{'1' * 20}.bin"
+    now = source_digest.digest("kvkit.cpu.attention.scheduler")[: jit.STATE]
+    work = "kvkit-cpu-attention-scheduler-work"
+    for folder, name in (
+        (ours, f"{work}-{now}"), (ours, f"{work}-{zeros}"), (ours, f"kvkit-gone-{zeros}"),
+        (other, f"{work}-{now}"), (other, "kvkit_cuda-attention-plain-make"),
+    ):  # fmt: skip
         (tmp_path / folder).mkdir(exist_ok=True)
-        file = f"kvkit-cpu-attention-scheduler-work-{state}-{'1' * 20}.bin"
-        (tmp_path / folder / file).write_bytes(b"code")
-    (tmp_path / jit.fingerprint() / f"kvkit-gone-{name}").write_bytes(b"code")
-    (tmp_path / ("f" * 20) / f"kvkit_cuda-attention-plain-make-{'1' * 20}.bin").write_bytes(b"code")
-    done = process("info", "--json", env={**os.environ, "KVKIT_CACHE_DIR": str(tmp_path)})
-    assert json.loads(done.stdout)["compiled"] == [
+        (tmp_path / folder / f"{name}-{rest}").write_bytes(b"code")
+    keep_code_in(monkeypatch, tmp_path)
+    assert json.loads(run("info", "--json")[1])["compiled"] == [
         {"of": "kvkit.cpu.attention.scheduler", "for": "kvkit as it is", "variants": 1, "bytes": 4},
         {"of": "all", "for": "another CPU, Python or Numba", "variants": 1, "bytes": 4},
         {"of": "all", "for": "other sources of kvkit", "variants": 2, "bytes": 8},
@@ -370,14 +311,9 @@ def test_info_lists_what_is_compiled(tmp_path):
     ],
 )  # fmt: skip
 def test_completion(words, offered):
-    environment = os.environ | {
-        "_KVKIT_COMPLETE": "bash_complete",
-        "COMP_WORDS": f"kvkit {words}",
-        "COMP_CWORD": str(len(words.split())),
-    }
-    code = "from kvkit_cli.main import main; main(prog_name='kvkit')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    environment = {"_KVKIT_COMPLETE": "bash_complete", "COMP_WORDS": f"kvkit {words}"}
+    done = CliRunner(env=environment | {"COMP_CWORD": str(len(words.split()))}).invoke(
+        main, prog_name="kvkit"
     )
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == offered
 
@@ -405,10 +341,9 @@ def test_warm_compiles_what_a_call_needs(tmp_path):
     environment = os.environ | {"KVKIT_CACHE_DIR": str(tmp_path)}
     done = process("warm", "cache", "--formats", "float16", "--head-dim", 32, env=environment)
     assert done.returncode == 0, done.stderr
-    assert [line.split(",")[0] for line in sorted(done.stdout.splitlines())] in (
-        ["1/2 index tensors of a step", "2/2 cache of float16"],
-        ["1/2 cache of float16", "2/2 index tensors of a step"],
-    )
+    said = sorted(line.split(",")[0] for line in done.stdout.splitlines())
+    assert [line[:4] for line in said] == ["1/2 ", "2/2 "]
+    assert {line[4:] for line in said} == {"index tensors of a step", "cache of float16"}
     kept = sorted(path.name for path in tmp_path.rglob("*.bin"))
     assert kept
     code = (
@@ -419,34 +354,7 @@ def test_warm_compiles_what_a_call_needs(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*.bin")) == kept
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("flot16", "expected one of float32, float16, bfloat16, int8, int4, or codes"),
-        ("int8/7", "expected a group that divides a head of 128 elements"),
-        ("int8/x", "expected a group that divides"),
-        ("float16/8", "expected one of"),
-    ],
-)
-def test_warm_refuses(run, text, said):
-    assert_fails(run("warm", "--formats", text), 2, f"--formats {text}: {said}")
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "said"),
-    [
-        ([], 1, "expected an NVIDIA GPU and its driver, got no driver (libcuda): install NVIDIA's driver"),
-        (["--formats", "int9"], 2, "--formats int9: expected one of"),
-        (["cache"], 2, "cache: --backend cuda compiles attention and cache together: leave cache out"),
-        (["--queries", 0], 2, "'--queries': 0 is not in the range x>=1"),
-    ],
-    ids=str,
-)
-def test_warm_for_a_gpu_refuses(run, args, code, said):
-    assert_fails(run("warm", "--backend", "cuda", *args), code, said)
-
-
-def test_warm_for_a_gpu_without_numba_cuda(run, monkeypatch):
+def test_warm_for_a_gpu_without_numba_cuda(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = "expected the package numba-cuda, got none: pip install 'kvkit-kernels[cuda]'"
     assert_fails(run("warm", "--backend", "cuda"), 1, words)
@@ -468,13 +376,12 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_run_makes_what_the_reference_makes(run, tmp_path, kind, formats, writer):
-    call = scene(kind, formats, repeat=2)
+@pytest.mark.parametrize("case", range(2 * len(FORMATS)), ids=lambda case: str(FORMATS[case // 2]))
+def test_run_makes_what_the_reference_makes(tmp_path, case):
+    kind, writer = ("static", "dynamic")[case % 2], list(WRITERS.values())[case % 3]
+    call = scene(kind, FORMATS[case // 2], repeat=2)
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    WRITERS[writer](source, arrays_of(call))
+    writer(source, arrays_of(call))
     before = source.read_bytes()
     code, _, err = run("run", NAMES[kind], source, "-o", output, *settings(call.attrs))
     assert (code, err) == (0, "")
@@ -489,11 +396,17 @@ def test_run_in_a_process(files):
     source, output = files
     done = process("run", "key_value_cache", source, "-o", output)
     assert (done.returncode, done.stderr) == (0, "")
-    assert_results(output, scene("static", dim=6))
+    assert_results(output, static_call())
 
 
-def test_the_report(run, files):
+def test_the_report(files):
     source, output = files
+    assert run("run", "key_value_cache", source, "-o", output, "-q") == (0, "", "")
+    assert_results(output, static_call())
+    ran = json.loads(run("run", "key_value_cache", source, "-o", output, "--json")[1])
+    row = {"array": "key", "role": "out", "dtype": "float32", "shape": [2, 5, 2, 6], "bytes": 480}
+    assert row in ran["arrays"]
+    assert ran["seconds"] > 0
     code, out, _ = run("run", "key_value_cache", source, "-o", output)
     assert code == 0
     assert_plain(out)
@@ -506,25 +419,14 @@ def test_the_report(run, files):
     assert out.endswith(" s (includes compiling or loading the kernels)\n")
 
 
-def test_quiet(run, files):
-    assert run("run", "key_value_cache", files[0], "-o", files[1], "-q") == (0, "", "")
-
-
-def test_check_computes_nothing(run, files, monkeypatch):
+def test_check_computes_nothing(files, monkeypatch):
     monkeypatch.setattr(cpu.launches, "start", None)
-    before = files[0].read_bytes()
-    for target in ([], ["-o", files[1]], ["--in-place"]):
-        code, out, err = run("run", "key_value_cache", files[0], *target, "--check")
-        assert (code, err) == (0, "")
-        assert out.endswith("key_value_cache: the call is legal; nothing was computed or written\n")
-        assert " out " not in out
-    assert files[0].read_bytes() == before
-    assert not files[1].exists()
-    refused = run("run", "key_value_cache", files[0], "--check", "--set", "start_pos=9")
-    assert_fails(refused, 2, "start_pos: expected room for ")
+    code, out, err = run("run", "key_value_cache", files[0], "-o", files[1], "--check")
+    assert (code, err) == (0, "")
+    assert " out " not in out
 
 
-def test_names_of_a_file_are_mapped(run, files):
+def test_names_of_a_file_are_mapped(files):
     """To the operator's, and back where the file is rewritten."""
     source, output = files
     arrays = npz.read(source).arrays
@@ -532,20 +434,11 @@ def test_names_of_a_file_are_mapped(run, files):
     npz.write(source, {names.get(name, name): array for name, array in arrays.items()})
     options = [word for name, other in names.items() for word in ("--map", f"{other}={name}")]
     assert run("run", "key_value_cache", source, "-o", output, "--in-place", *options)[0] == 0
-    assert_results(output, scene("static", dim=6))
-    scenes.assert_same(npz.read(source).arrays["kv"], scene("static", dim=6).oracle()[2])
-    for text, said in (
-        ("k", "expected ARRAY=NAME"),
-        ("k=current_kay", "key_value_cache takes no current_kay (did you mean current_key?)"),
-        ("kay=current_key", f"{source} has no array kay; there are k, v"),
-    ):
-        refused = run("run", "key_value_cache", source, "-o", output, "--map", text)
-        assert_fails(refused, 2, f"--map {text}: {said}")
-    twice = run("run", "key_value_cache", source, "-o", output, *options, "--map", "k=scale")
-    assert_fails(twice, 2, "--map k=scale: k is mapped twice")
+    assert_results(output, static_call())
+    scenes.assert_same(npz.read(source).arrays["kv"], static_call().oracle()[2])
 
 
-def test_optional_inputs_may_be_absent(run, tmp_path):
+def test_optional_inputs_may_be_absent(tmp_path):
     call = scene("dynamic", dim=6)
     arrays = arrays_of(call)
     del arrays["max_seqlen"], arrays["max_kvlen"]
@@ -558,12 +451,7 @@ def test_optional_inputs_may_be_absent(run, tmp_path):
     assert "max_kvlen" in err
 
 
-def test_attributes_and_numbers_come_from_the_file(run, files):
-    assert run("run", "key_value_cache", files[0], "-o", files[1])[0] == 0
-    assert_results(files[1], scene("static", dim=6))
-
-
-def test_results_can_be_the_next_input(run, files):
+def test_results_can_be_the_next_input(files):
     """With what the next operator needs beside them; what it does not take is passed over."""
     source, output = files
     assert run("run", "key_value_cache", source, "-o", output)[0] == 0
@@ -571,12 +459,8 @@ def test_results_can_be_the_next_input(run, files):
         walked = dict(loaded)
     query = np.ones((2, 3, 2, 6), np.float32)
     np.savez(source, **walked, query=query)
-    assert (
-        run("run", "multi_head_attention", source, "-o", output, *settings({"num_heads": 2, "head_dim": 6}))[
-            0
-        ]
-        == 0
-    )
+    sizes = settings({"num_heads": 2, "head_dim": 6})
+    assert run("run", "multi_head_attention", source, "-o", output, *sizes)[0] == 0
     expected = kvkit.multi_head_attention(query, walked["key"], walked["value"], num_heads=2, head_dim=6)
     assert_arrays(output, {"attn_output": expected})
 
@@ -590,25 +474,22 @@ def test_results_can_be_the_next_input(run, files):
     assert_fails(run("run", "key_value_cache", source, "-o", output, *more), 2, "unknown arrays other; ")
 
 
-def test_settings_win_over_the_file(run, files):
+def test_settings_win_over_the_file(files):
     changes = ["--set", "layer_idx=0", "--set", "num_repeat=3", "--set", "start_pos=1"]
     assert run("run", "key_value_cache", files[0], "-o", files[1], *changes)[0] == 0
-    assert_results(files[1], scene("static", dim=6).but(layer_idx=0, num_repeat=3, start_pos=1))
+    assert_results(files[1], static_call().but(layer_idx=0, num_repeat=3, start_pos=1))
     assert npz.read(files[1]).metadata["attributes"]["num_repeat"] == 3
 
 
-def test_threads(run, files):
+def test_threads(files):
     import numba
 
-    most, before = numba.config.NUMBA_NUM_THREADS, numba.get_num_threads()
+    before = numba.get_num_threads()
     try:
         assert run("run", "key_value_cache", files[0], "-o", files[1], "--threads", 1)[0] == 0
         assert numba.get_num_threads() == 1
     finally:
         numba.set_num_threads(before)
-    for count in (0, most + 1):
-        code, _, err = run("run", "key_value_cache", files[0], "-o", files[1], "--threads", count)
-        assert (code, err) == (2, f"kvkit: --threads {count}: expected 1 to {most}\n")
 
 
 # In place
@@ -616,7 +497,7 @@ def test_threads(run, files):
 
 @pytest.mark.parametrize("both", [True, False], ids=["and -o", "alone"])
 @pytest.mark.parametrize("formats", FORMATS[1::2], ids=str)
-def test_in_place(run, tmp_path, formats, both):
+def test_in_place(tmp_path, formats, both):
     call = scene("dynamic", formats)
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     arrays = arrays_of(call)
@@ -634,15 +515,15 @@ def test_in_place(run, tmp_path, formats, both):
     assert sorted(path.name for path in tmp_path.iterdir()) == (["in.npz", "out.npz"] if both else ["in.npz"])
 
 
-def test_in_place_keeps_the_number_in_the_file(run, files):
+def test_in_place_keeps_the_number_in_the_file(files):
     assert run("run", "key_value_cache", files[0], "--in-place", "--set", "start_pos=1")[0] == 0
     assert npz.read(files[0]).arrays["start_pos"] == 3
-    expected = scene("static", dim=6).but(start_pos=1).oracle()[2]
+    expected = static_call().but(start_pos=1).oracle()[2]
     scenes.assert_same(npz.read(files[0]).arrays["cache"], expected)
 
 
 @pytest.mark.parametrize("kind", ["static_cache", "dynamic_cache"])
-def test_attention_in_place(run, tmp_path, kind):
+def test_attention_in_place(tmp_path, kind):
     name, arrays, attrs = attention(kind)
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     npz.write(source, arrays)
@@ -680,7 +561,7 @@ def writer(files):
         started.kill()
 
 
-def test_two_runs_in_place(run, files, writer):
+def test_two_runs_in_place(files, writer):
     """The second one fails, whatever it would do, and the next one need not wait."""
     before = files[0].read_bytes()
     text = f"{files[0]}: another run is changing it in place: wait until that has ended"
@@ -690,7 +571,7 @@ def test_two_runs_in_place(run, files, writer):
     writer.kill()
     writer.wait()
     assert run("run", "key_value_cache", files[0], "--in-place")[0] == 0
-    scenes.assert_same(npz.read(files[0]).arrays["cache"], scene("static", dim=6).oracle()[2])
+    scenes.assert_same(npz.read(files[0]).arrays["cache"], static_call().oracle()[2])
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
@@ -704,7 +585,7 @@ def test_a_signal_leaves_nothing_behind(files, writer, name):
     assert files[0].read_bytes() == before
 
 
-def test_what_kill_9_left_is_removed_by_the_next_run(run, files, writer):
+def test_what_kill_9_left_is_removed_by_the_next_run(files, writer):
     writer.kill()
     writer.wait()
     assert len(list(files[0].parent.iterdir())) == 2
@@ -736,13 +617,19 @@ start()
 """
 
 
-@pytest.mark.parametrize("target", ["-o", "--in-place"])
-@pytest.mark.parametrize(("when", "size"), [("before", 0), ("before", 2**17), ("after", 0), ("after", 2**20)])
+@pytest.mark.parametrize(
+    ("target", "when", "size"),
+    [
+        ("-o", "before", 0),
+        ("--in-place", "before", 2**17),
+        ("--in-place", "after", 0),
+        ("-o", "after", 2**20),
+    ],
+)
 def test_an_input_that_changes_while_it_is_mapped(tmp_path, target, when, size):
     """A line and a code, where the system says nothing, and no results of what is half old, half new."""
-    call = scene("static", dim=6, start=2000)
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    npz.write(source, {**arrays_of(call), **{k: np.array(v) for k, v in call.attrs.items()}})
+    npz.write(source, whole(static_call(start=2000)))
     words = [target, str(output)] if target == "-o" else [target]
     code = CHANGING.format(source=str(source), when=when, size=size, target=words)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -754,13 +641,6 @@ def test_an_input_that_changes_while_it_is_mapped(tmp_path, target, when, size):
 
 
 # Every operator
-
-
-def split(call):
-    """(operator, arrays as a file has them, attributes) of a call."""
-    inputs = [array.name for array in call.operator.inputs]
-    arrays = {n: np.asarray(call.inputs[n]) for n in inputs if call.inputs.get(n) is not None}
-    return call.name, arrays, {n: value for n, value in call.inputs.items() if n not in inputs}
 
 
 def attention(kind, **more):
@@ -814,7 +694,7 @@ def every_call():
 @pytest.mark.parametrize(
     ("name", "arrays", "attrs"), [*every_call()], ids=lambda value: value if type(value) is str else ""
 )
-def test_run_is_the_direct_call(run, tmp_path, name, arrays, attrs):
+def test_run_is_the_direct_call(tmp_path, name, arrays, attrs):
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     npz.write(source, arrays)
     code, out, err = run("run", name, source, "-o", output, *settings(attrs))
@@ -829,7 +709,7 @@ def test_run_is_the_direct_call(run, tmp_path, name, arrays, attrs):
     assert all([array.name, "out"] in rows for array in op.outputs if array.name in expected)
 
 
-def test_lse_is_there_if_asked_for(run, tmp_path):
+def test_lse_is_there_if_asked_for(tmp_path):
     name, arrays, attrs = attention("static")
     npz.write(tmp_path / "in.npz", arrays)
     for wanted in (True, False):
@@ -840,7 +720,7 @@ def test_lse_is_there_if_asked_for(run, tmp_path):
 
 @pytest.mark.parametrize("in_file", [True, False])
 @pytest.mark.parametrize("mode", ["KVHEAD_ROPE", 2])
-def test_modes_by_name_and_number(run, tmp_path, mode, in_file):
+def test_modes_by_name_and_number(tmp_path, mode, in_file):
     name, arrays, attrs = split(CALLS["blocks rope"]())
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     npz.write(source, arrays | ({"compress_type": np.array(mode)} if in_file else {}))
@@ -850,24 +730,8 @@ def test_modes_by_name_and_number(run, tmp_path, mode, in_file):
     assert npz.read(output).metadata["attributes"]["compress_type"] == 2
 
 
-def test_wrong_modes(run, tmp_path):
-    name, arrays, _ = split(CALLS["blocks rope"]())
-    source = tmp_path / "in.npz"
-    npz.write(source, arrays)
-    args = ("run", name, source, "-o", tmp_path / "out.npz", "--set")
-    legal = "UNDEFINED|KVHEAD|KVHEAD_ROPE|OMNI|NUMBER"
-    assert_fails(run(*args, "compress_type=ROPE"), 2, f"compress_type=ROPE: expected compress_type={legal}")
-    assert_fails(run(*args, "compress_type=4"), 2, "compress_type: expected 0 or 1 or 2 or 3, got 4")
-    assert_fails(
-        run(*args, "compress_type=None"), 2, "expected UNDEFINED or KVHEAD or KVHEAD_ROPE or OMNI or an"
-    )
-    npz.write(source, arrays | {"compress_type": np.array("ROPE")})
-    assert_fails(run(*args[:-1]), 2, "in.npz: compress_type='ROPE': expected UNDEFINED or KVHEAD or")
-    assert not (tmp_path / "out.npz").exists()
-
-
 @pytest.mark.parametrize("values", [True, False], ids=["values", "keys alone"])
-def test_blocks_in_place(run, tmp_path, values):
+def test_blocks_in_place(tmp_path, values):
     name, arrays, attrs = split(CALLS["blocks rope"]()) if values else keys_alone("blocks rope")
     npz.write(tmp_path / "in.npz", arrays)
     assert run("run", name, tmp_path / "in.npz", "--in-place", *settings(attrs))[0] == 0
@@ -875,7 +739,7 @@ def test_blocks_in_place(run, tmp_path, values):
 
 
 @pytest.mark.parametrize("text", ["linear", "'linear'", '"linear"', None])
-def test_texts(run, tmp_path, text):
+def test_texts(tmp_path, text):
     name, arrays, attrs = split(CALLS["rotary"]().but(scaling_type="linear", scaling_factor=2.0))
     expected = direct(name, arrays, attrs)
     if text is None:
@@ -891,16 +755,11 @@ def test_texts(run, tmp_path, text):
     ("name", "values"),
     [("alibi_slope", {"num_heads": 6}), ("alibi_mask", {"seqlen_q": 2, "seqlen_kv": 3, "num_heads": 3})],
 )
-def test_a_run_without_a_file(run, tmp_path, name, values):
+def test_a_run_without_a_file(tmp_path, name, values):
     out = tmp_path / "out.npz"
     assert run("run", name, "-o", out, *settings(values))[0] == 0
     ((_, mask),) = npz.read(out).arrays.items()
     scenes.assert_same(mask, getattr(kvkit, name)(**values))
-    result = run("run", name, "-o", tmp_path / "no.npz", *settings(values)[2:])
-    first = next(iter(values))
-    assert_fails(result, 2, f"no IN.npz: missing {first}: ", f" or give --set {first}=NUMBER; {name} takes")
-    assert_fails(run("run", name, "--in-place"), 2, f"--in-place: {name} changes none of its inputs: give -o")
-    assert_fails(run("run", name), 2, "nothing to write: give -o OUT.npz\n")
 
 
 ATTENTION = OPERATORS["multi_head_attention"]
@@ -933,42 +792,6 @@ def test_settings_are_values(setting, value):
         assert (got, type(got)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("setting", "text"),
-    [
-        ("window=left", "--set window=left: expected window=NUMBER,NUMBER"),
-        ("window=3", "window=3: expected two integers"),
-        ("window=1,2,3", "window: expected a pair of integers (left, right), got tuple (1, 2, 3)"),
-        ("softmax_scale=half", "expected softmax_scale=NUMBER"),
-        ("softmax_scale='half'", "softmax_scale='half': expected a number or None"),
-        ("return_lse=yes", "expected return_lse=True or False"),
-        ("return_lse=2", "return_lse=2: expected True or False"),
-        ("num_heads=eight", "expected num_heads=NUMBER"),
-        ("sinks=1", "no such name; there are num_heads"),
-    ],
-)
-def test_wrong_settings_of_attention(run, tmp_path, setting, text):
-    name, arrays, attrs = attention("static")
-    attrs.pop(setting.split("=")[0], None)
-    npz.write(tmp_path / "in.npz", arrays)
-    args = ("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(attrs), "--set", setting)
-    assert_fails(run(*args), 2, text)
-
-
-def test_missing_attributes(run, tmp_path):
-    name, arrays, attrs = attention("static")
-    npz.write(tmp_path / "in.npz", arrays | {"window": np.array([1, 2, 3])})
-    args = ("run", name, tmp_path / "in.npz", "-o", tmp_path / "out.npz")
-    del attrs["num_heads"], attrs["head_dim"]
-    ways = "add arrays of these names or give --set num_heads=NUMBER --set head_dim=NUMBER; "
-    assert_fails(run(*args, *settings(attrs)), 2, f"in.npz: missing num_heads, head_dim: {ways}")
-    assert_fails(
-        run(*args, "--set", "num_heads=4", "--set", "head_dim=64"),
-        2,
-        "in.npz: window has shape (3,), but is two integers, an array of shape (2,)",
-    )
-
-
 # Failures: a code and a line
 
 
@@ -981,126 +804,7 @@ def assert_fails(result, code, *texts):
         assert text in result[2]
 
 
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["rnu"], "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
-        (["frobnicate"], f"no verb 'frobnicate'; there are {', '.join(VERBS)} (see kvkit"),
-        (["alibi_mask", "IN"], "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),
-        (
-            ["run", "key_value_cache", "IN", "-o", "x.npy"],
-            "-o x.npy: results are written as .npz, not as .npy",
-        ),
-        (["run", "key_value_cache", "IN", "-o", "x.safetensors"], "not as .safetensors: give -o x.npz"),
-        (
-            ["run", "key_value_cache", "IN", "-o", "-"],
-            "-o -: .npz files are not read from or written to pipes",
-        ),
-        (["run", "key_value_cache", "-", "-o", "OUT"], "IN.npz -: .npz files are not read from or written"),
-        (["--nothing"], "--nothing"),
-        (["run"], "(see kvkit run --help)"),
-        (
-            ["run", "key_value_cach", "IN", "-o", "OUT"],
-            "(did you mean key_value_cache?); there are key_value_cache",
-        ),
-        (["describe", "nothing"], "no operator 'nothing'; there are key_value_cache, multi_head_attention"),
-        (["run", "key_value_cache", "IN"], "nothing to write: give -o OUT.npz, --in-place or both"),
-        (["run", "key_value_cache", "IN", "-o", "IN"], "-o names the input"),
-        (["run", "key_value_cache", "IN", "-o", "OUT", "--backend", "tpu"], "'tpu'"),
-        (["run", "key_value_cache", "IN", "-o", "OUT", "--threads", "many"], "many"),
-        (["run", "key_value_cache", "IN", "-o", "no/OUT"], "there is no folder"),
-        (["run", "key_value_cache", "absent.npz", "-o", "OUT"], "absent.npz: no such file"),
-        (["run", "key_value_cache", "absent.npz", "--in-place"], "absent.npz: no such file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_commands(run, files, args, text):
-    names = {"IN": files[0], "OUT": files[1], "no/OUT": files[1].parent / "no" / "out.npz"}
-    assert_fails(run(*(names.get(arg, arg) for arg in args)), 2, text)
-    assert not files[1].exists()
-
-
-@pytest.mark.parametrize(
-    ("setting", "text"),
-    [
-        ("num_layers=1", "no such name (did you mean num_layer?); there are start_pos, num_layer"),
-        ("cache=1", "no such name (did you mean cache_layout?); there are start_pos"),
-        ("num_layer", "expected num_layer=NUMBER"),
-        ("num_layer=", "expected num_layer=NUMBER"),
-        ("num_layer=a", "expected num_layer=NUMBER"),
-        ("num_layer=1.0", "num_layer=1.0: expected an integer"),
-        ("num_layer=True", "num_layer=True: expected an integer"),
-        ("num_layer=[1]", "num_layer=[1]: expected an integer"),
-        ("num_layer=None", "num_layer=None: expected an integer"),
-        ("num_layer=0", "num_layer"),
-        ("start_pos=1.5", "start_pos=1.5: expected an integer of int64"),
-        (f"start_pos={2**63}", "expected an integer of int64"),
-        ("start_pos=-1", "start_pos"),
-        ("start_pos=1000", "start_pos"),
-    ],
-)
-def test_wrong_settings(run, files, setting, text):
-    assert_fails(run("run", "key_value_cache", files[0], "-o", files[1], "--set", setting), 2, text)
-    assert not files[1].exists()
-
-
-def test_set_twice(run, files):
-    args = ("--set", "num_layer=3", "--set", "num_layer=1")
-    assert_fails(run("run", "key_value_cache", files[0], "-o", files[1], *args), 2, "num_layer is set twice")
-
-
-@pytest.mark.parametrize(
-    ("changes", "texts"),
-    [
-        (
-            {"cache": None, "current_key": None},
-            ("missing current_key, cache: add arrays of these names; key_value_cache takes",),
-        ),
-        ({"start_pos": None}, ("missing start_pos: ", "names or give --set start_pos=NUMBER; ")),
-        (
-            {"cach": np.zeros(3), "other": np.zeros(3)},
-            ("unknown arrays cach (did you mean cache?), other; ",),
-        ),
-        ({"key": np.zeros(3)}, ("unknown arrays key", "current_value, start_pos, cache, scale, num_layer")),
-        ({"num_layer": np.zeros(1, int)}, ("num_layer has shape (1,), but is an attribute, a 0-d array",)),
-        ({"num_layer": np.array(1.5)}, ("num_layer=1.5: expected an integer",)),
-        ({"num_layer": np.array("x")}, ("num_layer='x': expected an integer",)),
-        ({"cache": np.zeros(3)}, ("cache",)),
-    ],
-)
-def test_wrong_arrays(run, files, changes, texts):
-    source, output = files
-    arrays = {name: array for name, array in (npz.read(source).arrays | changes).items() if array is not None}
-    npz.write(source, arrays)
-    assert_fails(run("run", "key_value_cache", source, "-o", output), 2, *texts)
-    assert not output.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "array", "text"),
-    [
-        ("cache", np.zeros((1, 1, 2, 9, 2), np.float32), "cache: expected shape 0: (MaxB, L, 2, MaxS"),
-        ("cache", np.zeros((1, 1, 2, 9, 2, 6)), "int8 or uint8, got float64: array.astype(np.float32)"),
-        ("start_pos", np.zeros(1), "start_pos: expected dtype int64 or int32, got float64"),
-        ("num_layer", np.zeros((1000, 1000), np.int64), "num_layer has shape (1000, 1000), but is an a"),
-        ("other", np.zeros(1000), "unknown arrays other"),
-    ],
-)  # fmt: skip
-def test_what_a_header_says_is_refused_unread(run, files, monkeypatch, name, array, text):
-    source, output = files[0].with_name("packed.npz"), files[1]
-    np.savez_compressed(source, **npz.read(files[0]).arrays | {name: array})
-    monkeypatch.setattr(members, "unpack_into", None)
-    assert_fails(run("run", "key_value_cache", source, "-o", output), 2, text)
-
-
-def test_an_error_of_the_operator_leaves_the_file(run, files):
-    before = files[0].read_bytes()
-    result = run("run", "key_value_cache", files[0], "--in-place", "--set", "layer_idx=7")
-    assert_fails(result, 2, "layer_idx")
-    assert files[0].read_bytes() == before
-
-
-def test_names_and_texts_of_a_file_cannot_reach_the_terminal(run, files):
+def test_names_and_texts_of_a_file_cannot_reach_the_terminal(files):
     """Neither to steer it nor to fill it."""
     source, output = files
     arrays, rude = npz.read(source).arrays, "\x1b[31m" * 500
@@ -1117,33 +821,7 @@ def test_names_and_texts_of_a_file_cannot_reach_the_terminal(run, files):
     assert result[2][:-1].isprintable()
 
 
-def test_no_archive(run, files):
-    files[0].write_bytes(files[0].read_bytes()[:-40])
-    assert_fails(run("run", "key_value_cache", files[0], "-o", files[1]), 2, f"{files[0]}: not a zip archive")
-
-
-@pytest.mark.parametrize("name", ["x.npy", "x.safetensors", "x.pt"])
-def test_files_of_other_kinds(run, tmp_path, files, name):
-    begin = {
-        "x.npy": b"\x93NUMPY\1\0\x76\0",
-        "x.safetensors": b"\x80" + bytes(7) + b"{",
-        "x.pt": b"\x80\2}q\0.",
-    }
-    (tmp_path / name).write_bytes(begin[name].ljust(100, b"\0"))
-    for target in (["-o", files[1]], ["--in-place"]):
-        result = run("run", "key_value_cache", tmp_path / name, *target)
-        assert_fails(result, 2, f"{name}: not a .npz file, but ", "numpy.savez")
-
-
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_no_gpu(run, tmp_path, kind):
-    call = scene(kind, dim=6)
-    npz.write(tmp_path / "in.npz", arrays_of(call))
-    args = ("run", NAMES[kind], tmp_path / "in.npz", "--backend", "cuda", "--in-place", *settings(call.attrs))
-    assert_fails(run(*args), 1, "expected an NVIDIA GPU and its driver")
-
-
-def test_a_folder_that_may_not_be_written(run, files, monkeypatch):
+def test_a_folder_that_may_not_be_written(files, monkeypatch):
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     result = run("run", "key_value_cache", files[0], "-o", files[1])
     assert_fails(result, 1, f"{files[1].parent}: Permission denied")
@@ -1172,12 +850,12 @@ def break_operator(monkeypatch, error):
     monkeypatch.setattr(kvkit, "key_value_cache", broken)
 
 
-def test_memory_runs_out(run, files, monkeypatch):
+def test_memory_runs_out(files, monkeypatch):
     break_operator(monkeypatch, MemoryError("for 9 TiB"))
     assert_fails(run("run", "key_value_cache", files[0], "-o", files[1]), 1, "out of memory for 9 TiB")
 
 
-def test_interrupted(run, files, monkeypatch):
+def test_interrupted(files, monkeypatch):
     break_operator(monkeypatch, KeyboardInterrupt())
     code, out, err = run("run", "key_value_cache", files[0], "-o", files[1])
     assert (code, out, err.strip()) == (130, "", "kvkit: interrupted")
