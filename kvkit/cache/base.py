@@ -11,14 +11,25 @@ from numpy.typing import ArrayLike
 
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
-from kvkit.runtime.locks import CallLock
+from kvkit.runtime.locks import CallLock, LayerLock
 from kvkit.typed import Array, Attended, Pair, States
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+def one_call_at_a_time(method: Method) -> Method:
+    """Decorate a method of a cache or layer so that other threads' calls wait for it."""
+
+    @functools.wraps(method)
+    def waiting(self: Any, *arguments: Any, **options: Any) -> Any:
+        with self._lock:
+            return method(self, *arguments, **options)
+
+    return cast(Method, waiting)
+
+
 class BaseLayer(ABC):
-    """Keys and values of one attention layer.
+    """Keys and values of one attention layer. Threads that call it wait for each other.
 
     Attributes
     ----------
@@ -32,6 +43,7 @@ class BaseLayer(ABC):
         Whether what would be dropped, or coded, is kept until the next crop.
     """
 
+    _lock: LayerLock
     window: int | None = None
     takes_window = False
     croppable = True
@@ -174,17 +186,6 @@ class BaseLayer(ABC):
         """From now on keep what would be dropped or coded until the next crop; elsewhere nothing is."""
 
 
-def one_call_at_a_time(method: Method) -> Method:
-    """Decorate a method of a cache so that other threads' calls wait for it."""
-
-    @functools.wraps(method)
-    def waiting(self: Any, *arguments: Any, **options: Any) -> Any:
-        with self._lock:
-            return method(self, *arguments, **options)
-
-    return cast(Method, waiting)
-
-
 class BaseCache(ABC):
     """The keys and values of a model, in layers. Threads that call it wait for each other."""
 
@@ -192,12 +193,6 @@ class BaseCache(ABC):
 
     def __init__(self) -> None:
         self._lock = CallLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=CallLock())
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -70,7 +70,7 @@ class Cache(BaseCache):
         return f"<{type(self).__name__} of {len(self)} layers: {self.get_seq_length()} tokens>"
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"folder": None}  # a copy lies in memory
+        return self.__dict__ | {"folder": None}  # a copy lies in memory
 
     # Tokens come
 

@@ -30,7 +30,16 @@ def refuse_after_fork() -> None:
     used = True
 
 
-class CallLock(_thread.RLock):  # type: ignore[misc]
+class LayerLock(_thread.RLock):  # type: ignore[misc]
+    """A lock that its thread may take again. A copy is free."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class CallLock(LayerLock):  # type: ignore[misc]
     """A lock that refuses a forked process. The thread that holds it may take it again."""
 
     __slots__ = ()

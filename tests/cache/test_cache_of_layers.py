@@ -22,6 +22,7 @@ from kvkit.cache import (
     DynamicLayer,
     PagedCache,
     QuantizedCache,
+    QuantSpec,
     SlidingWindowLayer,
     StaticCache,
     StaticLayer,
@@ -172,21 +173,29 @@ def test_long_updates_of_sliding_layers_leave_no_memory_behind():
 # Threads
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "first use", "sliding", "quantized", "paged"])
-def test_threads_lose_no_tokens(kind):
+@pytest.mark.parametrize(
+    "kind", ["dynamic", "first use", "sliding", "static", "quantized", "schemed", "paged"]
+)
+@pytest.mark.parametrize("of", ["cache", "layer"])
+def test_threads_lose_no_tokens(kind, of):
     """Each takes its turn; without one, most tokens were lost."""
     token = np.ones((1, 2, 1, 32), np.float32)
     cache = {
         "dynamic": lambda: DynamicCache(1),
         "first use": DynamicCache,
         "sliding": lambda: DynamicCache(1, sliding_window=8),
+        "static": lambda: Cache([StaticLayer(900)]),
         "quantized": lambda: QuantizedCache(1, residual_length=8),
+        "schemed": lambda: QuantizedCache(1, *2 * [QuantSpec(format="mxfp4")], residual_length=8),
         "paged": lambda: PagedCache(128, 16, 1, 2, 32, np.float32),
     }[kind]()
 
     def work(_):
         for _ in range(100):
-            cache.update(token, token, 0)
+            if of == "cache" or not len(cache):
+                cache.update(token, token, 0)
+            else:
+                cache.layers[0].update(token, token)
 
     in_threads(work, 8)
     assert cache.get_seq_length() == 800

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
@@ -83,6 +84,7 @@ class StaticLayer(Layer):
         if self.store is not None:
             self.store.clear(first, end)
 
+    @one_call_at_a_time
     def reset(self) -> None:
         """Forget every token; the zeroed memory and its geometry stay."""
         _, rows = self.span.rows_from(0)

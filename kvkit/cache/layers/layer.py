@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.base import BaseLayer
+from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import LayerAttention
 from kvkit.cache.stores.mapped import MappedStore
@@ -16,6 +16,7 @@ from kvkit.cache.stores.memory import Geometry, Store, check_geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
+from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
 
@@ -46,7 +47,7 @@ class Layer(BaseLayer):
     home: Any
 
     def __init__(self) -> None:
-        self.name, self._attention = type(self).__name__, LayerAttention()
+        self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
         self.restore(EMPTY)
 
     def _hold(self, store: Any, span: Span) -> None:
@@ -86,6 +87,7 @@ class Layer(BaseLayer):
 
     # Tokens come
 
+    @one_call_at_a_time
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
@@ -157,6 +159,7 @@ class Layer(BaseLayer):
         elif self.home is not None:
             self.home.say_empty(record_past=self.record_past)
 
+    @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
         """Check, and make, room for so many more tokens, so that no update of them can fail for capacity."""
         new, length = integer("query_length", query_length, 0), self.span.length
@@ -165,6 +168,7 @@ class Layer(BaseLayer):
             end = max(length + new, self._returned(length, new)[1])
             self._make_room(self.store.geometry, end, self.span.first)
 
+    @one_call_at_a_time
     def settle(self) -> None:
         """Let go of memory that only the last update needed: a store much larger than the window.
 
@@ -192,6 +196,7 @@ class Layer(BaseLayer):
     def stored(self) -> tuple[States, States]:
         return self.store.rows(*self.span.rows_from(self.span.oldest))
 
+    @one_call_at_a_time
     def attend(  # type: ignore[override]  # it says which options there are
         self,
         query: Array,
@@ -206,6 +211,7 @@ class Layer(BaseLayer):
 
     # Tokens go, and the batch changes
 
+    @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Drop the last tokens.
 
@@ -242,12 +248,14 @@ class Layer(BaseLayer):
         if self.store is not None:
             self._commit()
 
+    @one_call_at_a_time
     def reorder(self, indices: ArrayLike) -> None:
         """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
         self._take(requests.check_rows(indices, self.batch_size))
 
     select = reorder_cache = batch_select_indices = reorder
 
+    @one_call_at_a_time
     def repeat(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self._take(np.repeat(np.arange(self.batch_size), integer("repeats", repeats, 1)))
@@ -264,6 +272,7 @@ class Layer(BaseLayer):
             given = given._replace(batch=len(indices))
             self._move(given, self.store.capacity, first, indices, settled=True)
 
+    @one_call_at_a_time
     def reset(self) -> None:
         """Forget everything, geometry included."""
         self.record_past = False
@@ -277,6 +286,7 @@ class Layer(BaseLayer):
         """Drop, or code, from now on what leaves the window."""
         self._record_past(False)
 
+    @one_call_at_a_time
     def _record_past(self, recording: bool = True) -> None:
         """Record the past, or stop it, in a layer that drops something."""
         before, self.record_past = self.record_past, recording

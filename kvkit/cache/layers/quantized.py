@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, SupportsIndex
 
+from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, plan_file
@@ -131,6 +132,7 @@ class QuantizedLayer(Layer):
     def _new_store(self, given: Geometry, plan: Any) -> MappedCodeStore:
         return MappedCodeStore(given, plan, self.home)
 
+    @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
         new, store = integer("query_length", query_length, 0), self.store
         if store is not None and self.home is not None and not store.fits(new):
@@ -157,6 +159,7 @@ class QuantizedLayer(Layer):
             given = self.store.geometry._replace(batch=len(indices))
             self._move(given, 0, 0, indices, view=False)
 
+    @one_call_at_a_time
     def settle(self) -> None:
         """Let go of the originals of codes that a long update has left; attention then sees the codes."""
         if self.store is not None and self.home is None and not self.record_past and self.store.is_large:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.stores.memory import Geometry, check_geometry
@@ -74,6 +75,7 @@ class SchemedLayer(Layer):
                 str(spec.format), scheme, spec.group, self.sink, self.residual_length, sinks=empty, tail=empty
             )
 
+    @one_call_at_a_time
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
@@ -97,6 +99,7 @@ class SchemedLayer(Layer):
     ) -> None:
         self._hold(SchemedStore(given, sides, seen or sides), span)
 
+    @one_call_at_a_time
     def attend(  # type: ignore[override]  # the options are `Layer.attend`'s
         self, query: Array, attention_mask: Array | None = None, **options: Any
     ) -> Attended:
@@ -110,6 +113,7 @@ class SchemedLayer(Layer):
             if store is not None:
                 store.keys = store.values = None
 
+    @one_call_at_a_time
     def settle(self) -> None:
         """Let go of the originals of what the latest update has encoded."""
         if self.store is not None:

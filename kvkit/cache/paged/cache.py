@@ -131,7 +131,8 @@ class PagedCache(BaseCache):
         self.blocks = BlockAllocator(*blocks, identity=identity)
         self.rows = Rows(self.blocks, self.begin_step)
         self.sequences: list[Sequence] = []
-        self.layers = [PagedLayer(self.store, self.rows, i) for i in range(self.store.num_layers)]
+        layers = range(self.store.num_layers)
+        self.layers = [PagedLayer(self.store, self.rows, i, self._lock) for i in layers]
 
     @one_call_at_a_time
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:

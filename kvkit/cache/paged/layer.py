@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.base import BaseLayer
+from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import KVView
 from kvkit.calls.prepared import form_of
@@ -16,6 +16,7 @@ from kvkit.checks import attention, index_tensors, masks, tensors
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
+from kvkit.runtime.locks import CallLock
 from kvkit.typed import Array, Attended, States
 
 
@@ -129,11 +130,12 @@ class PagedLayer(BaseLayer):
 
     takes_window = True  # it hides tokens, but none leaves
 
-    def __init__(self, store: Any, rows: Any, layer_idx: int) -> None:
-        self.store, self.rows, self._layer_idx = store, rows, layer_idx
+    def __init__(self, store: Any, rows: Any, layer_idx: int, lock: CallLock) -> None:
+        self.store, self.rows, self._layer_idx, self._lock = store, rows, layer_idx, lock
         self.key_cache, self.value_cache = store.blocks[0][layer_idx]
         self._updates = 0
 
+    @one_call_at_a_time
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
@@ -158,6 +160,7 @@ class PagedLayer(BaseLayer):
         self._updates += 1
         return KVView(PagedSide(self, 0)), KVView(PagedSide(self, 1))
 
+    @one_call_at_a_time
     def attend(  # type: ignore[override]  # it says which options there are
         self,
         query: Array,
@@ -240,6 +243,7 @@ class PagedLayer(BaseLayer):
         """Return how often keys and values have changed."""
         return self.rows.changes + self._updates
 
+    @one_call_at_a_time
     def stored(self) -> tuple[States, States]:
         key, value = (np.empty(self.shape, self.store.format.dtype) for _ in range(2))
         step = self.rows.tables()
