@@ -191,7 +191,7 @@ class Operations(RuleBasedStateMachine):
         if self.model.window is None and len(self.model):
             self.attend(1)
 
-    @precondition(lambda self: self.kind == "sliding")
+    @precondition(lambda self: self.kind in ("sliding", "paged"))
     @rule(room=st.booleans())
     def record(self, room):
         if self.offloaded and not room and not self.model.recording:
@@ -202,7 +202,7 @@ class Operations(RuleBasedStateMachine):
                 self.cache.activate_past_recording()
             self.same()
         else:
-            self.model.recording = True
+            self.model.recording = self.kind == "sliding"  # blocks keep the past anyhow
             self.cache.activate_past_recording()
 
     @precondition(lambda self: len(self.model) and self.layer.keys is not None)

@@ -58,27 +58,6 @@ def test_close_deletes_the_files(tmp_path):
     assert names(tmp_path / "new" / "folder") == []
 
 
-def test_kept_layers_without_tokens_and_recorded_ones(tmp_path):
-    caches = [
-        DynamicCache(layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=3) for _ in "ab"
-    ]
-    for cache in caches:
-        cache.activate_past_recording()
-        for i in (0, 1):
-            cache.update(*random(np.float32, 8, i), i)
-    caches[1].offload(tmp_path, keep=True)
-    caches[1].close()
-    again = Cache.open(tmp_path)
-    assert [layer.keys is None for layer in again.layers] == [False, False, True, True]
-    for cache in (again, caches[0]):
-        del cache.layers[2:]
-    assert_same(again, caches[0])
-    for cache in (again, caches[0]):
-        cache.crop(-2)
-    assert_same(again, caches[0])
-    again.close()
-
-
 def test_layers_made_later_are_in_files_too(tmp_path):
     cache = DynamicCache(offload=tmp_path)
     for i in range(3):

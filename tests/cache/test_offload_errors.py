@@ -99,16 +99,6 @@ def test_a_folder_says_how_many_layers_it_has(tmp_path):
         Cache.open(tmp_path)
 
 
-def test_layers_made_on_first_use_are_counted(tmp_path):
-    cache = DynamicCache(offload=tmp_path)
-    assert json.loads((tmp_path / "cache.json").read_text())["layers"] == 0
-    token = random(np.float32, 2)
-    for i in range(3):
-        cache.update(*token, i)
-    assert json.loads((tmp_path / "cache.json").read_text())["layers"] == 3
-    cache.close()
-
-
 def test_changed_files_of_a_closed_folder_are_refused(tmp_path):
     cache = fill(DynamicCache(2))
     cache.offload(tmp_path, keep=True)

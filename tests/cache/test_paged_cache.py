@@ -129,16 +129,6 @@ def test_masks_and_outputs(rng):
         np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
-def test_past_is_always_recorded(rng):
-    cache, states = paged(), normal(rng, (2, HEADS, 5, DIM), np.float32)
-    for either in (cache, *cache.layers):
-        either.activate_past_recording()
-    for layer in range(LAYERS):
-        cache.update(states, states, layer)
-    cache.crop(-2)
-    assert_same(cache.layers[1].keys, states[:, :, :3])
-
-
 def test_rows_beside_sequences(rng):
     """Both take their blocks from one pool and keep what they have."""
     cache, seq = paged(), None

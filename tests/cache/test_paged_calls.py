@@ -46,8 +46,7 @@ def both(results):
     return results if isinstance(results, tuple) else (results, None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", [0, 3])
+@pytest.mark.parametrize(("kind", "layout"), [(kind, 3 * (i % 2)) for i, kind in enumerate(KINDS)])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_rows(rng, prepared, kind, layout, options):
     """Layers one after the other, and each one with tables of its own."""

@@ -1,6 +1,8 @@
 """The file contract: what is written is read back, mapping never writes, nothing is half done."""
 
+import functools
 import io
+import itertools
 import json
 import os
 import struct
@@ -20,7 +22,7 @@ from kvkit_cli import show
 from kvkit_cli.npz import FileError, keep_for_changes, read, write
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = (
+DTYPES = [
     "?",
     "i1",
     "u1",
@@ -36,8 +38,7 @@ DTYPES = (
     "<U5",
     "S3",
     "<M8[s]",
-    BF16,
-)
+]
 SHAPES = ((), (1,), (7,), (0,), (3, 0, 2), (2, 3, 5))
 
 
@@ -86,14 +87,20 @@ def copied(monkeypatch):
 # Round trips
 
 
+def savez(path, arrays):
+    np.savez(path, **arrays)
+
+
+def savez_compressed(path, arrays):
+    np.savez_compressed(path, **arrays)
+
+
 @pytest.mark.parametrize("small", [-1, 2**24], ids=["mapped", "copied"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("writer", [write, lambda path, arrays: np.savez(path, **arrays),
-                                    lambda path, arrays: np.savez_compressed(path, **arrays)],
-                         ids=["kvkit", "savez", "savez_compressed"])  # fmt: skip
-def test_round_trip(path, monkeypatch, writer, dtype, small):
+@pytest.mark.parametrize("writer", [write, savez, savez_compressed])
+def test_round_trip(path, monkeypatch, writer, small):
     monkeypatch.setattr(npz, "MAX_COPIED", small)
-    arrays = {f"a{i}": filled(shape, dtype, i) for i, shape in enumerate(SHAPES)}
+    forms = enumerate(itertools.product(SHAPES, [*DTYPES, BF16]))
+    arrays = {f"a{i}": filled(shape, dtype, i) for i, (shape, dtype) in forms}
     writer(path, arrays)
     got = read(path).arrays
     assert list(got) == list(arrays)
@@ -120,14 +127,6 @@ def test_memory_orders(path, dtype):
         assert_same(got[name], array)
     assert got["fortran"].flags.f_contiguous
     assert got["strided"].flags.c_contiguous
-
-
-def test_numpy_reads_it(path):
-    arrays = {"half": filled((3, 5), "f2"), "brain": filled((3, 5), BF16)}
-    write(path, arrays)
-    with np.load(path) as loaded:
-        assert_same(loaded["half"], arrays["half"])
-        assert loaded["brain"].tobytes() == arrays["brain"].tobytes()
 
 
 def test_chunks_are_joined(path, monkeypatch):
@@ -179,9 +178,7 @@ def test_data_is_aligned(path):
 
 
 @pytest.mark.parametrize("order", "CF")
-@pytest.mark.parametrize(
-    "writer", [write, lambda path, arrays: np.savez(path, **arrays)], ids=["kvkit", "savez"]
-)
+@pytest.mark.parametrize("writer", [write, savez])
 def test_mapped_arrays_never_change_the_file(path, writer, order):
     writer(path, {"cache": np.asarray(filled((5, 7), BF16), order=order), "pos": np.array(3)})
     before = path.read_bytes()
@@ -511,86 +508,142 @@ DEEPER = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (%s1,), }\n"
 NESTED = header(b"{'descr': '|u1', 'fortran_order': False, 'shape': %s, }\n" % (b"-" * 1900))
 NOTHING = header(b"{'descr': '<U0', 'fortran_order': False, 'shape': (%d,), }\n" % 2**40)
 PYTHON = header(b"{'descr': '|u1', 'shape': __import__('os').getcwd(), 'fortran_order': False}\n")
-DEEP = b"[" * 200_000
-WRONG = {
-    "short": ({"a.npy": GOOD[:-1]}, "a.npy.*has 175 bytes, its header asks for 176"),
-    "long": ({"a.npy": GOOD + b"x"}, "a.npy.*has 177 bytes, its header asks for 176"),
-    "huge": ({"a.npy": HUGE}, "its header asks for"),
-    "no header": ({"a.npy": b"hello"}, "a.npy.*is damaged"),
-    "empty member": ({"a.npy": b""}, "a.npy.*is damaged"),
-    "version": ({"a.npy": b"\x93NUMPY\x03\x00" + GOOD[8:]}, "a.npy.*is damaged"),
-    "9,000 signs": ({"a.npy": DEEPER}, "a.npy.*is damaged"),
-    "1,900 signs": ({"a.npy": NESTED}, "a.npy.*is damaged"),
-    "no bytes": ({"a.npy": NOTHING}, "its dtype <U0 is none that kvkit knows"),
-    "code": ({"a.npy": PYTHON}, "a.npy.*is damaged"),
-    "pickled": ({"a.npy": PICKLED}, "pickled objects"),
-    "void": ({"a.npy": VOID}, "its dtype"),
-    "record": ({"a.npy": RECORD}, "its dtype"),
-    "negative shape": ({"a.npy": NEGATIVE}, "a.npy.*is damaged"),
-    "wide": ({"a.npy": WIDE}, "a.npy.*is damaged"),
-    "other member": ({"a.npy": GOOD, "notes.txt": b"x"}, "notes.txt.*is no array: keep only NAME.npy"),
-    "folder": ({"a/": b""}, "is no array"),
-    "nameless": ({".npy": GOOD}, "is no array"),
-    "json": ({"kvkit.json": b"{"}, "kvkit.json.*is damaged"),
-    "json text": ({"kvkit.json": b"\xff"}, "kvkit.json.*is damaged"),
-    "json depth": ({"kvkit.json": DEEP}, "kvkit.json.*is damaged"),
-    "json list": ({"kvkit.json": b"[]"}, "kvkit.json or its dtypes are no object"),
-    "json dtypes": ({"kvkit.json": b'{"dtypes": [1]}'}, "kvkit.json or its dtypes are no object"),
-    "newer": ({"kvkit.json": b'{"version": 2}'}, "has version 2, not 1: update kvkit"),
-    "other dtype": ({"a.npy": GOOD, "kvkit.json": b'{"dtypes": {"a": "u1"}}'}, "a is u1, but it is int64"),
-    "absent": ({"kvkit.json": b'{"dtypes": {"a": "float16"}}'}, "a is float16, but it is absent"),
-}  # fmt: skip
-
-
 RUDE = "\x1b[31m\n" * 1000
-RUDE_FILES = {
-    "member": {RUDE: b""},
-    "array": {f"{RUDE}.npy": b""},
-    "dtype of": {"kvkit.json": json.dumps({"dtypes": {RUDE: "u1"}}).encode()},
-    "dtype": {"a.npy": GOOD, "kvkit.json": json.dumps({"dtypes": {"a": RUDE}}).encode()},
-    "dtypes": {"a.npy": GOOD, "kvkit.json": json.dumps({"dtypes": {"a": [RUDE] * 9}}).encode()},
-    "version": {"kvkit.json": json.dumps({"version": [RUDE] * 99}).encode()},
-    "header": {"a.npy": header(RUDE.encode()[:900])},
-    "fields": {"a.npy": header(b"{'descr': [('%s', '<i4')]}" % (b"x" * 999))},
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUDE_FILES)
-def test_texts_of_a_file_are_shown_printable_and_cut(path, name):
-    with zipfile.ZipFile(path, "w") as archive:
-        for member, data in RUDE_FILES[name].items():
-            archive.writestr(member, data)
-    with pytest.raises(FileError) as caught:
-        read(path)
-    text = str(caught.value).removeprefix(str(path))
-    assert text.isprintable()
-    assert len(text) < 300
+def raw(data):
+    return lambda path: path.write_bytes(data)
 
 
-def test_twice_with_a_long_name(path):
-    with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings(action="ignore"):
-        for _ in range(2):
-            archive.writestr("x" * 5000 + ".npy", GOOD)
-    with pytest.raises(FileError, match="is there twice") as caught:
-        read(path)
-    assert len(str(caught.value)) < 300 + len(str(path))
+def zipped(contents, *methods):
+    """What makes archives of members, each stored or deflated."""
+
+    def make(path, method=zipfile.ZIP_STORED):
+        with zipfile.ZipFile(path, "w", method) as archive, warnings.catch_warnings(action="ignore"):
+            for member, data in contents:
+                archive.writestr(member, data)
+
+    methods = methods or (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    return [functools.partial(make, method=method) for method in methods]
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_members(path, name, method):
-    contents, wrong = WRONG[name]
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for member, data in contents.items():
-            archive.writestr(member, data)
+def twice(path):
+    zipped([("a.npy", GOOD), ("b.npy", GOOD)])[0](path)
+    path.write_bytes(path.read_bytes().replace(b"b.npy", b"a.npy"))
+
+
+def encrypted(path):
+    np.savez(path, a=np.zeros(3))
+    data = bytearray(path.read_bytes())
+    data[6] |= 1
+    data[data.rindex(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(data)
+
+
+def set_in_directory(path, offset, value):
+    """Change a 4-byte field of the last entry in the zip's directory."""
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")
+    data[entry + offset : entry + offset + 4] = struct.pack("<I", value)
+    path.write_bytes(data)
+
+
+def of_two_sizes(path):
+    zipped([("a.npy", npy(np.zeros(10_000, np.int8)))])[0](path)
+    set_in_directory(path, 20, 10_000)
+
+
+def beyond_its_end(path):
+    text = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000,), }\n"
+    zipped([("a.npy", header(text))])[0](path)
+    size = path.read_bytes().index(b"}") - path.read_bytes().index(b"\x93") + 2 + 1_000_000
+    set_in_directory(path, 20, size)
+    set_in_directory(path, 24, size)
+
+
+def changed(count):
+    def make(path):
+        np.savez_compressed(path, a=np.random.default_rng(0).integers(0, 9, count))
+        set_in_directory(path, 16, 0)
+
+    return make
+
+
+def described_by(array):
+    return lambda path: np.savez(path, **{"kvkit.json": array})
+
+
+DAMAGED, JSON = "a.npy.*is damaged", "kvkit.json.*is damaged"
+TORCH = [(f"archive/{name}", b"") for name in ("data.pkl", "byteorder", "data/0", "version")]
+OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(9)
+TENSORS = struct.pack("<Q", 96) + b'{"key":{"dtype":"F32"' + bytes(99)
+
+
+def said(about, *more):
+    return zipped([*more, ("kvkit.json", about if isinstance(about, bytes) else json.dumps(about))])
+
+
+def array(data):
+    return zipped([("a.npy", data)])
+
+
+WRONG = [  # what makes such files, and what is said of them
+    (array(GOOD[:-1]), "a.npy.*has 175 bytes, its header asks for 176"),
+    (array(GOOD + b"x"), "a.npy.*has 177 bytes, its header asks for 176"),
+    (array(HUGE), "its header asks for"),
+    *((array(data), DAMAGED) for data in (b"hello", b"", DEEPER, NESTED, PYTHON, NEGATIVE, WIDE)),
+    (array(b"\x93NUMPY\x03\x00" + GOOD[8:]), DAMAGED),
+    (array(header(RUDE.encode()[:900])), DAMAGED),
+    (array(NOTHING), "its dtype <U0 is none that kvkit knows"),
+    (array(PICKLED), "pickled objects"),
+    (array(VOID), "its dtype"),
+    (array(RECORD), "its dtype"),
+    (array(header(b"{'descr': [('%s', '<i4')]}" % (b"x" * 999))), DAMAGED),
+    (zipped([("a.npy", GOOD), ("notes.txt", b"x")]), "notes.txt.*is no array: keep only NAME.npy"),
+    *((zipped([(name, b"")]), "is no array") for name in ("a/", ".npy", RUDE)),
+    (zipped([(f"{RUDE}.npy", b"")]), "is damaged"),
+    (zipped([("x" * 5000 + ".npy", GOOD)] * 2), "is there twice"),
+    ([twice], "'a.npy' is there twice"),
+    (zipped(TORCH), "not a .npz file, but a file of torch.save: load it with torch and write"),
+    (zipped([("a.npy", GOOD)], zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA), "neither stored nor deflated"),
+    ([encrypted], "a.npy.*encrypted"),
+    ([of_two_sizes], "a.npy.*it is stored in 10000 bytes, not 10128"),
+    ([beyond_its_end], DAMAGED),
+    (map(changed, (1, 1000, 4096, 100_000)), "a.npy.*CRC"),
+    *((said(about), JSON) for about in (b"{", b"\xff", b"[" * 200_000)),
+    *((said(about), "kvkit.json or its dtypes are no object") for about in ([], {"dtypes": [1]})),
+    (said({"version": 2}), "has version 2, not 1: update kvkit"),
+    (said({"version": [RUDE] * 99}), "has version "),
+    (said({"dtypes": {"a": "u1"}}, ("a.npy", GOOD)), "a is u1, but it is int64"),
+    (said({"dtypes": {"a": "float16"}}), "a is float16, but it is absent"),
+    (said({"dtypes": {RUDE: "u1"}}), "but it is absent"),
+    (said({"dtypes": {"a": RUDE}}, ("a.npy", GOOD)), "but it is int64"),
+    (said({"dtypes": {"a": [RUDE] * 9}}, ("a.npy", GOOD)), "but it is int64"),
+    (map(described_by, (np.zeros(3), np.array(["{}"]), np.array(1), np.array(b"{"), np.array("\ud800"))),
+     "'kvkit.json.npy' is damaged"),
+    (map(raw, (b"", b"hello", b"PK\x03\x04" + bytes(100))), "not a zip archive, or cut short"),
+    ([raw(GOOD)], "not a .npz file, but one array without a name: name it with numpy.savez"),
+    ([raw(TENSORS)], "not a .npz file, but a safetensors file: read it"),
+    ([raw(OLD_TORCH)], "not a .npz file, but a pickle, as torch.save once wrote it"),
+    ([raw(b"GGUF\3\0\0\0" + bytes(99))], "not a .npz file, but a GGUF file, a model's weights: what kv"),
+    ([raw(b"\x89HDF\r\n\x1a\n" + bytes(99))], "not a .npz file, but an HDF5 file: read it with h5py"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "wrong"), [(make, wrong) for makers, wrong in WRONG for make in makers])
+def test_wrong_files(path, make, wrong):
+    make(path)
     assert_refused(path, wrong)
 
 
 def assert_refused(path, wrong):
+    """In a line that a terminal shows as it is, whatever the file holds."""
     with pytest.raises(FileError, match=wrong) as caught:
         read(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ")
+    assert text.isprintable()
+    assert len(text) < 300 + len(str(path))
     assert isinstance(caught.value, KvkitError)
 
 
@@ -599,66 +652,6 @@ def test_no_file(path, tmp_path):
     assert_refused(tmp_path, "not a regular file")
     path.symlink_to(path)
     assert_refused(path, "no such file")
-
-
-@pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04" + bytes(100)], ids=["empty", "text", "PK"])
-def test_no_archive(path, data):
-    path.write_bytes(data)
-    assert_refused(path, "not a zip archive, or cut short")
-
-
-FOREIGN = {
-    "npy": (GOOD, "one array without a name: name it with numpy.savez"),
-    "safetensors": (
-        struct.pack("<Q", 96) + b'{"key":{"dtype":"F32"' + bytes(99),
-        "a safetensors file: read it",
-    ),
-    "old torch": (
-        b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(9),
-        "a pickle, as torch.save once wrote it",
-    ),
-    "gguf": (b"GGUF\3\0\0\0" + bytes(99), "a GGUF file, a model's weights: what kvkit takes"),
-    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(99), "an HDF5 file: read it with h5py"),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_files_of_other_kinds_are_named(path, name):
-    """Whatever their names say."""
-    data, wrong = FOREIGN[name]
-    path.write_bytes(data)
-    assert_refused(path, f"not a .npz file, but {wrong}")
-
-
-def test_a_file_of_torch_is_named(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in ("archive/data.pkl", "archive/byteorder", "archive/data/0", "archive/version"):
-            archive.writestr(name, b"")
-    assert_refused(path, "not a .npz file, but a file of torch.save: load it with torch and write")
-
-
-def test_twice(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a.npy", GOOD)
-        archive.writestr("b.npy", GOOD)
-    path.write_bytes(path.read_bytes().replace(b"b.npy", b"a.npy"))
-    assert_refused(path, "'a.npy' is there twice")
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
-def test_other_compressions(path, method):
-    with zipfile.ZipFile(path, "w", method) as archive:
-        archive.writestr("a.npy", GOOD)
-    assert_refused(path, "neither stored nor deflated")
-
-
-def test_encrypted(path):
-    np.savez(path, a=np.zeros(3))
-    data = bytearray(path.read_bytes())
-    data[6] |= 1
-    data[data.rindex(b"PK\x01\x02") + 8] |= 1
-    path.write_bytes(data)
-    assert_refused(path, "a.npy.*encrypted")
 
 
 def test_a_deflated_bomb(path):
@@ -734,43 +727,10 @@ def test_a_header_from_python_2(path):
     assert read(path).arrays["a"].tobytes() == b"abcd"
 
 
-def set_in_directory(path, offset, value):
-    """Change a 4-byte field of the last entry in the zip's directory."""
-    data = bytearray(path.read_bytes())
-    entry = data.rindex(b"PK\x01\x02")
-    data[entry + offset : entry + offset + 4] = struct.pack("<I", value)
-    path.write_bytes(data)
-
-
-def test_a_stored_member_of_two_sizes(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a.npy", npy(np.zeros(10_000, np.int8)))
-    set_in_directory(path, 20, 10_000)
-    assert_refused(path, "a.npy.*it is stored in 10000 bytes, not 10128")
-
-
-def test_a_stored_member_beyond_the_end(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(
-            "a.npy", header(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000,), }\n")
-        )
-    size = path.read_bytes().index(b"}") - path.read_bytes().index(b"\x93") + 2 + 1_000_000
-    set_in_directory(path, 20, size)
-    set_in_directory(path, 24, size)
-    assert_refused(path, "a.npy.*is damaged")
-
-
-@pytest.mark.parametrize("count", [1, 1000, 4096, 100_000])
-def test_deflated_data_is_checked(path, count):
-    np.savez_compressed(path, a=np.random.default_rng(0).integers(0, 9, count))
-    set_in_directory(path, 16, 0)
-    assert_refused(path, "a.npy.*CRC")
-
-
 # Damage: no traceback, whatever the bytes
 
 
-@pytest.fixture(params=["kvkit", "copied", "savez_compressed"])
+@pytest.fixture(params=["copied", "savez_compressed"])
 def small(request, path):
     if request.param == "copied":
         request.getfixturevalue("copied")
@@ -795,28 +755,21 @@ def test_every_truncation_is_refused(path, small):
     assert not any(survives(path, small[:length]) for length in range(len(small)))
 
 
+@pytest.mark.parametrize("small", ["kvkit", "copied", "savez_compressed"], indirect=True)
 def test_any_changed_byte_is_read_or_refused(path, small):
     rng = np.random.default_rng(0)
     read_on = 0
     for place in range(len(small)):
-        for value in (small[place] ^ 1, 0xFF, int(rng.integers(256))):
-            read_on += survives(path, small[:place] + bytes([value]) + small[place + 1 :])
-    assert 0 < read_on < 3 * len(small)
+        value = (small[place] ^ 1, 0xFF, int(rng.integers(256)))[place % 3]
+        read_on += survives(path, small[:place] + bytes([value]) + small[place + 1 :])
+    assert 0 < read_on < len(small)
 
 
 def test_any_missing_piece_is_read_or_refused(path, small):
     rng = np.random.default_rng(1)
-    for _ in range(500):
+    for _ in range(200):
         begin, end = np.sort(rng.integers(0, len(small), 2))
         assert survives(path, small[:begin] + small[end:]) in (begin == end, False)
-
-
-def test_the_file_says_its_dtypes_for_other_readers(path):
-    write(path, {"a": filled((2, 2), BF16)})
-    with zipfile.ZipFile(path) as archive:
-        assert b"V2" in archive.read("a.npy")
-    with np.load(path) as loaded:
-        assert json.loads(loaded["kvkit.json"].item())["dtypes"] == {"a": "bfloat16"}
 
 
 def test_numpy_walks_a_file_and_writes_it_again(path):
@@ -859,11 +812,3 @@ def test_a_file_of_the_version_before(path):
 def test_the_name_of_the_description_is_taken(path):
     with pytest.raises(FileError, match=r"kvkit\.json is the name of what kvkit says"):
         write(path, {"kvkit.json": np.zeros(3)})
-
-
-@pytest.mark.parametrize(
-    "array", [np.zeros(3), np.array(["{}"]), np.array(1), np.array(b"{"), np.array("\ud800")], ids=repr
-)
-def test_descriptions_that_are_none(path, array):
-    np.savez(path, **{"kvkit.json": array})
-    assert_refused(path, "'kvkit.json.npy' is damaged")

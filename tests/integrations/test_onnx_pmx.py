@@ -87,19 +87,6 @@ def function_of(suffix, op_type):
     return getattr(kvkit.dynamic_batching if suffix else kvkit, FUNCTIONS[op_type])
 
 
-def contexts(arrays, key, value):
-    """(query, key, value, mask, causal) of each sequence: the mask [heads or 1, n, m]."""
-    mask = arrays["attn_mask"]
-    if "seqstarts" not in arrays:
-        return [(*each, mask, True) for each in zip(arrays["query"], key, value, strict=True)]
-    made = []
-    for b in range(len(SEQLENS)):
-        new, all_ = (slice(*arrays[name][b : b + 2]) for name in ("seqstarts", "kvstarts"))
-        of_batch = None if mask is None else mask[None, new, all_]
-        made.append((arrays["query"][new], key[all_], value[all_], of_batch, b >= arrays["decoding_batches"]))
-    return made
-
-
 def attend(query, key, value, mask=None, causal=True):
     """Attention of one sequence, as the formula has it, in float64."""
     (n, heads, dim), m = query.shape, len(key)
@@ -162,83 +149,6 @@ def test_a_pmx_node_is_a_call_of_kvkit(root, suffix, op_type, quant_bit):
             assert (array != feeds[name]).any() == (name in ("cache", "scale")), name
 
 
-@pytest.mark.parametrize("suffix", ["", DYNAMIC])
-def test_a_key_value_cache_node_joins_past_and_current(suffix):
-    arrays, attributes = pmx_case(suffix, "KeyValueCache")
-    feeds = feeds_of(suffix, "KeyValueCache", arrays)
-    before = arrays["cache"].copy()
-    key, value = run_node(
-        "KeyValueCache", feeds, ["key", "value"], "opmx" + suffix, **attributes, num_repeat=2
-    )
-    for kv, (got, current) in enumerate([(key, arrays["current_key"]), (value, arrays["current_value"])]):
-        if suffix:
-            rows = [[8, 9, 10, 11, 28], [4, 5]]  # of the past, through the page table
-            new = [current[:1], current[1:]]
-            past = [before[at, 1, kv] for at in rows]
-            expected = np.concatenate([part for both in zip(past, new, strict=True) for part in both])
-        else:
-            expected = np.concatenate([before[:2, 1, kv, :2], current], axis=1)
-        np.testing.assert_array_equal(got, np.repeat(expected, 2, axis=-2), strict=True)
-
-
-@pytest.mark.parametrize("suffix", ["", DYNAMIC])
-@pytest.mark.parametrize("quant_bit", [0, 8])
-@pytest.mark.parametrize("masked", [True, False])
-def test_an_attention_node_follows_the_formula(suffix, quant_bit, masked):
-    arrays, attributes = pmx_case(suffix, "MultiHeadCacheAttention", quant_bit)
-    if not masked:
-        arrays["attn_mask"] = None
-    others = {name: value for name, value in attributes.items() if name not in ATTENTION}
-    cached = copies(feeds_of(suffix, "KeyValueCache", arrays))
-    key, value = function_of(suffix, "KeyValueCache")(**cached, **others)
-    expected = np.concatenate([attend(*of) for of in contexts(arrays, key, value)])
-    arrays |= {"key": key, "value": value}
-    for op_type, theirs in ("MultiHeadCacheAttention", attributes), ("MultiHeadAttention", ATTENTION):
-        feeds = copies(feeds_of(suffix, op_type, arrays))
-        if not masked:
-            del feeds["attn_mask"]
-        [got] = run_node(op_type, feeds, ["out"], "opmx" + suffix, **theirs)
-        np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=2e-5, atol=2e-5)
-
-
-SLOPES = [0.25, 0.0625, 0.015625, 0.00390625]
-
-
-def biases(n, m):
-    """ALiBi of a sequence, [heads, n, m]."""
-    distance = np.arange(m) - (m - n + np.arange(n)[:, None])
-    return np.where(distance <= 0, np.multiply.outer(SLOPES, distance), -np.inf)
-
-
-def test_an_alibi_slope_node():
-    [got] = run_node("ALiBiSlope", {}, ["out"], "opmx", num_heads=HEADS)
-    np.testing.assert_array_equal(got, np.float32(SLOPES), strict=True)
-
-
-@pytest.mark.parametrize("data_type", [1, 10])
-def test_alibi_mask_nodes(data_type):
-    dtype = {1: np.float32, 10: np.float16}[data_type]
-    attributes = {"num_heads": HEADS, "data_type": data_type}
-    feeds = feeds_of("", "ALiBiMask", pmx_arrays("", 0))
-    expected = np.full((HEADS, 4, 16), -np.inf)
-    expected[..., :6] = biases(4, 6) + feeds["attn_mask"]
-    [got] = run_node("ALiBiMask", feeds, ["out"], "opmx", **attributes)
-    np.testing.assert_allclose(got, expected.astype(dtype), rtol=1e-3, strict=True)
-
-    feeds = feeds_of(DYNAMIC, "ALiBiMask", pmx_arrays(DYNAMIC, 0))
-    expected = np.zeros((HEADS, 5, 16))
-    expected[:, :1, :6], expected[:, 1:, 6:12] = biases(1, 6), biases(4, 6)
-    expected[..., :12] += feeds["attn_mask"]
-    [got] = run_node("ALiBiMask", feeds, ["out"], "opmx" + DYNAMIC, **attributes)
-    np.testing.assert_allclose(got, expected.astype(dtype), rtol=1e-3, strict=True)
-
-
-def test_a_position_index_node():
-    feeds = feeds_of(DYNAMIC, "PositionIndex", pmx_arrays(DYNAMIC, 0))
-    [got] = run_node("PositionIndex", feeds, ["out"], "opmx" + DYNAMIC)
-    np.testing.assert_array_equal(got, np.array([5, 2, 3, 4, 5]), strict=True)
-
-
 def rotated(x, positions, turned=None, theta=1e4):
     """[.., tokens, heads, dim] with neighbouring pairs turned as complex numbers, in float64."""
     turned = turned or x.shape[-1]
@@ -247,20 +157,6 @@ def rotated(x, positions, turned=None, theta=1e4):
     out = x.astype(np.float64)
     out[..., 0:turned:2], out[..., 1:turned:2] = pairs.real, pairs.imag
     return out
-
-
-@pytest.mark.parametrize("suffix", ["", DYNAMIC])
-@pytest.mark.parametrize("bypass_key", [0, 1])
-def test_rotary_nodes(suffix, bypass_key):
-    feeds = feeds_of(suffix, "RotaryPositionEmbedding", pmx_arrays(suffix, 0))
-    at = [5, 2, 3, 4, 5] if suffix else [[2, 3, 4, 5], [1, 2, 3, 4]]
-    outputs = ["turned_query", "turned_key"]
-    domain = "opmx" + suffix
-    got = run_node("RotaryPositionEmbedding", feeds, outputs, domain, **LINEAR, bypass_key=bypass_key)
-    for name, array in zip(("query", "key"), got, strict=True):
-        still = name == "key" and bypass_key
-        expected = feeds[name] if still else rotated(feeds[name], np.array(at) / 2, 6, 100.0)
-        np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
 
 
 # A whole attention block, step by step, on one cache
@@ -345,7 +241,12 @@ def test_an_attention_block_step_by_step(suffix):
 
 
 def test_attributes_of_exported_graphs():
-    """Booleans are integers, a softmax_scale of 0 is the default, and a mask may follow an empty scale."""
+    """Booleans are integers, 10 is float16, a softmax_scale of 0 is the default."""
+    feeds = feeds_of("", "ALiBiMask", pmx_arrays("", 0))
+    for number, dtype in ((1, np.float32), (10, np.float16)):
+        [got] = run_node("ALiBiMask", feeds, ["out"], "opmx", num_heads=HEADS, data_type=number)
+        expected = kvkit.alibi_mask(**feeds, num_heads=HEADS, data_type=np.dtype(dtype).name)
+        np.testing.assert_array_equal(got, expected, strict=True)
     arrays, attributes = pmx_case("", "MultiHeadCacheAttention")
     arrays["scale"] = np.empty(0, np.float32)
     feeds = feeds_of("", "MultiHeadCacheAttention", arrays)
