@@ -31,7 +31,7 @@ ROOMS = {
         "operators/test_position_errors.py operators/test_attention_errors.py operators/test_outputs.py "
         "ascend operators/test_paged_append.py operators/test_plan.py operators/test_steps.py "
         "operators/test_merge.py operators/test_paged_attention.py tools/test_validate.py "
-        "operators/test_messages.py operators/test_attention.py",
+        "operators/test_messages.py operators/test_random_calls.py",
     ),
     "layouts": (
         "kvkit/layouts",
@@ -57,7 +57,7 @@ ROOMS = {
         24,
         "kernels/test_numeric.py kernels/test_index.py operators/test_pmx_vectors.py "
         "ascend/test_ascend_vectors.py kernels operators/test_attention_vectors.py "
-        "operators/test_key_value_cache.py operators/test_positions.py ascend operators/test_attention.py "
+        "operators/test_random_calls.py operators/test_positions.py ascend "
         "operators/test_merge.py operators/test_attention_numbers.py "
         "operators/test_quant_formats.py cache/test_quantized_cache_codes.py",
     ),

@@ -10,82 +10,6 @@ from kvkit.cpu.copy import transfer
 
 FEW = [Formats("fp32", "fp16"), MOVED[-1], QUANTIZED[8], QUANTIZED[2], ODD_GROUPS[1]]
 few_formats = pytest.mark.parametrize("formats", FEW, ids=str)
-dynamic_layouts = pytest.mark.parametrize("layout", range(4), ids="layout{}".format)
-static_layouts = pytest.mark.parametrize("layout", range(2), ids="layout{}".format)
-ARRAYS = ("current_key", "current_value", "cache", "scale")
-
-
-def check_carved(poison, scene, offset=0, flips=None, names=(*ARRAYS, "out")):
-    """The named arrays of the call lie in buffers of which no other byte may change."""
-    expected, flips = scene.oracle(), flips or {}
-    here = [name for name in ARRAYS if name in names and scene[name] is not None]
-    moved = {name: poison.around(scene[name], offset, flips.get(name)) for name in here}
-    out = tuple(map(poison.like, expected[:2]))
-    if "out" in names:
-        out = tuple(poison.around(array, offset, flips.get("out")) for array in out)
-    carved = scene.copy().but(**moved)
-    assert_all_same(carved.results(out=out), expected)
-    for name in ("current_key", "current_value"):
-        scenes.assert_same(carved[name], scene[name], name)
-
-
-@few_formats
-@dynamic_layouts
-@pytest.mark.parametrize("repeat", [1, 2])
-@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "odd_address"])
-def test_dynamic_guarded(formats, layout, repeat, offset, rng, poison):
-    for mode in range(2):
-        check_carved(poison, scenes.dynamic(rng, formats, layout, mode, repeat=repeat), offset)
-
-
-@few_formats
-@dynamic_layouts
-@pytest.mark.parametrize("name", [*ARRAYS, "out"])
-def test_one_guarded_array_among_contiguous_ones(formats, layout, name, rng, poison):
-    check_carved(poison, scenes.dynamic(rng, formats, layout, 1), names=(name,))
-
-
-@few_formats
-@static_layouts
-@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "odd_address"])
-def test_static_guarded(formats, layout, offset, rng, poison):
-    check_carved(poison, scenes.static(rng, formats, layout, repeat=2), offset)
-
-
-@few_formats
-@dynamic_layouts
-def test_dynamic_negative_strides(formats, layout, rng, poison):
-    """Each outer axis in turn runs backwards, in cache and scale together and apart."""
-    for axis in range(4):
-        scene = scenes.dynamic(rng, formats, layout, 1)
-        outer = min(axis, 1)
-        check_carved(poison, scene, 1, {"cache": axis, "scale": axis, "out": outer, "current_key": outer})
-        check_carved(poison, scene, 0, {"cache": axis})
-        check_carved(poison, scene, 0, {"scale": axis})
-
-
-@few_formats
-@static_layouts
-def test_static_negative_strides(formats, layout, rng, poison):
-    for axis in range(5):
-        scene = scenes.static(rng, formats, layout)
-        outer = min(axis, 2)
-        check_carved(poison, scene, 1, {"cache": axis, "scale": axis, "out": outer, "current_key": outer})
-
-
-@few_formats
-@dynamic_layouts
-def test_cache_with_axes_in_another_order(formats, layout, rng):
-    """The memory order of a view is free: a cache that lies in memory as another layout would."""
-    scene = scenes.dynamic(rng, formats, layout, 1)
-    expected = scene.oracle()
-    for order in ((3, 2, 1, 0, 4), (1, 0, 3, 2, 4), (2, 3, 0, 1, 4)):
-        moved = {
-            name: np.ascontiguousarray(scene[name].transpose(order)).transpose(np.argsort(order))
-            for name in ("cache", "scale")
-            if scene[name] is not None
-        }
-        assert_all_same(scene.but(**moved).results(), expected)
 
 
 @few_formats
@@ -105,14 +29,6 @@ def test_cache_and_scale_interleaved_in_one_buffer(formats, rng):
         at += size
     scene = scene.but(**dict(zip(("cache", "scale"), moved, strict=False)))
     assert_all_same(scene.results(), expected)
-
-
-def test_kept_arrays_come_back(rng, poison):
-    scene = scenes.static(rng, MOVED[0])
-    out = tuple(map(poison.like, scene.oracle()[:2]))
-    key, value = scene.run(out=list(out))
-    assert key is out[0]
-    assert value is out[1]
 
 
 @few_formats

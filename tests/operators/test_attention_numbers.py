@@ -320,6 +320,27 @@ def test_data_coarser_than_their_cache(kind, formats, rng):
         check(call)
 
 
+def test_alibi_of_far_tokens(rng):
+    """In float16 the distance itself would be rounded from 2048 on."""
+    for formats in (FP16, FP32):
+        for kind in ("dynamic", "dynamic_cache"):
+            call = getattr(scenes, kind)(rng, formats, [(3000, 2)], 8, 1, 8, is_alibi=True)
+            check(call)
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0), (4, 3, 0), (1, 0, 2, 3)], ids=str)
+def test_masks_without_elements_are_no_masks(kind, shape, rng):
+    call = any_kind(kind, rng)
+    expected = call.copy().run()
+    scenes.assert_same(call.but(attn_mask=np.zeros(shape, np.float32)).run(), expected)
+
+
+@pytest.mark.parametrize("formats", [FP32, INT8], ids=str)
+def test_an_endless_page(formats, rng):
+    check(scenes.dynamic_cache(rng, formats, [(0, 5)], page_size=2**40))
+
+
 # Contexts of one token and of 100,000
 
 

@@ -20,8 +20,8 @@ SHARED = (
     "ascend_vectors",
 )  # fmt: skip
 SLOW = (
-    "attention_errors", "attention_vectors", "key_value_cache", "position_errors", "positions", "properties",
-    "ascend", "ascend_attention", "ascend_attention_errors", "ascend_blocks", "ascend_errors",
+    "attention_errors", "attention_vectors", "key_value_cache", "position_errors", "positions",
+    "random_calls", "ascend", "ascend_attention", "ascend_attention_errors", "ascend_blocks", "ascend_errors",
     "ascend_means", "ascend_properties", "ascend_views",
 )  # fmt: skip
 # The machine that runs PTX compiles for a minute, so that few kernels of each kind are quick.
