@@ -98,7 +98,11 @@ def test_one_step_at_a_time():
     for action in (blocks.fork, blocks.free, lambda s: blocks.crop(s, -1)):
         assert refused(blocks, action, seq, sequences=[seq]).startswith(("seq: ", "length: "))
     blocks.free(blocks.fork(other))  # what the step does not write may change
+    blocks.extend(seq, [3])
     step.commit()
+    without = blocks.begin_step([(other, 2)])
+    assert "2 tokens" in refused(blocks, blocks.extend, other, [1], sequences=[other])
+    without.commit()
     assert not step.is_open
     assert seq.length == 3
     for action in (step.commit, step.abandon):

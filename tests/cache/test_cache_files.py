@@ -18,6 +18,7 @@ from kvkit.cache import (
     StaticLayer,
     load,
 )
+from kvkit.files import npz
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = np.dtype(np.float32), np.dtype(np.float16), BF16
@@ -33,6 +34,7 @@ def test_a_layer_without_tokens_beside_others(path):
     cache.update(*random(np.float32, 3), 2)
     cache.save(path)
     assert_same(load(path), cache)
+    assert "description" not in npz.read(path).metadata  # which would say how all layers lie
 
 
 def test_what_was_loaded_is_in_memory(path):

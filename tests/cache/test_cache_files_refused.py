@@ -75,6 +75,10 @@ def swapped(arrays, about):
     arrays["layers.0.keys"], arrays["layers.2.keys"] = arrays["layers.2.keys"], arrays["layers.0.keys"]
 
 
+def empty(arrays, about):
+    del arrays["layers.3.keys"], arrays["layers.3.values"]
+
+
 FINGERPRINT, LAYER, BLOCKS = (
     "contents with the fingerprint",
     "a valid layer 0",
@@ -94,6 +98,8 @@ CHANGES = [  # of what; the change; whether the file is sealed again; what was e
     (save_layers, array("layers.3.keys", lambda x: None), False, SHAPE.format("layers.3.keys", "")),
     (save_layers, lambda arrays, about: arrays.update({"layers.9.keys": np.zeros(3)}), False,
      SHAPE.format("layers.9.keys", "None, got")),
+    (save_layers, empty, True, "a valid layer 3, got "),
+    (save_layers, said("layers 3 length", 0), True, "a valid layer 3, got "),
     (save_layers, said("version", 2), False, "a cache of version 1, got 2"),
     (save_layers, said("layers", None), True, "a description of every layer"),
     (save_layers, lambda arrays, about: "cache", False, "a cache of version 1, got none"),

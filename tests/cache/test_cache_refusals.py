@@ -67,6 +67,8 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
     ("sink: expected", lambda: QuantizedCache(2, sink=-1)),
     ("value: expected a head size that groups of 32", updated(*states(1), value=QuantSpec(group=32))),
     ("key: expected", updated(*states(1, dims=(6, 32)), key=QuantSpec(2, axis="channel"))),
+    ("key: expected a head size that groups of 32 divide, got 80",
+     updated(*states(1, dims=(80, 80)), key=QuantSpec(axis="token"))),
     ("key: expected a head size that groups of 32 divide, got 48",
      updated(*states(2, dims=(48, 48)), key=QuantSpec(format="q8_0"), value=QuantSpec(format="q8_0"))),
     ("num_blocks: expected", paged(num_blocks=0)),
@@ -213,6 +215,19 @@ def test_a_full_layer_says_so():
     assert append(layer, 4) == [1, 2, 3, 4]
     with pytest.raises(CapacityError):
         StaticLayer(3).reserve(4)
+
+
+def test_the_largest_allocator():
+    assert BlockAllocator(2**19, 2**12).available == 2**19
+
+
+def test_queries_whose_window_has_left():
+    layer, query = SlidingWindowLayer(4), np.ones((1, 1, 2, 1), np.float32)
+    append(layer, *range(300))
+    layer.attend(query)
+    layer.settle()
+    layer.attend(query[:, :, :1])
+    assert "query: expected tokens whose window SlidingWindowLayer still" in refused(layer.attend, query)
 
 
 def test_a_crop_without_recording_says_what_to_do():

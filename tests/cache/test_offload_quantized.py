@@ -99,6 +99,12 @@ def test_the_first_tokens_after_a_prompt_take_no_other_file(tmp_path, prompt):
     assert cache.layers[0].home.generation == 1
     feed(cache.layers[0], given, *range(prompt + 1, prompt + 80))
     assert cache.layers[0].home.generation == 1 + (prompt == 10)
+    cache.reserve(200)
+    reserved = cache.layers[0].home.generation
+    feed(cache.layers[0], given, *range(prompt + 80, prompt + 279))
+    assert cache.layers[0].home.generation == reserved
+    cache.reserve(1)
+    assert cache.layers[0].home.generation == reserved
     cache.close()
 
 

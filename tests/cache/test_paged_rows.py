@@ -100,6 +100,9 @@ def test_views_are_valid_until_their_layer_changes():
     assert np.asarray(view).ravel().tolist() == [1, 2, 3, 4]
     cache.crop(-1)
     assert "an older one" in refused(np.asarray, view)
+    for i in (0, 1):
+        cache.update(numbered(5), numbered(5), i)
+    assert "an older one" in refused(np.asarray, view)
 
 
 def test_rows_that_were_reordered_share_blocks_and_grow_apart():

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
@@ -97,6 +97,7 @@ ranks = st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([0, 0.5, 1])
 window_sizes = st.sampled_from([-1, -1, 0, 1, 3])
 
 
+@settings(max_examples=120)
 @given(st.data(), st.integers(0, 2**32 - 1), ranks | st.none(), st.integers(0, 3))
 def test_agrees_with_the_reference_evaluator(data, seed, mask, mode):
     rng, draw = np.random.default_rng(seed), data.draw
@@ -140,6 +141,20 @@ def test_agrees_with_the_reference_evaluator(data, seed, mask, mode):
     for name, a, b in zip(outputs, got, expected, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [bool, np.float16, np.float32])
+def test_inputs_of_two_types_are_widened(kind):
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal((2, 3, 5, 8)).astype(np.float32) for name in "QKV"}
+    feeds["V"] = feeds["V"].astype(np.float16)
+    feeds["attn_mask"] = (rng.random((5, 5)) < 0.7).astype(kind)
+    [got] = run_node("Attention", feeds, ["Y"])
+    whole = {
+        name: array if array.dtype == bool else array.astype(np.float32) for name, array in feeds.items()
+    }
+    [expected] = run_node("Attention", whole, ["Y"], new_ops=None)
+    np.testing.assert_allclose(got, expected, atol=2e-3)
 
 
 def test_attention_copies_no_input_and_writes_into_its_output(calls):
@@ -212,6 +227,7 @@ def test_what_attention_refuses(change, message):
 # TensorScatter beyond the node tests
 
 
+@settings(max_examples=60)
 @given(st.data(), st.integers(0, 2**32 - 1), st.sampled_from(["linear", "circular"]), st.integers(2, 4))
 def test_tensor_scatter_agrees_with_the_reference_evaluator(data, seed, mode, ndim):
     rng, draw = np.random.default_rng(seed), data.draw

@@ -137,6 +137,8 @@ def test_a_pmx_node_is_a_call_of_kvkit(root, suffix, op_type, quant_bit):
         arrays["attn_mask"] = None  # the other variant of an operator without a cache
     feeds = feeds_of(suffix, op_type, arrays)
     fed = copies(feeds)
+    while fed and [*fed.values()][-1] is None:
+        fed.popitem()  # a node leaves out its last inputs
     names = OUTPUTS.get(op_type, ["out"])
     got = run_node(op_type, fed, [f"out_{name}" for name in names], root + suffix, **attributes)
     called = copies(feeds)
