@@ -27,8 +27,8 @@ ROOMS = {
     "checks": (
         "kvkit/checks",
         26,
-        "operators/test_checks.py operators/test_refusals.py operators/test_key_value_cache*errors.py "
-        "operators/test_position_errors.py operators/test_attention_errors.py operators/test_outputs.py "
+        "operators/test_checks.py operators/test_refusals.py operators/test_wrong_calls.py "
+        "operators/test_key_value_cache_errors.py operators/test_outputs.py "
         "ascend operators/test_paged_append.py operators/test_plan.py operators/test_steps.py "
         "operators/test_merge.py operators/test_paged_attention.py tools/test_validate.py "
         "operators/test_messages.py operators/test_random_calls.py",

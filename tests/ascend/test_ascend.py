@@ -1,83 +1,75 @@
-"""Random legal calls of `reshape_and_cache` against plain loops: every byte of the caches' memory."""
+"""Views that runtimes hand over, and limits of Ascend's kernels that `reshape_and_cache` does not have."""
 
+import backends
 import numpy as np
 import pytest
-from ascend_scenes import (
-    DTYPES,
-    FLOATS,
-    any_bits,
-    check,
-    compressed_call,
-    dtypes_of,
-    every_dtype,
-    finite,
-    plain_call,
-    seeds,
-)
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from ascend_scenes import FLOATS, any_bits, check, every_dtype, finite, random_slots
 
+from kvkit.reference import ascend as oracle
 from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
-every_mode = pytest.mark.parametrize("mode", [KVHEAD, ROPE, OMNI], ids=["kvhead", "rope", "omni"])
-
-
-# Data
-
-
-# A slot for each token
-
-
-@settings(max_examples=120)
-@given(seeds, dtypes_of, st.sampled_from([1, 2]))
-def test_nd(rng, dtype, count):
-    check(rng, *plain_call(rng, [dtype] * count))
-
-
-@settings(max_examples=120)
-@given(seeds, dtypes_of, st.sampled_from([1, 2]))
-def test_nz(rng, dtype, count):
-    check(rng, *plain_call(rng, [dtype] * count, "NZ"), cache_format="NZ")
-
-
-@given(seeds, st.sampled_from(["float16", "bfloat16"]))
-def test_nz_of_int8_keys_and_other_values(rng, name):
-    check(rng, *plain_call(rng, [DTYPES["int8"], DTYPES[name]], "NZ"), cache_format="NZ")
+reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 
 @every_dtype
-def test_one_element(dtype):
-    """The smallest cache there is."""
-    rng = np.random.default_rng(1)
-    for _ in range(5):
-        check(rng, *any_bits(rng, (4, 1, 1, 1), dtype)[:2], *any_bits(rng, (2, 1, 1, 1, 1), dtype), [0])
+def test_fused_rows_and_an_interleaved_store(dtype):
+    """Keys and values from one projection, into one array [blocks, key|value, rows, heads, dim]."""
+    rng = np.random.default_rng(4)
+    fused, store = any_bits(rng, (11, 6, 40), dtype), any_bits(rng, (3, 2, 5, 2, 40), dtype)
+    after, slots = store.copy(), random_slots(rng, 11, 15)
+    oracle.reshape_and_cache(fused[:, 2:4], fused[:, 4:], after[:, 0], after[:, 1], slots)
+    reshape_and_cache(fused[:, 2:4], fused[:, 4:], store[:, 0], store[:, 1], slots)
+    assert store.tobytes() == after.tobytes()
 
 
-# Runs
+@every_dtype
+@pytest.mark.parametrize("dim", [1, 5, 64])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_nhsd(dtype, dim, rows):
+    """Neighbours are tokens of a head; runs are longer than the walk takes at a time."""
+    rng = np.random.default_rng(5)
+    key, store = any_bits(rng, (70, 3, dim), dtype), any_bits(rng, (-(-80 // rows), 3, rows, dim), dtype)
+    after, slots = store.copy(), np.r_[7:77]
+    oracle.reshape_and_cache(key, None, after.transpose(0, 2, 1, 3), None, slots)
+    reshape_and_cache(key, None, store.transpose(0, 2, 1, 3), None, slots)
+    assert store.tobytes() == after.tobytes()
 
 
-counts = st.sampled_from([1, 2, 2])
+@every_dtype
+def test_broadcast_tokens(dtype):
+    """A stride of zero is one more stride of an input."""
+    rng = np.random.default_rng(6)
+    key = np.broadcast_to(any_bits(rng, (1, 1, 32), dtype), (6, 2, 32))
+    cache = any_bits(rng, (3, 3, 2, 32), dtype)
+    after, slots = cache.copy(), [8, 1, 2, 3, -1, 5]
+    oracle.reshape_and_cache(key, None, after, None, slots)
+    reshape_and_cache(key, None, cache, None, slots)
+    assert cache.tobytes() == after.tobytes()
 
 
-@settings(max_examples=120)
-@given(seeds, dtypes_of, counts, st.sampled_from(["copy", "skip"]))
-def test_kvhead(rng, dtype, count, empty_window):
-    arrays, keywords = compressed_call(rng, dtype, KVHEAD, count, empty_window)
-    check(rng, *arrays, **keywords)
+@pytest.mark.cpu
+def test_offsets_of_more_than_32_bits():
+    """A slot whose bytes lie 4 GiB and more into a cache of which little is ever touched."""
+    cache = np.zeros((2**17 + 1, 16, 8, 128), np.int16).view(np.float16)
+    key = any_bits(np.random.default_rng(7), (2, 8, 128), np.float16)
+    last = 16 * (2**17 + 1) - 1
+    reshape_and_cache(key, None, cache, None, [last, 5])
+    assert cache[-1, -1].tobytes() == key[0].tobytes()
+    assert cache[0, 5].tobytes() == key[1].tobytes()
+    assert not cache[0, :5].any()
+    assert not cache[-1, :-1].any()
 
 
-@settings(max_examples=120)
-@given(seeds, dtypes_of, counts)
-def test_omni(rng, dtype, count):
-    arrays, keywords = compressed_call(rng, dtype, OMNI, count)
-    check(rng, *arrays, **keywords)
+# Limits that there are not
 
 
-@settings(max_examples=120)
-@given(seeds, st.sampled_from(list(FLOATS.values())), counts)
-def test_rope(rng, dtype, count):
-    arrays, keywords = compressed_call(rng, dtype, ROPE, count)
-    check(rng, *arrays, **keywords)
+def test_large_heads():
+    """NZ rows of more than 98,304 bytes, and means over more than 16,384 elements."""
+    rng = np.random.default_rng(10)
+    key, cache = any_bits(rng, (2, 1, 49_168), np.float16), any_bits(rng, (1, 3073, 3, 16), np.float16)
+    check(rng, key, None, cache, None, [2, 0], cache_format="NZ")
+    key, cache = finite(rng, (3, 1, 16_416), np.float16), any_bits(rng, (2, 2, 1, 16_416), np.float16)
+    check(rng, key, None, cache, None, [1], compress_type=ROPE, wins=[2], seq_lens=[3], offset_index=[0])
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=str)
@@ -90,7 +82,7 @@ def test_rope_moves_every_bit_that_it_does_not_average(dtype):
     check(rng, key, None, cache, None, [3, 19], compress_type=ROPE, seq_lens=[20], **more)
 
 
-@every_mode
+@pytest.mark.parametrize("mode", [KVHEAD, ROPE, OMNI], ids=["kvhead", "rope", "omni"])
 def test_an_empty_run_may_begin_behind_the_cache(mode):
     """And share its slot with another run."""
     rng = np.random.default_rng(3)

@@ -15,7 +15,6 @@ from scenes import INT64_MAX, INT64_MIN
 from kvkit import KvkitError
 from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
-ARRAYS = ("key", "value", "key_cache", "value_cache")
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -36,37 +35,7 @@ every_call = pytest.mark.parametrize("kind", CALLS)
 runs_only = pytest.mark.parametrize("kind", list(CALLS)[2:])
 
 
-@every_call
-def test_the_calls_are_legal(kind):
-    """Otherwise the others would prove nothing."""
-    call = call_of(*CALLS[kind])
-    before = [call[name].tobytes() for name in ARRAYS[2:]]
-    run(call)
-    assert all(call[name].tobytes() != old for name, old in zip(ARRAYS[2:], before, strict=True))
-
-
 # Arrays
-
-
-@every_call
-def test_mixed_types(kind):
-    call = call_of(*CALLS[kind])
-    for name in ARRAYS:
-        for dtype in (np.float32, BFLOAT16, np.int8):
-            refused(call | {name: np.zeros(call[name].shape, dtype)}, "")
-
-
-@pytest.mark.parametrize("cache_format", ["ND", "NZ"])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("int8", "float32"), ("float16", "bfloat16"), ("float16", "int8"), ("float32", "float16")],
-)
-def test_pairs_of_types(cache_format, first, second):
-    """NZ takes int8 keys with 16-bit values, and nothing else mixes."""
-    types = {"bfloat16": BFLOAT16}
-    call = call_of(0, cache_format, types.get(first, first))
-    other = call_of(0, cache_format, types.get(second, second))
-    refused(call | {name: other[name] for name in ("value", "value_cache")}, "value")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16], ids=str)
@@ -100,81 +69,6 @@ def test_a_cache_over_another_array(kind, name, other):
             run(call | moved)
 
 
-@every_call
-@pytest.mark.parametrize("name", ARRAYS)
-def test_sizes_that_differ(kind, name):
-    """More, less, or none along each axis."""
-    call = call_of(*CALLS[kind])
-    for axis in range(call[name].ndim):
-        array = np.moveaxis(call[name], axis, 0)
-        for changed in (np.concatenate([array, array[:1]]), array[1:], array[:0]):
-            if len(array) > 1 or len(changed) != 0:
-                refused(call | {name: np.moveaxis(changed, 0, axis)}, "")
-
-
-@every_call
-def test_sizes_of_zero(kind):
-    for name in ("key", "value"):
-        for shape in ((7, 0, 32), (7, 2, 0)):
-            refused(call_of(*CALLS[kind]) | {name: np.zeros(shape, np.float16)}, name)
-
-
-@every_call
-def test_one_of_value_and_value_cache(kind):
-    for name in ("value", "value_cache"):
-        refused(call_of(*CALLS[kind]) | {name: None}, name)
-
-
-@every_call
-def test_missing_and_surplus_arguments(kind):
-    call = call_of(*CALLS[kind])
-    for name, array in (("wins", [2, 2, 2, 2]), ("seq_lens", [4, 3]), ("offset_index", [-1] * 4)):
-        changed = {k: v for k, v in call.items() if k != name}
-        if name not in call:
-            changed[name] = np.array(array)
-        refused(changed, name)
-
-
-@runs_only
-def test_nz_is_not_compressed(kind):
-    refused(call_of(*CALLS[kind]) | {"cache_format": "NZ"}, "cache_format")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "heads", "dim"), [(np.float16, 1, 24), (np.int8, 3, 16), (np.float32, 2, 5)]
-)
-def test_nz_rows_of_no_whole_groups(dtype, heads, dim):
-    n0 = 32 // np.dtype(dtype).itemsize
-    tokens, cache = np.zeros((1, heads, dim), dtype), np.zeros((1, -(-heads * dim // n0), 2, n0), dtype)
-    refused(
-        dict(zip(ARRAYS, (tokens, None, cache, None), strict=True))
-        | {"slot_mapping": [0], "cache_format": "NZ"},
-        "key",
-    )
-
-
-def test_nz_groups_of_another_size():
-    call = call_of(0, "NZ")
-    refused(call | {"key_cache": call["key_cache"].reshape(4, 8, 5, 8)}, "key_cache")
-
-
-@runs_only
-def test_head_sizes_of_runs(kind):
-    """Multiples of 32, the same for keys and values; caches of one head."""
-    call = call_of(*CALLS[kind])
-    for dim in (16, 33, 48):
-        arrays = [np.zeros((7, 2, dim), np.float16)] * 2 + [
-            np.zeros((4, 5, 1, dim), np.float16) for _ in "kv"
-        ]
-        refused(call | dict(zip(ARRAYS, arrays, strict=True)), "key")
-    refused(
-        call
-        | {"value": np.zeros((7, 2, 64), np.float16), "value_cache": np.zeros((4, 5, 1, 64), np.float16)},
-        "value",
-    )
-    refused(call | {"key_cache": np.zeros((4, 5, 2, 32), np.float16)}, "key_cache")
-
-
 def test_int8_has_no_mean():
     refused(call_of(ROPE, "ND", np.int8), "key")
     for mode in (KVHEAD, OMNI):
@@ -188,16 +82,6 @@ def changed(call, name, at, value):
     array = call[name].copy()
     array[at] = value
     return call | {name: array}
-
-
-@pytest.mark.parametrize("kind", ["nd", "nz"])
-def test_slots_behind_the_cache(kind):
-    call = call_of(*CALLS[kind])
-    for at in (0, 3, 6):
-        for slot in (20, 21, 2**31, 2**32 + 7, INT64_MAX):
-            refused(changed(call, "slot_mapping", at, slot), f"slot_mapping[{at}]")
-    for slot in (-1, -20, -21, -(2**31) - 1, INT64_MIN):
-        run(changed(call, "slot_mapping", 0, slot))
 
 
 @pytest.mark.parametrize("kind", ["nd", "nz"])
@@ -245,13 +129,6 @@ def test_runs_that_overlap(kind):
                     run(call | {"slot_mapping": slots})
             else:
                 run(call | {"slot_mapping": slots})
-
-
-@runs_only
-def test_lengths_of_sequences(kind):
-    call = call_of(*CALLS[kind])
-    for lengths in ([4, 2], [4, 4], [7, 0], [8, -1], [0, 7], [INT64_MAX, INT64_MAX], [INT64_MAX, 8 - 2**63]):
-        refused(call | {"seq_lens": np.array(lengths)}, "seq_lens")
 
 
 @runs_only

@@ -26,15 +26,6 @@ def test_tokens_far_beyond_the_table_are_zeros(start, rows):
         assert np.count_nonzero(key) == 2
 
 
-def test_sums_of_lengths_that_wrap():
-    """The second length would be 1."""
-    cache = np.ones((3, 4, 1, 1), np.float32)
-    for sums in ([0, INT64_MAX, INT64_MIN], [0, INT64_MAX, -2], [0, 3, INT64_MIN]):
-        refused(
-            lambda sums=sums: paged_cache_load(cache, None, np.array([[0], [1]]), np.array(sums)), "seq_lens"
-        )
-
-
 @pytest.mark.parametrize(
     "ends", [[INT64_MAX, -2, 2], [INT64_MAX, INT64_MIN, 2], [INT64_MIN, INT64_MAX, 2], [3, 2, 2]], ids=str
 )

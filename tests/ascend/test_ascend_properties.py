@@ -3,18 +3,15 @@
 import backends
 import numpy as np
 import pytest
-from ascend_scenes import FLOATS, any_bits, compressed_call, dtypes_of, finite, needs_two, seeds, with_threads
+from ascend_scenes import any_bits, dtypes_of, finite, needs_two, seeds, with_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
+from kvkit.reference.ascend import ROPE
 
 nd_to_nz = backends.operators.ascend.nd_to_nz
 paged_cache_load = backends.operators.ascend.paged_cache_load
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
-
-
-floats_of = st.sampled_from(list(FLOATS.values()))
 
 
 def runs(rng, dtype, data=any_bits):
@@ -30,70 +27,6 @@ def runs(rng, dtype, data=any_bits):
         return caches
 
     return stored, before
-
-
-@given(seeds, dtypes_of)
-def test_negative_slots_leave_every_byte(rng, dtype):
-    stored, before = runs(rng, dtype, finite)
-    slots = -rng.integers(1, 100, 4)
-    for mode in (KVHEAD, OMNI, ROPE)[: 2 if dtype == np.int8 else 3]:
-        offsets = None if mode == KVHEAD else [0, 1, 2, 0]
-        assert stored(mode, [2, 3, 1, 4], offsets, slots).tobytes() == before.tobytes()
-    key, caches = any_bits(rng, (4, 1, 32), dtype), before.copy()
-    reshape_and_cache(key, key, *caches, slots)
-    assert caches.tobytes() == before.tobytes()
-
-
-@given(seeds, floats_of)
-def test_nothing_left_out_is_a_copy(rng, dtype):
-    stored, before = runs(rng, dtype)
-    whole = stored(KVHEAD, [7, 7, 4, 4]).tobytes()
-    assert whole != before.tobytes()
-    assert whole == stored(KVHEAD, [0] * 4).tobytes()
-    for mode in (ROPE, OMNI):
-        assert whole == stored(mode, [3, 0, 9, -2], [-1] * 4).tobytes()
-        assert whole == stored(mode, [0] * 4, [2, 0, -1, 4]).tobytes()
-
-
-@given(seeds, dtypes_of)
-def test_a_copy_by_slots_of_tokens(rng, dtype):
-    """Each head of a sequence is a sequence of one head, stored token by token."""
-    lengths, heads = [7, 4], 2
-    key, caches = (
-        any_bits(rng, (11, heads, 32), dtype),
-        np.tile(any_bits(rng, (6, 5, 1, 32), dtype), (2, 1, 1, 1, 1)),
-    )
-    begins = [1, 9, 16, 23]
-    reshape_and_cache(
-        key, None, caches[0], None, begins, compress_type=KVHEAD, wins=[0] * 4, seq_lens=lengths
-    )
-    first = np.cumsum([0, *lengths])
-    for i, begin in enumerate(begins):
-        b, h = divmod(i, heads)
-        tokens = key[first[b] : first[b + 1], h : h + 1]
-        reshape_and_cache(tokens, None, caches[1], None, begin + np.arange(lengths[b]))
-    assert caches[0].tobytes() == caches[1].tobytes()
-
-
-@given(seeds, floats_of)
-def test_a_mean_of_one_token_is_the_token(rng, dtype):
-    """But for -0.0, which becomes 0.0."""
-    stored, before = runs(rng, dtype, finite)
-    whole, offsets = stored(KVHEAD, [0] * 4), [3, 0, 1, 3]
-    for begin, offset in zip([1, 9, 16, 23], offsets, strict=True):
-        row = whole.reshape(2, 30, 32)[:, begin + offset]
-        row[row == 0] = 0
-    assert stored(ROPE, [1] * 4, offsets).tobytes() == whole.tobytes()
-    assert whole.tobytes() != before.tobytes()
-
-
-@given(seeds, dtypes_of)
-def test_dropping_the_first_keeps_the_last(rng, dtype):
-    stored, _ = runs(rng, dtype)
-    for first, second in ([2, 3], [1, 4], [7, 1], [5, 4]):
-        dropped = stored(OMNI, [first, 6, second, 2], [0] * 4)
-        kept = stored(KVHEAD, [7 - first, 1, 4 - second, 2], empty_window="skip")
-        assert dropped.tobytes() == kept.tobytes()
 
 
 @given(seeds, dtypes_of, st.integers(1, 20), st.sampled_from(["ND", "NZ"]))
@@ -131,28 +64,6 @@ def test_nz_is_nd_with_groups_before_rows(rng, dtype, rows):
     assert nz.tobytes() == np.ascontiguousarray(nd.reshape(3, rows, -1, n0).transpose(0, 2, 1, 3)).tobytes()
     if rows % 16 == 0:
         assert nz.tobytes() == nd_to_nz(nd.reshape(3, rows, 96)).tobytes()
-
-
-@given(seeds, dtypes_of, st.sampled_from([KVHEAD, OMNI]))
-def test_int32_is_int64_and_strided_is_contiguous(rng, dtype, mode):
-    arrays, keywords = compressed_call(rng, dtype, mode)
-    keywords = {
-        name: np.clip(x, -9, 2**31 - 1) if isinstance(x, np.ndarray) else x for name, x in keywords.items()
-    }
-    results = []
-    for change in (
-        lambda x: x.astype(np.int32),
-        lambda x: x.astype(np.int64),
-        lambda x: np.repeat(x, 3)[1::3],
-    ):
-        key, value, *caches, slots = [array.copy() for array in arrays]
-        given = {name: change(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
-        if len(results) == 2:
-            key, value = np.repeat(key, 2, 2)[:, :, ::2], np.repeat(value, 2, 0)[::2]
-            caches = [np.repeat(cache, 2, 3)[..., ::2] for cache in caches]
-        reshape_and_cache(key, value, *caches, change(np.clip(slots, -9, None)), **given)
-        results.append(b"".join(cache.tobytes() for cache in caches))
-    assert results[0] == results[1] == results[2]
 
 
 # Threads

@@ -11,7 +11,9 @@ import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from calls import CALLS
 from position_scenes import INF, random_mask
+from refusals import refused
 from scenes import DTYPES, FLOATS, assert_same, raw
 
 import kvkit
@@ -263,6 +265,33 @@ def test_special_elements_stay_with_their_pair(backend):
         bits, bits, [0, len(bits)], [0], None, rotary_dim=2
     )
     assert np.array_equal(raw(copied[..., 2:]), raw(bits[..., 2:]))
+
+
+def test_the_last_positions(backend):
+    got = backend.dynamic_batching.position_index([0, 0], [0, 2], [2**63 - 3])
+    assert got.tolist() == [2**63 - 3, 2**63 - 2]
+
+
+@pytest.mark.parametrize("operator", ["static rotary", "rotary"])
+def test_outputs_over_inputs(operator):
+    """An output may be its own input, exactly; it may not overlap it otherwise, nor the other one."""
+    rotary = CALLS[operator]()
+    shape = rotary["query"].shape
+    room = np.ones(2 * int(np.prod(shape)) + 8, np.float32)
+    count = int(np.prod(shape))
+    query, shifted = room[:count].reshape(shape), room[8 : count + 8].reshape(shape)
+    key, other = room[count + 8 :].reshape(shape)[..., :1, :], np.ones(shape, np.float32)
+    for outputs, name in (
+        ((shifted, key), "out (query)"),
+        ((query[::-1], key), "out (query)"),
+        ((key.base[:count].reshape(shape)[::-1], other[..., :1, :]), "out (query)"),
+        ((other, query[..., :1, :]), "out (key)"),
+        ((other, key[::-1]), "out (key)"),
+    ):
+        refused(rotary.but(query=query, key=key), name, out=outputs)
+    refused(rotary.but(query=query, key=query), "out", out=(query, other))
+    refused(rotary.but(query=query, key=query), "out", out=(query, query))
+    rotary.but(query=query, key=key).run(out=(query, key))
 
 
 # The scalar formulas

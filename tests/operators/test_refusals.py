@@ -148,6 +148,49 @@ def test_tensors(make, array):
         wrong(tensor[..., ::-1])
 
 
+# By call and array: axes whose size nothing else says.
+FREE = {
+    "static cache of floats": {"cache": (0, 3)},
+    "cache of floats": {"cache": (0,)},
+    "static attention": {"value": (3,)},
+    "dynamic attention": {"value": (2,)},
+    "static cache attention": {"cache": (0, 3)},
+    "dynamic cache attention": {"cache": (0,)},
+    "merge": {"outputs": (3,)},
+    "static rotary": {"query": (2,), "key": (2,)},
+    "rotary": {"query": (1,), "key": (1,)},
+    "contexts": {"key_cache": (2, 3), "value_cache": (2, 3)},
+    "copies": {"key_cache": (1, 2, 3), "value_cache": (1, 2, 3)},
+    "paged attention": {"value_cache": (3,)},
+    "paged attention per head": {"query": (0,), "value_cache": (3,)},
+    "pools": {"value_cache": (3,)},
+    "swaps": {"source": (0,), "target": (0,)},
+    "matrices": {"x": (0, 1, 2)},
+    "matrices back": {"y": (0,)},
+}
+OF_ANY_FLOAT = ("scale", "sinks", "attn_mask", "alibi_slopes", "outputs", "x")  # by itself
+
+
+@pytest.mark.parametrize("label", CALLS)
+def test_arrays_that_do_not_fit_the_others(label):
+    """Each axis of each tensor shorter, longer or empty; and tensors of another type."""
+    call = CALLS[label]()
+    names = (*(array.name for array in call.operator.inputs), "value")
+    for array in call.operator.inputs:
+        tensor = call.inputs.get(array.name)
+        if tensor is None or not is_tensor(array, tensor):
+            continue
+        for axis in range(tensor.ndim) if array.name != "attn_mask" else ():
+            if axis not in FREE.get(label, {}).get(array.name, ()):
+                longer = np.concatenate([tensor, tensor.take([0], axis)], axis)
+                for wrong in (np.delete(tensor, -1, axis), longer, np.delete(tensor, np.s_[:], axis)):
+                    refused(call.but(**{array.name: np.ascontiguousarray(wrong)}), names)
+        stores_any = array.name == "cache" and call["scale"] is None
+        if not copies(call) and label != "pools" and array.name not in OF_ANY_FLOAT and not stores_any:
+            for dtype in {"float32", "float16", "bfloat16", "int8", "uint8"} - {tensor.dtype.name}:
+                refused(call.but(**{array.name: np.zeros(tensor.shape, dtype)}), names)
+
+
 def copies(call):
     return call.name in ("ascend.block_copy", "swap_blocks")
 

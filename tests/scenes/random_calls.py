@@ -229,13 +229,18 @@ def blocks(rng):
     total, rows, batch = int(rng.integers(1, 6)), int(one(rng, (1, 2, 3, 16, 37))), int(rng.integers(0, 4))
     key_cache, value_cache = [*caches_of(rng, [dtype] * count, form, total, rows), None][:2]
     caches = {"key_cache": key_cache, "value_cache": value_cache}
-    if rng.random() < 0.3:
+    if rng.random() < 0.4:
+        sizes = [rng.integers(1, 5, int(rng.integers(0, 6))) for _ in range(count)]
+        arrays = [pool_calls.any_bits(rng, (total, *size), dtype) for size in sizes]
+        caches = dict(zip(caches, [*arrays, None], strict=False))
         ids = rng.permutation(total)
         cut, end = np.sort(rng.integers(0, total + 1, 2))
-        ends = np.sort(rng.integers(0, end - cut + 1, cut))
-        ends[-1:] = end - cut
-        index = {"src": ids[:cut], "dst": ids[cut:end] if cut else ids[:0], "cum_sum": ends}
-        return calls.Call("ascend.block_copy", caches | index)
+        src, dst = ids[:cut], ids[cut:end] if cut else ids[:0]
+        if cut and rng.random() < 0.5:
+            src = rng.choice(src, cut + 1)  # a source may come twice
+        ends = np.sort(rng.integers(0, len(dst) + 1, len(src)))
+        ends[-1:] = len(dst)
+        return calls.Call("ascend.block_copy", caches | {"src": src, "dst": dst, "cum_sum": ends})
     table = rng.integers(0, total, (batch, int(rng.integers(0, 5))))
     gone = rng.random(table.shape) < 0.2
     table[gone] = rng.choice(NO_BLOCK, gone.sum())

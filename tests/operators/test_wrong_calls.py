@@ -1,0 +1,266 @@
+"""What arguments of a legal call may not be together: a row for each way to break one.
+
+Each argument alone is broken in `test_refusals.py`.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from calls import CALLS, of_scene
+from refusals import INT4, ROWS, STARTS, refused
+from scenes import INT64_MAX, INT64_MIN, MOVED
+
+MORE = {
+    "static cache of int4": lambda: of_scene("static", formats=INT4),
+    "cache of int4": lambda: of_scene("dynamic", formats=INT4),
+    "static cache of bytes": lambda: of_scene("static", formats=MOVED[-1], dim=24),
+    "cache of bytes": lambda: of_scene("dynamic", formats=MOVED[-1], dim=24),
+}
+PACKED = ("static attention", "dynamic attention")
+CACHED = ("static cache attention", "dynamic cache attention")
+ATTENTION, DYNAMIC = PACKED + CACHED, ("dynamic attention", "dynamic cache attention")
+CODED = ("static cache", "cache", "static attention over codes", "attention over codes")
+COPIED = ("static cache", "cache", "static cache of floats", "cache of floats")
+FLOATS, BYTES, NIBBLES = (
+    (f"static cache of {what}", f"cache of {what}") for what in ("floats", "bytes", "int4")
+)
+ROTARY = ("static rotary", "rotary")
+RUNS = ("blocks kvhead", "blocks rope", "blocks omni")
+BLOCKS = ("blocks nd", "blocks nz", *RUNS)
+BOTH = ("key", "value", "key_cache", "value_cache")
+PAGED = ("paged attention", "paged attention per head")
+HUGE = np.array([0, 2**61])
+
+
+def at(name, *entries, **more):
+    """An array with some entries (place, value) changed."""
+
+    def change(call):
+        array = call[name].copy()
+        for where, value in entries:
+            array[where] = value
+        return {name: array, **more}
+
+    return change
+
+
+def each(change, *names, **more):
+    """Some arrays of a call, changed in the same way."""
+    return lambda call: {name: change(call[name]) for name in names} | more
+
+
+def query_of(change, **more):
+    """All tensors of an attention call but its mask."""
+    names = ("query", "key", "value", "current_key", "current_value", "cache")
+    return lambda call: {name: change(call[name]) for name in names if name in call.inputs} | more
+
+
+def given(name, *values, **more):
+    return [{name: value, **more} for value in values]
+
+
+def part(*index):
+    return lambda array: np.ascontiguousarray(array[index])
+
+
+def times(count, axis=0):
+    return lambda array: np.repeat(array, count, axis)
+
+
+def masks(*shapes, dtypes=("float32", "bool")):
+    return [{"attn_mask": np.zeros(shape, dtype)} for shape in shapes for dtype in dtypes]
+
+
+def cast(dtype):
+    return lambda array: np.zeros(array.shape, dtype)
+
+
+NO_HINTS = {"max_seqlen": None, "max_kvlen": None}
+TABLE = [
+    # attention: masks, counts, types
+    (DYNAMIC, "decoding_batches", *given("decoding_batches", 4, 2**70)),
+    (DYNAMIC, "max_seqlen", *given("max_seqlen", 2, 0)),
+    (DYNAMIC, "max_kvlen", *given("max_kvlen", 2, 0)),
+    (ATTENTION, "query", query_of(cast(np.int8))),
+    (ATTENTION, ("query", "head_dim"), query_of(part(..., np.s_[:0]), head_dim=0)),
+    (PACKED, "value", each(part(..., np.s_[:0]), "value")),
+    (PACKED + CACHED[::2], "attn_mask", query_of(cast(np.float16), attn_mask=np.zeros((4, 1), "float16"))),
+    (
+        ("static attention", "static cache attention"), "attn_mask",
+        *masks((2, 3, 5), (3, 4), (3, 1), (5,), (2, 5), (3, 4, 3, 5), (1, 1, 2, 3, 5), (4, 2, 5), (),
+               (2, 4, 3, 4), (2, 2, 3, 5), (1, 1, 1, 4), (1, 1, 1, 3, 5), (1, 2, 4, 3, 5)),
+        *masks((3, 5), dtypes=("float16", "int64", "uint8")),
+        query_of(cast(np.float16), attn_mask=np.zeros((3, 5), ml_dtypes.bfloat16)),
+        query_of(cast(ml_dtypes.bfloat16), attn_mask=np.zeros((3, 5), np.float16)),
+    ),
+    (
+        DYNAMIC, "attn_mask",
+        *masks((10,), (4, 9), (3, 10), (5, 10), (1, 10), (2, 4, 10), (3, 4, 10), (4, 4, 9), (4, 1, 10),
+               (1, 4, 4, 10), (2, 4, 4, 10), ()),
+        *masks((4, 10), dtypes=("float16", "int64", "uint8")),
+    ),
+    # index tensors of attention: sequences (2, 3), (0, 0), (4, 1) of past and new tokens, pages of three
+    (
+        DYNAMIC, "seqstarts",
+        *(at("seqstarts", entry, **NO_HINTS) for entry in
+          ((0, 1), (-1, 3), (-1, 5), (-1, INT64_MAX), (2, 2), (1, INT64_MIN))),
+    ),
+    (
+        DYNAMIC, "kvstarts",
+        *(at("kvstarts", entry, **NO_HINTS) for entry in ((0, 1), (2, 4), (1, INT64_MIN), (-1, 9), (-1, 11))),
+    ),
+    (
+        "dynamic cache attention", "cachestarts",
+        *(at("cachestarts", ((0, 0), value)) for value in (-1, -(2**62), 10**6, INT64_MAX)),
+        each(lambda table: table[[0, 0, 0]], "cachestarts"),
+        each(lambda table: table[:, :1].copy(), "cachestarts"),
+        each(lambda table: table[:, 0].copy(), "cachestarts"),
+        each(lambda table: table[:, 0].copy(), "cachestarts", cache_mode=1),
+        {"cache_mode": 0},
+    ),
+    ("dynamic cache attention", "start_pos", at("start_pos", (0, -1))),
+    ("dynamic cache attention", ("kvstarts", "start_pos"), at("start_pos", (0, 3))),
+    # places of a static cache
+    ("static cache attention", "start_pos", *given("start_pos", 5, 2**40, INT64_MAX, 2**70)),
+    ("static cache", "start_pos", *given("start_pos", 6, 2**40, INT64_MAX, 2**70)),
+    ("static cache", "start_pos", each(times(4, 1), "current_key", "current_value", start_pos=0)),
+    ("static cache", "cache", each(times(3), "current_key", "current_value")),
+    ("static cache attention", "cache", each(part(np.s_[:1]), "cache")),
+    ("static cache", "cache_layout", *given("cache_layout", 2, 3)),
+    ("cache", "max_seqlen", *given("max_seqlen", 2)),
+    ("cache", "max_kvlen", *given("max_kvlen", 4, 1)),
+    # caches, codes and their scales
+    (FLOATS, "cache", each(cast(np.int8), "cache"), each(cast(np.uint8), "cache")),
+    (BYTES, "cache", each(cast(np.float32), "cache"), each(cast(np.uint8), "cache")),
+    (("static cache", "cache"), "current_key", each(cast(np.int8), "current_key", "current_value")),
+    (CODED, "cache", *given("quant_bit", 0, 4), each(cast(np.uint8), "cache"), each(cast("f2"), "cache")),
+    (CODED, "scale", *given("scale", None), *given("quant_group", 4), each(cast(np.int8), "scale")),
+    (NIBBLES, "cache", *given("quant_bit", 8)),
+    (NIBBLES, "scale", *given("scale", None)),
+    (NIBBLES, "quant_group", *given("quant_group", 3)),
+    (FLOATS, "cache", each(part(..., np.s_[:12]), "current_key", "current_value"),
+     each(part(..., np.s_[:1], np.s_[:]), "current_key", "current_value"), *given("cache_layout", 1)),
+    (FLOATS, "current_key", each(part(..., np.s_[:0]), "current_key", "current_value", "cache"),
+     each(part(..., np.s_[:0], np.s_[:]), "current_key", "current_value", "cache")),
+    (COPIED, "current_value", each(part(..., np.s_[:1], np.s_[:]), "current_value")),
+    # the index tensors of `key_value_cache`
+    *(("cache", "cachestarts", at("cachestarts", change)) for change in ROWS.values()),
+    *(("cache", change[0], at(change[-2], change[-1]))
+      for change in STARTS.values()),
+    ("cache", "cachestarts", {"cache_mode": 0}, each(lambda table: table[:, 0].copy(), "cachestarts"),
+     each(part(np.s_[:], np.s_[:1]), "cachestarts"), each(part(np.s_[:], np.s_[:0]), "cachestarts")),
+    ("cache", "seqstarts", at("seqstarts", (1, 2), (2, 0), (3, 2))),  # lengths 2, -2, 2: sums are right
+    # positions
+    *((ROTARY, name, *given(name, 0.0, -1.0, np.nan, np.inf, None, 1e39, scaling_type=kind))
+      for name in ("theta", "scaling_factor") for kind in ("linear", "dynamic")),
+    (ROTARY, "key", each(cast(np.float16), "key"), each(part(..., np.s_[:6]), "key"),
+     each(part(np.s_[:1]), "key"), each(times(2), "key")),
+    (ROTARY, "rotary_dim", each(part(..., np.s_[:7]), "query", "key")),
+    ("static rotary", "start_pos", *given("start_pos", INT64_MAX - 2)),
+    ("static rotary", "pad_len", *given("pad_len", np.array([0, -1]), np.array([INT64_MIN, 0]))),
+    (
+        ("rotary", "positions"), "seqstarts",
+        *given("seqstarts", [1, 2, 3], [0, 1, 2], [0, 2, 4]), *given("seqstarts", [0, 4, 3], max_seqlen=None),
+        {"seqstarts": [0, INT64_MAX, INT64_MIN, 3], "start_pos": [0, 0, 0], "max_seqlen": None},
+        {"seqstarts": [], "start_pos": []},
+    ),
+    (("rotary", "positions"), "start_pos", *given("start_pos", [0, -1], [INT64_MIN, 0], [INT64_MAX - 1, 0])),
+    (("rotary", "positions"), "max_seqlen", *given("max_seqlen", 1, -(2**80), 2.0)),
+    ("alibi", "seqstarts", *given("seqstarts", [1, 1, 4], [0, 4, 1], [])),
+    ("alibi", "kvstarts", *given("kvstarts", [0, 4, 1], [0, 4], None),
+     {"seqstarts": HUGE, "kvstarts": HUGE, "attn_mask": None}),
+    ("alibi", "attn_mask", *masks((4,), (4, 8), (3, 9), (1, 9), (3, 4, 9), (1, 2, 4, 9))),
+    ("static alibi", "attn_mask",
+     *masks((5,), (3, 4), (3, 1), (2, 5), (2, 3, 5), (2, 3, 3, 5), (1, 2, 4, 3, 5))),
+    ("static alibi", "seqlen_q", {"seqlen_q": 2**70}),
+    ("static alibi", "seqlen_kv", {"seqlen_q": 2**40, "seqlen_kv": 2**40, "attn_mask": None}),
+    # Ascend: caches in blocks
+    (BLOCKS, ("key", "value"), each(cast(np.int8), "key"), each(cast(np.int8), "value")),
+    (BLOCKS, "key", each(part(np.s_[:], np.s_[:0]), "key"), each(part(..., np.s_[:0]), "key")),
+    (BLOCKS, "value", each(part(np.s_[:], np.s_[:0]), "value"), each(part(..., np.s_[:0]), "value"),
+     *given("value", None)),
+    (BLOCKS, "value_cache", *given("value_cache", None)),
+    (("blocks nd", "blocks nz"), "wins", *given("wins", np.full(4, 2))),
+    (("blocks nd", "blocks nz"), "seq_lens", *given("seq_lens", np.array([4, 3]))),
+    (("blocks nd", "blocks nz", "blocks kvhead"), "offset_index", *given("offset_index", np.full(4, -1))),
+    (RUNS, "wins", *given("wins", None)),
+    (RUNS[1:], "offset_index", *given("offset_index", None)),
+    (RUNS, "cache_format", {"cache_format": "NZ"}),
+    (("blocks nd", "blocks nz"), "value", each(cast(np.float32), "value", "value_cache"),
+     each(cast(ml_dtypes.bfloat16), "value", "value_cache"), each(cast(np.int8), "value", "value_cache")),
+    ("blocks nd", "value", each(cast(np.int8), "key", "key_cache")),
+    ("blocks nz", "key_cache", each(lambda cache: cache.reshape(4, 8, 5, 8), "key_cache")),
+    ("blocks nz", "key", {"key": np.zeros((7, 1, 24), "f2"), "key_cache": np.zeros((4, 2, 5, 16), "f2"),
+                          "value": None, "value_cache": None}),
+    *((RUNS, "key", each(part(..., np.s_[:dim]), *BOTH)) for dim in (16, 24)),
+    (RUNS, "key", each(lambda x: np.zeros((*x.shape[:-1], 33), x.dtype), *BOTH)),
+    (RUNS, "value", each(times(2, -1), "value", "value_cache")),
+    (RUNS, "key_cache", each(times(2, 2), "key_cache")),
+    ("blocks rope", "key", each(cast(np.int8), *BOTH)),
+    (RUNS, "seq_lens", *given("seq_lens", *map(np.array, (
+        [4, 2], [4, 4], [7, 0], [8, -1], [0, 7], [INT64_MAX, INT64_MAX], [INT64_MAX, 8 - 2**63])))),
+    *((("blocks nd", "blocks nz"), f"slot_mapping[{i}]",
+       *(at("slot_mapping", (i, slot)) for slot in (20, 21, 2**31, 2**32 + 7, INT64_MAX)))
+      for i in (0, 3, 6)),
+    # Ascend: attention, loads and copies
+    (PAGED, "context_lens", at("context_lens", (1, -1)),
+     at("context_lens", (1, INT64_MIN))),
+    (PAGED, "block_tables",
+     *(at("context_lens", (1, length)) for length in (13, 2**40, INT64_MAX))),
+    *((PAGED, f"block_tables[1, {column}]",
+       *(at("block_tables", ((1, column), block)) for block in (-1, 7, 2**40, INT64_MAX, INT64_MIN)))
+      for column in (0, 1)),
+    ("contexts", "key_cache", {"cache_format": "NZ"}),
+    ("contexts", "seq_lens", *given("seq_lens", *map(np.array, (
+        [5], [1, 5, 8], [0, 5, 3], [0, 5, 8, 9], [5, -1], [[5, 3]], [5.0, 3.0], [2**62, 2**62], [],
+        [0, INT64_MAX, INT64_MIN], [0, INT64_MAX, -2], [0, 3, INT64_MIN])))),
+    ("contexts", "seq_starts", *given("seq_starts", *map(np.array, ([0], [0, -1], [0, 4, 4], [0.0, 4.0])))),
+    ("copies", "key_cache", lambda call: {"key_cache": call["value_cache"]},
+     lambda call: {"key_cache": call["value_cache"][::-1]}),
+    ("copies", "src[1]", *(at("src", (1, block)) for block in (-1, 4, INT64_MAX, INT64_MIN))),
+    ("copies", "dst[1]", *(at("dst", (1, block)) for block in (-1, 4, INT64_MAX, INT64_MIN))),
+    ("copies", "dst", *given("dst", np.array([3, 3]), np.array([3, 0]))),
+    ("copies", "cum_sum", *given("cum_sum", *map(np.array, (
+        [2], [1, 2, 2], [2, 1], [1, 3], [1, 1], [-1, 2], [1.0, 2.0], [[1, 2]], [INT64_MIN, 2],
+        [INT64_MAX, 2])))),
+    ("matrices back", "y",
+     *({"m": m, "n": n} for m, n in ((16, 10), (33, 10), (20, 8), (20, 17), (0, 10), (20, 0)))),
+]  # fmt: skip
+
+
+def rows():
+    for labels, names, *changes in TABLE:
+        for label in (labels,) if isinstance(labels, str) else labels:
+            yield label, names, changes
+
+
+@pytest.mark.parametrize("label", dict.fromkeys(label for label, *_ in rows()))
+def test_refused(label):
+    for other, names, changes in rows():
+        if other == label:
+            for change in changes:
+                call = (CALLS | MORE)[label]()
+                refused(call.but(**(change(call) if callable(change) else change)), names)
+
+
+LEGAL = {
+    "cache": [
+        *given("max_seqlen", INT64_MAX, 2**70), *given("max_kvlen", INT64_MAX, 2**70),
+        *given("page_size", 2**31, 2**62, INT64_MAX, cachestarts=np.array([[0], [-1], [5], [9]])),
+    ],
+    "static rotary": [each(part(..., np.s_[:7]), "query", "key", rotary_dim=6), {"start_pos": INT64_MAX - 3}],
+    "rotary": [*given("max_seqlen", None, 2, 3, 2**80, np.int32(2), np.array([2]))],
+    "positions": [*given("max_seqlen", None, 2, 3, 2**80, np.int32(2), np.array([2]))],
+    "static alibi": masks(
+        (3, 5), (3, 16), (1, 5), (4, 3, 5), (1, 3, 5), (2, 4, 3, 5), (2, 1, 3, 8), (1, 1, 1, 5)
+    ),
+    "blocks nd": [at("slot_mapping", (0, slot)) for slot in (-1, -20, -21, -(2**31) - 1, INT64_MIN)],
+}  # fmt: skip
+LEGAL["blocks nz"] = LEGAL["blocks nd"]
+
+
+@pytest.mark.parametrize("label", LEGAL)
+def test_what_looks_wrong_but_is_legal(label):
+    for change in LEGAL[label]:
+        call = CALLS[label]()
+        call.but(**(change(call) if callable(change) else change)).run()
