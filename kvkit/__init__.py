@@ -8,6 +8,7 @@ Over sequences of one length, each with its own part of a cache, and beside cach
     rotary_position_embedding, alibi_slope, alibi_mask    positions
     merge_attention_states        attention over parts of a context, put together
     paged_attention, paged_append, swap_blocks    over any engine's pools of pages, as they lie
+    Rope                          how a model rotated its keys, to move them by some positions
     KvkitError, DeviceError       what is raised
 
 Rooms:
@@ -32,6 +33,7 @@ from kvkit import ascend, dynamic_batching
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_append, paged_attention, swap_blocks
+from kvkit.rope import Rope
 from kvkit.runtime import source_digest  # noqa: F401  (sources: at import, see there)
 from kvkit.static import (
     alibi_mask,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceError",
     "KvkitError",
+    "Rope",
     "__version__",
     "alibi_mask",
     "alibi_slope",

@@ -107,7 +107,7 @@ def locals_calls(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 37_600,
+    "lines of kvkit": 37_880,
     "lines of kvkit_cuda": 8_200,
     "lines of cli": 2_300,
     "lines of tests": 36_400,

@@ -22,7 +22,7 @@ FLOORS = (
     "checks",  # 3
     "cpu",  # 4
     "calls",  # 5
-    "ascend static dynamic_batching paged merge",
+    "ascend static dynamic_batching paged merge rope",
     "__init__",
     "files",  # 6
     "cache",

@@ -1,0 +1,286 @@
+"""Rotary position embedding as a description: how a model rotated its keys, and how to move them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit.checks.values import finite_number, flag, integer, positive_number
+from kvkit.errors import argument_error, describe
+from kvkit.typed import Array
+
+NO_ROTATION = "none"  # NoPE layers and ALiBi: positions move, keys need nothing
+DYNAMIC = "a base that is fixed: dynamic NTK scaling makes it of the length of each call"
+AXES = "one position for each token, or text_only=True where all axes are equal"
+LONGROPE = "long=True or long=False, the list that all keys were made with"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary position embedding of a model's keys.
+
+    Pair i of the first ``rotary_dim`` elements is rotated by ``position * frequencies[i]``. The other
+    elements are left alone.
+
+    Parameters
+    ----------
+    rotary_dim : int
+        How many elements of a head are rotated, an even number.
+    theta : float
+        The base: pair i has the frequency ``theta ** (-2 * i / rotary_dim)`` before scaling.
+    interleaved : bool
+        Whether a pair is two neighbours; else it is elements i and i + rotary_dim / 2.
+    scaling : mapping, optional
+        As ``rope_parameters`` of transformers: ``rope_type`` is ``"default"``, ``"linear"``, ``"llama3"``,
+        ``"yarn"`` or ``"longrope"``, beside its numbers. Of longrope ``long`` says which list all keys were
+        made with. Of several position axes (``mrope_section``) only text is taken, and ``text_only`` says so.
+
+    Attributes
+    ----------
+    frequencies : ndarray of float64, shape [rotary_dim / 2]
+    attention_factor : float
+        What keys are multiplied with when they are rotated: once, so `shift` does not.
+
+    Raises
+    ------
+    KvkitError
+        If keys that were rotated so cannot be moved, as with dynamic NTK scaling.
+
+    Examples
+    --------
+    >>> import numpy as np, kvkit
+    >>> rope, keys = kvkit.Rope(4), np.array([[1., 2, 3, 4]])
+    >>> at_three = rope.rotate(keys, 3)
+    >>> bool(np.allclose(rope.shift(at_three, -2), rope.rotate(keys, 1)))
+    True
+    """
+
+    rotary_dim: int
+    theta: float = 1e4
+    interleaved: bool = False
+    scaling: Mapping[str, Any] | None = None
+    frequencies: Array = field(init=False, repr=False, compare=False)
+    attention_factor: float = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if integer("rotary_dim", self.rotary_dim, 2) % 2:
+            raise argument_error("rotary_dim", "an even number", self.rotary_dim)
+        if positive_number("theta", self.theta) <= 1:
+            raise argument_error("theta", "a number above 1", self.theta)
+        flag("interleaved", self.interleaved)
+        if self.scaling is not None and not isinstance(self.scaling, Mapping):
+            raise argument_error("scaling", "a mapping, or None", describe(self.scaling))
+        numbers = dict(self.scaling or {})
+        kind = numbers.get("rope_type", numbers.get("type", "default"))
+        if "mrope_section" in numbers and numbers.get("text_only") is not True:
+            raise argument_error("scaling", AXES, f"mrope_section {numbers['mrope_section']}")
+        if kind == "dynamic":
+            raise argument_error("scaling", DYNAMIC, "rope_type 'dynamic'")
+        kind = "default" if kind == "mrope" else kind
+        if kind not in SCALINGS:
+            raise argument_error("scaling", f"a rope_type of {', '.join(SCALINGS)}", repr(kind))
+        inverse = self.theta ** (-2 * np.arange(self.rotary_dim // 2) / self.rotary_dim)
+        frequencies, factor = SCALINGS[kind](self, inverse, numbers)
+        frequencies.flags.writeable = False
+        object.__setattr__(self, "frequencies", frequencies)
+        object.__setattr__(self, "attention_factor", factor)
+
+    def rotate(self, states: Array, positions: ArrayLike) -> Array:
+        """Rotate queries or keys [..., tokens, dim] for their positions, and multiply them with the factor.
+
+        Parameters
+        ----------
+        states : ndarray, shape [..., tokens, dim]
+        positions : array_like of int
+            One for each token, or one for all.
+
+        Returns
+        -------
+        ndarray
+            Of the shape and dtype of ``states``; float64 is computed as such, other dtypes in float32.
+        """
+        return self._rotated(states, positions, self.attention_factor)
+
+    def shift(self, states: Array, delta: ArrayLike) -> Array:
+        """Move rotated queries or keys [..., tokens, dim] by some positions, as if they were rotated there.
+
+        Parameters
+        ----------
+        states : ndarray, shape [..., tokens, dim]
+        delta : array_like of int
+            How many positions later; one for each token, or one for all.
+
+        Returns
+        -------
+        ndarray
+            Of the shape and dtype of ``states``.
+        """
+        return self._rotated(states, delta, 1.0)
+
+    def _rotated(self, states: Array, positions: ArrayLike, factor: float) -> Array:
+        if states.shape[-1] < self.rotary_dim:
+            raise argument_error("states", f"heads of {self.rotary_dim} elements or more", states.shape[-1])
+        angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
+        dtype = np.float64 if states.dtype == np.float64 else np.float32
+        cosines, sines = ((part(angles) * factor).astype(dtype) for part in (np.cos, np.sin))
+        first, second = self._pairs()
+        turned = np.array(states, dtype)
+        x, y = turned[..., first].copy(), turned[..., second].copy()
+        turned[..., first] = x * cosines - y * sines
+        turned[..., second] = x * sines + y * cosines
+        return turned.astype(states.dtype, copy=False)
+
+    def _pairs(self) -> tuple[slice, slice]:
+        """Return where the first and the second elements of pairs lie in a head."""
+        if self.interleaved:
+            return slice(0, self.rotary_dim, 2), slice(1, self.rotary_dim, 2)
+        half = self.rotary_dim // 2
+        return slice(0, half), slice(half, self.rotary_dim)
+
+    @classmethod
+    def from_config(
+        cls, config: Any, *, long: bool | None = None, text_only: bool = False, interleaved: bool = False
+    ) -> list[Self | str]:
+        """Read from a config of transformers how each layer rotates its keys.
+
+        Parameters
+        ----------
+        config : PreTrainedConfig
+        long : bool, optional
+            Of longrope, which list all keys were made with.
+        text_only : bool
+            Of models with several position axes, whether all are equal.
+        interleaved : bool
+            Whether a pair is two neighbours, which configs do not say.
+
+        Returns
+        -------
+        list of Rope or "none"
+            One for each layer; ``"none"`` for one that rotates nothing.
+        """
+        config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        count = integer("num_hidden_layers", config.num_hidden_layers, 0)
+        rotates = getattr(config, "no_rope_layers", None) or [1] * count  # 1 where a layer rotates
+        types = getattr(config, "layer_types", None) or [None] * count
+        heads: int = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        said = {"long": long} if long is not None else {}
+        said |= {"text_only": True} if text_only else {}
+
+        def of_layer(number: SupportsIndex) -> Self | str:
+            if not rotates[number]:
+                return NO_ROTATION
+            own = dict(parameters.get(types[number], parameters)) | said
+            share = own.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+            theta = own.get("rope_theta", getattr(config, "rope_theta", 1e4))
+            for name in ("original_max_position_embeddings", "max_position_embeddings"):
+                own.setdefault(name, getattr(config, name, None))
+            return cls(int(dim * (1.0 if share is None else share)), float(theta), interleaved, own)
+
+        return [of_layer(number) for number in range(count)]
+
+
+Scaled = tuple[Array, float]  # frequencies, factor of keys
+
+
+def number_of(numbers: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """Return a positive number of a scaling."""
+    value = numbers.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise argument_error("scaling", f"a number {name}", "none")
+    return positive_number(name, value)
+
+
+def trained_length(numbers: Mapping[str, Any]) -> float:
+    """Return the context length of the training before scaling."""
+    names = "original_max_position_embeddings", "max_position_embeddings"
+    found = [numbers[name] for name in names if numbers.get(name) is not None]
+    return positive_number(names[0], found[0]) if found else number_of(numbers, names[0])
+
+
+def unscaled(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
+    """Return the frequencies as they are."""
+    return inverse, 1.0
+
+
+def linear(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
+    """Return frequencies of positions that are divided by a factor."""
+    return inverse / number_of(numbers, "factor"), 1.0
+
+
+def llama3(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
+    """Return frequencies whose long waves are stretched, and whose short ones are as they are."""
+    factor = number_of(numbers, "factor")
+    low = number_of(numbers, "low_freq_factor", 1)
+    high, trained = number_of(numbers, "high_freq_factor", 4), trained_length(numbers)
+    if low >= high:
+        raise argument_error("low_freq_factor", f"a number below high_freq_factor, {high}", low)
+    wave = 2 * np.pi / inverse
+    smooth = (trained / wave - low) / (high - low)
+    between = (1 - smooth) * inverse / factor + smooth * inverse
+    return np.where(
+        wave < trained / high, inverse, np.where(wave > trained / low, inverse / factor, between)
+    ), 1.0
+
+
+def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
+    """Return frequencies that change from unscaled to scaled over a ramp of pairs, and the factor of keys."""
+    trained = trained_length(numbers)
+    if numbers.get("factor") is None and numbers.get("max_position_embeddings"):
+        factor = positive_number("factor", numbers["max_position_embeddings"] / trained)
+    else:
+        factor = number_of(numbers, "factor")
+    fast, slow = number_of(numbers, "beta_fast", 32), number_of(numbers, "beta_slow", 1)
+    dim, log_theta = rope.rotary_dim, math.log(rope.theta)
+    ends = [dim * math.log(trained / (2 * math.pi * turns)) / (2 * log_theta) for turns in (fast, slow)]
+    if numbers.get("truncate", True):
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], dim - 1)
+    high += 0.001 if low == high else 0
+    ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+    return inverse / factor * ramp + inverse * (1 - ramp), yarn_factor(numbers, factor)
+
+
+def yarn_factor(numbers: Mapping[str, Any], factor: float) -> float:
+    """Return what YaRN multiplies queries and keys with."""
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if numbers.get("attention_factor") is not None:
+        return finite_number("attention_factor", numbers["attention_factor"])
+    one, all_dims = numbers.get("mscale"), numbers.get("mscale_all_dim")
+    return grown(one) / grown(all_dims) if one and all_dims else grown(1)
+
+
+def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
+    """Return frequencies that are divided by a list, which is chosen once for all keys."""
+    long = numbers.get("long")
+    if not isinstance(long, bool):
+        raise argument_error("scaling", LONGROPE, "neither: models choose by the length of each call")
+    name = "long_factor" if long else "short_factor"
+    factors = np.asarray(numbers.get(name, ()), np.float64)
+    if factors.shape != inverse.shape or not (factors > 0).all():
+        raise argument_error(name, f"{len(inverse)} positive numbers", factors.shape)
+    factor = numbers.get("attention_factor")
+    if factor is None:
+        trained = trained_length(numbers)
+        grown = numbers.get("factor") or (numbers.get("max_position_embeddings") or trained) / trained
+        factor = math.sqrt(1 + math.log(grown) / math.log(trained)) if grown > 1 else 1.0
+    return inverse / factors, finite_number("attention_factor", factor)
+
+
+SCALINGS: dict[str, Callable[[Rope, Array, Mapping[str, Any]], Scaled]] = {
+    "default": unscaled,
+    "linear": linear,
+    "llama3": llama3,
+    "yarn": yarn,
+    "longrope": longrope,
+}

@@ -1,0 +1,151 @@
+"""Rotary embeddings as descriptions: a shifted key is the key at its new position, whatever the scaling."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvkit import KvkitError, Rope
+
+KEY = np.array([[1.0, 2, 3, 4]])
+LONG = {"short_factor": np.linspace(1, 2, 64), "long_factor": np.linspace(1, 60, 64)}
+SCALINGS = {
+    "none": None,
+    "linear": {"rope_type": "linear", "factor": 4},
+    "llama3": {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 8192},
+    "yarn": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096},
+    "yarn, own factor": {
+        "rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 512, "mscale": 0.7,
+        "mscale_all_dim": 1.0, "truncate": False,
+    },
+    "longrope, long": {"rope_type": "longrope", "attention_factor": 1.19, "long": True} | LONG,
+    "longrope, short": {
+        "rope_type": "longrope", "long": False, "original_max_position_embeddings": 4096, "factor": 32,
+    } | LONG,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [128, 64])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_shifted_key_is_the_key_at_its_new_position(name, dim, interleaved):
+    if dim == 64 and "longrope" in name:
+        dim = 128  # whose lists are of 64 pairs
+    rope = Rope(dim, 5e5, interleaved, SCALINGS[name])
+    keys = np.random.default_rng(0).standard_normal((2, 5, 128))
+    at, delta = np.array([0, 1, 77, 4000, 131071]), np.array([5, -1, -70, 17, -131071])
+    moved, there = rope.shift(rope.rotate(keys, at), delta), rope.rotate(keys, at + delta)
+    assert np.linalg.norm(moved - there) <= 1e-9 * np.linalg.norm(there)
+    assert (moved[..., dim:] == keys[..., dim:]).all()
+
+
+@pytest.mark.parametrize(
+    ("rope", "at_three", "at_one"),
+    [
+        (Rope(4), [-1.413353, 1.879118, -2.828857, 4.058191], [-1.984111, 1.959901, 2.462378, 4.0198]),
+        (
+            Rope(4, interleaved=True),
+            [-1.272233, -1.838865, 2.878668, 4.088187],
+            [-1.14264, 1.922076, 2.959851, 4.0298],
+        ),
+        (Rope(2), None, [-1.14264, 1.922076, 3, 4]),
+    ],
+)
+def test_vectors(rope, at_three, at_one):
+    rotated = rope.rotate(KEY, 3)
+    if at_three is not None:
+        np.testing.assert_allclose(rotated[0], at_three, atol=5e-7)
+    np.testing.assert_allclose(rope.shift(rotated, -2)[0], at_one, atol=5e-7)
+
+
+def test_the_scalings_are_those_of_the_formulas():
+    inverse = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    llama3 = Rope(128, 5e5, scaling=SCALINGS["llama3"]).frequencies
+    wave = 2 * np.pi / inverse
+    assert (llama3[wave < 2048] == inverse[wave < 2048]).all()
+    assert (llama3[wave > 8192] == inverse[wave > 8192] / 8).all()
+    middle = (wave >= 2048) & (wave <= 8192)
+    assert middle.any()
+    assert ((llama3 < inverse) & (llama3 > inverse / 8))[middle].all()
+    yarn = Rope(128, 1.5e5, scaling=SCALINGS["yarn"])
+    assert yarn.attention_factor == pytest.approx(0.1 * np.log(32) + 1)
+    inverse = 1.5e5 ** (-np.arange(0, 128, 2) / 128)
+    # c(32) = 64 ln(4096 / 64 pi) / ln theta = 16.2 and c(1) = 34.8
+    np.testing.assert_allclose(yarn.frequencies[:17], inverse[:17])
+    np.testing.assert_allclose(yarn.frequencies[35:], inverse[35:] / 32)
+    np.testing.assert_allclose(yarn.frequencies[25], inverse[25] * (9 / 19 / 32 + 10 / 19))
+    norm = np.linalg.norm
+    keys = np.random.default_rng(0).standard_normal((3, 128))
+    moved_again = yarn.rotate(yarn.rotate(keys, 9), -2)  # what a shift must not do: the factor once more
+    assert norm(moved_again) / norm(yarn.rotate(keys, 7)) == pytest.approx(1.3466, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "sentence"),
+    [
+        ({"rope_type": "dynamic", "factor": 2}, "of the length of each call"),
+        ({"rope_type": "default", "mrope_section": [8, 12, 12]}, "one position for each token"),
+        ({"rope_type": "longrope", **LONG}, "long=True or long=False"),
+        ({"rope_type": "longrope", "long": True, "long_factor": [1]}, "64 positive numbers"),
+        ({"rope_type": "linear"}, "a number factor"),
+        ({"rope_type": "ntk"}, "a rope_type of"),
+        (3, "a mapping"),
+    ],
+)
+def test_what_cannot_be_shifted_is_refused(scaling, sentence):
+    with pytest.raises(KvkitError, match=sentence):
+        Rope(128, scaling=scaling)
+
+
+@pytest.mark.parametrize("options", [{"rotary_dim": 3}, {"rotary_dim": 4, "theta": 1.0}, {"rotary_dim": 0}])
+def test_illegal_parameters_are_refused(options):
+    with pytest.raises(KvkitError, match="expected"):
+        Rope(**options)
+
+
+def config(**options):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    return SimpleNamespace(**sizes | options)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "ropes"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, {}, [(16, 1e5), (16, 1e5)]),
+        ({"rope_theta": 7e3, "partial_rotary_factor": 0.5, "head_dim": 32}, {}, [(16, 7e3), (16, 7e3)]),
+        ({"no_rope_layers": [1, 0]}, {}, [(16, 1e4), "none"]),
+        (
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+            {},
+            [(16, 1e6), (16, 1e4)],
+        ),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+            {"text_only": True},
+            [(16, 1e4), (16, 1e4)],
+        ),
+    ],
+)
+def test_a_config_says_how_each_layer_rotates(given, options, ropes):
+    found = Rope.from_config(config(**given), **options)
+    assert [rope if rope == "none" else (rope.rotary_dim, rope.theta) for rope in found] == ropes
+
+
+def test_a_config_of_longrope_needs_the_list():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    given = config(
+        rope_scaling={"rope_type": "longrope", **factors},
+        original_max_position_embeddings=4096,
+        max_position_embeddings=131072,
+    )
+    with pytest.raises(KvkitError, match="long=True or long=False"):
+        Rope.from_config(given)
+    rope = Rope.from_config(given, long=True)[1]
+    assert (rope.frequencies == Rope(16).frequencies / 2).all()
+    assert rope.attention_factor == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
