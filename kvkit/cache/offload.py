@@ -1,4 +1,4 @@
-"""The folder of a cache whose layers lie in files; `opening` reads it."""
+"""The folder of a cache whose layers are in files. `kvkit.cache.opening` opens it again."""
 
 import contextlib
 import hashlib
@@ -22,20 +22,20 @@ NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", *UNFINISHED, "cache
 
 
 class Folder:
-    """The folder of a cache."""
+    """The folder with the files of a cache, and the record of its changes, `cache.json`."""
 
     def __init__(self, directory: FilePath, only_non_sliding: bool, keep: bool) -> None:
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
-        self.changes = 0  # in all layers at once, of which the latest is
-        self.due: list[int] | str | None = None  # for layers whose state is from before it
-        self.under_way = 0  # the number of a change that does not count yet
-        self.layers = 0  # that have a sidecar, or are to have one
-        self.release: Callable[[], Any] = int  # what ends `hold`
+        self.changes = 0  # how many changes have been made to all layers at once
+        self.due: list[int] | str | None = None  # what layers with a state before the latest change must do
+        self.under_way = 0  # the number of the change in progress; 0 if none
+        self.layers = 0  # how many layers have a sidecar, or get one
+        self.release: Callable[[], Any] = int  # unlocks the folder; before `hold` it does nothing
 
     def hold(self, expected: str) -> None:
         """Lock the folder until `release` or the end of the process."""
-        if os.name == "nt":  # which replaces no file that is mapped, and opens no folder
-            raise argument_error("offload", "a system that replaces mapped files", "Windows")
+        if os.name == "nt":  # Windows can neither replace a mapped file nor open a folder
+            raise argument_error("offload", "a system that can replace mapped files", "Windows")
         descriptor = os.open(self.path, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
@@ -43,12 +43,12 @@ class Folder:
             locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise argument_error("directory", expected, f"{self.path}, which another one has open") from None
+            raise argument_error("directory", expected, f"{self.path}, which is open already") from None
         except (ImportError, OSError):
             pass  # a system, or a disk, without locks
 
     def adopt(self, layers: Sequence[Layer]) -> None:
-        """Move the layers of a cache to the folder, new to caches."""
+        """Move the layers of a cache to the folder, which must hold no cache."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.hold("a folder that holds no cache")
         if (self.path / "cache.json").exists():
@@ -67,18 +67,18 @@ class Folder:
             raise
 
     def say(self, closed: bool, **more: Any) -> None:
-        """Write whether the folder was closed, how many layers there are, and changes that are under way."""
+        """Write `cache.json`: whether the folder was closed, its layers, its changes, and what is due."""
         about = {"version": VERSION, "closed": closed, "changes": self.changes, "due": self.due}
         about |= {"layers": self.layers, **more}
         os.close(write_sidecar(self.path / "cache.json", json.dumps(about) + "\n"))
 
     def lead(self, number: int, layer: Layer) -> None:
-        """Let new stores of a layer be files, unless it is to stay in memory."""
+        """Give a layer its place in the folder, unless it is to stay in memory."""
         if layer.window is None or not self.only_non_sliding:
             layer.home = self.home(number, layer)
 
     def register(self, number: int, layer: Layer) -> None:
-        """Move a layer's tokens here, unless they are to stay in memory, and have a sidecar."""
+        """Write a sidecar for a layer, and move its tokens here unless they stay in memory."""
         if layer.home is None:
             self.lead(number, layer)
         if layer.home is None:
@@ -93,11 +93,11 @@ class Folder:
         return Home(self, number, kinds.describe_layer(layer))
 
     def at_once(self, layers: Sequence[Layer], change: Callable[[Layer], None]) -> None:
-        """Change all layers; the new files of those that lie here count together.
+        """Change all layers at once: after a crash either all files are the new ones, or all the old ones.
 
-        Their sidecars wait until `cache.json` counts one more change, and are then renamed: here, or before
-        the layer's next one is written, or by whoever opens the folder. Layers in memory come last: they do
-        not fail for the disk.
+        New sidecars are written under other names. A higher number of changes in `cache.json` commits them
+        all. They are renamed afterwards: here, before a layer's next sidecar is written, or by the next open.
+        Layers in memory come last, because no full disk can stop them.
         """
         moved = [layer for layer in layers if is_mapped(layer)]
         before, left = [(layer.state(), layer.store.file) for layer in moved], []
@@ -126,19 +126,19 @@ class Folder:
                 change(layer)
 
     def settle(self, layers: Iterable[Layer]) -> None:
-        """Let what waited for a change take its place, or go."""
+        """Rename the waiting sidecars of layers if their change was committed; else delete them."""
         for layer in layers:
             layer.home.settle()
 
     def announce(self, due: list[int] | str) -> None:
-        """Say what every layer is to do next, so that whoever opens the folder does what is left of it.
+        """Record what all layers are to do next, so that the next open after a crash can complete it.
 
-        It is to `crop` to one of a list of lengths, or to `reset`. What it then commits says that it has.
+        `due` is the lengths to crop them to, or "reset". A layer's next commit records that it has done so.
         """
         self.count(self.changes + 1, due)
 
     def count(self, changes: int, due: list[int] | str | None) -> None:
-        """Say that there has been one more change, or nothing."""
+        """Record the number of changes and what is due; on an error both stay as they were."""
         before = self.changes, self.due
         try:
             self.changes, self.due = changes, due
@@ -146,18 +146,18 @@ class Folder:
         except BaseException:
             self.changes, self.due = before
             with contextlib.suppress(OSError):
-                self.say(closed=False)  # it may have been said
+                self.say(closed=False)  # the failed write may have reached the disk
             raise
 
     def prefetch_after(self, layer_idx: int, layers: Sequence[Layer]) -> None:
-        """Prefetch the next layer that lies here."""
+        """Prefetch the next layer that is in a file."""
         for layer in (*layers[layer_idx + 1 :], *layers[:layer_idx]):
             if is_mapped(layer):
                 prefetch_layer(layer)
                 return
 
     def close(self, layers: Sequence[Layer]) -> None:
-        """Complete the files, if they are to be kept, or delete them; the layers are empty then."""
+        """Complete the files if they are to be kept, else delete them. The layers become empty."""
         if self.keep:
             for number, layer in enumerate(layers):
                 if layer.home is None:
@@ -172,7 +172,7 @@ class Folder:
         self.release()
 
     def delete(self, layers: Iterable[Layer]) -> None:
-        """Delete all files; the layers can do nothing more with theirs."""
+        """Delete all files of the cache; the layers' stores are closed."""
         for layer in layers:
             if is_mapped(layer):
                 layer.store.close()
@@ -182,7 +182,7 @@ class Folder:
 
 
 def hash_layer(layer: Layer) -> str:
-    """Return the hash of all that files say of a layer."""
+    """Return the hash of a layer's sidecar and data file."""
     total = hashlib.sha256(layer.home.sidecar.read_bytes())
     if is_mapped(layer):
         total.update(layer.store.file.memory)

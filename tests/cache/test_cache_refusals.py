@@ -162,7 +162,7 @@ def test_calls(kind):
     size = 8 if kind == "paged" else 4
     key, value = np.ones((2, 3, 2, size), np.float16), np.ones((2, 3, 2, 8), np.float16)
     cache = cache_of(kind)
-    assert ": expected keys and values: update comes first" in refused(cache.attend, key, 0)
+    assert ": expected stored tokens (call update before attend)" in refused(cache.attend, key, 0)
     cache = filled(kind, dims=(size, 8))
     before = state(cache)
     calls = [(says, cache.update, (*given[:2], 0, *given[2:]), {}) for says, given in of_updates(key, value)]

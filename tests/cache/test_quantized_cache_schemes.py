@@ -159,7 +159,7 @@ def test_formats(rng, name):
 def test_no_files(rng, tmp_path):
     states, cache = tokens(rng, 30), cache_of()
     cache.update(*states, 0)
-    message = "expected a layer that files hold, got one of schemes 'thirds' and 'thirds', which they do not"
+    message = "expected a layer that can be saved, got one with schemes 'thirds' and 'thirds', which cannot"
     with pytest.raises(KvkitError, match=rf"layers\[0\]: {message}"):
         cache.save(tmp_path / "cache.npz")
     with pytest.raises(KvkitError, match=rf"layers\[0\]: {message}"):
@@ -172,14 +172,14 @@ def test_no_files(rng, tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"format": "whole"}, "format: expected a scheme of some tokens at a time, got 'whole'"),
+        ({"format": "whole"}, "format: expected a scheme that encodes some tokens at a time, got 'whole'"),
         ({"format": "kivi4", "group": 16}, "group: expected a multiple of 32, .* got 16"),
         ({"format": "thirds", "rotation": "hadamard"}, "rotation: expected None, for 'thirds'"),
         ({"format": "nowhere.py:Mine"}, "format: expected"),
-        ({"format": "nvfp4"}, "format: expected a scheme of some tokens at a time, got 'nvfp4'"),
+        ({"format": "nvfp4"}, "format: expected a scheme that encodes some tokens at a time, got 'nvfp4'"),
         ({"format": "ort_int8"}, "scale: expected a number, for 'ort_int8', got None"),
         ({"format": "int4", "scale": 1.0}, "scale: expected None, for int4, got float 1.0"),
-        ({"format": "q8_0", "scale": 1.0}, "scale: expected None: codes have scales that are found, got 1.0"),
+        ({"format": "q8_0", "scale": 1.0}, "scale: expected None, because codes have computed scales"),
         ({"format": "e4m3", "scale": (1.0, 0.0)}, "scale: expected numbers above 0, got 0.0"),
     ],
 )
@@ -190,9 +190,9 @@ def test_refused(how, message):
 
 
 def test_one_side_alone():
-    with pytest.raises(KvkitError, match="value: expected what kernels read, or schemes of keys and values"):
+    with pytest.raises(KvkitError, match="value: expected a format of the kernels"):
         QuantizedCache(value=spec())
-    with pytest.raises(KvkitError, match="key: expected what kernels read"):
+    with pytest.raises(KvkitError, match="key: expected a format of the kernels"):
         QuantizedLayer(key=spec())
 
 

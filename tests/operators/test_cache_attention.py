@@ -244,7 +244,7 @@ def test_a_window_that_has_left_the_layer(kind):
     cache.update(pair.random(2, 2, 1, 16), pair.random(2, 2, 1, 24), 1)
     pair.check(query[:, :, -1:])
     with pytest.raises(
-        kvkit.KvkitError, match=r"query: expected tokens whose window layers\[0\] still holds"
+        kvkit.KvkitError, match=r"query: expected queries of the last tokens, whose windows layers\[0\]"
     ):
         pair.layer.attend(query)
     pair.update(1)

@@ -1,4 +1,4 @@
-"""A step over sequences in blocks: the index tensors that every operator needs, and its end."""
+"""A step over sequences in blocks: its index tensors, which operators take, and its end."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from kvkit.typed import Array
 class Step:
     """The tokens to compute next, as index tensors; `BlockAllocator.begin_step` makes it.
 
-    Sequences of one new token come first, then the others, otherwise as they were given; new tokens are
-    packed in this order. Blocks are reserved until the step ends: by `commit`, which counts the new tokens
-    and publishes the blocks they filled, or by `abandon`. In a ``with`` statement it commits, and abandons
-    on an exception.
+    Sequences with one new token come first, then the others, each group in the order given. New tokens are
+    packed in this order. `commit` ends the step: it adds the new tokens to the sequences, and lets others
+    share filled blocks. Or `abandon` ends it. A ``with`` statement commits, and abandons on an exception.
 
     Attributes
     ----------
     sequences : tuple of Sequence, length B
         In the order of the tensors.
     order : ndarray of int64, shape [B]
-        Where each of them was among the arguments of `begin_step`.
+        The index of each sequence among the arguments of `begin_step`.
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
         Where each sequence begins among the new tokens, and among all contexts.
     start_pos : ndarray of int64, shape [B]
         Tokens in the cache before the step.
     cachestarts : ndarray of int64, shape [B, MaxP]
-        The first row of each page, for ``cache_mode`` 1; -1 behind the last page.
+        The first row of each page, for ``cache_mode`` 1; -1 after the last page.
     decoding_batches, max_seqlen, max_kvlen : int
-        Sequences of one new token, the most new tokens, the longest context.
+        The number of sequences with one new token, the most new tokens, the longest context.
     copies : ndarray of int64, shape [copies, 2]
-        Blocks to copy, (source, destination), in all layers, before anything is written; also if the step
-        is abandoned later.
+        Blocks to copy, (source, destination), in all layers before any write. They must be copied even if
+        the step is abandoned later.
 
     Examples
     --------
@@ -60,11 +59,11 @@ class Step:
     max_seqlen: int
     max_kvlen: int
     copies: Array
-    allocator: Any  # the one that made it
+    allocator: Any  # the BlockAllocator that made the step
 
     @cached_property
     def slot_mapping(self) -> Array:
-        """The row of every new token, as Ascend names it: int32 (or ``slot_dtype``), shape [seqstarts[B]]."""
+        """The cache row of every new token (Ascend's name): int32 or ``slot_dtype``, shape [seqstarts[B]]."""
         page_size = self.allocator.page_size
         sequence = np.repeat(np.arange(len(self.sequences)), np.diff(self.seqstarts))
         position = np.arange(len(sequence)) + (self.start_pos - self.seqstarts[:-1])[sequence]
@@ -73,25 +72,25 @@ class Step:
 
     @cached_property
     def block_tables(self) -> Array:
-        """The blocks of every sequence: int32, shape [B, MaxP]; -1 behind the last one."""
+        """The blocks of every sequence: int32, shape [B, MaxP]; -1 after the last one."""
         return (self.cachestarts // self.allocator.page_size).astype(np.int32)
 
     @cached_property
     def context_lens(self) -> Array:
-        """Tokens of every sequence, the new ones among them: int32, shape [B]."""
+        """The number of tokens of every sequence, new ones included: int32, shape [B]."""
         return np.diff(self.kvstarts).astype(np.int32)
 
     @property
     def is_open(self) -> bool:
-        """Return whether it has neither been committed nor abandoned."""
+        """Return whether the step has been neither committed nor abandoned."""
         return self.allocator.open_step is self
 
     def commit(self) -> None:
-        """Count the new tokens, and publish the blocks that they filled: every layer has written them."""
+        """Add the new tokens to the sequences, and publish filled blocks. Write every layer before."""
         self.allocator.commit(self)
 
     def abandon(self) -> None:
-        """Give back the blocks of the new tokens, as if the step had not begun."""
+        """Free the blocks of the new tokens, as if the step had not begun."""
         self.allocator.abandon(self)
 
     def __enter__(self) -> Self:
@@ -102,7 +101,7 @@ class Step:
 
 
 def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str, Any]:
-    """Return the tensors of a step, as keywords for `Step`, of sequences that have their blocks."""
+    """Return the index tensors of a step as keywords for `Step`; all blocks are allocated already."""
     start_pos = np.array([seq.length for seq in sequences], np.int64)
     seqlens = np.array(counts, np.int64)
     kvlens = start_pos + seqlens
@@ -125,7 +124,7 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
 
 
 def slot_type(dtype: DTypeLike, slots: int) -> np.dtype[Any]:
-    """Check the dtype of slot mappings, which must reach every slot."""
+    """Check the dtype of slot mappings: it must be able to number every slot."""
     kind = np.dtype(dtype)
     if kind not in (np.int32, np.int64) or slots - 1 > np.iinfo(kind).max:
         raise argument_error("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", kind)

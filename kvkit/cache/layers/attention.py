@@ -1,4 +1,4 @@
-"""Attention over what a layer has just stored, read where it lies."""
+"""Attention of a layer over its stored tokens, which are read in place."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvkit.typed import Array, Attended
 
 
 class LayerAttention:
-    """How a layer attends; what is prepared for a call serves the next ones while it can run again."""
+    """Computes a layer's attention. Keeps the last prepared call, and runs it again where it can."""
 
     def __init__(self) -> None:
         self._calls: PreparedCalls[PreparedAttention] = PreparedCalls(1)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return LayerAttention, ()  # a call knows addresses, which a copy does not have
+        return LayerAttention, ()  # prepared calls hold addresses, which are others in a copy
 
     def forget(self) -> None:
-        """Let go of the store, which is no longer the layer's."""
+        """Drop the prepared call, because the arrays of the layer have changed."""
         self._calls.clear()
 
     def __call__(
@@ -65,10 +65,10 @@ class LayerAttention:
 
 
 def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
-    """Return the format of checked queries, and them as [B, q, Hq, D]; the layer holds all that they see."""
+    """Check queries, and that the tokens they attend to are stored; return (format, [B, q, Hq, D])."""
     span = layer.span
     if layer.store is None:
-        raise argument_error(layer.name, "keys and values: update comes first", "none")
+        raise argument_error(layer.name, "stored tokens (call update before attend)", "none")
     batch, heads, dim, *_ = layer.store.geometry
     fmt = tensors.checked_format("query", query, FLOATS, 4)
     _, query_heads, new, _ = query.shape
@@ -76,19 +76,19 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
         wanted = f"shape [{batch}, a multiple of {heads}, q, {dim}] (batch, key heads and head size)"
         raise argument_error("query", wanted, query.shape)
     if span.begin > max(0, span.length - new - (layer.window or 0) + 1) or new > span.length:
-        wanted = f"tokens whose window {layer.name} still holds"
-        raise argument_error("query", wanted, f"{new} of {span.length} tokens")
+        wanted = f"queries of the last tokens, whose windows {layer.name} still stores"
+        raise argument_error("query", wanted, f"{new} queries after {span.length} tokens")
     return fmt, tensors.one_piece(query.swapaxes(1, 2))
 
 
 def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> MaskPlace:
-    """Check a mask: its columns are the rows of the store from the first returned on."""
+    """Check a mask: its columns begin at position 0 with 2 axes, at the first returned token with 4."""
     span, (batch, query_heads, new) = layer.span, sizes
     if not isinstance(mask, np.ndarray):
         raise argument_error("attention_mask", "a numpy array", describe(mask))
     first = span.begin if mask.ndim == 2 else 0  # a padding mask counts positions from 0
     count = span.length - span.begin
-    returned = sum(layer.get_mask_sizes(0))
+    returned = sum(layer.get_mask_sizes(0))  # length + offset: where the keys of an update end
     if mask.ndim == 2:
         legal = {(batch, span.length), (batch, max(returned, span.length))}
         if mask.dtype != np.bool_ or mask.shape not in legal:
@@ -96,17 +96,17 @@ def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, i
             raise argument_error("attention_mask", wanted, describe(mask))
         mask = mask[:, None, None]
     elif mask.ndim != 4 or mask.shape[3] not in (count, max(returned - span.begin, count)):
-        wanted = f"bool [{batch}, {span.length}], or [{batch}, {query_heads}, {new}, {count}], 1 in front"
+        wanted = f"bool [{batch}, {span.length}], or [{batch} or 1, {query_heads} or 1, {new} or 1, {count}]"
         raise argument_error("attention_mask", wanted, f"shape {mask.shape}")
     mask = mask[..., first : first + count]
     return masks.static_mask(fmt, mask, batch, query_heads, new, count)
 
 
 class PreparedAttention:
-    """Attention over one store; it runs again while only addresses and lengths change.
+    """Attention over one store, to be run again while only addresses and lengths change.
 
-    What the kernels are prepared for is shapes and how the work is shared out, which changes once in some
-    hundred tokens.
+    Its launch is for given shapes and a given split of the work. The split changes once in some hundred
+    tokens.
     """
 
     __slots__ = ("_counts", "_mask", "_params", "_prepared", "_step", "_store")
@@ -124,7 +124,7 @@ class PreparedAttention:
         cpu.launches.start(launch)
 
     def run(self, layer: Any, arrays: dict[str, Array | None], mask: MaskPlace) -> bool:
-        """Attend with another query, mask and length; return False if that has to be prepared."""
+        """Attend with another query, mask and length; return False if these need a new prepared call."""
         if layer.store is not self._store:
             return False
         length, _, begin, origin, _ = layer.span
@@ -132,7 +132,7 @@ class PreparedAttention:
         return self._prepared.run_at(places, lambda: self._refit(begin - origin, length - begin, mask))
 
     def _refit(self, row: int, kvlen: int, mask: MaskPlace) -> bool:
-        """Begin at another row, and end at another length unless that takes another launch."""
+        """Set the first row and the length; return False if the new length needs a new launch."""
         if kvlen != self._prepared.version:
             np.multiply(self._counts, kvlen, out=self._step.kvstarts)
             if not self._prepared.reschedule(kvlen):

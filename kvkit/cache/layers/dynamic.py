@@ -33,7 +33,7 @@ class DynamicLayer(Layer):
 
 
 class StaticLayer(Layer):
-    """A layer of fixed size: an update returns all of its memory, zeros where no token is yet.
+    """A layer of fixed size. An update returns all of its rows, those without tokens as zeros.
 
     `attend` reads the filled part only.
 
@@ -78,7 +78,7 @@ class StaticLayer(Layer):
         return self.max_cache_len
 
     def _shorten(self, span: Span) -> None:
-        """Write zeros where tokens were."""
+        """Drop the last tokens, and write zeros to their rows."""
         first, end = span.length - span.origin, self.span.length - span.origin
         super()._shorten(span)
         if self.store is not None:
@@ -95,5 +95,5 @@ class StaticLayer(Layer):
 
     def open(self, home: Any, about: dict[str, Any]) -> None:
         super().open(home, about)
-        if self.store is not None:  # rows may have been written that no state came to mean
+        if self.store is not None:  # an interrupted update may have written rows without committing them
             self.store.clear(self.span.rows_from(0)[1], self.store.capacity)

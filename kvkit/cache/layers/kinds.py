@@ -1,4 +1,4 @@
-"""Every kind of layer by its name, as files say it."""
+"""Table of the kinds of layers by the names that files have for them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,12 @@ KINDS: dict[str, Any] = {
 
 
 def describe_layer(layer: Any) -> dict[str, Any]:
-    """Describe a layer for a file, so that `make_layer` makes another one."""
+    """Describe a layer for a file, so that `make_layer` can make an equal empty one."""
     return {"kind": type(layer).__name__, "arguments": layer.describe()}
 
 
 def make_layer(about: Mapping[str, Any]) -> Any:
-    """Make a layer of a description in a file."""
+    """Make an empty layer from its description in a file."""
     arguments = about["arguments"].items()
     return KINDS[about["kind"]](
         **{name: QuantSpec(**x) if isinstance(x, dict) else x for name, x in arguments}

@@ -1,4 +1,4 @@
-"""The layer of a cache: tokens come and go, the batch changes."""
+"""The base class of the layers that a `Cache` has."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvkit.typed import Array, Attended, States
 
 
 def window_slack(window: int) -> int:
-    """Return the rows beside a window, which it moves through before it is copied to a new store."""
+    """Return how many spare rows a window slides through before it is copied to a new store."""
     return 16 + window // 4
 
 
-EMPTY = None, None, Span()  # what `Layer.state` is of a layer without tokens, in memory
+EMPTY = None, None, Span()  # the `Layer.state` of an empty layer in memory
 
 
 class Layer(BaseLayer):
@@ -34,13 +34,13 @@ class Layer(BaseLayer):
     Attributes
     ----------
     name : str
-        What errors call it.
+        The layer's name in error messages.
     span : Span
         Which tokens it has, and in which rows.
     store : Store
-        What holds the rows; None before the first update.
+        The arrays of keys and values; None before the first update.
     home : Home
-        Where new stores lie; None in memory.
+        The place of the layer's files in a folder; None for a layer in memory.
     """
 
     store: Any
@@ -61,25 +61,25 @@ class Layer(BaseLayer):
         held = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{held}>"
 
-    # The differences of kinds, beside `_returned`
+    # Methods that the kinds of layers override, as they do `_returned`
 
     def _stored_from(self, length: int) -> int:
         """Return the oldest position that is stored when `length` tokens have been seen."""
         return 0
 
     def _croppable_to(self, length: int) -> int:
-        """Return the newest position that may be the oldest one when a crop leaves `length` tokens."""
+        """Return the largest first stored position that still allows a crop to `length` tokens."""
         return 0
 
     def _may_start(self, start: int) -> bool:
-        """Return whether new tokens may begin at another position than the next."""
+        """Return whether new tokens may begin at `start`, before the end, and so replace later ones."""
         return False
 
     def check_room(self, length: int, new: int) -> None:
         """Raise if the layer can never hold `new` tokens after `length`."""
 
     def _capacity(self, rows: int) -> int:
-        """Return the rows of a new store that has to hold `rows`, with room for the next tokens."""
+        """Return how many rows a new store for `rows` tokens gets, with room for the next tokens."""
         return max(rows + rows // 4, 2 * self.store.capacity if self.store else 0)
 
     def _new_store(self, given: Geometry, capacity: Any) -> Any:
@@ -114,11 +114,11 @@ class Layer(BaseLayer):
         """Return the first of the positions of new tokens."""
         start, length = requests.check_positions(cache_position, new, self.span.length), self.span.length
         if start != length and not self._may_start(start):
-            raise argument_error("cache_position", f"positions from {length} on, the tokens seen", start)
+            raise argument_error("cache_position", f"positions from {length} on, after the last token", start)
         return start
 
     def _apart(self, states: Array) -> Array:
-        """Return new tokens, copied if they are views of those that they replace."""
+        """Return new tokens, copied if they share memory with the store that is about to change."""
         shared = any(np.may_share_memory(states, side) for side in (self.store.keys, self.store.values))
         return states.copy() if shared else states
 
@@ -135,9 +135,9 @@ class Layer(BaseLayer):
         indices: Iterable[int] | None = None,
         settled: bool = False,
     ) -> None:
-        """Move the tokens from `keep` on to another store; nothing has happened if this fails.
+        """Move the tokens from `keep` on to another store; on an error nothing has changed.
 
-        Of `settled` ones the last update is not taken back any more.
+        If `settled`, the last update can no longer be undone.
         """
         store, before = self._new_store(given, capacity), (self.store, self.span)
         span = self.span.settled() if settled else self.span
@@ -153,7 +153,7 @@ class Layer(BaseLayer):
             raise
 
     def _commit(self) -> None:
-        """Commit the state, also where it lies in a file."""
+        """Record the layer's state in its file, if it has one; let a quantized store encode."""
         if self.store is not None:
             self.store.commit(self.span, self.record_past)
         elif self.home is not None:
@@ -161,7 +161,7 @@ class Layer(BaseLayer):
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
-        """Check, and make, room for so many more tokens, so that no update of them can fail for capacity."""
+        """Make room for `query_length` more tokens, so that their update cannot run out of capacity."""
         new, length = integer("query_length", query_length, 0), self.span.length
         self.check_room(length, new)
         if self.store is not None:
@@ -170,10 +170,10 @@ class Layer(BaseLayer):
 
     @one_call_at_a_time
     def settle(self) -> None:
-        """Let go of memory that only the last update needed: a store much larger than the window.
+        """Free memory that only the last update needed: move to a smaller store if this one is too large.
 
-        In a file a layer keeps what the latest update returned, as that may have to be taken back, and so
-        waits for a shorter one.
+        A layer in a file keeps what its last update returned, because that update may be undone. It moves
+        after a later update that returned less.
         """
         if self.window is None or self.store is None or self.record_past:
             return
@@ -197,7 +197,7 @@ class Layer(BaseLayer):
         return self.store.rows(*self.span.rows_from(self.span.oldest))
 
     @one_call_at_a_time
-    def attend(  # type: ignore[override]  # it says which options there are
+    def attend(  # type: ignore[override]  # names the options of the base class
         self,
         query: Array,
         attention_mask: Array | None = None,
@@ -218,8 +218,8 @@ class Layer(BaseLayer):
         Parameters
         ----------
         length : int
-            Positive: tokens to keep, nothing happens if there are no more. Negative: tokens to drop. 0 drops
-            none; recorded past is trimmed in any case.
+            Positive: tokens to keep; without effect if the layer has no more. Negative: tokens to drop. 0:
+            drop none. Past tokens that were recorded are dropped in each case.
 
         Raises
         ------
@@ -243,14 +243,14 @@ class Layer(BaseLayer):
         return left
 
     def _shorten(self, span: Span) -> None:
-        """Forget the last tokens; the shorter state counts before any row changes."""
+        """Drop the last tokens; the shorter state is committed before any row is written again."""
         self.span = span
         if self.store is not None:
             self._commit()
 
     @one_call_at_a_time
     def reorder(self, indices: ArrayLike) -> None:
-        """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
+        """Replace row b of the batch by the old row ``indices[b]``. The batch becomes ``len(indices)``."""
         self._take(requests.check_rows(indices, self.batch_size))
 
     select = reorder_cache = batch_select_indices = reorder
@@ -274,7 +274,7 @@ class Layer(BaseLayer):
 
     @one_call_at_a_time
     def reset(self) -> None:
-        """Forget everything, geometry included."""
+        """Drop all tokens. The next update decides on dtype and shape again."""
         self.record_past = False
         if self.store is None:
             self._commit()
@@ -283,12 +283,12 @@ class Layer(BaseLayer):
         self._hold(None, Span())
 
     def stop_past_recording(self) -> None:
-        """Drop, or code, from now on what leaves the window."""
+        """Drop or encode tokens that leave the window again, from the next change on."""
         self._record_past(False)
 
     @one_call_at_a_time
     def _record_past(self, recording: bool = True) -> None:
-        """Record the past, or stop it, in a layer that drops something."""
+        """Begin or stop keeping the tokens that leave the window."""
         before, self.record_past = self.record_past, recording
         try:
             self._commit()
@@ -299,17 +299,17 @@ class Layer(BaseLayer):
     # To files, and back
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that a file holds of it, by name."""
+        """Return the layer's arrays by their names in a saved file."""
         return {} if self.store is None else {"keys": self.keys, "values": self.values}
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        """Hold what `arrays` gave when so many tokens had been seen; a KvkitError if that cannot be."""
+        """Fill the layer with saved `arrays` of `length` tokens; raise KvkitError if they do not fit."""
         keys, values = arrays["keys"], arrays["values"]
         self.check_room(0, length)
         stored = keys.shape[2]
         oldest = length - stored
         if not 0 <= oldest <= self._croppable_to(length):
-            raise argument_error(self.name, f"the last tokens of {length}, all that a next one sees", stored)
+            raise argument_error(self.name, f"all tokens of {length} that the next one attends to", stored)
         store = self._new_store(check_geometry(keys, values, None), self._capacity(stored))
         store.write(0, keys, values)
         self._hold(store, Span(length, oldest, oldest, oldest, length))
@@ -317,7 +317,7 @@ class Layer(BaseLayer):
     # In a folder
 
     def state(self) -> tuple[Any, Any, Span]:
-        """Return all that a change of its place or batch changes, for `restore`."""
+        """Return what `restore` needs to undo a move or a change of the batch."""
         return self.home, self.store, self.span
 
     def restore(self, state: tuple[Any, Any, Span]) -> None:
@@ -325,7 +325,7 @@ class Layer(BaseLayer):
         self._hold(*held)
 
     def move_in(self) -> None:
-        """Move the tokens to where new stores lie."""
+        """Move the tokens from memory to a file in `home`."""
         if self.store is None:
             self._commit()
         elif self.store.file is None:
@@ -347,7 +347,7 @@ class Layer(BaseLayer):
         self.crop(self.span.before - self.span.length)
 
     def finish(self) -> None:
-        """Commit the latest update for good."""
+        """Commit the state, so that the latest update can no longer be undone."""
         if self.store is not None:
             self.span = self.span.settled()
             self._commit()

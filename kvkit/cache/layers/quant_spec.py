@@ -1,4 +1,4 @@
-"""The coding of keys or values in a quantized layer."""
+"""How a quantized layer encodes keys or values."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """The coding of keys, or of values, in a quantized layer.
+    """How a quantized layer encodes keys, or values.
 
     Parameters
     ----------
     bits : int
-        Of a code: 8, 4 or 2.
+        Bits of a code: 8, 4 or 2.
     scheme : str
         ``"sym"``: codes times a scale, as in PMX. ``"asym"``: codes from 0 times a scale, plus a minimum.
     axis : str, optional
-        ``"token"``: a group is `group` neighbouring elements of a token, which must divide the head size.
-        ``"channel"``: one element of each of `group` consecutive tokens (KIVI). By default channel for
-        keys, whose outliers lie in few channels, and token for values.
+        ``"token"``: a group is `group` neighbouring elements of a token; `group` must divide the head size.
+        ``"channel"``: a group is one element of each of `group` consecutive tokens (KIVI). By default channel
+        for keys, whose outliers are in few channels, and token for values.
     group : int
         Elements that share a scale.
     param_dtype : str
         ``"float16"`` or ``"float32"``: the dtype of scales and minima.
     format : str, optional
-        In the place of codes of `bits` and their `scheme`: ``"e4m3"`` or ``"e5m2"``, floats of 8 bits times
-        a scale, the largest magnitude of `group` neighbouring elements over the largest code; or ggml's
-        blocks of 32 elements, ``"q8_0"`` or ``"q4_0"``. Or a scheme: the name of a class of one's own (see
-        `kvkit.formats.scheme`), or any other format, as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``, whose
-        scale is not found from all tokens. It is given `group` tokens at a time, goes through numpy, and is
-        slower: each step decodes the whole layer.
+        Replaces `bits` and `scheme`. ``"e4m3"`` or ``"e5m2"``: 8-bit floats times a scale, which is the
+        largest magnitude of `group` neighbouring elements divided by the largest code. ``"q8_0"`` or
+        ``"q4_0"``: ggml's blocks of 32 elements. Or a scheme: the name of your own class (see
+        `kvkit.formats.scheme`), or another format such as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``,
+        unless its scale is computed from all tokens. A scheme encodes `group` tokens at a time in numpy, and
+        each step decodes the whole layer, which is slow.
     scale : float or tuple of float, optional
-        Of e4m3 and e5m2, what codes are multiplied with, as engines have it: 1, or another number, or one for
-        each head; no scale is found or stored then. Likewise a number for ``"ort_int8"`` and ``"ort_int4"``,
-        and for all of ``"nvfp4"``, which ask for it.
+        A fixed scale for e4m3 and e5m2, as engines have it: a number, or one for each head. Scales are then
+        neither computed nor stored. The formats ``"ort_int8"``, ``"ort_int4"`` and ``"nvfp4"`` require a
+        number here.
     rotation : str, optional
-        What turns rows before they are stored, and queries and outputs, so that no channel stands out:
-        ``"hadamard"``, in blocks ``"hadamard:64"``, ``"llama.cpp"`` or ``"vllm"`` as those do (see
-        `kvkit.formats.rotate`). Tokens that are not coded are turned too, and rounded to the data again.
+        The rotation of rows before they are stored, which spreads outliers over all channels; queries and
+        outputs are rotated to match: ``"hadamard"``, ``"hadamard:64"`` (in blocks), ``"llama.cpp"`` or
+        ``"vllm"`` (see `kvkit.formats.rotate`). Unquantized tokens are also rotated, and rounded again.
 
     Examples
     --------
@@ -92,8 +92,8 @@ class QuantSpec:
                 raise argument_error("scale", "numbers above 0", scale)
         element = STORED.get(str(self.format))
         if not scales or not (element.minifloat if element else self.by_scheme):
-            raise argument_error("scale", "None: codes have scales that are found", repr(self.scale))
-        if isinstance(self.scale, list):  # of a file
+            raise argument_error("scale", "None, because codes have computed scales", repr(self.scale))
+        if isinstance(self.scale, list):  # as JSON has it
             object.__setattr__(self, "scale", tuple(self.scale))
 
     def _check_scheme(self) -> None:
@@ -102,14 +102,14 @@ class QuantSpec:
             if self.scale is None and getattr(format, "asks", False):
                 raise argument_error("scale", f"a number, for {self.format!r}", "None")
             if getattr(scheme, "whole", False):
-                found = f"{self.format!r}, which sees all at once"
-                raise argument_error("format", "a scheme of some tokens at a time", found)
+                found = f"{self.format!r}, which encodes all tokens at once"
+                raise argument_error("format", "a scheme that encodes some tokens at a time", found)
             if self.group % step:
-                wanted = f"a multiple of {step}, the tokens that {self.format!r} codes together"
+                wanted = f"a multiple of {step}, the tokens that {self.format!r} encodes together"
                 raise argument_error("group", wanted, self.group)
         if self.rotation is not None:
             raise argument_error(
-                "rotation", f"None, for {self.format!r}, which may say its own", repr(self.rotation)
+                "rotation", f"None, for {self.format!r}, which may name its own", repr(self.rotation)
             )
 
     @property
@@ -122,7 +122,7 @@ class QuantSpec:
         return schemes_named(str(self.format), self.scale)
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Return the bytes of a coded token and head with its scales; by a scheme, the mean of both sides."""
+        """Return bytes per encoded token and head with scales; for a scheme, the mean of keys and values."""
         if self.by_scheme:
             x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)
             coded = [array for scheme in self.schemes() for array in scheme.encode(x).values()]

@@ -1,4 +1,4 @@
-"""The quantized layer: old tokens as codes, first and recent ones as they came."""
+"""The quantized layer: it stores old tokens as codes, the first and the recent ones unquantized."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ SPEC = QuantSpec()
 
 
 def fit_spec(spec: QuantSpec, dim: int, by_default: bool) -> QuantSpec:
-    """Return a spec for a head size, which default groups divide."""
+    """Return the spec; a default group is reduced until it divides the head size."""
     fits = not by_default or spec.axis == "channel" or spec.format
     return spec if fits else replace(spec, group=math.gcd(spec.group, dim))
 
 
 class QuantizedLayer(Layer):
-    """A layer that keeps old tokens as codes; the first ones and the recent ones stay as they came.
+    """A layer that stores old tokens as codes. The first tokens and the recent ones stay unquantized.
 
-    A token is encoded once, from its original, when it leaves the window. What is stored depends on the
-    tokens, not on how they were split into updates.
+    A token is encoded once, from its original, when it leaves the window of recent tokens. What is stored
+    depends on the tokens, not on how they were split into updates.
 
-    In float16 and bfloat16 the arrays of a view are rounded to that dtype. `attend` reads codes as float32
-    products with their scales, however many queries there are: a score of s may differ by 2^-11 s, for
-    bfloat16 2^-8 s, from that of the arrays.
+    `update` returns a `KVView`, whose array is rounded to the layer's dtype. `attend` multiplies codes with
+    scales in float32, without this rounding. So a score s may differ from one computed with the array by
+    2^-11 s for float16, and 2^-8 s for bfloat16.
 
     Parameters
     ----------
     key, value : QuantSpec
-        How keys and values are coded. If not given, groups along a token are of 32, or of as many as divide
-        both that and the head size.
+        How keys and values are encoded. The default group along a token is the greatest common divisor of
+        32 and the head size.
     residual_length : int
-        So many recent tokens are not coded; where groups run along channels, up to a group more.
+        Recent tokens that stay unquantized; less than `group` more where a group spans several tokens.
     sink : int
-        So many first tokens are never coded.
+        First tokens that are never quantized.
     read_back : bool
-        Whether a step sees what is stored after it, its own tokens included. If not, it sees as codes only
-        what was so before.
+        True: a step attends to the codes of the tokens that it quantizes. False: it attends to their
+        originals, and to codes only of tokens that earlier steps quantized.
 
     Examples
     --------
@@ -79,8 +79,8 @@ class QuantizedLayer(Layer):
             if not isinstance(spec, QuantSpec):
                 raise argument_error(name, "a QuantSpec", describe(spec))
             if spec.by_scheme:
-                wanted = "what kernels read, or schemes of keys and values in a QuantizedCache"
-                raise argument_error(name, wanted, f"scheme {spec.format!r} alone")
+                wanted = "a format of the kernels (schemes need a QuantizedCache, for both keys and values)"
+                raise argument_error(name, wanted, f"scheme {spec.format!r}")
             axis = "token" if spec.format else axis
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
         self.specs, self._by_default = tuple(specs), (key is SPEC, value is SPEC)
@@ -116,7 +116,7 @@ class QuantizedLayer(Layer):
         store.make_room(new)
         self.store = store
 
-    def _move(  # type: ignore[override]  # and without the latest view
+    def _move(  # type: ignore[override]  # has one more parameter, `view`
         self,
         given: Geometry,
         capacity: int,
@@ -125,7 +125,7 @@ class QuantizedLayer(Layer):
         settled: bool = False,
         view: bool = True,
     ) -> None:
-        """Move to another file, with room for `capacity` more tokens and, if `view`, the latest view."""
+        """Move to another file with room for `capacity` more tokens; `view` keeps the latest view valid."""
         plan = plan_file(self.store or self._empty_store(given), given.batch, capacity, view)
         super()._move(given, plan, keep, indices, settled or not view)
 
@@ -161,7 +161,7 @@ class QuantizedLayer(Layer):
 
     @one_call_at_a_time
     def settle(self) -> None:
-        """Let go of the originals of codes that a long update has left; attention then sees the codes."""
+        """Free the originals that a long update still holds; attention then reads their codes."""
         if self.store is not None and self.home is None and not self.record_past and self.store.is_large:
             self.store.settle()
 
@@ -169,7 +169,7 @@ class QuantizedLayer(Layer):
         return self.store.stored()
 
     def activate_past_recording(self) -> None:
-        """From now on nothing is coded until the next `crop`, so that drafts can be taken back whole."""
+        """Encode no more tokens until the next `crop`, so that it can drop draft tokens exactly."""
         self._record_past()
 
     @property
@@ -180,7 +180,7 @@ class QuantizedLayer(Layer):
 
     def arrays(self) -> dict[str, Array]:
         if self.store is not None:
-            self.store.see_stored()  # from now on, as a loaded layer does
+            self.store.see_stored()  # this layer attends to the codes from now on, as a loaded one does
         sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 

@@ -23,16 +23,16 @@ def check_positions(cache_position: ArrayLike, new: int, length: int) -> int:
 
 
 def length_after_crop(length: SupportsIndex, seen: int) -> int:
-    """Return how many tokens a crop leaves."""
+    """Return how many of the `seen` tokens a crop to `length` leaves: 0 keeps all, below 0 drops tokens."""
     given = integer("length", length)
     left = min(given or seen, seen) if given >= 0 else seen + given
     if left < 0:
-        raise argument_error("length", f"at most {seen} tokens to drop, those seen", -given)
+        raise argument_error("length", f"at most {seen} tokens to drop", -given)
     return left
 
 
 def check_rows(indices: ArrayLike, batch: int) -> Array:
-    """Check rows of a batch, which may be any before the first update, when it is 0."""
+    """Check row indices against the batch size. Before the first update (`batch` is 0) any are legal."""
     rows: Array = index_tensors.index("indices", indices, 1)
     if not len(rows):
         raise argument_error("indices", "at least one", "none")

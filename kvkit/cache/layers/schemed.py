@@ -1,4 +1,4 @@
-"""The layer whose old tokens go through schemes in numpy."""
+"""The layer that encodes old tokens in numpy, by schemes: classes with `encode` and `decode`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvkit.typed import Array, Attended, States
 
 
 class SchemedLayer(Layer):
-    """A layer that keeps old tokens as schemes encode them, `group` of a `QuantSpec` at a time.
+    """A layer that encodes old tokens by schemes, as many at a time as the `group` of their `QuantSpec`.
 
-    It sees what a `QuantizedLayer` sees, but for up to a group more of recent tokens as they came. Each call
-    of `attend` decodes the whole layer, so this is to try a scheme with a model, not to save time. A crop
-    within tokens that were encoded together keeps them all, and reads those that are left. It lies in no
-    file.
+    It works as a `QuantizedLayer`, but up to a group more of recent tokens stay unquantized. Each call of
+    `attend` decodes the whole layer: it is for trying a scheme with a model, not for speed. A crop that cuts
+    a group keeps all of the group's codes, and ignores the tokens after the cut. The layer can be neither
+    saved nor offloaded.
 
     Parameters
     ----------
     key, value : QuantSpec
-        Of a scheme.
+        Specs whose `format` is a scheme.
     residual_length, sink, read_back
         As in `QuantizedLayer`.
 
@@ -64,7 +64,7 @@ class SchemedLayer(Layer):
     def describe(self) -> dict[str, Any]:
         formats = " and ".join(repr(spec.format) for spec in self.specs)
         raise argument_error(
-            self.name, "a layer that files hold", f"one of schemes {formats}, which they do not"
+            self.name, "a layer that can be saved", f"one with schemes {formats}, which cannot"
         )
 
     def _empty_sides(self, given: Geometry) -> Iterator[SchemedSide]:
@@ -115,7 +115,7 @@ class SchemedLayer(Layer):
 
     @one_call_at_a_time
     def settle(self) -> None:
-        """Let go of the originals of what the latest update has encoded."""
+        """Free the originals of the tokens that the latest update encoded."""
         if self.store is not None:
             self.store.seen = self.store.sides
 

@@ -13,13 +13,13 @@ from kvkit.checks.values import integer
 class SlidingWindowLayer(Layer):
     """A layer for sliding-window attention that stores the last W - 1 tokens.
 
-    The next token sees these tokens and itself. `update` returns every token that a new token can see, which
-    may be more than W.
+    The next token attends to these tokens and itself. `update` returns every token that one of the new
+    tokens attends to. These may be more than W.
 
     Parameters
     ----------
     sliding_window : int
-        W, how many tokens a query sees, itself included.
+        W, how many tokens a query attends to, itself included.
 
     Examples
     --------
@@ -59,7 +59,7 @@ class SlidingWindowLayer(Layer):
         return self.window
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window until the next `crop`, which can restore an earlier length."""
+        """Keep tokens that leave the window until the next `crop`, so that it can return to fewer tokens."""
         self._record_past()
 
 

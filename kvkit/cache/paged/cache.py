@@ -1,4 +1,4 @@
-"""A cache of many sequences in blocks that they share."""
+"""The paged cache: many sequences in blocks, which they share where they begin alike."""
 
 from __future__ import annotations
 
@@ -20,52 +20,53 @@ from kvkit.typed import Array, FilePath, Pair, States
 
 
 class PagedCache(BaseCache):
-    """Keys and values of many sequences, of any lengths, in blocks; sequences share what they have in common.
+    """Keys and values of many sequences of any lengths, in blocks that sequences with equal beginnings share.
 
-    `blocks` begins, forks, crops and ends sequences; `begin_step` takes their new tokens through all layers.
-    For rows of one length there is, beside that, all that other caches have: `update`, `attend`, `crop`...
+    `blocks` begins, forks, crops and ends sequences; `begin_step` appends their new tokens layer by layer.
+    A batch of sequences of one length can also use the methods of other caches: `update`, `attend`, `crop`...
 
     Parameters
     ----------
     num_blocks, page_size : int
-        Blocks, and tokens in each.
+        The number of blocks, and of tokens in each.
     num_layers, num_kv_heads, head_dim : int
         Geometry of the model.
     dtype : dtype
-        Of keys, values and queries: float32, float16 or bfloat16.
+        The dtype of keys, values and queries: float32, float16 or bfloat16.
     quant_bit, quant_group : int
-        0 stores them as they are, 8 and 4 store codes with one scale for each ``quant_group`` elements.
+        0 stores keys and values unquantized; 8 and 4 store codes, one scale per ``quant_group`` elements.
     quant_format : {None, "e4m3", "e5m2", "q8_0", "q4_0"}
-        Stores floats of 8 bits, or blocks of ggml, which have their scales inside.
+        Stores 8-bit floats, or ggml's blocks, which contain their scales.
     scale : None, float, array of floats or "found"
-        Of floats of 8 bits, what codes are multiplied with, 1 if None: a number, one for keys and one for
-        values, [2], for each head, [2, num_kv_heads], in each layer, [num_layers, 2, num_kv_heads]. Or one
-        for each ``quant_group`` elements (a head of a token, if that is `head_dim`) that is found.
+        What e4m3 and e5m2 codes are multiplied with. None: 1. A number, or an array of shape [2] (keys,
+        values), [2, num_kv_heads] or [num_layers, 2, num_kv_heads]. "found": computed from the data, one
+        scale per ``quant_group`` elements (one per head and token if that is `head_dim`).
     scale_dtype : dtype
-        Of scales that are found.
+        The dtype of computed scales.
     cache_layout : int
         Axis order of the storage, as in `kvkit.dynamic_batching.key_value_cache`.
     salt : bytes
-        Names the model, whose prefixes are found by no other one.
+        Part of every hash of a prefix, so that caches of different models never match each other's.
 
     Attributes
     ----------
     cache, scale : ndarray
         The storage, a PMX cache of ``num_blocks * page_size`` rows, and its scales, or None.
     blocks : BlockAllocator
-        The sequences: `add`, `extend`, `fork`, `crop`, `free`. Their steps begin with the cache's own
-        `begin_step`, which copies what a step must not write.
+        The sequences: `add`, `extend`, `fork`, `crop`, `free`. Begin steps with `begin_step` of the cache,
+        not of `blocks`: it copies shared blocks that the step writes into.
     layers : list of PagedLayer
     rows : Rows
-        The sequences that layers keep themselves, and the step that appends to them.
+        The sequences of `update` and `attend`, one per row of the batch, and the step that appends to them.
     store : PagedStore
-        Where the storage lies, layer by layer.
+        The arrays, and the place of each layer in them.
     sequences : list of Sequence
-        Those that `save` was given, in a cache that comes from a file; empty otherwise.
+        In a loaded cache, the sequences that were given to `save`; else empty.
 
     Examples
     --------
-    Two prompts that begin alike, then a token for each and for a branch of the first:
+    Two prompts that begin alike, then one token for each and for a branch. `branch` shares block 1, so the
+    write of `first` goes into a copy, block 3:
 
     >>> import numpy as np
     >>> from kvkit.cache import PagedCache
@@ -80,7 +81,7 @@ class PagedCache(BaseCache):
     >>> with cache.begin_step([(first, 5)]) as step:
     ...     output = forward(step)
     >>> second = cache.blocks.add([5, 6, 7, 8, 1, 2])
-    >>> second.length                                     # tokens that are in the cache already
+    >>> second.length                                     # tokens in the cache already, of `first`
     4
     >>> with cache.begin_step([(second, 2)]) as step:
     ...     output = forward(step)
@@ -141,12 +142,12 @@ class PagedCache(BaseCache):
         Parameters
         ----------
         sequences : iterable of (Sequence, int)
-            Each sequence once, and how many tokens it gets.
+            Each sequence once, with its number of new tokens.
 
         Returns
         -------
         PagedStep
-            Computes layer by layer. The next step begins after this one has ended.
+            Takes the new tokens of each layer. It must end before the next step begins.
 
         Raises
         ------
@@ -161,23 +162,23 @@ class PagedCache(BaseCache):
             index.abandon()
             raise
 
-    # Rows of one length
+    # A batch of sequences of one length
 
     @one_call_at_a_time
     def update(
         self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
-        """Append to a layer, see `PagedLayer.update`."""
+        """Append new tokens to a layer, see `PagedLayer.update`."""
         return self._layer(layer_idx).update(key_states, value_states, cache_position)
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
-        """Make sure that the next update of so many tokens finds room in every layer."""
+        """Make sure that an update of ``query_length`` tokens has room in every layer."""
         self.rows.reserve(query_length)
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
-        """Drop the last tokens of every row: keep ``length``, or if negative drop so many; 0 drops none."""
+        """Keep the first ``length`` tokens of every row; below 0, drop that many; 0 drops none."""
         self.rows.crop(length)
 
     def _select(self, indices: ArrayLike) -> None:  # no keys and values move
@@ -188,7 +189,7 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def reset(self) -> None:
-        """End all rows, and release their blocks."""
+        """End the sequences of all rows, and free their blocks."""
         self.rows.reset()
 
     @one_call_at_a_time
@@ -211,15 +212,15 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def save(self, path: FilePath, sequences: Iterable[Sequence] = ()) -> None:
-        """Write a .npz file that `load` reads; the old file is whole until the new one is.
+        """Write a .npz file that `load` reads. An existing file stays intact until the new one is complete.
 
-        It holds all published prefixes, the rows, and other sequences that are given. In the loaded cache
-        `blocks.add` finds the prefixes, `sequences` has the sequences, and rows go on.
+        It contains all published prefixes, the rows, and the given sequences. In the loaded cache
+        `blocks.add` finds the prefixes, `sequences` lists the sequences, and `update` continues the rows.
 
         Parameters
         ----------
         path : path
         sequences : iterable of Sequence
-            Of which no step is open.
+            Sequences that are in no open step.
         """
         saving.save_paged(self, path, sequences)

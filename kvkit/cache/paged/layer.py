@@ -175,7 +175,7 @@ class PagedLayer(BaseLayer):
     ) -> Attended:
         store, step = self.store, self.rows.step
         if not self.rows.sequences:
-            raise argument_error("layer", "keys and values: update comes first", "none")
+            raise argument_error("layer", "stored tokens (call update before attend)", "none")
         options = is_causal, window, softmax_scale, softcap, sinks, return_lse
         form = form_of((query,), (self.get_seq_length(), attention_mask, *options))
         prepared = step and step.calls.find(form)

@@ -21,7 +21,7 @@ BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
 
 
 class PagedStore:
-    """The arrays of a `PagedCache`, whose arguments these are, and their layers as kernels see them."""
+    """The arrays of a `PagedCache`, and the place of each layer in them. It takes that cache's arguments."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class PagedStore:
 
         sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
-        element = np.dtype(np.uint8) if quant_format else stored.dtype  # which files have, too
+        element = np.dtype(np.uint8) if quant_format else stored.dtype  # uint8, which .npz files have
         self.cache = result_pool.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
-        # Whether scales are those of groups, which lie as the codes do.
+        # Whether scales are computed, one per group; they then have the axes of the cache.
         self.found = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
-            raise argument_error("scale", "None, but for quant_format 'e4m3' and 'e5m2'", describe(scale))
+            raise argument_error("scale", "None unless quant_format is 'e4m3' or 'e5m2'", describe(scale))
         self.scale: Array | None = None
         if self.found:
             self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype)
         elif scale is not None:
             self.scale = check_scales(scale, self.num_layers, self.heads)
-        # As operators name them, but for the layer.
+        # The cache arguments of the operators; `_find_places` sets layer_idx.
         self.arguments = CacheArguments(self.num_layers, 0, bits, group, quant_format, number)
         self._find_places()
         geometry = {
@@ -78,7 +78,7 @@ class PagedStore:
         self.identity = json.dumps(geometry).encode()
 
     def _find_places(self) -> None:
-        """Find the places of all layers, from the addresses of the arrays."""
+        """Compute where each layer's keys, values and scales begin, from the addresses of the arrays."""
         self.places = [
             caches.cache_layer(
                 self.format,
@@ -100,7 +100,7 @@ class PagedStore:
         self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
 
     def scale_of(self, layer_idx: int) -> Array | None:
-        """Return scales as operators take them: of all layers where found, of one where given."""
+        """Return the scales that operators expect: computed ones of all layers, given ones of this layer."""
         return self.scale if self.scale is None or self.found else self.scale[layer_idx]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class PagedStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._find_places()  # of a copy, whose arrays lie elsewhere
+        self._find_places()  # the arrays of a copy have other addresses
 
     def copy(self, copies: Array) -> None:
         """Copy blocks, (source, destination) each, in all layers."""
@@ -118,7 +118,7 @@ class PagedStore:
                 array[:, :, destination] = array[:, :, source]
 
     def apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
-        """Check that an append does not write its inputs, which have names."""
+        """Check that an append does not overwrite its inputs, {name: array}."""
         caches.check_written_apart(
             self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
         )
@@ -130,7 +130,7 @@ class PagedStore:
 
 
 def check_scales(scale: Any, layers: int, heads: int) -> Array:
-    """Check scales of shape (), [2], [2, heads] or [layers, 2, heads]; return them as the last."""
+    """Check scales of shape (), [2], [2, heads] or [layers, 2, heads]; return them as [layers, 2, heads]."""
     try:
         numbers = np.array(scale, np.float32)
         numbers = numbers[:, None] if numbers.shape == (2,) else numbers
