@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import finite_number, integer
-from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout
 from kvkit.tools import counting
+from kvkit.tools.axes import ROLES, WORDS, is_index, letters_of
 from kvkit.tools.case import stack_view
-from kvkit.tools.causes import Cause, Trial, try_causes
+from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
+from kvkit.tools.causes.evidence import Tolerances
 from kvkit.tools.source import SIDES, CacheSource
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
 Arrays = dict[str, np.ndarray]
-NAMES = {"l": "layer", "kv": "side", "b": "page", "n": "position", "h": "head", "c": "element"}
-BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
+BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # along which differing elements are counted
 BLOCK = 2**25  # bytes that are compared at a time
 MOST_TRIED = 2**22  # bytes of an array that causes are tried on
 LEAST_NAMED = 8  # heads, layers or pages that are listed
@@ -89,13 +90,13 @@ class Difference:
     arrays : list of ArrayDifference
         The arrays that differ.
     causes : list of Cause
-        Causes that explain some of that, the best first.
+        What explains it in fewer words than a list of the elements would take, the best first.
     problems : list of str
         Arrays that only one side has, or that have other shapes.
     compared : int
         Bytes of each side.
     notes : list of str
-        Causes that were not tried, and why.
+        Arrays for which no cause was found, and causes that were not tried, and why.
     maps : dict
         Differing elements of each row and the letters of axes, of arrays that are to be drawn.
     """
@@ -187,14 +188,18 @@ def diff(
     """
     tolerances = finite_number("atol", atol), finite_number("rtol", rtol), integer("ulp", ulp, 0)
     arrays = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like)
-    one, two, _ = arrays.value
+    one, two, inputs = arrays.value
     common = [name for name in one if name in two]
     if not common:
         raise argument_error("b", f"some array of {', '.join(one) or 'none'}", ", ".join(two) or "none")
     problems = [f"{name}: only in a" for name in one if name not in two]
     problems += [f"{name}: only in b" for name in two if name not in one]
+    if like is not None and not usable_inputs(inputs, {name: one[name] for name in common}):
+        shapes = ", ".join(f"{name} {np.shape(x)}" for name, x in inputs.items())
+        wanted = f"floats under the names and in the places of {', '.join(common)}; or before, positions"
+        raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # elsewhere pieces are not heard of, only arrays
-    letters = [letters_of(one[name], axes, layout_a is not None) for name in common]
+    letters = [letters_of(name, one[name], axes, layout_a is not None) for name in common]
     work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
     found = Difference(problems=problems)
     compared = 0
@@ -221,11 +226,15 @@ def compared_arrays(
         array = as_numpy(side)
         given = {"array": array} if isinstance(array, np.ndarray) else side
         sources.append(CacheSource(given, layout, sizes, (name, "format")))
-    inputs = {} if like is None else CacheSource(like).arrays
+    given = None if like is None else CacheSource(like, layout_a, sizes)
+    inputs = {} if given is None else dict(given.arrays)
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
     named = one.keys() & two.keys() or not all(source.layout for source in sources)
     if named and not any(source.stated_layout for source in sources):
         return one, two, inputs
+    if given is not None:
+        with contextlib.suppress(KvkitError):  # other inputs than floats in the places of codes
+            inputs |= keys_and_values(given)
     return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs
 
 
@@ -247,7 +256,7 @@ def compare_array(
     arrays: Lazy,
     name: str,
     letters: tuple[str, ...],
-    tolerances: tuple[float, float, int],
+    tolerances: Tolerances,
     drawn: bool,
     advance: Callable[[int], object] | None,
 ) -> Difference:
@@ -265,27 +274,18 @@ def compare_array(
     if expected.dtype != got.dtype:
         notes.append(f"{name}: {expected.dtype} against {got.dtype}: no cause was tried")
     else:
-        causes = causes_of(array, letters, one, got, inputs, notes)
+        causes = causes_of(array, letters, one, got, inputs, notes, tolerances)
+        if not causes:
+            notes.append(f"{name}: no cause found")
     maps = {name: (found[0].reshape(expected.shape[:-1]), letters)} if drawn else {}
     return Difference([array], causes, [], expected.nbytes, notes, maps)
-
-
-def letters_of(array: np.ndarray, axes: str | None, has_layout: bool) -> tuple[str, ...]:
-    """Return the names of an array's axes."""
-    usual = tuple(BY_NDIM.get(array.ndim, "").split())
-    letters = tuple(axes.split()) if axes and not has_layout else usual
-    if len(letters) != array.ndim:
-        letters = usual or tuple(f"axis {i}" for i in range(array.ndim))
-    if len(set(letters)) != len(letters):
-        raise argument_error("axes", "each of l b n h c at most once", describe(axes))
-    return letters
 
 
 Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def count_rows(
-    expected: np.ndarray, got: np.ndarray, tolerances: tuple[float, float, int],
+    expected: np.ndarray, got: np.ndarray, tolerances: Tolerances,
     advance: Callable[[int], object] | None,
 ) -> Counts:  # fmt: skip
     """Return (differing elements of each row, largest errors of each, histogram of ulps) of two arrays."""
@@ -321,11 +321,11 @@ def same_bytes(one: np.ndarray, two: np.ndarray) -> bool:
 
 def describe_difference(
     name: str, letters: tuple[str, ...], expected: np.ndarray, got: np.ndarray, found: Counts,
-    tolerances: tuple[float, float, int],
+    tolerances: Tolerances,
 ) -> ArrayDifference:  # fmt: skip
     """Return the first place, counts by axis and the worst head of arrays that differ."""
     counts, errors, histogram = found
-    names, outer = tuple(NAMES.get(letter, letter) for letter in letters), expected.shape[:-1]
+    names, outer = tuple(WORDS.get(letter, letter) for letter in letters), expected.shape[:-1]
     row = np.unravel_index(int((counts > 0).argmax()), outer)
     x, y = (array[row].reshape(1, -1) if array.ndim else array.reshape(1, 1) for array in (expected, got))
     each = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances)[0][0] for i in range(x.shape[1])]
@@ -336,14 +336,15 @@ def describe_difference(
     table, far = counts.reshape(outer), errors.reshape(outer)
     by = {}
     for i, letter in enumerate(letters[:-1]):
-        if letter in ("l", "b", "h"):
+        if letter in BY_AXIS:
             sums = table.sum(axis=tuple(j for j in range(table.ndim) if j != i))
             by[names[i]] = {int(j): int(sums[j]) for j in np.flatnonzero(sums)}
-    heads = [i for i, letter in enumerate(letters[:-1]) if letter in ("l", "h")]
+    heads = [i for i, letter in enumerate(letters[:-1]) if letter in ("l", "h", "g")]
     largest = far.max(axis=tuple(i for i in range(far.ndim) if i not in heads)) if heads else far.max()
     at = np.unravel_index(int(np.argmax(largest)), np.shape(largest)) if heads else ()
     worst: dict[str, Any] = {names[i]: int(j) for i, j in zip(heads, at, strict=True)}
     worst["error"] = float(np.max(largest))
+    worst = {} if is_index(expected) else worst
     ulps = {str(i) if i < 2 else f"{2 ** (i - 1)}-{2**i - 1}": int(n) for i, n in enumerate(histogram) if n}
     differing, total = int(counts.sum()), expected.size
     return ArrayDifference(
@@ -359,10 +360,12 @@ def plain_number(value: Any) -> int | float | bool:
 
 def causes_of(
     found: ArrayDifference, letters: tuple[str, ...], one: Arrays, got: np.ndarray, inputs: Arrays,
-    notes: list[str],
+    notes: list[str], tolerances: Tolerances,
 ) -> list[Cause]:  # fmt: skip
     """Try causes where the difference begins, on as many bytes as can be tried soon; note which."""
     expected = one[found.name]
+    if is_index(expected):
+        return index_causes(found.name, found.axes, expected, got)
     others = {other: array for other, array in one.items() if other != found.name}
     like = {key: np.asarray(value) for key, value in inputs.items()}
     outer = expected.shape[:-1]
@@ -377,7 +380,8 @@ def causes_of(
             arrays.update({key: array[part] for key, array in arrays.items() if array.shape[:-1] == outer})
         expected, got = expected[part], got[part]
         outer = expected.shape[:-1]
-    return try_causes(Trial(found.name, letters, expected, got, like, others))
+    roles = tuple(ROLES.get(letter, letter) for letter in letters)
+    return try_causes(Trial(found.name, roles, expected, got, like, others, tolerances))
 
 
 def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:

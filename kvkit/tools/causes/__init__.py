@@ -1,6 +1,11 @@
 """Why bytes may differ: usual causes, each tried by computing what it would have given."""
 
 from kvkit.tools.causes import bits, places, positions, rounding
+from kvkit.tools.causes.indices import index_causes
+from kvkit.tools.causes.inputs import usable_inputs
 from kvkit.tools.causes.trial import CAUSES, Cause, Trial, try_causes
 
-__all__ = ["CAUSES", "Cause", "Trial", "bits", "places", "positions", "rounding", "try_causes"]
+__all__ = [
+    "CAUSES", "Cause", "Trial", "bits", "index_causes", "places", "positions", "rounding", "try_causes",
+    "usable_inputs",
+]  # fmt: skip

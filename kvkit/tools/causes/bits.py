@@ -2,7 +2,28 @@
 
 import numpy as np
 
-from kvkit.tools.causes.trial import Guesses, Trial, cause
+from kvkit.formats import BY_DTYPE
+from kvkit.tools.causes.evidence import count_words
+from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause, word_view
+
+LEAST_ALIKE = 0.1  # of the ratios of elements that differ, for a factor
+POWER_BITS, FACTOR_BITS = 4.0, 24.0  # to say a factor that is a power of two, and any other
+
+
+@cause("old bytes: not written")
+def not_written(trial: Trial) -> Guesses:
+    """The bytes are those of before the call, or the one value of new memory: zeros, NaN, a mark."""
+    if trial.before is not None:
+        yield Guess("as before", trial.before)
+    yield Guess("zeros", np.zeros_like(trial.expected), bits=1)
+    expected, got = word_view(trial.expected), word_view(trial.got)
+    words, counts = count_words(got[expected != got])
+    if not len(words) or not words[counts.argmax()]:
+        return
+    value = words[counts.argmax()].view(trial.expected.dtype)
+    is_nan = bool(value != value)
+    detail = "NaN" if is_nan else f"all {value.item() if value.dtype.kind in 'iufb' else float(value)}"
+    yield Guess(detail, np.full_like(trial.expected, value), bits=2 if is_nan else 8 * value.itemsize)
 
 
 @cause("nibbles swapped")
@@ -10,7 +31,7 @@ def nibbles(trial: Trial) -> Guesses:
     """The even element is in the high nibble: OpenVINO's u4; elsewhere it is in the low one."""
     if trial.expected.dtype.itemsize == 1 and not trial.is_float:
         byte = trial.expected.view(np.uint8)
-        yield "", ((byte >> 4) | (byte << 4)).view(trial.expected.dtype)
+        yield Guess("", ((byte >> 4) | (byte << 4)).view(trial.expected.dtype))
 
 
 @cause("halves of a head interleaved")
@@ -22,16 +43,15 @@ def interleaved_halves(trial: Trial) -> Guesses:
     array = np.moveaxis(array, axis, -1)
     pairs = array.reshape(*array.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(array.shape)
     apart = array.reshape(*array.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(array.shape)
-    yield "halves side by side", np.moveaxis(pairs, -1, axis)
-    yield "neighbours apart", np.moveaxis(apart, -1, axis)
+    yield Guess("halves side by side", np.moveaxis(pairs, -1, axis), bits=1)
+    yield Guess("neighbours apart", np.moveaxis(apart, -1, axis), bits=1)
 
 
 @cause("endianness")
 def endianness(trial: Trial) -> Guesses:
     """The bytes of an element are in the other order."""
     if trial.expected.dtype.itemsize > 1:
-        word = trial.expected.view(f"u{trial.expected.dtype.itemsize}")
-        yield "", word.byteswap().view(trial.expected.dtype)
+        yield Guess("", word_view(trial.expected).byteswap().view(trial.expected.dtype))
 
 
 @cause("flushed subnormals")
@@ -43,14 +63,31 @@ def flushed(trial: Trial) -> Guesses:
         )
         small = np.abs(trial.expected.astype(np.float32)) < from_here
         zero = np.zeros((), trial.expected.dtype)
-        yield "", np.where(small, np.copysign(zero, trial.expected), trial.expected)
-        yield "without their signs", np.where(small, zero, trial.expected)
+        yield Guess("", np.where(small, np.copysign(zero, trial.expected), trial.expected), bits=5)
+        yield Guess("without their signs", np.where(small, zero, trial.expected), bits=6)
 
 
-@cause("old bytes: not written")
-def not_written(trial: Trial) -> Guesses:
-    """The bytes are those of before the call, or the zeros of new memory."""
-    before = trial.like.get(f"before_{trial.name}", trial.like.get("before"))
-    if isinstance(before, np.ndarray) and before.shape == trial.expected.shape:
-        yield "as before", before.astype(trial.expected.dtype, copy=False)
-    yield "zeros", np.zeros_like(trial.expected)
+@cause("a factor")
+def factor(trial: Trial) -> Guesses:
+    """Numbers, often scales, are some constant times what they should be."""
+    fmt = BY_DTYPE.get(trial.expected.dtype)
+    if fmt is None or not fmt.significant or fmt.bits < 16:
+        return
+    wrong = word_view(trial.expected) != word_view(trial.got)
+    pairs = (array[wrong].astype(np.float64) for array in (trial.got, trial.expected))
+    ratios = np.divide(*pairs)
+    ratios = ratios[np.isfinite(ratios) & (ratios != 0)]
+    if not len(ratios):
+        return
+    middle = float(np.partition(ratios, len(ratios) // 2)[len(ratios) // 2])
+    alike = np.isclose(ratios, middle, rtol=2.0 ** (2 - fmt.significant), atol=0)
+    if alike.mean() < LEAST_ALIKE:
+        return
+    power = float(np.sign(middle) * 2.0 ** np.round(np.log2(abs(middle))))
+    expected, got = (array.astype(np.float64) for array in (trial.expected, trial.got))
+    for number, bits in ((power, POWER_BITS), (float(ratios[alike].mean()), FACTOR_BITS)):
+        predicted = expected * number
+        limit = np.abs(predicted) * 2.0 ** (1 - fmt.significant)
+        changed = np.abs(expected - got) > limit
+        near = (np.abs(predicted - got) <= limit) & changed if bits == FACTOR_BITS else None
+        yield Guess(f"{number:.6g}", predicted.astype(trial.expected.dtype), bits, near=near)

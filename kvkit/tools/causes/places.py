@@ -1,23 +1,41 @@
 """Causes of differences in which the bytes are right and their place is wrong."""
 
+import re
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from kvkit.tools.causes.trial import Guesses, Trial, cause
+from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause, word_view
 
-PAIRS = (("key", "value"), ("value", "key"), ("k_", "v_"), ("v_", "k_"))
+SIDE = re.compile(r"key|value|(?<![a-z])[kv](?![a-z])", re.IGNORECASE)
+OTHER = {"key": "value", "value": "key", "k": "v", "v": "k"}
+
+
+def partners(name: str) -> Iterator[str]:
+    """Yield the names that an array of the other side may have."""
+    for found in SIDE.finditer(name):
+        word, other = found[0], OTHER[found[0].lower()]
+        other = other.upper() if word.isupper() else other.title() if word.istitle() else other
+        yield name[: found.start()] + other + name[found.end() :]
 
 
 @cause("keys and values swapped")
 def swapped_sides(trial: Trial) -> Guesses:
     """Keys are where values should be, or the other way round."""
-    for one, other in PAIRS:
-        partner = trial.others.get(trial.name.replace(one, other)) if one in trial.name else None
-        kind = trial.expected.shape, trial.expected.dtype
+    kind, units = (trial.expected.shape, trial.expected.dtype), trial.units(trial.expected).shape[:-1]
+    nowhere = np.full(units, -1)
+    for name in partners(trial.name):
+        partner = trial.others.get(name)
         if partner is not None and (partner.shape, partner.dtype) == kind:
-            yield "", partner
+            yield Guess("", partner, targets=nowhere)
+    axis = trial.axis("kv")
+    one_array = not SIDE.search(re.sub(r"\bkv", "", trial.name))
+    several = range(min(3, trial.expected.ndim - 1)) if axis is None and one_array else ()
+    for i in several if axis is None else (axis,):
+        if trial.expected.shape[i] == 2:
+            detail = "" if axis is not None else f"axis {i}"
+            yield Guess(detail, np.flip(trial.expected, i), bits=2, targets=nowhere)
 
 
 @cause("heads and tokens swapped")
@@ -30,50 +48,62 @@ def swapped_axes(trial: Trial) -> Guesses:
     back = (tokens, heads, content)
     array = np.moveaxis(trial.expected, back, (-3, -2, -1))
     n, h = array.shape[-3:-1]
+    nowhere = np.full(trial.units(trial.expected).shape[:-1], -1)
     swapped = array.swapaxes(-3, -2).reshape(array.shape)
-    yield "[heads, tokens] for [tokens, heads]", np.moveaxis(swapped, (-3, -2, -1), back)
-    turned = array.reshape(*array.shape[:-3], h, n, array.shape[-1]).swapaxes(-3, -2)
-    yield "[tokens, heads] for [heads, tokens]", np.moveaxis(turned, (-3, -2, -1), back)
+    moved = np.moveaxis(swapped, (-3, -2, -1), back)
+    yield Guess("[heads, tokens] for [tokens, heads]", moved, bits=1, targets=nowhere)
+    turned = array.reshape(*array.shape[:-3], h, n, array.shape[-1]).swapaxes(-3, -2).reshape(array.shape)
+    moved = np.moveaxis(turned, (-3, -2, -1), back)
+    yield Guess("[tokens, heads] for [heads, tokens]", moved, bits=1, targets=nowhere)
+
+
+def moved_rows(
+    trial: Trial, detail: str, origin: np.ndarray, targets: np.ndarray, bits: float, row_bits: float = 0
+) -> Guess:
+    """Return the guess that row i has the bytes of row origin[i] (-1: its own), and targets[i] has its."""
+    rows = trial.rows(trial.expected)
+    planes, tokens, heads = rows.shape[:3]
+    moved = (origin >= 0) & (origin < tokens)
+    flat = np.arange(planes * tokens * heads).reshape(planes, tokens, heads)
+    gone = np.where((targets >= 0) & (targets < tokens), targets, -1)
+    gone = np.where(gone[:, None] >= 0, flat[:, gone], -1)
+    each = np.broadcast_to(np.where(moved, row_bits, 0.0)[:, None], gone.shape)
+    predicted = trial.of_rows(rows[:, np.where(moved, origin, np.arange(tokens))])
+    return Guess(detail, predicted, bits, each, targets=gone)
 
 
 @cause("row off by one")
 def next_row(trial: Trial) -> Guesses:
-    """Every token is in the next row, or in the previous one."""
+    """Tokens are in the next row, or in the previous one."""
     rows = trial.rows(trial.expected)
     if rows is not None and rows.shape[1] > 1:
+        tokens, size = np.arange(rows.shape[1]), trial.expected.shape[trial.axis("n")]
         for step in (1, -1):
-            yield f"row {step:+d}", trial.of_rows(np.roll(rows, step, axis=1))
+            yield moved_rows(trial, f"row {step:+d}", tokens - step, tokens + step, bits=1)
+            for whole in {len(tokens), size}:  # around the end of the cache, or of each page
+                first = tokens // whole * whole
+                origin, targets = (first + (tokens + shift) % whole for shift in (-step, step))
+                yield moved_rows(trial, f"row {step:+d}", origin, targets, bits=3)
 
 
 @cause("page number for row")
 def page_for_row(trial: Trial) -> Guesses:
-    """Row o of page p was stored in row p + o, not in p * page_size + o."""
+    """Row o of page p was stored in row p + o, not in p * page_size + o; or in row p."""
     rows = trial.rows(trial.expected)
-    if rows is None or trial.axis("b") is None:
+    if rows is None or trial.axis("b") is None or trial.expected.shape[trial.axis("n")] < 2:
         return
-    size = trial.expected.shape[trial.axis("n")]
-    if size < 2:
-        return
-    pages = rows.shape[1] // size
-    got = trial.rows(trial.got)
-    moved = np.zeros(got.shape[:2], bool)
-    for offset in range(size):
-        targets = np.arange(pages) + offset
-        inside = targets < rows.shape[1]
-        source = rows[:, np.arange(pages)[inside] * size + offset]
-        moved[:, targets[inside]] |= same_rows(got[:, targets[inside]], source)
-    strayed = moved & ~same_rows(got, rows)
-    if strayed.any():  # stray rows also explain rows that are empty where data should be
-        empty = ~got.reshape(*got.shape[:2], -1).any(axis=-1)
-        mask = np.broadcast_to((strayed | empty)[..., None, None], got.shape)
-        yield "", trial.of_rows(np.ascontiguousarray(mask))
-
-
-def same_rows(one: np.ndarray, two: np.ndarray) -> Any:
-    """Return which rows [layers, rows] have equal bytes."""
-    word = f"u{one.dtype.itemsize}"
-    one, two = np.ascontiguousarray(one).view(word), np.ascontiguousarray(two).view(word)
-    return (one == two).reshape(*one.shape[:2], -1).all(axis=-1)
+    size, tokens = trial.expected.shape[trial.axis("n")], np.arange(rows.shape[1])
+    found = trial.rows(trial.got)
+    for detail, targets in (("page + offset", tokens // size + tokens % size), ("page", tokens // size)):
+        origin, fits = np.full(len(tokens), -1), np.zeros(len(tokens))
+        for offset in range(size):  # rows of one offset have targets of their own
+            source = tokens[offset::size]
+            source = source[(targets[source] < len(tokens)) & (targets[source] != source)]
+            target = targets[source]
+            equal = (word_view(rows[:, source]) == word_view(found[:, target])).mean(axis=(0, 2, 3))
+            better = equal > fits[target]
+            origin[target[better]], fits[target[better]] = source[better], equal[better]
+        yield moved_rows(trial, detail, origin, targets, bits=2, row_bits=float(np.log2(size)))
 
 
 @cause("another token's or layer's bytes")
@@ -83,23 +113,46 @@ def elsewhere(trial: Trial) -> Guesses:
     if expected is None:
         return
     layers, tokens, heads, _ = expected.shape
-    mask, steps = np.zeros(got.shape, bool), Counter[tuple[int, int]]()
+    x, y = word_view(expected), word_view(got)
+    flat = np.arange(layers * tokens * heads).reshape(layers, tokens, heads)
+    sources, targets = np.full(flat.shape, -1), np.full(flat.size, -1)
+    steps = Counter[tuple[int, int]]()
     for head in range(heads):
-        rows, found = np.ascontiguousarray(expected[:, :, head]), np.ascontiguousarray(got[:, :, head])
-        differing = np.argwhere(~same_rows(rows[:, :, None], found[:, :, None])).tolist()
-        if not differing:
-            continue
-        places = {
-            rows[layer, token].tobytes(): (layer, token) for layer in range(layers) for token in range(tokens)
-        }
-        for layer, token in differing:
-            row = found[layer, token]
-            where = places.get(row.tobytes()) if row.view(np.uint8).any() else None
+        names = {x[layer, token, head].tobytes(): (layer, token)
+                 for layer, token in np.ndindex(layers, tokens)}  # fmt: skip
+        for layer, token in np.argwhere((x[:, :, head] != y[:, :, head]).any(axis=-1)).tolist():
+            row = y[layer, token, head]
+            where = None if (row == row[0]).all() else names.get(row.tobytes())
             if where is not None:
-                mask[layer, token, head] = True
+                sources[layer, token, head] = flat[where[0], where[1], head]
                 steps[where[0] - layer, where[1] - token] += 1
-    if steps:
-        plane = "side or layer" if trial.axis("kv") is not None else "layer"
-        (layer, token), _ = steps.most_common(1)[0]
-        detail = f"{plane} {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}"
-        yield detail, trial.of_rows(mask)
+    if not steps:
+        return
+    targets[sources[sources >= 0]] = flat[sources >= 0]
+    bits = np.where(sources < 0, 0, 2 * np.log2(flat.size))  # to say each row, and where its bytes are from
+    predicted = expected.reshape(-1, expected.shape[-1])[np.where(sources < 0, flat, sources)]
+    plane = "side or layer" if trial.axis("kv") is not None else "layer"
+    (layer, token), _ = steps.most_common(1)[0]
+    detail = f"{plane} {layer:+d}, token {token:+d}" if layers > 1 else f"token {token:+d}"
+    yield Guess(detail, trial.of_rows(predicted), 4, bits, targets=targets.reshape(flat.shape))
+
+
+@cause("first rows kept for last ones")
+def kept_first(trial: Trial) -> Guesses:
+    """KVHEAD kept the first tokens of a window's size, not the last; it needs the inputs of the call."""
+    wanted = "slot_mapping", "wins", "seq_lens"
+    side = trial.like.get(trial.name.removesuffix("_cache"))
+    rows = trial.rows(trial.expected)
+    if rows is None or side is None or any(name not in trial.like for name in wanted):
+        return
+    slots, wins, lengths = (np.asarray(trial.like[name]).reshape(-1).astype(np.int64) for name in wanted)
+    legal = side.ndim == 3 and side.dtype == rows.dtype and rows.shape[::2] == (1, 1) and len(lengths)
+    if not legal or len(slots) != len(lengths) * side.shape[1] or side.shape[-1] != rows.shape[-1]:
+        return
+    predicted, starts = rows.copy(), np.cumsum(lengths) - lengths
+    for i, (slot, window) in enumerate(zip(slots, wins, strict=False)):
+        sequence, head = divmod(i, side.shape[1])
+        if slot >= 0 and 0 < window <= lengths[sequence]:
+            begin = starts[sequence]
+            predicted[0, slot : slot + window, 0] = side[begin : begin + window, head]
+    yield Guess("", trial.of_rows(predicted))

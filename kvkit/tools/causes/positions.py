@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.tools.causes.trial import Guesses, Trial, cause
+from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause, word_view
 
 ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # of the largest element of a row
 
@@ -33,8 +33,10 @@ def rotation(trial: Trial) -> Guesses:
     if len(positions) != rows.shape[1]:
         return
     base, half = float(np.asarray(trial.like.get("rope_base", 10000.0))), rows.shape[-1] // 2
-    angles = (positions[:, None] * base ** (-np.arange(half) / half))[:, None, :]  # [rows, 1, half]
-    x, got = rows.astype(np.float64), trial.rows(trial.got).astype(np.float64)
+    found = trial.rows(trial.got)
+    wrong = (word_view(rows) != word_view(found)).any(axis=(0, 2, 3))
+    angles = (positions[wrong, None] * base ** (-np.arange(half) / half))[:, None, :]  # [rows, 1, half]
+    x, got = (array[:, wrong].astype(np.float64) for array in (rows, found))
     forms = {}
     for pairs, other in (("halves", "interleaved"), ("interleaved", "halves")):
         plain = rotate(x, -angles, pairs)
@@ -42,7 +44,8 @@ def rotation(trial: Trial) -> Guesses:
         forms[f"not applied, {pairs}"] = plain
         forms[f"{other} for {pairs}"] = rotate(plain, angles, other)
     limit = ULPS[trial.expected.dtype.name] * np.abs(x).max(axis=-1, keepdims=True)
-    for detail, guess in forms.items():
-        near = np.abs(guess - got) <= limit
-        whole = near.all(axis=-1, keepdims=True) & (np.abs(x - got) > limit).any(axis=-1, keepdims=True)
-        yield detail, trial.of_rows(np.ascontiguousarray(np.broadcast_to(whole, near.shape)))
+    for detail, predicted in forms.items():
+        close = (np.abs(predicted - got) <= limit).all(axis=-1, keepdims=True)
+        near = np.zeros(rows.shape, bool)
+        near[:, wrong] = close & (np.abs(x - got) > limit).any(axis=-1, keepdims=True)
+        yield Guess(detail, trial.expected, bits=3, near=trial.of_rows(near))

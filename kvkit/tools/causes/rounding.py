@@ -4,10 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.formats import BY_DTYPE, FLOATS
-from kvkit.tools.causes.trial import Guesses, Trial, cause
-
-FLOAT_DTYPES = {fmt.dtype for fmt in FLOATS}
+from kvkit.formats import BY_DTYPE
+from kvkit.tools.causes.inputs import quantized_input
+from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
 
 
 def rounded(x: np.ndarray, how: str) -> Any:
@@ -45,34 +44,18 @@ def quantized(
     return codes, scale[..., 0].astype(dtype)
 
 
-def inputs(trial: Trial) -> tuple[np.ndarray, int, int, bool] | None:
-    """Return (x, group, bits, whether the array holds scales), of codes or scales whose inputs are given."""
-    scales = trial.name.endswith("_scale")
-    base = trial.name.removesuffix("_scale").removesuffix("_cache")
-    names = base, f"{base}_cache"
-    x = next((trial.like[name] for name in names if name in trial.like), None)
-    if not isinstance(x, np.ndarray) or x.dtype not in FLOAT_DTYPES:
-        return None
-    codes: np.ndarray | None = trial.expected
-    scale_array = trial.others.get(f"{base}_scale")
-    if scales:
-        codes, scale_array = next((trial.others[name] for name in names if name in trial.others), None), codes
-    if codes is None or scale_array is None or codes.dtype.itemsize != 1 or x.shape[:-1] != codes.shape[:-1]:
-        return None
-    group, bits = x.shape[-1] // max(scale_array.shape[-1], 1), 8 * codes.shape[-1] // x.shape[-1]
-    return (
-        (x, group, bits, scales) if bits in (4, 8) and scale_array.shape[-1] * group == x.shape[-1] else None
-    )
-
-
-def guess(trial: Trial, **change: Any) -> Guesses:
-    """Give what the array would hold, were one step of the recipe another."""
-    found = inputs(trial)
+def guess(trial: Trial, bits: float = 0, detail: str = "", **change: Any) -> Guesses:
+    """Give what codes or scales would be, were one step of the recipe another; rows of other inputs stay."""
+    found = quantized_input(trial)
     if found is None:
         return
-    x, group, bits, scales = found
-    codes, scale_array = quantized(x, group, bits, **change)
-    yield "", scale_array.astype(trial.expected.dtype) if scales else codes.view(trial.expected.dtype)
+    x, group, bit, scales = found
+    usual, changed = (
+        quantized(x, group, bit, **change)[scales].astype(trial.expected.dtype, copy=False)
+        for change in ({}, change)
+    )
+    written = (usual == trial.expected).mean(axis=-1, keepdims=True) >= 0.5
+    yield Guess(detail, np.where(written, changed, trial.expected), bits)
 
 
 @cause("truncation")
@@ -100,20 +83,19 @@ def narrowed(trial: Trial, how: str) -> Guesses:
     near = x.astype(fmt.dtype)
     if how == "truncation":
         over = np.abs(near.astype(np.float32)) > np.abs(x)
-        yield "", (near.view(np.uint16) - over).view(fmt.dtype)
+        yield Guess("", (near.view(np.uint16) - over).view(fmt.dtype))
         return
     bits = near.view(np.uint16)
     up = (bits + np.uint16(1)).view(fmt.dtype).astype(np.float32)
     middle = (near.astype(np.float64) + up) / 2
-    yield "", (bits + (x == middle)).astype(np.uint16).view(fmt.dtype)
+    yield Guess("", (bits + (x == middle)).astype(np.uint16).view(fmt.dtype))
 
 
 @cause("reciprocal instead of division")
 def reciprocal(trial: Trial) -> Guesses:
     """x * (1 / s) is not x / s within an ulp of a tie."""
     yield from guess(trial, reciprocal=True)
-    for _, found in guess(trial, reciprocal=True, exact=True, wide=True):
-        yield "in float32", found
+    yield from guess(trial, 1, "in float32", reciprocal=True, exact=True, wide=True)
 
 
 @cause("quotient not rounded to the data's type")
@@ -126,8 +108,7 @@ def quotient(trial: Trial) -> Guesses:
 def wide_scale(trial: Trial) -> Guesses:
     """Codes were made with a scale that nobody can read back."""
     yield from guess(trial, wide=True)
-    for _, found in guess(trial, wide=True, exact=True):
-        yield "quotient in float32 too", found
+    yield from guess(trial, 1, "quotient in float32 too", wide=True, exact=True)
 
 
 @cause("missing smallest scale")

@@ -1,4 +1,4 @@
-"""Try causes of a difference: what each would have given, and how much of the difference that explains."""
+"""Try causes of a difference: each is worth the bits of description that it saves, less those it takes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 
 from kvkit.formats import BY_DTYPE
+from kvkit.tools.causes.evidence import Evidence, Extent, Tolerances
 
 ORDER = "l", "kv", "b", "n", "h", "c"
-LEAST = 0.02  # of the differing bytes, for a cause to be said
+LEAST_BITS = 12  # that a cause must save: chance saves as many once in 4096 guesses
+LEAST_SHARE = 0.02  # of the differing bytes, for a cause beside the first
+SURE_BITS = 4  # of all: what saves the others is not worth a search
+MOST_CAUSES = 3  # of an array
+INEXACT = 3  # bits of an element that is only near what was predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,23 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class Guess:
+    """A prediction of an array, were a cause at work.
+
+    `bits` say the numbers that the prediction needs, `row_bits` [planes, rows, heads] those of each row.
+    `near` marks elements that are predicted up to rounding. `targets` [planes, rows, heads] has the flat
+    index of the row that the bytes of each row went to (-1: none), of a cause that moves rows.
+    """
+
+    detail: str
+    predicted: np.ndarray
+    bits: float = 0.0
+    row_bits: Any = 0.0
+    near: np.ndarray | None = None
+    targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class Trial:
     """An array with named axes: the expected one, and the one that is there instead.
 
@@ -56,6 +78,7 @@ class Trial:
     got: np.ndarray
     like: dict[str, Any] = field(default_factory=dict)
     others: dict[str, np.ndarray] = field(default_factory=dict)
+    tolerances: Tolerances = (0.0, 0.0, 0)
 
     @property
     def is_float(self) -> bool:
@@ -63,15 +86,33 @@ class Trial:
         fmt = BY_DTYPE.get(self.expected.dtype)
         return fmt is not None and bool(fmt.significant)
 
+    @property
+    def before(self) -> np.ndarray | None:
+        """Return the array as it was before the call; None where nobody gave it."""
+        before = self.like.get(f"before_{self.name}", self.like.get("before"))
+        if not isinstance(before, np.ndarray) or before.shape != self.expected.shape:
+            return None
+        return before.astype(self.expected.dtype, copy=False)
+
     def axis(self, name: str) -> Any:
         """Return the index of an axis; None if there is none."""
         return self.axes.index(name) if name in self.axes else None
 
+    @property
+    def has_rows(self) -> bool:
+        """Return whether the axes tell positions and elements."""
+        wanted = [name for name in ORDER if name in self.axes]
+        return "n" in wanted and "c" in wanted and len(wanted) == len(self.axes)
+
     def rows(self, array: np.ndarray) -> Any:
         """Return [layers and sides, rows, heads, content], a row a position; None without such axes."""
+        return self.units(array) if self.has_rows else None
+
+    def units(self, array: np.ndarray) -> np.ndarray:
+        """Return `rows`; of an array without such axes [1, rows, 1, last axis]."""
+        if not self.has_rows:
+            return array.reshape(1, -1, 1, array.shape[-1] if array.ndim > 1 else 1)
         wanted = [name for name in ORDER if name in self.axes]
-        if "n" not in wanted or "c" not in wanted or len(wanted) != len(self.axes):
-            return None
         array = array.transpose([self.axes.index(name) for name in wanted])
         sizes = {name: array.shape[i] for i, name in enumerate(wanted)}
         planes = sizes.get("l", 1) * sizes.get("kv", 1)
@@ -84,16 +125,12 @@ class Trial:
         return rows.reshape(shape).transpose([wanted.index(name) for name in self.axes])
 
 
-Guesses = Iterator[tuple[str, np.ndarray]]
+Guesses = Iterator[Guess]
 CAUSES: dict[str, Callable[[Trial], Guesses]] = {}
 
 
 def cause(name: str) -> Callable[[Callable[[Trial], Guesses]], Callable[[Trial], Guesses]]:
-    """Enter a function into the table of causes: a decorator.
-
-    It yields (detail, what would be there): an array like the expected one, or a mask of elements that are
-    explained where there is nothing to compare byte by byte.
-    """
+    """Enter a function into the table of causes: a decorator. The function yields guesses."""
 
     def enter(function: Callable[[Trial], Guesses]) -> Callable[[Trial], Guesses]:
         CAUSES[name] = function
@@ -102,26 +139,69 @@ def cause(name: str) -> Callable[[Callable[[Trial], Guesses]], Callable[[Trial],
     return enter
 
 
-def octets(array: np.ndarray) -> np.ndarray:
-    """Return the bytes of elements, [..., bytes of an element]."""
-    array = np.ascontiguousarray(array)
-    return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
-
-
 def try_causes(trial: Trial) -> list[Cause]:
-    """Return the causes that explain something, the best first; of each the form that explains most."""
-    expected, got = octets(trial.expected), octets(trial.got)
-    differing = expected != got
-    total, found = int(differing.sum()), []
+    """Return the causes of a difference, the one that saves most bits first; [] where none saves enough.
+
+    Each further cause has to explain what the ones before it leave.
+    """
+    if trial.expected.dtype.itemsize not in (1, 2, 4, 8) or trial.expected.dtype.kind == "c":
+        return []
+    expected, got = (word_view(trial.units(array)) for array in (trial.expected, trial.got))
+    equal = trial.units(equal_elements(trial.expected, trial.got, trial.tolerances))
+    before = None if trial.before is None else word_view(trial.units(trial.before))
+    evidence = Evidence(expected, got, equal, before)
+    causes: list[Cause] = []
+    while len(causes) < MOST_CAUSES and evidence.open.any():
+        best = best_guess(trial, evidence)
+        if best is None:
+            break
+        name, detail, extent = best
+        explained = evidence.settle(extent)
+        if causes and explained < LEAST_SHARE * evidence.differing:
+            break
+        causes.append(Cause(trial.name, name, detail, explained, evidence.differing))
+    return causes
+
+
+def best_guess(trial: Trial, evidence: Evidence) -> tuple[str, str, Extent] | None:
+    """Return (cause, detail, where it is at work) of the guess that saves most bits; None if none does."""
+    best: tuple[str, str, Extent] | None = None
+    everything = float(evidence.cost.sum()) - SURE_BITS
     for name, function in CAUSES.items():
-        best = (0, "")
+        if best is not None and best[2].saved >= everything:
+            break
         with np.errstate(all="ignore"):
-            for detail, guess in function(trial):
-                if guess.dtype == bool and trial.expected.dtype != bool:
-                    same = np.broadcast_to(guess[..., None], differing.shape)
-                else:
-                    same = octets(guess) == got
-                best = max(best, (int((differing & same).sum()), detail))
-        if best[0] > LEAST * total:
-            found.append(Cause(trial.name, name, best[1], best[0], total))
-    return sorted(found, key=lambda each: -each.explained)
+            for guess in function(trial):
+                same = equal_elements(guess.predicted, trial.got, trial.tolerances)
+                near = None
+                if guess.near is not None:
+                    near = trial.units(guess.near & ~same)
+                    same = same | guess.near
+                extent = evidence.extent(
+                    trial.units(same), word_view(trial.units(guess.predicted)), guess, near, INEXACT
+                )
+                least = LEAST_BITS if best is None else best[2].saved
+                if extent is not None and extent.saved > least:
+                    best = name, guess.detail, extent
+    return best
+
+
+def word_view(array: np.ndarray) -> np.ndarray:
+    """Return elements as unsigned words."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def equal_elements(one: np.ndarray, two: np.ndarray, tolerances: Tolerances) -> Any:
+    """Return which elements have equal bits, or are within tolerances."""
+    x, y = word_view(one), word_view(two)
+    same = x == y
+    atol, rtol, ulp = tolerances
+    if not (atol or rtol or ulp):
+        return same
+    if ulp:
+        sign = np.int64(1) << (8 * x.dtype.itemsize - 1)
+        far = [np.where(w >= sign, sign - w, w) for w in (x.astype(np.int64), y.astype(np.int64))]
+        same |= np.abs(far[0] - far[1]) <= ulp
+    with np.errstate(all="ignore"):
+        a, b = one.astype(np.float64), two.astype(np.float64)
+        return same | (np.abs(a - b) <= atol + rtol * np.abs(a)) | (np.isnan(a) & np.isnan(b))

@@ -1,0 +1,79 @@
+"""Say which axes an array has: those of a layout, those that its name implies, or those of its operator."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from kvkit.errors import argument_error, describe
+
+WORDS = {
+    "l": "layer", "kv": "side", "s": "sequence", "b": "page", "n": "position", "t": "token", "h": "head",
+    "g": "column group", "c": "element",
+}  # fmt: skip
+ROLES = {"s": "b", "t": "n", "g": "h"}  # what causes take these axes for
+BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
+PMX = "n l kv h c", "l n kv h c", "l kv n h c", "l kv h n c", "s l kv n h c", "s l kv h n c"
+INDEX_AXES = {  # of index tensors, by name
+    "block_tables": ("sequence", "entry"), "cachestarts": ("sequence", "entry"), "kv_indices": ("entry",),
+    "context_lens": ("sequence",), "seq_lens": ("sequence",), "seqstarts": ("sequence",),
+    "kvstarts": ("sequence",), "start_pos": ("sequence",), "kv_indptr": ("sequence",),
+    "kv_last_page_len": ("sequence",), "query_starts": ("sequence",), "slot_mapping": ("token",),
+    "slots": ("token",), "positions": ("token",),
+}  # fmt: skip
+DIMENSIONS = {  # of shapes in docstrings
+    "B": "s", "MaxB": "s", "b": "s", "L": "l", "2": "kv", "H": "h", "num_blocks": "b", "page_size": "n",
+    "block_size": "n", "MaxS": "n", "MaxT": "n", "S": "t", "M": "t", "tokens": "t", "num_tokens": "t",
+    "seqstarts[B]": "t", "kvstarts[B]": "t", "start_pos+S": "t", "D": "c", "n0": "c",
+}  # fmt: skip
+
+
+def letters_of(name: str, array: np.ndarray, axes: str | None, has_layout: bool = False) -> tuple[str, ...]:
+    """Return the axes of an array: letters of `WORDS`, or words of their own."""
+    letters = tuple(axes.split()) if axes and not has_layout else usual_axes(name, array)
+    if len(letters) != array.ndim:
+        letters = usual_axes(name, array)
+    if len(set(letters)) != len(letters):
+        raise argument_error("axes", "each of l b n h c at most once", describe(axes))
+    return letters
+
+
+def usual_axes(name: str, array: np.ndarray) -> tuple[str, ...]:
+    """Return the axes that a name and a number of axes imply."""
+    shape = array.shape
+    unknown = tuple(f"axis {i}" for i in range(array.ndim))
+    if is_index(array):
+        found = INDEX_AXES.get(name, ("sequence", "entry") if array.ndim == 2 else ("entry",))
+        found = ("sequence",) if name == "cachestarts" and array.ndim == 1 else found
+        return found if len(found) == array.ndim else unknown
+    if name in ("cache", "scale"):  # PMX's, with both sides: the longest of its axes has the positions
+        lines = [tuple(line.split()) for line in PMX]
+        lines = [line for line in lines if len(line) == len(shape) and shape[line.index("kv")] == 2]
+        if lines:
+            return max(lines, key=lambda line: shape[line.index("n")])
+    return tuple(BY_NDIM.get(array.ndim, "").split()) or unknown
+
+
+def is_index(array: np.ndarray) -> bool:
+    """Return whether an array is an index tensor: one or two axes of integers too wide for codes."""
+    return array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.ndim in (1, 2)
+
+
+def axes_of_shape(shape: str) -> str | None:
+    """Return the axes of a shape as an operator's docstring writes it; None where a dimension is unknown."""
+    inside = re.search(r"\((.*)\)", shape)
+    names = [part.strip() for part in inside[1].split(",")] if inside else []
+    letters = [letter_of(part) for part in names]
+    return " ".join(letters) if letters and all(letters) and len(set(letters)) == len(letters) else None
+
+
+def letter_of(dimension: str) -> str:
+    """Return the axis of one dimension; "" for an unknown one."""
+    if dimension in DIMENSIONS:
+        return DIMENSIONS[dimension]
+    if dimension.endswith("/n0"):
+        return "g"
+    if re.fullmatch(r"D[hkv]?(/\w+)?|head_dim", dimension):
+        return "c"
+    return "h" if re.fullmatch(r"(num_)?(kv_)?heads?|H\*num_repeat|num_kv_heads", dimension) else ""

@@ -1,0 +1,29 @@
+"""Causes of differences between index tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvkit.tools.causes.trial import Cause
+
+MOST_ENTRIES = 3  # that are listed one by one
+IDS = {"block_tables": "block table", "cachestarts": "block table", "kv_indices": "block table"}
+
+
+def index_causes(name: str, axes: tuple[str, ...], expected: np.ndarray, got: np.ndarray) -> list[Cause]:
+    """Return why an index tensor is wrong: all entries by one number, or a few that are listed."""
+    wrong = np.argwhere(expected != got)
+    at = tuple(wrong.T)
+    steps = np.unique(got[at].astype(object) - expected[at].astype(object))
+    pairs = (np.ascontiguousarray(array).view(np.uint8) for array in (expected, got))
+    octets = int(np.not_equal(*pairs).sum())
+    if len(wrong) > MOST_ENTRIES:
+        detail = f"{len(wrong)} entries {int(steps[0]):+d}"
+        return [Cause(name, "indices off by a constant", detail, octets, octets)] if len(steps) == 1 else []
+    what = f"wrong id in a {IDS[name]}" if name in IDS else "wrong index"
+    places = [
+        f"{' of '.join(f'{axis} {i}' for axis, i in zip(axes[::-1], place[::-1], strict=True))}: "
+        f"{got[tuple(place)]} for {expected[tuple(place)]}"
+        for place in wrong
+    ]
+    return [Cause(name, what, ", ".join(places), octets, octets)]
