@@ -143,7 +143,7 @@ def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **
     known = named(format, **options)
     parts = dict(arrays) if isinstance(arrays, dict) else {"codes": arrays}
     codes = required_array(parts, "codes", known)
-    if codes.dtype.kind in "fcO" or codes.ndim < fewest_axes(known):
+    if (codes.dtype.kind in "fcO" and codes.dtype.itemsize > 1) or codes.ndim < fewest_axes(known):
         wanted = f"bytes of {fewest_axes(known)} axes or more, for {known}"
         raise argument_error("codes", wanted, f"dtype {codes.dtype} and {codes.ndim} axes")
     codes = np.ascontiguousarray(codes).view(np.uint8)

@@ -156,7 +156,9 @@ def strided_view(
             name, f"axes of '{line}', outermost first",
             f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}",
         )  # fmt: skip
-    return as_strided(array, shape, strides, writeable=array.flags.writeable), sizes
+    # As bytes: numpy takes a dtype by its letter here, and that of float8_e5m2 stands for another one.
+    raw = array.view(f"V{array.dtype.itemsize}")
+    return as_strided(raw, shape, strides, writeable=array.flags.writeable).view(array.dtype), sizes
 
 
 def axis_offsets(

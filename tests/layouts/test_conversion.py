@@ -110,7 +110,7 @@ def test_through_tables(after, pages, rng):
     )
 
 
-@pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "V3"])
+@pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "V3", "float8_e5m2", "float8_e4m3fn"])
 def test_elements_of_any_size(dtype, rng):
     source = [
         tuple(

@@ -158,7 +158,11 @@ def zero(case: Case) -> Seen:
 def empty(side: CheckedSide, scale: np.ndarray) -> Any:
     """Return a mask of scales whose codes are all 0. ggml and FlashInfer's NVFP4 write scale 0 for them."""
     array = side.array
-    if scale.ndim < 4 or scale.shape[:4] != array.shape[:4] or array.dtype.kind == "f":
+    if (
+        scale.ndim < 4
+        or scale.shape[:4] != array.shape[:4]
+        or (array.dtype.kind == "f" and array.dtype.itemsize > 1)
+    ):
         return np.zeros(scale.shape, bool)
     bits = array.view(np.uint8) if array.dtype.itemsize == 1 else array
     groups = scale.shape[4] if scale.ndim == 5 else 1
