@@ -615,6 +615,7 @@ WRONG = [  # what makes such files, and what is said of them
     (said({"version": 2}), "has version 2, not 1: update kvkit"),
     (said({"version": [RUDE] * 99}), "has version "),
     (said({"dtypes": {"a": "u1"}}, ("a.npy", GOOD)), "a is u1, but it is int64"),
+    (said({"dtypes": {"a": "float8_e4m3fn"}}, ("a.npy", GOOD)), "a is float8_e4m3fn, but it is int64"),
     (said({"dtypes": {"a": "float16"}}), "a is float16, but it is absent"),
     (said({"dtypes": {RUDE: "u1"}}), "but it is absent"),
     (said({"dtypes": {"a": RUDE}}, ("a.npy", GOOD)), "but it is int64"),

@@ -164,6 +164,11 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
         files.read(path)
 
 
+def test_names_that_are_no_list():
+    for names in (["cache.1"], ["cache.0", "cache.2"], ["cache.keys"], ["other"]):
+        assert files.nested(dict.fromkeys(names, np.zeros(2))) is None
+
+
 # Prompt caches of MLX
 
 

@@ -2,10 +2,14 @@
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import re
+from pathlib import Path
 
 import pytest
+
+import kvkit
 
 ROOMS = (
     "layouts", "layouts.tables", "formats", "files", "tools", "tools.draw", "tools.vectors",
@@ -35,3 +39,16 @@ def test_examples(function):
     if "\nParameters\n" in text:
         for name in inspect.signature(function).parameters:
             assert re.search(rf"^(.*, )?(\*\*)?{name}(, .*)?( : |$)", text, re.M), name
+
+
+EXAMPLE = Path(kvkit.__file__).parents[1] / "examples/ten_faults.py"
+
+
+def test_all_ten_are_named(capsys):
+    spec = importlib.util.spec_from_file_location("ten_faults", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert example.main() == 10
+    said = capsys.readouterr().out
+    assert said.startswith("as it is: fine: ")
+    assert said.endswith("10 of 10 faults are named\n")
