@@ -87,9 +87,14 @@ class Layer(BaseLayer):
 
     # Tokens come
 
-    @one_call_at_a_time
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
+        with self._lock:
+            return self._append(key_states, value_states, cache_position)
+
+    def _append(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
         frozen = None if self.store is None else self.store.geometry
         given, new = check_geometry(key_states, value_states, frozen), key_states.shape[2]
@@ -196,7 +201,6 @@ class Layer(BaseLayer):
     def stored(self) -> tuple[States, States]:
         return self.store.rows(*self.span.rows_from(self.span.oldest))
 
-    @one_call_at_a_time
     def attend(  # type: ignore[override]  # names the options of the base class
         self,
         query: Array,
@@ -207,7 +211,8 @@ class Layer(BaseLayer):
         sinks: Array | None = None,
         return_lse: bool = False,
     ) -> Attended:
-        return self._attention(self, query, attention_mask, softmax_scale, softcap, sinks, return_lse)
+        with self._lock:
+            return self._attention(self, query, attention_mask, softmax_scale, softcap, sinks, return_lse)
 
     # Tokens go, and the batch changes
 

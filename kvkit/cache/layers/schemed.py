@@ -75,9 +75,8 @@ class SchemedLayer(Layer):
                 str(spec.format), scheme, spec.group, self.sink, self.residual_length, sinks=empty, tail=empty
             )
 
-    @one_call_at_a_time
-    def update(
-        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
+    def _append(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
         given = check_geometry(key_states, value_states, None if self.store is None else self.store.geometry)
         new, before = key_states.shape[2], self.span.length
