@@ -1,14 +1,15 @@
 """Encode numbers as the bytes of a format and decode them, with numpy: bit for bit as engines do."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.errors import argument_error, brief
+from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.formats import packing
-from kvkit.formats.elements import BY_DTYPE, FLOATS
+from kvkit.formats.elements import BFLOAT16, BY_DTYPE, E4M3, FLOAT32, FLOATS, Element
 from kvkit.formats.groups import Shape, join_groups, scale_shapes, scales_fit, split_groups, spread_scales
 from kvkit.formats.known import Format, named
 from kvkit.formats.scales import RULES, calibrate_scale, round_codes
@@ -90,6 +91,8 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
             beside = None if beside is None else beside[..., 0]
         codes = round_codes(ratio, known)
         scale_type = known.cell or BY_DTYPE[dtype]
+        if found:
+            check_stored(known, rows, (scales, beside, tail), scale_type, whole)
         if known.order:
             return {"codes": packing.pack_blocks(known, codes, scales, beside, tail, scale_type)}
         arrays = {"codes": packing.pack_array(known, codes)}
@@ -97,10 +100,6 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
             arrays["scale"] = packing.store_scales(scales, scale_type)
         if beside is not None:
             arrays[known.beside] = packing.store_scales(beside, scale_type)
-    for name in [*arrays][1:]:
-        if not np.isfinite(packing.load_scales(arrays[name], known).astype(np.float32)).all():
-            expected = f"numbers whose {name} {scale_type} holds, for {known}"
-            raise argument_error("x", expected, f"up to {np.abs(rows).max():g}")
     if known.find == "blocks16" and whole != 1:
         arrays["whole"] = np.asarray(whole)
     return arrays
@@ -182,16 +181,52 @@ def check_numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.
         raise argument_error("x", f"finite numbers, for {format}{scaled}", f"{what} at {place}")
     in_byte = 8 // format.code.bits if 8 % format.code.bits == 0 else 1
     by_tokens = format.along == "tokens"
-    elements = max(format.group if format.per == "group" else 1, format.block, 1 if by_tokens else in_byte)
+    group = format.group if format.per == "group" else 1
+    elements = math.lcm(group or 1, format.block or 1, 1 if by_tokens else in_byte)
     if (x.shape[-1] - format.tail) % elements or x.shape[-1] <= format.tail:
         more = f" and {format.tail} more" if format.tail else ""
         raise argument_error(
             "x", f"a head of a multiple of {elements} elements{more}, for {format}", x.shape[-1]
         )
-    tokens = max(format.group if format.per == "channel" else 1, in_byte if by_tokens else 1)
+    tokens = math.lcm((format.per == "channel" and format.group) or 1, in_byte if by_tokens else 1)
     if x.shape[0] % tokens:
         raise argument_error("x", f"a multiple of {tokens} tokens, for {format}", x.shape[0])
     return x, dtype
+
+
+def no_room(format: Format, x: Array, name: str, element: Element) -> KvkitError:
+    """Return the error of numbers whose scale, or what is beside it, is too large for its type."""
+    expected = f"numbers whose {name} {element} holds, for {format}"
+    return argument_error("x", expected, f"up to {np.abs(x).max():g}")
+
+
+def check_stored(
+    format: Format, x: Array, parts: tuple[Array, Array | None, Array | None], scale_type: Element, whole: Any
+) -> None:
+    """Raise if a scale, what is beside it or the tail is too large for its type, or if codes decode to inf.
+
+    Parameters
+    ----------
+    x : ndarray of float32
+        The numbers.
+    parts : tuple of ndarray
+        Scales, what is beside them, the tail.
+    scale_type : Element
+        How scales, and what is beside them, are stored.
+    whole : float32
+        What scales are in units of.
+    """
+    names, types = ("scale", format.beside, "tail"), (scale_type, scale_type, BFLOAT16)
+    stored = [
+        None if part is None else packing.round_trip(part, element)
+        for part, element in zip(parts, types, strict=True)
+    ]
+    for name, part, element in zip(names, stored, types, strict=True):
+        if part is not None and not np.isfinite(part).all():
+            raise no_room(format, x, name, element)
+    for code in format.code.limits:
+        if not np.isfinite(packing.dequantize(format, np.float32(code), stored[0] * whole, stored[1])).all():
+            raise no_room(format, x, "codes", FLOAT32)
 
 
 def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
@@ -226,6 +261,8 @@ def whole_scale(format: Format, scale: Any, x: Array) -> np.float32:
     if scale is not None:
         return check_positive("scale", single_scale("scale", scale, format))
     if format.whole == 1:
+        if np.abs(x).max(initial=0) > format.code.limits[1] * E4M3.limits[1]:
+            raise no_room(format, x, "scale", E4M3)
         return np.float32(1)
     top = np.float32(np.abs(x).max(initial=0) / np.float32(448))
     return top if top > 0 else np.float32(1)

@@ -65,6 +65,11 @@ def from_bytes(data: Array, element: Element) -> Array:
     return np.ascontiguousarray(data).view(element.dtype).astype(np.float32)
 
 
+def round_trip(numbers: Array, element: Element) -> Array:
+    """Return float32 numbers as they come back from an element; inf or NaN where it has no room for one."""
+    return numbers if element.bits == 8 else numbers.astype(element.dtype).astype(np.float32)
+
+
 # Arrays of their own
 
 
@@ -142,7 +147,7 @@ def count_elements(format: Format, width: int) -> int:
         size = sum(part_widths(format, format.block, format.scale_type()).values())
         elements, rest = width // size * format.block, width % size
     else:
-        unit = format.group or 8
+        unit = format.group or 8 // format.code.bits
         fixed = sum(part_widths(format, 0, format.scale_type()).values())
         each = sum(part_widths(format, unit, format.scale_type()).values()) - fixed
         elements, rest = (width - fixed) // each * unit, (width - fixed) % each

@@ -53,8 +53,8 @@ class Rotation:
 
     def size(self, dim: int, value: bool = False) -> int:
         """Return the block for a head size; a KvkitError if there is none."""
-        block = self.block[value] or dim & -dim
-        if dim % block or (self.signs and dim > len(self.plus)):
+        block = self.block[value] or dim & -dim or 1
+        if not dim or dim % block or (self.signs and dim > len(self.plus)):
             legal = f"at most {len(self.plus)}" if self.signs else f"a multiple of {block}"
             raise argument_error("rotation", f"a head size of {legal}, for {self}", dim)
         return block
@@ -144,10 +144,13 @@ def rotate(
         return x
     dim = x.shape[-1]
     block, (before, after) = known.size(dim, value), known.factors(dim, what, value)
-    y, step = np.ascontiguousarray((x * before).reshape(-1, block).T), 1  # rows that are added lie together
+    y, step = (
+        np.ascontiguousarray((x * before).reshape(x.size // block, block).T),
+        1,
+    )  # rows that are added lie together
     other, rows = np.empty_like(y), y.shape[1]
     while step < block:
-        pairs, sums = (each.reshape(-1, 2, step, rows) for each in (y, other))
+        pairs, sums = (each.reshape(block // (2 * step), 2, step, rows) for each in (y, other))
         np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
         np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
         y, other, step = other, y, 2 * step

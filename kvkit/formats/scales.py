@@ -91,7 +91,7 @@ def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     table = format.code.table
     at = np.abs(x).argmax(-1)[..., None]
     top = np.take_along_axis(x, at, -1)
-    best, chosen = np.full_like(top, -1), np.zeros_like(top)
+    best, chosen = np.full_like(top, -1), np.full_like(top, np.inf)  # inf: no sum of squares is finite
     weight = x * x
     for start in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
         code = table[nearest_codes(x * (start * inverse(top)), table)]
@@ -149,7 +149,8 @@ def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     If all numbers are equal, the scale is 1 and the zero point is -x, where LMDeploy stores NaN or infinity.
     """
     low, high = extremes(x)
-    scale = np.where(high > low, (high - low) / largest_code(format), np.float32(1))
+    scale = (high - low) / largest_code(format)
+    scale = np.where(scale > 0, scale, np.float32(1))
     point = -low / scale
     return x / scale + point, scale, point
 
