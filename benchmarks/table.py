@@ -118,7 +118,7 @@ def headlines(report):
         bound = f"{times(result, 'matmul')} of a product" if prefill else f"{times(result, 'read')} of a read"
         cells = result["case"], f"{result['seconds'] * 1e3:.1f} ms", pace, bound.replace("*", "")
         rows.append((*cells, best(result)))
-    yield from markdown(("", "time", "speed", "of what bounds it", "the best peer"), rows)
+    yield from markdown(("", "time", "speed", "share of its limit", "the best peer"), rows)
 
 
 def best(result):
@@ -127,7 +127,8 @@ def best(result):
     if not there:
         return ""
     name = min(there, key=lambda name: speed_ratio(result, name))
-    return f"{name} ({result['forms'][name]}) takes {speed_ratio(result, name):.1f}x"
+    form = result["forms"][name].removesuffix(", folded")
+    return f"{name} ({form}): {speed_ratio(result, name):.1f}x as long"
 
 
 PAGES = [

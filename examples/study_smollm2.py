@@ -25,7 +25,7 @@ def studied():
 
 def table(study):
     """Its summary in Markdown, without the columns that a short table can do without."""
-    lines = ["| scheme | bits a number | keys | values | worst head | attention | other top key |"]
+    lines = ["| scheme | bits per number | keys | values | worst head | attention | other top key |"]
     lines += ["|---|--:|--:|--:|--:|--:|--:|"]
     for one in study.summary:
         errors = one.key_error, one.value_error, one.worst_error, one.output_error, one.top_changed
