@@ -1,4 +1,4 @@
-"""The interface of layers and caches, wherever their tokens lie: all that a caller needs to know."""
+"""The interface of layers and caches, the same for tokens in memory, in files, as codes and in blocks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class BaseLayer(ABC):
     Attributes
     ----------
     window : int or None
-        How many tokens a query sees, itself included; None for all.
+        How many tokens a query attends to, itself included; None for all.
     takes_window : bool
-        Whether `attend` takes the window of a call.
+        Whether `attend` has a ``window`` argument.
     croppable : bool
         Whether tokens can be dropped one after the other, down to the first that is recorded.
     record_past : bool
-        Whether what would be dropped, or coded, is kept until the next crop.
+        Whether tokens that would be dropped or encoded are kept as they are until the next crop.
     """
 
     _lock: LayerLock
@@ -58,27 +58,27 @@ class BaseLayer(ABC):
         Parameters
         ----------
         key_states : ndarray, shape [B, Hkv, q, Dk]
-            float32, float16 or bfloat16, of any strides. The first call decides on dtype, B, Hkv, Dk and Dv;
-            of a paged layer, whose cache has decided on the others, on B.
+            float32, float16 or bfloat16, any strides. The first call fixes dtype, B, Hkv, Dk and Dv; for a
+            paged layer it fixes only B.
         value_states : ndarray, shape [B, Hkv, q, Dv]
-            Of the same dtype.
+            The same dtype as `key_states`.
         cache_position : array_like of int, shape [q], optional
-            Consecutive positions of the new tokens; they follow the last token. Only a `StaticLayer` may
-            also go back: then later tokens are dropped.
+            Consecutive positions of the new tokens, after the last token. Only for a `StaticLayer` they may
+            begin earlier: the tokens from there on are replaced.
 
         Returns
         -------
         keys : ndarray, shape [B, Hkv, S, Dk]
         values : ndarray, shape [B, Hkv, S, Dv]
-            Past and new tokens, see `get_mask_sizes`. Views of the cache, or each a `KVView` where they are
-            codes or lie in blocks: not to be written, and valid until the next call that changes the layer.
+            Past and new tokens, see `get_mask_sizes`. Views of the cache, or a `KVView` each for a quantized
+            or paged layer. Do not write to them. They are valid until the next call that changes the layer.
 
         Raises
         ------
         KvkitError
             If an argument is wrong.
         CapacityError, OutOfBlocksError
-            If there is no room. After any error the layer is as it was.
+            If there is no room. After an error the layer has not changed.
         """
 
     @abstractmethod
@@ -94,42 +94,42 @@ class BaseLayer(ABC):
     ) -> Attended:
         """Attend with the queries of the last tokens, causally and within the layer's window.
 
-        Keys and values are read where they lie; nothing of the size of the context is made. Query i of q is
-        the token at position n - q + i when n tokens have been seen; so the queries of an update's last
-        tokens alone are as good. Query head h uses key head ``h // (Hq // Hkv)``.
+        Keys and values are read in place; no copy of the context is made. After n tokens, query i of q is
+        the token at position n - q + i. So q may be smaller than the number of tokens of the last update.
+        Query head h uses key head ``h // (Hq // Hkv)``.
 
         Parameters
         ----------
         query : ndarray, shape [B, Hq, q, Dk]
-            float32, float16 or bfloat16, of any strides.
+            float32, float16 or bfloat16, any strides.
         attention_mask : ndarray, optional
-            bool [B, n]: which positions may be seen at all (padding may not). Or with 4 axes, right-aligned
-            to [B, Hq, q, kv_length], where the first three may be 1: bool, or added to the scores, of the
-            dtype of ``query`` or float32; kv_length is that of `get_mask_sizes`, as asked before the update.
-            Columns of a static layer that hold no token may be left out.
+            bool [B, n]: False for positions that no query attends to, such as padding. Or an array of shape
+            [B, Hq, q, kv_length], where the first three may be 1: bool, or numbers that are added to the
+            scores, float32 or of the dtype of ``query``. kv_length is what `get_mask_sizes` returned before
+            the update; a static layer's columns without tokens may be left out.
         is_causal, window : bool and (int, int), optional
-            Of paged layers only, as in `kvkit.multi_head_attention`; others are causal, each in its window.
+            For paged layers only, as in `kvkit.multi_head_attention`. Others are causal within `window`.
         softmax_scale : float, optional
             Factor of the scores; 1 / sqrt(Dk) if None.
         softcap : float
             If not 0, scores become ``softcap * tanh(score / softcap)`` before masks are added.
         sinks : ndarray, shape [Hq], optional
-            A score for each head that takes part in the softmax and has no value.
+            One more score for each head, which is part of its softmax and has no value.
         return_lse : bool
-            Whether the logarithms of the softmax denominators are returned too.
+            Whether to return the logarithms of the softmax denominators too.
 
         Returns
         -------
         attn_output : ndarray, shape [B, Hq, q, Dv]
-            Of the dtype of ``query``. In memory [B, q, Hq, Dv], so that swapping both axes back and joining
-            the heads, as the next projection needs it, copies nothing.
+            The dtype of ``query``. Its memory has the order [B, q, Hq, Dv], so that the next projection can
+            swap both axes back and join the heads without a copy.
         lse : ndarray of float32, shape [B, Hq, q]
-            With ``return_lse``; -inf for a query that sees no key.
+            If ``return_lse``; -inf for a query that attends to no key.
 
         Raises
         ------
         KvkitError
-            If an argument is wrong, or if the window of a query has left the layer.
+            If an argument is wrong, or if tokens in the window of a query are no longer stored.
 
         Examples
         --------
@@ -143,14 +143,14 @@ class BaseLayer(ABC):
 
     @abstractmethod
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen."""
+        """Return the number of tokens that the layer has been given."""
 
     def get_max_length(self) -> int:
         """Return the most tokens that the layer holds; -1 for no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
-        """Return (kv_length, kv_offset): how many keys the next update returns, and the first's position."""
+        """Return (kv_length, kv_offset): how many keys the next update returns, and from which position."""
         begin, end = self._returned(self.get_seq_length(), integer("query_length", query_length, 0))
         return end - begin, begin
 
@@ -161,7 +161,7 @@ class BaseLayer(ABC):
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """B, rows of the batch; 0 before the first update."""
+        """B, the number of rows of the batch; 0 before the first update."""
 
     @property
     def keys(self) -> States:
@@ -175,15 +175,15 @@ class BaseLayer(ABC):
 
     @abstractmethod
     def stored(self) -> tuple[States, States]:
-        """Stored keys and values, arrays [B, Hkv, stored, D]."""
+        """Return the stored keys and values, arrays [B, Hkv, stored, D]."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored, without room to grow."""
+        """Size of the stored keys and values in bytes, without room to grow."""
         return sum(side.nbytes for side in self.stored()) if self.batch_size else 0
 
     def activate_past_recording(self) -> None:  # noqa: B027  most layers have nothing to do
-        """From now on keep what would be dropped or coded until the next crop; elsewhere nothing is."""
+        """Keep tokens that would be dropped or encoded, until the next crop. Most layers keep all anyway."""
 
 
 class BaseCache(ABC):
@@ -203,37 +203,37 @@ class BaseCache(ABC):
     def update(
         self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
-        """Append to layer ``layer_idx``."""
+        """Append new tokens to layer ``layer_idx``."""
 
     def attend(
         self, query: Array, layer_idx: int, attention_mask: Array | None = None, **options: Any
     ) -> Attended:
         """Attend to layer ``layer_idx``, see the ``attend`` of layers.
 
-        Of a call longer than its window a sliding layer gives the first tokens up as soon as another layer
-        is updated, and a quantized one the originals of what it has coded; until then every query of the call
-        can attend to all that it sees.
+        After an update longer than its window, a sliding layer still stores the first of the new tokens, and
+        a quantized layer the originals of new codes, for the queries of that update. They free them as soon
+        as another layer is updated.
         """
         with self._lock:
             return self._layer(layer_idx).attend(query, attention_mask, **options)
 
     @abstractmethod
     def reserve(self, query_length: SupportsIndex) -> None:
-        """Check, and make, room for so many more tokens in every layer: their updates cannot fail for it."""
+        """Make room for ``query_length`` more tokens in every layer, so that their updates have enough."""
 
     def _layer(self, layer_idx: SupportsIndex) -> Any:
-        """Return a layer by its number."""
+        """Return layer ``layer_idx``."""
         number = integer("layer_idx", layer_idx, 0)
         return self.layers[number] if number < len(self.layers) else self._missing(number)
 
     def _missing(self, number: int) -> Any:
-        """Refuse, or make, the layer of a number that there is not."""
-        raise argument_error("layer_idx", f"a layer of {len(self.layers)}", number)
+        """Raise for the number of a missing layer, or make that layer."""
+        raise argument_error("layer_idx", f"the number of one of {len(self.layers)} layers", number)
 
     # What is there
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens a layer has seen; 0 if there is no such layer."""
+        """Return how many tokens a layer has been given; 0 if there is no such layer."""
         number = integer("layer_idx", layer_idx, 0)
         return self.layers[number].get_seq_length() if number < len(self.layers) else 0
 
@@ -245,25 +245,25 @@ class BaseCache(ABC):
         return -1 if -1 in lengths else max(lengths, default=-1)
 
     def get_mask_sizes(self, query_length: SupportsIndex, layer_idx: int) -> tuple[int, int]:
-        """Return (kv_length, kv_offset) of the next update of so many tokens; call it before that update."""
+        """Return (kv_length, kv_offset) of an update of ``query_length`` tokens; call this before it."""
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
     # Tokens go, and the batch changes
 
     @abstractmethod
     def crop(self, length: int) -> None:
-        """Drop the last tokens of every layer: keep ``length``, or if negative drop so many; 0 drops none."""
+        """Keep the first ``length`` tokens of every layer; below 0, drop that many; 0 drops none."""
 
     @one_call_at_a_time
     def reorder(self, indices: ArrayLike) -> None:
-        """Let row b of the batch become what row ``indices[b]`` was; there may be any number of indices."""
+        """Replace row b of the batch by the old row ``indices[b]``. The batch becomes ``len(indices)``."""
         self._select(indices)
 
     select = reorder_cache = batch_select_indices = reorder
 
     @abstractmethod
     def _select(self, indices: ArrayLike) -> None:
-        """Reorder the rows of the batch, which `reorder` locks the cache for."""
+        """Reorder the rows of the batch; `reorder` has locked the cache."""
 
     @one_call_at_a_time
     def repeat(self, repeats: int) -> None:
@@ -274,7 +274,7 @@ class BaseCache(ABC):
 
     @abstractmethod
     def _repeat(self, repeats: int) -> None:
-        """Repeat the rows of the batch, which `repeat` locks the cache for."""
+        """Repeat the rows of the batch; `repeat` has locked the cache."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -282,7 +282,7 @@ class BaseCache(ABC):
 
     @one_call_at_a_time
     def activate_past_recording(self) -> None:
-        """Let layers keep what would leave their window until the next `crop`, which may then go back."""
+        """Keep tokens that leave a window, in all layers, so that the next `crop` can return before them."""
         for layer in self.layers:
             layer.activate_past_recording()
 

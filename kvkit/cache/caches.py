@@ -24,13 +24,13 @@ class Cache(BaseCache):
     layers : iterable of layers
         One for each attention layer.
     offload : path, optional
-        As `offload` called at once.
+        A folder to move the layers to, as `offload` does.
 
     Attributes
     ----------
     layers : list of layers
     folder : Folder
-        Where layers lie in files; None if all are in memory.
+        The folder with the layers' files; None if all layers are in memory.
 
     Examples
     --------
@@ -70,16 +70,16 @@ class Cache(BaseCache):
         return f"<{type(self).__name__} of {len(self)} layers: {self.get_seq_length()} tokens>"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"folder": None}  # a copy lies in memory
+        return self.__dict__ | {"folder": None}  # a copy is in memory
 
     # Tokens come
 
     def update(
         self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
-        """Append to layer ``layer_idx``, see `DynamicLayer.update`.
+        """Append new tokens to layer ``layer_idx``, see `DynamicLayer.update`.
 
-        A layer without room fails when others have had their tokens; `reserve` asks all of them first.
+        If a layer has no room, layers before it have got their tokens already. `reserve` checks all first.
         """
         with self._lock:
             layer = self._layer(layer_idx)
@@ -89,7 +89,7 @@ class Cache(BaseCache):
             return states
 
     def _change(self, layer: Layer, layer_idx: int) -> None:
-        """Settle the layer that was updated last, as another one follows."""
+        """Let the layer that was updated last free memory, because another layer is updated."""
         if layer_idx == len(self.layers):
             self.layers.append(layer)
             if self.folder is not None:
@@ -109,7 +109,7 @@ class Cache(BaseCache):
             layer.reserve(new)
 
     def _missing(self, number: int) -> Any:
-        """Return the next layer, which is not among the layers yet, where they are made on first use."""
+        """Make the next layer, if layers are made on first use; `update` adds it to the layers."""
         if self._make_layer is None or number > len(self.layers):
             return super()._missing(number)
         layer = self._make_layer()
@@ -118,8 +118,8 @@ class Cache(BaseCache):
             self.folder.lead(number, layer)
         return layer
 
-    # Tokens go, and the batch changes: every layer is checked before the first one changes, and a process
-    # that ends leaves files in which all have changed, or none
+    # Tokens go, and the batch changes. Every layer is checked before the first one changes. After a crash
+    # either all files have changed, or none
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
@@ -139,7 +139,7 @@ class Cache(BaseCache):
         self._change_batch(lambda layer: layer.repeat(repeats))
 
     def _change_batch(self, change: Callable[[Layer], None]) -> None:
-        """Change the batch of every layer; of those in files all at once."""
+        """Change the batch of every layer; layers in files change all at once."""
         if self.folder is not None:
             self.folder.at_once(self.layers, change)
             return
@@ -160,51 +160,51 @@ class Cache(BaseCache):
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         for layer in self.layers:
             if layer.store is None or layer.span.oldest:
-                raise argument_error(layer.name, "all its tokens, for the legacy format", layer)
+                raise argument_error(layer.name, "a layer that stores all its tokens", layer)
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
     @one_call_at_a_time
     def save(self, path: FilePath) -> None:
-        """Write everything to a .npz file that `load` reads; the old file is whole until the new one is.
+        """Write a .npz file that `load` reads. An existing file stays intact until the new one is complete.
 
-        Quantized layers attend to what they have stored from then on, as those of the loaded cache do.
+        From then on quantized layers attend to their codes, as the loaded cache does.
         """
         saving.save(self, path)
 
     @one_call_at_a_time
     def offload(self, directory: FilePath, only_non_sliding: bool = True, keep: bool = False) -> None:
-        """Move keys and values to memory-mapped files, where the system reads and evicts them as it needs.
+        """Move keys and values to memory-mapped files, which the system loads and evicts as it needs.
 
-        Results stay the same, bit for bit. A process that ends at any moment leaves files that `open` reads;
-        call `flush` for what must outlive a power cut.
+        Results stay the same, bit for bit. If the process dies, at any moment, `open` can read the files.
+        After a power cut it can read what was there at the last `flush`.
 
         Parameters
         ----------
         directory : path
-            A folder that holds no cache; made if it is not there.
+            A folder without a cache; it is made if it does not exist.
         only_non_sliding : bool
-            Whether sliding layers stay in memory, as they are small; until `close` they are not in files.
+            Whether sliding layers, which are small, stay in memory. `close` writes them to files too.
         keep : bool
-            Whether `close` leaves the files.
+            Whether `close` leaves the files in the folder.
         """
         if self.folder is not None:
             raise argument_error("directory", "a cache in memory", f"one that is in {self.folder.path}")
         for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
-            layer.describe()  # which one that cannot lie in files refuses
+            layer.describe()  # raises for a layer that cannot be in a file
         folder = offload.Folder(directory, only_non_sliding, keep)
         folder.adopt(self.layers)
         self.folder = folder
 
     @classmethod
     def open(cls, directory: FilePath, keep: bool = True) -> Cache:
-        """Open the cache in a folder, where it stays; if a step was cut off, as it was before that step.
+        """Open the cache in a folder and work on its files. A step that a crash cut off is undone.
 
-        In a step every layer that the model uses gets tokens once. Layers whose lengths differ otherwise keep
-        all, and layers without tokens take none from the others; but of a first step that did not reach the
-        last layer nothing is left. Warnings say so.
+        A step gives tokens once to every layer that the model uses. If some layers have one update more than
+        others, it is undone. Other differences of length stay, with a warning. Layers without tokens count as
+        unused; but if the first step did not reach the last layer it is undone, with a warning.
 
-        Files that are cut short or of another layer, cache or time are refused, in a folder that was closed
-        changed ones too.
+        Files that are cut short, or from another layer, cache or time, are refused. In a folder that was
+        closed, so are files that have changed.
         """
         folder, layers = opening.open_folder(directory, keep)
         cache = Cache(layers)
@@ -213,7 +213,7 @@ class Cache(BaseCache):
 
     @one_call_at_a_time
     def prefetch(self, layer_idx: int) -> None:
-        """Start to load an offloaded layer in the background; `update` does so for the next one."""
+        """Start to load an offloaded layer in the background. `update` does this for the next layer."""
         offload.prefetch_layer(self._layer(layer_idx))
 
     @one_call_at_a_time
@@ -223,7 +223,7 @@ class Cache(BaseCache):
 
     @one_call_at_a_time
     def close(self) -> None:
-        """End offloading: files are deleted, or completed if they are to be kept. Layers are empty then."""
+        """End offloading: delete the files, or complete them if they are to be kept. Layers become empty."""
         if self.folder is not None:
             self.folder.close(self.layers)
             self.folder = None

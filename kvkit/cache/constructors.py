@@ -25,9 +25,9 @@ def layer_makers(
     full: Callable[[], Layer],
     sliding: Callable[[], Layer],
 ) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
-    """Return (what makes a further layer, what makes each layer).
+    """Return (a function that makes one more layer, or None, and a list with one such function per layer).
 
-    Layers are all full, or all sliding if there is a window, unless `layer_types` says of each what it is.
+    Without `layer_types` all layers are sliding if there is a window, else all are full.
     """
     if sliding_window is not None:
         integer("sliding_window", sliding_window, 1)
@@ -53,13 +53,13 @@ class DynamicCache(Cache):
     Parameters
     ----------
     num_layers : int, optional
-        How many; if it is not known each is made when it is first used.
+        The number of layers; if None, each is made when it is first used.
     layer_types : sequence of str, optional
         "full_attention" or "sliding_attention" for each layer.
     sliding_window : int, optional
-        W of the sliding layers; without ``layer_types`` all are such.
+        Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
-        As `offload` called at once.
+        A folder to move the layers to, as `offload` does.
 
     Examples
     --------
@@ -134,25 +134,25 @@ class StaticCache(Cache):
 
 
 class QuantizedCache(Cache):
-    """A cache whose layers keep old tokens as codes.
+    """A cache whose layers store old tokens as codes.
 
     Parameters
     ----------
     num_layers : int, optional
-        How many; if it is not known each is made when it is first used.
+        The number of layers; if None, each is made when it is first used.
     key, value, residual_length, sink
-        As in `QuantizedLayer`. If both are schemes, which go through numpy (see `QuantSpec`), up to `group`
-        tokens more than `residual_length` are not coded, and there are no files.
+        As in `QuantizedLayer`. Schemes (see `QuantSpec`) must be given for both keys and values; then up to
+        `group` tokens more than `residual_length` stay unquantized, and the cache can be in no file.
     read_back : bool
-        Whether a step sees what is stored after it, its own tokens included, as to measure what codes do. If
-        not, what a step sees of its own tokens is as they came: of a prompt that is updated and then attended
-        to, nothing is coded yet, and the error is 0 at any number of bits.
+        True: a step attends to the codes of its own tokens, as needed to measure the error of a format.
+        False: it attends to their originals, so that one step over a whole prompt has error 0, whatever the
+        bits.
     layer_types : sequence of str, optional
-        "full_attention" or "sliding_attention" for each layer; sliding layers, being small, are not coded.
+        "full_attention" or "sliding_attention" for each layer. Sliding layers are small and not quantized.
     sliding_window : int, optional
-        W of the sliding layers; without ``layer_types`` all are such.
+        Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
-        As `offload` called at once.
+        A folder to move the layers to, as `offload` does.
 
     Examples
     --------
@@ -184,6 +184,6 @@ class QuantizedCache(Cache):
         full = functools.partial(layer, key, value, residual_length, sink, read_back)
         sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
         kind, layers = layer_makers(num_layers, layer_types, sliding_window, full, sliding)
-        full()  # wrong arguments are said at once
+        full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload)

@@ -20,7 +20,7 @@ MAX_QUOTE = 160  # characters of file metadata in an error message
 
 
 def load(path: FilePath) -> Cache | PagedCache:
-    """Load the cache that `Cache.save` or `PagedCache.save` wrote into memory.
+    """Load into memory a cache that `Cache.save` or `PagedCache.save` wrote.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def load(path: FilePath) -> Cache | PagedCache:
     Returns
     -------
     Cache or PagedCache
-        The cache, equal bit for bit. Attention over quantized layers uses the stored codes.
+        A cache with the same bits. Attention over quantized layers reads the stored codes.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Open a cache that lies in a folder."""
+"""Open a cache in a folder, and repair what a crash has left half-done."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ from kvkit.typed import FilePath
 
 
 def open_folder(directory: FilePath, keep: bool) -> tuple[Folder, list[Layer]]:
-    """Open the folder and the layers of a cache that was kept, or whose process ended."""
+    """Open the folder and the layers of a cache that was closed and kept, or whose process died."""
     folder = Folder(directory, True, keep)
-    with contextlib.suppress(FileNotFoundError):  # which is said below
-        folder.hold("a cache that nobody has open")
+    with contextlib.suppress(FileNotFoundError):  # `open_layers` reports it
+        folder.hold("a cache that is not open")
     try:
         return folder, open_layers(folder)
     except BaseException:
@@ -28,7 +28,7 @@ def open_folder(directory: FilePath, keep: bool) -> tuple[Folder, list[Layer]]:
 
 
 def open_layers(folder: Folder) -> list[Layer]:
-    """Open the layers of a folder, which count from now on."""
+    """Open the layers of a folder; delete unfinished files and undo a step that was cut off."""
     about = read_json(folder.path / "cache.json")
     with opening_errors(folder.path / "cache.json"):
         closed, folder.changes, due = about["closed"], about["changes"], about["due"]
@@ -38,14 +38,14 @@ def open_layers(folder: Folder) -> list[Layer]:
     folder.layers = about.get("layers", len(paths))
     if len(paths) < folder.layers:
         raise argument_error(
-            "directory", f"{folder.layers} layers", f"{len(paths)}: the process ended amid offload"
+            "directory", f"{folder.layers} layers", f"{len(paths)}, because the process died during offload"
         )
     layers = [open_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
         found, said = {layer.home.sidecar.stem: hash_layer(layer) for layer in layers}, about["digests"]
         if said != list(found.values()):
             changed = ", ".join(name for name, one in found.items() if one not in str(said))
-            got = f"{folder.path}, whose are others: {changed}"
+            got = f"{folder.path} with changed files of {changed}"
             raise argument_error("directory", "files as they were when it was closed", got)
     folder.layers = len(layers)
     for pattern in UNFINISHED:
@@ -53,7 +53,7 @@ def open_layers(folder: Folder) -> list[Layer]:
             path.unlink()
     counted = {layer.store.file.path for layer in layers if layer.store}
     for path in set(folder.path.glob("layer-*.raw")) - counted:
-        path.unlink()  # it was still being filled
+        path.unlink()  # the process died before it was complete
     if not closed:
         undo_cut_step(layers, folder.path)
     for layer in layers:
@@ -65,15 +65,15 @@ def open_layers(folder: Folder) -> list[Layer]:
 def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
     """Undo a step that only some layers have had.
 
-    Such a layer had as many tokens before as another one has now. A layer without tokens is one that the
-    model does not use, unless the others have had their first tokens and it comes after them.
+    Such a layer had as many tokens before the step as another layer has now. A layer without tokens counts as
+    unused by the model, unless it comes last and the others have had their first step only.
     """
     used = [layer for layer in layers if layer.span.length]
     held = {layer.span.length for layer in used}
     if used and used[-1] is not layers[-1] and not any(layer.span.before for layer in used):
         held.add(0)
         message = (
-            f"{folder}: the first step was cut off, or the last layers are not used: give its tokens again"
+            f"{folder}: the last layers have no tokens, so the first step is undone: give its tokens again"
         )
         warnings.warn(message, stacklevel=5)
     for layer in used:
@@ -81,7 +81,7 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
             layer.take_back()
     left = [layer.span.length for layer in used]
     if len(set(left)) > 1:
-        message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to what is alike"
+        message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to equal lengths"
         warnings.warn(message, stacklevel=5)
 
 
@@ -90,7 +90,7 @@ def open_layer(folder: Folder, number: int, due: Any) -> Layer:
     about = read_json(path)
     if about.get("in_memory"):
         raise argument_error(
-            "directory", f"layer {number} in a file", "a process that ended while it was in memory"
+            "directory", f"layer {number} in a file", "a process that died while the layer was in memory"
         )
     with opening_errors(path):
         layer = kinds.make_layer(about)
@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opening_errors(path: Path) -> Iterator[None]:
-    """Raise an error about the folder where a file is not what it should be."""
+    """Turn errors about the contents of a file into errors about the folder."""
     try:
         yield
     except (FileNotFoundError, LookupError, TypeError, ValueError) as error:

@@ -1,16 +1,16 @@
-"""A cache in one .npz file, which says all about itself; see `kvkit.files.npz` for its form.
+"""Save a cache in one .npz file that describes itself; see `kvkit.files.npz` for the form of such files.
 
-The metadata's ``cache`` has the version, the dtype and shape of every array, the sha256 of all that is said
-and of all bytes of the arrays (beside it, the ``description`` of its layout, where it has one), and:
+The metadata's ``cache`` has the version, the dtype and shape of every array, and a sha256 over this
+description and the bytes of all arrays. Next to it is the ``description`` of the layout, if it has one. Then:
 
-    layers      of each layer what it is, and how many tokens it has seen. Arrays are ``layers.I.keys`` and
-                ``layers.I.values``, the stored tokens of layer I; of a quantized one ``layers.I.keys.codes``
-                and so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has none
-    paged       what a `PagedCache` is, in the place of layers: the blocks in use, page tables, and what
-                prefixes are found by. Blocks keep their numbers. Arrays are ``blocks`` (the numbers),
-                ``cache`` and ``scale`` ([layers, key|value, block, row, head, dim], those blocks),
-                ``sequences.I.block_table`` and ``sequences.I.token_ids``, and of the published blocks, the
-                first to be evicted first, ``published.blocks``, ``.hashes`` and ``.token_ids``
+    layers      for a `Cache`: the kind of each layer, and how many tokens it was given. Its arrays are
+                ``layers.I.keys`` and ``layers.I.values``, for a quantized layer ``layers.I.keys.codes`` and
+                so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays
+    paged       for a `PagedCache`: its arguments, the number of rows, and its sequences. Its arrays are
+                ``blocks`` (the numbers of the blocks in use, which stay the same), ``cache`` and ``scale``
+                ([layers, key|value, block, row, head, dim], these blocks), ``sequences.I.block_table``
+                and ``sequences.I.token_ids``, and for the published blocks, in the order of eviction,
+                ``published.blocks``, ``.hashes`` and ``.token_ids``
 """
 
 import hashlib
@@ -46,10 +46,10 @@ def save(cache: Any, path: FilePath) -> None:
 
 
 def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
-    """Write a `PagedCache`, its rows and some of its other sequences."""
+    """Write a `PagedCache` with its published blocks, its rows and the given sequences."""
     allocator, rows = cache.blocks, cache.rows.sequences
     if allocator.open_step is not None:
-        raise argument_error("cache", "one whose steps have ended", "an open step")
+        raise argument_error("cache", "a cache without an open step", "an open step")
     kept = [*rows, *sequences]
     for seq in kept:
         allocator.check(seq)
@@ -75,7 +75,7 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
 def write_file(
     path: FilePath, about: Mapping[str, Any], arrays: Mapping[str, Array], line: str | None
 ) -> None:
-    """Write a file with its description; `line` is the layout of its cache, where there is one."""
+    """Write a file with its description; `line` is the layout of its arrays, None if they have none."""
     about = {
         "version": VERSION,
         **about,

@@ -108,9 +108,7 @@ def test_legacy_form_of_other_layers():
     assert [side.shape for side in legacy[0]] == [(2, 3, 8, 4), (2, 3, 8, 6)]
     assert legacy[1][0].tobytes() == cache.layers[1].keys.tobytes()
     cache.update(*random(np.float32, 1), 1)
-    with pytest.raises(
-        kvkit.KvkitError, match=r"layers\[1\]: expected all its tokens, for the legacy format"
-    ):
+    with pytest.raises(kvkit.KvkitError, match=r"layers\[1\]: expected a layer that stores all its tokens"):
         cache.to_legacy_cache()
     with pytest.raises(kvkit.KvkitError, match=r"layers\[0\]: expected all its tokens"):
         DynamicCache(num_layers=1).to_legacy_cache()

@@ -78,7 +78,7 @@ def test_a_folder_has_one_user(tmp_path):
     cache = fill(DynamicCache(2))
     cache.offload(tmp_path, keep=True)
     for _ in range(2):
-        with pytest.raises(kvkit.KvkitError, match="expected a cache that nobody has open"):
+        with pytest.raises(kvkit.KvkitError, match="expected a cache that is not open"):
             Cache.open(tmp_path)
         with pytest.raises(kvkit.KvkitError, match="directory: expected a folder that holds no cache"):
             fill(DynamicCache(1)).offload(tmp_path)
@@ -219,7 +219,7 @@ def test_a_layer_that_was_in_memory_is_lost(tmp_path):
     cache.offload(tmp_path / "cache")
     left = shutil.copytree(tmp_path / "cache", tmp_path / "left")
     with pytest.raises(
-        kvkit.KvkitError, match="directory: expected layer 1 in a file, got a process that ended"
+        kvkit.KvkitError, match="directory: expected layer 1 in a file, got a process that died"
     ):
         Cache.open(left)
     cache.close()

@@ -132,7 +132,7 @@ def test_what_cannot_be_saved(path):
     for sequences in ([first, first], [1], [paged().blocks.add()]):
         assert "seq" in refused(cache.save, path, sequences)
     step = cache.begin_step([(first, 1)])
-    assert refused(cache.save, path).startswith("cache: expected one whose steps have ended")
+    assert refused(cache.save, path).startswith("cache: expected a cache without an open step")
     step.abandon()
     cache.blocks.free(branch)
     assert "live sequence" in refused(cache.save, path, [branch])

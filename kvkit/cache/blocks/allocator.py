@@ -1,6 +1,6 @@
-"""The allocator of blocks of a paged cache to sequences, and the steps that fill them.
+"""The allocator, which gives the blocks of a paged cache to sequences.
 
-Bookkeeping only: no keys, no values, no kernels.
+It only keeps books: it knows neither keys and values nor kernels.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ class OutOfBlocksError(KvkitError):
 
 
 class BlockAllocator:
-    """Gives sequences of tokens their blocks, shares blocks between them, and makes the tensors of a step.
+    """Gives blocks to sequences, shares blocks between them, and makes the index tensors of a step.
 
-    A full block is published by the step that fills it: a new sequence that begins with the same tokens
-    takes it over. Published blocks are never written; those that no sequence holds stay until they are
-    needed, and the least recently used goes first. A block that several sequences hold is copied for the
-    one that writes into it.
+    The step that fills a block publishes it: a new sequence that begins with the same tokens shares it.
+    Published blocks are never written. Those that no sequence uses stay until their room is needed; the
+    least recently used is evicted first. A sequence that writes into a shared block gets a copy.
 
     Parameters
     ----------
     num_blocks, page_size : int
-        Blocks, and tokens in each.
+        The number of blocks, and of tokens in each.
     identity : bytes
-        Whatever decides keys and values besides the tokens: geometry, format, model. Part of every hash.
+        Names what keys and values depend on besides the tokens: geometry, format, model. Part of each hash.
     slot_dtype : dtype
-        Of `Step.slot_mapping`: int32 or int64.
+        The dtype of `Step.slot_mapping`: int32 or int64.
 
     Examples
     --------
@@ -81,25 +80,25 @@ class BlockAllocator:
 
     @property
     def references(self) -> Array:
-        """Return how many sequences hold each block: int64, shape [num_blocks]."""
+        """Return how many sequences use each block: int64, shape [num_blocks]."""
         return np.array(self._pool.references)
 
     # Sequences
 
     def add(self, token_ids: ArrayLike = (), *, salt: bytes = b"") -> Sequence:
-        """Begin a sequence. It takes over published blocks with its first tokens, never with all of them.
+        """Begin a sequence. It shares the published blocks of its first tokens, but never of its last one.
 
         Parameters
         ----------
         token_ids : array-like of int
-            Ids of the tokens to compute. Tokens without ids are legal; nobody finds their blocks.
+            Ids of the tokens to compute. Tokens may have no ids; then their blocks cannot be shared.
         salt : bytes
-            What else its keys and values depend on, such as an adapter.
+            Names what else its keys and values depend on, such as an adapter.
 
         Returns
         -------
         Sequence
-            Its ``length`` says how many tokens are in the cache already.
+            The sequence. Its ``length`` is the number of its tokens that are in the cache already.
         """
         seq = Sequence(self, encode_ids(token_ids), [root_hash(*self._identity, check_bytes("salt", salt))])
         for i in range((seq.known - 1) // self.page_size):
@@ -115,7 +114,7 @@ class BlockAllocator:
         return seq
 
     def extend(self, seq: Sequence, token_ids: ArrayLike) -> None:
-        """Say which tokens come next, so that the blocks they fill can be shared."""
+        """Append ids of the tokens that come next, so that the blocks they fill can be shared."""
         self.check(seq)
         ids, tokens = encode_ids(token_ids), seq.length + seq.pending
         if seq.known < tokens:
@@ -125,20 +124,20 @@ class BlockAllocator:
         seq.ids += ids
 
     def fork(self, seq: Sequence) -> Sequence:
-        """Return a second sequence of the same tokens, in the same blocks. The first write copies."""
+        """Return a second sequence of the same tokens, in the same blocks. A write copies a shared block."""
         self.check(seq, at_rest=True)
         self._pool.share(seq.table)
         return seq.copy()
 
     def crop(self, seq: Sequence, length: int) -> None:
-        """Take back a sequence's last tokens.
+        """Drop a sequence's last tokens.
 
         Parameters
         ----------
         seq : Sequence
-            Of which no open step computes tokens.
+            A sequence without new tokens in an open step.
         length : int
-            Tokens to keep; negative: tokens to remove; 0 removes nothing.
+            Tokens to keep; negative: tokens to drop; 0 drops none.
         """
         self.check(seq, at_rest=True)
         length = integer("length", length, -seq.length)
@@ -149,13 +148,13 @@ class BlockAllocator:
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
     def free(self, seq: Sequence) -> None:
-        """End a sequence. Its published blocks can be found until they are evicted."""
+        """End a sequence. New sequences can share its published blocks until these are evicted."""
         self.check(seq, at_rest=True)
         seq.allocator, seq.length = None, 0
         self._keep_pages(seq)
 
     def published(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (block, hash, token ids) of the blocks that can be found, the first to be evicted first."""
+        """Yield (block, hash, token ids) of the published blocks, in the order of eviction."""
         return self._pool.published()
 
     def restore(
@@ -166,7 +165,7 @@ class BlockAllocator:
     ) -> list[Sequence]:
         """Restore sequences, (length, root of hashes, block table, token ids) each, in a new allocator.
 
-        They hold `blocks`; of these, `published` ones can be found.
+        All their blocks, and the `published` ones, must be among `blocks`.
         """
         sequences = []
         for length, start, table, ids in saved:
@@ -190,12 +189,12 @@ class BlockAllocator:
         Parameters
         ----------
         sequences : iterable of (Sequence, int)
-            Each sequence once, and how many tokens it gets.
+            Each sequence once, with its number of new tokens.
 
         Returns
         -------
         Step
-            The next one begins after it has been committed or abandoned.
+            It must be committed or abandoned before the next step begins.
 
         Raises
         ------
@@ -251,7 +250,7 @@ class BlockAllocator:
     # Blocks
 
     def _chain(self, seq: Sequence) -> list[tuple[int, bytes]]:
-        """Hash the full blocks that are not yet; return (number, token ids) of each."""
+        """Hash the full blocks that have no hash yet; return (number, token ids) of each."""
         new = []
         for i in range(len(seq.chain) - 1, min(seq.length, seq.known) // self.page_size):
             page = seq.page(i, self.page_size)
@@ -263,18 +262,18 @@ class BlockAllocator:
         return -(-tokens // self.page_size)
 
     def _needed(self, given: list[Sequence], counts: list[int]) -> int:
-        """Return how many blocks a step takes: those it adds, and one for each copy."""
+        """Return how many blocks a step needs: those it adds, and one for each copy."""
         added = 0
         writers: dict[int, int] = {}  # of partial blocks
         for seq, count in zip(given, counts, strict=True):
             added += self._pages(seq.length + count) - len(seq.table)
             if count and seq.length % self.page_size:
                 writers[seq.table[-1]] = writers.get(seq.table[-1], 0) + 1
-        # Where all holders of a block write, the last one finds itself alone.
+        # Where all sequences that use a block write into it, the last one needs no copy.
         return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())
 
     def _own_tail(self, seq: Sequence, copies: list[tuple[int, int]]) -> None:
-        """Make a partial last block writeable."""
+        """Make a partial last block writeable, with a copy if other sequences use it."""
         tail = seq.table[-1]
         if self._pool.references[tail] == 1:
             self._pool.withdraw(tail)
@@ -284,7 +283,7 @@ class BlockAllocator:
             copies.append((tail, seq.table[-1]))
 
     def _keep_pages(self, seq: Sequence) -> None:
-        """Let go of the blocks behind a sequence's last token."""
+        """Free the blocks after a sequence's last token."""
         pages = self._pages(seq.length)
         self._pool.release(seq.table[pages:])
         del seq.table[pages:]
@@ -292,7 +291,7 @@ class BlockAllocator:
     # Arguments
 
     def check(self, seq: Any, at_rest: bool = False) -> None:
-        """Raise unless it is a live sequence of this allocator."""
+        """Raise unless `seq` is a live sequence of this allocator, and with `at_rest` in no open step."""
         if not isinstance(seq, Sequence) or seq.allocator is not self:
             raise argument_error("seq", "a live sequence of this allocator", describe(seq))
         if at_rest and seq.pending:

@@ -1,4 +1,4 @@
-"""The pool of blocks: how many hold each, what is free, what can be found, and what is evicted first."""
+"""The pool of blocks: it counts the users of each, and knows which are free, published, and evicted first."""
 
 import hashlib
 from collections import OrderedDict
@@ -8,16 +8,16 @@ HASH_BYTES = hashlib.sha256().digest_size
 
 
 class Pool:
-    """Reference counts of blocks, and the published ones by the hash of all tokens up to their end.
+    """Reference counts of blocks, and a table of published blocks by the hash of all tokens up to their end.
 
-    The hash of a chain of blocks is sha256(hash of the chain before, token ids of the last block). That of
-    the empty chain covers whatever else decides keys and values. So it is the same in every process.
+    The hash of a chain of blocks is sha256(hash of the chain before, token ids of the last block). The hash
+    of the empty chain covers what else keys and values depend on. Hashes are the same in every process.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.references = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by nobody; oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, used by no sequence; oldest first
         self._found: dict[bytes, int] = {}  # hash -> block
         self._published: dict[int, tuple[bytes, bytes]] = {}  # block -> hash, token ids
 
@@ -27,7 +27,7 @@ class Pool:
         return len(self._free) + len(self._idle)
 
     def take(self) -> int:
-        """Take a block for one holder: a free one, else the least recently used of the published ones."""
+        """Take a block for one sequence: a free one, else the published one that was used least recently."""
         if self._free:
             block = self._free.pop()
         else:
@@ -37,14 +37,14 @@ class Pool:
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Count one more holder of each block."""
+        """Count one more sequence that uses each block."""
         for block in blocks:
             self.references[block] += 1
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one holder less of each block."""
-        # Last one first: a chain is found from its beginning, so its end is evicted before it.
+        """Count one sequence less that uses each block."""
+        # The last block first, so that it is evicted first: a chain is looked up from its beginning.
         for block in reversed(blocks):
             self.references[block] -= 1
             if not self.references[block]:
@@ -54,22 +54,22 @@ class Pool:
                     self._free.append(block)
 
     def publish(self, block: int, chain: bytes, ids: bytes) -> None:
-        """Let others find a full block; of blocks that hold the same, the first is found."""
+        """Publish a full block, unless another block of the same chain is published already."""
         if self._found.setdefault(chain, block) == block:
             self._published[block] = chain, ids
 
     def withdraw(self, block: int) -> None:
-        """Let nobody find a block any more, as its contents will change."""
+        """Make a block unpublished, because its contents will change."""
         if block in self._published:
             del self._found[self._published.pop(block)[0]]
 
     def published(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (block, hash, token ids) of the blocks that can be found, the first to be evicted first."""
+        """Yield (block, hash, token ids) of the published blocks, in the order of eviction."""
         held = [block for block in self._published if self.references[block]]
         return ((block, *self._published[block]) for block in (*self._idle, *held))
 
     def restore(self, tables: Iterable[Iterable[int]], published: Iterable[tuple[int, bytes, bytes]]) -> None:
-        """Become a pool of which some tables hold blocks, and others can be found; a new pool can."""
+        """Set which blocks the tables use and which are published, in a new pool."""
         for block in (block for table in tables for block in table):
             self.references[block] += 1
         for block, chain, ids in published:
@@ -79,7 +79,7 @@ class Pool:
         self._free = [block for block in self._free if not self.references[block] and block not in self._idle]
 
     def find(self, chain: bytes, ids: bytes) -> int | None:
-        """Return the block of a chain, None if there is none; a hash alone is not believed."""
+        """Return the published block of a chain, None if there is none; its token ids are compared too."""
         block = self._found.get(chain)
         return block if block is not None and self._published[block][1] == ids else None
 

@@ -1,4 +1,4 @@
-"""A sequence of tokens, and the blocks that hold them."""
+"""A sequence of tokens, and the blocks that store them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ID_BYTES = 8
 
 
 class Sequence:
-    """Tokens, and the blocks that hold them; `BlockAllocator.add` and `fork` make it.
+    """A sequence of tokens, and the blocks that store them. `BlockAllocator.add` and `fork` make it.
 
     Attributes
     ----------
     length : int
-        Tokens in the cache.
+        The number of its tokens in the cache.
 
     Examples
     --------
@@ -34,21 +34,21 @@ class Sequence:
     __slots__ = ("allocator", "chain", "ids", "length", "pending", "table")
 
     def __init__(self, allocator: Any, ids: bytearray, chain: list[bytes]) -> None:
-        self.allocator = allocator  # None after its end
+        self.allocator = allocator  # None after `BlockAllocator.free`
         self.length = 0
         self.table = array("q")  # blocks
-        self.ids = ids  # those known, little-endian int64: of more than `length` tokens, or of fewer
-        self.chain = chain  # hashes: of no block, of the first full one, of two...
+        self.ids = ids  # of the first tokens, little-endian int64; perhaps more or fewer than `length`
+        self.chain = chain  # hashes of the first 0, 1, 2... full blocks
         self.pending = 0  # tokens that the open step adds
 
     @property
     def blocks(self) -> list[int]:
-        """Return its blocks, in the order of its tokens."""
+        """Return the sequence's blocks, in the order of its tokens."""
         return self.table.tolist()
 
     @property
     def token_ids(self) -> Array:
-        """Return the known ids of its tokens; those behind `length` are still to be computed."""
+        """Return the known ids of its tokens; those from index `length` on are not in the cache yet."""
         return np.frombuffer(bytes(self.ids), "<i8").astype(np.int64)
 
     @property
@@ -77,7 +77,7 @@ def encode_ids(token_ids: ArrayLike) -> bytearray:
 
 
 def check_bytes(name: str, value: Any) -> bytes:
-    """Check an argument that has to be bytes."""
+    """Return an argument if it is bytes; else raise."""
     if not isinstance(value, bytes):
         raise argument_error(name, "bytes", describe(value))
     return value

@@ -1,4 +1,4 @@
-"""Rows of one length in a paged cache, as other caches have them: layers of [batch, heads, tokens, dim]."""
+"""The layers of a paged cache, for a batch of sequences of one length: [batch, heads, tokens, dim]."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvkit.typed import Array, Attended, States
 
 
 class Rows:
-    """The rows of a batch: a sequence each, in all layers, and the step that appends to them."""
+    """The rows of a batch, one sequence each, and the step that appends to them in all layers."""
 
     def __init__(self, blocks: Any, begin_step: Callable[..., Any]) -> None:
         self._blocks, self._begin_step = blocks, begin_step
         self.sequences: list[Any] = []
-        self.step: Any = None  # the last one, while its tables hold
+        self.step: Any = None  # the last one, while its index tensors are valid
         self.changes = 0
 
     def append(self, batch: int, tokens: int, layer_idx: int) -> Any:
-        """Return the step in which a layer takes so many tokens: the one of other layers, or a new one."""
+        """Return the step that appends `tokens` to a layer: the open one of other layers, or a new one."""
         step = self.step
         if step is not None and step.index.is_open:
             if tokens != step.index.max_seqlen:
@@ -45,13 +45,13 @@ class Rows:
         return self.step
 
     def settle(self) -> None:
-        """Abandon a step that some layers have not seen, before a change."""
+        """Abandon a step that not all layers have written, before the rows change."""
         if self.step is not None and self.step.index.is_open:
             self.step.abandon()
         self.step, self.changes = None, self.changes + 1
 
     def tables(self) -> Any:
-        """Return a step with the tables of the rows."""
+        """Return a step whose page tables are those of the rows."""
         if self.step is None:
             with self._begin_step([(seq, 0) for seq in self.sequences]) as self.step:
                 pass
@@ -86,7 +86,7 @@ class Rows:
 
 
 class PagedSide:
-    """The keys (0) or values (1) of a layer, for a `KVView`."""
+    """The keys (`side` 0) or values (1) of a paged layer, which a `KVView` reads."""
 
     def __init__(self, layer: PagedLayer, side: int) -> None:
         self._layer, self._side = layer, side
@@ -101,21 +101,21 @@ class PagedSide:
 
 
 def heads_first(results: Attended) -> Attended:
-    """Return outputs of attention, and its lse, with heads before tokens."""
+    """Return the outputs of attention, and lse if there is one, with heads before tokens."""
     if isinstance(results, tuple):
         return tuple(result.swapaxes(1, 2) for result in results)
     return results.swapaxes(1, 2)
 
 
 class PagedLayer(BaseLayer):
-    """A layer of a `PagedCache`, which makes it, for the rows that the cache keeps itself.
+    """A layer of a `PagedCache`, for a batch of sequences of one length. The cache makes it.
 
-    They have one length. All layers take as many tokens before one takes more.
+    Every layer must get the new tokens of a step before one gets the next.
 
     Attributes
     ----------
     key_cache, value_cache : ndarray, shape [num_blocks, page_size, num_kv_heads, head_dim]
-        Views of the storage, as operators on blocks take it; codes if it is quantized.
+        Views of the storage, for operators on blocks; codes if it is quantized.
 
     Examples
     --------
@@ -128,7 +128,7 @@ class PagedLayer(BaseLayer):
     ((3, 2, 5, 16), (3, 2, 1, 16), (8, 4, 2, 16))
     """
 
-    takes_window = True  # it hides tokens, but none leaves
+    takes_window = True  # a window hides tokens, but they stay stored
 
     def __init__(self, store: Any, rows: Any, layer_idx: int, lock: CallLock) -> None:
         self.store, self.rows, self._layer_idx, self._lock = store, rows, layer_idx, lock
@@ -149,7 +149,7 @@ class PagedLayer(BaseLayer):
         if cache_position is not None:
             positions = index_tensors.index("cache_position", cache_position, 1)
             if not np.array_equal(positions, np.arange(length, length + tokens)):
-                expected = f"{tokens} positions from {length} on, the tokens seen"
+                expected = f"{tokens} positions from {length} on, after the last token"
                 raise argument_error("cache_position", expected, positions.tolist())
         store.apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
         key, value = (tensors.one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
@@ -161,7 +161,7 @@ class PagedLayer(BaseLayer):
         return KVView(PagedSide(self, 0)), KVView(PagedSide(self, 1))
 
     @one_call_at_a_time
-    def attend(  # type: ignore[override]  # it says which options there are
+    def attend(  # type: ignore[override]  # names the options of the base class, and two more
         self,
         query: Array,
         attention_mask: Array | None = None,
@@ -220,7 +220,7 @@ class PagedLayer(BaseLayer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tokens that the rows hold, each shared block counted once."""
+        """Return the bytes of the stored tokens, each shared block counted once."""
         length, size = self.get_seq_length(), self.store.page_size
         held = {
             block: min(length - i * size, size)

@@ -19,18 +19,18 @@ from kvkit.typed import Array, Attended, Pair
 
 
 class PagedStep:
-    """The new tokens of a step in every layer of a `PagedCache`; `PagedCache.begin_step` makes it.
+    """Appends new tokens to each layer of a `PagedCache`, and attends. `PagedCache.begin_step` makes it.
 
-    Tokens are packed in the order of ``index.sequences``. A layer is written once, then attended to. When
-    all are written `commit` ends the step. A ``with`` statement does that, and abandons the step instead on
-    an exception.
+    Tokens are packed in the order of ``index.sequences``. Each layer is written once, then attended to. When
+    all are written, `commit` ends the step. A ``with`` statement commits, and abandons the step on an
+    exception.
 
     Attributes
     ----------
     index : Step
-        The index tensors, for operators that are called on the arrays of the cache themselves.
+        The index tensors, for calls of operators on the arrays of the cache.
     written : set of int
-        The layers that the step has written. Add those that another operator has written.
+        The layers that the step has written. Add a layer to it that an operator of yours has written.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class PagedStep:
         Parameters
         ----------
         current_key, current_value : ndarray, shape [seqstarts[B], num_kv_heads, head_dim]
-            Of the dtype of the cache.
+            The dtype is that of the cache.
         layer_idx : int
             A layer that the step has not written yet.
         """
@@ -80,12 +80,12 @@ class PagedStep:
     def attend(
         self, query: Array, layer_idx: int, attn_mask: Array | None = None, **options: Any
     ) -> Attended:
-        """Attend to the contexts of a layer, new tokens included, read where they lie.
+        """Attend to the contexts of a layer, new tokens included, which are read in place.
 
         Parameters
         ----------
         query : ndarray, shape [seqstarts[B], num_heads, head_dim]
-            Of the dtype of the cache.
+            The dtype is that of the cache.
         layer_idx : int
             A layer that the step has written.
         attn_mask, **options
@@ -96,7 +96,7 @@ class PagedStep:
         -------
         attn_output : ndarray, shape [seqstarts[B], num_heads, head_dim]
         lse : ndarray of float32, shape [seqstarts[B], num_heads]
-            With ``return_lse``.
+            If ``return_lse``.
         """
         return self._attend(query, self.to_read(layer_idx), attn_mask, options, {})
 
@@ -109,7 +109,7 @@ class PagedStep:
         attn_mask: Array | None = None,
         **options: Any,
     ) -> Attended:
-        """`update` and `attend` in one call; on an error the layer has not been written."""
+        """Do `update` and `attend` in one call; on an error the layer has not been written."""
         layer_idx = self.to_write(layer_idx)
         key, value = self._tokens(current_key, current_value, layer_idx)
         tokens = {"current_key": key, "current_value": value}
@@ -141,7 +141,7 @@ class PagedStep:
         return self.start(form, launch, query, out, lse, layer_idx)
 
     def gather(self, layer_idx: int) -> Pair:
-        """Read the contexts of a layer, new tokens included.
+        """Return copies of the keys and values of all contexts in a layer, new tokens included.
 
         Parameters
         ----------
@@ -151,7 +151,7 @@ class PagedStep:
         Returns
         -------
         key, value : ndarray, shape [kvstarts[B], num_kv_heads, head_dim]
-            Of the dtype of the cache.
+            The dtype is that of the cache.
         """
         layer_idx = self.to_read(layer_idx)
         key, value = self._store.empty(self._steps.context)
@@ -159,7 +159,7 @@ class PagedStep:
         return key, value
 
     def commit(self) -> None:
-        """End the step: every layer holds its tokens."""
+        """End the step, and keep its tokens; every layer must be written."""
         missing = sorted(set(range(self._store.num_layers)) - self.written)
         if missing and self._steps.tokens:
             raise argument_error("step", "every layer to be written", f"layers {missing} that are not")
@@ -181,7 +181,7 @@ class PagedStep:
                 self.abandon()
 
     def _tokens(self, current_key: Array, current_value: Array, layer_idx: int) -> Pair:
-        """Check keys and values."""
+        """Check new keys and values; return them as numpy arrays."""
         store = self._store
         fmt, current_key, current_value = tensors.check_new_tokens(current_key, current_value, 3)
         if fmt is not store.format:
@@ -203,7 +203,7 @@ class PagedStep:
         out: Any = None,
         **options: Any,
     ) -> tuple[Array, Array, Array | None, Any]:
-        """Check queries; return them, outputs, and how scores become weights. `tokens` come before."""
+        """Check queries; return (queries, outputs, lse, weights). `tokens` must not overlap the outputs."""
         store = self._store
         tensors.checked_format("query", query, (store.format,), 3)
         _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
@@ -217,10 +217,10 @@ class PagedStep:
         attn_output, lse, *_ = (*made, None)
         return query, attn_output, lse, weights
 
-    # For packed tokens and rows of one length, once arguments are checked
+    # For packed tokens and for batches of one length, with checked arguments
 
     def to_write(self, layer_idx: Any) -> int:
-        """Check a layer that is to be written."""
+        """Check the number of a layer that is to be written."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if not self.index.is_open:
             raise argument_error("step", "one that is open", "one that has ended")
@@ -229,7 +229,7 @@ class PagedStep:
         return layer_idx
 
     def to_read(self, layer_idx: Any) -> int:
-        """Check a layer that has to hold the new tokens."""
+        """Check the number of a layer that must have been written."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if self._steps.tokens and layer_idx not in self.written:
             raise argument_error("layer_idx", "a layer that the step has written", layer_idx)
@@ -258,7 +258,7 @@ class PagedStep:
         decoding: int,
         weights: Any,
     ) -> Attended:
-        """Attend with checked arguments; calls of this form are made again for other layers."""
+        """Attend with checked arguments, and prepare the call for other layers."""
         context = self._store.contexts[layer_idx]
         launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, rows, decoding, weights)
         return self.start(form, launch, query, out, lse, layer_idx)
@@ -266,13 +266,13 @@ class PagedStep:
     def start(
         self, form: Any, launch: Any, query: Array, out: Array, lse: Array | None, layer_idx: int
     ) -> Attended:
-        """Start attention, and keep the call."""
+        """Run the launch of attention, and keep it as a prepared call; return the results."""
         cpu.launches.start(launch)
         self.keep(form, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
         return out if lse is None else (out, lse)
 
     def attend_again(self, prepared: Any, query: Array, layer_idx: int) -> Attended:
-        """Attend with the queries of a call of a known form; the results are new arrays."""
+        """Attend by a prepared call, with other queries; the results are new arrays."""
         out, lse = np.empty(query.shape, query.dtype), None
         if "lse" in prepared.owners:
             lse = np.empty(query.shape[:-1], np.float32)
@@ -284,11 +284,11 @@ class PagedStep:
         self.calls.keep(form, PreparedCall([launch], self._store.addresses[layer_idx] | arrays))
 
     def places(self, layer_idx: int, arrays: dict[str, Any]) -> list[Any]:
-        """Return where a layer and the arrays of a call lie."""
+        """Return the addresses of a layer and of the arrays of a call."""
         return [*self._store.addresses[layer_idx].values(), *places_of(arrays.values())]
 
     def load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
-        """Load contexts into arrays of such axes."""
+        """Copy contexts into arrays whose axes are [.., heads, dim]."""
         place = self._store.places[layer_idx]
         cpu.launches.start(cpu.copy.transfer.load(key, value, place, contexts, 1))
 
