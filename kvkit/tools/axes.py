@@ -12,7 +12,7 @@ WORDS = {
     "l": "layer", "kv": "side", "s": "sequence", "b": "page", "n": "position", "t": "token", "h": "head",
     "g": "column group", "c": "element",
 }  # fmt: skip
-ROLES = {"s": "b", "t": "n", "g": "h"}  # what causes take these axes for
+ROLES = {"s": "b", "t": "n", "g": "h", "row": "n", "column": "c"}  # what causes take these axes for
 BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
 PMX = "n l kv h c", "l n kv h c", "l kv n h c", "l kv h n c", "s l kv n h c", "s l kv h n c"
 INDEX_AXES = {  # of index tensors, by name
@@ -23,9 +23,15 @@ INDEX_AXES = {  # of index tensors, by name
     "slots": ("token",), "positions": ("token",),
 }  # fmt: skip
 DIMENSIONS = {  # of shapes in docstrings
-    "B": "s", "MaxB": "s", "b": "s", "L": "l", "2": "kv", "H": "h", "num_blocks": "b", "page_size": "n",
-    "block_size": "n", "MaxS": "n", "MaxT": "n", "S": "t", "M": "t", "tokens": "t", "num_tokens": "t",
-    "seqstarts[B]": "t", "kvstarts[B]": "t", "start_pos+S": "t", "D": "c", "n0": "c",
+    **dict.fromkeys(("B", "MaxB", "b"), "s"),
+    **dict.fromkeys(("S", "M", "tokens", "num_tokens", "start_pos+S"), "t"),
+    **dict.fromkeys(("page_size", "block_size", "MaxS", "MaxT"), "n"), "num_blocks": "b", "L": "l", "2": "kv",
+    **dict.fromkeys(("H", "1"), "h"), **dict.fromkeys(("D", "n0"), "c"), "m": "row", "n": "column",
+    "seqlen_q": "query", "seqlen_kv": "key", "parts": "part",
+}  # fmt: skip
+BY_NAME = {  # the last axes of arrays with an axis of heads but none of content, or with two of tokens
+    "lse": "s t h", "slopes": "h", "alibi_slopes": "s h", "sinks": "h", "key_scale": "s h",
+    "value_scale": "s h", "mask": "s h query key", "attn_mask": "s h query key",
 }  # fmt: skip
 
 
@@ -52,6 +58,8 @@ def usual_axes(name: str, array: np.ndarray) -> tuple[str, ...]:
         lines = [line for line in lines if len(line) == len(shape) and shape[line.index("kv")] == 2]
         if lines:
             return max(lines, key=lambda line: shape[line.index("n")])
+    if name in BY_NAME and 0 < array.ndim <= len(BY_NAME[name].split()):
+        return tuple(BY_NAME[name].split()[-array.ndim :])
     return tuple(BY_NDIM.get(array.ndim, "").split()) or unknown
 
 
@@ -60,20 +68,25 @@ def is_index(array: np.ndarray) -> bool:
     return array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.ndim in (1, 2)
 
 
-def axes_of_shape(shape: str) -> str | None:
-    """Return the axes of a shape as an operator's docstring writes it; None where a dimension is unknown."""
-    inside = re.search(r"\((.*)\)", shape)
+def axes_of_shape(shape: str, count: int) -> str | None:
+    """Return the axes of a shape as docstrings write it, of an array of so many; None where it is unknown."""
+    inside = re.search(r"\((.*?)\)", shape.replace("seqstarts[B]", "tokens").replace("kvstarts[B]", "tokens"))
     names = [part.strip() for part in inside[1].split(",")] if inside else []
+    if "..." in names:
+        at, more = names.index("..."), count - len(names) + 1
+        names[at : at + 1] = ["B", "tokens"][-more:] if 0 < more < 3 else []
     letters = [letter_of(part) for part in names]
-    return " ".join(letters) if letters and all(letters) and len(set(letters)) == len(letters) else None
+    right = len(letters) == count == len(set(letters)) and all(letters)
+    return " ".join(letters) if right else None
 
 
 def letter_of(dimension: str) -> str:
     """Return the axis of one dimension; "" for an unknown one."""
-    if dimension in DIMENSIONS:
-        return DIMENSIONS[dimension]
-    if dimension.endswith("/n0"):
+    name = dimension.split(" ")[0]
+    if name in DIMENSIONS:
+        return DIMENSIONS[name]
+    if name.endswith("/n0"):
         return "g"
-    if re.fullmatch(r"D[hkv]?(/\w+)?|head_dim", dimension):
+    if re.fullmatch(r"D[hkv]?(/\w+)?|head_dim", name):
         return "c"
-    return "h" if re.fullmatch(r"(num_)?(kv_)?heads?|H\*num_repeat|num_kv_heads", dimension) else ""
+    return "h" if re.fullmatch(r"(num_)?(kv_)?heads?(\*D.)?|H\*num_repeat", name) else ""

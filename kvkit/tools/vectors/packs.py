@@ -69,6 +69,12 @@ def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 yield group, name, entry
 
 
+def tolerance(case: Case, name: str) -> dict[str, Any]:
+    """Return the tolerance of an expected array."""
+    found: dict[str, Any] = (case["after"] | case["outputs"])[name].get("tolerance", {})
+    return found
+
+
 def inside(folder: FilePath, name: str) -> Path:
     """Return the path of a file that a manifest names; refuse one outside its folder."""
     folder = Path(folder).resolve()

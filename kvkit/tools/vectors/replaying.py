@@ -13,9 +13,10 @@ import numpy as np
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
-from kvkit.reference.key_value_cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
+from kvkit.tools.axes import axes_of_shape
 from kvkit.tools.causes import usable_inputs
-from kvkit.tools.comparison import diff as compare
+from kvkit.tools.comparison import Difference
+from kvkit.tools.comparison import diff as diff_arrays
 from kvkit.tools.vectors import packs
 from kvkit.tools.vectors.packs import Case
 from kvkit.typed import Array, FilePath
@@ -31,6 +32,10 @@ class Outcome:
     operator: str
     status: str
     why: str = ""
+
+    def __str__(self) -> str:
+        title, (first, *more) = f"{self.case} ({self.operator})", self.why.split("\n")
+        return f"{title}: {first}" if not more else "\n  ".join([f"{title}:", first, *more])
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,7 @@ class Outcomes:
         return {"ok": self.ok, "cases": [asdict(case) for case in self.cases]}
 
     def __str__(self) -> str:
-        lines = [
-            f"{case.case} ({case.operator}): {case.why}" for case in self.cases if case.status == "failed"
-        ]
+        lines = [str(case) for case in self.cases if case.status == "failed"]
         counts = [
             f"{sum(case.status == word for case in self.cases)} {word}"
             for word in ("passed", "failed", "ran")
@@ -208,33 +211,60 @@ def judged(folder: Path, case: Case, found: dict[str, Any], why: str, refused: s
         elif found[name].shape != expected.shape or found[name].dtype != expected.dtype:
             why = f"{name} is {found[name].dtype} {found[name].shape}, not {expected.dtype} {expected.shape}"
         elif not close(expected, found[name], tolerance):
-            inputs = {
-                key: array
-                for key, array in packs.arguments(folder, case).items()
-                if isinstance(array, np.ndarray)
-            }
-            limits = {key: tolerance.get(key, 0.0) for key in ("atol", "rtol")}
-            like = before(name, inputs)
-            seen = compare(
-                {name: expected},
-                {name: found[name]},
-                like=like if usable_inputs(like, {name: expected}) else None,
-                axes=axes_of(case, name),
-                **limits,
-            )
-            why = "; ".join(line.strip() for line in str(seen).splitlines())
+            why = str(compared(folder, case, name, expected, found[name]))
     if why:
         return Outcome(case["name"], case["operator"], "failed", why)
     expects = any(group != "arguments" for group, *_ in packs.entries(case))
     return Outcome(case["name"], case["operator"], "passed" if expects or case.get("refused") else "ran")
 
 
-def axes_of(case: Case, name: str) -> str | None:
-    """Return the axes of a PMX cache or scale; None for other arrays, which are in the usual order."""
-    if name not in ("cache", "scale"):
+def compared(folder: Path, case: Case, name: str, expected: Array, got: Array) -> Difference:
+    """Compare a result with the inputs of its call at hand, and the results that should be beside it."""
+    inputs = {key: x for key, x in packs.arguments(folder, case).items() if isinstance(x, np.ndarray)}
+    like = inputs | stored_floats(case, inputs)
+    like |= {"before": inputs[name]} if name in inputs else {}
+    others = {other: packs.array(folder, entry) for other, entry in case["after"].items() if other != name}
+    tolerance = packs.tolerance(case, name)
+    return diff_arrays(
+        {name: expected} | others,
+        {name: got} | others,
+        like=like if usable_inputs(like, {name: expected} | others) else None,
+        axes=axes_of(case, name, expected),
+        **{key: tolerance.get(key, 0.0) for key in ("atol", "rtol")},
+    )
+
+
+def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return under "cache" the floats that a call of PMX's quantized, in their places; {} of other calls."""
+    attributes = {key: packs.plain(entry.get("value")) for key, entry in case["arguments"].items()}
+    if not attributes.get("quant_bit") or not {"cache", "current_key"} <= set(inputs):
+        return {}
+    op, current = OPERATORS[case["operator"]], inputs["current_key"]
+    floats = np.full((*inputs["cache"].shape[:-1], current.shape[-1]), np.nan, current.dtype)
+    given = attributes | inputs | {"cache": floats, "scale": None, "quant_bit": 0}
+    positional = [array.name for array in op.inputs if not array.keyword]
+    args = [given.pop(name, None) for name in positional]
+    try:
+        op.function("kvkit")(*args, **given)
+    except KvkitError:  # a call that is to be refused
+        return {}
+    return {"cache": floats}
+
+
+def axes_of(case: Case, name: str, array: Array) -> str | None:
+    """Return the axes of an array as its operator documents them; None where it does not."""
+    op = OPERATORS.get(case["operator"])
+    if op is None:
         return None
-    layouts = DYNAMIC_LAYOUTS if case["operator"].startswith("dynamic") else STATIC_LAYOUTS
-    return layouts[case["arguments"].get("cache_layout", {}).get("value", 0)]
+    values = {key: entry.get("value") for key, entry in case["arguments"].items()}
+    if "layout" in values and name.endswith("_cache"):
+        return str(values["layout"])
+    inputs = {each.name: each.shapes for each in op.inputs}
+    shapes = inputs.get(name) or [each.shape for each in op.outputs if each.name == name]
+    texts = [text.strip() for shape in shapes for text in shape.split(";")]
+    first = "NZ:" if values.get("cache_format") == "NZ" else f"{values.get('cache_layout', 0)}:"
+    texts.sort(key=lambda text: not text.startswith(first))
+    return next((axes for text in texts if (axes := axes_of_shape(text, array.ndim))), None)
 
 
 def close(expected: Array, got: Array, tolerance: dict[str, Any]) -> bool:
@@ -253,8 +283,3 @@ def close(expected: Array, got: Array, tolerance: dict[str, Any]) -> bool:
                 | (np.abs(one - two) <= atol + rtol * np.abs(one))
             ).all()
         )
-
-
-def before(name: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a call with the array that was at `name` before it, for causes."""
-    return inputs | ({"before": inputs[name]} if name in inputs else {})

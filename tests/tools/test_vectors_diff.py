@@ -1,0 +1,82 @@
+"""`kvkit.tools.vectors.diff` prints as `diff` does, in the words of each operator, and finds its causes."""
+
+import numpy as np
+import pytest
+from planted_faults import quantized
+
+from kvkit.tools import vectors
+from kvkit.tools.vectors import packs
+from kvkit.tools.vectors.replaying import stored_floats
+
+
+def answers(pack, folder, edit):
+    """Write the right results of a pack, but what `edit(case, arguments, name, array)` makes of one."""
+    for case in packs.manifest(pack)["cases"]:
+        given = packs.arguments(pack, case)
+        for group, name, entry in packs.entries(case):
+            if group != "arguments":
+                array = edit(case, given, name, packs.array(pack, entry))
+                (folder / case["name"]).mkdir(exist_ok=True, parents=True)
+                np.save(folder / case["name"] / f"{name}.npy", array.view(array.dtype.str))
+
+
+def first_rows(case, given, name, array):
+    """A cache in which KVHEAD kept the first tokens of a window, not the last."""
+    if given.get("compress_type") != 1 or not name.endswith("_cache"):
+        return array
+    x, heads = given[name.removesuffix("_cache")], given["key"].shape[1]
+    starts = np.cumsum(given["seq_lens"]) - given["seq_lens"]
+    rows = array.reshape(-1, array.shape[-1])
+    for i, (slot, window) in enumerate(zip(given["slot_mapping"], given["wins"], strict=True)):
+        if slot >= 0:
+            rows[slot : slot + window] = x[starts[i // heads] :][:window, i % heads]
+    return array
+
+
+def truncated(case, given, name, array):
+    """Codes of 8 bits that were cut off."""
+    if given.get("quant_bit") != 8 or name != "cache" or case.get("refused"):
+        return array
+    x = stored_floats(case, {key: value for key, value in given.items() if isinstance(value, np.ndarray)})
+    x = x["cache"]
+    with np.errstate(invalid="ignore"):
+        codes = quantized(x, given.get("quant_group", 8), "truncation")[0]
+    return np.where(np.isnan(x), array, codes)
+
+
+def one_head(case, given, name, array):
+    if name == "lse" and array.ndim == 2:
+        array[:, 1] += 1
+    return array
+
+
+def one_group(case, given, name, array):
+    if given.get("cache_format") == "NZ" and name == "key_cache":
+        array[0, 1] = 0
+    return array
+
+
+@pytest.mark.parametrize(
+    ("suite", "operator", "edit", "words"),
+    [
+        (
+            "ascend",
+            "ascend.reshape_and_cache",
+            first_rows,
+            "key_cache: first rows kept for last ones explains",
+        ),
+        ("ascend", "ascend.reshape_and_cache", one_group, "by column group: 1: "),
+        ("pmx", "dynamic_batching.multi_head_attention", one_head, "first: token 0, head 1: "),
+        ("pmx", "key_value_cache", truncated, "cache: truncation explains"),
+        ("pmx", "dynamic_batching.key_value_cache", truncated, "cache: truncation explains"),
+    ],
+)
+def test_words_and_causes(tmp_path, suite, operator, edit, words):
+    vectors.make(tmp_path / "pack", suite=suite)
+    answers(tmp_path / "pack", tmp_path / "results", edit)
+    said = str(vectors.diff(tmp_path / "pack", tmp_path / "results", operator=operator))
+    assert f"\n  {words}" in said or f"\n    {words}" in said, said
+    lines = said.splitlines()
+    assert lines[0].endswith(f"({operator}):")
+    assert "elements differ" in lines[1]
+    assert lines[2].startswith("    first: ")
