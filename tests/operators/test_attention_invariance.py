@@ -4,15 +4,13 @@ import attention_scenes as scenes
 import numba
 import numpy as np
 import pytest
-from attention_scenes import FP16, FP32, INT8, KINDS, TOLERANCE, any_kind, assert_near, check
+from attention_scenes import FP16, FP32, INT8, KINDS, any_kind
 from hypothesis import given
 from hypothesis import strategies as st
 from scenes import DYNAMIC_AXES, assert_same
 from strides import strided
 
-CACHED = ("static_cache", "dynamic_cache")
 kinds = pytest.mark.parametrize("kind", KINDS)
-cached_formats = pytest.mark.parametrize("formats", [FP32, FP16, INT8], ids=str)
 
 
 # Threads
@@ -66,64 +64,6 @@ def test_the_same_bits_every_time(kind, rng):
     for _ in range(5):
         for got, expected in zip(call.run(return_lse=True), first, strict=True):
             assert_same(got, expected)
-
-
-# The batch around a sequence
-
-
-def alone(call, b):
-    """The call with sequence b only; of a cache, with all of it."""
-    rows, columns = slice(*call["seqstarts"][b : b + 2]), slice(*call["kvstarts"][b : b + 2])
-    tokens = {n: call[n][rows] for n in ("query", "current_key", "current_value") if n in call.inputs}
-    context = {n: call[n][columns] for n in ("key", "value") if n in call.inputs}
-    starts = {n: np.array([0, s.stop - s.start]) for n, s in (("seqstarts", rows), ("kvstarts", columns))}
-    index = {n: call[n][b : b + 1] for n in ("cachestarts", "start_pos") if n in call.inputs}
-    decoding = int(b < call["decoding_batches"])
-    return call.copy().but(**tokens, **context, **starts, **index, decoding_batches=decoding), rows
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "dynamic_cache"])
-@cached_formats
-def test_a_sequence_alone(kind, formats, rng):
-    call = getattr(scenes, kind)(rng, formats, [(1, 1), (800, 1), (0, 7), (90, 40)], decoding=2)
-    together = call.copy().run(return_lse=True)
-    for b in range(4):
-        one, rows = alone(call, b)
-        got = one.run(return_lse=True)
-        for array, whole, tolerance in zip(got, together, (TOLERANCE[str(got[0].dtype)], 2e-5), strict=True):
-            assert_near(array, whole[rows], tolerance)
-
-
-@pytest.mark.parametrize("kind", ["static", "static_cache"])
-def test_static_equals_dynamic(kind, rng):
-    """Sequences of one length, packed one after the other; each cache of one layer is a pool of rows."""
-    for past, seqlen in ((40, 1), (5, 9)):
-        call = getattr(scenes, kind)(rng, FP32, past, seqlen, batch=3)
-        counts = np.arange(4)
-        inputs = {
-            n: a.reshape(-1, *a.shape[2:])
-            if n not in ("cache", "attn_mask") and isinstance(a, np.ndarray)
-            else a
-            for n, a in call.copy().inputs.items()
-        }
-        inputs["seqstarts"], inputs["kvstarts"] = counts * seqlen, counts * (past + seqlen)
-        attrs = dict(call.attrs)
-        if kind == "static":
-            order = "query key value seqstarts kvstarts decoding_batches max_seqlen max_kvlen attn_mask"
-        else:
-            order = (
-                "query current_key current_value seqstarts kvstarts cachestarts start_pos decoding_batches"
-                " max_seqlen max_kvlen cache scale attn_mask"
-            )
-            cache = inputs["cache"].transpose(0, 3, 1, 2, 4, 5)
-            inputs["cache"] = cache.reshape(-1, *cache.shape[2:])
-            inputs["cachestarts"] = counts[:-1] * cache.shape[1]
-            inputs["start_pos"] = np.full(3, past)
-        inputs |= {"decoding_batches": 0, "max_seqlen": None, "max_kvlen": None}
-        packed = scenes.Call(
-            kind.replace("static", "dynamic"), {name: inputs[name] for name in order.split()}, attrs
-        )
-        assert_near(packed.run().reshape(call["query"].shape), call.run(), TOLERANCE["float32"])
 
 
 # Pages
@@ -180,49 +120,7 @@ def test_pages_of_long_contexts_may_lie_anywhere(rng):
         assert_same(moved(rng, call, 5000).run(), call.run())
 
 
-# Chunks
-
-
-@pytest.mark.parametrize("kind", CACHED)
-@cached_formats
-def test_a_prompt_in_chunks(kind, formats, rng):
-    """The last rows come out the same whether the prompt is written at once or piece by piece."""
-    total = 50
-    whole = any_kind(kind, rng, formats, 0, total) if kind == "static_cache" else scenes.dynamic_cache(
-        rng, formats, [(0, total)], page_size=7)  # fmt: skip
-    parts, expected = whole.copy(), whole.run(return_lse=True)
-    outputs, done = [], 0
-    for size in (1, 20, 7, 1, 21):
-        chunk = {
-            n: parts[n][..., done : done + size, :, :] for n in ("query", "current_key", "current_value")
-        }
-        if kind == "static_cache":
-            step = parts.but(**chunk, start_pos=done)
-        else:
-            starts = {"seqstarts": np.array([0, size]), "kvstarts": np.array([0, done + size])}
-            step = parts.but(**chunk, **starts, start_pos=np.array([done]))
-        outputs.append(step.run(return_lse=True))
-        done += size
-    assert done == total
-    for i, axis in enumerate((-3, -2)):
-        got = np.concatenate([output[i] for output in outputs], axis)
-        assert_near(got, expected[i], 2 * TOLERANCE[str(whole["query"].dtype)])
-    for name in ("cache", "scale"):
-        if whole[name] is not None:
-            assert_same(parts[name], whole[name], name)
-
-
 # The oracle on whatever hypothesis finds
-
-
-@given(seeds, lengths_of, st.sampled_from([1, 2, 5]), st.booleans(), st.booleans(), st.data())
-def test_any_lengths(rng, lengths, group, causal, alibi, data):
-    decoding = data.draw(st.integers(0, len(lengths)))
-    window = data.draw(st.sampled_from([(-1, -1), (3, -1), (0, 2)]))
-    options = {"is_causal": causal, "is_alibi": alibi, "window": window, "decoding": decoding}
-    check(scenes.dynamic_cache(rng, FP32, lengths, 2 * group, 2, 8, mode=0, **options))
-    shrunk = [(past - seqlen // 2, seqlen) for past, seqlen in lengths]
-    check(scenes.dynamic(rng, FP32, shrunk, 2 * group, 2, 8, **options))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic_cache"])

@@ -30,20 +30,13 @@ def check(pools, new, slots, sides=(0, 1)):
     assert bytes_of(pools) == expected
 
 
-@pytest.mark.parametrize("engine", pool_scenes.ENGINES)
-def test_engines(engine, rng):
-    pools, new, slots = scene(rng, engine)
-    check(pools, new, slots)
-    for side in (0, 1):
-        check(pools, new, slots, (side,))
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(seeds, st.sampled_from(list(pool_scenes.ENGINES)), st.sampled_from(["fp32", "bf16", "int8"]))
 def test_random(rng, engine, dtype):
     sizes = {"rows": int(rng.choice([1, 3, 16])), "heads": int(rng.integers(1, 4)), "blocks": 7}
     dims = {"dim": int(rng.choice([1, 5, 16, 32])), "value_dim": int(rng.choice([1, 5, 16, 32]))}
-    check(*scene(rng, engine, dtype, int(rng.integers(0, 7)), **sizes, **dims))
+    sides = [(0, 1), (0, 1), (0,), (1,)][rng.integers(4)]
+    check(*scene(rng, engine, dtype, int(rng.integers(0, 7)), **sizes, **dims), sides)
 
 
 def codes_of(x, name, scale, found):

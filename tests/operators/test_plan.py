@@ -8,15 +8,14 @@ import attention_scenes as scenes
 import numba
 import numpy as np
 import pytest
-from attention_scenes import FP16, FP32, INT8, assert_near, assert_unchanged, poison
+import random_calls
+from attention_scenes import FP16, FP32, INT8, assert_unchanged, poison
 from plan_scenes import CACHED, PLANNED, STEPS, TOKENS, append, attend, planned
 from refusals import legal_attention as legal
-from scenes import GARBAGE, INT64_MAX, LAYERS, assert_same
-from strides import at_an_odd_address, backwards, fused, guarded, heads_first
+from scenes import INT64_MAX, LAYERS, assert_same
 
 import kvkit
 from kvkit import KvkitError, checks
-from kvkit.dynamic_batching import plan
 
 LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
 modes = pytest.mark.parametrize("mode", [0, 1], ids=["offsets", "pages"])
@@ -48,49 +47,28 @@ def layers(rng, call):
 # The same bits
 
 
-@formats_of
-@modes
-def test_layers(formats, mode, rng):
-    call = scenes.dynamic_cache(rng, formats, LENGTHS, layout=mode, mode=mode, decoding=2, is_alibi=True)
-    step = planned(call)
-    for one in layers(rng, call):
-        expected, other = one.copy(), one.copy()
-        want = expected.run(return_lse=True)
-        for got, right in zip(attend(step, other, return_lse=True), want, strict=True):
-            assert_same(got, right)
-        assert_unchanged(other, one, expected["cache"], expected["scale"])
-
-
-@formats_of
-@modes
-def test_layers_of_key_value_cache(formats, mode, rng):
-    call = scenes.dynamic_cache(rng, formats, LENGTHS, layout=3, mode=mode)
-    step = planned(call)
-    for one in layers(rng, call):
-        expected, other = one.copy(), one.copy()
-        want = function(expected, num_repeat=2)
-        for got, right in zip(append(step, other, num_repeat=2), want, strict=True):
-            assert_same(got, right)
-        for name in ("cache", "scale"):
-            assert_same(other[name], expected[name], name)
-
-
-def test_masks_and_outputs(rng):
-    call = scenes.dynamic_cache(rng, FP16, LENGTHS, sinks=np.arange(4, dtype=np.float32), window=(9, 0))
-    call = call.but(attn_mask=scenes.dynamic_mask(rng, call, 4, pad=3))
-    expected = call.copy().run(return_lse=True)
-    out = np.empty_like(call["query"]), np.empty(call["query"].shape[:-1], np.float32)
-    got = attend(planned(call), call, return_lse=True, out=out)
-    assert got[0] is out[0]
-    assert got[1] is out[1]
-    for one, right in zip(got, expected, strict=True):
-        assert_same(one, right)
-
-
-@pytest.mark.parametrize("lengths", [[], [(0, 0)], [(5, 0), (0, 0)]], ids=str)
-def test_little_to_do(lengths, rng):
-    call = scenes.dynamic_cache(rng, FP32, lengths)
-    assert_same(attend(planned(call), call.copy()), call.copy().run())
+@pytest.mark.parametrize("part", range(3))
+def test_random_calls(part):
+    """Attention and appends of two layers, twice each, have the bits of the plain functions."""
+    for seed in range(20 * part, 20 * (part + 1)):
+        rng = np.random.default_rng([seed, 2])
+        call = random_calls.attention(rng, "dynamic_cache")
+        step = planned(call.but(**random_calls.one(rng, [{}, {"max_seqlen": None, "max_kvlen": 2**70}])))
+        for _ in range(2):
+            call = call.but(
+                **{name: scenes.normal(rng, call[name].shape, call[name].dtype) for name in TOKENS}
+            )
+            expected, other, appended = call.copy(), call.copy(), call.copy()
+            want, new = expected.run(return_lse=True), function(call.copy())
+            for _ in range(2):
+                out = [None, tuple(np.empty_like(array) for array in want)][rng.integers(2)]
+                for got, right in zip(attend(step, other, return_lse=True, out=out), want, strict=True):
+                    assert_same(got, right)
+                assert_unchanged(other, call, expected["cache"], expected["scale"])
+                for got, right in zip(append(step, appended), new, strict=True):
+                    assert_same(got, right)
+                for name in ("cache", "scale"):
+                    assert_same(appended[name], expected[name], name)
 
 
 @modes
@@ -122,30 +100,6 @@ def test_a_plan_keeps_copies(mode, rng):
         other[name][...] = INT64_MAX if name == "cachestarts" else -5
     for _ in range(2):
         assert_same(attend(step, other), expected)
-
-
-def test_hints_change_nothing(rng):
-    call = scenes.dynamic_cache(rng, FP32, LENGTHS)
-    expected = call.copy().run()
-    for hints in ({}, {"max_seqlen": 1000, "max_kvlen": 1000}, {"max_seqlen": 2**70}):
-        options = {name: call.attrs[name] for name in PLANNED}
-        step = plan(*(call[name] for name in STEPS), **hints, **options)
-        assert_same(attend(step, call.copy()), expected)
-
-
-def test_lists(rng):
-    call = scenes.dynamic_cache(rng, FP32, LENGTHS, mode=0)
-    step = plan(*(call[name].tolist() for name in STEPS))
-    assert_same(attend(step, call.copy()), call.copy().run())
-
-
-def test_garbage_behind_the_last_page(rng):
-    call = scenes.dynamic_cache(rng, FP32, LENGTHS)
-    expected = call.copy().run()
-    used = -(-np.diff(call["kvstarts"]) // call.attrs["page_size"])
-    for b, pages in enumerate(used):
-        call["cachestarts"][b, pages:] = rng.choice(GARBAGE, call["cachestarts"].shape[1] - pages)
-    assert_same(attend(planned(call), call), expected)
 
 
 # Errors
@@ -316,21 +270,6 @@ def test_other_arrays_layers_and_outputs_in_turn(formats, rng):
                 assert_same(got, right)
             for name in ("cache", "scale"):
                 assert_same(other[name], expected[name], name)
-
-
-def test_forms_that_look_alike(rng):
-    """Of one shape, with other strides, types of cache, or places."""
-    call = scenes.dynamic_cache(rng, FP32, LENGTHS, dim=8)
-    step, expected = warmed(call), call.copy().run()
-    for form in (fused, heads_first, at_an_odd_address, guarded, backwards):
-        other = call.copy()
-        other = other.but(**{name: form(other[name]) for name in (*TOKENS, "cache")})
-        for _ in range(2):
-            assert_near(attend(step, other), expected, 1e-6)
-    narrow = call.copy().but(cache=call["cache"].astype(np.float16))
-    want = narrow.copy().run()
-    for _ in range(2):
-        assert_same(attend(step, narrow), want)
 
 
 @formats_of
