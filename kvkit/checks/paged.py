@@ -40,7 +40,7 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     key, value = pools_of_queries(call)
     blocks, page_size = key.shape[:2]
     lengths = index("context_lens", call.context_lens)
-    table = pools.checked_table(call.block_tables, lengths, blocks, page_size)
+    pages = pools.checked_table(call.block_tables, lengths, blocks, page_size)
     starts = starts_of(call.query_starts, len(lengths), tokens)
     query = one_piece(query)
     mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
@@ -58,7 +58,7 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     shape = (tokens, heads, value.shape[CONTENT])
     return AttentionCall(
         fmt, shape, query, context=pools.context_of(fmt, key, value, cells),
-        steps=pools.steps_of(key, value, table, lengths, starts), decoding=0,
+        steps=pools.steps_of(key, value, pages, lengths, starts), decoding=0,
         weights=how._replace(slopes=slopes, scales=scales), inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import checks
-from kvkit.checks.index_tensors import INT64_MAX, index, validate_table
+from kvkit.checks.index_tensors import INT64_MAX, index, validate_table, validates
 from kvkit.checks.outputs import same_place
 from kvkit.checks.records import Context, Side, StepIndex
 from kvkit.checks.tensors import FORMATS, checked_format, element_step, is_broadcast
@@ -22,6 +22,13 @@ NAMES = "key_cache", "value_cache"
 
 
 Views = list[Array | None]  # [pages, rows, heads, content] of keys and of values
+
+
+class PageTable(NamedTuple):
+    """The pages of contexts: a table [B, M], or a list that sequences begin at `starts` [B + 1] of."""
+
+    table: Array
+    starts: Array | None = None
 
 
 class PoolPlace(NamedTuple):
@@ -191,15 +198,22 @@ def context_of(fmt: Element, key: Array, value: Array, cells: Sequence[Array] | 
     )  # fmt: skip
 
 
-def steps_of(key: Array, value: Array, table: Array, lengths: Array, starts: Array) -> StepIndex:
-    """Return sequences of new tokens that begin at `starts`, over contexts in the pages of a table."""
+def steps_of(key: Array, value: Array, pages: PageTable, lengths: Array, starts: Array) -> StepIndex:
+    """Return sequences of new tokens that begin at `starts`, over contexts in the pages of a table.
+
+    Its memory is taken over.
+    """
+    table, table_starts = pages
     kvstarts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=kvstarts[1:])
     keys, values = place_of(key), place_of(value)
+    value_table = None if keys[1:] == values[1:] else table * values.page
+    np.multiply(table, keys.page, out=table)
     return StepIndex(
-        seqstarts=starts, kvstarts=kvstarts, start_pos=lengths, load_starts=lengths, table=table * keys.page,
+        seqstarts=starts, kvstarts=kvstarts, start_pos=lengths, load_starts=lengths,
+        table=table, table_starts=table_starts, value_table=value_table,
         page_size=key.shape[ROW], tokens=int(starts[-1]), context=int(kvstarts[-1]),
-        rows=pool_end(key, keys), value_table=None if keys[1:] == values[1:] else table * values.page,
+        rows=pool_end(key, keys),
     )  # fmt: skip
 
 
@@ -214,17 +228,17 @@ def pool_end(pool: Array, place: PoolPlace) -> int:
 
 def checked_table(
     block_tables: ArrayLike | tuple[ArrayLike, ArrayLike], lengths: Array, blocks: int, page_size: int
-) -> Array:
-    """Return the checked pages of contexts [B, M], of such a table or of (indptr, indices)."""
+) -> PageTable:
+    """Return the checked pages of contexts, of a table [B, M] or of (indptr, indices)."""
     if isinstance(block_tables, tuple):
         return listed_pages(block_tables, lengths, blocks, page_size)
     table = index("block_tables", block_tables, 2, len(lengths))
     check_table(table, lengths, blocks, page_size)
-    return table
+    return PageTable(table)
 
 
-def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, page_size: int) -> Array:
-    """Return the pages of contexts that are listed one sequence after the other."""
+def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, page_size: int) -> PageTable:
+    """Return the checked pages of contexts that are listed one sequence after the other."""
     if len(block_tables) != 2:
         raise argument_error("block_tables", "[B, M], or a tuple (indptr, indices)", describe(block_tables))
     starts = index("block_tables", block_tables[0], length=len(lengths) + 1)
@@ -238,15 +252,35 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
         i = short[0]
         held = f"{starts[i + 1] - starts[i]} of indices"
         raise argument_error("block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", held)
-    column = np.arange(need.max(initial=0))
-    at = starts[:-1, None] + column
-    table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
-    outside = in_use(table, need) & ((table < 0) | (table >= blocks))
-    if outside.any():
-        i, j = np.argwhere(outside)[0]
-        raise argument_error(f"block_tables[1][{at[i, j]}]", f"a block from 0 to {blocks - 1}", table[i, j])
-    validate_table(table, lengths, blocks, page_size)
-    return table
+    if len(pages) and (pages.min() < 0 or pages.max() >= blocks):
+        for start, count in zip(starts.tolist(), need.tolist(), strict=False):
+            used = pages[start : start + count]
+            if count and (used.min() < 0 or used.max() >= blocks):
+                i = int(((used < 0) | (used >= blocks)).argmax())
+                raise argument_error(
+                    f"block_tables[1][{start + i}]", f"a block from 0 to {blocks - 1}", used[i]
+                )
+    if validates():
+        validate_table(expanded_table(pages, starts, need), lengths, blocks, page_size)
+    return PageTable(pages, starts)
+
+
+def expanded_table(pages: Array, starts: Array, need: Array) -> Array:
+    """Return listed pages as a table [B, M], with any numbers behind those that are needed."""
+    at = starts[:-1, None] + np.arange(need.max(initial=0))
+    return pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
+
+
+def with_whole_table(steps: StepIndex) -> StepIndex:
+    """Return a step whose tables have a row for each sequence, for kernels that read no others."""
+    if steps.table_starts is None:
+        return steps
+    need = pages_needed(np.diff(steps.kvstarts), steps.page_size)
+    tables = [
+        None if table is None else expanded_table(table, steps.table_starts, need)
+        for table in (steps.table, steps.value_table)
+    ]
+    return steps._replace(table=tables[0], value_table=tables[1], table_starts=None)
 
 
 def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:

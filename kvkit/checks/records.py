@@ -34,6 +34,7 @@ class StepIndex(NamedTuple):
     rows: int  # number of rows that the cache must have
     limits: tuple[int, int] = (0, 0)  # max_seqlen, max_kvlen
     value_table: Array | None = None  # the table of values, if it is not that of keys
+    table_starts: Array | None = None  # where sequences begin, if a table lists one after the other
 
 
 class Side(NamedTuple):

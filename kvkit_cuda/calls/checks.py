@@ -37,6 +37,7 @@ from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
 from kvkit.checks.merge import MergeCall, checked_merge
 from kvkit.checks.outputs import Results
 from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention, checked_swap
+from kvkit.checks.pools import with_whole_table
 from kvkit.checks.positions import (
     AlibiCall,
     PositionCall,
@@ -119,7 +120,8 @@ def merged(values: Values, step: Packed | None) -> MergeCall:
 
 def pool_attention(values: Values, step: Packed | None) -> AttentionCall:
     """Check a call of `paged_attention`."""
-    return checked_paged_attention(fill(PoolAttention, values, scoring=fill(Scoring, values)))
+    call = checked_paged_attention(fill(PoolAttention, values, scoring=fill(Scoring, values)))
+    return call._replace(steps=with_whole_table(call.steps))
 
 
 def pool_append(values: Values, step: Packed | None) -> PoolAppend:

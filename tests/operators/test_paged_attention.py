@@ -1,5 +1,7 @@
 """`kvkit.paged_attention` over every engine's pools, against plain loops in float64; unused rows are NaN."""
 
+import tracemalloc
+
 import numpy as np
 import pool_scenes
 import pytest
@@ -283,3 +285,24 @@ def test_refusals(rng):
             scene.run(out=out, **change)
         assert str(error.value).startswith(f"{name}: expected "), (change, error.value)
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize("form", [np.int64, np.int32], ids=lambda form: form.__name__)
+def test_lists_of_pages_of_which_one_is_long(form):
+    """512 sequences, one of 131,072 tokens: memory as the list, not as a table of the longest."""
+    lengths = np.full(512, 256)
+    lengths[100] = 131_072
+    starts, ids = np.cumsum([0, *lengths]), np.random.default_rng(0).permutation(lengths.sum())
+    pool = np.zeros((len(ids), 1, 1, 8), np.float16)
+    pool[ids, 0, 0] = np.repeat(np.arange(512) % 7, lengths)[:, None]
+    query = np.ones((512, 1, 8), np.float16)
+    pages = starts.astype(form), ids.astype(form)
+    kvkit.paged_attention(query, pool, pool, pages, lengths)
+    tracemalloc.start()
+    try:
+        outputs = kvkit.paged_attention(query, pool, pool, pages, lengths)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(outputs[:, 0, 0], np.arange(512) % 7)
+    assert peak < 1.1 * 8 * len(ids)

@@ -107,4 +107,4 @@ def entry_steps(call: BlockAttentionCall, caches: tuple[Array, Array] | None = N
     """Return the entries as sequences of one new token, over the caches of the call or copies of them."""
     key, value = caches or call.caches
     table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
-    return pools.steps_of(key, value, table, call.lengths, starts)
+    return pools.steps_of(key, value, pools.PageTable(table), call.lengths, starts)

@@ -28,7 +28,7 @@ WORKSPACE = Record(
     "block tiles number row_ids scores alpha m l queries engine_queries o wide_keys wide_values lines"
 )
 ATTENTION_PARAMS = Record(
-    "counters batch seqstarts kvstarts table_row page_size decoding",
+    "counters batch seqstarts kvstarts table_row table_starts page_size decoding",
     "query query_sequence query_token query_head query_to_float",
     "out out_sequence out_token out_head float_to_out lse lse_sequence lse_token lse_head",
     "causal alibi left right cap cap_at slopes slopes_sequence sinks sink_sequences",
@@ -62,7 +62,7 @@ WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 # A work item and the block of its context that is multiplied. Row ids are found for `count` tokens and those
 # to be prefetched; engines read the tokens of `key_ids`, which count from 0 where rows are widened first.
 BLOCK = Record(
-    "workspace number sequence seqlen kvlen query_rows",
+    "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
     "first begin end size count known lead uneven",
     "key_row_ids value_row_ids key_addresses value_addresses",

@@ -345,6 +345,7 @@ def step_fields(steps, decoding):
         "batch": len(steps.start_pos), "decoding": decoding,
         "seqstarts": address(steps.seqstarts), "kvstarts": address(steps.kvstarts),
         "table_row": steps.table.strides[0], "page_size": steps.page_size,
+        "table_starts": 0 if steps.table_starts is None else address(steps.table_starts),
     }  # fmt: skip
 
 

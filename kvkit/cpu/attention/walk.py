@@ -248,7 +248,7 @@ def find_rows(params, block, side, row_ids):
     """
     position, end, row_id = block.begin, block.begin + block.known, np.int64(0)
     while position < end:
-        page = get(side.table + block.sequence * params.table_row + 8 * page_of(position, params.page_size))
+        page = get(side.table + block.table_row + 8 * page_of(position, params.page_size))
         row_id = page + row_of(0, position, params.page_size) * side.step
         run = min(rest_of_page(position, params.page_size), end - position)
         attention.steps(row_id, side.step, run, row_ids + 8 * (position - block.begin))

@@ -26,7 +26,9 @@ def narrow_rows(count):
 @helper
 def set_sequence(params, block, b):
     """Let the block be of a sequence: its new tokens, its context, its query rows for a key head."""
-    block.sequence = b
+    block.sequence, block.table_row = b, b * params.table_row
+    if params.table_starts:
+        block.table_row = 8 * get(params.table_starts + 8 * b)
     block.seqlen = get(params.seqstarts + 8 * b + 8) - get(params.seqstarts + 8 * b)
     block.kvlen = get(params.kvstarts + 8 * b + 8) - get(params.kvstarts + 8 * b)
     block.query_rows = block.seqlen * params.group
