@@ -59,6 +59,17 @@ def test_convert_to_pages_and_back(file, tmp_path, cache, suffix):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_convert_to_another_format_and_back(file, tmp_path, cache):
+    code, out, err = run("convert", file, tmp_path / "codes.npz", "--format", "int8:g8")
+    assert (code, err) == (0, "")
+    assert "int8:g8" in out
+    assert files.read(tmp_path / "codes.npz").description.format == "int8:g8"
+    assert run("convert", tmp_path / "codes.npz", tmp_path / "back.npz", "--format", "float16")[0] == 0
+    for one, other in zip(files.nested(files.read(tmp_path / "back.npz").arrays), cache, strict=True):
+        for got, given in zip(one, other, strict=True):
+            np.testing.assert_allclose(got.swapaxes(1, 2), given, atol=np.abs(given).max() / 200)
+
+
 def test_convert_keeps_rows_and_other_arrays_where_they_are(tmp_path, rng):
     pool = rng.standard_normal((5, 2, 4, 3, 8)).astype(np.float32)
     arrays = {"block_tables": np.array([[4, 1]]), "context_lens": np.array([6]), "more": np.arange(3)}

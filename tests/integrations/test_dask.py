@@ -88,15 +88,8 @@ def test_attention_over_chunks(rng, options, chunks):
     expected = kvkit.multi_head_attention(
         query, key, value, mask, sinks=sinks, return_lse=True, **sizes, **options
     )
-    lazy = attend(
-        da.from_array(query, chunks=(1, 3, -1, -1)),
-        da.from_array(key, chunks=chunks),
-        value,
-        mask,
-        sinks=sinks,
-        return_lse=True,
-        **options,
-    )
+    chunked = da.from_array(query, chunks=(1, 3, -1, -1)), da.from_array(key, chunks=chunks)
+    lazy = attend(*chunked, value, mask, sinks=sinks, return_lse=True, **options)
     found = [array.compute(scheduler="sync") for array in lazy]
     for one, other in zip(found, expected, strict=True):
         assert np.isfinite(one).all()
@@ -124,21 +117,15 @@ def test_chunks_give_the_same_bits_on_any_workers(rng, client):
         np.testing.assert_array_equal(lazy.compute(scheduler=client), alone)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("query", np.zeros((1, 1, 3, 8), np.float32)),
-        ("query", np.zeros((1, 1, 4, 8))),
-        ("value", np.zeros((1, 4, 2, 8), np.float32)),
-        ("key", np.zeros((1, 5, 2, 8), np.float32)),
-        ("attn_mask", np.zeros((1, 4), bool)),
-        ("attn_mask", np.zeros((1, 5), np.int32)),
-        ("window", 5),
-        ("window", (-5, 0)),
-        ("softcap", -1.0),
-        ("sinks", np.zeros(3, np.float32)),
-    ],
-)
+UNFIT = [
+    ("query", np.zeros((1, 1, 3, 8), np.float32)), ("query", np.zeros((1, 1, 4, 8))),
+    ("value", np.zeros((1, 4, 2, 8), np.float32)), ("key", np.zeros((1, 5, 2, 8), np.float32)),
+    ("attn_mask", np.zeros((1, 4), bool)), ("attn_mask", np.zeros((1, 5), np.int32)), ("window", 5),
+    ("window", (-5, 0)), ("softcap", -1.0), ("sinks", np.zeros(3, np.float32)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), UNFIT)
 def test_arrays_that_do_not_fit(name, change):
     key = da.zeros((1, 5, 2, 8), dtype=np.float32)
     given = {"query": np.zeros((1, 1, 4, 8), np.float32), "key": key, "value": key}
@@ -321,16 +308,10 @@ def test_what_a_cache_refuses(client, tmp_path):
         assert cache.attend(new, 0).shape == new.shape  # the step is still open
         with pytest.raises(KvkitError, match=r"^save: expected all layers .* got layers \[1\]"):
             cache.save(tmp_path)
-    for options in (
-        {"format": "float8"},
-        {"split": "pages"},
-        {"transport": "pipes"},
-        {"shards": 0},
-        {"dtype": "float64"},
-        {"timeout": -1},
-    ):
-        with pytest.raises(KvkitError, match=f"^{next(iter(options))}: expected"):
-            ShardedCache(client, *SIZES, **options)
+    wrong = {"format": "float8", "split": "pages", "transport": "pipes", "shards": 0, "dtype": "float64"}
+    for name, value in (wrong | {"timeout": -1}).items():
+        with pytest.raises(KvkitError, match=f"^{name}: expected"):
+            ShardedCache(client, *SIZES, **{name: value})
     for other in None, "tcp://scheduler:8786":
         with pytest.raises(KvkitError, match=r"^client: expected a distributed\.Client, got "):
             ShardedCache(other, *SIZES)

@@ -59,6 +59,13 @@ def save(path, **arrays):
     npz.write(path, arrays)
 
 
+def written(*rows):
+    """Blocks of zeros, and of ones in some rows."""
+    blocks = np.zeros((4, 4, 2, 8), np.float16)
+    blocks.reshape(16, 2, 8)[[*rows]] = 1
+    return blocks
+
+
 def fill(folder):
     """Write every file that a row of the verbs' tables names, and return the folder."""
     rng = np.random.default_rng(0)
@@ -72,14 +79,14 @@ def fill(folder):
         "wide-cache": {"cache": np.zeros((1, 1, 2, 9, 2, 6))}, "list-start": {"start_pos": np.zeros(1)},
         "many-layers": {"num_layer": np.zeros((1000, 1000), np.int64)},
     }  # fmt: skip
-    made = {
-        name: {n: a for n, a in (call | change).items() if a is not None} for name, change in wrong.items()
-    }
+    made = {name: call | change for name, change in wrong.items()}
+    made = {name: {n: a for n, a in arrays.items() if a is not None} for name, arrays in made.items()}
     _, attention, attrs = split(CALLS["static attention"]())
     _, modes, _ = split(CALLS["blocks rope"]())
     attrs = {name: np.array(attrs[name]) for name in ("num_heads", "head_dim", "num_kv_heads")}
     tables = {"block_tables": np.array([[1, 2], [3, 0]]), "context_lens": np.array([8, 4])}
     tables |= {"num_blocks": np.array(4), "page_size": np.array(4)}
+    blocks = {"key_cache": written(), "value_cache": written(), "slot_mapping": np.array([5])}
     key = np.arange(1, 65, dtype=np.float16).reshape(4, 2, 8)
     made |= {
         "in": call, "renamed": {{"current_key": "k", "cache": "kv"}.get(n, n): a for n, a in call.items()},
@@ -87,6 +94,8 @@ def fill(folder):
         "window": attention | attrs | {"window": np.array([1, 2, 3])},
         "modes": modes, "mode": modes | {"compress_type": np.array("ROPE")},
         "fine": tables, "wrong": tables | {"block_tables": np.array([[1, 2], [2, 0]])},
+        "before": blocks,
+        "after": blocks | {"key_cache": written(5)}, "beside": blocks | {"key_cache": written(6)},
         "a": {"key": key}, "b": {"key": np.roll(key, 1, axis=0)}, "x": {"x": key},
         "pool": {"cache": np.zeros((6, 4, 2, 16), np.float16)}, "odd": {"cache": np.zeros((2, 3))},
     }  # fmt: skip
