@@ -3,17 +3,13 @@
 import numpy as np
 import pytest
 from ascend_scenes import DTYPES, FLOATS, any_bits, finite, plain_call
-from device_arrays import KINDS, Array, Capsule, OnTheHost, Tensor, contents, moved
+from device_arrays import Array, contents, moved
 
 import kvkit
 from kvkit.reference import ascend as oracle
 from kvkit.reference.ascend import ROPE
 from kvkit_cuda import ascend
 from kvkit_cuda.copy import means, pieces
-from kvkit_cuda.device_runtime import host
-
-every_kind = pytest.mark.parametrize("kind", KINDS)
-GIVEN = ("key", "value", "key_cache", "value_cache")
 
 
 @pytest.fixture
@@ -47,30 +43,6 @@ def same(got, expected):
 
 
 # reshape_and_cache
-
-
-@pytest.mark.parametrize("name", GIVEN)
-@pytest.mark.parametrize("kind", [Array, OnTheHost])
-def test_kinds_may_be_mixed(name, kind, rng):
-    call = plain_call(rng, [FLOATS["float32"]] * 2)
-    expected = stored(call)
-    given = [kind(array) if n == name else array for n, array in zip(GIVEN, call[:4], strict=True)]
-    ascend.reshape_and_cache(*given, call[4])
-    same(given[2:], expected)
-
-
-def test_strided_arrays_of_the_device(rng):
-    """A fused projection, an interleaved store, elements apart, and backwards: nothing is copied."""
-    fused, store = any_bits(rng, (11, 6, 8), np.float16), any_bits(rng, (3, 2, 5, 2, 8), np.float16)
-    after, slots = store.copy(), np.r_[7, 3, -1, 9:14, 1, 0, 2]
-    oracle.reshape_and_cache(fused[:, 2:4], fused[:, 4:], after[:, 0], after[:, 1], slots)
-    ascend.reshape_and_cache(*map(Array, (fused[:, 2:4], fused[:, 4:], store[:, 0], store[:, 1])), slots)
-    assert store.tobytes() == after.tobytes()
-    wide, back = any_bits(rng, (4, 3, 10), np.int8)[..., ::2], any_bits(rng, (2, 3, 3, 5), np.int8)[::-1]
-    after = back.copy()
-    oracle.reshape_and_cache(wide, None, after, None, [5, 0, 4, 3])
-    ascend.reshape_and_cache(Array(wide), None, Array(back), None, [5, 0, 4, 3])
-    assert back.tobytes() == after.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -135,62 +107,3 @@ def test_what_an_array_of_the_device_may_not_be(rng):
         ascend.reshape_and_cache(call[0], Array(call[1].view(np.int16)), *call[2:])
     with pytest.raises(kvkit.KvkitError, match=r"^stream: expected"):
         ascend.reshape_and_cache(*call, stream="0")
-
-
-# The neighbours
-
-
-def load_call(rng, dtype, cache_format="ND"):
-    shape = (4, 2, 3, 32 // dtype.itemsize) if cache_format == "NZ" else (4, 3, 2, 5)
-    caches = any_bits(rng, (2, *shape), dtype)
-    return caches, np.array([[2, -1, 0], [1, 9, 1]]), np.array([8, 4])
-
-
-@every_kind
-@pytest.mark.parametrize("cache_format", ["ND", "NZ"])
-def test_load_of_the_device(kind, cache_format, rng):
-    caches, table, lengths = load_call(rng, DTYPES["bfloat16"], cache_format)
-    expected = [oracle.load_contexts(c, table, lengths, None, cache_format == "NZ") for c in caches]
-    given = [KINDS[kind](cache) for cache in caches]
-    results = ascend.paged_cache_load(*given, Array(table), Array(lengths), cache_format=cache_format)
-    assert type(results[0]) is (Tensor if kind == "torch" else type(host.empty(1, np.int8, 0)))
-    same(results, expected)
-    key, value = ascend.paged_cache_load(given[0], None, table, lengths, cache_format=cache_format)
-    same([key, value], [expected[0], None])
-
-
-def test_load_into_given_arrays(rng):
-    caches, table, lengths = load_call(rng, DTYPES["float16"])
-    expected = [oracle.load_contexts(cache, table, lengths) for cache in caches]
-    key, value = np.ones_like(expected[0]), Capsule(np.ones_like(expected[1]))
-    out = ascend.paged_cache_load(*caches, table, lengths, out=(key, value))
-    assert out[0] is key
-    assert out[1] is value
-    same(out, expected)
-    inside = caches[0].reshape(-1)[: expected[0].size].reshape(expected[0].shape)
-    with pytest.raises(kvkit.KvkitError, match=r"^out \(value\): expected memory apart from key_cache"):
-        ascend.paged_cache_load(Array(caches[0]), caches[1], table, lengths, out=(key, Array(inside)))
-
-
-@every_kind
-@pytest.mark.parametrize("shape", [(2, 19, 13), (1, 16, 16), (3, 5, 1)])
-def test_matrices_of_the_device(kind, shape, rng):
-    x = any_bits(rng, shape, np.float32)
-    expected = oracle.nd_to_nz(x)
-    y = ascend.nd_to_nz(KINDS[kind](x))
-    assert type(y) is (Tensor if kind == "torch" else type(host.empty(1, np.int8, 0)))
-    same([y], [expected])
-    same([ascend.nz_to_nd(KINDS[kind](expected), *shape[1:])], [x])
-    out = Array(np.ones_like(expected))
-    assert ascend.nd_to_nz(x, out=out) is out
-    same([out], [expected])
-    same([ascend.nd_to_nz(Array(x[0]))], [expected[:1]])
-
-
-def test_strided_matrices_of_the_device(rng):
-    x = any_bits(rng, (2, 20, 24), np.float16)[:, ::-1, ::2]
-    expected = oracle.nd_to_nz(x)
-    same([ascend.nd_to_nz(Array(x))], [expected])
-    back = Array(np.zeros((2, 40, 12), np.float16)[:, ::2])
-    assert ascend.nz_to_nd(expected, 20, 12, out=back) is back
-    same([back], [np.ascontiguousarray(x)])

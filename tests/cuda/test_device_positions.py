@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 from device_arrays import KINDS, Array, Capsule, Tensor, contents, moved
-from scenes import DTYPES, FLOATS
+from scenes import DTYPES
 
 import kvkit
 import kvkit_cuda
@@ -56,34 +56,6 @@ def turn_call(rng, t1, dim=16, heads=(3, 2)):
     return arrays, np.array([0, 4, 4, 6]), np.array([7, 1, 900])
 
 
-ATTRIBUTES = {
-    "all": {},
-    "front": {"rotary_dim": 8},
-    "bypass": {"bypass_key": True, "theta": 100.0},
-    "halves": {"interleaved": False, "bypass_key": True},
-    "front halves": {"interleaved": False, "rotary_dim": 10},
-    "linear": {"scaling_type": "linear", "scaling_factor": 2.5},
-    "dynamic": {"scaling_type": "dynamic", "scaling_factor": 2.0, "max_position_embeddings": 9},
-}
-
-
-@pytest.mark.parametrize("t1", FLOATS)
-@pytest.mark.parametrize("attributes", ATTRIBUTES.values(), ids=ATTRIBUTES)
-def test_the_bits_of_the_cpu(t1, attributes, rng):
-    arrays, starts, first = turn_call(rng, t1)
-    twin = kvkit.dynamic_batching.rotary_position_embedding
-    same(
-        packed.rotary_position_embedding(*map(Array, arrays), starts, first, None, **attributes),
-        twin(*arrays, starts, first, None, **attributes),
-    )
-    static = [np.stack([array, -array]) for array in arrays]
-    pads = np.array([3, 11])
-    same(
-        kvkit_cuda.rotary_position_embedding(*map(Array, static), 7, pads, **attributes),
-        kvkit.rotary_position_embedding(*static, 7, pads, **attributes),
-    )
-
-
 @pytest.mark.parametrize("start", [2**24 - 3, 2**24 + 8, 2**63 - 5])
 def test_far_positions(start, rng):
     """Where some angle is too large for the device's formula, the table is made on the host."""
@@ -94,26 +66,6 @@ def test_far_positions(start, rng):
         packed.rotary_position_embedding(*arrays, starts, first, None),
         twin(*arrays, starts, first, None),
     )
-
-
-@pytest.mark.parametrize("kind", ["host", "interface", "torch"])
-def test_given_cosines_and_sines(kind, rng):
-    """Of types of their own, wherever they are; halves turn in chunks of 16 bytes."""
-    arrays, starts, first = turn_call(rng, "fp16", 32)
-    first[2] = 8
-    cos, sin = (rng.standard_normal((11, 24)).astype(np.float32)[:, ::-1][:, :16] for _ in range(2))
-    tables = {"cos": cos, "sin": sin.astype(np.float16)}
-    given = tables if kind == "host" else {name: KINDS[kind](table) for name, table in tables.items()}
-    for interleaved in (False, True):
-        expected = kvkit.dynamic_batching.rotary_position_embedding(
-            *arrays, starts, first, None, interleaved=interleaved, **tables
-        )
-        same(
-            packed.rotary_position_embedding(
-                *map(Array, arrays), starts, first, None, interleaved=interleaved, **given
-            ),
-            expected,
-        )
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -150,46 +102,7 @@ def test_rotary_in_chunks(t1, dim, elements, rotary_dim, span, rng, spans):
     assert spans == [span]
 
 
-def test_rotary_of_parts_of_larger_arrays(rng):
-    arrays, starts, first = turn_call(rng, "fp32")
-    expected = kvkit.dynamic_batching.rotary_position_embedding(*arrays, starts, first, None)
-    fused = np.concatenate(arrays, axis=1)
-    pieces = np.repeat(arrays[1], 2, axis=-1)[..., ::2]
-    given = Array(fused[:, :3]), Array(pieces)
-    same(packed.rotary_position_embedding(*given, starts, first, None), expected)
-
-
 # ALiBi
-
-
-FEW = [("fp32", None), ("fp16", "bool"), ("bf16", "fp32")]
-ALL = [(t1, mask_type) for t1 in FLOATS for mask_type in (None, *FLOATS, "bool")]
-
-
-def check_masks(t1, mask_type, rng):
-    dtype, mask = DTYPES[t1], None
-    if mask_type:
-        mask = rng.standard_normal((2, 3, 5, 21))
-        mask = mask > 0 if mask_type == "bool" else mask.astype(DTYPES[mask_type])
-    more = {"num_heads": 3, "data_type": dtype.name}
-    given = None if mask is None else Array(mask)
-    same([kvkit_cuda.alibi_mask(5, 19, given, **more)], [kvkit.alibi_mask(5, 19, mask, **more)])
-    starts, kvstarts = np.array([0, 1, 1, 5]), np.array([0, 4, 6, 20])
-    mask = None if mask is None else mask[0]
-    given = None if mask is None else Array(mask)
-    expected = kvkit.dynamic_batching.alibi_mask(starts, kvstarts, mask, **more)
-    same([packed.alibi_mask(Array(starts), Array(kvstarts), given, **more)], [expected])
-
-
-@pytest.mark.parametrize(("t1", "mask_type"), FEW)
-def test_masks_have_the_bits_of_the_cpu(t1, mask_type, rng):
-    check_masks(t1, mask_type, rng)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("t1", "mask_type"), [pair for pair in ALL if pair not in FEW])
-def test_masks_of_every_format_have_the_bits_of_the_cpu(t1, mask_type, rng):
-    check_masks(t1, mask_type, rng)
 
 
 @every_kind

@@ -184,7 +184,8 @@ def test_random(rng, engine, dtype):
         scene.more["sinks"] = rng.uniform(-2, 4, 2 * group).astype(np.float32)
     if rng.random() < 0.3:
         heads = [None, 1, 2 * group][rng.integers(3)]
-        scene.more["attn_mask"] = mask_of(rng, scene, [bool, np.float32, scene.query.dtype][rng.integers(3)], heads)
+        kinds = [bool, np.float32, scene.query.dtype]
+        scene.more["attn_mask"] = mask_of(rng, scene, kinds[rng.integers(3)], heads)
     scene.check()
 
 

@@ -12,7 +12,7 @@ import pytest
 import random_calls
 from attention_scenes import TOLERANCE, assert_near
 from calls import Call, arrays_of, like
-from random_calls import ATTENDED, GENERATORS, one
+from random_calls import ATTENDED, GENERATORS
 from scenes import ALL_FORMATS, FLOATS, OPERATORS, Formats, assert_same
 from surroundings import carve
 
@@ -21,60 +21,6 @@ from kvkit.calls import rotary
 from kvkit.reference import OPERATORS as REFERENCE
 
 EPS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-HINTS = ("max_seqlen", "max_kvlen")
-
-
-def index_form(rng, array):
-    """Int64 or int32, in one piece or not, at an odd address, read-only, or a list."""
-    form = rng.integers(6)
-    if form == 1 and np.array_equal(array, array.astype(np.int32)):
-        return array.astype(np.int32)
-    if form == 2:
-        return np.repeat(array, 2, -1)[..., ::2]
-    if form == 3:
-        return carve(array, 1)[0]
-    if form == 4:
-        array = array.copy()
-        array.flags.writeable = False
-    return array.tolist() if form == 5 and array.size else array
-
-
-def data_form(rng, array, changes, in_one_piece):
-    """(the array elsewhere, a check of what is around it): in any order of axes, backwards, apart."""
-    form, rest = rng.integers(6), range(array.ndim - 1)
-    if form == 0 or not array.ndim:
-        return array.copy(), None
-    if form == 1 and not changes and not in_one_piece:
-        return np.repeat(array[..., ::-1], 2, -1)[..., ::-2], None
-    if form == 2 and not changes:
-        array = array.copy()
-        array.flags.writeable = False
-        return array, None
-    if form == 3 and array.ndim > 2:
-        order = rng.permutation(array.ndim - in_one_piece)
-        order = np.append(order, array.ndim - 1) if in_one_piece else order
-        return array.transpose(order).copy().transpose(np.argsort(order)), None
-    flip = one(rng, (None, *rest)) if array.ndim > 1 else None
-    return carve(array, int(rng.integers(0, 9)), flip, int(rng.integers(1, 4)))
-
-
-def moved(rng, call):
-    """(the call in other memory, checks of what surrounds it)."""
-    checks, changed = [], {}
-    for array in call.operator.inputs:
-        value = call.inputs.get(array.name)
-        if not isinstance(value, np.ndarray):
-            if value is not None and array.name in HINTS:
-                changed[array.name] = one(rng, (value, None, value + 1000, np.array(value), 2**70))
-            elif array.name in ("start_pos", "decoding_batches"):
-                changed[array.name] = one(rng, (value, np.int64(value), np.array(value), np.array([value])))
-        elif "int64" in array.dtypes:
-            changed[array.name] = index_form(rng, value)
-        else:
-            pmx = array.name in ("cache", "scale")
-            changed[array.name], check = data_form(rng, value, array.inout, pmx)
-            checks.append(check)
-    return call.but(**changed), [check for check in checks if check]
 
 
 def limit_of_rotation(expected, x):
@@ -107,7 +53,7 @@ def check(rng, call):
             lse[lse == np.inf] = -np.inf
     with np.errstate(all="ignore"):
         expected = arrays_of(REFERENCE[call.name](**after.inputs))
-    given, checks = moved(rng, call)
+    given, checks = random_calls.moved(rng, call)
     results = given.run()
     if call.operator.outputs:
         made = [array for array in arrays_of(results) if array is not None]
@@ -171,7 +117,7 @@ def test_plain_forms(generator, monkeypatch):
 def check_attention(rng, call):
     """Also no further off than plain code that rounds each step; the log of sums changes no output."""
     memory = Call(attention_scenes.OPERATORS[call.kind][0], call.inputs | call.attrs)
-    given, checks = moved(rng, memory)
+    given, checks = random_calls.moved(rng, memory)
     wide_mask = call["attn_mask"] is not None and call["attn_mask"].dtype.itemsize > call["query"].itemsize
     exact = call.inputs.get("scale") is None or call.attrs["quant_group"] % 8 == 0
     there = call.but(**{name: given[name] for name in call.inputs})

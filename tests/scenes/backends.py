@@ -12,7 +12,7 @@ import kvkit
 
 DEVICE = (
     "arrays", "ascend", "ascend_attention", "attention", "cache", "decode", "formats", "outputs", "paged",
-    "positions", "prefill", "scan",
+    "positions", "prefill", "random", "scan",
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
 SHARED = ("refusals", "wrong_calls", "key_value_cache_errors", "ascend_vectors")

@@ -12,6 +12,7 @@ from attention_scenes import BF16, FP16, FP32, INT4, INT8, MIXED
 from pool_calls import EXTRAS as OPTIONS
 from position_scenes import random_mask
 from scenes import DTYPES, FLOATS, LAYER, MOVED, ODD_GROUPS
+from surroundings import carve
 
 from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
 
@@ -309,3 +310,62 @@ def pools(rng):
 
 
 GENERATORS = (merge, rotary, bias, reshape, blocks, matrices, attend_blocks, pools, append, attend)
+HINTS = ("max_seqlen", "max_kvlen")
+
+
+# The same call in other memory
+
+
+def index_form(rng, array):
+    """Int64 or int32, in one piece or not, at an odd address, read-only, or a list."""
+    form = rng.integers(6)
+    if form == 1 and np.array_equal(array, array.astype(np.int32)):
+        return array.astype(np.int32)
+    if form == 2:
+        return np.repeat(array, 2, -1)[..., ::2]
+    if form == 3:
+        return carve(array, 1)[0]
+    if form == 4:
+        array = array.copy()
+        array.flags.writeable = False
+    return array.tolist() if form == 5 and array.size else array
+
+
+def data_form(rng, array, changes, in_one_piece, unit=1):
+    """(the array elsewhere, a check of what is around it): in any order of axes, backwards, apart."""
+    form, rest = rng.integers(6), range(array.ndim - 1)
+    if form == 0 or not array.ndim:
+        return array.copy(), None
+    if form == 1 and not changes and not in_one_piece:
+        return np.repeat(array[..., ::-1], 2, -1)[..., ::-2], None
+    if form == 2 and not changes:
+        array = array.copy()
+        array.flags.writeable = False
+        return array, None
+    if form == 3 and array.ndim > 2:
+        order = rng.permutation(array.ndim - in_one_piece)
+        order = np.append(order, array.ndim - 1) if in_one_piece else order
+        return array.transpose(order).copy().transpose(np.argsort(order)), None
+    flip = one(rng, (None, *rest)) if array.ndim > 1 else None
+    return carve(array, unit * int(rng.integers(0, 9)), flip, int(rng.integers(1, 4)))
+
+
+def moved(rng, call, device=None):
+    """(the call in other memory, checks of what surrounds it); some arrays are made `device` arrays."""
+    checks, changed = [], {}
+    for array in call.operator.inputs:
+        value = call.inputs.get(array.name)
+        if not isinstance(value, np.ndarray):
+            if value is not None and array.name in HINTS:
+                changed[array.name] = one(rng, (value, None, value + 1000, np.array(value), 2**70))
+            elif array.name in ("start_pos", "decoding_batches"):
+                changed[array.name] = one(rng, (value, np.int64(value), np.array(value), np.array([value])))
+        elif "int64" in array.dtypes:
+            changed[array.name] = index_form(rng, value) if not device else one(rng, (value, device(value)))
+        else:
+            pmx = array.name in ("cache", "scale")
+            unit = 64 if device else 1  # a device takes no odd addresses
+            there, check = data_form(rng, value, array.inout, pmx, unit)
+            changed[array.name] = device(there) if device and rng.random() < 0.7 else there
+            checks.append(check)
+    return call.but(**changed), [check for check in checks if check]

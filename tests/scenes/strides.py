@@ -29,7 +29,3 @@ def backwards(array):
 
 def guarded(array):
     return carve(array)[0]
-
-
-def at_an_odd_address(array):
-    return carve(array, offset=1)[0]

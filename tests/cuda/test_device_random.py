@@ -1,0 +1,43 @@
+"""Random calls over arrays of the device, of any strides: the CPU twin's bits."""
+
+import numpy as np
+import pytest
+import random_calls
+from calls import arrays_of
+from device_arrays import KINDS, contents
+from scenes import assert_same
+
+import kvkit
+
+GENERATORS = [
+    getattr(random_calls, name) for name in ("append", "rotary", "bias", "reshape", "blocks", "matrices")
+]
+
+
+def on_device(rng):
+    """A kind of array of the device; strides and read-only memory are said by the interface alone."""
+
+    def wrap(array):
+        plain = array.flags.c_contiguous and array.flags.writeable and array.size
+        kind = random_calls.one(rng, list(KINDS) if plain else ["interface"])
+        return KINDS[kind](array)
+
+    return wrap
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda each: each.__name__)
+def test_the_bits_of_the_cpu(generator):
+    for seed in range(10 if generator is random_calls.append else 20):
+        rng = np.random.default_rng([seed, 4])
+        call = generator(rng)
+        twin = call.copy()
+        expected = arrays_of(twin.run(kvkit))
+        given, checks = random_calls.moved(rng, call, on_device(rng))
+        for i, (got, right) in enumerate(zip(arrays_of(given.run()), expected, strict=True)):
+            if right is not None:
+                assert_same(contents(got), right, (seed, i))
+        for array in call.operator.inputs:
+            if isinstance(call.inputs.get(array.name), np.ndarray) and array.inout:
+                assert_same(contents(given[array.name]), twin[array.name], (seed, array.name))
+        for untouched in checks:
+            untouched()
