@@ -110,7 +110,7 @@ LIMITS = {
     "lines of kvkit": 38_900,
     "lines of kvkit_cuda": 8_200,
     "lines of cli": 2_300,
-    "lines of tests": 36_500,
+    "lines of tests": 36_350,
     "calls of locals()": 0,
     "class names that stand twice": 0,
     "functions of one name": 3,
