@@ -83,6 +83,16 @@ class Case:
         """Return an integer; None without it."""
         return integer(name, self.given[name]) if name in self.given else None
 
+    def has(self, need: str) -> bool | None:
+        """Return whether something that a rule needs is given; None for a kind of data, which no name has."""
+        if need in ("block_tables", "num_blocks", "page_size"):
+            return (self.table_name if need == "block_tables" else getattr(self, need)) is not None
+        if need == "scales":
+            return any(side.scale is not None for side in self.sides)
+        if need == "keys and values":
+            return bool(self.sides)
+        return need in self.given if need in KNOWN else None
+
     def index(self, name: str, ndim: int | None = None) -> Any:
         """Return an index tensor of any integers; None if it is not given."""
         if name not in self.given:

@@ -17,7 +17,8 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
     """Look for what cannot be right in the page tables, slots, scales and data of a cache.
 
     Only entries in use are looked at: -1, 0 and stale ids behind the end of a sequence are legal. What is
-    given decides which rules have something to look at; ``findings.checked`` says which had.
+    given decides which rules have something to look at: ``findings.checked`` has them, ``findings.unchecked``
+    the others and what they lack.
 
     Parameters
     ----------
@@ -55,13 +56,13 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
     --------
     >>> import numpy as np, kvkit.tools
     >>> tables = {"block_tables": np.array([[4, 2], [4, 1]]), "context_lens": np.array([8, 8])}
-    >>> print(kvkit.tools.check(tables | {"num_blocks": 8, "page_size": 4}))
-    fine: 8 rules looked at what was given
+    >>> found = kvkit.tools.check(tables | {"num_blocks": 8, "page_size": 4})
+    >>> len(found), found.checked, found.unchecked["S1"]
+    (0, ['P1', 'P2', 'P3', 'P5', 'P6', 'P7', 'S5', 'S7'], 'slot_mapping, slot_sequences, slot_positions')
     >>> tables["block_tables"][1, 1] = 9
-    >>> print(kvkit.tools.check(tables | {"num_blocks": 8, "page_size": 4}))
+    >>> print(kvkit.tools.check(tables | {"num_blocks": 8, "page_size": 4}).found[0])
     error P1 block_tables[1, 1]: page 9 is none of the pool's, 0 to 7
         A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.
-    1 findings; 8 rules looked at what was given
     """
     case = Case(source, layout)
     if after is None:

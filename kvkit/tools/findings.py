@@ -51,11 +51,14 @@ class Findings:
         How often each rule was broken.
     checked : list of str
         The rules that had something to look at.
+    unchecked : dict of str to str
+        The rules that had nothing to look at, and what they lack.
     """
 
     found: list[Finding] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     checked: list[str] = field(default_factory=list)
+    unchecked: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.found)
@@ -80,6 +83,7 @@ class Findings:
             "findings": [asdict(finding) for finding in self.found],
             "counts": self.counts,
             "checked": self.checked,
+            "unchecked": self.unchecked,
         }
 
     def __str__(self) -> str:
@@ -89,9 +93,15 @@ class Findings:
             if count > shown:
                 lines.append(f"{rule}: {count - shown} more like these")
         rules = f"{len(self.checked)} rules looked at what was given"
-        return "\n".join(
-            [*lines, f"{sum(self.counts.values())} findings; {rules}" if lines else f"fine: {rules}"]
-        )
+        clean = "nothing found" if self.unchecked else "fine"
+        lines.append(f"{sum(self.counts.values())} findings; {rules}" if lines else f"{clean}: {rules}")
+        lacking: dict[str, list[str]] = {}
+        for name, needs in self.unchecked.items():
+            lacking.setdefault(needs.partition(", ")[0], []).append(name)
+        if lacking:
+            each = "; ".join(f"{need} ({', '.join(names)})" for need, names in lacking.items())
+            lines.append(f"{len(self.unchecked)} rules had nothing to look at, for want of: {each}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -99,23 +109,31 @@ class Rule:
     """A rule of `check`. The docstring of `look` names an incident that it would have caught.
 
     `look` returns None where there is nothing to look at; else a list of (where, what), or all hits and a
-    function that puts one of them into such words.
+    function that puts one of them into such words. `needs` names what it looks at,
+    the last perhaps a kind of data.
     """
 
     name: str
     severity: Severity
     hint: str
     look: Callable[[Any], Seen]
+    needs: str = ""
+
+    def lacking(self, case: Any) -> str:
+        """Return what a case lacks for this rule to look at it."""
+        *needs, kind = self.needs.split(", ")
+        missing = [need for need in (*needs, kind) if case.has(need) is False]
+        return ", ".join(missing) or kind
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(name: str, hint: str, severity: Severity = "error") -> Callable[[Any], Any]:
+def rule(name: str, hint: str, severity: Severity = "error", *, needs: str) -> Callable[[Any], Any]:
     """Enter a function into the table of rules: a decorator."""
 
     def enter(look: Callable[[Any], Seen]) -> Callable[[Any], Seen]:
-        RULES[name] = Rule(name, severity, hint, look)
+        RULES[name] = Rule(name, severity, hint, look, needs)
         return look
 
     return enter
@@ -127,6 +145,7 @@ def examine(case: Any, rules: dict[str, Rule]) -> Findings:
     for each in rules.values():
         seen = each.look(case)
         if seen is None:
+            result.unchecked[each.name] = each.lacking(case)
             continue
         result.checked.append(each.name)
         hits, words = seen if isinstance(seen, tuple) else (seen, lambda hit: hit)

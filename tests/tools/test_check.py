@@ -138,6 +138,10 @@ def put(make, name, where, value):
     return mutated
 
 
+def times(make, name, where, factor):
+    return lambda: put(make, name, where, make()[name][where] * factor)()
+
+
 def but(make, **changes):
     return lambda: {name: value for name, value in (make() | changes).items() if value is not None}
 
@@ -224,6 +228,10 @@ MUTATIONS = {
         put(coded, "key_scale", (9, 0, 0, 0), 0), put(coded, "value_scale", (9, 0, 0, 0), -0.01),
         but(eights, key_scale=np.float32([0, 1])),
     ],
+    "Q5": [
+        times(coded, "key_scale", 5, 20), times(coded, "value_scale", 8, 1 / 20),
+        times(coded, "value_scale", 7, 16.5),
+    ],
     "D1": [put(cache, "key_cache", (6, 3, 1, 2), np.nan), put(cache, "value_cache", (9, 1, 0, 0), -np.inf),
            put(eights, "key_cache", (9, 1, 0, 0), np.nan)],
     "D2": [put(cache, "key_cache", (9, 2, 1, 2), np.nan), put(eights, "value_cache", (9, 3, 0, 0), np.nan)],
@@ -257,7 +265,7 @@ def test_every_mutation_is_found(make):
     assert finding.where
     assert finding.message
     assert finding.hint.endswith(".")
-    assert finding.severity == ("warning" if rule in ("P6", "S4", "Q2", "D2", "L2") else "error")
+    assert finding.severity == ("warning" if rule in ("P6", "S4", "Q2", "Q5", "D2", "L2") else "error")
 
 
 def test_every_rule_has_a_mutation_and_names_an_incident():
@@ -331,7 +339,13 @@ def test_a_report(tmp_path):
     assert "S3: 15 more like these" in str(found)
     path = tmp_path / "step.npz"
     npz.write(path, tables())
-    assert str(check(path)).startswith("fine: 13 rules")
+    said = str(check(path)).splitlines()
+    assert said[0] == "nothing found: 13 rules looked at what was given"
+    assert said[1].startswith(f"{len(RULES) - 13} rules had nothing to look at, for want of: ")
+    assert "lse (D3)" in said[1]
+    found = check(but(tables, slot_sequences=None)())
+    assert found.unchecked["S1"] == "slot_sequences"
+    assert set(found.checked) | set(found.unchecked) == set(RULES)
 
 
 @pytest.mark.parametrize(

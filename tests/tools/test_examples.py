@@ -50,5 +50,5 @@ def test_all_ten_are_named(capsys):
     spec.loader.exec_module(example)
     assert example.main() == 10
     said = capsys.readouterr().out
-    assert said.startswith("as it is: fine: ")
+    assert said.startswith("as it is: nothing found: ")
     assert said.endswith("10 of 10 faults are named\n")

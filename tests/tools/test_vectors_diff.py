@@ -72,7 +72,7 @@ def one_group(case, given, name, array):
     ],
 )
 def test_words_and_causes(tmp_path, suite, operator, edit, words):
-    vectors.make(tmp_path / "pack", suite=suite)
+    vectors.make(tmp_path / "pack", suite=suite, operator=operator)
     answers(tmp_path / "pack", tmp_path / "results", edit)
     said = str(vectors.diff(tmp_path / "pack", tmp_path / "results", operator=operator))
     assert f"\n  {words}" in said or f"\n    {words}" in said, said

@@ -38,7 +38,11 @@ def rows_not_finite(case: Case, which: np.ndarray) -> Seen:
     return found if looked else None
 
 
-@rule("D1", "Every query that sees this token becomes NaN. Find what computed it: the row itself is in use.")
+@rule(
+    "D1",
+    "Every query that sees this token becomes NaN. Find what computed it: the row itself is in use.",
+    needs="keys and values, floats",
+)
 def nan_in_use(case: Case) -> Seen:
     """vllm#39444: NaN of dummy runs lay in block 0 and came out of attention for all who read that block."""
     if not case.sides:
@@ -51,6 +55,7 @@ def nan_in_use(case: Case) -> Seen:
     "No token is there, but a kernel that multiplies a masked row by 0 gets NaN: clear pages before they are "
     "given out.",
     "warning",
+    needs="keys and values, block_tables, floats",
 )
 def nan_behind_the_end(case: Case) -> Seen:
     """vllm#43990: blocks of an fp8 cache came back with NaN bytes and had to be cleared; flash-attention#1974
@@ -65,6 +70,7 @@ def nan_behind_the_end(case: Case) -> Seen:
 @rule(
     "D3",
     "Parts merged with it get wrong weights. Multiply base 2 by ln 2, and write -inf for an empty context.",
+    needs="lse, block_tables",
 )
 def other_base(case: Case) -> Seen:
     """flash-attention#2573: the log-sum-exp of an empty context is +inf there, and -inf elsewhere."""

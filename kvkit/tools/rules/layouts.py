@@ -12,7 +12,11 @@ OUTSTANDING = 2.5  # |mean| over standard deviation of a channel that keys have,
 TIMES = 1.8
 
 
-@rule("L1", "Every address is another one than is meant. Name the line that made the cache, or transpose it.")
+@rule(
+    "L1",
+    "Every address is another one than is meant. Name the line that made the cache, or transpose it.",
+    needs="layout",
+)
 def line_and_array_disagree(case: Case) -> Seen:
     """vllm#46204: a connector forced one order of heads and tokens on a cache that had the other."""
     if case.layout is None:
@@ -21,7 +25,12 @@ def line_and_array_disagree(case: Case) -> Seen:
     return [] if views or not why else [("layout", why)]
 
 
-@rule("L2", "No shape tells them apart. Say which it is: layout=NAME, or in the file.", "warning")
+@rule(
+    "L2",
+    "No shape tells them apart. Say which it is: layout=NAME, or in the file.",
+    "warning",
+    needs="a cache in one array without a layout",
+)
 def several_lines_fit(case: Case) -> Seen:
     """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and
     strides.
@@ -42,7 +51,9 @@ def several_lines_fit(case: Case) -> Seen:
 
 
 @rule(
-    "L3", "Attention weighs values with values. Keys come first in every engine's pairs: look at the split."
+    "L3",
+    "Attention weighs values with values. Keys come first in every engine's pairs: look at the split.",
+    needs="keys and values, block_tables",
 )
 def keys_and_values_swapped(case: Case) -> Seen:
     """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back

@@ -19,7 +19,11 @@ def hits_of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
     return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
 
 
-@rule("P1", "A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.")
+@rule(
+    "P1",
+    "A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.",
+    needs="block_tables",
+)
 def outside_the_pool(case: Case) -> Seen:
     """onnxruntime#32391: reads of a paged cache held ids against 0 only, so larger ones went past its end."""
     last = case.num_blocks - 1 if case.num_blocks else None
@@ -28,7 +32,11 @@ def outside_the_pool(case: Case) -> Seen:
     )
 
 
-@rule("P2", "Tokens of one place overwrite those of the other. The allocator gave a page that was not free.")
+@rule(
+    "P2",
+    "Tokens of one place overwrite those of the other. The allocator gave a page that was not free.",
+    needs="block_tables",
+)
 def twice_in_a_sequence(case: Case) -> Seen:
     """vllm-rbln#41: after a preemption blocks were in a sequence's table twice."""
     return hits_of_kind(
@@ -42,6 +50,7 @@ def twice_in_a_sequence(case: Case) -> Seen:
     "P3",
     "One sequence reads what the other wrote. Only pages of an equal prefix may be shared: look for a page "
     "that was freed while it was in use, or a row of the table that is another sequence's.",
+    needs="block_tables",
 )
 def in_two_sequences(case: Case) -> Seen:
     """sparkinfer#289: block tables were looked up by row of the batch, not by sequence, after slots had been
@@ -56,7 +65,11 @@ def in_two_sequences(case: Case) -> Seen:
     )
 
 
-@rule("P4", "The other sequences will read these tokens as their own. Copy the page before it is written.")
+@rule(
+    "P4",
+    "The other sequences will read these tokens as their own. Copy the page before it is written.",
+    needs="block_tables, slot_mapping",
+)
 def shared_and_written(case: Case) -> Seen:
     """atlas#1193: a prefix cache shared a partly filled last page with no copy on write."""
     if case.page_tables is None or case.slots is None or not case.aligned:
@@ -74,7 +87,9 @@ def shared_and_written(case: Case) -> Seen:
 
 
 @rule(
-    "P5", "Something reads behind the table or leaves tokens out. Make lengths, sums and tables of one step."
+    "P5",
+    "Something reads behind the table or leaves tokens out. Make lengths, sums and tables of one step.",
+    needs="block_tables",
 )
 def lengths_disagree(case: Case) -> Seen:
     """flash-attention#2711: lengths beyond the columns of block_table were read out of its bounds."""
@@ -129,6 +144,7 @@ def disagreements(case: Case) -> Iterator[tuple[str, str]]:
     "Legal, but a kernel that reads a whole row, or one column too many, finds pages of others: fill the "
     "rest of a row with -1.",
     "warning",
+    needs="block_tables, rows of it",
 )
 def live_behind_the_end(case: Case) -> Seen:
     """vllm#42494: a kernel of paged attention may read stale entries behind the end of a sequence."""
@@ -151,7 +167,11 @@ def live_behind_the_end(case: Case) -> Seen:
     return hits, words
 
 
-@rule("P7", "These ids are of another pool or rank. Translate them before they are used with this cache.")
+@rule(
+    "P7",
+    "These ids are of another pool or rank. Translate them before they are used with this cache.",
+    needs="block_tables",
+)
 def of_another_pool(case: Case) -> Seen:
     """vllm-ascend#14534: replicated and rank-local mappings of one step were taken for each other."""
     if case.page_tables is None:

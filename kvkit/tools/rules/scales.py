@@ -1,8 +1,9 @@
-"""`kvkit check` rules Q1 to Q4, on quantization scales."""
+"""`kvkit check` rules Q1 to Q5, on quantization scales."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
 
 MOST_SATURATED = 0.001
+UNLIKE = 16  # times the mean scale of the pages beside it
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,21 @@ def scales_found(
 
 
 @rule(
-    "Q1", "All elements of the group become NaN or infinity. Look for a division by 0, or a float16 overflow."
+    "Q1",
+    "All elements of the group become NaN or infinity. Look for a division by 0, or a float16 overflow.",
+    needs="scales",
 )
 def not_finite(case: Case) -> Seen:
     """sglang#40243: infinite scales of a checkpoint were loaded silently; NaN raised an empty error."""
     return scales_found(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
 
 
-@rule("Q2", "Nobody calibrated them: 1.0 is what stands there without a checkpoint's scales.", "warning")
+@rule(
+    "Q2",
+    "Nobody calibrated them: 1.0 is what stands there without a checkpoint's scales.",
+    "warning",
+    needs="scales, fp8 codes",
+)
 def all_ones(case: Case) -> Seen:
     """vllm#54705: fp8 with scales of 1 was 4.2 points worse on MATH-500 than with calibrated ones."""
     found, looked = [], False
@@ -111,7 +120,11 @@ def all_ones(case: Case) -> Seen:
     return found if looked else None
 
 
-@rule("Q3", "Larger values were cut off. The scale was fixed before they came: measure it over more tokens.")
+@rule(
+    "Q3",
+    "Larger values were cut off. The scale was fixed before they came: measure it over more tokens.",
+    needs="codes of 8 bits with limits",
+)
 def saturated(case: Case) -> Seen:
     """transformers#48677: an fp8 cache keeps the scale of its first update, and later outliers saturate in
     silence.
@@ -139,7 +152,11 @@ def saturated(case: Case) -> Seen:
     return found if looked else None
 
 
-@rule("Q4", "Everything there reads as 0, or with the wrong sign. Keep scales above the format's smallest.")
+@rule(
+    "Q4",
+    "Everything there reads as 0, or with the wrong sign. Keep scales above the format's smallest.",
+    needs="scales",
+)
 def zero(case: Case) -> Seen:
     """onnxruntime#32515: the meaning of zero, negative and subnormal scales was undefined, and passes
     handled them differently.
@@ -153,6 +170,49 @@ def zero(case: Case) -> Seen:
         return used & bad & ~empty(side, scale)
 
     return scales_found(case, "are 0 or below", find)
+
+
+@rule(
+    "Q5",
+    "Codes were stored with one scale and are read with another, or the page was coded for other data. Look "
+    "at who writes scales, and whether they move with their page.",
+    "warning",
+    needs="scales, pages with neighbours",
+)
+def unlike_the_neighbours(case: Case) -> Seen:
+    """imp#1189: a saved prefix left its scales behind, and its pages met those of whoever had them before."""
+    found, looked = [], False
+    for side, scale, used in scales_in_use(case):
+        if scale.ndim not in (4, 5) or scale.shape[1:3] != side.array.shape[1:3]:
+            continue
+        sizes = np.where(used & np.isfinite(scale), np.abs(scale), 0).reshape(*scale.shape[:3], -1)
+        rows = np.maximum((sizes > 0).sum(axis=(2, 3)), 1)
+        means = sizes.sum(axis=(2, 3)) / rows  # [layers, pages]
+        for before, page, after in neighbours(case, means.shape[1]):
+            looked = True
+            beside = np.sort(means[:, [before, after]], axis=1)
+            large = (beside[:, 0] > 0) & (means[:, page] >= UNLIKE * beside[:, 1])
+            small = (means[:, page] > 0) & (means[:, page] * UNLIKE <= beside[:, 0])
+            for layer in np.flatnonzero(large | small).tolist():
+                where = f"{side.name}_scale[{f'{layer}, ' if len(scale) > 1 else ''}{page}]"
+                near = f"{beside[layer, 0]:.3g} and {beside[layer, 1]:.3g} in pages {before} and {after}"
+                found.append((where, f"{means[layer, page]:.3g} in the mean, but {near} beside it"))
+    return found if looked else None
+
+
+def neighbours(case: Case, pages: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (before, page, after) for each page of a sequence; those at its ends get their two nearest."""
+    if case.page_tables is None:
+        return
+    starts, seen = case.page_tables.starts, set()
+    for begin, end in pairwise(starts.tolist()):
+        row = [page for page in case.page_tables.ids[begin:end].tolist() if 0 <= page < pages]
+        for i, page in enumerate(row) if len(row) > 2 else ():
+            first = min(max(i - 1, 0), len(row) - 3)
+            before, after = [other for other in row[first : first + 3] if other != page][:2] or (page, page)
+            if page not in seen and before != after:
+                seen.add(page)
+                yield before, page, after
 
 
 def empty(side: CheckedSide, scale: np.ndarray) -> Any:

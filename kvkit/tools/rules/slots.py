@@ -11,7 +11,9 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
 
 
 @rule(
-    "S1", "The token is stored where nobody looks for it, over another one. Make slots from the same table."
+    "S1",
+    "The token is stored where nobody looks for it, over another one. Make slots from the same table.",
+    needs="block_tables, slot_mapping, slot_sequences, slot_positions",
 )
 def not_where_the_table_says(case: Case) -> Seen:
     """LMCache#4921: a partial slot mapping was cut by whole positions, and tokens went to others' slots."""
@@ -32,7 +34,9 @@ def not_where_the_table_says(case: Case) -> Seen:
 
 
 @rule(
-    "S2", "One of the tokens is lost, and which one is chance. Look for a window or ring that is too small."
+    "S2",
+    "One of the tokens is lost, and which one is chance. Look for a window or ring that is too small.",
+    needs="slot_mapping, num_blocks, page_size",
 )
 def twice_in_a_step(case: Case) -> Seen:
     """pypto-lib#459: with slots modulo a window, positions 0 and its size were stored in one slot."""
@@ -47,7 +51,11 @@ def twice_in_a_step(case: Case) -> Seen:
     )
 
 
-@rule("S3", "A store there is outside the cache. Check how many blocks were really allocated.")
+@rule(
+    "S3",
+    "A store there is outside the cache. Check how many blocks were really allocated.",
+    needs="slot_mapping, num_blocks, page_size",
+)
 def outside_the_cache(case: Case) -> Seen:
     """kvcached#469: a manager gave out blocks of a pool larger than the one that had been reserved."""
     if case.slots is None:
@@ -61,6 +69,7 @@ def outside_the_cache(case: Case) -> Seen:
     "S4",
     "Padding is stored there, and unused entries of tables read it. If this is padding, -1 stores nothing.",
     "warning",
+    needs="slot_mapping, reserved_block",
 )
 def in_the_reserved_page(case: Case) -> Seen:
     """vllm#39444: dummy runs stored NaN in slot 0, in the block that all unused entries of tables name."""
@@ -73,7 +82,11 @@ def in_the_reserved_page(case: Case) -> Seen:
     )
 
 
-@rule("S5", "Half of the numbers are halves of others. Convert the tensor, do not reinterpret it.")
+@rule(
+    "S5",
+    "Half of the numbers are halves of others. Convert the tensor, do not reinterpret it.",
+    needs="block_tables or slot_mapping",
+)
 def read_with_another_size(case: Case) -> Seen:
     """vllm-ascend#16775: a kernel took an int64 buffer of slots for int32."""
     looked: list[tuple[Any, ...]] = []
@@ -110,7 +123,11 @@ def misread_words(
     return None
 
 
-@rule("S6", "The product wraps around and the access goes elsewhere. Compute addresses in 64 bits.")
+@rule(
+    "S6",
+    "The product wraps around and the access goes elsewhere. Compute addresses in 64 bits.",
+    needs="slot_mapping or keys and values",
+)
 def beyond_the_index_type(case: Case) -> Seen:
     """vllm#1486: offsets of slots in a cache of 64,000 blocks did not fit in int32."""
     given = case.index("slot_mapping")
@@ -129,7 +146,11 @@ def beyond_the_index_type(case: Case) -> Seen:
     return found
 
 
-@rule("S7", "A page's first row is its number times page_size. Multiply or divide once, in one place.")
+@rule(
+    "S7",
+    "A page's first row is its number times page_size. Multiply or divide once, in one place.",
+    needs="block_tables, pages of several rows",
+)
 def rows_and_pages_mixed(case: Case) -> Seen:
     """LMCache#4253: a block size of 1 or 64 was taken for one of 1600, and blocks for tokens."""
     if (case.pages is None or case.page_size == 1) and case.page_of_slots is None:
