@@ -38,7 +38,7 @@ def open_layers(folder: Folder) -> list[Layer]:
     folder.layers = about.get("layers", len(paths))
     if len(paths) < folder.layers:
         raise argument_error(
-            "directory", f"{folder.layers} layers", f"{len(paths)}, because the process died during offload"
+            "directory", f"{folder.layers} layers", f"{len(paths)}: the process died during offload"
         )
     layers = [open_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
