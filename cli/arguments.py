@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.tensors import dtype_hint
+from kvkit.checks.values import dtype_hint
 from kvkit.errors import KvkitError, brief
 from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion

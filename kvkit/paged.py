@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.launch import append_to_pools, attend, copy_blocks
+from kvkit.calls.pools import append_to_pools, copy_blocks
+from kvkit.calls.prepared import attend
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
 from kvkit.interop import returns_input_kind

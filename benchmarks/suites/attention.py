@@ -14,7 +14,7 @@ from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.memory import plain_read, read_of_pieces, sets
 from benchmarks.suites.problem import DIM, problem
 from kvkit.layouts import pmx
-from kvkit.runtime import result_pool
+from kvkit.runtime.arrays import zeros
 
 B, PAST, PREFILL, CHUNK, PAGE = 8, 8192, 2048, 512, 128
 BITS = {"int8": 8, "int4": 4}
@@ -172,7 +172,7 @@ def filled(task, kind, order, starts, page):
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
     coded = kind == MINIFLOAT
     element = np.int8 if task.quant or coded else DTYPES[kind]
-    cache = result_pool.zeros((*shape, task.stored.shape[-1]), element)
+    cache = zeros((*shape, task.stored.shape[-1]), element)
     scale = np.full((*shape, DIM // task.coded), task.step, np.float16) if task.quant else None
     axes = "l", *(["b"] if static else []), "kv", "n", "h", "c"
     view = cache.transpose([order.at[axis] for axis in axes])[0]
@@ -193,7 +193,7 @@ def filled(task, kind, order, starts, page):
 
 
 def copied(cache):
-    copy = result_pool.zeros(cache.shape, cache.dtype)
+    copy = zeros(cache.shape, cache.dtype)
     copy[:] = cache
     return copy
 

@@ -9,9 +9,10 @@ import kvkit
 from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.memory import plain_copy
 from kvkit import cpu
-from kvkit.checks import caches, tensors
+from kvkit.checks import caches
 from kvkit.checks.arguments import CacheArguments, StepArguments
 from kvkit.checks.index_tensors import check_room, checked_step
+from kvkit.checks.values import check_apart, check_new_tokens, packed_tokens
 from kvkit.layouts import pmx
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
@@ -113,11 +114,11 @@ def append_only(kind, number, mode, past, new, timed=False):
 
         def run(i):
             layer, x = i % layers, inputs[i % layers]
-            fmt, key, value = tensors.check_new_tokens(x, x, 3)
+            fmt, key, value = check_new_tokens(x, x, 3)
             checked = caches.cache_layer(
                 fmt, H, DIM, cache, scale, pmx.DYNAMIC, place._replace(layer_idx=layer)
             )
-            packed = tensors.packed_tokens("current_key", x)
+            packed = packed_tokens("current_key", x)
             step = checked_step(packed, index)
             check_room(step, packed, checked)
             cpu.launches.start(cpu.copy.transfer.store(key, value, checked, step))
@@ -140,12 +141,12 @@ def checks_only(kind, batch):
         place = CacheArguments(1, 0, kind.quant, GROUP, cache_layout=3)
 
         def run(i):
-            fmt, _, _ = tensors.check_new_tokens(x, x, 3)
+            fmt, _, _ = check_new_tokens(x, x, 3)
             checked = caches.cache_layer(fmt, H, DIM, cache, scale, pmx.DYNAMIC, place)
-            packed = tensors.packed_tokens("current_key", x)
+            packed = packed_tokens("current_key", x)
             check_room(checked_step(packed, index), packed, checked)
             for name, array in (("cache", cache), ("scale", scale)):
-                tensors.check_apart(name, array, [("current_key", x), ("current_value", x)])
+                check_apart(name, array, [("current_key", x), ("current_value", x)])
 
         return Work(run)
 

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
-from kvkit.calls.launch import one_or_all
+from kvkit.calls.prepared import one_or_all
 from kvkit.checks import pools
 from kvkit.checks.arguments import BlockAttention, Scoring
 from kvkit.checks.ascend import attention
-from kvkit.checks.tensors import one_piece
+from kvkit.checks.values import one_piece
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import checks, cpu
-from kvkit.calls.launch import copy_blocks
+from kvkit.calls.pools import copy_blocks
 from kvkit.checks.arguments import BlockLoad
 from kvkit.checks.ascend import blocks
 from kvkit.interop import returns_input_kind

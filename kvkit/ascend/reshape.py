@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from kvkit import cpu
 from kvkit.checks.arguments import BlockStore, Windows
 from kvkit.checks.ascend.reshape import checked_reshape
-from kvkit.checks.tensors import one_piece
+from kvkit.checks.values import one_piece
 from kvkit.interop import returns_input_kind
 from kvkit.operators.compression import CompressType
 from kvkit.typed import Array, Values

@@ -1,4 +1,4 @@
-"""Calls that are prepared once, and run again for other arrays of the same form.
+"""From checked calls to launches, and calls that are prepared once and run again for other arrays.
 
 Calls of one form differ in nothing but the addresses of their arrays: those for the layers of a model in one
 step, and those of a layer in one step after the other. The first is checked and prepared in full, the others
@@ -13,12 +13,44 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from kvkit import cpu
-from kvkit.runtime.addresses import address, places_of
-from kvkit.typed import Array
+from kvkit.checks.attention import AttentionCall
+from kvkit.checks.key_value_cache import TransferCall
+from kvkit.runtime.arrays import numbers_of, places_of
+from kvkit.typed import Array, Attended, Pair
 
 MOST = 4096  # forms of calls that are remembered
 Prepared = TypeVar("Prepared")
 Form = tuple[object, ...]  # what decides a call but for addresses; None if it cannot be repeated
+
+
+def transfer_launches(call: TransferCall, key: Array, value: Array) -> tuple[Any, Any]:
+    """Return the launches of a checked call of `key_value_cache`."""
+    store = cpu.copy.transfer.store(call.current_key, call.current_value, call.layer, call.steps)
+    return store, cpu.copy.transfer.load(key, value, call.layer, call.steps, call.repeat)
+
+
+def attend(call: AttentionCall, out: Array | Pair | None) -> Attended:
+    """Attend, after an append if the call has a cache, and return the results as operators do."""
+    results = call.results.arrays(out)
+    cpu.launches.start(*attention_launches(call, results))
+    return one_or_all(results)
+
+
+def attention_launches(call: AttentionCall, results: Sequence[Array]) -> tuple[Any, ...]:
+    """Return the launches of a checked call of attention."""
+    out, lse = (*results, None)[:2]
+    attend = cpu.attention.prepare.prepare_attention(
+        call.query, out, lse, call.context, call.steps, call.decoding, call.weights
+    )
+    if call.layer is None:
+        return (attend,)
+    key, value = call.current
+    return cpu.copy.transfer.store(key, value, call.layer, call.steps), attend
+
+
+def one_or_all(results: tuple[Array, ...]) -> Attended:
+    """Return the only result, or a tuple of several."""
+    return results if len(results) > 1 else results[0]
 
 
 def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
@@ -123,12 +155,8 @@ class PreparedCall:
         self._launches, self._attention = launches, attention
         self.room, self.version = room, version
         self._planned = None if attention is None else cpu.attention.prepare.planned(attention)
-        names = list(arrays)
-        places = {
-            name: array if isinstance(array, int) else address(array)
-            for name, array in arrays.items()
-            if array is not None
-        }
+        names, lie = list(arrays), numbers_of(arrays.values())
+        places = {name: place for name, place in zip(names, lie, strict=True) if arrays[name] is not None}
         self._moved = [
             (memoryview(launch.numbers), at, names.index(owner), int(launch.numbers[at]) - places[owner])
             for launch in launches

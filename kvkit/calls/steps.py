@@ -12,14 +12,15 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from kvkit import checks, cpu
-from kvkit.calls import launch
 from kvkit.calls.prepared import (
     Form,
     PreparedCall,
     PreparedCalls,
+    attention_launches,
     form_of,
     is_pair,
     is_unaligned,
+    transfer_launches,
     tuple_members,
 )
 from kvkit.checks.arguments import CacheAttention, CacheTransfer, StepArguments
@@ -34,9 +35,8 @@ from kvkit.checks.index_tensors import (
     validates,
 )
 from kvkit.checks.key_value_cache import checked_key_value_cache
-from kvkit.checks.tensors import packed_tokens
-from kvkit.checks.values import integer
-from kvkit.runtime import result_pool
+from kvkit.checks.values import integer, packed_tokens
+from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array, Attended, Pair
 
 LOADS, ATTENDS = 4, 3  # arrays that are written: the cache, its scale, the outputs
@@ -106,14 +106,14 @@ class PlannedStep:
                 *_, heads, dim = call.current_key.shape
                 shape = *self._sequences.context_axes(steps), heads * call.num_repeat, dim
                 dtype = call.current_key.dtype
-                results = result_pool.empty(shape, dtype), result_pool.empty(shape, dtype)
+                results = empty_result(shape, dtype), empty_result(shape, dtype)
             else:
                 results = out
             if prepared.run((*arrays, *results)):
                 return results[0], results[1]
         checked = checked_key_value_cache(self._sequences, call)
         key, value = checked.results.arrays(out)
-        launches = launch.transfer_launches(checked, key, value)
+        launches = transfer_launches(checked, key, value)
         cpu.launches.start(*launches)
         if form and checked.current_key is call.current_key and checked.current_value is call.current_value:
             names = "current_key", "current_value", "cache", "scale", "key", "value"
@@ -132,12 +132,12 @@ class PlannedStep:
             form = form_of((*arrays, out), attributes)
         prepared = self._attended.find(form)
         if prepared and steps and prepared.room >= steps.rows:
-            result: Any = result_pool.empty(call.query.shape, call.query.dtype) if out is None else out
+            result: Any = empty_result(call.query.shape, call.query.dtype) if out is None else out
             if prepared.run((*arrays, result), self._version):
                 return result
         checked = checked_cache_attention(self._sequences, call)
         results = checked.results.arrays(out)
-        launches = launch.attention_launches(checked, results)
+        launches = attention_launches(checked, results)
         cpu.launches.start(*launches)
         if form and all(a is b for a, b in zip(arrays, (checked.query, *checked.current), strict=False)):
             names = "query", "current_key", "current_value", "cache", "scale", "out"

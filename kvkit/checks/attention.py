@@ -11,16 +11,19 @@ from kvkit.checks.arguments import CacheAttention, Heads, Scoring
 from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, CacheLayer, Context, MaskPlace, Side, StepIndex
-from kvkit.checks.tensors import (
+from kvkit.checks.values import (
     NamedArrays,
     check_new_tokens,
     checked_format,
     element_step,
+    finite_number,
+    flag,
+    integer,
     is_broadcast,
     named_arrays,
     one_piece,
+    window_sides,
 )
-from kvkit.checks.values import finite_number, flag, integer, window_sides
 from kvkit.errors import argument_error
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
 from kvkit.typed import Array

@@ -6,20 +6,21 @@ import numpy as np
 
 from kvkit.checks.arguments import CacheArguments
 from kvkit.checks.records import CacheLayer, Side
-from kvkit.checks.tensors import (
+from kvkit.checks.values import (
     FLOAT_NAMES,
     NamedArrays,
     check_apart,
     check_output,
     checked_format,
+    choice,
     dtype_hint,
+    integer,
 )
-from kvkit.checks.values import choice, integer
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_DTYPE, FLOATS, INT8, QUANTIZED, STORED, Element
 from kvkit.layouts.grammar import Layout
-from kvkit.layouts.places import layer_place
 from kvkit.layouts.pmx import shape_text
+from kvkit.runtime.arrays import address
 from kvkit.typed import Array
 
 
@@ -41,14 +42,13 @@ def cache_layer(
     check_output("cache", cache)
     sizes = {"l": num_layer, "kv": 2, "h": heads, "c": width}
     check_shape(cache, layout, arguments.cache_layout, sizes, stored)
-    at, where = layout.at, layer_place(cache, layout, layer_idx)
-    key = Side(where.address, where.sequence, where.row, where.head)
-    value = key._replace(address=where.address + where.kv)
+    at, (key, value) = layout.at, layer_sides(cache, layout, layer_idx)
+    stored_bytes = width * cache.itemsize
     layer = CacheLayer(
         packed=fmt.name, stored=stored.name, cell=None, group=0, heads=heads, dim=dim,
-        stored_bytes=stored.bytes(dim),
+        stored_bytes=stored_bytes,
         capacity=(cache.shape[at["b"]] if "b" in at else 1, cache.shape[at["n"]]),
-        heads_adjoin=where.head == stored.bytes(dim), sides=(key, value),
+        heads_adjoin=key.head == stored_bytes, sides=(key, value),
     )  # fmt: skip
     if stored.name in STORED and has_own_scales(stored, heads, scale):
         return layer if scale is None else with_own_scales(layer, scale)
@@ -70,16 +70,24 @@ def cache_layer(
             "scale", f"shape {wanted}: that of cache, {dim // group} groups a head", scale.shape
         )
     check_apart("cache", cache, (("scale", scale),))
-    spot = layer_place(scale, layout, layer_idx)
+    key_scales, value_scales = layer_sides(scale, layout, layer_idx)
     return layer._replace(
         cell=cell.name,
         group=group,
-        heads_adjoin=layer.heads_adjoin and spot.head == cell.bytes(dim // group),
-        sides=(
-            key.with_scales(spot.address, spot.sequence, spot.row, spot.head),
-            value.with_scales(spot.address + spot.kv, spot.sequence, spot.row, spot.head),
-        ),
+        heads_adjoin=layer.heads_adjoin and key_scales.head == cell.bytes(dim // group),
+        sides=(key.with_scales(*key_scales[:4]), value.with_scales(*value_scales[:4])),
     )
+
+
+def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
+    """Return where the keys and the values of a layer lie in a cache, or their scales in an array of scales.
+
+    A static cache has an axis of sequences; the rows of a dynamic cache are shared by all, a stride of 0.
+    """
+    strides, at = array.strides, layout.at
+    sequence = strides[at["b"]] if "b" in at else 0
+    key = Side(address(array) + layer * strides[at["l"]], sequence, strides[at["n"]], strides[at["h"]])
+    return key, key._replace(address=key.address + strides[at["kv"]])
 
 
 def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:

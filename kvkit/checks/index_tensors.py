@@ -11,13 +11,12 @@ from numpy.typing import ArrayLike
 from kvkit import checks
 from kvkit.checks.arguments import ContextArguments, StepArguments
 from kvkit.checks.masks import dynamic_mask, static_mask
-from kvkit.checks.records import CacheLayer, MaskPlace, StepIndex
+from kvkit.checks.records import ENDLESS, CacheLayer, MaskPlace, StepIndex
 from kvkit.checks.values import choice, integer
 from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import Element
 from kvkit.layouts import pmx
 from kvkit.layouts.grammar import Layout
-from kvkit.layouts.places import ENDLESS
 from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max

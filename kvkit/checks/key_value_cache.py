@@ -7,8 +7,7 @@ from kvkit.checks.arguments import CacheTransfer
 from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import CacheLayer, StepIndex
-from kvkit.checks.tensors import NamedArrays, check_new_tokens, check_size
-from kvkit.checks.values import integer
+from kvkit.checks.values import NamedArrays, check_new_tokens, check_size, integer
 from kvkit.formats import Element
 from kvkit.typed import Array
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit.checks.outputs import Results
-from kvkit.checks.tensors import checked_format
+from kvkit.checks.values import checked_format
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
 from kvkit.typed import Array, Arrays

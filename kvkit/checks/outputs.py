@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.checks.tensors import NamedArrays, check_apart, check_output, check_writeable
+from kvkit.checks.values import NamedArrays, check_apart, check_output, check_writeable
 from kvkit.errors import argument_error, describe
-from kvkit.runtime import result_pool
+from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array
 
 
@@ -28,7 +28,7 @@ class Results(NamedTuple):
         """Return the name of each output in error messages."""
         return ["out"] if self.alone else [f"out ({name})" for name in self.forms]
 
-    def arrays(self, out: object, new: Callable[..., Array] = result_pool.empty) -> tuple[Array, ...]:
+    def arrays(self, out: object, new: Callable[..., Array] = empty_result) -> tuple[Array, ...]:
         """Allocate the outputs, or check and return the caller's `out`."""
         if out is None:
             return tuple([new(shape, dtype) for shape, dtype in self.forms.values()])

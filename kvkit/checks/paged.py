@@ -11,7 +11,7 @@ from kvkit.checks.attention import AttentionCall
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import same_place
 from kvkit.checks.pools import CONTENT
-from kvkit.checks.tensors import (
+from kvkit.checks.values import (
     DATA,
     FORMATS,
     POOLED,
@@ -19,10 +19,10 @@ from kvkit.checks.tensors import (
     check_not_empty,
     check_writeable,
     checked_format,
+    finite_number,
     named_arrays,
     one_piece,
 )
-from kvkit.checks.values import finite_number
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, INT8
 from kvkit.typed import Array

@@ -11,7 +11,7 @@ from kvkit import checks
 from kvkit.checks.index_tensors import INT64_MAX, index, validate_table, validates
 from kvkit.checks.outputs import same_place
 from kvkit.checks.records import Context, Side, StepIndex
-from kvkit.checks.tensors import FORMATS, checked_format, element_step, is_broadcast
+from kvkit.checks.values import FORMATS, checked_format, element_step, is_broadcast
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, Element
 from kvkit.typed import Array

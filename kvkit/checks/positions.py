@@ -11,8 +11,16 @@ from kvkit.checks.index_tensors import INT64_MAX, index, limit, packed_contexts
 from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import MaskPlace
-from kvkit.checks.tensors import check_not_empty, check_size, checked_format, named_arrays, one_piece
-from kvkit.checks.values import flag, integer, positive_number
+from kvkit.checks.values import (
+    check_not_empty,
+    check_size,
+    checked_format,
+    flag,
+    integer,
+    named_arrays,
+    one_piece,
+    positive_number,
+)
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Element
 from kvkit.typed import Array

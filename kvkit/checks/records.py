@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 from kvkit.typed import Array
 
+ENDLESS = 2**63 - 1  # the page size of offset mode: one page holds every position of a sequence
+FRACTAL_BYTES = 32  # of a group of elements in Ascend's NZ
+
 
 class MaskPlace(NamedTuple):
     """A checked mask of attention, as kernels see it."""

@@ -8,7 +8,8 @@ from numba import types
 from kvkit.checks.records import StepIndex
 from kvkit.checks.sorting import ascending
 from kvkit.formulas.index import filled, inside, met, page_of
-from kvkit.runtime.jit import INDEX, Code, Integers, address, callback, helper
+from kvkit.runtime.arrays import places_of
+from kvkit.runtime.jit import INDEX, Code, Integers, callback, helper
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
 FOUND, SPARE = 4, 5  # numbers that a pass finds; that it needs for each stored run
@@ -19,9 +20,9 @@ def scan_step(step: StepIndex, rows: int) -> list[int]:
     table = np.asarray(step.table)
     runs = min(table.size, max(step.tokens, 0))
     found = np.empty(FOUND + SPARE * runs, np.int64)
-    at = address(found)
+    at, table_at = places_of((found, table))
     spare = range(at + 8 * FOUND, at + 8 * (FOUND + SPARE * runs), 8 * runs) if runs else [at] * SPARE
-    scan_code().ctypes(at, *lengths_of(step), address(table), rows, *spare)
+    scan_code().ctypes(at, *lengths_of(step), table_at, rows, *spare)
     verdict: list[int] = found[:FOUND].tolist()
     return verdict
 
@@ -29,13 +30,13 @@ def scan_step(step: StepIndex, rows: int) -> list[int]:
 def scan_lengths(step: StepIndex) -> list[int]:
     """Return what `scan` does, without reading the page table; or (FINE, stored runs, 0, 0)."""
     found = np.empty(FOUND, np.int64)
-    lengths_code().ctypes(address(found), *lengths_of(step))
+    lengths_code().ctypes(*places_of((found,)), *lengths_of(step))
     return found.tolist()
 
 
 def lengths_of(step: StepIndex) -> tuple[int, ...]:
     """Return the arguments of `lengths`."""
-    starts = address(step.seqstarts), address(step.kvstarts), address(step.start_pos)
+    starts = places_of((step.seqstarts, step.kvstarts, step.start_pos))
     return *starts, *step.table.shape, step.page_size, *step.limits
 
 

@@ -1,12 +1,33 @@
-"""Checks of plain values."""
+"""Check one argument: a number, a flag, a text, or an array with its type, shape and memory."""
 
+import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kvkit.errors import argument_error, describe
+from kvkit.formats import BY_DTYPE, FLOATS, INT8, Element
+from kvkit.formats.elements import FLOATS8
+from kvkit.typed import Array
+
+NamedArrays = Sequence[tuple[str, Array]]
+
+FLOAT_NAMES = ", ".join(fmt.name for fmt in FLOATS)
+MOST_BYTES = np.iinfo(np.int64).max
+REMEDIES = {
+    "float64": ": array.astype(np.float32) converts it",
+    "uint16": ": array.view(ml_dtypes.bfloat16), if it holds the bits of bfloat16",
+}
+DATA = (*FLOATS, INT8)  # what keys and values may be
+POOLED = (*DATA, *FLOATS8)  # what engines' pools may hold
+FORMATS = BY_DTYPE | {fmt.dtype: fmt for fmt in FLOATS8}
+FP8_REMEDY = (
+    ": array.view(ml_dtypes.float8_e4m3fn) of numpy's, torch.as_tensor(array).view(torch.float8_e4m3fn) of "
+    "others, if it holds such codes"
+)
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -73,3 +94,133 @@ def window_sides(name: str, value: Any) -> tuple[int, int]:
     if min(left, right) < -1:
         raise argument_error(name, "sizes of at least 0, or -1 for no limit", (left, right))
     return min(left, 2**62), min(right, 2**62)
+
+
+def checked_format(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
+    """Return the format of an array, which must be one of `legal` and have `ndim` axes."""
+    if not isinstance(array, np.ndarray):
+        raise argument_error(name, "a numpy array", describe(array))
+    fmt = FORMATS.get(array.dtype)
+    if fmt is None or fmt not in legal:
+        remedy = FP8_REMEDY if legal is POOLED and array.dtype == np.uint8 else ""
+        raise argument_error(
+            name, f"dtype {' or '.join(f.name for f in legal)}", dtype_hint(array.dtype) + remedy
+        )
+    if array.ndim != ndim:
+        raise argument_error(name, f"{ndim} axes", f"shape {array.shape}")
+    return fmt
+
+
+def float_format(name: str, dtype: DTypeLike) -> Element:
+    """Return the format of a float dtype."""
+    try:
+        fmt = BY_DTYPE.get(np.dtype(dtype))
+    except TypeError:
+        fmt = None
+    if fmt is None or fmt not in FLOATS:
+        raise argument_error(name, FLOAT_NAMES, describe(dtype))
+    return fmt
+
+
+def dtype_hint(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype that is none of ours, and what to do about it."""
+    return f"{dtype}{REMEDIES.get(dtype.name, '')}"
+
+
+def check_not_empty(name: str, array: Array) -> None:
+    """Check that tokens have heads, and heads elements."""
+    if min(array.shape[-2:]) < 1:
+        raise argument_error(name, "at least one head and one element a head", f"shape {array.shape}")
+
+
+def check_new_tokens(current_key: Array, current_value: Array, ndim: int) -> tuple[Element, Array, Array]:
+    """Check new keys and values: one format, one shape; return both with rows in one piece."""
+    fmt = checked_format("current_key", current_key, DATA, ndim)
+    if checked_format("current_value", current_value, DATA, ndim) is not fmt:
+        raise argument_error("current_value", f"the dtype of current_key, {fmt}", current_value.dtype)
+    if current_value.shape != current_key.shape:
+        raise argument_error(
+            "current_value", f"the shape of current_key, {current_key.shape}", current_value.shape
+        )
+    check_not_empty("current_key", current_key)
+    return fmt, one_piece(current_key), one_piece(current_value)
+
+
+def packed_tokens(name: str, array: Array) -> tuple[str, int] | None:
+    """Return the name and number of packed tokens; None if the array is none, which its own check says."""
+    return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
+
+
+def named_arrays(**arrays: object) -> list[tuple[str, Array]]:
+    """Return the arrays that are there, with their names."""
+    return [(name, array) for name, array in arrays.items() if isinstance(array, np.ndarray)]
+
+
+def element_step(array: Array) -> int:
+    """Return the bytes from element to element of the last axis; 0 if they lie side by side."""
+    stride = array.strides[-1]
+    return 0 if array.shape[-1] == 1 or stride == array.itemsize else stride
+
+
+def one_piece(array: Array) -> Array:
+    """Return the array, or a copy whose last axis is contiguous."""
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def packed_strides(array: Array) -> tuple[int, int, int]:
+    """Return the strides (sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
+
+    Tokens are counted through all sequences, so the first is what a batch stride adds to that.
+    """
+    if array.ndim == 3:
+        return 0, array.strides[0], array.strides[1]
+    return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]
+
+
+def is_broadcast(array: Array) -> bool:
+    """Return whether the last axis is broadcast (stride 0), which no kernel reads."""
+    return array.shape[-1] > 1 and array.strides[-1] == 0
+
+
+def check_output(name: str, array: Array) -> None:
+    """Check an array that kernels write: writeable, rows in one piece, no two elements in one place."""
+    apart = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
+    if apart and not array.flags.c_contiguous:
+        raise argument_error(
+            name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items"
+        )
+    check_writeable(name, array)
+
+
+def check_writeable(name: str, array: Array) -> None:
+    """Check an array that kernels write: writeable, no two elements in one place."""
+    if not array.flags.writeable:
+        raise argument_error(name, "a writeable array", "a read-only one")
+    if array.flags.c_contiguous:
+        return
+    span = array.itemsize
+    for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if size > 1 and stride < span:
+            raise argument_error(name, "elements apart", f"shape {array.shape} with strides {array.strides}")
+        span += stride * (size - 1)
+
+
+def check_apart(name: str, array: Array, others: NamedArrays) -> None:
+    """Check that an array that kernels write shares no byte with the others."""
+    for other_name, other in others:
+        if np.may_share_memory(array, other) and _share(array, other):
+            raise argument_error(name, f"memory apart from {other_name}", "arrays that overlap")
+
+
+def _share(a: Array, b: Array) -> bool:
+    """Return whether arrays share memory; they count as sharing where the answer takes long."""
+    try:
+        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def check_size(name: str, shape: Sequence[int], fmt: Element, what: str = "outputs") -> None:
+    """Check that an array can have a shape, which the argument called `name` decides."""
+    if math.prod(filter(None, shape)) * fmt.dtype.itemsize > MOST_BYTES:
+        raise argument_error(name, f"{what} that an array can hold", f"shape {shape}")

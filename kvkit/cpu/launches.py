@@ -1,19 +1,23 @@
-"""Launches: prepared calls of kernels, which can be made again for other arrays of the same form."""
+"""Records that kernels read, filled by name, and launches: kernels that run on them as often as wanted."""
 
 import ctypes
 import functools
 import importlib
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
 from numba import prange, types
 
 from kvkit.cpu import memory
-from kvkit.runtime.jit import address as address
+from kvkit.runtime.arrays import address as address
+from kvkit.runtime.arrays import numbers_of
 from kvkit.runtime.jit import callback
 from kvkit.runtime.locks import OneCallLock
+from kvkit.typed import Array
 
 # One at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
 running = OneCallLock()
@@ -38,6 +42,37 @@ def forbid_nested_threads():
         forbid = getattr(ctypes.CDLL(pool.__file__), "omp_set_max_active_levels", None)
         if forbid:  # OpenMP 2.0 has no such levels
             forbid(1)
+
+
+class Record:
+    """A record of int64 fields, whose names come in lines, and of records, with fields `member.field`."""
+
+    def __init__(self, *lines: str, **members: "Record") -> None:
+        own = [name for line in lines for name in line.split()]
+        inner = [f"{member}.{name}" for member, form in members.items() for name in form.names]
+        self.names: tuple[str, ...] = (*own, *inner)
+        self.at: dict[str, int] = {name: i for i, name in enumerate(self.names)}
+        kinds: list[Any] = [(member, form.dtype) for member, form in members.items()]
+        self.dtype: np.dtype[Any] = np.dtype([(name, np.int64) for name in own] + kinds)
+        self._in_order = operator.itemgetter(*self.names)
+
+    def filled(self, fields: Mapping[str, Any]) -> Array:
+        """Return the numbers of a record. The mapping has each of its fields and no other.
+
+        An array stands for its address, None for 0.
+        """
+        return np.array(self.in_order(fields), np.int64)
+
+    def in_order(self, fields: Mapping[str, Any]) -> list[int]:
+        """Return the numbers of such a mapping in the order of the record."""
+        try:
+            values = self._in_order(fields)
+        except KeyError:
+            values = ()
+        if len(fields) != len(values):
+            odd = sorted(fields.keys() ^ self.at.keys())
+            raise TypeError(f"a record of {len(self.names)} fields, missing or unknown: {', '.join(odd)}")
+        return numbers_of(values)
 
 
 class Workspace:

@@ -34,11 +34,13 @@ def ahead_of(name):
     return Ahead(16 * 1024, 64, False) if name.startswith("znver") else Ahead(5 * 1024, 40, True)
 
 
+@functools.cache
 def has_integers():
     """Whether products of codes and 16-bit integers are there, and wanted."""
     return has("avx512vnni")
 
 
+@functools.cache
 def has_pairs():
     """Whether products of bfloat16 in pairs are there, and wanted."""
     return has("avx512bf16")

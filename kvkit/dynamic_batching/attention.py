@@ -6,7 +6,7 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.launch import attend
+from kvkit.calls.prepared import attend
 from kvkit.calls.steps import attend_packed
 from kvkit.checks.arguments import (
     CacheArguments,

@@ -7,8 +7,7 @@ from typing import Literal, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.calls import launch
-from kvkit.calls.rotary import rotate
+from kvkit.calls.positions import rotate, write_alibi_mask
 from kvkit.checks.arguments import PackedPositions, RotaryArguments
 from kvkit.checks.positions import checked_dynamic_alibi, checked_position_index
 from kvkit.interop import returns_input_kind
@@ -121,7 +120,7 @@ def alibi_mask(
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
     call = checked_dynamic_alibi(seqstarts, kvstarts, attn_mask, num_heads, data_type)
-    return launch.write_alibi_mask(call, out)
+    return write_alibi_mask(call, out)
 
 
 @returns_input_kind

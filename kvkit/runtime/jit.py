@@ -27,7 +27,7 @@ from numba.core.runtime import rtsys
 from numba.core.typing.ctypes_utils import to_ctypes
 
 from kvkit.runtime import disk_cache, lazy_imports, locks, notices, numba_068, source_digest
-from kvkit.runtime.addresses import address as address
+from kvkit.runtime.arrays import address as address
 
 Function = Callable[..., Any]
 Integers = Any  # int64 where an address says, as kernels index them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.calls.launch import attend
+from kvkit.calls.prepared import attend
 from kvkit.calls.steps import attend_static
 from kvkit.checks.arguments import CacheArguments, CacheAttention, Heads, Scoring
 from kvkit.checks.attention import checked_attention

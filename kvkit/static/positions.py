@@ -7,8 +7,7 @@ from typing import Literal, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
-from kvkit.calls import launch
-from kvkit.calls.rotary import rotate
+from kvkit.calls.positions import rotate, write_alibi_mask
 from kvkit.checks.arguments import RotaryArguments, StaticPositions
 from kvkit.checks.positions import checked_static_alibi, slope_results
 from kvkit.interop import returns_input_kind
@@ -105,7 +104,7 @@ def alibi_mask(
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
     call = checked_static_alibi(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type)
-    return launch.write_alibi_mask(call, out)
+    return write_alibi_mask(call, out)
 
 
 @returns_input_kind

@@ -10,8 +10,8 @@ import numpy as np
 from numba import types
 
 from kvkit.checks.records import Context, Side
+from kvkit.checks.values import packed_strides
 from kvkit.formats import BY_DTYPE, MASKS
-from kvkit.layouts.places import packed_strides
 
 # Addresses, byte strides from one sequence, row, token or head to the next, and numbers, by the functions
 # below that fill them. What nobody fills is 0.

@@ -48,7 +48,7 @@ from kvkit.checks.positions import (
     checked_static_alibi,
     slope_results,
 )
-from kvkit.checks.tensors import packed_tokens
+from kvkit.checks.values import packed_tokens
 from kvkit.typed import Array
 
 ZEROS = -1  # the source row of what is not there

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvkit.checks import pools
 from kvkit.checks.ascend import attention as twin
-from kvkit.checks.tensors import element_step
+from kvkit.checks.values import element_step
 from kvkit_cuda.attention import bias
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables

@@ -6,8 +6,7 @@ import numpy as np
 
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import StepArguments
-from kvkit.checks.tensors import packed_tokens
-from kvkit.checks.values import flag
+from kvkit.checks.values import flag, packed_tokens
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
 from kvkit_cuda.calls.prepared import PreparedCalls

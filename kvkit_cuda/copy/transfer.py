@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, types
 
+from kvkit.checks.values import packed_strides
 from kvkit.formats import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
-from kvkit.layouts.places import packed_strides
 from kvkit_cuda.copy import blocks, chunks
 from kvkit_cuda.device_runtime import device, host
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, types
 
+from kvkit.checks.values import packed_strides
 from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.formulas.index import share
-from kvkit.layouts.places import packed_strides
 from kvkit.runtime.jit import shared
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import sequence_of

@@ -12,7 +12,7 @@ from scenes import Formats, assert_all_same, assert_same
 
 import kvkit
 import kvkit_cuda
-from kvkit.checks import tensors
+from kvkit.checks import values
 from kvkit.interop import as_numpy
 from kvkit.runtime import call_log
 from kvkit.tools import vectors
@@ -124,7 +124,7 @@ def test_strided_arrays_of_the_device(rng, monkeypatch):
         assert array.strides[-1] == array.itemsize
         return array
 
-    monkeypatch.setattr(tensors, "one_piece", in_one_piece)
+    monkeypatch.setattr(values, "one_piece", in_one_piece)
     scene = scenes.static(rng, HALF, dim=40)
     expected = scene.oracle()
     wide = np.repeat(scene["current_key"], 2, axis=-1)[..., ::2]

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import kvkit
+from kvkit.checks.records import ENDLESS
 from kvkit.formulas import index
 from kvkit.formulas.index import sequence_among
-from kvkit.layouts.places import ENDLESS
 
 FAR = 2**31
 

@@ -11,7 +11,7 @@ import kvkit
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.attention.params import ATTENTION_PARAMS
 from kvkit.cpu.copy import pieces
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import Record
 
 RECORDS = {"params": ATTENTION_PARAMS, "side": pieces.SIDE}
 every = pytest.mark.parametrize("name", RECORDS)

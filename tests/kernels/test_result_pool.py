@@ -7,7 +7,7 @@ import pytest
 from surroundings import in_threads
 
 import kvkit
-from kvkit.runtime import result_pool
+from kvkit.runtime import arrays as result_pool
 
 pytestmark = pytest.mark.cpu
 MB = 2**20

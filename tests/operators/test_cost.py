@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit.checks import caches, tensors
+from kvkit.checks import caches
 from kvkit.checks.arguments import CacheArguments, StepArguments
 from kvkit.checks.index_tensors import check_room, checked_step
+from kvkit.checks.values import check_apart, check_new_tokens
 from kvkit.layouts import pmx
 
 BATCH, HEADS, DIM, PAST, PAGE = 64, 8, 128, 100, 128
@@ -40,11 +41,11 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step, microsecond):
     place = CacheArguments(1, 0, 8, 8, cache_layout=3)
 
     def checks():
-        fmt, key, value = tensors.check_new_tokens(tokens, tokens, 3)
+        fmt, key, value = check_new_tokens(tokens, tokens, 3)
         layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, pmx.DYNAMIC, place)
         check_room(checked_step(("current_key", BATCH), StepArguments(**step)), ("current_key", BATCH), layer)
         for name, array in (("cache", cache), ("scale", scale)):
-            tensors.check_apart(name, array, [("current_key", key), ("current_value", value)])
+            check_apart(name, array, [("current_key", key), ("current_value", value)])
 
     checks()
     times = []

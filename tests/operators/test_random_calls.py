@@ -17,7 +17,7 @@ from scenes import ALL_FORMATS, FLOATS, OPERATORS, Formats, assert_same
 from surroundings import carve
 
 from kvkit import cpu
-from kvkit.calls import rotary
+from kvkit.calls import positions
 from kvkit.reference import OPERATORS as REFERENCE
 
 EPS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -107,7 +107,7 @@ def test_plain_forms(generator, monkeypatch):
                 compile_heads = functools.partial(getattr(cpu.positions.rotary, name), plain=True)
                 monkeypatch.setattr(cpu.positions.rotary, name, compile_heads)
             monkeypatch.setattr(cpu.positions.alibi, "row_of_mask", functools.partial(row, plain=True))
-            rotary.rotations.clear()
+            positions.rotations.clear()
         for seed in range(120):
             results = arrays_of(generator(np.random.default_rng([seed, 1])).run())
             for i, (got, right) in enumerate(zip(results, found.setdefault(seed, results), strict=True)):

@@ -6,7 +6,7 @@ from numpy.testing import assert_array_equal
 from surroundings import in_threads
 
 import kvkit
-from kvkit.calls import rotary, steps
+from kvkit.calls import positions, steps
 
 pytestmark = pytest.mark.cpu
 ROWS, HEADS, DIM = 4096, 2, 16
@@ -177,7 +177,7 @@ def test_rotary_embedding(places, rng):
             rng.standard_normal((3, 4, DIM), np.float32),
             rng.standard_normal((3, 2, DIM), np.float32),
         )
-        rotary.rotations.clear()
+        positions.rotations.clear()
         wanted = turn(query.copy(), key.copy(), [0, 2, 3], first, None)
         turn(query.copy(), key.copy(), [0, 1, 3], [1, 1], None)
         for starts in ([0, 2, 3], np.array([0, 2, 3], np.int32)):

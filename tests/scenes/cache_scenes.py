@@ -14,7 +14,7 @@ from kvkit.cache import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from kvkit.runtime.result_pool import ALIGNED
+from kvkit.runtime.arrays import ALIGNED
 
 LAYERS = {
     "dynamic": DynamicLayer,

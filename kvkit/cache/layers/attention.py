@@ -8,13 +8,13 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
-from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import NO_MASK, MaskPlace
-from kvkit.checks.values import flag
+from kvkit.checks.values import checked_format, flag, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
-from kvkit.runtime.addresses import places_of
+from kvkit.runtime.arrays import places_of
 from kvkit.typed import Array, Attended
 
 
@@ -70,7 +70,7 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     if layer.store is None:
         raise argument_error(layer.name, "stored tokens (call update before attend)", "none")
     batch, heads, dim, *_ = layer.store.geometry
-    fmt = tensors.checked_format("query", query, FLOATS, 4)
+    fmt = checked_format("query", query, FLOATS, 4)
     _, query_heads, new, _ = query.shape
     if query_heads % heads or not query_heads or query.shape != (batch, query_heads, new, dim):
         wanted = f"shape [{batch}, a multiple of {heads}, q, {dim}] (batch, key heads and head size)"
@@ -78,7 +78,7 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     if span.begin > max(0, span.length - new - (layer.window or 0) + 1) or new > span.length:
         wanted = f"queries of the last tokens, whose windows {layer.name} still stores"
         raise argument_error("query", wanted, f"{new} queries after {span.length} tokens")
-    return fmt, tensors.one_piece(query.swapaxes(1, 2))
+    return fmt, one_piece(query.swapaxes(1, 2))
 
 
 def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> MaskPlace:

@@ -12,9 +12,9 @@ from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import KVView
 from kvkit.calls.prepared import form_of
-from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
-from kvkit.checks.values import integer
+from kvkit.checks.values import checked_format, integer, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.runtime.locks import CallLock
 from kvkit.typed import Array, Attended, States
@@ -152,7 +152,7 @@ class PagedLayer(BaseLayer):
                 expected = f"{tokens} positions from {length} on, after the last token"
                 raise argument_error("cache_position", expected, positions.tolist())
         store.apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
-        key, value = (tensors.one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
+        key, value = (one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
         step = rows.append(batch, tokens, self._layer_idx)
         step.append(key, value, self._layer_idx)
         if len(step.written) == store.num_layers:
@@ -180,9 +180,9 @@ class PagedLayer(BaseLayer):
         form = form_of((query,), (self.get_seq_length(), attention_mask, *options))
         prepared = step and step.calls.find(form)
         if prepared:
-            query = tensors.one_piece(query.swapaxes(1, 2))
+            query = one_piece(query.swapaxes(1, 2))
             return heads_first(step.attend_again(prepared, query, self._layer_idx))
-        tensors.checked_format("query", query, (store.format,), 4)
+        checked_format("query", query, (store.format,), 4)
         _, heads, tokens, _ = query.shape
         batch, _, length, _ = self.shape
         if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
@@ -196,7 +196,7 @@ class PagedLayer(BaseLayer):
         elif mask is not None and np.ndim(mask) != 4:
             raise argument_error("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
         place = masks.static_mask(store.format, mask, batch, heads, tokens, length)
-        query = tensors.one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
+        query = one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)
         weights = attention.checked_weights(query, place, scoring)
         made = attention.attention_results(query.shape, store.format, return_lse, []).arrays(None)

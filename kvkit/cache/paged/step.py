@@ -10,11 +10,11 @@ import numpy as np
 from kvkit import cpu
 from kvkit.cache.blocks.step import Step
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
-from kvkit.checks import attention, index_tensors, masks, tensors
+from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Heads, Scoring, StepArguments
-from kvkit.checks.values import integer
+from kvkit.checks.values import check_new_tokens, checked_format, integer, named_arrays, one_piece
 from kvkit.errors import argument_error
-from kvkit.runtime.addresses import places_of
+from kvkit.runtime.arrays import places_of
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -127,7 +127,7 @@ class PagedStep:
         form = form_of((query,), (attn_mask, tuple(options), *options.values()))
         prepared = self.calls.find(form)
         if prepared:
-            query = tensors.one_piece(query)
+            query = one_piece(query)
         else:
             query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
             context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
@@ -183,7 +183,7 @@ class PagedStep:
     def _tokens(self, current_key: Array, current_value: Array, layer_idx: int) -> Pair:
         """Check new keys and values; return them as numpy arrays."""
         store = self._store
-        fmt, current_key, current_value = tensors.check_new_tokens(current_key, current_value, 3)
+        fmt, current_key, current_value = check_new_tokens(current_key, current_value, 3)
         if fmt is not store.format:
             raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
         shape = self._steps.tokens, store.heads, store.dim
@@ -205,14 +205,14 @@ class PagedStep:
     ) -> tuple[Array, Array, Array | None, Any]:
         """Check queries; return (queries, outputs, lse, weights). `tokens` must not overlap the outputs."""
         store = self._store
-        tensors.checked_format("query", query, (store.format,), 3)
+        checked_format("query", query, (store.format,), 3)
         _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
         count, heads, _ = query.shape
         index_tensors.check_last_start("seqstarts", self._steps.tokens, ("query", count))
         mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
         weights = attention.checked_weights(query, mask, Scoring(sinks=sinks, **options))
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
-        inputs = tensors.named_arrays(**arrays, scale=store.scale, **tokens)
+        inputs = named_arrays(**arrays, scale=store.scale, **tokens)
         made = attention.attention_results(query.shape, store.format, return_lse, inputs).arrays(out)
         attn_output, lse, *_ = (*made, None)
         return query, attn_output, lse, weights

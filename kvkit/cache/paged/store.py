@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from kvkit.checks import attention, caches, tensors
+from kvkit.checks import attention, caches
 from kvkit.checks.arguments import CacheArguments
-from kvkit.checks.values import choice, integer, text
+from kvkit.checks.values import choice, float_format, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import QUANTIZED, STORED
 from kvkit.layouts import Layout
 from kvkit.layouts.pmx import DYNAMIC
-from kvkit.runtime import result_pool
+from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, Pair
 
 BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
@@ -40,9 +40,9 @@ class PagedStore:
         scale: Any,
     ) -> None:
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
-        self.cell = tensors.float_format("scale_dtype", scale_dtype)
+        self.cell = float_format("scale_dtype", scale_dtype)
         self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
-        self.format = tensors.float_format("dtype", dtype)
+        self.format = float_format("dtype", dtype)
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
         number = integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)
@@ -53,7 +53,7 @@ class PagedStore:
         sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # uint8, which .npz files have
-        self.cache = result_pool.zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
+        self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
         # Whether scales are computed, one per group; they then have the axes of the cache.
         self.found = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:

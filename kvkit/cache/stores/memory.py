@@ -7,10 +7,11 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.stores.span import Span
-from kvkit.checks import attention, tensors
+from kvkit.checks import attention
+from kvkit.checks.values import checked_format
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, Element
-from kvkit.runtime import result_pool
+from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, States
 
 
@@ -42,8 +43,8 @@ def check_geometry(key_states: Array, value_states: Array, frozen: Geometry | No
     """Check new keys and values; return their geometry, which is the `frozen` one unless that is None."""
     if frozen is not None and frozen.fits(key_states, value_states):
         return frozen
-    fmt = tensors.checked_format("key_states", key_states, FLOATS, 4)
-    if tensors.checked_format("value_states", value_states, FLOATS, 4) is not fmt:
+    fmt = checked_format("key_states", key_states, FLOATS, 4)
+    if checked_format("value_states", value_states, FLOATS, 4) is not fmt:
         raise argument_error("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
     batch, heads, new, dim = key_states.shape
     if value_states.shape[:3] != (batch, heads, new):
@@ -70,7 +71,7 @@ class Store:
 
     def _arrays(self) -> Sequence[Array]:
         batch, heads, *dims, fmt = self.geometry
-        return [result_pool.zeros((batch, heads, self.capacity, dim), fmt.dtype) for dim in dims]
+        return [zeros((batch, heads, self.capacity, dim), fmt.dtype) for dim in dims]
 
     def write(self, row: int, key_states: Array, value_states: Array) -> None:
         """Write new tokens to the rows from `row` on."""

@@ -9,7 +9,7 @@ from kvkit.checks.arguments import BlockAttention
 from kvkit.checks.ascend import tensors
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, MaskPlace, StepIndex
-from kvkit.checks.tensors import NamedArrays, check_not_empty, checked_format, named_arrays
+from kvkit.checks.values import NamedArrays, check_not_empty, checked_format, named_arrays
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, MASKS, Element
 from kvkit.typed import Array

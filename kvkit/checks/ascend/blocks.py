@@ -12,8 +12,7 @@ from kvkit.checks.arguments import BlockLoad
 from kvkit.checks.ascend import tensors
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
-from kvkit.checks.tensors import DATA, NamedArrays, check_size, check_writeable, checked_format
-from kvkit.checks.values import text
+from kvkit.checks.values import DATA, NamedArrays, check_size, check_writeable, checked_format, text
 from kvkit.errors import argument_error
 from kvkit.formats import Element
 from kvkit.typed import Array

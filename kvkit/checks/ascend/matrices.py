@@ -6,8 +6,7 @@ import numpy as np
 
 from kvkit.checks.ascend.tensors import fractal
 from kvkit.checks.outputs import Results
-from kvkit.checks.tensors import DATA, checked_format
-from kvkit.checks.values import integer
+from kvkit.checks.values import DATA, checked_format, integer
 from kvkit.errors import argument_error
 from kvkit.formats import Element
 from kvkit.typed import Array

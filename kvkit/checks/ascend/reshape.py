@@ -11,8 +11,7 @@ from kvkit.checks.ascend import tensors
 from kvkit.checks.ascend.tensors import TokensAndCache
 from kvkit.checks.index_tensors import index
 from kvkit.checks.pools import plain_pieces, slot_error
-from kvkit.checks.tensors import DATA, check_not_empty, checked_format
-from kvkit.checks.values import choice, text
+from kvkit.checks.values import DATA, check_not_empty, checked_format, choice, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, INT8, Element
 from kvkit.operators.compression import NEEDED, CompressType

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvkit.checks import tensors
+from kvkit.checks.records import FRACTAL_BYTES
+from kvkit.checks.values import DATA, check_apart, check_writeable, checked_format
 from kvkit.errors import argument_error
 from kvkit.formats import BFLOAT16, FLOAT16, INT8, Element
-from kvkit.layouts.places import FRACTAL_BYTES
 from kvkit.typed import Array
 
 FORMATS = ("ND", "NZ")
@@ -33,11 +33,11 @@ def pairs(
 
 def cache_in_blocks(name: str, array: Array, cache_format: str, written: bool) -> tuple[Element, Array]:
     """Return the format of a cache in blocks, and a view [blocks, rows, heads or groups, dim]."""
-    fmt = tensors.checked_format(name, array, tensors.DATA, 4)
+    fmt = checked_format(name, array, DATA, 4)
     if min(array.shape) < 1:
         raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
     if written:
-        tensors.check_writeable(name, array)
+        check_writeable(name, array)
     if cache_format == "NZ" and array.shape[3] != fractal(fmt):
         raise argument_error(name, f"a last axis of {fractal(fmt)}, for NZ of {fmt}", f"shape {array.shape}")
     return fmt, in_rows(array, cache_format)
@@ -61,7 +61,7 @@ def same_blocks(caches: Sequence[tuple[str, Array]]) -> tuple[int, int]:
 def caches_apart(caches: Sequence[tuple[str, Array]], others: Sequence[tuple[str, Array]] = ()) -> None:
     """Check that caches which are written, with their names, share no byte with each other or the others."""
     for i, (name, array) in enumerate(caches):
-        tensors.check_apart(name, array, [*caches[i + 1 :], *others])
+        check_apart(name, array, [*caches[i + 1 :], *others])
 
 
 def same_types(formats: Sequence[Element], cache_format: str) -> None:

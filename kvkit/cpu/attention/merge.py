@@ -8,8 +8,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd.lanes import (
     I64,
     RAW,
@@ -111,7 +110,7 @@ def prepare_merge(element, outputs, lses, out, lse):
     numbers[: len(TASK.names)] = TASK.filled({
         "workers": 1, "parts": parts, "rows": lse.size, "dim": out.shape[-1],
         "outputs": places, "lses": places + 8 * parts,
-        "out": address(out), "lse": address(lse), "entries": address(entries),
+        "out": out, "lse": lse, "entries": entries,
     })  # fmt: skip
     walk, task = merge_code(element), address(numbers)
 

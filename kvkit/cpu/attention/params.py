@@ -6,7 +6,7 @@ Fields are numbers and addresses; strides are bytes. Kernels are C functions tha
 import numpy as np
 
 from kvkit.cpu import memory
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import Record
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.runtime.jit import helper
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit.checks.records import Side
+from kvkit.checks.values import packed_strides
 from kvkit.cpu import machine
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers
@@ -30,7 +31,6 @@ from kvkit.cpu.copy.rows import LOAD, READ, rows
 from kvkit.cpu.launches import Launch, Workspace, address, run_workers, threads
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.formats.elements import BY_NAME, coarser
-from kvkit.layouts.places import packed_strides
 
 BLOCK_TOKENS = 64
 # Tokens of a block where heads are interleaved, and its bytes: with the next one, which is prefetched
@@ -204,8 +204,8 @@ def fixed_fields(form):
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK,
         "lead": 0 if form.decoder else block if form.interleaved else lead,
-        "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": address(COUNTING),
-        "orders": 0 if orders is None else address(orders),
+        "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": COUNTING,
+        "orders": orders,
     }  # fmt: skip
 
 
@@ -335,7 +335,7 @@ SIDE_FIELDS = {
 def side_fields(name, context, i, table):
     """Return the fields of keys or values: places, the table of their pages, steps and sizes."""
     size = (context.key_bytes, context.value_bytes)[i]
-    numbers = *context.sides[i], address(table), context.steps[i], context.elements[i], size
+    numbers = *context.sides[i], table, context.steps[i], context.elements[i], size
     return dict(zip(SIDE_FIELDS[name], numbers, strict=True))
 
 
@@ -343,7 +343,7 @@ def step_fields(steps, decoding):
     """Return the fields of a step's sequences."""
     return {
         "batch": len(steps.start_pos), "decoding": decoding,
-        "seqstarts": address(steps.seqstarts), "kvstarts": address(steps.kvstarts),
+        "seqstarts": steps.seqstarts, "kvstarts": steps.kvstarts,
         "table_row": steps.table.strides[0], "page_size": steps.page_size,
         "table_starts": 0 if steps.table_starts is None else address(steps.table_starts),
     }  # fmt: skip
@@ -353,7 +353,7 @@ def query_fields(query, heads):
     """Return the fields of queries."""
     sequence, token, head = packed_strides(query)
     return {
-        "query": address(query), "query_sequence": sequence, "query_token": token, "query_head": head,
+        "query": query, "query_sequence": sequence, "query_token": token, "query_head": head,
         "group": query.shape[-2] // heads,
     }  # fmt: skip
 
@@ -363,8 +363,8 @@ def output_fields(out, lse):
     sequence, token, head = packed_strides(out)
     lse_sequence, lse_token, lse_head = (0, 0, 0) if lse is None else packed_strides(lse[..., None])
     return {
-        "out": address(out), "out_sequence": sequence, "out_token": token, "out_head": head,
-        "lse": 0 if lse is None else address(lse),
+        "out": out, "out_sequence": sequence, "out_token": token, "out_head": head,
+        "lse": lse,
         "lse_sequence": lse_sequence, "lse_token": lse_token, "lse_head": lse_head,
     }  # fmt: skip
 
@@ -374,9 +374,9 @@ def scoring_fields(weights, constants, sinks):
     slopes = weights.slopes
     return {
         "causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right,
-        "cap": weights.softcap != 0, "cap_at": address(constants) + 4,
-        "sinks": 0 if sinks is None else address(sinks), "sink_sequences": weights.apart,
-        "slopes": 0 if slopes is None else address(slopes),
+        "cap": weights.softcap != 0, "cap_at": constants[1:],
+        "sinks": sinks, "sink_sequences": weights.apart,
+        "slopes": slopes,
         "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
     }  # fmt: skip
 
@@ -384,9 +384,9 @@ def scoring_fields(weights, constants, sinks):
 def factor_fields(scales, constants):
     """Return where factors of keys and values are: scales [2, sequences or 1, heads or 1], or one for all."""
     if scales is None:
-        keys, values, sequence, head = address(constants), 0, 0, 0
+        keys, values, sequence, head = constants, None, 0, 0
     else:
-        keys, values = address(scales), address(scales) + scales.strides[0]
+        keys, values = scales
         sequence, head = (
             0 if size == 1 else stride
             for size, stride in zip(scales.shape[1:], scales.strides[1:], strict=True)

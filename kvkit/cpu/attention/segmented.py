@@ -19,8 +19,7 @@ from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.params import COUNTING, block_at, params_at, tile_at, whole_tiles
 from kvkit.cpu.copy.codes import cells_of
 from kvkit.cpu.copy.rows import LOAD, SIGNATURE, call_rows, rows
-from kvkit.cpu.launches import address
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import Record, address
 from kvkit.cpu.simd import attention as simd
 from kvkit.cpu.simd.codes import whole_panels
 from kvkit.formats.elements import CODES, coarser
@@ -60,7 +59,7 @@ get, table_at, segment_at = memory.load(types.int64), memory.record(TABLE), memo
 def new_table(heads, batch):
     """Return the numbers of a table whose segments `set_segments` has to fill."""
     fields = dict.fromkeys(TABLE.names, 0) | {"heads": heads, "planes": batch * heads}
-    addresses = {"counting": address(COUNTING), "clamped": address(CLAMPS), "ones": address(UNITS)}
+    addresses = {"counting": COUNTING, "clamped": CLAMPS, "ones": UNITS}
     return TABLE.filled(fields | addresses)
 
 

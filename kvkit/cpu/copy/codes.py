@@ -15,8 +15,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, row_by_row, rows, side_at
-from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME, CODES, coarser
@@ -221,7 +220,7 @@ def prepare_codes(code, batch, units, at, heads, dim, elements):
     workers = items if chunks > 1 else 1
     task = TASK.filled({
         "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
-        "units": units, "at": address(numbers), "heads": heads, "dim": dim,
+        "units": units, "at": numbers, "heads": heads, "dim": dim,
     })  # fmt: skip
     run = functools.partial(run_workers, spread_code(), workers, address(task))
     return Launch(numbers, {}, run, alive=(task,))

@@ -10,17 +10,16 @@ import math
 import numpy as np
 from numba import types
 
+from kvkit.checks.records import FRACTAL_BYTES
 from kvkit.checks.slots import COUNT, HEAD, MEAN, PIECE, SLOT, TOKEN
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import STORE, call_rows, rows
 from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
-from kvkit.cpu.launches import WORKER, Launch, Workspace, address, run_workers, threads
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.fractals import ask, fractals, scattered_fractals
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
-from kvkit.layouts.places import FRACTAL_BYTES
 from kvkit.runtime.jit import callback, helper
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format for each element size in bytes
@@ -216,8 +215,8 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
         moved += tokens * heads * dim * size
         *strides, row_bytes = form
         places.append(SIDE.filled({
-            "packed": address(array), "token": array.strides[0], "head": array.strides[1],
-            "cache": address(cache), "block": cache.strides[0], "row": cache.strides[1],
+            "packed": array, "token": array.strides[0], "head": array.strides[1],
+            "cache": cache, "block": cache.strides[0], "row": cache.strides[1],
             **dict(zip(FORM, strides, strict=True)), "dim": row_bytes // unit,
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
             "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_CELLS,
@@ -238,8 +237,8 @@ def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0,
     workers = items if count > 1 else 1
     task = TASK.filled({
         "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
-        "sides": address(numbers), "side_bytes": SIDE.dtype.itemsize,
-        "pieces": address(pieces), "starts": address(starts), "count": len(pieces),
+        "sides": numbers, "side_bytes": SIDE.dtype.itemsize,
+        "pieces": pieces, "starts": starts, "count": len(pieces),
         "block_size": block_size, "lines": 0,
     })  # fmt: skip
     walk = code_of_walk()
@@ -273,11 +272,11 @@ def encode(side, pieces):
         form, dim = (heads, packed_head, pool_head, dim, size, step), 1
         ends = {"cell_outer": head, "cell_inner": 0}
     numbers = SIDE.filled({
-        "packed": address(tokens), "token": token, "head": packed_head,
-        "cache": address(pool), "block": pool.strides[0], "row": pool.strides[1],
+        "packed": tokens, "token": token, "head": packed_head,
+        "cache": pool, "block": pool.strides[0], "row": pool.strides[1],
         **dict(zip(FORM, form, strict=True)), "dim": dim,
         "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0, "elements": dim, "line_bytes": 0,
-        "stores": 1, "cells": 0 if cells is None else address(cells), "cell_block": block, "cell_row": row,
+        "stores": 1, "cells": cells, "cell_block": block, "cell_row": row,
         **ends,
     })  # fmt: skip
     return moving([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, cells))

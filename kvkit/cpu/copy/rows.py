@@ -12,7 +12,7 @@ from numba import types
 
 from kvkit.cpu import machine, memory
 from kvkit.cpu.copy import blocks, minifloats
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import Record
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric

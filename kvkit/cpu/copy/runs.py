@@ -13,8 +13,7 @@ from numba.extending import intrinsic
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback, helper
 
@@ -138,8 +137,8 @@ def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
     moved = int(runs[:, 2].sum()) * len(chunks) * width
     workers = threads() if moved >= SMALL_BYTES else 1
     task = TASK.filled({
-        "workers": workers, "runs": address(runs), "count": len(runs),
-        "chunks": address(chunks), "chunk_count": len(chunks),
+        "workers": workers, "runs": runs, "count": len(runs),
+        "chunks": chunks, "chunk_count": len(chunks),
         "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
     })  # fmt: skip
     run = functools.partial(run_workers, runs_code(), workers, address(task))

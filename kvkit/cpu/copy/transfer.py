@@ -9,14 +9,13 @@ import functools
 import numpy as np
 from numba import types
 
+from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import LOAD, SIDE, STORE, call_rows, rows, side_at
-from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
-from kvkit.layouts.places import packed_strides
 from kvkit.runtime.jit import callback
 
 BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
@@ -88,11 +87,11 @@ def owners_of(direction, scaled):
     return owners
 
 
-def places_of(array, side):
+def numbers_of_side(array, side):
     """Return the numbers of a `SIDE`: a packed array, and keys or values in a cache."""
     sequence, token, head = packed_strides(array)
     return SIDE.in_order({
-        "packed": address(array), "packed_sequence": sequence, "packed_token": token, "packed_head": head,
+        "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,
         "cache": side.address, "cache_sequence": side.sequence,
         "cache_row": side.row, "cache_head": side.head,
         "scale": side.scales, "scale_sequence": side.scale_sequence, "scale_row": side.scale_row,
@@ -123,7 +122,7 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
     codes = cache.cell and not BY_NAME[cache.stored].minifloat
     groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
     rows_code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
-    sides = np.array([*map(places_of, (key, value), cache.sides)], np.int64)
+    sides = np.array([*map(numbers_of_side, (key, value), cache.sides)], np.int64)
     keys, values = cache.sides
     block = 0 if abs(values.address - keys.address) > abs(keys.row) else BLOCKS[direction]
     chunks = threads() if moved >= SMALL_BYTES else 1
@@ -131,9 +130,9 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
     workers = items if chunks > 1 else 1
     task = TASK.filled({
         "rows_code": rows_code, "chunks": chunks, "items": items, "workers": workers, "block": block,
-        "heads": heads, "repeat": repeat, "dim": dim, "sides": address(sides),
-        "starts": address(starts), "first": address(first), "batch": len(first),
-        "table": address(steps.table), "table_row": steps.table.strides[0], "page_size": steps.page_size,
+        "heads": heads, "repeat": repeat, "dim": dim, "sides": sides,
+        "starts": starts, "first": first, "batch": len(first),
+        "table": steps.table, "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
     run = functools.partial(run_workers, transfer_code(), workers, address(task))
     return Launch(

@@ -8,8 +8,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME, mask_bytes
 from kvkit.formulas import numeric
@@ -160,9 +159,9 @@ def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding
     places = np.array([(address(target), *target.strides[:3]), mask], np.int64)
     task = TASK.filled({
         "row_code": row_of_mask(element, mask_element).address, "workers": workers,
-        "starts": address(starts), "kvstarts": address(kvstarts), "sequences": len(starts) - 1,
+        "starts": starts, "kvstarts": kvstarts, "sequences": len(starts) - 1,
         "batches": batches, "heads": heads, "columns": columns,
-        "padding": int(np.float32(padding).view(np.uint32)), "places": address(places),
+        "padding": int(np.float32(padding).view(np.uint32)), "places": places,
     })  # fmt: skip
     run = functools.partial(run_workers, alibi_code(), workers, address(task))
     return Launch(places.reshape(-1), {}, run, alive=(target, task, starts, kvstarts))

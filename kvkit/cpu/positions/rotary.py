@@ -14,16 +14,15 @@ import math
 import numpy as np
 from numba import types
 
+from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
-from kvkit.cpu.launches import WORKER, Launch, Workspace, address, run_workers, threads
-from kvkit.cpu.records import Record
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.formulas.index import sequence_among, share
-from kvkit.layouts.places import packed_strides
 from kvkit.runtime.jit import INDEX, callback, helper
 
 LANES = 16
@@ -267,11 +266,11 @@ def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, ta
     places, numbers, scratch_bytes = np.array(sides, np.int64), doubles(theta, divisor, factor), 64 * turned
     task = TASK.filled({
         "heads_code": (halves_of if halves else heads_of)(element, stream).address, "workers": workers,
-        "starts": address(starts), "first": address(first), "batch": len(first),
-        "sides": address(places), "dim": moves[0][0].shape[-1], "turned": turned, "halves": halves,
-        "table": 0 if tables is None else address(tables),
+        "starts": starts, "first": first, "batch": len(first),
+        "sides": places, "dim": moves[0][0].shape[-1], "turned": turned, "halves": halves,
+        "table": tables,
         "table_bytes": 0 if tables is None else tables.strides[0],
-        "numbers": address(numbers), "longest": longest,
+        "numbers": numbers, "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
     walk = rotary_code()

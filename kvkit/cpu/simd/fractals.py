@@ -1,7 +1,7 @@
 """Copy rows to and from Ascend's NZ layout, which stores rows in groups (fractals) of 32 bytes."""
 
+from kvkit.checks.records import FRACTAL_BYTES
 from kvkit.cpu.simd.lanes import I8, I64, loop, micro_kernel, prefetch, read, write
-from kvkit.layouts.places import FRACTAL_BYTES
 
 LINE = 64  # bytes
 

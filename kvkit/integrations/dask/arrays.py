@@ -15,7 +15,7 @@ from kvkit.checks.arguments import Scoring
 from kvkit.checks.attention import Weights, checked_weights
 from kvkit.checks.masks import is_empty
 from kvkit.checks.records import NO_MASK
-from kvkit.checks.tensors import float_format
+from kvkit.checks.values import float_format
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import partial_attention

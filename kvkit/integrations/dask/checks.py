@@ -11,8 +11,7 @@ import kvkit
 from kvkit.checks import attention
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import NO_MASK
-from kvkit.checks.tensors import float_format
-from kvkit.checks.values import integer, text
+from kvkit.checks.values import float_format, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME, FLOATS, QUANTIZED, STORED
 from kvkit.typed import Array

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.checks.tensors import FORMATS
+from kvkit.checks.values import FORMATS
 from kvkit.formats import NAMED, Format, named
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule

@@ -1,17 +1,18 @@
-"""Rotary position embedding: queries and keys are rotated in calls that are prepared once for each form."""
+"""Launches of position operators: rotations, prepared once for each form of calls, and ALiBi masks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from kvkit import cpu
-from kvkit.calls import launch
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned
 from kvkit.checks.arguments import PackedPositions, RotaryArguments, StaticPositions
-from kvkit.checks.positions import checked_rotation, positions_of
-from kvkit.checks.tensors import one_piece
-from kvkit.runtime import result_pool
-from kvkit.runtime.addresses import places_of
+from kvkit.checks.positions import AlibiCall, RotationCall, checked_rotation, positions_of
+from kvkit.checks.values import one_piece
+from kvkit.runtime.arrays import empty_result, places_of
 from kvkit.typed import Array, Pair
 
 ARRAYS = "query", "key", "turned query", "turned key"
@@ -42,8 +43,8 @@ def rotate(
         call, *own = prepared
         positions = positions_of(query, where)
         results = out or (
-            result_pool.empty(query.shape, query.dtype),
-            result_pool.empty(key.shape, key.dtype),
+            empty_result(query.shape, query.dtype),
+            empty_result(key.shape, key.dtype),
         )
         if len(own[0]) == len(positions[0]):
             for ours, theirs in zip(own, positions, strict=True):
@@ -54,10 +55,32 @@ def rotate(
     checked = checked_rotation(query, key, where, arguments)
     rotated_query, rotated_key = checked.results.arrays(out)
     if checked.starts[-1]:
-        rotation = launch.rotation_launch(checked, (rotated_query, rotated_key))
+        rotation = rotation_launch(checked, (rotated_query, rotated_key))
         cpu.launches.start(rotation)
         if form and all(one_piece(array) is array for array in arrays):
             repeated = dict(zip(ARRAYS, (*arrays, rotated_query, rotated_key), strict=True))
             call = PreparedCall([rotation], repeated, ROTATED)
             rotations.keep(form, (call, checked.starts, checked.first))
     return rotated_query, rotated_key
+
+
+def rotation_launch(call: RotationCall, results: Sequence[Array]) -> Any:
+    """Return the launch of a checked call of `rotary_position_embedding` that has tokens."""
+    moves = tuple(zip(map(one_piece, (call.query, call.key)), results, strict=True))
+    tables = call.tables and np.array(call.tables, np.float32)
+    how = call.rotated, call.bypass_key, call.halves, tables, call.scaling
+    return cpu.positions.rotary.prepare_rotary(call.fmt.name, moves, call.starts, call.first, *how)
+
+
+def write_alibi_mask(call: AlibiCall, out: Array | None) -> Array:
+    """Write a mask of ALiBi's biases, and return it."""
+    (out,) = call.results.arrays(out)
+    target = out if out.ndim == 4 else out[None]
+    if out.size:
+        tokens = call.starts, call.kvstarts
+        cpu.launches.start(
+            cpu.positions.alibi.prepare_alibi(
+                target, call.fmt.name, *tokens, call.place, call.element, call.padding
+            )
+        )
+    return out
