@@ -23,6 +23,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "study": ("kvkit_cli.study", "Say what schemes of quantization cost a cache, head by head."),
+    "size": ("kvkit_cli.size", "Say how many bytes the cache of a model takes."),
     "draw": ("kvkit_cli.draw", "Draw a layout, or whose the rows of a cache in a file are."),
     "check": ("kvkit_cli.check", "Say what cannot be right in page tables, slots, layouts, scales and data."),
     "diff": ("kvkit_cli.diff", "Say where two caches or outputs differ, and why."),

@@ -8,8 +8,7 @@ Over sequences of one length, each with its own part of a cache, and beside cach
     rotary_position_embedding, alibi_slope, alibi_mask    positions
     merge_attention_states        attention over parts of a context, put together
     paged_attention, paged_append, swap_blocks    over any engine's pools of pages, as they lie
-    Rope                          how a model rotated its keys, to move them by some positions
-    KvkitError, DeviceError       what is raised
+    Rope; KvkitError, DeviceError    how a model rotated its keys; what is raised
 
 Rooms:
 
@@ -20,7 +19,7 @@ Rooms:
     files               caches in files of many kinds, with what they mean
     cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
     integrations        dask, onnx and transformers
-    tools               what is in a file, whether it can be right, where two differ, what schemes cost
+    tools               what is in a file, can it be right, where do two differ, what do schemes cost
     kvkit_cuda          a package of the same names, on a GPU
 
 In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit run` on a file; `kvkit --help` has all verbs.
@@ -33,7 +32,6 @@ from kvkit import ascend, dynamic_batching
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_append, paged_attention, swap_blocks
-from kvkit.rope import Rope
 from kvkit.runtime import source_digest  # noqa: F401  (sources: at import, see there)
 from kvkit.static import (
     alibi_mask,
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
     from kvkit import integrations as integrations
     from kvkit import layouts as layouts
     from kvkit import tools as tools
+    from kvkit.rope import Rope as Rope
 
 __all__ = [
     "DeviceError",
@@ -77,6 +76,8 @@ ROOMS = ("cache", "files", "formats", "integrations", "layouts", "tools")  # loa
 def __getattr__(name):
     if name in ROOMS:
         return importlib.import_module(f"kvkit.{name}")
+    if name == "Rope":
+        return importlib.import_module("kvkit.rope").Rope
     raise AttributeError(f"module 'kvkit' has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@
     check       whether page tables, slots, layouts, scales and data can be right
     diff        where two caches or outputs differ, and why
     study       what schemes of quantization cost a cache, head by head
+    size        how many bytes the cache of a model takes, from its configuration
     vectors     packs of golden vectors: made, verified, replayed, compared, exported
 
 A result is what a terminal shows (``str``) and what a program reads (``to_dict()``). Each tool is a verb of
@@ -23,6 +24,7 @@ TOOLS = {  # name: the module that has it, or that it is
     "diff": "kvkit.tools.comparison",
     "scheme": "kvkit.formats.schemes",
     "study": "kvkit.tools.studies.study",
+    "size": "kvkit.tools.sizing",
     "vectors": "kvkit.tools.vectors",
 }
 

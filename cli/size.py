@@ -1,0 +1,45 @@
+"""`kvkit size`: how many bytes the cache of a model takes."""
+
+import click
+
+from kvkit import tools
+from kvkit.errors import KvkitError
+from kvkit_cli import tool
+
+
+def numbers(context, param, text):
+    """Return the numbers of a text such as 4096,32768."""
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 16 for part in parts):
+        raise KvkitError(f"{param.opts[-1]}: expected NUMBER,..., as 4096,32768, got {text}")
+    return [int(part) for part in parts] or None
+
+
+@click.command(cls=tool.ToolVerb)
+@click.argument("model", metavar="MODEL", type=tool.PATH)
+@click.option("--tokens", metavar="N,...", callback=numbers, help="Lengths of a sequence: 4096,32768.")
+@click.option("--batch", metavar="N,...", callback=numbers, default="1", help="Sequences of that length.")
+@click.option(
+    "--formats", metavar="NAME,...", default="float16", show_default=True, help="As study has them."
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["exact", "transformers", "vllm", "llama.cpp"]),
+    default="exact",
+    show_default=True,
+    help="Whose rounding to pages and windows applies.",
+)
+@click.option("--step", type=int, metavar="N", help="New tokens of a step, for which windows keep room.")
+@click.option("--fit", metavar="BYTES", help="Say the longest contexts that fit instead: 24GiB.")
+@tool.json_option
+def size(model, as_json, **options):
+    """Say how many bytes the cache of a model takes, by context length, batch and format.
+
+    MODEL is a config.json of transformers, a folder that has one, or a GGUF file. Its weights are not read.
+
+    \b
+    Examples:
+      kvkit size config.json --formats float16,q8_0 --batch 1,8
+      kvkit size model.gguf --engine llama.cpp --fit 24GiB
+    """
+    tool.tell(tools.size(model, **options), as_json)

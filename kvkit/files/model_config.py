@@ -1,0 +1,272 @@
+"""What the layers of a model store, read from a config.json of transformers or the header of a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvkit.errors import KvkitError, argument_error, brief
+
+KINDS = "full", "sliding", "latent", "index", "recurrent", "shared"
+OF_TYPES = {  # a layer type of transformers: the kind of layer
+    "full_attention": "full", "attention": "full", "sliding_attention": "sliding",
+    "chunked_attention": "sliding", "linear_attention": "recurrent", "mamba": "recurrent",
+    "mamba2": "recurrent", "conv": "recurrent", "moe": "", "mlp": "",
+}  # fmt: skip
+# Every so many layers one is full and the others slide: models whose configurations may not say it.
+FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2, "gpt-oss": 2}
+GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+                12: "<d"}  # fmt: skip
+GGUF_TEXT, GGUF_ARRAY = 8, 9
+MOST = 2**20  # entries or characters of a header: beyond it is no model's
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores: for each token heads of keys and of values, for each sequence a state.
+
+    Attributes
+    ----------
+    kind : str
+        One of `KINDS`: "full" and "sliding" attention; "latent" has one row for keys and values (MLA);
+        "index" has the keys that choose tokens for sparse attention; "recurrent" has a state and no tokens;
+        "shared" reads another layer's cache.
+    heads, key_dim, value_dim : int
+    window : int or None
+        How many of the last tokens a sliding layer attends to.
+    state : int
+        Numbers of the state of a sequence.
+    """
+
+    kind: str
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int | None = None
+    state: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The layers of a model, and the longest context that it was trained for, 0 if unknown."""
+
+    name: str
+    layers: tuple[LayerShape, ...]
+    longest: int
+
+
+def read_model(model: Any) -> ModelShape:
+    """Return the layers of a config.json, of a folder with one, of a GGUF file, or of a config in memory."""
+    if hasattr(model, "to_dict"):
+        model = model.to_dict()
+    if isinstance(model, Mapping):
+        return of_config(model)
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return of_gguf(read_gguf(file))
+            file.seek(0)
+            found = json.load(file)
+    except (ValueError, struct.error) as error:
+        raise KvkitError(f"{path}: neither a config.json nor a GGUF file: {brief(error)}") from None
+    if not isinstance(found, dict):
+        raise KvkitError(f"{path}: expected a config.json, got {type(found).__name__}")
+    return of_config(found)
+
+
+def read_gguf(file: BinaryIO) -> dict[str, Any]:
+    """Return the metadata of a GGUF file whose first four bytes were read."""
+
+    def number(code: str) -> Any:
+        return struct.unpack(code, file.read(struct.calcsize(code)))[0]
+
+    def count() -> int:
+        found = int(number("<Q"))
+        if found > MOST:
+            raise ValueError(f"a length of {found} in its header")
+        return found
+
+    def value(kind: int) -> Any:
+        if kind == GGUF_TEXT:
+            return file.read(count()).decode(errors="replace")
+        if kind == GGUF_ARRAY:
+            of = number("<I")
+            return [value(of) for _ in range(count())]
+        if kind not in GGUF_NUMBERS:
+            raise ValueError(f"a value of type {kind} in its header")
+        return number(GGUF_NUMBERS[kind])
+
+    number("<I"), number("<Q")  # version, tensors
+    return {value(GGUF_TEXT): value(number("<I")) for _ in range(count())}
+
+
+def of_gguf(fields: Mapping[str, Any]) -> ModelShape:
+    """Return the layers that the metadata of a GGUF file describe."""
+    architecture = str(fields.get("general.architecture"))
+    found = {name.removeprefix(f"{architecture}."): x for name, x in fields.items()}
+    count, heads = whole(found, "block_count"), whole(found, "attention.head_count", default=1)
+    kv_heads = each(found.get("attention.head_count_kv", heads), count)
+    dim = whole(found, "attention.key_length", default=whole(found, "embedding_length", default=0) // heads)
+    values = whole(found, "attention.value_length", default=dim)
+    window, every = found.get("attention.sliding_window"), found.get("full_attention_interval")
+    pattern = found.get("attention.sliding_window_pattern", FULL_EVERY.get(architecture, 0))
+    inner, groups = whole(found, "ssm.inner_size", default=0), whole(found, "ssm.group_count", default=0)
+    depth = whole(found, "ssm.state_size", default=0)
+    state = conv_state(found.get("ssm.conv_kernel", 1), inner + 2 * groups * depth) + inner * depth
+    shared = whole(found, "attention.shared_kv_layers", default=0)
+    layers = []
+    for i in range(count):
+        if i >= count - shared:
+            layers.append(LayerShape("shared"))
+        elif not kv_heads[i] or (every and (i + 1) % every):
+            layers += [LayerShape("recurrent", state=state)] * bool(state)
+        elif "attention.key_length_mla" in found:
+            layers.append(LayerShape("latent", 1, dim))
+        elif window and slides(pattern, i):
+            layers.append(
+                LayerShape(
+                    "sliding", kv_heads[i], swa(found, "key", dim), swa(found, "value", values), window
+                )
+            )
+        else:
+            layers.append(LayerShape("full", kv_heads[i], dim, values))
+    return ModelShape(
+        str(fields.get("general.name", architecture)), tuple(layers), int(found.get("context_length", 0))
+    )
+
+
+def swa(found: Mapping[str, Any], side: str, default: int) -> int:
+    """Return the size of heads in layers with a window."""
+    return whole(found, f"attention.{side}_length_swa", default=default)
+
+
+def slides(pattern: Any, layer: int) -> bool:
+    """Return whether a layer has a window: by a list, or all but the last of every so many."""
+    if isinstance(pattern, Sequence):
+        return bool(pattern[layer])
+    return bool((layer + 1) % pattern) if pattern else True
+
+
+def conv_state(kernel: int, channels: int) -> int:
+    """Return how many numbers a short convolution remembers: the last inputs of every channel."""
+    return (kernel - 1) * channels
+
+
+def each(value: Any, count: int) -> list[int]:
+    """Return a number for each layer."""
+    found = list(value) if isinstance(value, Sequence) else [value] * count
+    if len(found) != count or not all(isinstance(x, int) for x in found):
+        raise argument_error("heads", f"a number, or {count} of them", brief(value))
+    return found
+
+
+def whole(found: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the first number that a configuration has under these names."""
+    for name in names:
+        if isinstance(value := found.get(name), int) and value >= 0:
+            return value
+    if default is None:
+        raise argument_error(names[0], "a number in the configuration", brief(found.get(names[0])))
+    return default
+
+
+def of_config(config: Mapping[str, Any]) -> ModelShape:
+    """Return the layers that a configuration of transformers describes."""
+    name = str(config.get("_name_or_path") or config.get("model_type", "model"))
+    found = next(
+        (config[part] for part in ("text_config", "llm_config", "language_config") if part in config), config
+    )
+    found = {**config, **found} if found is not config else dict(config)
+    count = whole(found, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    kinds = kinds_of(found, count)
+    shared = whole(found, "num_kv_shared_layers", default=0)
+    layers: list[LayerShape] = []
+    for i, kind in enumerate(kinds):
+        if i >= count - shared:
+            layers.append(LayerShape("shared"))
+        elif kind == "recurrent":
+            layers.append(LayerShape(kind, state=state_of(found)))
+        elif kind and found.get("kv_lora_rank"):
+            row = whole(found, "kv_lora_rank") + whole(found, "qk_rope_head_dim")
+            layers.append(LayerShape("latent", 1, row))
+            if found.get("index_head_dim"):
+                layers.append(LayerShape("index", 1, whole(found, "index_head_dim")))
+        elif kind:
+            layers.append(attention_of(found, kind, i, count))
+    longest = whole(found, "max_position_embeddings", "n_positions", default=0)
+    return ModelShape(name, tuple(layers), longest)
+
+
+def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:
+    """Return the kind of each layer, "" of one that stores nothing."""
+    if "hybrid_override_pattern" in found:
+        return [
+            {"M": "recurrent", "*": "full"}.get(letter, "") for letter in found["hybrid_override_pattern"]
+        ]
+    if types := found.get("layer_types") or found.get("layers_block_type"):
+        if unknown := sorted(set(types) - set(OF_TYPES)):
+            raise argument_error(
+                "layer_types", f"types of {', '.join(OF_TYPES)}", ", ".join(map(str, unknown))
+            )
+        kinds = [OF_TYPES[kind] for kind in types]
+    elif period := found.get("attn_layer_period"):
+        at = found.get("attn_layer_offset", 0)
+        kinds = ["full" if i % period == at else "recurrent" for i in range(count)]
+    elif not found.get("sliding_window") or found.get("use_sliding_window") is False:
+        kinds = ["full"] * count
+    elif "max_window_layers" in found:
+        kinds = ["sliding" if i >= found["max_window_layers"] else "full" for i in range(count)]
+    else:
+        model = str(found.get("model_type"))
+        pattern = (
+            found.get("sliding_window_pattern")
+            or found.get("_sliding_window_pattern")
+            or FULL_EVERY.get(model)
+        )
+        kinds = ["sliding" if slides(pattern, i) else "full" for i in range(count)]
+    if len(kinds) != count:
+        raise argument_error("layer_types", f"{count} of them, as num_hidden_layers says", len(kinds))
+    return kinds
+
+
+def attention_of(found: Mapping[str, Any], kind: str, layer: int, count: int) -> LayerShape:
+    """Return the heads of an attention layer."""
+    queries = whole(found, "num_attention_heads", "n_head", "n_heads")
+    names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"]
+    sizes = ["head_dim", "kv_channels", "attention_head_dim"]
+    if kind == "full" and found.get("global_head_dim"):  # Gemma 4
+        names, sizes = ["num_global_key_value_heads", *names], ["global_head_dim", *sizes]
+    heads = next((found[name] for name in names if found.get(name) is not None), queries)
+    if found.get("multi_query") and not found.get("new_decoder_architecture"):
+        heads = 1
+    dim = whole(found, *sizes, default=whole(found, "hidden_size", "n_embd", "d_model", default=0) // queries)
+    window = found.get("attention_chunk_size") if "sliding_window" not in found else found["sliding_window"]
+    if kind == "sliding" and not window:
+        raise argument_error("sliding_window", "a number, for layers that slide", brief(window))
+    values = whole(found, "v_head_dim", default=dim)
+    return LayerShape(kind, each(heads, count)[layer], dim, values, window if kind == "sliding" else None)
+
+
+def state_of(found: Mapping[str, Any]) -> int:
+    """Return how many numbers a layer without tokens stores for a sequence: a convolution's and its own."""
+    if "linear_num_value_heads" in found:  # gated delta networks
+        keys = whole(found, "linear_num_key_heads") * (key_dim := whole(found, "linear_key_head_dim"))
+        values = whole(found, "linear_num_value_heads") * whole(found, "linear_value_head_dim")
+        return conv_state(whole(found, "linear_conv_kernel_dim"), 2 * keys + values) + values * key_dim
+    hidden = whole(found, "hidden_size")
+    if "conv_L_cache" in found:  # LFM2
+        return conv_state(whole(found, "conv_L_cache"), hidden)
+    depth = whole(found, "mamba_d_state", "ssm_state_size")
+    if heads := whole(found, "mamba_n_heads", "mamba_num_heads", default=0):  # Mamba 2
+        inner = heads * whole(found, "mamba_d_head", "mamba_head_dim")
+        groups = whole(found, "mamba_n_groups", "n_groups")
+    else:
+        inner, groups = whole(found, "mamba_expand") * hidden, 0
+    kernel = whole(found, "mamba_d_conv", "conv_kernel")
+    return conv_state(kernel, inner + 2 * groups * depth) + inner * depth

@@ -1,0 +1,282 @@
+"""`size`: how many bytes the cache of a model takes, from its configuration alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.values import integer
+from kvkit.errors import argument_error, describe
+from kvkit.files.model_config import LayerShape, ModelShape, read_model
+from kvkit.formats.elements import BY_NAME, FLOATS
+from kvkit.formats.schemes import Coded, schemes_named
+from kvkit.tools.text import columns
+from kvkit.tools.text import size as in_words
+
+UNITS = {"": 1, "B": 1, **{f"{letter}{'i' * (base == 1024)}B": base**power for base in (1000, 1024)
+                           for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
+STATE_BYTES = 4  # states are float32
+LONGEST = 2**40  # tokens
+
+
+@dataclass(frozen=True)
+class EngineRounding:
+    """How an engine rounds: the rows of a layer that keeps all tokens, and of one with a window."""
+
+    full: Callable[[int], int]
+    sliding: Callable[[int, int, int], int]
+    step: int  # new tokens of a step, as the engine has it if nobody says
+
+
+def up(count: int, unit: int) -> int:
+    """Return a count rounded up to a multiple."""
+    return -(-count // unit) * unit
+
+
+ENGINES = {
+    "exact": EngineRounding(lambda n: n, lambda n, window, step: min(n, window), 0),
+    # DynamicSlidingWindowLayer: the last window - 1 tokens stay for the next one.
+    "transformers": EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
+    # Blocks of 16; a window's sequence may have one block more, and all that one step adds.
+    "vllm": EngineRounding(lambda n: up(n, 16), lambda n, window, step: up(min(window - 1 + step, n), 16) + 16, 8192),
+    # Cells are a multiple of 256; a window's cache has a micro-batch beside it.
+    "llama.cpp": EngineRounding(
+        lambda n: up(n, 256), lambda n, window, step: up(min(up(n, 256), window + step), 256), 512
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SizedLayers:
+    """Layers that store alike, and how many there are."""
+
+    kind: str
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    state: int
+
+
+@dataclass(frozen=True)
+class SizedCache:
+    """The bytes of one cache: of keys, of values, of states; or the longest context that fits."""
+
+    tokens: int
+    batch: int
+    format: str
+    key_bytes: int
+    value_bytes: int
+    state_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """All of them."""
+        return self.key_bytes + self.value_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The result of `size`.
+
+    Attributes
+    ----------
+    model : str
+    layers : list of SizedLayers
+        What layers of each kind store.
+    caches : list of SizedCache
+        For each context length, batch and format; or for each batch and format the longest that fits.
+    engine : str
+    fit : int, optional
+        The bytes that were asked for.
+    """
+
+    model: str
+    layers: list[SizedLayers]
+    caches: list[SizedCache]
+    engine: str
+    fit: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON has it."""
+        return asdict(self) | {"caches": [asdict(each) | {"bytes": each.bytes} for each in self.caches]}
+
+    def __str__(self) -> str:
+        def shown(number: int | None) -> str:
+            return str(number) if number else ""
+
+        heads = "kind", "layers", "heads", "key dim", "value dim", "window", "state"
+        rows = [
+            (
+                each.kind,
+                *map(shown, (each.layers, each.heads, each.key_dim, each.value_dim, each.window, each.state)),
+            )
+            for each in self.layers
+        ]
+        parts = [f"{self.model}: {sum(each.layers for each in self.layers)} layers", columns(heads, rows, 20)]
+        if self.fit is not None:
+            longest = [(str(each.batch), each.format, str(each.tokens) if each.tokens < LONGEST else "any",
+                        in_words(each.bytes)) for each in self.caches]  # fmt: skip
+            parts.append(f"the longest contexts that fit into {in_words(self.fit)}:")
+            parts.append(columns(("batch", "format", "tokens", "size"), longest, 40))
+        else:
+            formats = list(dict.fromkeys(each.format for each in self.caches))
+            table: dict[tuple[int, int], list[str]] = {}
+            for each in self.caches:
+                table.setdefault((each.tokens, each.batch), []).append(in_words(each.bytes))
+            lines = [(str(tokens), str(batch), *sizes) for (tokens, batch), sizes in table.items()]
+            parts.append(columns(("tokens", "batch", *formats), lines, 40))
+        return "\n\n".join(parts)
+
+
+def size(
+    model: Any,
+    *,
+    tokens: Sequence[int] | int | None = None,
+    batch: Sequence[int] | int = 1,
+    formats: Sequence[str] | str = "float16",
+    engine: str = "exact",
+    step: int | None = None,
+    fit: int | str | None = None,
+) -> Sizes:
+    """Return how many bytes the cache of a model takes, by context length, batch and format.
+
+    Nothing of the model is loaded. Layers are told apart: full and sliding attention, latent rows (MLA),
+    recurrent states, layers that share another one's cache.
+
+    Parameters
+    ----------
+    model : path, mapping or PreTrainedConfig
+        A config.json of transformers, a folder that has one, a GGUF file, or a configuration.
+    tokens : int or sequence of int, optional
+        Lengths of a sequence; 4,096, 32,768 and what the model was trained for if None.
+    batch : int or sequence of int
+        Sequences of that length.
+    formats : str or sequence of str
+        Floats, or formats as `study` takes them, as ``"float16,q8_0,int4:g32"``; scales are counted.
+    engine : {"exact", "transformers", "vllm", "llama.cpp"}
+        Whose rounding to pages and windows applies: "exact" counts what attention can read.
+    step : int, optional
+        New tokens of a step at most, for which vLLM (8,192) and llama.cpp (512) keep room in windows.
+    fit : int or str, optional
+        Return the longest contexts that take at most so many bytes, as ``"24GiB"``, for one of ``tokens``.
+
+    Returns
+    -------
+    Sizes
+
+    Raises
+    ------
+    KvkitError
+        If the configuration lacks a number, or has layers of a type that kvkit does not know.
+
+    Examples
+    --------
+    >>> from kvkit.tools import size
+    >>> llama = {"num_hidden_layers": 32, "n_head": 32, "n_head_kv": 8, "head_dim": 128}
+    >>> size(llama, tokens=4096).caches[0].bytes // 2**20
+    512
+    """
+    shape = read_model(model)
+    if engine not in ENGINES:
+        raise argument_error("engine", f"one of {', '.join(ENGINES)}", describe(engine))
+    rounding = ENGINES[engine]
+    step = rounding.step if step is None else integer("step", step, 0)
+    known = {each: row_bits(each, shape) for each in names_of(formats)}
+    batches = [integer("batch", each, 1) for each in several(batch)]
+
+    def sized(count: int, number: int, format: str) -> SizedCache:
+        return count_bytes(shape, count, number, format, known[format], rounding, step)
+
+    if fit is not None:
+        most = bytes_of(fit)
+        caches = [longest(partial(sized, number=b, format=f), most) for b in batches for f in known]
+    else:
+        told = (4096, 32768, shape.longest) if tokens is None else several(tokens)
+        lengths = sorted({integer("tokens", n, 1) for n in told if n or tokens is not None})
+        caches = [sized(n, b, f) for n in lengths for b in batches for f in known]
+        most = None
+    return Sizes(shape.name, grouped(shape), caches, engine, most)
+
+
+def several(value: Any) -> list[Any]:
+    """Return a list of one thing or several."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def names_of(formats: Sequence[str] | str) -> list[str]:
+    """Return the names of formats, which a text has with commas between them."""
+    return [name.strip() for text in several(formats) for name in text.split(",")]
+
+
+def bytes_of(text: int | str) -> int:
+    """Return the number of bytes that a text such as "24GiB" says."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(text))
+    if found is None or found[2] not in UNITS:
+        raise argument_error("fit", "a number of bytes, such as 24GiB", repr(text))
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def grouped(shape: ModelShape) -> list[SizedLayers]:
+    """Return layers that store alike, in the order of the first of each."""
+    each = dict.fromkeys(shape.layers)
+    return [
+        SizedLayers(
+            one.kind, shape.layers.count(one), one.heads, one.key_dim, one.value_dim, one.window, one.state
+        )
+        for one in each
+    ]
+
+
+def row_bits(format: str, shape: ModelShape) -> dict[LayerShape, tuple[float, float]]:
+    """Return the bits that keys and values of a token take in each layer, scales included."""
+    element = BY_NAME.get(format)
+    schemes = None if element in FLOATS else schemes_named(format)
+
+    def bits(layer: LayerShape, side: int) -> float:
+        heads, dim = layer.heads, (layer.key_dim, layer.value_dim)[side]
+        if schemes is None or not heads * dim:
+            return heads * dim * (element.bits if element else 0)
+        if not isinstance(scheme := schemes[side], Coded):
+            raise argument_error("formats", "floats and formats, no registered scheme", repr(format))
+        zeros = np.zeros((scheme.step, heads, dim), np.float32)
+        coded = scheme.over([zeros])
+        return coded.stored(coded.encode(zeros), 16, first=False) / len(zeros)
+
+    return {layer: (bits(layer, 0), bits(layer, 1)) for layer in dict.fromkeys(shape.layers)}
+
+
+def count_bytes(
+    shape: ModelShape,
+    tokens: int,
+    batch: int,
+    format: str,
+    known: dict[LayerShape, tuple[float, float]],
+    engine: EngineRounding,
+    step: int,
+) -> SizedCache:
+    """Count the bytes of a cache whose sequences have so many tokens each."""
+    keys = values = states = 0.0
+    for layer in shape.layers:
+        rows = batch * (
+            engine.full(tokens) if layer.window is None else engine.sliding(tokens, layer.window, step)
+        )
+        keys += rows * known[layer][0] / 8
+        values += rows * known[layer][1] / 8
+        states += batch * layer.state * STATE_BYTES
+    return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
+
+
+def longest(sized: Callable[[int], SizedCache], most: int) -> SizedCache:
+    """Return the longest cache of at most so many bytes, of 0 tokens where not one fits."""
+    low, high = 0, LONGEST + 1  # low fits, or is 0; high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sized(middle).bytes <= most else (low, middle)
+    return sized(low)
