@@ -43,7 +43,9 @@ ENGINES = {
     # DynamicSlidingWindowLayer: the last window - 1 tokens stay for the next one.
     "transformers": EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
     # Blocks of 16; a window's sequence may have one block more, and all that one step adds.
-    "vllm": EngineRounding(lambda n: up(n, 16), lambda n, window, step: up(min(window - 1 + step, n), 16) + 16, 8192),
+    "vllm": EngineRounding(
+        lambda n: up(n, 16), lambda n, window, step: up(min(window - 1 + step, n), 16) + 16, 8192
+    ),
     # Cells are a multiple of 256; a window's cache has a micro-batch beside it.
     "llama.cpp": EngineRounding(
         lambda n: up(n, 256), lambda n, window, step: up(min(up(n, 256), window + step), 256), 512
