@@ -84,7 +84,7 @@ class SizedCache:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CacheSizes:
     """The result of `size`.
 
     Attributes
@@ -146,7 +146,7 @@ def size(
     engine: str = "exact",
     step: int | None = None,
     fit: int | str | None = None,
-) -> Sizes:
+) -> CacheSizes:
     """Return how many bytes the cache of a model takes, by context length, batch and format.
 
     Nothing of the model is loaded. Layers are told apart: full and sliding attention, latent rows (MLA),
@@ -171,7 +171,7 @@ def size(
 
     Returns
     -------
-    Sizes
+    CacheSizes
 
     Raises
     ------
@@ -204,7 +204,7 @@ def size(
         lengths = sorted({integer("tokens", n, 1) for n in told if n or tokens is not None})
         caches = [sized(n, b, f) for n in lengths for b in batches for f in known]
         most = None
-    return Sizes(shape.name, grouped(shape), caches, engine, most)
+    return CacheSizes(shape.name, grouped(shape), caches, engine, most)
 
 
 def several(value: Any) -> list[Any]:
