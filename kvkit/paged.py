@@ -1,4 +1,4 @@
-"""Attention over pools of pages as engines have them, and what fills and moves such pages."""
+"""Attention over the page pools of inference engines, and operators that fill and copy their pages."""
 
 from __future__ import annotations
 
@@ -34,75 +34,75 @@ def paged_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Attend with packed queries to keys and values in pages, read where an engine has them.
+    """Attend with packed queries to keys and values in an engine's pools of pages, which are read in place.
 
-    Nothing is appended and no context is copied: the pages hold all keys, those of the queries' own tokens
-    too. The last query of a sequence has the position of its last key.
+    Nothing is appended: the pages must contain all keys, also those of the queries' own tokens. The last
+    query of a sequence has the position of its last key.
 
     Parameters
     ----------
     query : ndarray, shape [tokens, num_heads, Dk]
         float32, float16 or bfloat16; the tokens of all sequences, one after the other.
     key_cache, value_cache : ndarray
-        Pools of pages, of the axes that `layout` names and of any strides: [num_blocks, page_size,
-        num_kv_heads, Dk] and [.., Dv] if it is ``"b n h c"``. Floats, of any of the types of `query`; or
-        codes: int8, or ml_dtypes' float8_e4m3fn and float8_e5m2 (of bytes ``array.view`` makes those). They
-        may share memory: a latent row of 576 elements is a key, and its first 512 are the value.
+        Pools of pages with any strides, whose axes `layout` names: for ``"b n h c"`` [num_blocks, page_size,
+        num_kv_heads, Dk] and [.., Dv]. float32, float16 or bfloat16; or codes: int8, or ml_dtypes'
+        float8_e4m3fn and float8_e5m2 (``array.view`` turns bytes into these). Keys and values may share
+        memory: in MLA a latent row of 576 elements is a key, and its first 512 are the value.
     block_tables : ndarray of int32 or int64, shape [B, M], or a tuple (indptr [B + 1], indices)
-        The pages of each sequence: a row of a table, or ``indices[indptr[b]:indptr[b + 1]]``. Entries behind
-        the last page of a context may be anything.
+        The pages of each sequence: a row of a table, or ``indices[indptr[b]:indptr[b + 1]]``. Entries after
+        the last page of a context are ignored.
     context_lens : ndarray of int32 or int64, shape [B]
-        The keys of each sequence. Where an engine knows the length n of the last page it is
+        The number of keys of each sequence. If an engine has the length n of the last page instead, this is
         ``(pages - 1) * page_size + n``.
     query_starts : ndarray of int32 or int64, shape [B + 1], optional
-        Where the queries of each sequence begin; if None each has one.
+        Where the queries of each sequence begin in `query`. None: each sequence has one query.
     attn_mask : ndarray, shape [tokens, N] or [num_heads or 1, tokens, N], optional
-        Added to the scores, of the dtype of `query` or float32; or boolean: True may attend. Column j is
-        position j of the token's own sequence; N is the longest context or more.
+        Numbers to add to the scores, float32 or of the dtype of `query`; or boolean: True may attend. Column
+        j is position j of the token's own sequence; N is at least the longest context.
     layout : str
-        The axes of one pool, outermost first: b pages, n tokens, h heads, c elements of a head. ``"b h n c"``
-        has a page's heads apart. ``"b n c"`` has one head, ``"b h c"`` pages of one token. With an axis kv,
-        as in ``"b kv n h c"``, one pool holds keys (0) and values (1): give it as both, or once beside None;
-        or give views of it, without that axis.
+        The axes of one pool, outermost first: b pages, n tokens, h heads, c elements of a head. Without h
+        there is one head, without n a page has one token. If there is an axis kv, as in ``"b kv n h c"``, one
+        pool has keys (0) and values (1): pass it as both arguments, or as one with None for the other; or
+        pass views of its halves and leave kv out.
     key_scale, value_scale : float or ndarray, optional
-        What keys and values are multiplied by: a number, or one for each head, [num_kv_heads], in each
-        sequence, [B, num_kv_heads], all finite; int8 asks for it. Of codes also a float for each token and
-        head, of the axes and the order of the pool without c, or with one for groups of its elements (as it
-        has to have where its shape were one of those above); of equal strides for both sides, whose codes are
-        then of one type; it is not searched for NaN.
+        Factors of keys and of values, required for int8: a finite number, or an array [num_kv_heads] or
+        [B, num_kv_heads]. For codes also one scale per token and head: an array with the axes of the pool
+        without c; or one per group, with an axis of groups in place of c (needed if the shape would else be
+        one of those above). Such arrays have equal strides for keys and values, whose codes have one type;
+        they are not checked for NaN.
     is_causal : bool
-        A query sees no key behind its own position.
+        Whether a query ignores keys after its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional
-        Each score loses its slope times the distance of query and key.
+        Slopes; each score is reduced by its slope times the distance of query and key.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(Dk) if None.
     window : tuple of int
-        (left, right): how many keys beside its own position a query sees; -1 for no limit.
+        (left, right): how many keys on each side of its position a query attends to; -1 for no limit.
     softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0 for no cap.
+        If not 0, scores become ``softcap * tanh(score / softcap)``.
     sinks : ndarray, shape [num_heads], optional
-        A score for each query head without a value.
+        One more score for each query head, which is part of its softmax and has no value.
     return_lse : bool
-        Return the natural logarithms of the softmax denominators too.
+        Whether to return the natural logarithms of the softmax denominators too.
     out : ndarray or tuple of ndarray, optional
         Arrays for the results; made if not given.
 
     Returns
     -------
     attn_output : ndarray, shape [tokens, num_heads, Dv]
-        Of the dtype of `query`; zeros where a query sees no key.
+        The dtype is that of `query`; 0 for a query that attends to no key.
     lse : ndarray of float32, shape [tokens, num_heads]
-        With `return_lse`; -inf where a query sees no key.
+        If `return_lse`; -inf for a query that attends to no key.
 
     Raises
     ------
     KvkitError
-        If an argument is wrong, a page that a context needs among them.
+        If an argument is wrong, or a page that a context needs is not in the pool.
 
     Notes
     -----
-    The call of FlashAttention (``flash_attn_varlen_func`` with a block table), of FlashInfer's paged wrappers
-    and of vLLM. Scores and sums are float32.
+    This does what FlashAttention's ``flash_attn_varlen_func`` with a block table, FlashInfer's paged wrappers
+    and vLLM's attention do. Scores and sums are float32.
 
     Examples
     --------
@@ -143,21 +143,21 @@ def paged_append(
     Parameters
     ----------
     key, value : ndarray, shapes [tokens, num_kv_heads, Dk] and [tokens, num_kv_heads, Dv]
-        float32, float16 or bfloat16, or of the type of the pool. One may be None: then its pool is left
-        alone.
+        float32, float16 or bfloat16, or the dtype of the pool. One may be None; then its pool does not
+        change.
     key_cache, value_cache : ndarray
-        Pools of pages of the types of `key` and `value`, or of codes for floats: int8, float8_e4m3fn or
-        float8_e5m2 of ml_dtypes. They have the axes that `layout` names and any strides, apart from the
-        tokens and each other. They change in place; what no slot names keeps its bytes.
+        Pools of pages with the dtype of `key` and `value`, or for codes int8 or ml_dtypes' float8_e4m3fn or
+        float8_e5m2. `layout` names their axes; their strides are free, but no two inputs may overlap. They
+        change in place; slots that are not in `slot_mapping` keep their bytes.
     slot_mapping : ndarray of int32 or int64, shape [tokens]
         The slot of each token.
     layout : str
-        As in `paged_attention`: a pool of keys and values is given as both, or as views.
+        As in `paged_attention`: pass a pool of keys and values as both arguments, or views of its halves.
     key_scale, value_scale : float or ndarray, optional
-        Of codes, what floats are divided by: a number above 0, or one for each head, [num_kv_heads]; 1 if
-        left out, but int8 asks for it. Or an array for a float for each token and head, as in
-        `paged_attention`: then scales are found, as `formats.encode` finds those of ``"int8"`` in groups and
-        of ``"e4m3"`` by "group", and written there.
+        What floats are divided by to make codes: a number above 0, or an array [num_kv_heads]; 1 if None, but
+        int8 requires it. Or an output array with one scale per token and head (or group), as in
+        `paged_attention`: then scales are computed, as `formats.encode` does those of ``"int8"`` in groups
+        and of ``"e4m3"`` by "group", and written there.
 
     Returns
     -------
@@ -167,14 +167,14 @@ def paged_append(
     Raises
     ------
     KvkitError
-        If an argument is wrong, a slot lies behind the cache or two tokens share one. Then nothing is
-        written.
+        If an argument is wrong, a slot is beyond the cache, or two tokens have one slot. Then nothing has
+        been written.
 
     Notes
     -----
-    vLLM's ``reshape_and_cache``, FlashInfer's ``append_paged_kv_cache``. Of equal types bits are moved as
-    they are. Codes are rounded once, half to even, and saturate, as those of ``"ort_int8"``, ``"e4m3"`` and
-    ``"e5m2"`` in `kvkit.formats.encode`.
+    This does what vLLM's ``reshape_and_cache`` and FlashInfer's ``append_paged_kv_cache`` do. If dtypes are
+    equal, bits are copied. Codes are rounded once, half to even, and saturate, as those of ``"ort_int8"``,
+    ``"e4m3"`` and ``"e5m2"`` in `kvkit.formats.encode`.
 
     Examples
     --------
@@ -198,15 +198,15 @@ def paged_append(
 def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
     """Copy blocks from one cache to another, or within one.
 
-    For each pair (s, d) ``target[d]`` becomes ``source[s]``.
+    For each pair (s, d), ``source[s]`` is copied to ``target[d]``.
 
     Parameters
     ----------
     source, target : ndarray, shape [num_blocks, ...]
-        Of one type and equal axes behind the first, of any strides: two caches that share no memory, or one
-        cache given twice. `target` changes in place.
+        Two caches of one dtype that share no memory, or one cache passed twice. All axes but the first are
+        equal; strides are free. `target` changes in place.
     pairs : ndarray of int32 or int64, shape [N, 2]
-        Blocks (s, d). Each d once; within one cache no block is both read and written.
+        Pairs of blocks (s, d). Each d occurs once; within one cache no block is both read and written.
 
     Returns
     -------
@@ -220,7 +220,7 @@ def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
 
     Notes
     -----
-    vLLM's ``swap_blocks`` and ``copy_blocks``. `ascend.block_copy` says the same of keys and values in one.
+    This is vLLM's ``swap_blocks`` and ``copy_blocks``. `ascend.block_copy` takes keys and values at once.
 
     Examples
     --------

@@ -24,7 +24,7 @@ __all__ = [
     "rotary_position_embedding",
     "swap_blocks",
 ]
-Array: TypeAlias = Any  # of numpy, or of a device and any library
+Array: TypeAlias = Any  # a numpy array, or a device array of any library
 
 __version__: str
 

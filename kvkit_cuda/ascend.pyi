@@ -19,7 +19,7 @@ __all__ = [
     "reshape_and_cache",
     "slots",
 ]
-Array: TypeAlias = Any  # of numpy, or of a device and any library
+Array: TypeAlias = Any  # a numpy array, or a device array of any library
 
 def block_copy(
     key_cache: Array, value_cache: Array | None, src: Array, dst: Array, cum_sum: Array, *,

@@ -13,7 +13,7 @@ __all__ = [
     "position_index",
     "rotary_position_embedding",
 ]
-Array: TypeAlias = Any  # of numpy, or of a device and any library
+Array: TypeAlias = Any  # a numpy array, or a device array of any library
 
 class Plan:
     def key_value_cache(

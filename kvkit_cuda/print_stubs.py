@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 
 MODULES = "kvkit_cuda", "kvkit_cuda.ascend", "kvkit_cuda.dynamic_batching"
 HEAD = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n# fmt: off\n'
-WIDTH = 106  # of a line, before its indentation in a class
-ARRAY = "Array: TypeAlias = Any  # of numpy, or of a device and any library\n"
+WIDTH = 106  # columns of a line, without the indentation of a class
+ARRAY = "Array: TypeAlias = Any  # a numpy array, or a device array of any library\n"
 LIKE = set(typing.get_args(ArrayLike))
 
 
@@ -35,7 +35,7 @@ class Stub:
         lines = {
             name: f"from {name} import {', '.join(sorted(self.imports[name]))}\n" for name in self.imports
         }
-        imports = ["", ""]  # of Python, of the packages
+        imports = ["", ""]  # from Python and other packages, from kvkit and kvkit_cuda
         for name in sorted(lines):
             imports[name.startswith("kvkit")] += lines[name]
         parts = HEAD, *filter(None, imports), f"__all__ = [\n{public}]\n{ARRAY}", self.names
@@ -59,6 +59,7 @@ class Stub:
         return f"class {name}:\n    {body}\n\n"
 
     def function(self, name, function):
+        """Return the stub of a function: its own parameters, then those of kvkit's function it stands for."""
         path = function.__module__.replace("kvkit_cuda", "kvkit"), *function.__qualname__.split(".")
         origin: typing.Any = functools.reduce(getattr, path[1:], importlib.import_module(path[0]))  # type: ignore[arg-type]
         signature, keyword, given = inspect.signature(origin, eval_str=True), False, []
@@ -84,7 +85,7 @@ class Stub:
         return f"{told}{space}={space}{literal(default)}"
 
     def type(self, kind):
-        """Return a type in words; arrays are those of any library."""
+        """Return the source text of a type; numpy's array types become `Array`."""
         args, origin = typing.get_args(kind), typing.get_origin(kind)
         if origin in (typing.Union, types.UnionType):
             return " | ".join(dict.fromkeys(self.members(args)))
@@ -104,7 +105,7 @@ class Stub:
         return kind.__name__
 
     def members(self, kinds):
-        """Yield the types of a union; what `ArrayLike` takes is an array."""
+        """Yield the source texts of a union's types; the members of `ArrayLike` become one `Array`."""
         if set(kinds) >= LIKE:
             yield "Array"
             kinds = [kind for kind in kinds if kind not in LIKE]
@@ -112,7 +113,7 @@ class Stub:
 
 
 def literal(value):
-    """Return a default as a stub may have it."""
+    """Return a default as source text, or "..." if it is no literal."""
     try:
         ast.literal_eval(repr(value))
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Matrices in groups of columns, and back."""
+"""Conversion of matrices between row-major order and Ascend's NZ format."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvkit.typed import Array
 
 @returns_input_kind
 def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
-    """Put matrices into the NZ format: groups of columns, rows in sixteens.
+    """Convert matrices to the NZ format: columns in groups, rows padded to a multiple of 16.
 
-    A group is 32 bytes wide.
+    A group of columns is 32 bytes wide.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     Returns
     -------
     y : ndarray, shape [b, ceil(n / n0), 16 * ceil(m / 16), n0]
-        Where n0 elements are 32 bytes, b is 1 for one matrix, and what is not in `x` is zero.
+        n0 is the number of elements in 32 bytes; b is 1 for a single matrix. The padding is zero.
 
     Raises
     ------
@@ -58,14 +58,14 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
 
 @returns_input_kind
 def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
-    """Take matrices out of the NZ format.
+    """Convert matrices from the NZ format to row-major order.
 
     This is the inverse of `nd_to_nz`.
 
     Parameters
     ----------
     y : ndarray, shape [b, ceil(n / n0), 16 * ceil(m / 16), n0]
-        float32, float16, bfloat16 or int8, where n0 elements are 32 bytes.
+        float32, float16, bfloat16 or int8. n0 is the number of elements in 32 bytes.
     m, n : int
         Rows and columns of a matrix.
     out : ndarray, optional

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: packed keys and values, or a cache that the new ones are appended to."""
+"""Attention of packed sequences: over packed keys and values, or over a cache after an append."""
 
 from __future__ import annotations
 
@@ -46,53 +46,53 @@ def multi_head_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Attend with every query to the keys and values of its own sequence, sequences packed.
+    """Attend with every query to the keys and values of its own sequence; sequences are packed.
 
-    As `kvkit.multi_head_attention` does for each sequence: with m keys, query i of n is at position
-    m - n + i.
+    Each sequence is computed as by `kvkit.multi_head_attention`. In a sequence with n queries and m keys,
+    query i is at position m - n + i.
 
     Parameters
     ----------
     query : ndarray, shape [seqstarts[B], num_heads, head_dim]
         float32, float16 or bfloat16.
     key : ndarray, shape [kvstarts[B], num_kv_heads, head_dim]
-        Of the dtype of ``query``.
+        The dtype is that of ``query``.
     value : ndarray, shape [kvstarts[B], num_kv_heads, Dv]
-        Likewise; its heads may have another size.
+        The dtype is that of ``query``. Dv, the size of a value head, may differ from head_dim.
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
-        Where each sequence begins in ``query``, and in ``key`` and ``value``; from 0 to the total.
+        Where each sequence begins in ``query``, and in ``key`` and ``value``: first 0, last their length.
     decoding_batches : int
-        How many sequences, from the first on, the causal mask leaves alone.
+        How many sequences, counted from the first, ignore ``is_causal``.
     max_seqlen, max_kvlen : int or None
-        At least the longest sequence of queries, and of keys. They change no result.
+        Upper bounds of a sequence's queries, and of its keys. They are checked, and change no result.
     attn_mask : ndarray, optional
-        Shape [seqstarts[B], kvstarts[B]], or with num_heads (or 1) in front: added to the scores, of the
-        dtype of ``query`` or float32, or boolean (True may attend). Only the blocks on the diagonal, where a
-        sequence's queries meet its keys, are read; more columns are ignored.
+        Shape [seqstarts[B], kvstarts[B]], perhaps with a first axis of num_heads or 1. Either numbers to add
+        to the scores, float32 or of the dtype of ``query``, or boolean (True may attend). Only the blocks on
+        the diagonal, where a sequence's queries meet its keys, are read. More columns are ignored.
     num_heads, head_dim, num_kv_heads : int
-        Heads of ``query``, their size, and heads of ``key`` (0 for as many).
+        The number of query heads, their size, and the number of key heads (0: as many as query heads).
     is_causal, is_alibi : bool
-        Whether a query sees no key after its own position; whether ALiBi biases, which are causal in every
-        sequence, are added.
+        Whether a query ignores keys after its own position; whether to add ALiBi biases, which are causal in
+        every sequence.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(head_dim) if None.
     window : tuple of int
-        How many keys left and right of its own position a query sees; -1 for no limit.
+        How many keys left and right of its own position a query attends to; -1 for no limit.
     softcap : float
         If not 0, scores become ``softcap * tanh(score / softcap)`` before masks and biases are added.
     sinks : ndarray, shape [num_heads], optional
-        A score for each head that takes part in the softmax and has no value.
+        One more score for each head, which is part of its softmax and has no value.
     return_lse : bool
-        Whether the logarithms of the softmax denominators are returned too.
+        Whether to return the logarithms of the softmax denominators too.
     out : ndarray or tuple of ndarray, optional
         Array for ``attn_output``, or arrays for both outputs; made if not given.
 
     Returns
     -------
     attn_output : ndarray, shape [seqstarts[B], num_heads, Dv]
-        Of the dtype of ``query``.
+        The dtype is that of ``query``.
     lse : ndarray of float32, shape [seqstarts[B], num_heads]
-        With ``return_lse``: logarithms of the softmax denominators.
+        If ``return_lse``: logarithms of the softmax denominators.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def multi_head_attention(
 
     Notes
     -----
-    PMX operator ``dynamic_batching.MultiHeadAttention``; from ``softmax_scale`` on, beyond it.
+    PMX operator ``dynamic_batching.MultiHeadAttention``. PMX lacks the arguments from ``softmax_scale`` on.
 
     Examples
     --------
@@ -158,13 +158,13 @@ def multi_head_cache_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Append packed keys and values to a shared cache and attend to each context, read where it lies.
+    """Append packed keys and values to a shared cache and attend to each context in place.
 
-    The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:
-    new tokens, too, are attended to as the cache holds them. For many layers, see `plan`.
+    The result is that of `key_value_cache` and then `multi_head_attention` over the contexts, without a copy
+    of them. New tokens, too, are attended to as they are stored. For many layers, see `plan`.
 
-    Codes are read as `kvkit.multi_head_cache_attention` says: products with their scales, which are not
-    rounded to the type of the data.
+    As in `kvkit.multi_head_cache_attention`, codes are multiplied with their scales in float32, and not
+    rounded to the dtype of the data.
 
     Parameters
     ----------
@@ -173,35 +173,35 @@ def multi_head_cache_attention(
     current_key, current_value : ndarray, shape [seqstarts[B], num_kv_heads, head_dim]
         Keys and values of the new tokens, of the dtype of ``query``.
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
-        Where each sequence begins among the new tokens, and among all contexts; from 0 to the total.
+        Where each sequence begins among the new tokens, and among all contexts: first 0, last the total.
     cachestarts : ndarray of int64, shape [B] or [B, MaxP]
         The first row of each sequence (``cache_mode`` 0) or of each of its pages (1).
     start_pos : ndarray of int64, shape [B]
         Position of each sequence's first new token.
     decoding_batches : int
-        How many sequences, from the first on, the causal mask leaves alone.
+        How many sequences, counted from the first, ignore ``is_causal``.
     max_seqlen, max_kvlen : int or None
-        At least the longest sequence of new tokens, and context. They change no result.
+        Upper bounds of a sequence's new tokens, and of its context. They are checked, and change no result.
     cache : ndarray, changed in place
-        By ``cache_layout`` as in `key_value_cache`; H is ``num_kv_heads``, Dh ``head_dim``.
+        The axes follow ``cache_layout``, as in `key_value_cache`. H is ``num_kv_heads``, Dh ``head_dim``.
     scale : ndarray, optional, changed in place
-        Scales of a quantized cache: its shape with last axis Dh/quant_group.
+        Scales of a quantized cache. Its shape is that of ``cache``, with a last axis of Dh/quant_group.
     attn_mask : ndarray, optional
-        Shape [seqstarts[B], kvstarts[B]], or with heads in front; added to the scores, or boolean.
+        Shape [seqstarts[B], kvstarts[B]], perhaps with a first axis of heads; as in `multi_head_attention`.
     num_heads, head_dim, num_kv_heads : int
-        Heads of ``query``, their size, and heads of the cache (0 for as many).
+        The number of query heads, their size, and the number of key heads (0: as many as query heads).
     is_causal, is_alibi : bool
-        Whether a query sees no key after its own position; whether ALiBi biases are added.
+        Whether a query ignores keys after its own position; whether to add ALiBi biases (causal).
     num_layer, layer_idx : int
-        Layers in the cache, and the one to use.
+        The number of layers in the cache, and the layer to use.
     quant_bit, quant_group : int
-        0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+        0 stores floats; 8 and 4 store codes, with one scale per ``quant_group`` elements of a head.
     quant_format : str, optional
-        With ``quant_bit`` 0, what a uint8 cache holds: "e4m3" or "e5m2", floats of 8 bits that saturate; or
-        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. Floats
-        of 8 bits are multiplied with ``scale``: 1 if None; given ones of keys and values of shape [2] or
-        [2, H]; or, of its shape with last axis Dh/quant_group, the largest magnitudes / the largest code,
-        which are written.
+        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
+        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
+        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
+        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
+        largest code.
     cache_mode, page_size : int
         0 for offsets; 1 for a page table with pages of ``page_size`` rows.
     softmax_scale, window, softcap, sinks, return_lse, out
@@ -210,9 +210,9 @@ def multi_head_cache_attention(
     Returns
     -------
     attn_output : ndarray, shape [seqstarts[B], num_heads, head_dim]
-        Of the dtype of ``query``.
+        The dtype is that of ``query``.
     lse : ndarray of float32, shape [seqstarts[B], num_heads]
-        With ``return_lse``: logarithms of the softmax denominators.
+        If ``return_lse``: logarithms of the softmax denominators.
 
     Raises
     ------
@@ -221,7 +221,7 @@ def multi_head_cache_attention(
 
     Notes
     -----
-    PMX operator ``dynamic_batching.MultiHeadCacheAttention``; from ``softmax_scale`` on, beyond it.
+    PMX operator ``dynamic_batching.MultiHeadCacheAttention``. PMX lacks arguments from ``softmax_scale`` on.
 
     Examples
     --------

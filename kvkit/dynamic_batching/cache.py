@@ -50,7 +50,7 @@ def key_value_cache(
     current_key, current_value : ndarray, shape [seqstarts[B], H, Dh]
         Keys and values of the new tokens: float32, float16, bfloat16, or int8 (copied as it is).
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
-        Prefix sums of the sequences' new tokens, and of their context lengths, from 0 to the total.
+        Prefix sums of the sequences' new tokens, and of their context lengths: first 0, last the total.
     cachestarts : ndarray of int64, shape [B] or [B, MaxP]
         The first row of each sequence (``cache_mode`` 0) or of each of its pages (1). Sequences may share
         rows that this call does not write. Entries past the last used page are not read.
@@ -67,13 +67,13 @@ def key_value_cache(
         Scales of a quantized cache, float32, float16 or bfloat16, in the shape of ``cache`` with a last axis
         of Dh/quant_group; see ``quant_format`` for float8.
     num_layer, layer_idx : int
-        Layers in the cache, and the one to use.
+        The number of layers in the cache, and the layer to use.
     quant_bit, quant_group : int
-        0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+        0 stores floats; 8 and 4 store codes, with one scale per ``quant_group`` elements of a head.
     quant_format : str, optional
-        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", floats of 8 bits that saturate; or
-        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. Floats
-        of 8 bits are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
+        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
+        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
+        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
         values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
         largest code.
     num_repeat : int

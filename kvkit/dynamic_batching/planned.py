@@ -33,14 +33,14 @@ def plan(
     cache_mode: Literal[0, 1] = 0,
     page_size: int = 128,
 ) -> Plan:
-    """Check the index tensors of a step, which are the same for every layer of a model, once.
+    """Check the index tensors of a step once, for all layers of a model.
 
     Parameters
     ----------
     seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size
-        As in `key_value_cache`. They are copied: what happens to the arrays later changes nothing.
+        As in `key_value_cache`. The arrays are copied, so later changes to them have no effect.
     decoding_batches : int
-        How many sequences, from the first on, the causal mask leaves alone.
+        How many sequences, counted from the first, ignore ``is_causal``.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def plan(
 
 
 class Plan:
-    """The operators over one checked step; `plan` makes it. Its methods may be called for any caches.
+    """Runs operators for one checked step, over any caches. `plan` makes it.
 
     Calls that differ only in the addresses of their arrays, and have neither mask nor sinks, are checked and
     prepared once.

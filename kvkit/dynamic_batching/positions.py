@@ -30,13 +30,13 @@ def position_index(
     Parameters
     ----------
     sequences : ndarray of int64, shape [seqstarts[B]]
-        The tokens, sequences packed; only their number matters.
+        The packed tokens; only their number matters.
     seqstarts : ndarray of int64, shape [B + 1]
-        Where each sequence begins among them; from 0 to the total.
+        Where each sequence begins among the tokens: first 0, last the number of tokens.
     start_pos : ndarray of int64, shape [B]
         Position of each sequence's first token.
     max_seqlen : int or None
-        At least the longest sequence. It changes no result.
+        An upper bound of the sequence lengths. It is checked, and changes no result.
     out : ndarray, optional
         Array for the result; made if not given.
 
@@ -80,27 +80,27 @@ def alibi_mask(
 ) -> Array:
     """Return a mask with the ALiBi biases of packed sequences on its diagonal blocks.
 
-    In the block of a sequence, query i of n, which is key m - n + i of m, sees key j with
-    ``slope * (j - (m - n + i))``, and no later key.
+    In the block of a sequence with n queries and m keys, query i has the position p = m - n + i. Its bias for
+    key j is ``slope * (j - p)``, and -inf if j > p.
 
     Parameters
     ----------
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
-        Where each sequence begins among the queries and among the keys; from 0 to the total.
+        Where each sequence begins among the queries and among the keys: first 0, last their number.
     attn_mask : ndarray, optional
-        Another mask to add, [seqstarts[B], at least kvstarts[B]], or with num_heads or 1 in front; float32,
-        float16, bfloat16, or boolean (True may attend). Columns from kvstarts[B] on are not read.
+        Another mask to add, [seqstarts[B], at least kvstarts[B]], perhaps with a first axis of num_heads or
+        1; float32, float16, bfloat16, or boolean (True may attend). Columns from kvstarts[B] on are not read.
     num_heads : int
-        Query heads.
+        The number of query heads.
     data_type : str
-        "float32", "float16" or "bfloat16", to which the mask is rounded once.
+        The dtype of the mask: "float32", "float16" or "bfloat16". Elements are rounded to it once.
     out : ndarray, optional
         Array for the result; made if not given.
 
     Returns
     -------
-    mask : ndarray of data_type, shape [num_heads, seqstarts[B], kvstarts[B] up to a multiple of 16]
-        Outside the diagonal blocks ``attn_mask`` or 0, from kvstarts[B] on 0.
+    mask : ndarray of data_type, shape [num_heads, seqstarts[B], kvstarts[B] rounded up to a multiple of 16]
+        Outside the diagonal blocks it is ``attn_mask``, 0 if none. Columns from kvstarts[B] on are 0.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def alibi_mask(
 
     Notes
     -----
-    PMX operator ``dynamic_batching.ALiBiMask``; boolean masks are beyond it.
+    PMX operator ``dynamic_batching.ALiBiMask``. PMX has no boolean masks.
 
     Examples
     --------
@@ -142,37 +142,37 @@ def rotary_position_embedding(
     scaling_factor: float = 1.0,
     out: Pair | None = None,
 ) -> Pair:
-    """Turn the queries and keys of packed sequences by angles that grow with their positions.
+    """Rotate the queries and keys of packed sequences by angles that grow with their positions.
 
-    Neighbouring elements 2i and 2i+1 of a head turn as a pair by ``t * theta^(-2i/R)``, where t is the
+    Neighbouring elements 2i and 2i+1 of a head rotate as a pair by ``t * theta^(-2i/R)``, where t is the
     token's position and R is ``rotary_dim``. Token ``seqstarts[b] + i`` is at position ``start_pos[b] + i``.
 
     Parameters
     ----------
     query, key : ndarray, shapes [seqstarts[B], heads, Dh]
-        float32, float16 or bfloat16, both alike; their numbers of heads may differ.
+        float32, float16 or bfloat16, the same for both. Their numbers of heads may differ.
     seqstarts : ndarray of int64, shape [B + 1]
-        Where each sequence begins among the tokens; from 0 to the total.
+        Where each sequence begins among the tokens: first 0, last the number of tokens.
     start_pos : ndarray of int64, shape [B]
         Position of each sequence's first token.
     max_seqlen : int or None
-        At least the longest sequence. It changes no result.
+        An upper bound of the sequence lengths. It is checked, and changes no result.
     rotary_dim : int
-        Elements at the front of each head that turn, an even number; the others are copied. 0 for all.
+        R, how many elements at the front of each head rotate, an even number. The others are copied. 0: all.
     interleaved : bool
-        Whether the pairs are neighbours. If not they are elements i and i + R/2, as in NeoX and Llama models
-        of most engines.
+        Whether pairs are neighbours. If not, elements i and i + R/2 are a pair, as in NeoX and, in most
+        engines, Llama models.
     cos, sin : ndarray, shape [positions, R/2], optional
-        The cosine and sine of each pair at each position from 0 on, to be taken as they are, of any float
-        type. If not given they are those of `theta`; if given that and the scaling mean nothing.
+        The cosine and sine of each pair at each position from 0 on, of any float type. If they are given,
+        `theta` and the scaling arguments are not used.
     theta : float
         Base of the frequencies.
     bypass_key : bool
-        Whether keys are copied as they are.
+        Whether keys are copied without rotation.
     max_position_embeddings, scaling_type, scaling_factor : int, str, float
-        "linear" divides positions by the factor. "dynamic" increases theta for a sequence that ends at a
-        position e beyond ``max_position_embeddings``, by
-        (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)). "" does neither.
+        "linear" divides positions by the factor. "dynamic" multiplies theta by
+        (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)) for a sequence
+        that ends at a position e beyond ``max_position_embeddings``. "" does neither.
     out : tuple of ndarray, optional
         Arrays for query and key; made if not given. Give ``(query, key)`` to work in place.
 

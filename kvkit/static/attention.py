@@ -35,49 +35,49 @@ def multi_head_attention(
     """Attend with every query to the keys and values of its sequence.
 
     Query head h uses key head ``h // (num_heads // num_kv_heads)``. With M keys, query i of S is at
-    position M - S + i; the causal mask, ALiBi and windows count from there. A query that sees no key gives
-    zeros. Arithmetic is in float32 and is rounded once.
+    position M - S + i; the causal mask, ALiBi and windows count from there. The output of a query that
+    attends to no key is 0. Arithmetic is in float32, and results are rounded once.
 
     Parameters
     ----------
     query : ndarray, shape [B, S, num_heads, head_dim]
         float32, float16 or bfloat16.
     key : ndarray, shape [B, M, num_kv_heads, head_dim]
-        Of the dtype of ``query``.
+        The dtype is that of ``query``.
     value : ndarray, shape [B, M, num_kv_heads, Dv]
-        Likewise; its heads may have another size.
+        The dtype is that of ``query``. Dv, the size of a value head, may differ from head_dim.
     attn_mask : ndarray, optional
-        Added to the scores, of the dtype of ``query`` or float32, or boolean (True may attend). Right-aligned
-        to [B, num_heads, S, M], with 2 to 4 axes; the first three may be 1; columns from M on are ignored. A
-        key whose mask is -inf is absent.
+        Either numbers to add to the scores, float32 or of the dtype of ``query``, or boolean (True may
+        attend). 2 to 4 axes, right-aligned to [B, num_heads, S, M]; the first three may be 1. Columns from M
+        on are ignored. Keys with -inf are not attended to.
     num_heads, head_dim : int
-        Heads of ``query`` and their size.
+        The number of query heads, and their size.
     is_causal : bool
-        Whether a query sees no key after its own position.
+        Whether a query ignores keys after its own position.
     is_alibi : bool
-        Whether ALiBi biases are added; they are causal.
+        Whether to add ALiBi biases, which are causal.
     num_kv_heads : int
-        Heads of ``key``; 0 for as many as queries have. Divides ``num_heads``.
+        The number of key heads, a divisor of ``num_heads``; 0: as many as query heads.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(head_dim) if None.
     window : tuple of int
-        How many keys left and right of its own position a query sees; -1 for no limit.
+        How many keys left and right of its own position a query attends to; -1 for no limit.
     softcap : float
         If not 0, scores become ``softcap * tanh(score / softcap)`` before masks and biases are added.
     sinks : ndarray, shape [num_heads], optional
-        A score for each head that takes part in the softmax and has no value.
+        One more score for each head, which is part of its softmax and has no value.
     return_lse : bool
-        Whether the logarithms of the softmax denominators are returned too.
+        Whether to return the logarithms of the softmax denominators too.
     out : ndarray or tuple of ndarray, optional
         Array for ``attn_output``, or arrays for both outputs; made if not given.
 
     Returns
     -------
     attn_output : ndarray, shape [B, S, num_heads, Dv]
-        Of the dtype of ``query``.
+        The dtype is that of ``query``.
     lse : ndarray of float32, shape [B, S, num_heads]
-        With ``return_lse``: natural logarithm of the sum of exp(score), sinks included; -inf for a query
-        that sees no key and has no sink.
+        If ``return_lse``: the natural logarithm of the sum of exp(score), sinks included; -inf for a query
+        that attends to no key and has no sink.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def multi_head_attention(
 
     Notes
     -----
-    PMX operator ``MultiHeadAttention``; from ``softmax_scale`` on, beyond it.
+    PMX operator ``MultiHeadAttention``. PMX lacks the arguments from ``softmax_scale`` on.
 
     Examples
     --------
@@ -130,15 +130,15 @@ def multi_head_cache_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Append keys and values to a static cache and attend to the whole context, read where it lies.
+    """Append keys and values to a static cache and attend to the whole context in place.
 
-    The same as `key_value_cache` and then `multi_head_attention` over what it returns, without making it:
-    new tokens, too, are attended to as the cache holds them.
+    The result is that of `key_value_cache` and then `multi_head_attention` over the context, without a copy
+    of it. New tokens, too, are attended to as they are stored.
 
-    What the former returns is rounded to the type of the data. Here codes are products with their scales in
-    float32, rounded only where the type of scales is the coarser one, in a call of one token as in one of
-    many. So a score of s may differ by 2^-11 s, for bfloat16 by 2^-8 s, and tolerances of outputs grow with
-    max(1, largest score of the row, in magnitude, / 8).
+    `key_value_cache` rounds what it returns to the dtype of the data. Here codes are multiplied with their
+    scales in float32, and rounded only where scales have a coarser dtype than the data. So a score s may
+    differ by 2^-11 s, and for bfloat16 by 2^-8 s. Tolerances of outputs therefore grow with
+    max(1, largest magnitude of a score in the row / 8).
 
     Parameters
     ----------
@@ -149,34 +149,34 @@ def multi_head_cache_attention(
     start_pos : int
         Position of the first new token.
     cache : ndarray, changed in place
-        By ``cache_layout`` as in `key_value_cache`; H is ``num_kv_heads``, Dh ``head_dim``.
+        The axes follow ``cache_layout``, as in `key_value_cache`. H is ``num_kv_heads``, Dh ``head_dim``.
     scale : ndarray, optional, changed in place
-        Scales of a quantized cache: its shape with last axis Dh/quant_group.
+        Scales of a quantized cache. Its shape is that of ``cache``, with a last axis of Dh/quant_group.
     attn_mask : ndarray, optional
-        Added to the scores, or boolean (True may attend): right-aligned to [B, num_heads, S, start_pos + S].
+        As in `multi_head_attention`, right-aligned to [B, num_heads, S, start_pos + S].
     num_heads, head_dim, num_kv_heads : int
-        Heads of ``query``, their size, and heads of the cache (0 for as many).
+        The number of query heads, their size, and the number of key heads (0: as many as query heads).
     is_causal, is_alibi : bool
-        Whether a query sees no key after its own position; whether ALiBi biases are added.
+        Whether a query ignores keys after its own position; whether to add ALiBi biases (causal).
     num_layer, layer_idx : int
-        Layers in the cache, and the one to use.
+        The number of layers in the cache, and the layer to use.
     quant_bit, quant_group : int
-        0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+        0 stores floats; 8 and 4 store codes, with one scale per ``quant_group`` elements of a head.
     quant_format : str, optional
-        With ``quant_bit`` 0, what a uint8 cache holds: "e4m3" or "e5m2", floats of 8 bits that saturate; or
-        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. Floats
-        of 8 bits are multiplied with ``scale``: 1 if None; given ones of keys and values of shape [2] or
-        [2, H]; or, of its shape with last axis Dh/quant_group, the largest magnitudes / the largest code,
-        which are written.
+        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
+        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
+        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
+        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
+        largest code.
     softmax_scale, window, softcap, sinks, return_lse, out
         As in `multi_head_attention`.
 
     Returns
     -------
     attn_output : ndarray, shape [B, S, num_heads, head_dim]
-        Of the dtype of ``query``.
+        The dtype is that of ``query``.
     lse : ndarray of float32, shape [B, S, num_heads]
-        With ``return_lse``: logarithms of the softmax denominators.
+        If ``return_lse``: logarithms of the softmax denominators.
 
     Raises
     ------
@@ -185,7 +185,7 @@ def multi_head_cache_attention(
 
     Notes
     -----
-    PMX operator ``MultiHeadCacheAttention``; from ``softmax_scale`` on, beyond it.
+    PMX operator ``MultiHeadCacheAttention``. PMX lacks the arguments from ``softmax_scale`` on.
 
     Examples
     --------

@@ -31,8 +31,8 @@ def key_value_cache(
 ) -> Pair:
     """Append keys and values to a static cache and read the whole context back.
 
-    Every sequence is at the same position. What comes back is what the cache holds: with a narrower or
-    quantized cache the new tokens come back rounded like the old ones.
+    All sequences have the same length. The results are read from the cache: if its format is narrower than
+    the inputs, the new tokens come back rounded, like the old ones.
 
     Parameters
     ----------
@@ -46,26 +46,26 @@ def key_value_cache(
         keys, 1 values. The axes by ``cache_layout``:
         {layouts}
     scale : ndarray, optional, changed in place
-        Scales of a quantized cache, float32, float16 or bfloat16: its shape with last axis Dh/quant_group.
+        Scales of a quantized cache, float32, float16 or bfloat16, in its shape with last axis Dh/quant_group.
     num_layer, layer_idx : int
-        Layers in the cache, and the one to use.
+        The number of layers in the cache, and the layer to use.
     quant_bit, quant_group : int
-        0 stores floats, 8 and 4 store codes with one scale for each ``quant_group`` elements of a head.
+        0 stores floats; 8 and 4 store codes, with one scale per ``quant_group`` elements of a head.
     quant_format : str, optional
-        With ``quant_bit`` 0, what a uint8 cache holds: "e4m3" or "e5m2", floats of 8 bits that saturate; or
-        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. Floats
-        of 8 bits are multiplied with ``scale``: 1 if None; given ones of keys and values of shape [2] or
-        [2, H]; or, of its shape with last axis Dh/quant_group, the largest magnitudes / the largest code,
-        which are written.
+        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
+        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
+        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
+        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
+        largest code.
     num_repeat : int
-        Each head comes back this many times, for grouped-query attention.
+        Repeat each head this many times in the outputs, for grouped-query attention.
     out : tuple of ndarray, optional
-        Arrays for key and value; made if not given.
+        Output arrays for key and value; made if not given.
 
     Returns
     -------
     key, value : ndarray, shape [B, start_pos + S, H * num_repeat, Dh]
-        Of the dtype of ``current_key``.
+        The dtype is that of ``current_key``.
 
     Raises
     ------

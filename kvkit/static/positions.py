@@ -23,7 +23,7 @@ def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
     Parameters
     ----------
     num_heads : int
-        Query heads.
+        The number of query heads.
     out : ndarray, optional
         Array for the result; made if not given.
 
@@ -62,10 +62,10 @@ def alibi_mask(
     data_type: Literal["float32", "float16", "bfloat16"] = "float32",
     out: Array | None = None,
 ) -> Array:
-    """Return a mask with ALiBi biases, causal and aligned at the last query and key.
+    """Return a causal mask with ALiBi biases, where the last query is at the position of the last key.
 
-    Query i of n, which is key m - n + i of m, sees key j with ``slope * (j - (m - n + i))``, and no later
-    key. Add it to scores instead of asking an attention operator for ``is_alibi``.
+    Query i of n has the position p = m - n + i. Its bias for key j of m is ``slope * (j - p)``, and -inf if
+    j > p. Add the mask to scores, or call an attention operator with ``is_alibi`` instead.
 
     Parameters
     ----------
@@ -76,16 +76,16 @@ def alibi_mask(
         the last may be 1; float32, float16, bfloat16, or boolean (True may attend). Columns from m on are
         not read.
     num_heads : int
-        Query heads.
+        The number of query heads.
     data_type : str
-        "float32", "float16" or "bfloat16", to which the mask is rounded once.
+        The dtype of the mask: "float32", "float16" or "bfloat16". Elements are rounded to it once.
     out : ndarray, optional
         Array for the result; made if not given.
 
     Returns
     -------
-    mask : ndarray of data_type, shape [num_heads, n, m up to a multiple of 16]
-        With B in front for an ``attn_mask`` of 4 axes. Columns from m on are -inf.
+    mask : ndarray of data_type, shape [num_heads, n, m rounded up to a multiple of 16]
+        If ``attn_mask`` has 4 axes, there is a first axis B. Columns from m on are -inf.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def alibi_mask(
 
     Notes
     -----
-    PMX operator ``ALiBiMask``; boolean masks are beyond it.
+    PMX operator ``ALiBiMask``. PMX has no boolean masks.
 
     Examples
     --------
@@ -125,35 +125,35 @@ def rotary_position_embedding(
     scaling_factor: float = 1.0,
     out: Pair | None = None,
 ) -> Pair:
-    """Turn queries and keys by angles that grow with their positions.
+    """Rotate queries and keys by angles that grow with their positions.
 
-    Neighbouring elements 2i and 2i+1 of a head turn as a pair by ``t * theta^(-2i/R)``, where t is the
+    Neighbouring elements 2i and 2i+1 of a head rotate as a pair by ``t * theta^(-2i/R)``, where t is the
     token's position and R is ``rotary_dim``. Token s is at position ``start_pos + s - pad_len[b]``.
 
     Parameters
     ----------
     query, key : ndarray, shapes [B, S, heads, Dh]
-        float32, float16 or bfloat16, both alike; their numbers of heads may differ.
+        float32, float16 or bfloat16, the same for both. Their numbers of heads may differ.
     start_pos : int
         Position of the first token.
     pad_len : ndarray of int64, shape [B], optional
         Padding tokens in front of each sequence, which positions do not count.
     rotary_dim : int
-        Elements at the front of each head that turn, an even number; the others are copied. 0 for all.
+        R, how many elements at the front of each head rotate, an even number. The others are copied. 0: all.
     interleaved : bool
-        Whether the pairs are neighbours. If not they are elements i and i + R/2, as in NeoX and Llama models
-        of most engines.
+        Whether pairs are neighbours. If not, elements i and i + R/2 are a pair, as in NeoX and, in most
+        engines, Llama models.
     cos, sin : ndarray, shape [positions, R/2], optional
-        The cosine and sine of each pair at each position from 0 on, to be taken as they are, of any float
-        type. If not given they are those of `theta`; if given that and the scaling mean nothing.
+        The cosine and sine of each pair at each position from 0 on, of any float type. If they are given,
+        `theta` and the scaling arguments are not used.
     theta : float
         Base of the frequencies.
     bypass_key : bool
-        Whether keys are copied as they are.
+        Whether keys are copied without rotation.
     max_position_embeddings, scaling_type, scaling_factor : int, str, float
-        "linear" divides positions by the factor. "dynamic" increases theta for a sequence that ends at a
-        position e beyond ``max_position_embeddings``, by
-        (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)). "" does neither.
+        "linear" divides positions by the factor. "dynamic" multiplies theta by
+        (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)) for a sequence
+        that ends at a position e beyond ``max_position_embeddings``. "" does neither.
     out : tuple of ndarray, optional
         Arrays for query and key; made if not given. Give ``(query, key)`` to work in place.
 

@@ -42,6 +42,7 @@ class There:
 
 
 def append(there):
+    """Return the launches of `key_value_cache`: store the new tokens, load the contexts."""
     call, layer, tables, stream = there.call, there.layer, there.tables, there.stream
     return [
         transfer.store(call.current_key, call.current_value, layer, tables, stream),
@@ -74,6 +75,7 @@ def merge_parts(there):
 
 
 def turn(there):
+    """Return the launches of rotary embedding: fill the table of angles, rotate queries and keys."""
     if not there.call.starts[-1]:
         return []
     table, starts, fill = angles.table(there.call, there.stream)
@@ -82,13 +84,14 @@ def turn(there):
 
 
 def mask(there):
+    """Return the launch that writes a mask of ALiBi biases."""
     (target,) = there.outputs
     target = target if target.ndim == 4 else target[None]
     return [alibi.prepare(there.call, target, there.stream)] if target.size else []
 
 
 def slope(there):
-    """Return the launch that copies slopes, which are computed on the host."""
+    """Return the launch that copies ALiBi slopes, which are computed on the host."""
     (target,) = there.outputs
     slopes = arrays.Operand(alibi.slopes(target.size), False, None).moved(there.stream)
     there.owners.append(slopes)
@@ -102,7 +105,7 @@ def position_index(there):
 
 
 def move(there):
-    """Return the launches that move rows from sources to targets, or to new results if there are none."""
+    """Return launches that copy pieces of rows to the call's targets, or outputs, and store means of rows."""
     call, stream = there.call, there.stream
     results = [call.place(*pair) for pair in zip(there.outputs, call.sources, strict=False)]
     pairs = list(zip(call.sources, call.targets or results, strict=True))
@@ -116,16 +119,16 @@ def append_to_pools(there):
     """Return the launch that stores tokens in pools: as they are, or as codes with scales."""
     found, moves = there.call.pieces, []
     for side in there.call.sides:
-        source, cells = side.tokens[None], side.cells
+        source, scales = side.tokens[None], side.cells
         if side.packed == side.stored:
             moves.append(pieces.byte_copy(source, side.pool))
             continue
-        if cells is not None and not side.group:
-            given = arrays.Operand(cells, False, None).moved(there.stream)
+        if scales is not None and not side.group:
+            given = arrays.Operand(scales, False, None).moved(there.stream)
             there.owners.append(given)
-            cells = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
+            scales = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
         formats = side.packed, side.stored, side.cell
-        moves.append(pieces.code_copy(source, side.pool, *formats, side.group, cells))
+        moves.append(pieces.code_copy(source, side.pool, *formats, side.group, scales))
     where = np.stack([found[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
     return [pieces.launch_copies(moves, where, there.stream)]
 
