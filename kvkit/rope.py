@@ -142,6 +142,12 @@ class Rope:
         half = self.rotary_dim // 2
         return slice(0, half), slice(half, self.rotary_dim)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, for a file."""
+        scaling = {name: np.asarray(value).tolist() for name, value in (self.scaling or {}).items()}
+        arguments = {"rotary_dim": self.rotary_dim, "theta": self.theta, "interleaved": self.interleaved}
+        return arguments | {"scaling": scaling or None}
+
     @classmethod
     def from_config(
         cls, config: Any, *, long: bool | None = None, text_only: bool = False, interleaved: bool = False

@@ -11,6 +11,7 @@ from kvkit.cache import offload, opening, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
+from kvkit.cache.layers.positions import check_rotation
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, FilePath, Pair, States
@@ -25,6 +26,8 @@ class Cache(BaseCache):
         One for each attention layer.
     offload : path, optional
         A folder to move the layers to, as `offload` does.
+    rope : Rope, "none" or list of them, optional
+        How keys are rotated in all layers, or in each: `shift` asks for it.
 
     Attributes
     ----------
@@ -52,7 +55,7 @@ class Cache(BaseCache):
 
     _make_layer: Callable[[], Layer] | None = None  # where layers are made on first use
 
-    def __init__(self, layers: Iterable[Layer], *, offload: FilePath | None = None) -> None:
+    def __init__(self, layers: Iterable[Layer], *, offload: FilePath | None = None, rope: Any = None) -> None:
         super().__init__()
         self.layers = list(layers)
         for i, layer in enumerate(self.layers):
@@ -61,6 +64,9 @@ class Cache(BaseCache):
             if any(layer is other for other in self.layers[:i]):
                 raise argument_error(f"layers[{i}]", "a layer of its own", "one that is there before")
             layer.name = f"layers[{i}]"
+        self.rope = rope
+        for layer, rotation in zip(self.layers, self._ropes(rope), strict=True):
+            layer.rope = layer.rope if rotation is None else rotation
         self._latest: Any = None
         self.folder: Any = None
         if offload is not None:
@@ -114,6 +120,7 @@ class Cache(BaseCache):
             return super()._missing(number)
         layer = self._make_layer()
         layer.name = f"layers[{number}]"
+        layer.rope = self.rope
         if self.folder is not None:
             self.folder.lead(number, layer)
         return layer
@@ -129,6 +136,27 @@ class Cache(BaseCache):
             self.folder.announce(lengths)
         for layer in self.layers:
             layer.crop(length)
+
+    def plan(self, call: str, *arguments: Any, rope: Any = None, **options: Any) -> list[Any]:
+        plans = zip(self.layers, self._ropes(rope), strict=True)
+        return [layer.plan(call, *arguments, rope=rotation, **options) for layer, rotation in plans]
+
+    def _ropes(self, rope: Any) -> list[Any]:
+        """Return how keys of each layer are rotated."""
+        if not isinstance(rope, (list, tuple)):
+            if rope is not None:
+                check_rotation(rope)
+            return [rope] * len(self.layers)
+        if len(rope) != len(self.layers):
+            raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(rope))
+        for rotation in rope:
+            check_rotation(rotation)
+        return list(rope)
+
+    def _rearrange(self, plans: list[Any]) -> None:
+        if self.folder is not None:
+            self.folder.announce([plan.after.length for plan in plans])
+        super()._rearrange(plans)
 
     def _select(self, indices: ArrayLike) -> None:
         for layer in self.layers:
@@ -159,7 +187,7 @@ class Cache(BaseCache):
     @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         for layer in self.layers:
-            if layer.store is None or layer.span.oldest:
+            if layer.store is None or layer.span.oldest or layer.row_positions is not None:
                 raise argument_error(layer.name, "a layer that stores all its tokens", layer)
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
@@ -191,6 +219,10 @@ class Cache(BaseCache):
             raise argument_error("directory", "a cache in memory", f"one that is in {self.folder.path}")
         for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
             layer.describe()  # raises for a layer that cannot be in a file
+        for layer in self.layers:
+            if layer.row_positions is not None:
+                wanted = "positions 0, 1, 2, ... and no rope shift, to lie in a file"
+                raise argument_error(layer.name, wanted, "tokens that were removed or moved")
         folder = offload.Folder(directory, only_non_sliding, keep)
         folder.adopt(self.layers)
         self.folder = folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
@@ -60,6 +60,8 @@ class DynamicCache(Cache):
         Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
         A folder to move the layers to, as `offload` does.
+    rope : Rope, "none" or list of them, optional
+        How keys are rotated in all layers, or in each: `shift` asks for it.
 
     Examples
     --------
@@ -78,11 +80,12 @@ class DynamicCache(Cache):
         sliding_window: int | None = None,
         *,
         offload: FilePath | None = None,
+        rope: Any = None,
     ) -> None:
         sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
         kind, layers = layer_makers(num_layers, layer_types, sliding_window, DynamicLayer, sliding)
         self._make_layer = kind if num_layers is None else None
-        super().__init__((make() for make in layers), offload=offload)
+        super().__init__((make() for make in layers), offload=offload, rope=rope)
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Iterable[Pair]) -> Self:
@@ -124,13 +127,14 @@ class StaticCache(Cache):
         sliding_window: int | None = None,
         *,
         offload: FilePath | None = None,
+        rope: Any = None,
     ) -> None:
         full = functools.partial(StaticLayer, max_cache_len)
         sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, sliding_window)  # type: ignore[arg-type]
         _, layers = layer_makers(
             integer("num_layers", num_layers, 0), layer_types, sliding_window, full, sliding
         )
-        super().__init__((make() for make in layers), offload=offload)
+        super().__init__((make() for make in layers), offload=offload, rope=rope)
 
 
 class QuantizedCache(Cache):

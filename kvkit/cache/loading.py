@@ -11,7 +11,7 @@ from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
 from kvkit.cache.paged.cache import PagedCache
-from kvkit.cache.saving import PAGED_ARRAYS, VERSION, array_form, hash_contents
+from kvkit.cache.saving import MOVED_VERSION, PAGED_ARRAYS, VERSION, array_form, hash_contents
 from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import npz
 from kvkit.typed import Array, FilePath
@@ -65,9 +65,9 @@ def read_file(path: FilePath) -> tuple[dict[str, Any], dict[str, Array]]:
     """Read (description of a cache, its arrays) from a file, and check that they agree."""
     contents = npz.read(path)
     about = contents.metadata.get("cache")
-    if not isinstance(about, dict) or about.get("version") != VERSION:
+    if not isinstance(about, dict) or about.get("version") not in (VERSION, MOVED_VERSION):
         version = about.get("version") if isinstance(about, dict) else "none"
-        raise load_error(path, f"a cache of version {VERSION}", version)
+        raise load_error(path, f"a cache of version {VERSION} or {MOVED_VERSION}", version)
     fingerprint, described = about.pop("fingerprint", None), about.get("arrays")
     if not isinstance(described, dict):
         raise load_error(path, "a description of every array", described)
@@ -87,8 +87,11 @@ def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Ma
     arrays = {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
     try:
         layer = kinds.make_layer(about)
-        if arrays or about["length"]:
-            layer.fill(arrays, about["length"])
+        moves = {name: arrays.pop(name) for name in ("positions", "rope_shifts") if name in arrays}
+        if arrays or (about["length"] and not moves):
+            layer.fill(arrays, len(moves["positions"]) if moves else about["length"])
+        if moves:
+            layer.move(moves, about["length"], about["rope"])
         layer.record_past = about["record_past"]
     except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise load_error(path, f"a valid layer {number}", error) from None

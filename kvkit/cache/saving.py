@@ -5,7 +5,9 @@ description and the bytes of all arrays. Next to it is the ``description`` of th
 
     layers      for a `Cache`: the kind of each layer, and how many tokens it was given. Its arrays are
                 ``layers.I.keys`` and ``layers.I.values``, for a quantized layer ``layers.I.keys.codes`` and
-                so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays
+                so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays.
+                A layer whose rows were removed or moved (version 2) also has ``layers.I.positions`` and
+                ``layers.I.rope_shifts``, and its ``rope`` says how keys were rotated
     paged       for a `PagedCache`: its arguments, the number of rows, and its sequences. Its arrays are
                 ``blocks`` (the numbers of the blocks in use, which stay the same), ``cache`` and ``scale``
                 ([layers, key|value, block, row, head, dim], these blocks), ``sequences.I.block_table``
@@ -27,6 +29,9 @@ from kvkit.files import Description, members, npz
 from kvkit.typed import Array, FilePath
 
 VERSION = 1
+MOVED_VERSION = (
+    2  # of a file with rows that were removed or moved: positions and rope shifts are arrays of it
+)
 PAGED_ARRAYS = "cache", "scale"
 PLAIN, PAGED = "l kv | b h n c", "| l kv b n h c"  # layouts
 
@@ -37,12 +42,14 @@ def save(cache: Any, path: FilePath) -> None:
     arrays: dict[str, Array] = {}
     for i, layer in enumerate(cache.layers):
         state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
-        layers.append(kinds.describe_layer(layer) | state)
-        arrays |= {f"layers.{i}.{name}": array for name, array in layer.arrays().items()}
+        moves, rope = layer.moves()
+        layers.append(kinds.describe_layer(layer) | state | rope)
+        held = layer.arrays() | moves
+        arrays |= {f"layers.{i}.{name}": array for name, array in held.items()}
     plain = all(name.endswith((".keys", ".values")) for name in arrays)
-    write_file(
-        path, {"layers": layers}, arrays, PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
-    )
+    line = PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
+    version = MOVED_VERSION if any(layer.row_positions is not None for layer in cache.layers) else VERSION
+    write_file(path, {"version": version, "layers": layers}, arrays, line)
 
 
 def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit import cpu
+from kvkit import cpu, merge
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
@@ -23,6 +23,7 @@ class LayerAttention:
 
     def __init__(self) -> None:
         self._calls: PreparedCalls[PreparedAttention] = PreparedCalls(1)
+        self._pieces: list[PreparedCalls[PreparedAttention]] = []  # of several rope shifts
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return LayerAttention, ()  # prepared calls hold addresses, which are others in a copy
@@ -30,6 +31,7 @@ class LayerAttention:
     def forget(self) -> None:
         """Drop the prepared call, because the arrays of the layer have changed."""
         self._calls.clear()
+        self._pieces = []
 
     def __call__(
         self,
@@ -43,6 +45,9 @@ class LayerAttention:
     ) -> Attended:
         """Attend to a layer; see `Layer.attend`."""
         fmt, query = checked_query(layer, query)
+        if layer.row_positions is not None and layer.row_positions.shifts.any():
+            scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+            return self._attend_pieces(layer, query, attention_mask, scoring, return_lse)
         query = layer.store.query(query)
         batch, new, query_heads, _ = query.shape
         out = np.empty((batch, new, query_heads, layer.store.geometry.value_dim), query.dtype)
@@ -50,18 +55,89 @@ class LayerAttention:
         lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
         mask = NO_MASK
         if attention_mask is not None:
-            mask = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
+            columns = checked_mask(layer, attention_mask, (batch, query_heads, new))
+            mask = masks.static_mask(fmt, columns, batch, query_heads, new, columns.shape[3])
         arrays = {"query": query, "out": out, "lse": lse}
         form = form_of((query,), (wants_lse, softmax_scale, softcap)) if sinks is None else None
         prepared = self._calls.find(form)
-        if not prepared or not prepared.run(layer, arrays, mask):
+        span = layer.span
+        rows = span.begin - span.origin, span.length - span.origin
+        if not prepared or not prepared.run(layer.store, rows, arrays, mask):
             self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
             scoring = Scoring(softmax_scale=softmax_scale, window=(left, -1), softcap=softcap, sinks=sinks)
             weights = attention.checked_weights(query, mask, scoring)
-            self._calls.keep(form, PreparedAttention(layer, fmt, arrays, weights))
+            self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights))
         attn_output = layer.store.output(out).swapaxes(1, 2)
         return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
+
+    def _attend_pieces(
+        self, layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
+    ) -> Attended:
+        """Attend to rows of several rope shifts: to each piece with shifted queries, then merge by lse.
+
+        <R(p) q, R(p') k> depends on p - p' alone; so a query at p - d scores a key that was rotated for
+        p' - d as one at p does the moved key. Queries and outputs are float32 until they are merged.
+        """
+        wants_lse, (batch, new, heads, _) = flag("return_lse", return_lse), query.shape
+        columns, states = None, []
+        if attention_mask is not None:
+            columns = checked_mask(layer, attention_mask, (batch, heads, new))
+            fmt = checked_format("query", query, FLOATS, 4)
+            masks.static_mask(fmt, columns, batch, heads, new, columns.shape[3])
+            columns = columns if columns.dtype == np.bool_ else columns.astype(np.float32)
+        wide = query.astype(np.float32)  # [B, q, Hq, D]
+        pieces = layer.pieces()
+        while len(self._pieces) < len(pieces):
+            self._pieces.append(PreparedCalls(1))
+        for calls, (begin, end, shift) in zip(self._pieces, pieces, strict=False):
+            own = scoring if end == layer.span.length else scoring._replace(sinks=None)
+            moved = layer.rope.shift(wide, -shift) if shift else wide
+            states.append(attend_piece(calls, layer, (begin, end), moved, columns, own))
+        outputs, lses = zip(*states, strict=True)
+        output, lse = merge.merge_checked(FLOAT32, outputs, lses)
+        attn_output = output.astype(query.dtype, copy=False).swapaxes(1, 2)
+        return (attn_output, lse.swapaxes(1, 2)) if wants_lse else attn_output
+
+
+FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
+
+
+def attend_piece(
+    calls: PreparedCalls[PreparedAttention],
+    layer: Any,
+    rows: tuple[int, int],
+    query: Array,
+    columns: Array | None,
+    scoring: Scoring,
+) -> tuple[Array, Array]:
+    """Attend with float32 queries [B, q, Hq, D] to some rows of a layer; return (output, lse)."""
+    (begin, end), (batch, new, heads, _), stored = rows, query.shape, layer.span.length
+    causal = end == stored and end - begin >= new  # queries are the last rows of all, and of this piece
+    columns = None if columns is None else columns[..., begin:end]
+    if not causal and end > stored - new + 1:
+        visible = np.arange(begin, end) <= np.arange(stored - new, stored)[:, None]  # [q, rows]
+        columns = hidden_from(columns, visible)
+    mask = NO_MASK if columns is None else masks.static_mask(FLOAT32, columns, batch, heads, new, end - begin)
+    out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
+    arrays = {"query": query, "out": out, "lse": np.empty((batch, new, heads), np.float32)}
+    form = form_of((query,), (causal, scoring.softmax_scale, scoring.softcap))
+    form = form if scoring.sinks is None else None
+    prepared = calls.find(form)
+    if not prepared or not prepared.run(layer.store, rows, arrays, mask):
+        calls.clear()
+        weights = attention.checked_weights(query, mask, scoring._replace(is_causal=causal))
+        calls.keep(form, PreparedAttention(layer.store, rows, FLOAT32, arrays, weights))
+    return out, arrays["lse"]
+
+
+def hidden_from(columns: Array | None, visible: Array) -> Array:
+    """Return a mask that hides what is not visible, besides what a mask says; with 4 axes."""
+    if columns is None:
+        return visible[None, None]
+    if columns.dtype == np.bool_:
+        return columns & visible
+    return np.where(visible, columns, np.array(-np.inf, columns.dtype))
 
 
 def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
@@ -81,14 +157,16 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     return fmt, one_piece(query.swapaxes(1, 2))
 
 
-def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> MaskPlace:
-    """Check a mask: its columns begin at position 0 with 2 axes, at the first returned token with 4."""
+def checked_mask(layer: Any, mask: Array, sizes: tuple[int, int, int]) -> Array:
+    """Check a mask; return it with 4 axes, and a column for each row from the first returned one on."""
     span, (batch, query_heads, new) = layer.span, sizes
     if not isinstance(mask, np.ndarray):
         raise argument_error("attention_mask", "a numpy array", describe(mask))
     first = span.begin if mask.ndim == 2 else 0  # a padding mask counts positions from 0
     count = span.length - span.begin
     returned = sum(layer.get_mask_sizes(0))  # length + offset: where the keys of an update end
+    if mask.ndim == 2 and layer.row_positions is not None:
+        mask = stored_columns(layer, mask, batch)
     if mask.ndim == 2:
         legal = {(batch, span.length), (batch, max(returned, span.length))}
         if mask.dtype != np.bool_ or mask.shape not in legal:
@@ -98,8 +176,15 @@ def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, i
     elif mask.ndim != 4 or mask.shape[3] not in (count, max(returned - span.begin, count)):
         wanted = f"bool [{batch}, {span.length}], or [{batch} or 1, {query_heads} or 1, {new} or 1, {count}]"
         raise argument_error("attention_mask", wanted, f"shape {mask.shape}")
-    mask = mask[..., first : first + count]
-    return masks.static_mask(fmt, mask, batch, query_heads, new, count)
+    return mask[..., first : first + count]
+
+
+def stored_columns(layer: Any, mask: Array, batch: int) -> Array:
+    """Return the columns of a padding mask, one for each position, that stored tokens have."""
+    length = layer.get_seq_length()
+    if mask.dtype != np.bool_ or mask.shape != (batch, length):
+        raise argument_error("attention_mask", f"bool [{batch}, {length}], a padding mask", describe(mask))
+    return mask[:, layer.positions]
 
 
 class PreparedAttention:
@@ -111,9 +196,15 @@ class PreparedAttention:
 
     __slots__ = ("_counts", "_mask", "_params", "_prepared", "_step", "_store")
 
-    def __init__(self, layer: Any, fmt: Element, arrays: dict[str, Any], weights: attention.Weights) -> None:
-        self._store, self._mask = layer.store, weights.mask
-        first, end = layer.span.rows_from(layer.span.begin)
+    def __init__(
+        self,
+        store: Any,
+        rows: tuple[int, int],
+        fmt: Element,
+        arrays: dict[str, Any],
+        weights: attention.Weights,
+    ) -> None:
+        self._store, self._mask, (first, end) = store, weights.mask, rows
         context = self._store.context(fmt.name, first, end)
         query, out, lse = arrays.values()
         batch, new = query.shape[:2]
@@ -123,13 +214,14 @@ class PreparedAttention:
         self._prepared = PreparedCall([launch], arrays, attention=self._params, version=end - first)
         cpu.launches.start(launch)
 
-    def run(self, layer: Any, arrays: dict[str, Array | None], mask: MaskPlace) -> bool:
-        """Attend with another query, mask and length; return False if these need a new prepared call."""
-        if layer.store is not self._store:
+    def run(
+        self, store: Any, rows: tuple[int, int], arrays: dict[str, Array | None], mask: MaskPlace
+    ) -> bool:
+        """Attend with another query, mask and rows; return False if these need a new prepared call."""
+        if store is not self._store:
             return False
-        length, _, begin, origin, _ = layer.span
-        places = places_of(arrays.values())
-        return self._prepared.run_at(places, lambda: self._refit(begin - origin, length - begin, mask))
+        (row, end), places = rows, places_of(arrays.values())
+        return self._prepared.run_at(places, lambda: self._refit(row, end - row, mask))
 
     def _refit(self, row: int, kvlen: int, mask: MaskPlace) -> bool:
         """Set the first row and the length; return False if the new length needs a new launch."""

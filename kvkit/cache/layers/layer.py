@@ -8,14 +8,24 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.base import BaseLayer, one_call_at_a_time
+from kvkit.cache.base import MOVABLE, BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import LayerAttention
+from kvkit.cache.layers.positions import (
+    PLANS,
+    Piece,
+    Rearrangement,
+    Rotation,
+    RowPositions,
+    check_rotation,
+    rotation_of,
+)
 from kvkit.cache.stores.mapped import MappedStore
 from kvkit.cache.stores.memory import Geometry, Store, check_geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
+from kvkit.rope import Rope
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
@@ -41,10 +51,15 @@ class Layer(BaseLayer):
         The arrays of keys and values; None before the first update.
     home : Home
         The place of the layer's files in a folder; None for a layer in memory.
+    row_positions : RowPositions
+        The positions of its first rows; None while row r has position r and no key is shifted.
+    rope : Rope or "none"
+        How keys were rotated; None if nobody has said so.
     """
 
     store: Any
     home: Any
+    rope: Rotation = None
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
@@ -107,6 +122,8 @@ class Layer(BaseLayer):
         if start < self.span.length:
             key_states, value_states = (self._apart(states) for states in (key_states, value_states))
             self._shorten(self.span.cropped(start, 0))
+            if self.row_positions is not None:
+                self.row_positions = self.row_positions.first(start)
         _, oldest, _, origin, _ = self.span
         self.store.write(start - origin, key_states, value_states)
         if not self.record_past:
@@ -117,10 +134,11 @@ class Layer(BaseLayer):
 
     def _start(self, cache_position: ArrayLike, new: int) -> int:
         """Return the first of the positions of new tokens."""
-        start, length = requests.check_positions(cache_position, new, self.span.length), self.span.length
+        length = self.get_seq_length()
+        start = requests.check_positions(cache_position, new, length)
         if start != length and not self._may_start(start):
             raise argument_error("cache_position", f"positions from {length} on, after the last token", start)
-        return start
+        return start + self.span.length - length
 
     def _apart(self, states: Array) -> Array:
         """Return new tokens, copied if they share memory with the store that is about to change."""
@@ -192,7 +210,38 @@ class Layer(BaseLayer):
     # What is there
 
     def get_seq_length(self) -> int:
-        return self.span.length
+        rows = self.row_positions
+        return self.span.length if rows is None else rows.seen(self.span.length)
+
+    def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
+        if self.row_positions is None:
+            return super().get_mask_sizes(query_length)
+        begin, end = self._returned(self.span.length, integer("query_length", query_length, 0))
+        return end - begin, begin + self.get_seq_length() - self.span.length
+
+    @property
+    def stored_tokens(self) -> int:
+        return self.span.length - self.span.oldest
+
+    @property
+    def positions(self) -> Array:
+        return self._all_positions().positions.copy()
+
+    @property
+    def rope_shifts(self) -> Array:
+        return np.array(self.pieces(), np.int64).reshape(-1, 3)
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of stored rows whose keys have one rope shift."""
+        if self.row_positions is not None:
+            return self.row_positions.pieces(self.span.length)
+        return [(0, self.stored_tokens, 0)] if self.stored_tokens else []
+
+    def _all_positions(self) -> RowPositions:
+        """Return the positions and rope shifts of all stored rows."""
+        if self.row_positions is not None:
+            return self.row_positions.extended(self.span.length)
+        return RowPositions.contiguous(self.span.oldest, self.span.length)
 
     @property
     def batch_size(self) -> int:
@@ -234,12 +283,15 @@ class Layer(BaseLayer):
             If a sliding window would need tokens that are no longer stored.
         """
         length = self.left_by(length)
+        if self.row_positions is not None:
+            self.remove(length)
+            return
         self._shorten(self.span.cropped(length, self._stored_from(length)))
 
     def left_by(self, length: int) -> int:
-        """Return how many tokens a legal `crop` leaves."""
+        """Return the next token's position after a legal `crop`: without holes, how many tokens it leaves."""
         span = self.span
-        left = requests.length_after_crop(length, span.length)
+        left = requests.length_after_crop(length, self.get_seq_length())
         if span.oldest > self._croppable_to(left):
             raise RuntimeError(
                 f"crop of {self.name}: the window of {left} tokens needs tokens that are not stored; "
@@ -252,6 +304,39 @@ class Layer(BaseLayer):
         self.span = span
         if self.store is not None:
             self._commit()
+
+    def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
+        now, geometry = self._all_positions(), None if self.store is None else self.store.geometry
+        dim = None if geometry is None else geometry.key_dim
+        rotation = rotation_of(rope, self.rope, dim, bool(now.shifts.any()))
+        plan = PLANS[call](now, rotation, *arguments, **options).in_few_pieces()
+        if self.row_positions is None and plan.is_crop(now):
+            self.left_by(plan.after.length - now.length)
+        else:
+            self._check_movable(call, plan.after)
+        return plan
+
+    def _check_movable(self, call: str, after: RowPositions) -> None:
+        """Raise unless rows can come to have these positions."""
+        raise argument_error(self.name, MOVABLE, f"{call} of a {type(self).__name__}")
+
+    @one_call_at_a_time
+    def rearrange(self, plan: Rearrangement) -> None:
+        now = self._all_positions()
+        if self.row_positions is None and plan.is_crop(now):
+            if plan.after.length < now.length:
+                self.crop(plan.after.length - now.length)
+            return
+        before, count = self.span.length, len(plan.after.positions)
+        if self.store is not None:
+            self.store.keep_rows(np.flatnonzero(plan.kept), plan.rope, plan.rotated)
+            self._free_rows(count, before)
+        self.span = Span(count, before=count)
+        self.row_positions = None if plan.after.is_plain() else plan.after
+        self.rope = plan.rope
+
+    def _free_rows(self, begin: int, end: int) -> None:
+        """Release rows behind the last token, which new ones overwrite."""
 
     @one_call_at_a_time
     def reorder(self, indices: ArrayLike) -> None:
@@ -285,6 +370,7 @@ class Layer(BaseLayer):
             self._commit()
         else:
             self.store.close()
+        self.row_positions = None
         self._hold(None, Span())
 
     def stop_past_recording(self) -> None:
@@ -318,6 +404,23 @@ class Layer(BaseLayer):
         store = self._new_store(check_geometry(keys, values, None), self._capacity(stored))
         store.write(0, keys, values)
         self._hold(store, Span(length, oldest, oldest, oldest, length))
+
+    def moves(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Return what a file holds of a layer whose rows were moved: arrays by name, and its description."""
+        if self.row_positions is None:
+            return {}, {}
+        rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
+        return {"positions": self.positions, "rope_shifts": self.rope_shifts}, {"rope": rope}
+
+    def move(self, arrays: Mapping[str, Array], length: int, rope: Any) -> None:
+        """Move filled rows as `moves` says; a KvkitError if that cannot be."""
+        self.rope = Rope(**rope) if isinstance(rope, dict) else rope
+        after = RowPositions.restored(arrays["positions"], arrays["rope_shifts"], length, self.span.length)
+        rotation_of(self.rope, None, None, False)
+        if after.shifts.any():
+            check_rotation(self.rope)
+        self._check_movable("load", after)
+        self.row_positions = after
 
     # In a folder
 

@@ -105,6 +105,18 @@ class Store:
         for array in self.rows(begin, end):
             array[...] = 0
 
+    def keep_rows(self, kept: Array, rope: Any, rotated: Array | None) -> None:
+        """Move the given rows to the front, and their keys by as many positions as `rotated` says."""
+        keys = None
+        if rotated is not None and rotated.any():
+            keys = rope.shift(self.keys[:, :, kept].astype(np.float32), rotated)
+        count, changed = len(kept), kept != np.arange(len(kept))
+        first = int(np.argmax(changed)) if changed.any() else count
+        for side in (self.keys, self.values):
+            side[:, :, first:count] = side[:, :, kept[first:]]
+        if keys is not None:
+            self.keys[:, :, :count] = keys
+
     def take(self, indices: Array, begin: int, end: int) -> None:
         """Let row b of the batch be what row ``indices[b]`` was, for some rows of tokens."""
         changed = [b for b, index in enumerate(indices) if index != b]

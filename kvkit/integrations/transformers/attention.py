@@ -123,6 +123,8 @@ def attend_states(
         if causal or query.shape[2] == 1:  # the last token sees all, whatever the mask says of causality
             more = window_options(stored.layer, sliding_window, window)
             if more is not None:
+                if mask is not None and not whole and stored.layer.row_positions is not None:
+                    raise argument_error("attention_mask", "none after tokens were removed", "padding")
                 attn_output = stored.layer.attend(queries, mask, **options, **more)
                 stored.read()
                 return tensor_of(attn_output.swapaxes(1, 2))

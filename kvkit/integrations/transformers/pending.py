@@ -33,6 +33,9 @@ class Stored:
             raise argument_error(
                 "key", "keys that attention reads in place, or once", "those that it has read"
             )
+        if self.layer.row_positions is not None:
+            wanted = "'kvkit', and neither a window nor a mask of its own, where rows are not positions"
+            raise argument_error("attn_implementation", wanted, "attention that cannot know positions")
         length = self.layer.get_seq_length()
         return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 

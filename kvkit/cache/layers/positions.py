@@ -1,0 +1,245 @@
+"""The positions of a layer's rows once they are not 0, 1, 2, ..., and the calls that change them.
+
+A key of rope shift d lies in memory as rotated for its position - d. No call here rotates a key: attention
+rotates queries by -d instead. Every call returns a new state, so that all layers can be checked before one
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit.checks import index_tensors
+from kvkit.checks.values import flag, integer
+from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.rope import NO_ROTATION, Rope
+from kvkit.typed import Array
+
+MAX_PIECES = 8  # of constant rope shift, each of which attention reads apart
+FAR = 2**40  # no position and no shift is larger
+HOW = "how keys were rotated, a kvkit.Rope or 'none'"
+
+Rotation = Rope | str | None  # how keys are rotated: a Rope, "none", or not known
+Piece = tuple[int, int, int]  # first row, row behind the last one, rope shift
+
+
+@dataclass(frozen=True, eq=False)
+class RowPositions:
+    """The positions and rope shifts of a layer's first rows.
+
+    Later rows follow: they have the positions from `length` on, and no shift.
+    """
+
+    positions: Array  # int64, ascending
+    shifts: Array  # int64
+    length: int  # the position after these rows
+
+    @classmethod
+    def contiguous(cls, begin: int, end: int) -> Self:
+        """Return the positions of rows that nobody has moved."""
+        return cls(np.arange(begin, end), np.zeros(end - begin, np.int64), end)
+
+    @classmethod
+    def restored(cls, positions: Array, pieces: Array, length: int, rows: int) -> Self:
+        """Check what a file says of so many rows, and return it."""
+        positions = index_tensors.index("positions", positions, 1, rows)
+        pieces = index_tensors.index("rope_shifts", pieces, 2)
+        ends = np.array([0, *pieces[:, 1]]) if pieces.shape[1] == 3 else np.array([-1])
+        if ends[-1] != rows or (np.diff(ends) < 1).any() or (pieces[:, 0] != ends[:-1]).any():
+            raise argument_error("rope_shifts", f"pieces of {rows} rows", pieces.tolist())
+        if rows and (positions[0] < 0 or (np.diff(positions) < 0).any() or positions[-1] >= length):
+            raise argument_error("positions", f"ascending ones below {length}", describe(positions))
+        return cls(positions, np.repeat(pieces[:, 2], np.diff(ends)), length)
+
+    def follow(self, first: int) -> bool:
+        """Return whether the rows have the positions from `first` on, and the next token follows."""
+        return np.array_equal(self.positions, np.arange(first, self.length))
+
+    def is_plain(self) -> bool:
+        """Return whether row r has position r and lies as rotated for it."""
+        return self.follow(0) and not self.shifts.any()
+
+    def seen(self, rows: int) -> int:
+        """Return the position after so many rows."""
+        return self.length + rows - len(self.positions)
+
+    def extended(self, rows: int) -> Self:
+        """Return the state of exactly so many rows."""
+        later = self.contiguous(self.length, self.seen(rows))
+        positions = np.concatenate((self.positions, later.positions))
+        return type(self)(positions, np.concatenate((self.shifts, later.shifts)), later.length)
+
+    def first(self, rows: int) -> Self:
+        """Return the state without the rows from `rows` on, which new tokens replace."""
+        if rows >= len(self.positions):
+            return self
+        return type(self)(self.positions[:rows], self.shifts[:rows], int(self.positions[rows]))
+
+    def pieces(self, rows: int) -> list[Piece]:
+        """Return the pieces of constant rope shift of so many rows."""
+        known = len(self.positions)
+        borders = (np.flatnonzero(np.diff(self.shifts)) + 1).tolist()
+        begins = [0, *borders] if known else []
+        found = [
+            (begin, end, int(self.shifts[begin]))
+            for begin, end in zip(begins, [*borders, known], strict=False)
+        ]
+        if rows > known:
+            joins = bool(found) and found[-1][2] == 0
+            found.append((found.pop()[0] if joins else known, rows, 0))
+        return found
+
+
+class Rearrangement(NamedTuple):
+    """The result of a call that is checked and not yet done."""
+
+    kept: Array  # bool, which rows stay
+    after: RowPositions  # of the rows that stay
+    rope: Rotation  # of shifted keys
+    rotated: Array | None = None  # by how many positions each of these keys is to be moved in memory
+
+    def in_few_pieces(self) -> Rearrangement:
+        """Return the plan, with keys rotated in memory if attention would have too many pieces to read."""
+        after = self.after
+        if len(after.pieces(len(after.positions) + 1)) <= MAX_PIECES:  # the next token's among them
+            return self
+        return flatten(after, self.rope)._replace(kept=self.kept)
+
+    def is_crop(self, before: RowPositions) -> bool:
+        """Return whether no token but the last ones is lost, and none changes."""
+        count, after = len(self.after.positions), self.after
+        same = np.array_equal(after.positions, before.positions[:count])
+        behind = int(after.positions[-1]) + 1 if count else int([*before.positions, before.length][0])
+        return bool(self.kept[:count].all()) and same and not after.shifts.any() and behind == after.length
+
+
+def remove(
+    now: RowPositions,
+    rope: Rotation,
+    begin: SupportsIndex,
+    end: SupportsIndex | None = None,
+    *,
+    close: bool = False,
+) -> Rearrangement:
+    """Plan to remove the tokens with positions in [begin, end), and with `close` to shift later ones back."""
+    begin = integer("begin", begin, 0)
+    end = now.length if end is None else integer("end", end, begin)
+    close = flag("close", close)
+    kept = (now.positions < begin) | (now.positions >= end)
+    length = min(begin, now.length) if end >= now.length else now.length
+    after = RowPositions(now.positions[kept], now.shifts[kept], length)
+    if not close or end >= now.length or begin == end:
+        return Rearrangement(kept, after, rope)
+    return shift(after, rope, end, None, begin - end)._replace(kept=kept)
+
+
+def retain(now: RowPositions, rope: Rotation, positions: ArrayLike) -> Rearrangement:
+    """Plan to keep the tokens with these positions only; the position of the next token stays."""
+    wanted = index_tensors.index("positions", positions, 1)
+    if (np.diff(wanted) <= 0).any():
+        raise argument_error("positions", "ascending positions, each once", describe(positions))
+    missing = np.setdiff1d(wanted, now.positions)
+    if len(missing):
+        raise argument_error("positions", "positions that are stored", int(missing[0]))
+    kept = np.isin(now.positions, wanted)
+    return Rearrangement(kept, RowPositions(now.positions[kept], now.shifts[kept], now.length), rope)
+
+
+def shift(
+    now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex
+) -> Rearrangement:
+    """Plan to move the tokens with positions in [begin, end) by `delta`; those that would lie before 0 go."""
+    begin = integer("begin", begin, 0)
+    end = FAR if end is None else integer("end", end, begin)
+    delta = integer("delta", delta, -FAR, FAR)
+    moves = (now.positions >= begin) & (now.positions < end)
+    length = now.length + delta if begin <= now.length <= end and delta else now.length
+    return moved(now, rope, moves, now.positions + delta * moves, length)
+
+
+def divide(
+    now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex
+) -> Rearrangement:
+    """Plan to divide the positions in [begin, end) by `d`, rounding down; tokens may share one then."""
+    begin = integer("begin", begin, 0)
+    end = FAR if end is None else integer("end", end, begin)
+    d = integer("d", d, 2)
+    moves = (now.positions >= begin) & (now.positions < end)
+    length = -(-now.length // d) if begin <= now.length <= end else now.length
+    return moved(now, rope, moves, np.where(moves, now.positions // d, now.positions), length, meet=True)
+
+
+def flatten(now: RowPositions, rope: Rotation) -> Rearrangement:
+    """Plan to rotate shifted keys in memory."""
+    after = RowPositions(now.positions, np.zeros_like(now.shifts), now.length)
+    return Rearrangement(np.ones(len(now.positions), bool), after, rope, now.shifts)
+
+
+PLANS = {"remove": remove, "retain": retain, "shift": shift, "divide": divide, "flatten": flatten}
+
+
+def moved(
+    now: RowPositions, rope: Rotation, moves: Array, positions: Array, length: int, meet: bool = False
+) -> Rearrangement:
+    """Check positions after a move, and return it."""
+    changes = moves & (positions != now.positions)
+    if changes.any():
+        check_rotation(rope)
+    kept = positions >= 0
+    positions, moves = positions[kept], moves[kept]
+    gaps, across = np.diff(positions), moves[1:] != moves[:-1]
+    if (gaps[across] < (0 if meet else 1)).any():
+        at = int(np.flatnonzero(across & (gaps < (0 if meet else 1)))[0])
+        wanted = "positions that stay ascending" + ("" if meet else ", each once")
+        raise argument_error("positions", wanted, f"{positions[at]} before {positions[at + 1]}")
+    length = max(length, 0)
+    if len(positions) and positions[-1] >= length:
+        wanted = f"positions below {length}, the next token's"
+        raise argument_error("positions", wanted, int(positions[-1]))
+    turned = 0 if rope == NO_ROTATION else positions - now.positions[kept]
+    return Rearrangement(kept, RowPositions(positions, now.shifts[kept] + turned, length), rope)
+
+
+def check_rotation(rope: Any) -> None:
+    """Raise unless it is known how keys were rotated."""
+    if not isinstance(rope, Rope) and rope != NO_ROTATION:
+        raise argument_error("rope", HOW, describe(rope))
+
+
+def rotation_of(given: Any, held: Rotation, dim: int | None, shifted: bool) -> Rotation:
+    """Return how the keys of a layer were rotated: as a call says, else as the layer knows.
+
+    Keys have `dim` elements, None if there are none yet; `shifted` ones were moved by the rotation held.
+    """
+    if given is None:
+        given = held
+    elif shifted and not moves_alike(given, held):
+        raise argument_error("rope", f"the one of earlier shifts, {held}", given)
+    if given is not None:
+        check_rotation(given)
+    if isinstance(given, Rope) and dim is not None and given.rotary_dim > dim:
+        raise argument_error("rope", f"at most {dim} rotated elements, a key's", given.rotary_dim)
+    return given
+
+
+def moves_alike(one: Any, other: Any) -> bool:
+    """Return whether two rotations shift keys alike."""
+    if not isinstance(one, Rope) or not isinstance(other, Rope):
+        return type(one) is type(other) and one == other
+    return one.interleaved == other.interleaved and np.array_equal(one.frequencies, other.frequencies)
+
+
+def refusal(plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> str | None:
+    """Return the sentence of the error that a call would have, None for none."""
+    if call not in PLANS:
+        raise argument_error("call", f"one of {', '.join(PLANS)}", repr(call))
+    try:
+        plan(call, *arguments, **options)
+    except (KvkitError, RuntimeError, TypeError) as error:
+        return str(error)
+    return None

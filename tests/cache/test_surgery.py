@@ -1,0 +1,378 @@
+"""Tokens that are removed and moved: positions by a model of cells, attention by moved keys in float64."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkit import KvkitError, Rope
+from kvkit.cache import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    PagedCache,
+    QuantizedLayer,
+    QuantSpec,
+    SlidingWindowLayer,
+    StaticCache,
+    StaticSlidingWindowLayer,
+    load,
+)
+
+ROPE = Rope(8)
+ATTENDED = {"float32": 2e-6, "float16": 2e-3}
+
+
+def tokens(count, heads=2, dim=8, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal((1, heads, count, dim)).astype(dtype)
+
+
+def filled(layer, count=8, dtype=np.float32):
+    """Fill a layer with rotated keys; return the keys before rotation, and the values."""
+    keys, values = tokens(count, seed=1, dtype=dtype), tokens(count, seed=2, dtype=dtype)
+    layer.update(ROPE.rotate(keys, np.arange(count)), values)
+    return keys, values
+
+
+def exact(query, keys, values, visible=None):
+    """Attend in float64 with queries [B, Hq, q, D] of the last tokens; `visible` is bool [q, tokens]."""
+    group, new, count = query.shape[1] // keys.shape[1], query.shape[2], keys.shape[2]
+    keys, values = (np.repeat(side.astype(float), group, 1) for side in (keys, values))
+    scores = query.astype(float) @ keys.swapaxes(2, 3) / query.shape[3] ** 0.5
+    causal = np.arange(count) <= np.arange(count - new, count)[:, None]
+    scores = np.where(causal if visible is None else causal & visible, scores, -np.inf)
+    top = scores.max(3, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(3, keepdims=True)
+    return weights / total @ values, (np.log(total) + top)[..., 0]
+
+
+class Cells:
+    """The cells of one sequence: (position, rope shift, name), the semantics that llama.cpp's calls have."""
+
+    def __init__(self):
+        self.cells, self.length, self.named = [], 0, 0
+
+    def decode(self, count):
+        self.cells += [(self.length + i, 0, self.named + i) for i in range(count)]
+        self.length, self.named = self.length + count, self.named + count
+
+    def remove(self, begin, end):
+        self.cells = [cell for cell in self.cells if not begin <= cell[0] < end]
+        self.length = min(begin, self.length) if end >= self.length else self.length
+
+    def shift(self, begin, end, delta):
+        self.move(begin, end, lambda at: at + delta)
+        if begin <= self.length <= end:
+            self.length = max(self.length + delta, 0)
+
+    def divide(self, begin, end, d):
+        self.move(begin, end, lambda at: at // d)
+        if begin <= self.length <= end:
+            self.length = (self.length + d - 1) // d
+
+    def move(self, begin, end, place):
+        places = [place(at) if begin <= at < end else at for at, _, _ in self.cells]
+        moved = zip(self.cells, places, strict=True)
+        self.cells = [(to, turn + to - at, name) for (at, turn, name), to in moved if to >= 0]
+
+
+def test_the_vectors_of_llama_cpp_with_the_sign_of_a_division_that_means_what_it_says():
+    layer = DynamicLayer()
+    filled(layer)
+    layer.remove(2, 5)
+    assert layer.positions.tolist() == [0, 1, 5, 6, 7]
+    layer.shift(5, None, -3, ROPE)
+    assert layer.positions.tolist() == [0, 1, 2, 3, 4]
+    assert layer.rope_shifts.tolist() == [[0, 2, 0], [2, 5, -3]]
+    layer.divide(2, None, 2)
+    assert layer.positions.tolist() == [0, 1, 1, 1, 2]
+    assert layer.rope_shifts.tolist() == [[0, 2, 0], [2, 3, -4], [3, 5, -5]]
+    layer.shift(0, None, -2)
+    assert layer.positions.tolist() == [0]
+    assert layer.rope_shifts.tolist() == [[0, 1, -7]]
+    assert layer.get_seq_length() == 1
+
+
+def test_the_vectors_of_attention_over_pieces():
+    head, row, channel = np.meshgrid(np.arange(1), np.arange(8), np.arange(4), indexing="ij")
+    keys = ((3 * row + 5 * head + 2 * channel + row * channel) % 7 - 3)[None].astype(np.float32)
+    values = ((row + 2 * head + 3 * channel + row * channel * channel) % 5 - 2)[None].astype(np.float32)
+    query = ((2 * row + channel + row * channel) % 5 - 2)[None, :, 7:].astype(np.float32)
+    rope, closed, holed = Rope(4), DynamicLayer(), DynamicLayer()
+    for layer in closed, holed:
+        layer.update(keys, values)
+        layer.remove(2, 5, close=layer is closed, rope=rope)
+    output, lse = closed.attend(rope.rotate(query, 5), return_lse=True)
+    np.testing.assert_allclose(output[0, 0, 0], [-1.25856, -1.057427, -1, 2], atol=1e-5)
+    assert lse[0, 0, 0] == pytest.approx(np.logaddexp(2.931935, 2.750091), abs=1e-5)
+    output = holed.attend(rope.rotate(query, 8))
+    np.testing.assert_allclose(output[0, 0, 0], [-1.000435, -1.671774, -1, 2], atol=1e-5)
+    assert (closed.get_seq_length(), holed.get_seq_length()) == (5, 8)
+    assert (closed.get_mask_sizes(2), holed.get_mask_sizes(2)) == ((7, 0), (7, 3))
+
+
+@pytest.mark.parametrize("dtype", ATTENDED)
+@pytest.mark.parametrize("new", [1, 2, 5, 9])
+@pytest.mark.parametrize("masked", ["no", "padding", "bool", "bias"])
+def test_attention_is_that_over_moved_keys(dtype, new, masked):
+    """Queries may reach back over the borders of pieces."""
+    layer = DynamicLayer()
+    keys, values = filled(layer, 12, dtype)
+    layer.remove(2, 5, close=True, rope=ROPE)
+    layer.remove(4, 6, close=True)
+    more = tokens(2, seed=3, dtype=dtype)
+    places, kept = np.arange(9), [0, 1, 5, 6, 9, 10, 11]
+    layer.update(ROPE.rotate(more, [7, 8]), more)
+    assert layer.positions.tolist() == places.tolist()
+    keys, values = (np.concatenate((side[:, :, kept], more), 2) for side in (keys, values))
+    raw = tokens(9, heads=4, seed=4, dtype=dtype)[:, :, 9 - new :]
+    mask, visible = None, np.arange(9) != (3 if masked != "no" else -1)
+    if masked == "padding":
+        mask = visible[None]
+    elif masked != "no":
+        mask = visible[None, None, None]
+        mask = np.where(mask, 0, -np.inf).astype(dtype) if masked == "bias" else mask
+    query = ROPE.rotate(raw, places[9 - new :])
+    output, lse = layer.attend(query, mask, return_lse=True)
+    wide = ROPE.rotate(keys.astype(float), places)
+    expected, total = exact(query, wide, values, visible)
+    np.testing.assert_allclose(output, expected, atol=ATTENDED[dtype], rtol=0)
+    np.testing.assert_allclose(lse, total, atol=ATTENDED[dtype], rtol=0)
+    layer.flatten()
+    assert layer.rope_shifts.tolist() == [[0, 9, 0]]
+    np.testing.assert_allclose(layer.attend(query, mask), expected, atol=ATTENDED[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_sinks_count_once_and_softcap_sees_moved_scores(softcap):
+    layer = DynamicLayer()
+    keys, values = filled(layer)
+    layer.remove(2, 5, close=True, rope=ROPE)
+    query, sinks = ROPE.rotate(tokens(1, heads=2, seed=4), 4), np.array([0.5, -1], np.float32)
+    other = DynamicLayer()
+    kept = [0, 1, 5, 6, 7]
+    other.update(ROPE.rotate(keys[:, :, kept], np.arange(5)), values[:, :, kept])
+    output, expected = (one.attend(query, softcap=softcap, sinks=sinks) for one in (layer, other))
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_removed_tokens_are_as_hidden_ones(new):
+    holed, whole = DynamicLayer(), DynamicLayer()
+    for layer in holed, whole:
+        filled(layer, 40)
+    holed.remove(7, 19)
+    query, mask = tokens(new, seed=4), np.ones((1, 40), bool)
+    mask[:, 7:19] = False
+    np.testing.assert_allclose(holed.attend(query), whole.attend(query, mask), atol=1e-6)
+    mask[:, 25:30] = False  # columns are positions
+    np.testing.assert_allclose(holed.attend(query, mask), whole.attend(query, mask), atol=1e-6)
+    holed.retain([0, 5, 30, 39])
+    kept = np.isin(np.arange(40), [0, 5, 30, 39])[None]
+    query = query[:, :, -1:]
+    np.testing.assert_allclose(holed.attend(query), whole.attend(query, kept), atol=1e-6)
+    assert holed.get_seq_length() == 40
+
+
+ENDS = st.one_of(st.none(), st.integers(0, 20))
+STEPS = st.one_of(
+    st.tuples(st.just("decode"), st.integers(1, 4)),
+    st.tuples(st.just("remove"), st.integers(0, 20), ENDS),
+    st.tuples(st.just("shift"), st.integers(0, 20), ENDS, st.integers(-6, 6)),
+    st.tuples(st.just("divide"), st.integers(0, 20), ENDS, st.integers(2, 3)),
+)
+KINDS = {
+    "dynamic": lambda: DynamicCache(1, rope=ROPE),
+    "static": lambda: StaticCache(256, 1, rope=ROPE),
+    "sliding": lambda: Cache([SlidingWindowLayer(6)], rope=ROPE),
+    "static sliding": lambda: Cache([StaticSlidingWindowLayer(9, 6)], rope=ROPE),
+    "quantized": lambda: Cache(
+        [QuantizedLayer(QuantSpec(8, group=8), QuantSpec(8, group=8), 4, 1)], rope=ROPE
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=120)
+@given(steps=st.lists(STEPS, max_size=9))
+def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, steps):
+    """About a thousand random calls a kind; keys are what they would be had they been rotated anew."""
+    cache, cells = KINDS[kind](), Cells()
+    raw = tokens(64, seed=1)
+    layer = cache.layers[0]
+    for name, *arguments in steps:
+        if name == "decode":
+            count = arguments[0]
+            new = raw[:, :, cells.named : cells.named + count]
+            cache.update(ROPE.rotate(new, np.arange(count) + cells.length), new, 0)
+            cells.decode(count)
+            continue
+        before = cache.get_seq_length(), layer.positions.tolist(), layer.rope_shifts.tolist()
+        refusal = cache.can(name, *arguments)
+        if refusal is not None:
+            with pytest.raises((KvkitError, RuntimeError)) as error:
+                getattr(cache, name)(*arguments)
+            assert str(error.value) == refusal
+            assert before == (cache.get_seq_length(), layer.positions.tolist(), layer.rope_shifts.tolist())
+            continue
+        getattr(cache, name)(*arguments)
+        begin, end, *more = arguments
+        getattr(cells, name)(begin, 1 << 40 if end is None else end, *more)
+    assert cache.get_seq_length() == cells.length
+    stored = layer.stored_tokens
+    kept = cells.cells[len(cells.cells) - stored :]
+    assert layer.positions.tolist() == [at for at, _, _ in kept]
+    if kind in ("dynamic", "static"):
+        assert stored == len(cells.cells)
+        if stored:
+            assert (layer.values[:, :, :stored] == raw[:, :, [name for *_, name in kept]]).all()
+            check_keys(layer, raw[:, :, [name for *_, name in kept]], [at for at, _, _ in kept])
+
+
+def check_keys(layer, raw, places):
+    """Check that stored keys, moved by their shifts, are those of the places."""
+    shifts = np.zeros(len(places), int)
+    for begin, end, shift in layer.rope_shifts:
+        shifts[begin:end] = shift
+    keys = layer.keys[:, :, : len(places)]
+    np.testing.assert_allclose(ROPE.shift(keys, shifts), ROPE.rotate(raw, places), atol=1e-5)
+
+
+def test_a_ninth_piece_rotates_keys_in_memory():
+    """The next token, which is not shifted, has a piece too."""
+    layer, kept = DynamicLayer(), list(range(30))
+    keys, _ = filled(layer, 30)
+    for i in range(7):
+        layer.remove(1 + 2 * i, 2 + 2 * i, close=True, rope=ROPE)
+        kept.pop(1 + 2 * i)
+        assert len(layer.rope_shifts) == (i + 2 if i < 6 else 1)
+    assert layer.rope_shifts.tolist() == [[0, 23, 0]]
+    np.testing.assert_allclose(layer.keys, ROPE.rotate(keys[:, :, kept], np.arange(23)), atol=1e-6)
+
+
+def test_a_static_layer_closes_up_and_has_its_room_again():
+    cache = StaticCache(8, 1)
+    keys, _ = filled(cache.layers[0])
+    with pytest.raises(KvkitError, match="close=True"):
+        cache.remove(2, 5)
+    cache.remove(2, 5, close=True, rope=ROPE)
+    layer = cache.layers[0]
+    assert not layer.store.keys[:, :, 5:].any()
+    assert not layer.store.values[:, :, 5:].any()
+    assert cache.get_mask_sizes(1, 0) == (8, 0)
+    new = tokens(3, seed=9)
+    cache.update(ROPE.rotate(new, [5, 6, 7]), new, 0, cache_position=np.arange(5, 8))
+    cache.update(ROPE.rotate(new[:, :, :1], [3]), new[:, :, :1], 0, cache_position=[3])  # back into a piece
+    assert layer.rope_shifts.tolist() == [[0, 2, 0], [2, 3, -3], [3, 4, 0]]
+    check_keys(layer, np.concatenate((keys[:, :, [0, 1, 5]], new[:, :, :1]), 2), range(4))
+    cache.reset()
+    assert layer.positions.tolist() == []
+
+
+def test_crop_update_and_masks_count_positions():
+    cache = DynamicCache(2, rope=["none", ROPE])
+    for layer in cache.layers:
+        filled(layer)
+    cache.remove(3, 5)
+    cache.shift(5, None, 10)
+    assert [layer.rope_shifts.tolist() for layer in cache.layers] == [[[0, 6, 0]], [[0, 3, 0], [3, 6, 10]]]
+    assert cache.get_seq_length() == 18
+    with pytest.raises(KvkitError, match="positions from 18 on"):
+        cache.update(tokens(1), tokens(1), 0, cache_position=[6])
+    for i in range(2):
+        cache.update(tokens(1), tokens(1), i, cache_position=[18])
+    cache.crop(17)
+    assert cache.layers[1].positions.tolist() == [0, 1, 2, 15, 16]
+    cache.crop(-16)
+    assert cache.layers[1].positions.tolist() == [0]
+    assert cache.layers[1].row_positions is None  # the fast path again
+    cache.shift(0, None, 2)
+    with pytest.raises(KvkitError, match="attention_mask"):
+        cache.attend(tokens(1), 1, np.ones((1, 2), bool))
+
+
+def test_all_layers_change_or_none():
+    cache = Cache([DynamicLayer(), SlidingWindowLayer(16)])
+    for layer in cache.layers:
+        filled(layer)
+    assert "SlidingWindowLayer" in cache.can("remove", 6, 7)
+    with pytest.raises(KvkitError, match="layers\\[1\\]"):
+        cache.remove(6, 7)
+    assert cache.layers[0].stored_tokens == 8
+    cache.remove(7)
+    assert [layer.get_seq_length() for layer in cache.layers] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "sentence"),
+    [
+        ("remove", (3, 2), "end"),
+        ("remove", (-1,), "begin"),
+        ("retain", ([3, 9],), "positions that are stored, got 9"),
+        ("retain", ([3, 3],), "each once"),
+        ("shift", (0, 4, 1), "ascending positions|stay ascending"),
+        ("shift", (4, None, -1), "stay ascending"),
+        ("shift", (0, 4, "a"), "delta"),
+        ("divide", (0, 4, 1), "d: expected"),
+        ("divide", (4, None, 2), "stay ascending"),
+        ("shift", (0, None, 1, "half"), "how keys were rotated"),
+        ("shift", (0, None, 1, Rope(16)), "at most 8 rotated elements"),
+        ("shift", (4, 8, 8, Rope(8, 5e5)), "the one of earlier shifts"),
+    ],
+)
+def test_illegal_calls_are_refused_and_change_nothing(call, arguments, sentence):
+    layer = DynamicLayer()
+    filled(layer)
+    layer.rope = ROPE
+    if "earlier" in sentence:
+        layer.shift(0, None, 1)
+    state = layer.row_positions
+    options = {"rope": arguments[3]} if len(arguments) > 3 else {}
+    with pytest.raises(KvkitError, match=sentence) as error:
+        getattr(layer, call)(*arguments[:3], **options)
+    assert layer.can(call, *arguments[:3], **options) == str(error.value)
+    assert layer.row_positions is state
+    with pytest.raises(KvkitError, match="one of remove, retain"):
+        layer.can("update")
+
+
+def test_what_is_not_there_is_refused_in_a_sentence(tmp_path):
+    paged = PagedCache(8, 4, 1, 2, 8, np.float32)
+    with pytest.raises(KvkitError, match="whose rows can move"):
+        paged.remove(0, 2)
+    assert "whose rows can move" in paged.layers[0].can("shift", 0, None, 1)
+    cache = DynamicCache(1, rope=ROPE)
+    filled(cache.layers[0])
+    cache.remove(2, 3)
+    with pytest.raises(KvkitError, match="positions 0, 1, 2"):
+        cache.offload(tmp_path / "holes")
+    with pytest.raises(KvkitError, match="stores all its tokens"):
+        cache.to_legacy_cache()
+    cache = DynamicCache(1, rope=ROPE, offload=tmp_path / "files")
+    filled(cache.layers[0])
+    assert "in a file" in cache.can("remove", 2, 3)
+    cache.remove(5)
+    assert cache.get_seq_length() == 5
+    cache.close()
+
+
+@pytest.mark.parametrize("rope", [ROPE, Rope(8, scaling={"rope_type": "linear", "factor": 2.0}), "none"])
+def test_files_say_positions_and_shifts(tmp_path, rope):
+    cache = DynamicCache(2, rope=rope)
+    for layer in cache.layers:
+        filled(layer)
+    cache.save(tmp_path / "plain.npz")
+    cache.remove(2, 5, close=True)
+    cache.shift(3, None, 4)
+    cache.update(tokens(1), tokens(1), 0)
+    cache.update(tokens(1), tokens(1), 1)
+    cache.save(tmp_path / "moved.npz")
+    again = load(tmp_path / "moved.npz")
+    query = tokens(2, seed=5)
+    for i, (one, other) in enumerate(zip(cache.layers, again.layers, strict=True)):
+        assert one.positions.tolist() == other.positions.tolist() == [0, 1, 2, 7, 8, 9]
+        assert one.rope_shifts.tolist() == other.rope_shifts.tolist()
+        assert cache.attend(query, i).tobytes() == again.attend(query, i).tobytes()
+        other.shift(0, None, 1)
+    assert load(tmp_path / "plain.npz").layers[0].row_positions is None
