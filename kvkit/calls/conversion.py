@@ -1,7 +1,7 @@
-"""Caches from layout to layout, bit for bit.
+"""Move caches from one layout to another, bit for bit.
 
-A layout's address of an element is a sum: of what its block adds, its token, its head and content. So two
-layouts are compared once, for the content of a token; what lies together in both moves together.
+In every layout the address of an element is a sum of offsets of its block, token, head and content. So two
+layouts are compared for the content of one token only; bytes that are contiguous in both move together.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from kvkit.layouts.tables import BlockTable, Index
 from kvkit.layouts.views import Leaf, check_one_kind, iterate_leaves
 from kvkit.typed import Array
 
-TILE = 64  # tokens of a run whose content is turned: their lines stay near a core
+TILE = 64  # tokens of a run that are transposed together: their cache lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
-SCRATCH_BYTES = 2**18  # to compare in, of each cache
+SCRATCH_BYTES = 2**18  # of each cache, for a comparison
 Tables = tuple[BlockTable, BlockTable] | None
 Moved = tuple[Index, Index] | None  # the row of every token, and the row that it goes to
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Keys or values of a layer: the address of each block, and the offsets of tokens and content in it."""
+    """Keys or values of a layer: the address of each block, and offsets of tokens and content in a block."""
 
     blocks: Index
     tokens: Index  # [tokens of a block]
     content: Index  # [heads, content]
-    even: int  # tokens between which steps are even
+    even: int  # how many successive tokens have equal distances
     dtype: np.dtype[Any]
 
     @property
     def step(self) -> int:
-        """The bytes from token to token."""
+        """Return the bytes from token to token."""
         return int(self.tokens[1] - self.tokens[0]) if self.even > 1 else 0
 
 
 @dataclass(frozen=True)
 class CacheRows:
-    """A cache to read or to write: keys and values of each layer, or one row for both."""
+    """A cache to read or to write: for each layer the rows of keys and of values, or joint rows of both."""
 
     name: str
     layers: list[tuple[LayerRows, ...]]
@@ -80,20 +80,20 @@ def convert(
     from_layout, to_layout : str or Layout
         Lines, or names of `NAMED`; split ones too.
     sizes : dict, optional
-        Lengths of the source's axes ``l b n h c`` that shapes do not tell; ``v`` is the content of values
-        where it is not that of keys.
+        Lengths of the source's axes ``l b n h c`` that its shapes do not show. ``v`` is the content of values
+        if it is not that of keys.
     to_sizes : dict, optional
         Blocks (``b``) and tokens of a block (``n``) of the target, where they are not the source's; with
         `out`, what its shapes do not tell.
     tables : pair of BlockTable, optional
-        Where the tokens of sequences lie in the source, and where they go: see `tables`. Pages of any
-        size, whatever the blocks are. All rows go where they are, if it is left out.
+        Where the tokens of sequences are in the source, and where they go in the target, see `tables`. Page
+        sizes may differ from block sizes. None: every row keeps its place.
     out : array, or nested lists of arrays, optional, changed in place
-        A cache in `to_layout`. Rows that no token goes to keep what they hold; in new arrays they are 0.
+        A cache in `to_layout`. Rows that get no token do not change; in new arrays they are 0.
     verify : bool
-        Read what was written back and compare it with the source.
+        Whether to read the target again and compare it with the source.
     progress : callable, optional
-        Told ``(bytes done, bytes in all)`` now and then.
+        Called with ``(bytes done, bytes in all)`` now and then.
 
     Returns
     -------
@@ -147,7 +147,7 @@ def convert(
 
 
 def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> CacheRows:
-    """Return where everything of a cache lies."""
+    """Return the addresses of a cache's blocks, tokens and content."""
     layers: dict[int, list[list[LayerRows]]] = {}
     found: list[Array] = []
     for index, pair in iterate_leaves(arrays, line, known, name):
@@ -183,16 +183,16 @@ def layers_of(leaf: Leaf) -> Iterator[LayerRows]:
 
 
 def joined_blocks(several: list[LayerRows]) -> LayerRows:
-    """Return blocks that are arrays of their own as blocks of one layer."""
+    """Join blocks that are separate arrays as the blocks of one layer."""
     first = several[0]
     for each in several[1:]:
         if not (np.array_equal(each.tokens, first.tokens) and np.array_equal(each.content, first.content)):
-            raise argument_error("arrays", "blocks of one form", "others")
+            raise argument_error("arrays", "blocks of equal shapes and strides", "others")
     return replace(first, blocks=np.concatenate([each.blocks for each in several]))
 
 
 def moved_rows(tables: Tables, read: CacheRows) -> Moved:
-    """Return the row of every token, and the row that it goes to; None if all stay."""
+    """Return the source row and the target row of every token; None if every row keeps its place."""
     if tables is None:
         return None
     pair = (
@@ -217,7 +217,7 @@ def moved_rows(tables: Tables, read: CacheRows) -> Moved:
 
 
 def check_rows(name: str, rows: Index, side: CacheRows) -> None:
-    """Check that rows are those of a cache."""
+    """Check that row ids are within a cache."""
     count = side.blocks * side.page_size
     if len(rows) and (rows.min() < 0 or rows.max() >= count):
         row = int(rows.min() if rows.min() < 0 else rows.max())
@@ -227,7 +227,7 @@ def check_rows(name: str, rows: Index, side: CacheRows) -> None:
 def target_sizes(
     read: CacheRows, rows: Moved, line: Layout, given: Mapping[str, int], tables: Tables, new: bool
 ) -> dict[str, int]:
-    """Return the sizes of a target, as far as the source and the caller say them."""
+    """Return the sizes of a target that follow from the source and the caller's sizes."""
     contents = [part.content.shape for part in read.layers[0]]
     (heads, content), (_, value) = contents[0], contents[-1]
     sizes = {"l": len(read.layers), "h": heads, "c": content, "s": content}
@@ -256,7 +256,7 @@ def target_sizes(
 
 
 def new_arrays(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype[Any]]) -> Any:
-    """Return arrays of zeros, in lists as a layout says."""
+    """Return arrays of zeros in a layout, in lists if it has such axes."""
 
     def nested(levels: Sequence[str], which: int) -> Any:
         if levels:
@@ -323,7 +323,7 @@ def runs_between(rows: Moved, read: CacheRows, written: CacheRows) -> Index:
 
 
 def portions(runs: Index, tokens: int) -> Iterator[Index]:
-    """Yield runs in portions of about so many tokens."""
+    """Yield runs in portions of about `tokens` tokens."""
     ends = np.cumsum(runs[:, 2])
     first = 0
     while first < len(runs):
@@ -334,7 +334,7 @@ def portions(runs: Index, tokens: int) -> Iterator[Index]:
 
 
 def cut_runs(runs: Index, tokens: int) -> Index:
-    """Return runs of at most so many tokens."""
+    """Cut runs into runs of at most `tokens` tokens."""
     pieces = -(-runs[:, 2] // tokens)
     if not len(runs) or pieces.max() == 1:
         return runs
@@ -349,12 +349,12 @@ class Move:
 
     read: LayerRows
     written: LayerRows
-    chunks: Index  # [chunks, 2]: what each adds to the addresses of a token
+    chunks: Index  # [chunks, 2]: offsets of each chunk in the source's and the target's token
     width: int  # bytes of each
 
     @property
     def row(self) -> int:
-        """The bytes of a token."""
+        """Return the bytes of a token."""
         return len(self.chunks) * self.width
 
     def launch(self, runs: Index, alive: tuple[Array, ...]) -> Any:
@@ -370,7 +370,7 @@ class Move:
         )
 
     def compare(self, runs: Index, alive: tuple[Array, ...]) -> None:
-        """Check that both caches hold the same."""
+        """Check that both caches have the same bytes in these runs."""
         tokens = max(1, SCRATCH_BYTES // self.row)
         packed = np.arange(len(self.chunks)) * self.width
         order = np.argsort(self.chunks[:, 0])

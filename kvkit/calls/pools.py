@@ -10,7 +10,7 @@ COPIED_BYTES = 2**20
 
 
 def append_to_pools(call: PoolAppend) -> None:
-    """Store tokens in pools of pages: bits as they are, in one launch, or as codes."""
+    """Store tokens in pools of pages: as copies of their bits, in one launch, or as codes."""
     if not len(call.pieces):
         return
     moved = [side for side in call.sides if side.packed == side.stored]
@@ -24,7 +24,7 @@ def append_to_pools(call: PoolAppend) -> None:
 
 
 def copy_blocks(source: Array, target: Array, src: Array, dst: Array) -> None:
-    """Copy checked blocks, some at a time: what numpy holds between stays near the core."""
+    """Copy checked blocks, some at a time, so that numpy's temporary copy stays near the core."""
     some = max(1, COPIED_BYTES * len(source) // max(source.nbytes, 1))
     for i in range(0, len(src), some):
         target[dst[i : i + some]] = source[src[i : i + some]]

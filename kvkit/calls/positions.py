@@ -16,7 +16,7 @@ from kvkit.runtime.arrays import empty_result, places_of
 from kvkit.typed import Array, Pair
 
 ARRAYS = "query", "key", "turned query", "turned key"
-ROTATED = 2  # of them are written
+ROTATED = 2  # arrays that are written: rotated queries and keys
 FEW = 64  # forms of calls that are remembered
 
 # By their form, with the starts and first positions of their sequences. A call takes its own away as long as

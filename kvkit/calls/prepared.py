@@ -1,8 +1,8 @@
 """From checked calls to launches, and calls that are prepared once and run again for other arrays.
 
-Calls of one form differ in nothing but the addresses of their arrays: those for the layers of a model in one
-step, and those of a layer in one step after the other. The first is checked and prepared in full, the others
-exchange addresses.
+Calls of one form differ only in the addresses of their arrays: the calls for all layers of a model in a step,
+or for one layer in step after step. The first is checked and prepared in full, the others only replace
+addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvkit.typed import Array, Attended, Pair
 
 MOST = 4096  # forms of calls that are remembered
 Prepared = TypeVar("Prepared")
-Form = tuple[object, ...]  # what decides a call but for addresses; None if it cannot be repeated
+Form = tuple[object, ...]  # all that calls must have in common to share a prepared call
 
 
 def transfer_launches(call: TransferCall, key: Array, value: Array) -> tuple[Any, Any]:
@@ -54,10 +54,10 @@ def one_or_all(results: tuple[Array, ...]) -> Attended:
 
 
 def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
-    """Return what decides a call but for the addresses of its arrays; None if one is no array.
+    """Return the form of a call: dtypes, shapes, strides, attributes; None if one of the arrays is none.
 
-    Attributes come with their types: True is 1, and 1.0 too, but they are not all legal. So attributes that
-    are tuples are given member by member as well, see `tuple_members`.
+    A form has the types of attributes too, because True == 1 == 1.0 but not all of them are legal. Therefore
+    tuples must also be given member by member, see `tuple_members`.
     """
     try:
         shapes = [
@@ -80,7 +80,7 @@ def is_pair(out: object) -> bool:
 
 
 def is_unaligned(out: Iterable[Array] | None) -> bool | None:
-    """Return whether given outputs lie where a load may not write around the caches: it takes other code."""
+    """Return whether outputs have addresses that streaming stores cannot write; these need other code."""
     return None if out is None else any(place % 16 for place in places_of(out))
 
 
@@ -92,24 +92,24 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
         self.most = most
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        return PreparedCalls, (self.most,)  # they know addresses, which a copy does not have
+        return PreparedCalls, (self.most,)  # prepared calls hold addresses, which are others in a copy
 
     def find(self, form: Form | None) -> Prepared | None:
-        """Return what is prepared for calls of a form, if it is known."""
+        """Return the prepared call of a form, None if there is none."""
         try:
             return self.get(form)
         except TypeError:  # an attribute that is not hashable
             return None
 
     def take(self, form: Form | None) -> Prepared | None:
-        """Return what is prepared for calls of a form, which nobody else has meanwhile."""
+        """Remove and return the prepared call of a form, so that no other thread runs it meanwhile."""
         try:
             return self.pop(form, None)
         except TypeError:
             return None
 
     def keep(self, form: Form | None, prepared: Prepared) -> None:
-        """Keep what is prepared for the next call of its form, if the form can be known again."""
+        """Keep a prepared call for the next call of its form, unless the form is None or not hashable."""
         if form is None:
             return
         if len(self) >= self.most:
@@ -121,7 +121,7 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
 
 
 class PreparedCall:
-    """A checked call whose launches can run again while its arrays lie elsewhere.
+    """A checked call whose launches can run again with arrays at other addresses.
 
     `arrays` has arrays, or their addresses, by the names that launches have for them, in the order in which a
     run gives the next ones. `run` checks that the last `written` of them are writeable and overlap nothing;
@@ -178,10 +178,10 @@ class PreparedCall:
         return self.run_at(places, None if version == self.version else lambda: self.reschedule(version))
 
     def run_at(self, places: Sequence[int], refit: Callable[[], bool] | None = None) -> bool:
-        """Run the call for arrays at these addresses, which are known to be right.
+        """Run the call for arrays at these addresses, which are not checked.
 
-        `refit` may change other numbers of the launches before. If it says that they need another launch
-        none is run, and the answer is False.
+        `refit` is called first, and may change other fields of the launches. If it returns False nothing
+        runs, and the result is False: the call needs another launch.
         """
         with cpu.launches.running:
             if refit is not None and not refit():
@@ -193,7 +193,7 @@ class PreparedCall:
         return True
 
     def reschedule(self, version: object) -> bool:
-        """Share the work of another step out; return False if it takes another launch."""
+        """Split the work again for another step; return False if that needs another launch."""
         self.version = None
         cpu.attention.prepare.schedule(self._attention)
         if cpu.attention.prepare.planned(self._attention) != self._planned:

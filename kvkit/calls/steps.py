@@ -1,4 +1,4 @@
-"""Steps of sequences in a cache, and the operators over them, prepared once for calls of one form.
+"""Steps of sequences in a cache. They run operators over caches, prepared once for calls of one form.
 
 Calls that bring their own index tensors, or none, have such a step too: each takes the place of the last of
 its form.
@@ -56,11 +56,11 @@ class PlannedStep:
 
     @property
     def sequences(self) -> Sequences:
-        """The checked sequences."""
+        """Return the checked sequences."""
         return self._sequences
 
     def follow(self, tokens: int, tensors: Sequence[Any]) -> bool:
-        """Take the place of the last step, for index tensors of its form; False if they break a rule."""
+        """Become the step of other index tensors of the same form; return False if they break a rule."""
         steps = self._sequences.steps
         if steps is None:
             return False
@@ -82,7 +82,7 @@ class PlannedStep:
         return True
 
     def begin_at(self, start: int) -> None:
-        """Take the place of the last step, for sequences of one length from another position on."""
+        """Become the step whose sequences of one length begin at another position."""
         sequences, steps = self._sequences, self._sequences.steps
         if isinstance(sequences, Static) and steps is not None and start != sequences.start_pos:
             batch, rows = len(steps.start_pos), steps.rows + start - int(sequences.start_pos)
@@ -96,7 +96,7 @@ class PlannedStep:
         arrays = call.current_key, call.current_value, call.cache, call.scale
         form, steps = None, self._sequences.steps
         if steps is not None and (out is None or is_pair(out)):
-            # A launch has as many workers as its first context needs: longer ones have others.
+            # A launch has as many workers as its first context needs, so longer contexts need another launch.
             context = steps.context.bit_length() if out is None else steps.context
             attributes = *call.place, call.num_repeat, context, is_unaligned(out)
             form = form_of((*arrays, *(out or ())), attributes)

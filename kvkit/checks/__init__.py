@@ -1,6 +1,6 @@
-"""All that refuses: a check returns what kernels need, or raises before anything has been written.
+"""Checks of arguments: a check returns what kernels need, or raises before anything has been written.
 
-The passes over index tensors are compiled; each is imported, and Numba with it, when it is first used.
+The passes over index tensors are compiled. Each is imported, and Numba with it, when it is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The arguments of operators, in records: as a caller gives them, and not checked yet."""
+"""Records of the operators' arguments, as callers give them and before any check."""
 
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -32,7 +32,7 @@ class ContextArguments(NamedTuple):
 
 
 class CacheArguments(NamedTuple):
-    """Which layer of a cache is meant, what its bytes mean and in which order its axes are."""
+    """The layer of a cache to use, the format of the cache, and the order of its axes."""
 
     num_layer: int = 1
     layer_idx: int = 0
@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The rules that make weights of scores: masks, biases, scale, softcap, sinks."""
+    """How scores become weights: masks, biases, scale, softcap, sinks."""
 
     attn_mask: Array | None = None
     is_causal: bool = True
@@ -63,7 +63,7 @@ class Scoring(NamedTuple):
 
 
 class RotaryArguments(NamedTuple):
-    """By how much heads are rotated at a position."""
+    """The angles by which heads are rotated at a position."""
 
     rotary_dim: int
     interleaved: bool

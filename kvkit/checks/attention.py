@@ -93,7 +93,7 @@ def checked_attention(
 
 
 def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> AttentionCall:
-    """Check a call of `multi_head_cache_attention`; the cache is apart from the inputs."""
+    """Check a call of `multi_head_cache_attention`, and that the cache does not overlap the inputs."""
     fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads)
     head_dim = query.shape[-1]
     tokens = check_tokens_of_queries(
@@ -118,7 +118,7 @@ def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> Atten
 
 
 def check_queries(query: Array, ndim: int, heads: Heads) -> tuple[Element, Array, int]:
-    """Return the format of checked queries, themselves in one piece, and how many key heads they have."""
+    """Check queries; return (format, queries with a contiguous last axis, number of key heads)."""
     fmt = checked_format("query", query, FLOATS, ndim)
     num_heads, head_dim = integer("num_heads", heads.num_heads, 1), integer("head_dim", heads.head_dim, 1)
     kv_heads = integer("num_kv_heads", heads.num_kv_heads, 0) or num_heads
@@ -147,7 +147,7 @@ def check_keys_and_values(
 
 
 def grouped_heads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """Say what to do if keys have fewer heads, as those of grouped queries have."""
+    """Return a hint for keys with fewer heads than wanted (grouped queries), else an empty text."""
     others = [pair for i, pair in enumerate(zip(shape, wanted, strict=True)) if i != len(shape) - 2]
     fits = shape[-2] and not wanted[-2] % shape[-2] and all(size == other for size, other in others)
     return f": for grouped queries give num_kv_heads={shape[-2]}" if fits else ""
@@ -156,7 +156,7 @@ def grouped_heads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
 def check_tokens_of_queries(
     fmt: Element, current_key: Array, current_value: Array, shape: tuple[int, ...]
 ) -> tuple[Array, Array]:
-    """Check new keys and values: queries ask for their format and shape."""
+    """Check that new keys and values have the format of the queries and this shape."""
     if checked_format("current_key", current_key, FLOATS, len(shape)) is not fmt:
         raise argument_error("current_key", f"the dtype of query, {fmt}", current_key.dtype)
     _, current_key, current_value = check_new_tokens(current_key, current_value, len(shape))
@@ -204,7 +204,7 @@ def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
 
 
 def attention_results(shape: tuple[int, ...], fmt: Element, return_lse: bool, inputs: NamedArrays) -> Results:
-    """Return what attention gives: its output, and the logarithms of softmax denominators if wanted."""
+    """Return the outputs of attention: attn_output, and lse if wanted."""
     forms = {"attn_output": (shape, fmt.dtype)}
     wants_lse = flag("return_lse", return_lse)
     if wants_lse:

@@ -1,4 +1,4 @@
-"""Checks of a cache and its scale: everything that does not depend on the index tensors."""
+"""Checks of a cache and its scale that do not depend on the index tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +33,7 @@ def cache_layer(
     layouts: Sequence[Layout],
     arguments: CacheArguments,
 ) -> CacheLayer:
-    """Check a cache and its scale, and return one layer, for tokens of a format, heads and their size."""
+    """Check a cache and its scale against the format, heads and head size of tokens; return one layer."""
     num_layer = integer("num_layer", arguments.num_layer, 1)
     layer_idx = integer("layer_idx", arguments.layer_idx, 0, num_layer - 1)
     layout = layouts[integer("cache_layout", arguments.cache_layout, 0, len(layouts) - 1)]
@@ -91,9 +91,9 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
 
 
 def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
-    """Return whether scales come with the codes or from the caller, so that an append finds none."""
+    """Return whether an append computes no scales: they are in the blocks, or the caller's, or absent."""
     if stored.block and scale is not None:
-        raise argument_error("scale", f"None: blocks of {stored} have theirs inside", describe(scale))
+        raise argument_error("scale", f"None, because blocks of {stored} contain scales", describe(scale))
     return scale is None or (isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)))
 
 
@@ -108,7 +108,7 @@ def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
 
 
 def at_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
-    """Return the layer with scales [2] or [2, heads] of keys and of values, where they lie."""
+    """Return the layer with scales [2] or [2, heads] of keys and values, which are read in place."""
     head = scale.strides[1] if scale.ndim == 2 and layer.heads > 1 else 0
     at, (key, value) = scale.ctypes.data, layer.sides
     sides = key.with_scales(at, head=head), value.with_scales(at + scale.strides[0], head=head)
@@ -176,7 +176,7 @@ def check_shape(
 def check_written_apart(
     cache: Array, scale: Array | None, layer: CacheLayer, inputs: NamedArrays
 ) -> NamedArrays:
-    """Return the arrays that an append writes, with their names, if they are apart from the inputs."""
+    """Check that an append overwrites no input; return the arrays that it writes, with their names."""
     written = [("cache", cache)]
     if scale is not None:
         if layer.group:

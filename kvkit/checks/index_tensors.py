@@ -1,4 +1,4 @@
-"""The index tensors of a step: checked once, then where each sequence's tokens are packed and lie."""
+"""Checks of the index tensors of a step, which say where tokens are packed and which rows they have."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ NamedLength = tuple[str, int]  # the name of an array, and its length
 
 
 def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None) -> Array:
-    """Copy an index tensor as int64: kernels trust what was checked, whoever changes the original."""
+    """Copy an index tensor as int64, so that kernels read what was checked even if the original changes."""
     array = index_form(name, value, ndim)
     if length is not None and len(array) != length:
         raise argument_error(name, f"{length} entries", len(array))
@@ -48,7 +48,7 @@ def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
 
 
 def check_static_room(batch: int, seqlen: int, start_pos: int, layer: CacheLayer) -> None:
-    """Check that a cache with a part for each sequence has rows for new tokens from a position on."""
+    """Check that a static cache has room for `seqlen` new tokens of each sequence from `start_pos` on."""
     sequences, rows = layer.capacity
     if batch > sequences:
         raise argument_error("cache", f"room for {batch} sequences (MaxB)", sequences)
@@ -59,7 +59,7 @@ def check_static_room(batch: int, seqlen: int, start_pos: int, layer: CacheLayer
 
 
 def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
-    """Return sequences of one length as packed ones, each from row 0 of a part of its own."""
+    """Return the step of sequences of one length, each of which begins at row 0 of its own part."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
     return StepIndex(
         counts * seqlen, counts * kvlen, zeros[:, 0] + (kvlen - seqlen), zeros[:, 0], zeros, ENDLESS,
@@ -116,7 +116,7 @@ def read_step(
 
 
 def check_step(step: StepIndex) -> StepIndex:
-    """Return a step with the number of rows that it needs, if it breaks no rule."""
+    """Check the rules of a step; return it with the number of rows that it needs."""
     step = step._replace(rows=scanned_rows(step, INT64_MAX))
     if validates():
         validate_step(step)
@@ -194,7 +194,7 @@ def stored_runs(step: StepIndex) -> int:
 
 
 def limit(name: str, value: SupportsIndex | None) -> int:
-    """Return a checked max_seqlen or max_kvlen; None knows no limit."""
+    """Return a checked max_seqlen or max_kvlen; None means no limit."""
     return INT64_MAX if value is None else min(max(integer(name, value), -1), INT64_MAX)
 
 
@@ -234,8 +234,8 @@ def step_error(found: list[int], step: StepIndex, rows: int) -> KvkitError:
     )
 
 
-# How the sequences of a call lie in its arrays: all that tells static operators from dynamic ones. A static
-# cache is offset mode with a stride between sequences, so nothing below the checks tells them apart.
+# `Static` and `Packed` say how the sequences of a call are laid out in its arrays. Static and dynamic
+# operators differ in nothing else: a static cache is offset mode with a stride between sequences.
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,15 +333,15 @@ def packed_with_keys(arguments: ContextArguments) -> Packed:
 
 
 def decoding_count(decoding_batches: SupportsIndex, steps: StepIndex) -> int:
-    """Return how many sequences the causal mask leaves alone."""
+    """Return how many sequences ignore the causal mask."""
     return integer("decoding_batches", decoding_batches, 0, len(steps.start_pos))
 
 
-# What is looked for only when KVKIT_VALIDATE=1 is in the environment: tables that are wrong, yet can be read.
+# With KVKIT_VALIDATE=1 in the environment, operators also refuse tables that can be read but are wrong.
 
 
 def validates() -> bool:
-    """Return whether operators look for more than they need."""
+    """Return whether KVKIT_VALIDATE=1 asks operators for these checks."""
     return os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
 
 
@@ -353,7 +353,7 @@ def validate_table(table: Array, lengths: Array, blocks: int, page_size: int) ->
 
 
 def validate_step(step: StepIndex) -> None:
-    """Check the table of a step, and the pages that its new tokens are stored in; offsets have none."""
+    """Check the page table of a step, if it has one, and the pages that its new tokens are stored in."""
     if step.page_size == ENDLESS:
         return
     rules, size = checks.table_rules, step.page_size

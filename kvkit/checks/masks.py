@@ -1,4 +1,4 @@
-"""Checks of masks of attention, and how kernels see them."""
+"""Checks of attention masks, which return their places for kernels."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def static_mask(
 
 
 def dynamic_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, keys: int) -> MaskPlace:
-    """Check a mask [tokens, at least keys], or with heads in front."""
+    """Check a mask [tokens, at least keys], perhaps with a first axis of heads."""
     if mask is None or is_empty(fmt, mask):
         return NO_MASK
     fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and mask.shape[-1] >= keys
@@ -41,7 +41,7 @@ def dynamic_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, 
 
 
 def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, longest: int) -> MaskPlace:
-    """Check a mask [tokens, at least the longest context], or with heads in front.
+    """Check a mask [tokens, at least the longest context], perhaps with a first axis of heads.
 
     Column j is position j of a token's own context.
     """
@@ -61,7 +61,7 @@ def is_empty(fmt: Element, mask: Array) -> bool:
 
 
 def mask_place(mask: Array, strides: Sequence[int], packed: bool) -> MaskPlace:
-    """Return where a mask lies, with strides of its sequences, heads, rows and columns."""
+    """Return the address of a mask, with the strides of its sequences, heads, rows and columns."""
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
     sequence, head, row, column = strides
     return MaskPlace(mask.ctypes.data, MASKS[name], sequence, head, row, column, packed=packed)

@@ -42,7 +42,7 @@ def checked_merge(outputs: Arrays, lses: Arrays) -> MergeCall:
 
 
 def listed_arrays(name: str, arrays: Arrays) -> list[Array]:
-    """Return a list of arrays: those of a sequence, or those along the first axis of one."""
+    """Return a list of arrays, from a sequence of arrays or from the first axis of one array."""
     several = isinstance(arrays, (list, tuple)) or (isinstance(arrays, np.ndarray) and arrays.ndim > 0)
     given = list(arrays) if several else []
     if not given:

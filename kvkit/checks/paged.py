@@ -1,4 +1,4 @@
-"""The checked calls of attention over pools of pages, and of what fills and moves such pages."""
+"""The checked calls of attention over pools of pages, of appends to them, and of copies of blocks."""
 
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
 
 
 def pools_of_queries(call: PoolAttention) -> tuple[Array, Array]:
-    """Return checked views of the pools of keys and of values, whose sizes are those of queries."""
+    """Return views of the pools of keys and values, checked against the sizes of the queries."""
     views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
     key, value = (
         pools.present(name, pool, "a numpy array") for name, pool in zip(pools.NAMES, views, strict=True)
@@ -80,7 +80,7 @@ def pools_of_queries(call: PoolAttention) -> tuple[Array, Array]:
 
 
 def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) -> list[Array] | None:
-    """Return views of the scales of codes that each token and head has; None if there are no such ones."""
+    """Return views of scales per token and head; None if scales are per head, or absent."""
     scales, heads = (call.key_scale, call.value_scale), key.shape[pools.HEAD]
     coded = not {FORMATS[pool.dtype] for pool in (key, value)} <= set(FLOATS)
     if not coded or not any(pools.of_tokens(scale, batch, heads) for scale in scales):
@@ -110,7 +110,7 @@ def check_scale_given(name: str, scale: Scale, pool_name: str, pool: Array) -> N
 
 
 def starts_of(query_starts: ArrayLike | None, batch: int, tokens: int) -> Array:
-    """Return where the queries of each sequence begin; without starts a sequence has one."""
+    """Return where the queries of each sequence begin; without `query_starts` each sequence has one query."""
     if query_starts is None:
         if tokens != batch:
             raise argument_error(
@@ -140,7 +140,7 @@ def of_sequences(name: str, values: Array, batch: int, heads: int, what: str) ->
 
 
 def scales_of_heads(call: PoolAttention, key: Array, value: Array, batch: int, factor: float) -> Array | None:
-    """Return what keys (times the factor of the scores) and values are multiplied by; None without scales."""
+    """Return scales of keys (times the factor of the scores) and values per head; None without scales."""
     given = call.key_scale, call.value_scale
     for name, scale, pool_name, pool in zip(SCALES, given, pools.NAMES, (key, value), strict=True):
         check_scale_given(name, scale, pool_name, pool)
@@ -174,7 +174,7 @@ class PoolSide(NamedTuple):
     packed: str
     stored: str
     cell: str | None = None  # the format of scales, if tokens become codes with one
-    group: int = 0  # of elements that share a scale that is found; 0 where scales are given
+    group: int = 0  # elements that share a computed scale; 0 where scales are given
     cells: Array | None = None  # [pages, rows, heads, groups], or given ones [heads or 1]
 
 
@@ -213,7 +213,7 @@ def checked_append(call: PoolTransfer) -> PoolAppend:
 
 
 def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Array | None) -> PoolSide:
-    """Check tokens, which are as many as the `first` ones, and the pool that they are stored in."""
+    """Check tokens, which must be as many as `first`, and the pool to store them in."""
     fmt = checked_format(name, array, POOLED, 3)
     check_not_empty(name, array)
     if array.shape[:2] != first.shape[:2]:
@@ -230,11 +230,11 @@ def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Arra
 
 
 def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: PoolTransfer) -> PoolSide:
-    """Return a side with its scales: given ones, or arrays that those which are found go to."""
+    """Return a side with its scales: given ones, or the array for computed ones."""
     pool = side.pool
     if side.packed == side.stored:
         if scale is not None:
-            raise argument_error(name, f"None: {side.packed} is stored as it is", describe(scale))
+            raise argument_error(name, f"None, because {side.packed} is stored unscaled", describe(scale))
         return side
     check_scale_given(name, scale, pool_name, pool)
     if scale is None:
@@ -257,7 +257,7 @@ def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: Po
 
 
 def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array, Array]:
-    """Return the blocks of the source and those of the target of a checked copy of blocks."""
+    """Check a copy of blocks; return the block ids of the source and of the target."""
     for name, array in (("source", source), ("target", target)):
         checked_format(name, array, DATA, max(getattr(array, "ndim", 1), 1))
     if target.dtype != source.dtype:

@@ -1,4 +1,4 @@
-"""Pools of pages as engines have them, of any strides: their layouts, places, tables and slots."""
+"""Checks of engines' pools of pages, with any strides: layouts, places, tables and slots."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ class PageTable(NamedTuple):
 
 
 class PoolPlace(NamedTuple):
-    """How far apart pages and rows lie, counted in `unit` bytes."""
+    """The distances of pages and of rows in a pool, counted in `unit` bytes."""
 
     unit: int
     page: int
@@ -58,7 +58,7 @@ def pool_views(
 ) -> Views:
     """Return views [pages, rows, heads, content] of keys and values in pools of any strides.
 
-    A pool of both, whose layout has an axis `kv`, is given twice, or once beside None.
+    A pool of both, whose layout has an axis `kv`, is given twice, or once with None for the other.
     """
     axes = pool_axes(layout)
     given: Views = [key_cache, value_cache]
@@ -109,13 +109,13 @@ def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[El
             array = np.expand_dims(array, axis)
     if is_broadcast(array):
         raise argument_error(
-            name, "elements apart", f"strides {array.strides}, of an array that is broadcast"
+            name, "elements at different addresses", f"a broadcast array (strides {array.strides})"
         )
     return array
 
 
 def place_of(pool: Array) -> PoolPlace:
-    """Return how far apart pages and rows of a view [pages, rows, heads, content] lie."""
+    """Return the distances of pages and rows in a view [pages, rows, heads, content]."""
     page, row = pool.strides[:2]
     if pool.shape[ROW] == 1:
         row = page or pool.itemsize
@@ -127,7 +127,7 @@ def place_of(pool: Array) -> PoolPlace:
 
 
 def of_tokens(scale: object, batch: int, heads: int) -> bool:
-    """Return whether scales are for each token and head, by their shape; others are for heads, or for all."""
+    """Return whether the shape of scales means one per token and head, not one per head or for all."""
     return isinstance(scale, np.ndarray) and scale.shape not in ((), (heads,), (batch, heads))
 
 
@@ -162,7 +162,7 @@ def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool
 
 
 def check_alike(cells: Sequence[Array], views: Sequence[Array]) -> None:
-    """Check that scales of keys and of values differ in nothing but where they begin."""
+    """Check that scales of keys and values have the same dtype, groups and strides."""
     keys, values = (
         (cell.dtype, group_of(cell, pool), place_of(cell).unit, cell.strides[HEAD])
         for cell, pool in zip(cells, views, strict=True)
@@ -178,7 +178,7 @@ def group_of(cell: Array, pool: Array) -> int:
 
 
 def context_of(fmt: Element, key: Array, value: Array, cells: Sequence[Array] | None = None) -> Context:
-    """Return pools as attention sees them, with the scales of codes, for queries of a format."""
+    """Return the `Context` of pools, with the scales of codes, for queries of a format."""
     key_format, value_format = (FORMATS[pool.dtype].name for pool in (key, value))
     key_place, value_place = place_of(key), place_of(value)
     key_side = Side(key.ctypes.data, 0, key_place.unit, key.strides[HEAD])
@@ -218,7 +218,7 @@ def steps_of(key: Array, value: Array, pages: PageTable, lengths: Array, starts:
 
 
 def pool_end(pool: Array, place: PoolPlace) -> int:
-    """Return more than the number of any row of a pool; numbers of descending pages are negative."""
+    """Return a bound above all row ids of a pool; row ids of descending pages are negative."""
     pages, rows = pool.shape[:2]
     return INT64_MAX if place.page < 0 else (pages - 1) * place.page + (rows - 1) * place.step + 1
 
@@ -284,7 +284,7 @@ def with_whole_table(steps: StepIndex) -> StepIndex:
 
 
 def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:
-    """Check the blocks that contexts lie in; what is behind them may be anything."""
+    """Check the blocks of contexts in a table; entries after a context's last block are ignored."""
     need = pages_needed(lengths, page_size)
     if len(need) and need.max() > table.shape[1]:
         i = int(need.argmax())
@@ -299,7 +299,7 @@ def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> No
 
 
 def pages_needed(lengths: Array, page_size: int) -> Array:
-    """Return how many pages contexts take."""
+    """Return how many pages each context needs."""
     if len(lengths) and lengths.min() < 0:
         raise argument_error("context_lens", "no length below 0", lengths.min())
     return -(-lengths // page_size)
@@ -343,14 +343,14 @@ def slot_error(rule: int, one: int, two: int, three: int, capacity: int) -> Kvki
 
 
 def blocks_within(name: str, ids: Array, blocks: int) -> None:
-    """Check that blocks are there."""
+    """Check that block ids are within a cache of `blocks` blocks."""
     outside = np.flatnonzero((ids < 0) | (ids >= blocks))
     if len(outside):
         raise argument_error(f"{name}[{outside[0]}]", f"a block from 0 to {blocks - 1}", ids[outside[0]])
 
 
 def copied_once(name: str, src: Array, dst: Array, within: bool) -> None:
-    """Check that no block is written twice; `within` one cache, none that is read."""
+    """Check that no block is written twice, and, if the copy is `within` one cache, that none is read too."""
     blocks, times = np.unique(dst, return_counts=True)
     if len(blocks) < len(dst):
         raise argument_error(name, "blocks that are written once", f"block {blocks[times > 1][0]} twice")

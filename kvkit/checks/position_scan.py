@@ -1,4 +1,4 @@
-"""One pass over the positions of packed sequences: the first rule they break, as numbers."""
+"""The compiled pass over positions of packed sequences, which returns the first broken rule as numbers."""
 
 import functools
 
@@ -20,7 +20,7 @@ def scan_positions(starts: Array, first: Array, longest: int) -> list[int]:
 
 
 def positions(found: Integers, starts: Integers, first: Integers, batch: int, longest: int) -> None:
-    """Write the answer of `scan_positions` where `found` is."""
+    """Write the result of `scan_positions` to `found`."""
     found[0], found[1], found[2] = FINE, 0, 0
     for b in range(batch):
         length = starts[b + 1] - starts[b]

@@ -133,7 +133,7 @@ def packed_positions(name: str, tokens: int, where: PackedPositions) -> Starts:
 
 
 def queries_and_keys(query: Array, key: Array, ndim: int) -> Element:
-    """Return the format of queries and keys, which may differ in the number of their heads only."""
+    """Check queries and keys, whose numbers of heads may differ; return their format."""
     fmt = checked_format("query", query, FLOATS, ndim)
     if checked_format("key", key, FLOATS, ndim) is not fmt:
         raise argument_error("key", f"the dtype of query, {fmt}", key.dtype)
@@ -149,7 +149,7 @@ def rotated_elements(rotary_dim: int, dim: int) -> int:
     """Return how many elements of a head are rotated."""
     rotated = integer("rotary_dim", rotary_dim, 0, dim) or dim
     if rotated % 2:
-        raise argument_error("rotary_dim", "an even number of elements, which turn in pairs", rotated)
+        raise argument_error("rotary_dim", "an even number of elements, which rotate in pairs", rotated)
     return rotated
 
 

@@ -9,7 +9,7 @@ FRACTAL_BYTES = 32  # of a group of elements in Ascend's NZ
 
 
 class MaskPlace(NamedTuple):
-    """A checked mask of attention, as kernels see it."""
+    """A checked mask of attention: its address, type and strides for kernels."""
 
     address: int = 0
     kind: int = 0
@@ -29,7 +29,7 @@ class StepIndex(NamedTuple):
     seqstarts: Array
     kvstarts: Array
     start_pos: Array
-    load_starts: Array  # the first position that a load returns of each sequence
+    load_starts: Array  # the first position of each sequence that a load returns
     table: Array  # or any array-like of this shape
     page_size: int
     tokens: int

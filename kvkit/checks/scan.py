@@ -1,4 +1,4 @@
-"""One pass over the index tensors of a step: the first rule they break, as numbers."""
+"""The compiled pass over the index tensors of a step, which returns the first broken rule as numbers."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""One pass over slots: the pieces they ask to be moved, or the first rule they break, as numbers.
+"""The compiled passes over slots, which return the pieces to move, or the first broken rule as numbers.
 
 A piece is `count` tokens of a packed tensor, from `token` and `head` on, that lie in as many slots from
 `slot` on; or it is one slot that gets the mean of them.
@@ -65,7 +65,7 @@ def compressed_slots(
 def table_pieces(
     blocks: Array, lengths: Array, first_columns: Array, block_size: int, block_count: int
 ) -> Array:
-    """Return the pieces of contexts that lie in blocks; tokens of blocks that are not there have none."""
+    """Return the pieces of contexts in blocks; tokens whose block does not exist have none."""
     pieces = np.empty((int((-(-lengths // block_size)).sum()), PIECE), np.int64)
     made = np.empty(1, np.int64)
     pass_code(table_pass).ctypes(
@@ -151,7 +151,7 @@ def compressed_pass(
 
 @helper
 def put_verdict(found: Integers, rule: int, one: int, two: int, three: int) -> None:
-    """Write a verdict where `found` is."""
+    """Write a verdict to `found`."""
     found[0], found[1], found[2], found[3] = rule, one, two, three
 
 
@@ -188,7 +188,7 @@ def overlapping(pieces: Integers, count: int, scratch: Integers, most: int) -> t
 
 @helper
 def slot_of(pieces: Integers, number: int) -> Any:
-    """Return where a piece begins."""
+    """Return the slot that a piece begins with."""
     return pieces[number * PIECE + SLOT]
 
 

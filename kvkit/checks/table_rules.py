@@ -1,8 +1,8 @@
-"""What page tables must never say, whoever reads them: one pass finds all that `kvkit check` names P1 to P4.
+"""The rules P1 to P4 of `kvkit check`, which page tables of any operator must obey, found in one pass.
 
-Operators refuse what they cannot do. A table may be wrong all the same: a page that two sequences took for
-their own is in the cache, and each of them reads what the other one wrote. With KVKIT_VALIDATE=1 in the
-environment every operator that takes a table looks for that, too.
+Operators refuse tables that they cannot read. A table that can be read may still be wrong: if two sequences
+use one page as their own, each reads what the other one wrote. With KVKIT_VALIDATE=1 in the environment
+every operator that takes a table checks these rules too.
 """
 
 import functools
@@ -17,11 +17,11 @@ from kvkit.errors import argument_error
 from kvkit.runtime.jit import INDEX, Integers, address, callback, helper
 from kvkit.typed import Array
 
-OUTSIDE, TWICE, FOREIGN = range(3)  # what a hit is
+OUTSIDE, TWICE, FOREIGN = range(3)  # the broken rule of a hit
 FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)  # OTHER is a sequence, THERE its column
 NOTHING = np.zeros(0, np.int64)
-UNKNOWN = -1  # the page before one, where there is a placeholder
-FIRST = -2  # or none
+UNKNOWN = -1  # the page before this one is a placeholder
+FIRST = -2  # there is no page before this one
 POOL = 2**22  # pages that a pass always has memory for
 HIT = len(FIELDS)
 SPARE = 5  # numbers that a pass needs for each page
@@ -36,8 +36,8 @@ def scan_tables(
     `owners` counts the sequences of each page.
 
 
-    A page may have several owners only where they begin alike: in the same column, behind the same page,
-    which has been compared in its turn; where a placeholder is before it, all columns are.
+    Several sequences may own a page only if they begin alike. So the page must be in the same column, after
+    the same page, which was compared before; after a placeholder all earlier columns are compared.
     """
     for page in range(num_blocks):
         owner[page] = last[page] = -1
@@ -110,7 +110,7 @@ class Tables:
     """The entries of page tables that are in use, one sequence after the other, and what they are held
     against.
 
-    `placeholder` is an id that stands for no page: it may repeat, and be where it likes.
+    `placeholder` is an id that stands for no page, and may occur anywhere.
     """
 
     starts: Array
@@ -120,7 +120,7 @@ class Tables:
 
     @cached_property
     def scanned(self) -> tuple[Array, Any]:
-        """The hits, and how many sequences have each page."""
+        """Return the hits, and how many sequences have each page."""
         hits = np.empty((len(self.ids), HIT), np.int64)
         ids, pool, known = self.ids, self.num_blocks, None
         none = np.iinfo(np.int64).min
@@ -160,7 +160,7 @@ class Tables:
 
 
 def pages_of(lengths: Array, page_size: int) -> Array:
-    """Return how many pages hold so many tokens."""
+    """Return how many pages contexts of these lengths need."""
     return -(-np.maximum(lengths, 0) // page_size)
 
 
@@ -176,7 +176,7 @@ def tables_in_use(
 
 
 def check_tables(name: str, tables: Tables, written: Array = NOTHING) -> None:
-    """Refuse tables, whose argument has a name, that break a rule; `written` are pages that get tokens."""
+    """Raise if the tables in argument `name` break a rule; `written` are the pages that get tokens."""
     hits, _ = tables.scanned
     if len(hits):
         rule, b, c, page, other, there = hits[0].tolist()

@@ -31,7 +31,7 @@ FP8_REMEDY = (
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """Return an int, given as one, as a numpy integer or as an array of one, within low..high."""
+    """Return an int within low..high, given as int, numpy integer or array of one integer."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iu":
         value = value.item()
     try:
@@ -79,7 +79,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return True or False; ONNX says 1 and 0."""
+    """Return True or False, given as such or as 1 or 0, which ONNX has."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     return bool(choice(name, value, (0, 1)))
@@ -123,7 +123,7 @@ def float_format(name: str, dtype: DTypeLike) -> Element:
 
 
 def dtype_hint(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype that is none of ours, and what to do about it."""
+    """Return the name of an unsupported dtype, and how to convert such an array."""
     return f"{dtype}{REMEDIES.get(dtype.name, '')}"
 
 
@@ -147,12 +147,12 @@ def check_new_tokens(current_key: Array, current_value: Array, ndim: int) -> tup
 
 
 def packed_tokens(name: str, array: Array) -> tuple[str, int] | None:
-    """Return the name and number of packed tokens; None if the array is none, which its own check says."""
+    """Return the name and number of packed tokens; None if `array` is no array (another check reports it)."""
     return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
 
 
 def named_arrays(**arrays: object) -> list[tuple[str, Array]]:
-    """Return the arrays that are there, with their names."""
+    """Return the arguments that are arrays, with their names."""
     return [(name, array) for name, array in arrays.items() if isinstance(array, np.ndarray)]
 
 
@@ -183,7 +183,7 @@ def is_broadcast(array: Array) -> bool:
 
 
 def check_output(name: str, array: Array) -> None:
-    """Check an array that kernels write: writeable, rows in one piece, no two elements in one place."""
+    """Check that kernels can write an array: writeable, last axis contiguous, no overlapping elements."""
     apart = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     if apart and not array.flags.c_contiguous:
         raise argument_error(
@@ -193,7 +193,7 @@ def check_output(name: str, array: Array) -> None:
 
 
 def check_writeable(name: str, array: Array) -> None:
-    """Check an array that kernels write: writeable, no two elements in one place."""
+    """Check that kernels can write an array: writeable, no overlapping elements."""
     if not array.flags.writeable:
         raise argument_error(name, "a writeable array", "a read-only one")
     if array.flags.c_contiguous:
@@ -213,7 +213,7 @@ def check_apart(name: str, array: Array, others: NamedArrays) -> None:
 
 
 def _share(a: Array, b: Array) -> bool:
-    """Return whether arrays share memory; they count as sharing where the answer takes long."""
+    """Return whether arrays share memory; True also if the exact answer would take long."""
     try:
         return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
@@ -221,6 +221,6 @@ def _share(a: Array, b: Array) -> bool:
 
 
 def check_size(name: str, shape: Sequence[int], fmt: Element, what: str = "outputs") -> None:
-    """Check that an array can have a shape, which the argument called `name` decides."""
+    """Check that an array can have a shape that follows from argument `name`."""
     if math.prod(filter(None, shape)) * fmt.dtype.itemsize > MOST_BYTES:
         raise argument_error(name, f"{what} that an array can hold", f"shape {shape}")

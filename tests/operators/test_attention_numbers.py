@@ -395,5 +395,5 @@ def test_elements_in_one_place():
     values = np.broadcast_to(np.arange(300, dtype=np.float32)[None, :, None, None], keys.shape)
     output = kvkit.multi_head_attention(query, keys, values, num_heads=4, num_kv_heads=2, head_dim=16)
     np.testing.assert_allclose(output, 149.5, rtol=1e-6)
-    with pytest.raises(kvkit.KvkitError, match=r"^key_cache: expected elements apart, got strides"):
+    with pytest.raises(kvkit.KvkitError, match=r"^key_cache: expected elements at different addr"):
         kvkit.paged_attention(query[0], keys, values, [[0]], [300])

@@ -1,4 +1,4 @@
-"""The checked call of attention of one query token a sequence over a cache in blocks."""
+"""The checked call of attention over a cache in blocks, with one query token per sequence."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The checked calls of the way back from blocks, and of copies of blocks."""
+"""The checked calls that load contexts from blocks, and that copy blocks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def checked_load(call: BlockLoad) -> LoadCall:
         starts = index("seq_starts", call.seq_starts, length=len(table))
         if len(starts) and starts.min() < 0:
             raise argument_error("seq_starts", "at least 0", starts.min())
-        columns = np.minimum(starts // block_size, table.shape[1])  # what begins behind it stays there
+        columns = np.minimum(starts // block_size, table.shape[1])  # starts beyond the table: its end
     tokens = sum(lengths.tolist())
     shapes = [
         (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
@@ -68,13 +68,13 @@ def named_caches(key_cache: Array, value_cache: Array | None) -> list[tuple[str,
 
 
 def pieces_of(call: LoadCall) -> Array:
-    """Return the pieces of a load; tokens of blocks that are not there have none."""
+    """Return the pieces of a load; tokens whose block does not exist have none."""
     blocks, block_size = call.caches[0].shape[:2]
     return checks.slots.table_pieces(call.table, call.lengths, call.columns, block_size, blocks)
 
 
 def context_lengths(seq_lens: ArrayLike, batch: int) -> Array:
-    """Return lengths, from lengths or from their sums."""
+    """Return the lengths of sequences, given as lengths or as prefix sums."""
     lengths = index("seq_lens", seq_lens)
     if len(lengths) == batch + 1:
         if lengths[0] != 0:
@@ -92,9 +92,9 @@ def context_lengths(seq_lens: ArrayLike, batch: int) -> Array:
 
 
 def differences(name: str, sums: Array) -> Array:
-    """Return how much sums grow, the first from 0 on."""
+    """Return the differences of successive sums, the first from 0."""
     before = np.append(0, sums[:-1])[: len(sums)]
-    down = np.flatnonzero(sums < before)  # compared, for a difference may wrap
+    down = np.flatnonzero(sums < before)  # compared, because a difference may overflow
     if len(down):
         raise argument_error(
             f"{name}[{down[0]}]", f"at least {before[down[0]]}: sums that never decrease", sums[down[0]]
@@ -106,7 +106,7 @@ def differences(name: str, sums: Array) -> Array:
 def checked_copy(
     given: Sequence[tuple[str, Array]], src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
 ) -> tuple[Array, Array]:
-    """Return the source and the destination of every block that is written."""
+    """Check a call of `ascend.block_copy`; return source and destination of every written block."""
     for name, array in given:
         checked_format(name, array, DATA, max(getattr(array, "ndim", 1), 1))
         check_writeable(name, array)

@@ -1,4 +1,4 @@
-"""The checked call of new keys and values into slots of a cache in blocks."""
+"""The checked call that stores new keys and values in slots of a cache in blocks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class ReshapeCall(NamedTuple):
     tokens: list[Array]  # as given
     caches: list[Array]  # [blocks, rows, heads or groups, dim]
     pieces: Array  # see `checks.slots`
-    averaged: str | None  # the format of means, if there can be some
+    averaged: str | None  # the format of means, None in modes without means
 
 
 def checked_reshape(call: BlockStore) -> ReshapeCall:
@@ -108,7 +108,7 @@ def check_compressed(name: str, array: Array, first: Array, fmt: Element, mode: 
     if dim != first.shape[2]:
         raise argument_error(name, f"the head size of key, {first.shape[2]}, for {mode.name}", dim)
     if mode is CompressType.KVHEAD_ROPE and fmt is INT8:
-        raise argument_error(name, "floats, which have a mean, for KVHEAD_ROPE", fmt)
+        raise argument_error(name, "floats, because KVHEAD_ROPE stores means", fmt)
 
 
 def token_groups(name: str, array: Array, fmt: Element) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def in_rows(array: Array, cache_format: str) -> Array:
 
 
 def same_blocks(caches: Sequence[tuple[str, Array]]) -> tuple[int, int]:
-    """Return the blocks and their rows, which are as many for keys and for values."""
+    """Return the number of blocks and of rows in each, which must be equal for keys and values."""
     (_, first), *others = caches
     for name, view in others:
         if view.shape[:2] != first.shape[:2]:
@@ -59,7 +59,7 @@ def same_blocks(caches: Sequence[tuple[str, Array]]) -> tuple[int, int]:
 
 
 def caches_apart(caches: Sequence[tuple[str, Array]], others: Sequence[tuple[str, Array]] = ()) -> None:
-    """Check that caches which are written, with their names, share no byte with each other or the others."""
+    """Check that written caches, (name, array), share no byte with each other or with `others`."""
     for i, (name, array) in enumerate(caches):
         check_apart(name, array, [*caches[i + 1 :], *others])
 
