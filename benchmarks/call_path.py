@@ -63,17 +63,29 @@ def attention(cache, new, heads=HEADS):
     return call
 
 
+def conversion():
+    """Return a call that converts a cache of two layers from Transformers' layout to pages of vLLM's."""
+    layers = [[np.zeros((1, HEADS, 5, DIM), np.float16) for _ in range(2)] for _ in range(2)]
+    convert = kvkit.tools.convert
+    lines = {"from_layout": "hf", "to_layout": "vllm-lbnhc"}
+    return lambda: convert({"cache": layers}, None, page_size=4, **lines)
+
+
 def main():
     cache = np.zeros((1, 2, HEADS, PAGES * PAGE_SIZE, DIM), np.float32)
     new = np.ones((2, HEADS, DIM), np.float32)
-    call = attention(cache, new)
-    call()  # compiles
+    attend, convert = attention(cache, new), conversion()
+    for call in (attend, convert):
+        call()  # compiles
     kvkit.calls.steps.planned_steps.clear()
-    for name in ("first", "repeated"):
+    operator = "dynamic_batching.multi_head_cache_attention"
+    for name, call in (
+        (f"first call of {operator}", attend),
+        (f"repeated call of {operator}", attend),
+        ("tools.convert", convert),
+    ):
         files, moves = path_of(call)
-        print(
-            f"{name} call of dynamic_batching.multi_head_cache_attention: {len(files)} files, {moves} moves"
-        )
+        print(f"{name}: {len(files)} files, {moves} moves")
         print("   ", " ".join(files))
 
 

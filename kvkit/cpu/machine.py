@@ -1,6 +1,6 @@
-"""The instructions that kernels use of those that the processor has. KVKIT_CPU names the most to use.
+"""The processor: which vector instructions kernels use, and how far ahead they prefetch.
 
-And how soon it wants to be asked for memory.
+KVKIT_CPU names the newest instructions to use.
 """
 
 import functools
@@ -17,7 +17,7 @@ KINDS = {"avx512": (), "avx512vnni": ("avx512bw", "avx512vl", "avx512vnni"), "av
 
 
 class Ahead(NamedTuple):
-    """How long before a row is multiplied it is asked for, where those of a head follow each other."""
+    """The distance at which attention prefetches rows, where the rows of a head follow each other."""
 
     bytes: int
     tokens: int  # at most

@@ -23,13 +23,13 @@ def row_of(page_start, position, page_size):
 
 @shared
 def rest_of_page(position, page_size):
-    """How many tokens from `position` on lie in its page, hence in neighbouring rows."""
+    """Return how many tokens from `position` on lie in its page, hence in neighbouring rows."""
     return page_size - position % page_size
 
 
 @shared
 def filled(tokens, page, page_size):
-    """How many rows of a page hold one of a sequence's first `tokens` tokens."""
+    """Return how many rows of a page hold one of a sequence's first `tokens` tokens."""
     return min(page_size, max(tokens - page * page_size, 0))
 
 

@@ -38,7 +38,8 @@ def __getattr__(name: str) -> Any:
     if name == "tables":
         return importlib.import_module("kvkit.layouts.tables")
     if name in MODULES:
-        return getattr(importlib.import_module(MODULES[name]), name)
+        globals()[name] = found = getattr(importlib.import_module(MODULES[name]), name)  # for the next time
+        return found
     raise AttributeError(f"module 'kvkit.layouts' has no attribute {name!r}")
 
 

@@ -39,7 +39,7 @@ OWNERS = {(0, FIELDS.index(field)): name for field, name in OWNED.items()}
 
 
 class Reach(NamedTuple):
-    """How far what kernels may hold in 32 bits goes, in whatever step takes the place of a call's own."""
+    """Upper bounds for every step that a prepared call may run: they say which indices fit in 32 bits."""
 
     rows: int  # more than the number of any row
     context: int  # of the longest one

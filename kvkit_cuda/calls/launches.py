@@ -15,7 +15,7 @@ from kvkit_cuda.positions import alibi, angles, index, rotary
 
 
 @dataclass(frozen=True, slots=True)
-class There:
+class DeviceCall:
     """A checked call whose arrays are on the device. It owns the device memory that its launches use."""
 
     call: Any
@@ -41,20 +41,20 @@ class There:
         return self.owners[-1]
 
 
-def append(there):
+def append(placed: DeviceCall):
     """Return the launches of `key_value_cache`: store the new tokens, load the contexts."""
-    call, layer, tables, stream = there.call, there.layer, there.tables, there.stream
+    call, layer, tables, stream = placed.call, placed.layer, placed.tables, placed.stream
     return [
         transfer.store(call.current_key, call.current_value, layer, tables, stream),
-        transfer.load(there.outputs[0], there.outputs[1], layer, tables, call.repeat, stream),
+        transfer.load(placed.outputs[0], placed.outputs[1], layer, tables, call.repeat, stream),
     ]
 
 
-def attend(there):
+def attend(placed: DeviceCall):
     """Return the launches of attention, after an append if the call has a cache."""
-    call, tables, stream = there.call, there.tables, there.stream
-    out, lse = (*there.outputs, None)[:2]
-    layer, context, rows = there.layer, call.context, tables.steps.rows
+    call, tables, stream = placed.call, placed.tables, placed.stream
+    out, lse = (*placed.outputs, None)[:2]
+    layer, context, rows = placed.layer, call.context, tables.steps.rows
     if layer:
         context, rows = context._replace(sides=layer.sides), layer.capacity[1]
     given = call.decoding, call.weights, rows, stream
@@ -65,49 +65,49 @@ def attend(there):
     return launches
 
 
-def attend_to_blocks(there):
-    return paged.prepare(there.call, there.outputs, there.owners, there.stream)
+def attend_to_blocks(placed: DeviceCall):
+    return paged.prepare(placed.call, placed.outputs, placed.owners, placed.stream)
 
 
-def merge_parts(there):
-    call, (out, lse) = there.call, there.outputs
-    return [merge.prepare_states(call.fmt.name, [*call.outputs, out, *call.lses, lse], there.stream)]
+def merge_parts(placed: DeviceCall):
+    call, (out, lse) = placed.call, placed.outputs
+    return [merge.prepare_states(call.fmt.name, [*call.outputs, out, *call.lses, lse], placed.stream)]
 
 
-def turn(there):
+def turn(placed: DeviceCall):
     """Return the launches of rotary embedding: fill the table of angles, rotate queries and keys."""
-    if not there.call.starts[-1]:
+    if not placed.call.starts[-1]:
         return []
-    table, starts, fill = angles.table(there.call, there.stream)
-    there.owners.append(table)
-    return [fill, rotary.prepare(there.call, there.outputs, table, starts, there.stream)]
+    table, starts, fill = angles.table(placed.call, placed.stream)
+    placed.owners.append(table)
+    return [fill, rotary.prepare(placed.call, placed.outputs, table, starts, placed.stream)]
 
 
-def mask(there):
+def mask(placed: DeviceCall):
     """Return the launch that writes a mask of ALiBi biases."""
-    (target,) = there.outputs
+    (target,) = placed.outputs
     target = target if target.ndim == 4 else target[None]
-    return [alibi.prepare(there.call, target, there.stream)] if target.size else []
+    return [alibi.prepare(placed.call, target, placed.stream)] if target.size else []
 
 
-def slope(there):
+def slope(placed: DeviceCall):
     """Return the launch that copies ALiBi slopes, which are computed on the host."""
-    (target,) = there.outputs
-    slopes = arrays.Operand(alibi.slopes(target.size), False, None).moved(there.stream)
-    there.owners.append(slopes)
+    (target,) = placed.outputs
+    slopes = arrays.Operand(alibi.slopes(target.size), False, None).moved(placed.stream)
+    placed.owners.append(slopes)
     pair = slopes.seen.reshape(1, 1, 1, -1), target.reshape(1, 1, 1, -1)
-    return [pieces.prepare([pair], np.array([[0, 0, 1]]), there.stream)]
+    return [pieces.prepare([pair], np.array([[0, 0, 1]]), placed.stream)]
 
 
-def position_index(there):
-    (target,) = there.outputs
-    return [index.prepare(there.call.starts, there.call.first, target, there.stream)]
+def position_index(placed: DeviceCall):
+    (target,) = placed.outputs
+    return [index.prepare(placed.call.starts, placed.call.first, target, placed.stream)]
 
 
-def move(there):
+def move(placed: DeviceCall):
     """Return launches that copy pieces of rows to the call's targets, or outputs, and store means of rows."""
-    call, stream = there.call, there.stream
-    results = [call.place(*pair) for pair in zip(there.outputs, call.sources, strict=False)]
+    call, stream = placed.call, placed.stream
+    results = [call.place(*pair) for pair in zip(placed.outputs, call.sources, strict=False)]
     pairs = list(zip(call.sources, call.targets or results, strict=True))
     launches = [pieces.prepare(pairs, call.pieces, stream)]
     if call.means is not None:
@@ -115,36 +115,36 @@ def move(there):
     return launches
 
 
-def append_to_pools(there):
+def append_to_pools(placed: DeviceCall):
     """Return the launch that stores tokens in pools: as they are, or as codes with scales."""
-    found, moves = there.call.pieces, []
-    for side in there.call.sides:
+    found, moves = placed.call.pieces, []
+    for side in placed.call.sides:
         source, scales = side.tokens[None], side.cells
         if side.packed == side.stored:
             moves.append(pieces.byte_copy(source, side.pool))
             continue
         if scales is not None and not side.group:
-            given = arrays.Operand(scales, False, None).moved(there.stream)
-            there.owners.append(given)
+            given = arrays.Operand(scales, False, None).moved(placed.stream)
+            placed.owners.append(given)
             scales = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
         formats = side.packed, side.stored, side.cell
         moves.append(pieces.code_copy(source, side.pool, *formats, side.group, scales))
     where = np.stack([found[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
-    return [pieces.launch_copies(moves, where, there.stream)]
+    return [pieces.launch_copies(moves, where, placed.stream)]
 
 
-def copy_blocks(there):
+def copy_blocks(placed: DeviceCall):
     """Return the launches that copy blocks, at most two views per launch.
 
     Views are grouped by rows per block, which may differ between keys and values.
     """
-    both = zip(there.call.sources, there.call.targets, strict=True)
+    both = zip(placed.call.sources, placed.call.targets, strict=True)
     views = [pair for each in both for pair in zip(*map(in_four_axes, each), strict=True)]
     launches = []
     for rows in sorted({source.shape[1] for source, _ in views}):
         pairs = [pair for pair in views if pair[0].shape[1] == rows]
-        moves = there.call.pieces * rows  # block ids and counts, in units of rows
-        launches += [pieces.prepare(pairs[i : i + 2], moves, there.stream) for i in range(0, len(pairs), 2)]
+        moves = placed.call.pieces * rows  # block ids and counts, in units of rows
+        launches += [pieces.prepare(pairs[i : i + 2], moves, placed.stream) for i in range(0, len(pairs), 2)]
     return launches
 
 

@@ -165,7 +165,7 @@ def run(op, step, values, stream, repeated=None):
     if moved:
         call = check(values | {name: operand.seen for name, operand in there.items()}, sequences)
     scale = here["scale"].moved(stream) if "scale" in kept else None
-    ready = launches.There(call, [copy.seen for copy in copies], step, stream, scale)
+    ready = launches.DeviceCall(call, [copy.seen for copy in copies], step, stream, scale)
     made_launches = kind.launches(ready)
     with prepared.RUNNING:
         for launch in made_launches:  # nothing has been written so far, and nothing can fail any more

@@ -71,7 +71,7 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How the kernels of a form read keys and values."""
+    """The choices that kernels of a form make when they read keys and values."""
 
     rounds: bool  # whether rows are rounded to the data, as a load does
     exact: bool  # whether products with scales are rounded to the format of the scales

@@ -30,17 +30,17 @@ SIDE = Record(
     "packed token head cache block row",
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
     "by_head by_fractal elements line_bytes stores",
-    "cells cell_block cell_row cell_outer cell_inner",
+    "scales scale_block scale_row scale_outer scale_inner",
 )
-NO_CELLS = dict.fromkeys(("cells", "cell_block", "cell_row", "cell_outer", "cell_inner"), 0)
+NO_SCALES = dict.fromkeys(("scales", "scale_block", "scale_row", "scale_outer", "scale_inner"), 0)
 FORM = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
-TASK = Record(
+PARAMS = Record(
     "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size lines"
 )
 
 get = memory.load(types.int64)
 put, addresses = memory.store(types.int64), memory.scratch(8 * FRACTAL_ROWS)
-record, side, integers = memory.record(TASK), memory.record(SIDE), memory.integers
+record, side, integers = memory.record(PARAMS), memory.record(SIDE), memory.integers
 
 
 @memory.machine_code
@@ -48,46 +48,46 @@ def call_mean(code, source, step, count, target, dim):
     """Call the machine code of `mean`."""
 
 
-def move(worker, task_at):
+def copy_pieces(worker, params_at):
     """Move the pieces to or from their slots. Each worker takes an equal share of the tokens of each array.
 
     `starts` [pieces + 1] are the tokens before each piece; `sides` locate each packed array and its cache. A
     mean is accumulated in a buffer (`lines`, one per work item) and then stored.
     """
-    task = record(task_at)
-    starts, item = integers(task.starts), worker
-    total = starts[task.count]
-    while item < task.items:
-        at, chunk = side(task.sides + item // task.chunks * task.side_bytes), item % task.chunks
-        token, end = share(total, chunk, task.chunks), share(total, chunk + 1, task.chunks)
-        piece = sequence_among(starts, task.count, token)
+    params = record(params_at)
+    starts, item = integers(params.starts), worker
+    total = starts[params.count]
+    while item < params.items:
+        at, chunk = side(params.sides + item // params.chunks * params.side_bytes), item % params.chunks
+        token, end = share(total, chunk, params.chunks), share(total, chunk + 1, params.chunks)
+        piece = sequence_among(starts, params.count, token)
         while token < end:
             while token >= starts[piece + 1]:
                 piece += 1
-            named = task.pieces + 8 * piece * PIECE
+            named = params.pieces + 8 * piece * PIECE
             done, slot = token - starts[piece], get(named + 8 * SLOT)
-            source = address_of(task, at, token, piece)
-            if at.by_fractal and at.stores and not task.mean_code:
-                token += store_fractals(task, at, token, end, piece)
+            source = address_of(params, at, token, piece)
+            if at.by_fractal and at.stores and not params.mean_code:
+                token += store_fractals(params, at, token, end, piece)
             elif get(named + 8 * MEAN):
-                store_mean(task, at, item, named, done, min(end, starts[piece + 1]) - token)
+                store_mean(params, at, item, named, done, min(end, starts[piece + 1]) - token)
                 token = min(end, starts[piece + 1])
             else:
-                run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, task.block_size))
+                run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, params.block_size))
                 run = min(run, TILE) if at.by_head else run
-                move_run(task.rows_code, at, source, slot + done, run, task.block_size)
+                move_run(params.rows_code, at, source, slot + done, run, params.block_size)
                 token += run
-        item += task.workers
+        item += params.workers
 
 
 @helper
-def store_mean(task, at, item, named, done, tokens):
+def store_mean(params, at, item, named, done, tokens):
     """Compute and store this worker's share of a mean, for `tokens` tokens from token `done` on.
 
     Workers split the mean by elements, in proportion to their tokens, so that one worker sums an element in
     order. If rows are not contiguous, the worker that has the first token computes the whole mean.
     """
-    count, line = get(named + 8 * COUNT), task.lines + item * at.line_bytes
+    count, line = get(named + 8 * COUNT), params.lines + item * at.line_bytes
     source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
     slot = get(named + 8 * SLOT)
     if at.outer == 1 and at.inner == 1 and not at.by_fractal:
@@ -95,49 +95,49 @@ def store_mean(task, at, item, named, done, tokens):
         first, last = done * panels // count, (done + tokens) * panels // count
         if first < last:
             offset, size = first * LANES * at.line_bytes // at.elements, (last - first) * LANES
-            call_mean(task.mean_code, source + offset, at.token, count, line, size)
-            target = at.cache + page_of(slot, task.block_size) * at.block
-            target += row_of(0, slot, task.block_size) * at.row + offset
+            call_mean(params.mean_code, source + offset, at.token, count, line, size)
+            target = at.cache + page_of(slot, params.block_size) * at.block
+            target += row_of(0, slot, params.block_size) * at.row + offset
             call_rows(
-                task.rows_code, packed=line, cache=target, dim=at.dim * size // at.elements
+                params.rows_code, packed=line, cache=target, dim=at.dim * size // at.elements
             )  # fmt: skip
     elif done == 0:
-        call_mean(task.mean_code, source, at.token, count, line, at.elements)
-        move_run(task.rows_code, at, line, slot, 1, task.block_size)
+        call_mean(params.mean_code, source, at.token, count, line, at.elements)
+        move_run(params.rows_code, at, line, slot, 1, params.block_size)
 
 
 @helper
-def store_fractals(task, at, token, end, piece):
+def store_fractals(params, at, token, end, piece):
     """Store tokens from `token` on while their slots are consecutive. Return how many were stored.
 
     This writes whole cache lines, each of which holds the fractals of two tokens. It prefetches the next
     tokens row by row, because the store reads one group of each row at a time.
     """
-    starts, sources, first, rows, later = integers(task.starts), addresses(), 0, 0, piece
+    starts, sources, first, rows, later = integers(params.starts), addresses(), 0, 0, piece
     while token + rows < end and rows < FRACTAL_ROWS:
         while token + rows >= starts[piece + 1]:
             piece += 1
-        slot = get(task.pieces + 8 * (piece * PIECE + SLOT)) + token + rows - starts[piece]
+        slot = get(params.pieces + 8 * (piece * PIECE + SLOT)) + token + rows - starts[piece]
         if rows == 0:
             first = slot
-        elif slot != first + rows or row_of(0, slot, task.block_size) == 0:
+        elif slot != first + rows or row_of(0, slot, params.block_size) == 0:
             break
-        put(sources + 8 * rows, address_of(task, at, token + rows, piece))
+        put(sources + 8 * rows, address_of(params, at, token + rows, piece))
         ahead = min(token + rows + FRACTAL_ROWS, end - 1)
         while ahead >= starts[later + 1]:
             later += 1
-        ask(address_of(task, at, ahead, later), FRACTAL_BYTES * at.inner)
+        ask(address_of(params, at, ahead, later), FRACTAL_BYTES * at.inner)
         rows += 1
-    page, row = page_of(first, task.block_size), row_of(0, first, task.block_size)
+    page, row = page_of(first, params.block_size), row_of(0, first, params.block_size)
     target = at.cache + page * at.block + row * at.row
     scattered_fractals(sources, at.packed_inner, target, at.row, at.cache_inner, rows, at.inner)
     return rows
 
 
 @helper
-def address_of(task, at, token, piece):
+def address_of(params, at, token, piece):
     """Return the address of a piece's token in the packed tensor."""
-    named, done = task.pieces + 8 * piece * PIECE, token - integers(task.starts)[piece]
+    named, done = params.pieces + 8 * piece * PIECE, token - integers(params.starts)[piece]
     return at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
 
 
@@ -145,11 +145,11 @@ def address_of(task, at, token, piece):
 def move_run(code, at, packed, slot, run, block_size):
     """Copy `run` consecutive rows between the packed tensor and one block."""
     page, row = page_of(slot, block_size), row_of(0, slot, block_size)
-    cache, cells = at.cache + page * at.block + row * at.row, at.cells + page * at.cell_block
-    cells += row * at.cell_row
+    cache, scales = at.cache + page * at.block + row * at.row, at.scales + page * at.scale_block
+    scales += row * at.scale_row
     for outer in range(at.outer):
         source, target = packed + outer * at.packed_outer, cache + outer * at.cache_outer
-        cell = cells + outer * at.cell_outer
+        scale = scales + outer * at.scale_outer
         if at.by_fractal:
             if at.stores:  # with means
                 fractals(
@@ -166,21 +166,21 @@ def move_run(code, at, packed, slot, run, block_size):
             call_rows(
                 code, packed=source, packed_token=at.packed_inner, packed_head=at.token,
                 cache=target, cache_token=at.cache_inner, cache_head=at.row,
-                scale=cell, scale_token=at.cell_inner, scale_head=at.cell_row,
+                scale=scale, scale_token=at.scale_inner, scale_head=at.scale_row,
                 tokens=at.inner, heads=run, dim=at.dim,
             )  # fmt: skip
         else:
             call_rows(
                 code, packed=source, packed_token=at.token, packed_head=at.packed_inner,
                 cache=target, cache_token=at.row, cache_head=at.cache_inner,
-                scale=cell, scale_token=at.cell_row, scale_head=at.cell_inner,
+                scale=scale, scale_token=at.scale_row, scale_head=at.scale_inner,
                 tokens=run, heads=at.inner, dim=at.dim,
             )  # fmt: skip
 
 
 @functools.cache
-def code_of_walk():
-    return callback(move, WORKER)
+def pieces_code():
+    return callback(copy_pieces, WORKER)
 
 
 @functools.cache
@@ -219,7 +219,7 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
             "cache": cache, "block": cache.strides[0], "row": cache.strides[1],
             **dict(zip(FORM, strides, strict=True)), "dim": row_bytes // unit,
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
-            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_CELLS,
+            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_SCALES,
         }))  # fmt: skip
     stream = moved >= STREAM_BYTES and all(map(aligned, caches if direction == STORE else packed))
     code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
@@ -229,31 +229,31 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
 
 
 def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
-    """Prepare a launch of `move`; `averages` are (address of the code of means, or 0; bytes of a line)."""
+    """Prepare a launch of `copy_pieces`; `averages` are (address of the code of means or 0, line bytes)."""
     numbers, (mean_code, line_bytes) = np.concatenate(places), averages
     count = threads() if moved >= SMALL_BYTES else 1
     chunks = count // math.gcd(count, len(places))  # so that items divide evenly
     items = len(places) * chunks
     workers = items if count > 1 else 1
-    task = TASK.filled({
+    params = PARAMS.filled({
         "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
         "sides": numbers, "side_bytes": SIDE.dtype.itemsize,
         "pieces": pieces, "starts": starts, "count": len(pieces),
         "block_size": block_size, "lines": 0,
     })  # fmt: skip
-    walk = code_of_walk()
+    kernel = pieces_code()
 
     def run():
         if mean_code:
-            task[TASK.at["lines"]] = lines.at_least(items * line_bytes)
-        run_workers(walk, workers, address(task))
+            params[PARAMS.at["lines"]] = lines.at_least(items * line_bytes)
+        run_workers(kernel, workers, address(params))
 
     return Launch(numbers, {}, run, alive=(*arrays, pieces, starts))
 
 
 def encode(side, pieces):
     """Prepare storing tokens as codes in a pool, with the caller's scale per head or with computed scales."""
-    tokens, pool, cells = side.tokens, side.pool, side.cells
+    tokens, pool, scales = side.tokens, side.pool, side.cells
     _, block_size, heads, dim = pool.shape
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
@@ -262,24 +262,24 @@ def encode(side, pieces):
     )
     code = rows(STORE, side.packed, side.stored, side.cell, side.group, groups).address
     block = row = head = 0
-    if cells is not None:
-        block, row, head = cells.strides[:3] if side.group else (0, 0, cells.strides[0] if heads > 1 else 0)
-        head = 0 if cells.shape == (1,) else head
+    if scales is not None:
+        block, row, head = scales.strides[:3] if side.group else (0, 0, scales.strides[0] if heads > 1 else 0)
+        head = 0 if scales.shape == (1,) else head
     (token, packed_head, size), (pool_head, step) = tokens.strides, pool.strides[2:]
     form = 1, 0, 0, heads, packed_head, pool_head
-    ends = {"cell_outer": 0, "cell_inner": head}
+    ends = {"scale_outer": 0, "scale_inner": head}
     if dim > 1 and step != pool.itemsize:
         form, dim = (heads, packed_head, pool_head, dim, size, step), 1
-        ends = {"cell_outer": head, "cell_inner": 0}
+        ends = {"scale_outer": head, "scale_inner": 0}
     numbers = SIDE.filled({
         "packed": tokens, "token": token, "head": packed_head,
         "cache": pool, "block": pool.strides[0], "row": pool.strides[1],
         **dict(zip(FORM, form, strict=True)), "dim": dim,
         "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0, "elements": dim, "line_bytes": 0,
-        "stores": 1, "cells": cells, "cell_block": block, "cell_row": row,
+        "stores": 1, "scales": scales, "scale_block": block, "scale_row": row,
         **ends,
     })  # fmt: skip
-    return moving([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, cells))
+    return moving([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, scales))
 
 
 def row_form(packed, cache):

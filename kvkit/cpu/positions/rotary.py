@@ -29,11 +29,11 @@ LANES = 16
 INT, FLOAT = types.int64, types.float64
 HEADS_SIGNATURE = types.void(*[INT] * 9)
 FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX, INT, INT, FLOAT, INT)
-TASK = Record(
+PARAMS = Record(
     "heads_code workers starts first batch sides dim turned halves",
     "table table_bytes numbers longest scratch scratch_bytes",
 )
-SIDE = 8 * 10  # bytes
+SIDE_BYTES = 8 * 10
 OWNERS = {
     0: "query",
     4: "turned query",
@@ -44,7 +44,7 @@ OWNERS = {
 rotated = numeric.rotation(numeric.product)
 get, get_double = memory.load(types.int64), memory.load(types.float64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
-record, integers = memory.record(TASK), memory.integers
+record, integers = memory.record(PARAMS), memory.integers
 
 
 @memory.machine_code
@@ -195,7 +195,7 @@ def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
     put_float(sines + other, sine)
 
 
-def walk(worker, task_at):
+def rotate_tokens(worker, params_at):
     """Rotate the packed tokens. Sequence b begins at position `first[b]`.
 
     `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and of the
@@ -204,45 +204,50 @@ def walk(worker, task_at):
     computed. `numbers` are theta, the divisor of positions, and the factor that scales the base for contexts
     longer than `longest` (dynamic NTK).
     """
-    task = record(task_at)
-    starts, first, turned, pairs = integers(task.starts), integers(task.first), task.turned, task.turned // 2
-    theta, divisor = get_double(task.numbers), get_double(task.numbers + 8)
-    factor, total = get_double(task.numbers + 16), starts[task.batch]
-    begin, end = share(total, worker, task.workers), share(total, worker + 1, task.workers)
-    cosines = task.scratch + worker * task.scratch_bytes
+    params = record(params_at)
+    starts, first, turned, pairs = (
+        integers(params.starts),
+        integers(params.first),
+        params.turned,
+        params.turned // 2,
+    )
+    theta, divisor = get_double(params.numbers), get_double(params.numbers + 8)
+    factor, total = get_double(params.numbers + 16), starts[params.batch]
+    begin, end = share(total, worker, params.workers), share(total, worker + 1, params.workers)
+    cosines = params.scratch + worker * params.scratch_bytes
     sines, frequencies = cosines + 4 * turned, cosines + 8 * turned
-    sequence, base = sequence_among(starts, task.batch, begin), -1.0
+    sequence, base = sequence_among(starts, params.batch, begin), -1.0
     for token in range(begin, end):
         while starts[sequence + 1] <= token:
             sequence += 1
         position = first[sequence] + token - starts[sequence]
-        if task.table:
+        if params.table:
             for i in range(pairs):
-                at = task.table + 4 * (position * pairs + i)
-                cosine, sine = get_float(at), get_float(at + task.table_bytes)
-                put_pair(i, pairs, task.halves, cosine, sine, cosines, sines)
+                at = params.table + 4 * (position * pairs + i)
+                cosine, sine = get_float(at), get_float(at + params.table_bytes)
+                put_pair(i, pairs, params.halves, cosine, sine, cosines, sines)
         else:
             stop = first[sequence] + starts[sequence + 1] - starts[sequence]
-            stretched = numeric.rotary_theta(theta, turned, stop, task.longest, factor)
+            stretched = numeric.rotary_theta(theta, turned, stop, params.longest, factor)
             if stretched != base:
                 base = stretched
                 fill(frequencies, pairs, base)
-            turns(position, divisor, frequencies, pairs, task.halves, cosines, sines)
+            turns(position, divisor, frequencies, pairs, params.halves, cosines, sines)
         for side in range(2):
-            at = task.sides + SIDE * side
+            at = params.sides + SIDE_BYTES * side
             call_heads(
-                task.heads_code,
+                params.heads_code,
                 source=get(at) + sequence * get(at + 8) + token * get(at + 16),
                 source_head=get(at + 24),
                 target=get(at + 32) + sequence * get(at + 40) + token * get(at + 48),
                 target_head=get(at + 56),
-                heads=get(at + 64), dim=task.dim, turned=get(at + 72), cosines=cosines, sines=sines,
+                heads=get(at + 64), dim=params.dim, turned=get(at + 72), cosines=cosines, sines=sines,
             )  # fmt: skip
 
 
 @functools.cache
 def rotary_code():
-    return callback(walk, WORKER)
+    return callback(rotate_tokens, WORKER)
 
 
 def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
@@ -264,7 +269,7 @@ def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, ta
     workers = threads() if moved >= SMALL_BYTES else 1
     theta, divisor, longest, factor = scaling
     places, numbers, scratch_bytes = np.array(sides, np.int64), doubles(theta, divisor, factor), 64 * turned
-    task = TASK.filled({
+    params = PARAMS.filled({
         "heads_code": (halves_of if halves else heads_of)(element, stream).address, "workers": workers,
         "starts": starts, "first": first, "batch": len(first),
         "sides": places, "dim": moves[0][0].shape[-1], "turned": turned, "halves": halves,
@@ -273,13 +278,13 @@ def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, ta
         "numbers": numbers, "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
-    walk = rotary_code()
+    kernel = rotary_code()
 
     def run():
-        task[TASK.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
-        run_workers(walk, workers, address(task))
+        params[PARAMS.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
+        run_workers(kernel, workers, address(params))
 
-    return Launch(places.reshape(-1), OWNERS, run, alive=(task, moves, starts, first, numbers, tables))
+    return Launch(places.reshape(-1), OWNERS, run, alive=(params, moves, starts, first, numbers, tables))
 
 
 scratch = Workspace()  # of workers: cosines, sines, frequencies

@@ -218,7 +218,7 @@ def side_by_side(rows, half):
 
 
 class Queries:
-    """How the queries of a tile lie: factors of the rows, then chunks, of runs that share their scales.
+    """A tile's queries in memory: factors of the rows, then chunks, of runs that share their scales.
 
     A run has what sums begin with, then high and low bytes of each of its steps.
     """

@@ -70,7 +70,7 @@ def dequantize(codes, cell, group, rounded, target, stream=False):
 
 
 def groups_in_panel(group, groups):
-    """How many of a row's `groups` a quantizing panel takes: at least 16 elements, a divisor if it can."""
+    """Return how many of a row's `groups` a quantizing panel takes: 16 elements or more, best a divisor."""
     fewest = max(1, LANES // group)
     fitting = [n for n in (16, 8, 4, 2, 1) if n >= fewest and n * group <= WIDEST and groups % n == 0]
     return fitting[0] if fitting else fewest

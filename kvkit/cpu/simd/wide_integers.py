@@ -47,7 +47,7 @@ TOKENS = 8  # that accumulators are there for
 
 
 class Eights:
-    """How eight neighbouring codes of a row lie when they are unfolded: words of two 16-bit integers.
+    """The lanes of eight neighbouring codes of a row once they are unfolded: words of two 16-bit integers.
 
     No lane moves to another quarter of a vector. For keys two codes of a row share a word, for values the
     codes of two tokens.
