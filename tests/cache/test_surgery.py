@@ -194,10 +194,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=120)
-@given(steps=st.lists(STEPS, max_size=9))
+@settings(max_examples=150)
+@given(steps=st.lists(STEPS, min_size=4, max_size=12))
 def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, steps):
-    """About a thousand random calls a kind; keys are what they would be had they been rotated anew."""
+    """More than a thousand random calls of each kind; keys are those that are rotated for their places."""
     cache, cells = KINDS[kind](), Cells()
     raw = tokens(64, seed=1)
     layer = cache.layers[0]
