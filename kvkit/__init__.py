@@ -7,7 +7,7 @@ Over sequences of one length, each with its own part of a cache, and beside cach
     multi_head_cache_attention    append, and attend to the context where it lies
     rotary_position_embedding, alibi_slope, alibi_mask    positions
     merge_attention_states        attention over parts of a context, put together
-    paged_attention, paged_append, swap_blocks    over any engine's pools of pages, as they lie
+    paged_attention, paged_append, swap_blocks    over any engine's pools of pages, in place
     Rope; KvkitError, DeviceError    how a model rotated its keys; what is raised
 
 Rooms:

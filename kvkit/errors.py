@@ -7,7 +7,7 @@ import numpy as np
 
 
 class KvkitError(ValueError):
-    """An argument is wrong. The message names it, what was expected and what came; nothing was written."""
+    """An argument is wrong. The message names it, what was expected and what was given."""
 
 
 class DeviceError(KvkitError):
@@ -21,12 +21,12 @@ class CapacityError(KvkitError):
 def argument_error(
     name: str, expected: object, got: object, kind: type[KvkitError] = KvkitError
 ) -> KvkitError:
-    """Return an error whose message has the one form of all."""
+    """Return an error whose message has the form of all: NAME: expected WHAT, got WHAT."""
     return kind(f"{name}: expected {expected}, got {got}")
 
 
 def brief(text: object, most: int = 80) -> str:
-    """Return a text from elsewhere as a message may hold it: printable, in one line, and cut."""
+    """Return a foreign text so that it fits in a message: printable, in one line, at most `most` long."""
     text = str(text)  # of which no more is looked at than can be shown
     shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."

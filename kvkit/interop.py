@@ -1,6 +1,6 @@
-"""Arrays that are not numpy's: torch's tensors on the CPU, and whatever speaks DLPack, in the same memory.
+"""Views of other libraries' arrays as numpy arrays: torch tensors on the CPU, and arrays with DLPack.
 
-torch is not imported here: who has a tensor has imported it.
+torch is not imported here, because a caller with a tensor has imported it.
 """
 
 import functools
@@ -34,7 +34,7 @@ def as_numpy(array: Any, name: str = "array") -> Any:
     array : object
         A torch tensor on the CPU, bfloat16 too; anything with ``__dlpack__``; or anything else.
     name : str
-        What an error calls it.
+        The argument's name in error messages.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def as_numpy(array: Any, name: str = "array") -> Any:
     Raises
     ------
     KvkitError
-        If it lies on another device, or if numpy has no such type.
+        If the array is on another device, or numpy has no such dtype.
 
     Examples
     --------
@@ -130,10 +130,10 @@ def as_tensors(result: Any) -> Any:
 
 
 def returns_input_kind(operator: Operator) -> Operator:
-    """Decorate an operator on numpy's arrays so that it takes those of any library.
+    """Decorate an operator on numpy arrays so that it takes arrays of any library.
 
-    Caches that are tensors change in place, and what is given is returned as the object that it is. New
-    results are tensors where the first argument is one. A call of numpy's arrays alone is the operator's own.
+    Tensors that are caches change in place, and an argument that is returned is the same object. New results
+    are tensors if the first argument is one. A call with numpy arrays only goes straight to the operator.
     """
     first = 1 if next(iter(inspect.signature(operator).parameters)) == "self" else 0
 

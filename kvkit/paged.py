@@ -147,8 +147,8 @@ def paged_append(
         change.
     key_cache, value_cache : ndarray
         Pools of pages with the dtype of `key` and `value`, or for codes int8 or ml_dtypes' float8_e4m3fn or
-        float8_e5m2. `layout` names their axes; their strides are free, but no two inputs may overlap. They
-        change in place; slots that are not in `slot_mapping` keep their bytes.
+        float8_e5m2. `layout` names their axes; their strides are free, but they may overlap neither the
+        tokens nor each other. They change in place; slots that are not in `slot_mapping` keep their bytes.
     slot_mapping : ndarray of int32 or int64, shape [tokens]
         The slot of each token.
     layout : str

@@ -1,4 +1,4 @@
-"""Ascend's ReshapeAndCache, the operators beside it, and the index tensors that they take."""
+"""Operators of Ascend ATB over caches in blocks, and functions that build their index tensors."""
 
 from kvkit.ascend.attention import paged_attention
 from kvkit.ascend.blocks import block_copy, paged_cache_load

@@ -1,4 +1,4 @@
-"""The way back from blocks, and copies of blocks."""
+"""Load contexts from a cache in blocks, and copy blocks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ def paged_cache_load(
 ) -> tuple[Array, Values]:
     """Gather the contexts of sequences from a cache in blocks.
 
-    They are packed one after the other.
+    The results are packed, one sequence after the other.
 
     Parameters
     ----------
     key_cache, value_cache : ndarray
         [num_blocks, block_size, num_head, D], or for NZ [num_blocks, C / n0, block_size, n0], of any strides.
-        `value_cache` may be None: keys alone.
+        If `value_cache` is None, only keys are loaded.
     block_tables : ndarray of int32 or int64, shape [B, M]
-        The blocks of each sequence. A block that is not there (negative, or num_blocks or more) reads as
-        zeros, and so do tokens behind the M blocks.
+        The blocks of each sequence. Blocks that do not exist (negative, or num_blocks or more) give zeros,
+        and so do tokens beyond the M blocks.
     seq_lens : ndarray of int32 or int64, shape [B] or [B + 1]
-        The length of each sequence; or the sums of lengths, from 0 on.
+        The length of each sequence; or the prefix sums of the lengths, first 0.
     seq_starts : ndarray of int32 or int64, shape [B], optional
-        Where each sequence begins in its blocks, in tokens, a multiple of block_size (what exceeds one is
-        left out).
+        The token of its blocks that each sequence begins with, rounded down to a multiple of block_size.
     cache_format : str
         "ND" or "NZ".
     out : tuple of ndarray, optional
@@ -60,7 +59,7 @@ def paged_cache_load(
 
     Notes
     -----
-    Ascend ATB PagedCacheLoad. Bits are moved as they are.
+    Ascend ATB PagedCacheLoad. Bits are copied unchanged.
 
     Examples
     --------
@@ -74,7 +73,7 @@ def paged_cache_load(
         BlockLoad(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
     )
     if isinstance(out, (tuple, list)) and value_cache is None:
-        out = out[:1]  # behind keys alone there may be anything
+        out = out[:1]  # without values, later members are ignored
     results: Any = call.results.arrays(out, new=np.zeros)
     pieces = blocks.pieces_of(call)
     if out is not None and pieces[:, checks.slots.COUNT].sum() < call.tokens:
@@ -95,15 +94,15 @@ def paged_cache_load(
 def block_copy(
     key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
 ) -> tuple[Array, Values]:
-    """Copy blocks of a cache onto others of it.
+    """Copy blocks of a cache over other blocks of the same cache.
 
-    Blocks ``dst[cum_sum[i - 1]:cum_sum[i]]`` become as block ``src[i]``.
+    Block ``src[i]`` is copied to the blocks ``dst[cum_sum[i - 1]:cum_sum[i]]``.
 
     Parameters
     ----------
     key_cache, value_cache : ndarray, shape [num_blocks, ...]
-        Of any type that caches have, with any axes behind the first. They change in place, apart from each
-        other. `value_cache` may be None.
+        Caches of any supported dtype, with any axes after the first. They change in place and may not
+        overlap. `value_cache` may be None.
     src : ndarray of int32 or int64, shape [S]
         Blocks to copy.
     dst : ndarray of int32 or int64, shape [N]
@@ -119,7 +118,7 @@ def block_copy(
     Raises
     ------
     KvkitError
-        If an argument is wrong. Nothing is written then.
+        If an argument is wrong; then nothing has been written.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""New keys and values into the slots of a cache in blocks, whole or compressed per head."""
+"""Store new keys and values in the slots of a cache in blocks, whole or compressed per head."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def reshape_and_cache(
     ----------
     key, value : ndarray, shapes [num_tokens, num_head, Dk] and [num_tokens, num_head, Dv]
         float32, float16, bfloat16 or int8; the tokens of all sequences, one after the other. `value` and
-        `value_cache` may both be None: keys alone.
+        `value_cache` may both be None; then only keys are stored.
     key_cache, value_cache : ndarray
         [num_blocks, block_size, num_head, D]; for NZ [num_blocks, num_head * D / n0, block_size, n0], where
-        n0 elements are 32 bytes; for compressed modes [num_blocks, block_size, 1, D]. Of the types of `key`
-        and `value` and of any strides, apart from these and each other. They change in place; what no slot
-        names keeps its bytes.
+        n0 elements are 32 bytes; for compressed modes [num_blocks, block_size, 1, D]. The dtypes are those of
+        `key` and `value`, and strides are free. The caches may overlap neither these nor each other. They
+        change in place; slots that are not in `slot_mapping` keep their bytes.
     slot_mapping : ndarray of int32 or int64
-        The slot of each token; compressed, of the first row of sequence b and head h at ``b * num_head + h``,
-        whose rows take the slots from there on.
+        The slot of each token. In compressed modes, entry ``b * num_head + h`` is the slot of the first row
+        of sequence b and head h, whose other rows take the slots after it.
     compress_type : CompressType
         UNDEFINED (0), KVHEAD (1), KVHEAD_ROPE (2) or OMNI (3).
     wins : ndarray of int32 or int64, shape [B * num_head], optional
-        Tokens that are kept (KVHEAD), averaged (KVHEAD_ROPE) or dropped (OMNI).
+        How many tokens are kept (KVHEAD), averaged (KVHEAD_ROPE) or dropped (OMNI).
     seq_lens : ndarray of int32 or int64, shape [B], optional
-        The tokens of each sequence; compressed modes need them.
+        The number of tokens of each sequence, for compressed modes.
     offset_index : ndarray of int32 or int64, shape [B * num_head], optional
         The first token that is averaged or dropped; -1 for none.
     cache_format : str
@@ -68,13 +68,13 @@ def reshape_and_cache(
     Raises
     ------
     KvkitError
-        If an argument is wrong, a slot lies behind the cache or two tokens share one. Then nothing is
-        written.
+        If an argument is wrong, a slot is beyond the cache, or two tokens have one slot. Then nothing has
+        been written.
 
     Notes
     -----
-    Ascend ATB ReshapeAndCache. Bits are moved as they are; a mean is a sum in float32, token by token,
-    divided once and rounded once to the type of the data.
+    Ascend ATB ReshapeAndCache. Bits are copied unchanged. A mean is a sum in float32, token by token, which
+    is divided once and rounded once to the dtype of the data.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Caches in files: read by what they are, written with what they mean, replaced in one step.
+"""Caches in files: read by content and not by name, written with a description, replaced atomically.
 
 read, write     .npz, .npy, .safetensors; read also torch's, MLX's and llama.cpp's
 Contents, Description    what a file holds, and says of it

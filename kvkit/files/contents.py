@@ -11,9 +11,9 @@ from kvkit.typed import Array
 
 @dataclass(frozen=True)
 class Contents:
-    """Arrays by name, and what the file says of them.
+    """The arrays of a file by name, with its metadata and description.
 
-    A cache is the array ``cache``, or ``cache.I`` and ``cache.I.J`` where its layout has lists of arrays.
+    A cache is the array ``cache``, or ``cache.I`` and ``cache.I.J`` if its layout has lists of arrays.
     """
 
     arrays: dict[str, Array]

@@ -1,8 +1,8 @@
 """The description of a cache in a file: how its bytes are laid out, and what was done to its keys.
 
-Bytes tell neither which of two layouts of equal shapes they have, nor whether keys are rotated. So every file
-that kvkit writes carries this, as JSON under the name ``description``, and reading gives it back. What nobody
-knows is left out.
+Bytes show neither which of two layouts of equal shapes they have, nor whether keys are rotated. So every file
+that kvkit writes contains this description, as JSON under the name ``description``. Unknown fields are left
+out.
 """
 
 import math
@@ -21,30 +21,30 @@ LONGEST = 2000  # characters of a line or a name
 
 @dataclass(frozen=True)
 class Description:
-    """A file's description of a cache; None is what it does not say.
+    """A file's description of a cache; unknown fields are None.
 
     Parameters
     ----------
     layout : str, optional
         A line such as ``"l | kv b n h c"``, or a name that `kvkit.layouts` knows.
     sizes : mapping
-        Of the axes l, b, n, h and c of that line, and of v where the content of values has another size.
+        Lengths of the axes l, b, n, h and c of that line, and of v if the content of values has another size.
     format : str, optional
-        What the elements are, by a name of `kvkit.formats`.
+        The format of the elements, a name of `kvkit.formats`.
     tables : str, optional
-        The convention of the tables beside the cache, by a name of `kvkit.layouts`.
+        The convention of the file's page tables, a name of `kvkit.layouts`.
     rope_applied : bool, optional
         Whether keys are already rotated by their positions.
     rope_base : float, optional
         The base of that rotation's angles.
     rope_pairs : {"halves", "interleaved"}, optional
-        Which two elements of a head turn together.
+        Which two elements of a head rotate as a pair.
     rotation : {"none", "hadamard"}, optional
-        What else the heads were rotated with.
+        Another rotation of the heads (see `kvkit.formats.rotate`).
     rotation_blocks : (int, int), optional
-        Elements that are rotated together, of keys and of values.
+        The sizes of that rotation's blocks for keys and for values.
     lse_base : {"e", "2"}, optional
-        The base of log-sum-exps beside the cache.
+        The base of log-sum-exps in the file.
 
     Examples
     --------

@@ -132,9 +132,9 @@ def write(
     metadata: Mapping[str, Any] | None = None,
     advance: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Write arrays, and metadata beside what is always said; the old file is whole until the new one is.
+    """Write arrays and metadata. An existing file stays intact until the new one is complete.
 
-    `advance` hears of every number of bytes that is done.
+    `advance` is called with the number of bytes of each part that has been written.
     """
     check_target(path)
     whole = {name: np.asarray(array) for name, array in arrays.items()}

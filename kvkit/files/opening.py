@@ -21,7 +21,7 @@ READ = (
 
 
 def read(path: FilePath) -> Contents:
-    """Read the arrays of a file, and what it says of them.
+    """Read the arrays of a file, its description and its metadata.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def read(path: FilePath) -> Contents:
     -------
     Contents
         ``arrays`` by name, ``description`` (layout, sizes, format, positions), ``metadata``, ``kind``, and
-        ``notes`` on what a file does not say. Large files are mapped copy-on-write.
+        ``notes`` on what is not in the file. Large files are mapped copy-on-write.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def write(
     metadata: Mapping[str, Any] | None = None,
     advance: Callable[[int], object] | None = None,
 ) -> None:
-    """Write arrays to a .npz, .npy or .safetensors file, by its name; an old file is whole until then.
+    """Write arrays to a .npz, .npy or .safetensors file. An existing file is replaced in one step.
 
     Parameters
     ----------
@@ -97,11 +97,11 @@ def write(
     arrays : array, nested lists of arrays, or mapping
         A cache, as its layout has it; or arrays, and lists of them, by name, the cache as ``"cache"``.
     description : Description, optional
-        What the file says of the cache. A .npy file can say nothing.
+        The description to store with the cache. A .npy file has none.
     metadata : mapping, optional
-        What else it says, as JSON.
+        Other metadata to store, as JSON.
     advance : callable, optional
-        Hears of every number of bytes that is written.
+        Called with the number of bytes of each part that has been written.
 
     Raises
     ------

@@ -30,13 +30,13 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     format : str or Format
         A name of `NAMED` with its options, as `named` takes it.
     scale : None, float, ndarray or str
-        Of e4m3, e5m2, ort_int8 and ort_int4: what codes are multiplied with, 1 if left out (the last two ask
-        for it): a number, or shape [heads], [tokens, heads] or [tokens, heads, groups]; [heads, D] for
-        ort_*. Or what shall share one that is found from the numbers, largest magnitude / largest code:
-        "tensor", "head", "token", "group" or "channel", as behind a colon in the name. Of nvfp4: of the
-        whole, the largest magnitude / 448 if left out; 1 of mlx_nvfp4.
+        For e4m3, e5m2, ort_int8 and ort_int4, what codes are multiplied with; 1 if None (ort_* require it).
+        A number, or an array [heads], [tokens, heads] or [tokens, heads, groups], and [heads, D] for ort_*.
+        Or one of "tensor", "head", "token", "group" and "channel" (also as an option in the name): each of
+        these gets a computed scale, largest magnitude / largest code. For nvfp4, the tensor-wide scale; the
+        largest magnitude / 448 if None. For mlx_nvfp4 it is 1.
     **options
-        As of `named`.
+        Options of the format, as `named` takes them.
 
     Returns
     -------
@@ -48,13 +48,13 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     Raises
     ------
     KvkitError
-        An unknown format or option; a scale that is missing, not above 0, not finite or of another shape;
-        data of another dtype, or a head that is no multiple of a group; numbers that are not finite, for
-        codes that have none or scales that are found from them; numbers too large for the type of scales.
+        If the format or an option is unknown; if a scale is missing, not above 0, not finite or of another
+        shape; if data have another dtype, or a head size is no multiple of a group; if numbers are not finite
+        and the codes have no such values or scales are computed; if scales overflow their dtype.
 
     Notes
     -----
-    Floats of 8 bits with a scale that is given, or 1, saturate, also infinities, and NaN stays NaN.
+    8-bit floats with a given scale, or 1, saturate, infinities included; NaN stays NaN.
 
     Examples
     --------
@@ -111,26 +111,26 @@ def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **
     Parameters
     ----------
     arrays : dict of str to ndarray, or ndarray
-        What `encode` returns, or an engine's arrays of those shapes; codes may be a view as wider words.
-        An array is the codes alone.
+        What `encode` returns, or an engine's arrays of the same shapes. Codes may be viewed as wider words. A
+        single array is taken as the codes.
     format : str or Format
     **options
-        As of `encode`.
+        As in `encode`.
 
     Returns
     -------
     ndarray of float32, shape [..., D]
-        code * scale in float32, and what the format has beside it.
+        code * scale in float32; code * scale + minimum, or (code - zero) * scale, if the format has these.
 
     Raises
     ------
     KvkitError
-        An unknown format, an array that is missing or of another shape, a scale that is NaN.
+        If the format is unknown, an array is missing or has another shape, or a scale is NaN.
 
     Notes
     -----
-    Attention reads e4m3, e5m2, q8_0 and q4_0 where they lie (``quant_format`` of the operators). Over any
-    other format it takes what this returns, a whole layer in float32, as `multi_head_attention` does keys.
+    Attention reads e4m3, e5m2, q8_0 and q4_0 in place (``quant_format`` of the operators). To attend to any
+    other format, decode a whole layer to float32 and pass it to `multi_head_attention`.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Rotations of a cache: its rows are stored turned, queries turn before attention and outputs after it.
+"""Rotations of a cache: rows are stored rotated, queries are rotated before attention, outputs after it.
 
-A Hadamard matrix in blocks of 2^k turns each row, after fixed signs where there are such, so that no channel
-stands out. Codes and kernels of attention know nothing of it.
+A Hadamard matrix in blocks of 2^k, perhaps after fixed signs, rotates each row, which spreads outliers over
+all channels. Codes and attention kernels do not change.
 """
 
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class Rotation:
     ----------
     name : str
     block : tuple of int
-        Elements that are mixed, a power of two, of keys and of values; 0 for the largest one that divides the
+        Sizes of the matrix for keys and for values, powers of two; 0 for the largest one that divides the
         head size.
     signs : bool
-        Whether elements take vLLM's signs before.
+        Whether elements are multiplied by vLLM's signs first.
     norm : bool
-        Whether the matrix keeps lengths; if not its numbers are 1 and -1, and attention divides.
+        Whether the matrix preserves lengths; if not, its entries are 1 and -1, and attention divides.
     """
 
     name: str
@@ -113,7 +113,7 @@ def rotation_named(name: str | Rotation | None) -> Rotation | None:
 def rotate(
     x: ArrayLike, rotation: str | Rotation | None, *, what: str = STORED, value: bool = False
 ) -> Array:
-    """Turn rows by a rotation, in float32, O(D log D).
+    """Rotate rows in float32, in O(D log D) steps per row.
 
     Parameters
     ----------
@@ -121,10 +121,10 @@ def rotate(
     rotation : str or Rotation
         As `rotation_named` takes it.
     what : str
-        "stored": keys and values on their way into a cache. "query": queries for keys that are stored so.
-        "output": outputs of attention to values that are stored so, or such values, turned back.
+        "stored": keys and values before they are stored. "query": queries for rotated keys. "output": outputs
+        of attention over rotated values, or such values themselves, to rotate them back.
     value : bool
-        Whether values are meant, whose blocks may be others than those of keys.
+        Whether to use the rotation of values, whose blocks may differ from those of keys.
 
     Returns
     -------
