@@ -58,7 +58,7 @@ def paged_attention(
         Where the queries of each sequence begin in `query`. None: each sequence has one query.
     attn_mask : ndarray, shape [tokens, N] or [num_heads or 1, tokens, N], optional
         Numbers to add to the scores, float32 or of the dtype of `query`; or boolean: True may attend. Column
-        j is position j of the token's own sequence; N is at least the longest context.
+        j is position j of the token's own sequence; N is at least the longest context, or 1 for all columns.
     layout : str
         The axes of one pool, outermost first: b pages, n tokens, h heads, c elements of a head. Without h
         there is one head, without n a page has one token. If there is an axis kv, as in ``"b kv n h c"``, one

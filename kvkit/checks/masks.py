@@ -17,13 +17,12 @@ def static_mask(
     if mask is None or is_empty(fmt, mask):
         return NO_MASK
     legal = (batch, num_heads, seqlen)[max(0, 4 - mask.ndim) :]
-    fits = 2 <= mask.ndim <= 4 and mask.shape[-1] >= kvlen
+    fits = 2 <= mask.ndim <= 4 and (mask.shape[-1] >= kvlen or mask.shape[-1] == 1)
     if not fits or any(size not in (1, want) for size, want in zip(mask.shape[:-1], legal, strict=True)):
         wanted = f"[{batch}, {num_heads}, {seqlen}, {kvlen} or more], axes of 1, or without leading axes"
         raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
     strides = [0] * (4 - mask.ndim) + [
-        0 if size == 1 and i < mask.ndim - 1 else stride
-        for i, (size, stride) in enumerate(zip(mask.shape, mask.strides, strict=True))
+        0 if size == 1 else stride for size, stride in zip(mask.shape, mask.strides, strict=True)
     ]
     return mask_place(mask, strides, False)
 
@@ -32,12 +31,13 @@ def dynamic_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, 
     """Check a mask [tokens, at least keys], perhaps with a first axis of heads."""
     if mask is None or is_empty(fmt, mask):
         return NO_MASK
-    fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and mask.shape[-1] >= keys
+    width = mask.shape[-1] if mask.ndim else 0
+    fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and (width >= keys or width == 1)
     if not fits or (mask.ndim == 3 and mask.shape[0] not in (1, num_heads)):
         wanted = f"[{tokens}, {keys} or more], or [{num_heads}, {tokens}, {keys} or more]"
         raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
     head = mask.strides[0] if mask.ndim == 3 and mask.shape[0] > 1 else 0
-    return mask_place(mask, (0, head, *mask.strides[-2:]), True)
+    return mask_place(mask, (0, head, mask.strides[-2], 0 if width == 1 else mask.strides[-1]), True)
 
 
 def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, longest: int) -> MaskPlace:

@@ -24,7 +24,7 @@ from kvkit.checks.values import (
     one_piece,
 )
 from kvkit.errors import argument_error, describe
-from kvkit.formats import FLOATS, INT8
+from kvkit.formats import BY_DTYPE, FLOATS, INT8
 from kvkit.typed import Array
 
 SCALES = "key_scale", "value_scale"
@@ -33,6 +33,7 @@ Scale = float | Array | None
 
 def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     """Check a call of `kvkit.paged_attention`."""
+    call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     query, scoring = call.query, call.scoring
     fmt = checked_format("query", query, FLOATS, 3)
     check_not_empty("query", query)
@@ -85,16 +86,31 @@ def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) 
     coded = not {FORMATS[pool.dtype] for pool in (key, value)} <= set(FLOATS)
     if not coded or not any(pools.of_tokens(scale, batch, heads) for scale in scales):
         return None
+    whole = is_whole(call.key_cache, call.value_cache, call.layout)
+    most = len(pools.pool_axes(call.layout)) - (not whole and "kv" in call.layout)
+    for name, scale in zip(SCALES, scales, strict=True):
+        if (
+            isinstance(scale, np.ndarray)
+            and pools.of_tokens(scale, batch, heads)
+            and scale.ndim not in (most - 1, most)
+        ):
+            shapes = f"a number, [{heads}], [{batch}, {heads}], or {most - 1} or {most} axes as the pool has"
+            raise argument_error(name, shapes, f"shape {scale.shape}")
     if value.dtype != key.dtype:
         wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
         raise argument_error("value_cache", wanted, value.dtype)
-    whole = is_whole(call.key_cache, call.value_cache, call.layout)
     cells = pools.scale_views(scales, (key, value), whole, call.layout)
     key_cells, value_cells = (
         pools.present(name, each, "an array") for name, each in zip(SCALES, cells, strict=True)
     )
     pools.check_alike((key_cells, value_cells), (key, value))
     return [key_cells, value_cells]
+
+
+def number_of(scale: Scale) -> Scale:
+    """Return a scale as a number if it is an array of one float, without axes or of shape [1]."""
+    one = isinstance(scale, np.ndarray | np.generic) and scale.shape in ((), (1,))
+    return float(scale.reshape(())) if one and (scale.dtype.kind == "f" or scale.dtype in BY_DTYPE) else scale
 
 
 def is_whole(key_cache: Array | None, value_cache: Array | None, layout: str) -> bool:
@@ -187,6 +203,7 @@ class PoolAppend(NamedTuple):
 
 def checked_append(call: PoolTransfer) -> PoolAppend:
     """Check a call of `paged_append`."""
+    call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
     arrays = named_arrays(key=call.key, value=call.value)
     scales = dict(zip(("key", "value"), (call.key_scale, call.value_scale), strict=True))

@@ -101,13 +101,13 @@ def split_pool(given: Views, pool: Array, at: int, layout: str, names: Sequence[
 def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[Element]) -> Array:
     """Return a view [pages, rows, heads, content] of a pool."""
     checked_format(name, array, legal, len(axes))
-    if min(array.shape) < 1:
-        raise argument_error(name, "no axis of size 0", f"shape {array.shape}")
+    if 0 in [size for size, axis in zip(array.shape, axes, strict=True) if axis != "b"]:
+        raise argument_error(name, "no axis of size 0 but that of blocks", f"shape {array.shape}")
     array = array.transpose([axes.index(axis) for axis in AXES if axis in axes])
     for axis, letter in enumerate(AXES):
         if letter not in axes:
             array = np.expand_dims(array, axis)
-    if is_broadcast(array):
+    if array.size and is_broadcast(array):
         raise argument_error(
             name, "elements at different addresses", f"a broadcast array (strides {array.strides})"
         )

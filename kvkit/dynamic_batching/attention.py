@@ -68,7 +68,8 @@ def multi_head_attention(
     attn_mask : ndarray, optional
         Shape [seqstarts[B], kvstarts[B]], perhaps with a first axis of num_heads or 1. Either numbers to add
         to the scores, float32 or of the dtype of ``query``, or boolean (True may attend). Only the blocks on
-        the diagonal, where a sequence's queries meet its keys, are read. More columns are ignored.
+        the diagonal, where a sequence's queries meet its keys, are read. More columns are ignored; one column
+        is for all keys.
     num_heads, head_dim, num_kv_heads : int
         The number of query heads, their size, and the number of key heads (0: as many as query heads).
     is_causal, is_alibi : bool

@@ -48,8 +48,8 @@ def multi_head_attention(
         The dtype is that of ``query``. Dv, the size of a value head, may differ from head_dim.
     attn_mask : ndarray, optional
         Either numbers to add to the scores, float32 or of the dtype of ``query``, or boolean (True may
-        attend). 2 to 4 axes, right-aligned to [B, num_heads, S, M]; the first three may be 1. Columns from M
-        on are ignored. Keys with -inf are not attended to.
+        attend). 2 to 4 axes, right-aligned to [B, num_heads, S, M]; each may be 1. Columns from M on are
+        ignored. Keys with -inf are not attended to.
     num_heads, head_dim : int
         The number of query heads, and their size.
     is_causal : bool

@@ -1,5 +1,6 @@
 """`kvkit.paged_attention` over every engine's pools, against plain loops in float64; unused rows are NaN."""
 
+import functools
 import tracemalloc
 
 import numpy as np
@@ -116,6 +117,7 @@ def test_codes_with_their_scales(form, queries, rng):
         ("key_scale", {"key_scale": 0.5}),
         ("key_scale", {"key_scale": np.ones(heads + 1, np.float32)}),
         ("value_scale", {"value_scale": np.full(heads, np.nan, np.float32)}),
+        ("value_scale", {"key_scale": 0.5, "value_scale": np.ones((1,) * 7, np.float32)}),
     ):
         with pytest.raises(KvkitError, match=f"^{name}: expected "):
             scene.run(**more | {"key_scale": scales[0], "value_scale": scales[1]} | wrong)
@@ -225,6 +227,30 @@ def test_torch_says_the_same(rng):
             attn_mask=columns <= length - len(query) + rows, enable_gqa=True,
         )  # fmt: skip
         assert_near(got[tokens].numpy(), expected[0].transpose(0, 1).numpy(), 2e-3)
+
+
+def test_what_holds_for_all_positions_may_be_one_number(rng):
+    """A scale in an array, a mask with one column, a pool without pages for contexts without tokens."""
+    query = rng.standard_normal((2, 4, 16)).astype(np.float32)
+    codes = rng.integers(-9, 9, (4, 8, 2, 16), np.int8)
+    mask = rng.choice([0.0, -np.inf], (4, 2, 1)).astype(np.float32)
+    pages = {"context_lens": [13, 0], "block_tables": [[3, 1], [-1, -1]]}
+    call = functools.partial(kvkit.paged_attention, query, **pages)
+    wanted = call(codes, codes, key_scale=0.5, value_scale=2.0, attn_mask=np.repeat(mask, 13, 2))
+    for one in (np.float32, np.float64, lambda x: np.array(x, np.float16), lambda x: np.float32([x])):
+        got = call(codes, codes, key_scale=one(0.5), value_scale=one(2.0), attn_mask=mask)
+        np.testing.assert_array_equal(got, wanted)
+    heads = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 2, "is_causal": False}
+    static = functools.partial(
+        kvkit.multi_head_attention, query[None], *[rng.random((1, 5, 2, 16), np.float32)] * 2
+    )
+    np.testing.assert_array_equal(
+        static(attn_mask=mask, **heads), static(attn_mask=np.repeat(mask, 5, 2), **heads)
+    )
+    empty = call(codes[:0], codes[:0], key_scale=0.5, value_scale=2.0, context_lens=[0, 0])
+    np.testing.assert_array_equal(empty, np.zeros_like(query))
+    with pytest.raises(KvkitError, match=r"block_tables\[0, 0\]: expected a block"):
+        call(codes[:0], codes[:0], key_scale=0.5, value_scale=2.0)
 
 
 def test_float8_of_torch(rng):
