@@ -127,9 +127,10 @@ class Rope:
             raise argument_error("states", f"heads of {self.rotary_dim} elements or more", states.shape[-1])
         angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
         dtype = np.float64 if states.dtype == np.float64 else np.float32
-        cosines, sines = ((part(angles) * factor).astype(dtype) for part in (np.cos, np.sin))
+        cosines: Array = (np.cos(angles) * factor).astype(dtype)
+        sines: Array = (np.sin(angles) * factor).astype(dtype)
         first, second = self._pairs()
-        turned = np.array(states, dtype)
+        turned: Array = np.array(states, dtype)
         x, y = turned[..., first].copy(), turned[..., second].copy()
         turned[..., first] = x * cosines - y * sines
         turned[..., second] = x * sines + y * cosines

@@ -120,7 +120,8 @@ def attend_piece(
         columns = hidden_from(columns, visible)
     mask = NO_MASK if columns is None else masks.static_mask(FLOAT32, columns, batch, heads, new, end - begin)
     out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
-    arrays = {"query": query, "out": out, "lse": np.empty((batch, new, heads), np.float32)}
+    lse = np.empty((batch, new, heads), np.float32)
+    arrays: dict[str, Array | None] = {"query": query, "out": out, "lse": lse}
     form = form_of((query,), (causal, scoring.softmax_scale, scoring.softcap))
     form = form if scoring.sinks is None else None
     prepared = calls.find(form)
@@ -128,7 +129,7 @@ def attend_piece(
         calls.clear()
         weights = attention.checked_weights(query, mask, scoring._replace(is_causal=causal))
         calls.keep(form, PreparedAttention(layer.store, rows, FLOAT32, arrays, weights))
-    return out, arrays["lse"]
+    return out, lse
 
 
 def hidden_from(columns: Array | None, visible: Array) -> Array:

@@ -180,7 +180,13 @@ def flatten(now: RowPositions, rope: Rotation) -> Rearrangement:
     return Rearrangement(np.ones(len(now.positions), bool), after, rope, now.shifts)
 
 
-PLANS = {"remove": remove, "retain": retain, "shift": shift, "divide": divide, "flatten": flatten}
+PLANS: dict[str, Callable[..., Rearrangement]] = {
+    "remove": remove,
+    "retain": retain,
+    "shift": shift,
+    "divide": divide,
+    "flatten": flatten,
+}
 
 
 def moved(
