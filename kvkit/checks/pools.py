@@ -276,11 +276,10 @@ def with_whole_table(steps: StepIndex) -> StepIndex:
     if steps.table_starts is None:
         return steps
     need = pages_needed(np.diff(steps.kvstarts), steps.page_size)
-    tables = [
-        None if table is None else expanded_table(table, steps.table_starts, need)
-        for table in (steps.table, steps.value_table)
-    ]
-    return steps._replace(table=tables[0], value_table=tables[1], table_starts=None)
+    table, values = expanded_table(steps.table, steps.table_starts, need), steps.value_table
+    if values is not None:
+        values = expanded_table(values, steps.table_starts, need)
+    return steps._replace(table=table, value_table=values, table_starts=None)
 
 
 def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:

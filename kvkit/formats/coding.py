@@ -225,7 +225,8 @@ def check_stored(
         if part is not None and not np.isfinite(part).all():
             raise no_room(format, x, name, element)
     for code in format.code.limits:
-        if not np.isfinite(packing.dequantize(format, np.float32(code), stored[0] * whole, stored[1])).all():
+        limit = np.asarray(code, np.float32)
+        if not np.isfinite(packing.dequantize(format, limit, stored[0] * whole, stored[1])).all():
             raise no_room(format, x, "codes", FLOAT32)
 
 

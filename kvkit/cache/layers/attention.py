@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,7 @@ class PreparedAttention:
         cpu.launches.start(launch)
 
     def run(
-        self, store: Any, rows: tuple[int, int], arrays: dict[str, Array | None], mask: MaskPlace
+        self, store: Any, rows: tuple[int, int], arrays: Mapping[str, Array | None], mask: MaskPlace
     ) -> bool:
         """Attend with another query, mask and rows; return False if these need a new prepared call."""
         if store is not self._store:
