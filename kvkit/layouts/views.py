@@ -1,4 +1,4 @@
-"""Keys and values of a cache as arrays with named axes, where they lie."""
+"""Views of a cache's keys and values as arrays with named axes, without copies."""
 
 from __future__ import annotations
 

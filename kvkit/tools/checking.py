@@ -38,9 +38,9 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
     after : path or dict of arrays, optional
         The caches after a call: only rows of ``slots`` may have changed.
     slots : array of int, optional
-        Those of the call; ``slot_mapping`` of `after` or `source` if not given.
+        The slots of that call; ``slot_mapping`` of `after` or `source` if not given.
     layout : str or Layout, optional
-        The line that the caches are said to lie in.
+        The layout of the caches.
 
     Returns
     -------

@@ -49,7 +49,7 @@ class ArrayDifference:
     counts : dict of str to dict
         Differing elements by layer, page and head.
     histogram : dict of str to int
-        How many elements are so many ulps apart: "1", "2-3", "4-7", ...
+        How many elements differ by "1", "2-3", "4-7", ... ulps.
     worst : dict
         The head with the largest error, and that error.
     """
@@ -90,7 +90,7 @@ class Difference:
     arrays : list of ArrayDifference
         The arrays that differ.
     causes : list of Cause
-        What explains it in fewer words than a list of the elements would take, the best first.
+        Explanations that are shorter than a list of the differing elements, the best first.
     problems : list of str
         Arrays that only one side has, or that have other shapes.
     compared : int
@@ -148,23 +148,23 @@ def diff(
     Parameters
     ----------
     a, b : path, dict of arrays, or array
-        What is expected, and what came. Arrays are compared by name; where a side has a layout, or where
-        no names are equal, keys and values are compared, whatever they are called.
+        The expected side, and the actual side. Arrays are compared by name. If a side has a layout, or if no
+        names are equal, keys and values are compared, whatever their names.
     layout_a, layout_b : str or Layout, optional
         The lines of ``cache`` (or ``cache.0``, ...), or of ``key_cache`` and ``value_cache``.
     like : path or dict of arrays, optional
         Inputs, for causes in the making of codes: under the name of the codes, floats in their place;
         ``before`` (or ``before_NAME``), what was there; ``positions`` and ``rope_base`` of keys.
     sizes : dict, optional
-        Of the layouts' axes, as in `kvkit.layouts.view`.
+        Lengths of the layouts' axes, as in `kvkit.layouts.view`.
     axes : str, optional
         The axes of arrays without a layout: of ``l b n h c``; the last of these if not given.
     atol, rtol, ulp : float, float, int
-        Elements count as equal within ``atol + rtol * |expected|`` or so many ulps. All 0: bits are compared.
+        Elements are equal within ``atol + rtol * |expected|`` or ``ulp`` ulps. All 0: bits are compared.
     plot : path, optional
         Draw a map of the differing elements, tokens by heads, into this file (needs matplotlib).
     advance : callable, optional
-        Told the number of bytes of every piece that is done.
+        Called with the number of bytes of every piece that has been compared.
     mapper : callable
         As `map`: calls a function for each array, perhaps elsewhere (`kvkit.integrations.dask.mapper`), where
         files are opened again.

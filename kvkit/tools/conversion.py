@@ -83,11 +83,11 @@ def convert(
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
-        A file that `kvkit.files.read` takes, or what is in one.
+        A file that `kvkit.files.read` takes, or its contents.
     target : path, optional
-        A .npz, .npy or .safetensors file to write; it is whole or untouched.
+        A .npz, .npy or .safetensors file to write. On an error it does not change.
     from_layout : str, optional
-        How the cache lies, if its file does not say so.
+        The layout of the cache, if its file does not name it.
     to_layout : str, optional
         A line, or a name that `kvkit.layouts.parse` knows.
     format : str, optional
@@ -98,9 +98,9 @@ def convert(
         so on, which `study` reads. Of tables the sequences' rows are converted, of what `PagedCache.save`
         wrote those of its rows.
     from_format : str, optional
-        What codes in the source are, if its file does not say so; floats are what they are.
+        The format of codes in the source, if its file does not name it.
     sizes : mapping, optional
-        Of the axes l, b, n, h, c that shapes do not tell.
+        Lengths of the axes l, b, n, h, c that shapes do not show.
     page_size : int or "longest", optional
         New pages of so many rows, one after the other, for all sequences of the tables (without tables: for
         each b as long as n); "longest" makes one page of each sequence. If not given rows stay where they
@@ -108,9 +108,9 @@ def convert(
     tables_from : path or mapping of arrays, optional
         The tables, if they are not in `source`.
     verify : bool
-        Read the result back and compare.
+        Whether to read the result again and compare it with the source.
     progress : callable, optional
-        Hears of bytes done, and bytes in all.
+        Called with (bytes done, bytes in all).
 
     Returns
     -------

@@ -34,7 +34,7 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
     name : str or Layout
         A line, or a name that `kvkit.layouts.parse` knows.
     sizes : mapping, optional
-        Of the axes l, b, n, h, c to draw; small ones if not given.
+        Lengths of the axes l, b, n, h, c to draw; small ones if not given.
     kind : {"text", "svg"}
         For a terminal, or a page, light or dark as its reader's.
 

@@ -24,9 +24,9 @@ class Finding:
     where : str
         The place, as it would be written in Python: ``block_tables[1, 3]``.
     message : str
-        What is there.
+        What was found there.
     hint : str
-        What it means, and what to do.
+        What it means, and what to do about it.
     """
 
     rule: str

@@ -78,17 +78,17 @@ class Inspection:
     arrays : list of InspectedArray
         All arrays.
     description : Description
-        What the file says of its cache.
+        The file's description of its cache.
     metadata : dict
-        What else it says.
+        Other metadata of the file.
     notes : tuple of str
-        What whoever uses it should know.
+        Notes on what is not in the file, for its users.
     fits : list of str
-        Layouts that the cache's arrays may have, by shape and strides: proposals, if none is said.
+        If no layout is named: layouts that fit the shapes and strides of the cache's arrays.
     sizes : dict of str to int
         The sizes of the axes l b n h c, if the layout is known.
     use : TableUse, optional
-        What its block tables say.
+        How its block tables use the cache.
     numbers : list of Numbers
         Counts over keys and values by layer, or over each array if no layout is known; if asked for.
     """
@@ -146,9 +146,9 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         A file of any kind that `kvkit.files.read` takes; or arrays by name, and lists of them, the cache as
         ``"cache"``.
     layout : str, optional
-        How the cache lies, if the file does not say so.
+        The layout of the cache, if the file does not name it.
     sizes : mapping, optional
-        Of the axes l, b, n, h, c that shapes do not tell.
+        Lengths of the axes l, b, n, h, c that shapes do not show.
     stats : bool
         Look at all elements: least and largest, NaN, rows of zeros, of keys and values by layer.
 

@@ -73,7 +73,7 @@ def open_cache(
     layout, sizes
         As `CacheSource` takes them.
     from_format : str, optional
-        What codes are, if their file does not say so.
+        The format of codes, if their file does not name it.
 
     Raises
     ------

@@ -50,11 +50,11 @@ class CacheSource:
     source : path, mapping of arrays, or Contents
         A file that `kvkit.files.read` takes, what is in one, or arrays and lists of arrays by name.
     layout : str or Layout, optional
-        How the cache lies, in the place of what the source says. A pair of names needs none.
+        The layout of the cache, instead of the one in the source. A pair of names needs none.
     sizes : mapping, optional
-        Lengths of the axes l, b, n, h, c that shapes do not tell.
+        Lengths of the axes l, b, n, h, c that shapes do not show.
     arguments : pair of str
-        What errors call the arguments for the layout and for the format.
+        The names of the arguments for layout and format in error messages.
     """
 
     def __init__(

@@ -40,10 +40,10 @@ def attend(
 ) -> Any:
     """Attend with every query to keys and values that are chunked along tokens, heads and batch.
 
-    Each chunk is attended to where it lies, and `kvkit.merge_attention_states` merges the results as a tree:
-    in groups of up to 1 MiB, at least two. The tree depends on the chunks alone, so results are the same bits
-    whatever the workers do. A worker holds its chunks, and for each chunk of queries a partial result and
-    those that are merged with it.
+    Each chunk is attended to by the worker that has it, and `kvkit.merge_attention_states` merges the results
+    as a tree, in groups of up to 1 MiB, at least two. The tree depends on chunks only, so results have the
+    same bits for any workers. A worker needs memory for its chunks and, for each chunk of queries, a partial
+    result and those that are merged with it.
 
     Parameters
     ----------
@@ -51,9 +51,9 @@ def attend(
         float32, float16 or bfloat16. With M keys, query i is at position M - S + i. Its tokens may be in
         chunks; batch and heads follow the chunks of ``key``.
     key : dask array, shape [B, M, Hkv, Dk]
-        Of the dtype of ``query``, in chunks of whole ``Dk``. Chunks may have no tokens.
+        The dtype is that of ``query``. No chunk may split the axis ``Dk``; chunks may have no tokens.
     value : dask array, shape [B, M, Hkv, Dv]
-        Of the dtype of ``query``. It is put into the chunks of ``key``.
+        The dtype is that of ``query``. It is rechunked like ``key``.
     attn_mask : ndarray, optional
         Boolean (True may attend), or added to the scores: [S or 1, M], with up to two axes before, which
         are 1 or B and Hq.
@@ -65,7 +65,7 @@ def attend(
     Returns
     -------
     attn_output : dask array, shape [B, S, Hq, Dv]
-        Of the dtype of ``query``, lazy.
+        A lazy array with the dtype of ``query``.
     lse : dask array of float32, shape [B, S, Hq]
         With ``return_lse``.
 

@@ -45,10 +45,10 @@ class ShardedCache:
     num_layers, num_kv_heads, head_dim : int
         Geometry of the model.
     format : str
-        What the cache stores: "float32", "float16", "bfloat16"; codes with scales of their groups, "int8" and
-        "int4"; floats of 8 bits, "e4m3" and "e5m2"; blocks of ggml, "q8_0" and "q4_0".
+        The format of the cache: "float32", "float16", "bfloat16"; codes with a scale per group, "int8" and
+        "int4"; 8-bit floats, "e4m3" and "e5m2"; ggml's blocks, "q8_0" and "q4_0".
     dtype : dtype, optional
-        Of keys, values and queries: ``format`` if that is one of the first three, and else float16.
+        The dtype of keys, values and queries. By default ``format`` if it is a float dtype, else float16.
     split : {"tokens", "heads"}
     interleave : int, optional
         Neighbouring tokens on one worker; ``page_size`` if not given.
@@ -140,7 +140,7 @@ class ShardedCache:
         Parameters
         ----------
         key_states, value_states : ndarray, shape [B, Hkv, q, D]
-            Of the dtype of the cache. The first call decides on B.
+            The dtype is that of the cache. The first call decides on B.
         layer_idx : int
             A layer.
         """
@@ -173,8 +173,8 @@ class ShardedCache:
         layer_idx : int
             A layer that has taken the tokens of the step.
         attention_mask : ndarray, optional
-            bool [B, n], which of the n positions may be seen; or with 4 axes, right-aligned to
-            [B, Hq, q, n], of which the first three may be 1: bool, or float32 to be added. It travels whole.
+            bool [B, n]: False for positions that no query attends to. Or 4 axes, right-aligned to
+            [B, Hq, q, n], the first three may be 1: bool, or float32 to add. It is sent whole.
         is_alibi, window, softmax_scale, softcap, sinks, return_lse
             As in `kvkit.multi_head_attention`; positions are those in the whole context.
 

@@ -25,7 +25,7 @@ class Sizes:
     Attributes
     ----------
     heads : int
-        Of keys and values; queries have some times as many.
+        The number of key heads; there are a few times as many query heads.
     dim : int
         Elements of a head, a multiple of 16.
     page : int

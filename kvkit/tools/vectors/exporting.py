@@ -61,7 +61,7 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
     Parameters
     ----------
     folder, target : path
-        Of the pack, and of what is made.
+        The folder of the pack, and the folder to write.
     to : str
         "onnx": operator Attention of opset 23.
 

@@ -37,7 +37,7 @@ class Pack:
     ----------
     folder : Path
     cases, files, nbytes : int
-        What is in it.
+        The number of cases and files in the folder, and their size in bytes.
     """
 
     folder: Path
@@ -77,11 +77,11 @@ def make(
         Some of "heads" (of keys and values; queries have some times as many; 2), "dim" (of a head, a multiple
         of 16; 16), "page" (tokens of a page; 4) and "batch" (sequences, at least 2; 4).
     seed : int
-        Of all random numbers: equal seeds give equal bytes.
+        The seed of all random numbers; equal seeds give equal bytes.
     raw : bool
-        Write .bin files of the bytes alone, for devices that know no .npy.
+        Write raw bytes (.bin) instead of .npy files, for programs that cannot read .npy.
     advance : callable, optional
-        Told 1 for every case that is done.
+        Called with 1 after every case.
 
     Returns
     -------

@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What became of the cases of a pack.
+    """The results of replaying the cases of a pack.
 
     Attributes
     ----------
@@ -81,13 +81,13 @@ def replay(
     Parameters
     ----------
     folder : path
-        Of a pack, or of several.
+        The folder of a pack, or of several packs.
     backend : str
         "cpu" or "cuda".
     operator : str, optional
-        Only its cases.
+        Replay only the cases of this operator.
     advance : callable, optional
-        Told 1 for every case that is done.
+        Called with 1 after every case.
 
     Returns
     -------
@@ -145,7 +145,7 @@ def diff(
     Parameters
     ----------
     folder : path
-        Of the pack.
+        The folder of the pack.
     results : path
         A folder with a file ``CASE/NAME.npy`` (or .bin) for every output and every array that changes, of
         the dtypes of the pack; bfloat16 and fp8 as their bits. Of cases that must be refused, what they left.

@@ -16,7 +16,7 @@ from kvkit.tools.vectors import packs
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     Parameters
     ----------
     folder : path
-        Of the pack.
+        The folder of the pack.
     mapper : callable
         As `map`: calls a function for each case, perhaps elsewhere (`kvkit.integrations.dask.mapper`).
 
