@@ -109,8 +109,10 @@ def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) 
 
 def number_of(scale: Scale) -> Scale:
     """Return a scale as a number if it is an array of one float, without axes or of shape [1]."""
-    one = isinstance(scale, np.ndarray | np.generic) and scale.shape in ((), (1,))
-    return float(scale.reshape(())) if one and (scale.dtype.kind == "f" or scale.dtype in BY_DTYPE) else scale
+    if not isinstance(scale, np.ndarray | np.generic) or scale.shape not in ((), (1,)):
+        return scale
+    is_float = scale.dtype.kind == "f" or scale.dtype in BY_DTYPE
+    return float(scale.reshape(())) if is_float else scale
 
 
 def is_whole(key_cache: Array | None, value_cache: Array | None, layout: str) -> bool:
