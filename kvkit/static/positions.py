@@ -160,7 +160,7 @@ def rotary_position_embedding(
     Returns
     -------
     query, key : ndarray
-        Of the shapes and the dtype of the inputs.
+        Arrays with the shapes and the dtype of the inputs.
 
     Raises
     ------

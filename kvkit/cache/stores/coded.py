@@ -63,7 +63,7 @@ class CodeStore:
                 self.release_originals(side)
 
     def release_originals(self, side: CodedSide) -> None:
-        """Let the next view see what is stored, and release the originals."""
+        """Make the next view read all codes, and free the originals."""
         side.settle()
 
     def crop(self, length: int) -> None:
@@ -89,7 +89,7 @@ class CodeStore:
             side.settle()
 
     def see_stored(self) -> None:
-        """Let attention see nothing but what is stored."""
+        """Make attention read all codes, not the originals."""
         for side in self.sides:
             side.read_back()
 
@@ -113,7 +113,7 @@ class CodeStore:
         return self.sides[1].turned(out, OUTPUT)
 
     def begin_at(self, numbers: Array, row: int) -> None:
-        """Let prepared attention see what the latest view sees."""
+        """Make prepared attention read what the latest view reads."""
         for side, table in zip(self.sides, self.tables, strict=True):
             side.segments(table)
 

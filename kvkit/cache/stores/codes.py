@@ -23,8 +23,8 @@ TAIL_ROOM = 16  # tokens of room in a tail, beside what it must hold
 class CodedSide:
     """Keys or values of a layer, [B, H, tokens, dim], from `shape` and dtype of its first update.
 
-    Of `length` tokens the first `sink` stay as they are, then come `coded` ones, the rest is the tail.
-    `seen` is how many of the codes the latest view reads as codes: the tail keeps the others' originals.
+    Of `length` tokens the first `sink` are unquantized, the next `coded` are codes, the rest is the tail.
+    The latest view reads the first `seen` codes; for the others it reads the originals, still in the tail.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CodedSide:
 
     @property
     def changes(self) -> int:
-        """Return how often what a view reads has changed."""
+        """Return how many changes there were of what a view reads; an older view is invalid."""
         return self.counter[0]
 
     @property
@@ -83,7 +83,7 @@ class CodedSide:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of what is held, originals of codes included, without room to grow."""
+        """Return the bytes of the stored tokens, originals of codes included, without room to grow."""
         sinks, tail = min(self.sink, self.length), self.length - self.end + self.coded - self.before
         counts = (self.sinks, sinks), (self.tail, tail), (self.codes, self.coded), (self.cells, self.blocks)
         return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
@@ -167,7 +167,7 @@ class CodedSide:
         return turned
 
     def evict(self) -> None:
-        """Encode what has left the window; the latest view does not see it."""
+        """Encode the tokens that have left the window; the latest view still reads their originals."""
         blocks = self.new_blocks(self.length)
         if not blocks:
             return
@@ -185,19 +185,19 @@ class CodedSide:
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
     def crop(self, length: int) -> None:
-        """Keep so many tokens; a block that is cut keeps its scales."""
+        """Keep the first `length` tokens; a block that is cut keeps its scales."""
         self.coded = min(self.coded, max(0, length - self.sink))
         self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
         self.length, self.seen, self.before = length, self.coded, self.coded
         self.counter[0] += 1
 
     def take_back(self, length: int) -> None:
-        """Keep so many tokens, and uncode what the latest update coded."""
+        """Keep the first `length` tokens, and return codes of the latest update to the tail."""
         self.coded = self.before
         self.crop(length)
 
     def read_back(self) -> None:
-        """Let the next view see what is stored."""
+        """Make the next view read all codes, not the originals."""
         if self.seen != self.coded:
             self.seen = self.coded
             self.counter[0] += 1
@@ -208,7 +208,7 @@ class CodedSide:
         return self.tail.shape[2] > 8 * (self.residual + self.block + TAIL_ROOM)
 
     def settle(self) -> None:
-        """Release the originals of codes, which nobody sees from now on."""
+        """Free the originals of codes; from now on views read the codes."""
         live, _, room = self.tail_counts(0)
         first, (batch, heads, _, dim) = self.end - self.start, self.shape
         if self.is_large:
@@ -248,7 +248,7 @@ class CodedSide:
         return arrays
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        """Hold what `arrays` gave of so many tokens, in an empty side; a KvkitError if that cannot be."""
+        """Fill an empty side with saved `arrays` of `length` tokens; raise KvkitError if they do not fit."""
         *outer, _, dim = self.sinks.shape
         sinks, codes, cells, tail = (arrays[name] for name in ("sinks", "codes", "cells", "tail"))
         coded, blocks = codes.shape[2], cells.shape[2]
@@ -306,7 +306,7 @@ class CodedSide:
         return table
 
     def read(self) -> Array:
-        """Return what the latest view sees, as an array."""
+        """Return all tokens as the latest view reads them, as an array."""
         batch, heads, tokens, dim = self.shape
         wide, planes = np.empty(self.shape, np.float32), batch * heads
         segments = self.segments(rounds=True)

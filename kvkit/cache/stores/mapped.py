@@ -98,7 +98,7 @@ class File:
         weakref.finalize(self, os.close, sidecar)
 
     def close(self) -> None:
-        """Delete the file, and let the sidecar say so."""
+        """Delete the file, and record in the sidecar that the layer is empty."""
         if self.sidecar >= 0:
             self.home.say_empty()
         self.path.unlink()
@@ -109,7 +109,7 @@ class File:
             os.fsync(descriptor)
 
     def prefetch(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Let the system read rows of each array into memory, (first, count), in the background."""
+        """Ask the system to load rows of each array, (first, count), in the background."""
         if not self.loading and hasattr(os, "posix_fadvise"):
             self.loading = True
             prefetch_thread().submit(self.load, rows)
@@ -172,7 +172,7 @@ def prefetch_thread() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def allocate_file(file: int, size: int) -> None:
-    """Make room on the disk now, as a mapping that finds none later ends the process."""
+    """Allocate the file on the disk now, because a mapping without room ends the process later."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
@@ -218,7 +218,7 @@ class Home:
         return Span(*(said[name] for name in Span._fields)), bool(said["record_past"])
 
     def accept(self, file: File, about: dict[str, Any], state: str) -> None:
-        """Make a file the layer's; the one before it goes, unless the new sidecar has to wait."""
+        """Make a file the layer's; delete the one before it, unless the new sidecar has to wait."""
         self.settle()
         text = self.text(generation=self.generation, word=file.word, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
@@ -237,7 +237,7 @@ class Home:
         return self.sidecar.with_suffix(f"{WAITING}{self.waiting}")
 
     def settle(self) -> None:
-        """Let a sidecar that waited take its place, or go."""
+        """Rename the waiting sidecar if its change was committed; else delete it."""
         if self.waiting:
             with contextlib.suppress(FileNotFoundError):  # it has, before an interrupt
                 follow_change(self.waits_as(), self.folder.changes)
@@ -247,14 +247,14 @@ class Home:
         return json.dumps({"version": VERSION, **self.about, **more})
 
     def say_empty(self, **more: Any) -> None:
-        """Say that the layer has no file."""
+        """Write a sidecar without a data file."""
         self.settle()
         os.close(write_sidecar(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
         self.current = None
 
 
 def follow_change(path: Path, changes: int) -> None:
-    """Let a sidecar that waited for a change take its place if that is done; delete it if not."""
+    """Rename a sidecar that waits for a change if that is committed; else delete it."""
     if int(path.suffix.removeprefix(WAITING)) <= changes:
         os.replace(path, path.with_suffix(".json"))
     else:

@@ -90,13 +90,13 @@ class Store:
         return rows._replace(packed=data, as_loaded=False)
 
     def query(self, query: Array) -> Array:
-        """Return queries rotated as the stored keys are; here they are as they came."""
+        """Return queries rotated like the stored keys; keys are not rotated here."""
         return query
 
     output = query  # and outputs, rotated back
 
     def begin_at(self, numbers: Array, row: int) -> None:
-        """Let a prepared call of attention begin at another row."""
+        """Set the row that a prepared call of attention begins at."""
         for name, array in (("keys.address", self.keys), ("values.address", self.values)):
             numbers[cpu.attention.prepare.FIELD[name]] = cpu.launches.address(array) + row * array.strides[2]
 
@@ -118,7 +118,7 @@ class Store:
             self.keys[:, :, :count] = keys
 
     def take(self, indices: Array, begin: int, end: int) -> None:
-        """Let row b of the batch be what row ``indices[b]`` was, for some rows of tokens."""
+        """Replace row b of the batch by the old row ``indices[b]``, for some rows of tokens."""
         changed = [b for b, index in enumerate(indices) if index != b]
         if changed:
             sides = self.rows(begin, end)

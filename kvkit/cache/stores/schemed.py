@@ -1,4 +1,4 @@
-"""A store of keys and values by schemes in numpy: first and recent tokens as they came, others encoded."""
+"""A store that encodes old tokens by schemes in numpy, and leaves first and recent tokens unquantized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkit.typed import Array
 
 
 class Chunk(NamedTuple):
-    """Tokens that were encoded together, of which the first `live` ones count."""
+    """Tokens that were encoded together; those after the first `live` ones have been cropped."""
 
     live: int
     rows: tuple[dict[str, Array], ...]  # for each row of the batch, what its scheme made
@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SchemedSide:
-    """Keys, or values. It does not change: what would change it gives another one."""
+    """The keys or the values of a layer. The object is immutable: changes return a new one."""
 
     name: str
     scheme: Any
@@ -57,7 +57,7 @@ class SchemedSide:
         return replace(self, sinks=sinks, tail=np.concatenate((self.tail, states[:, :, first:]), 2))
 
     def evicted(self) -> SchemedSide:
-        """Return the side with codes of what has left the window and fills a group."""
+        """Return the side in which the tokens that left the window are encoded, in whole groups."""
         count = max(0, self.tail.shape[2] - self.residual) // self.group
         if not count:
             return self
@@ -87,7 +87,7 @@ class SchemedSide:
         return tokens
 
     def cropped(self, length: int) -> SchemedSide:
-        """Return the side of so many tokens; a chunk that is cut stays whole, and is read in part."""
+        """Return the side of the first `length` tokens; a chunk that is cut stays whole, read in part."""
         chunks, left = [], max(0, length - self.sinks.shape[2])
         for chunk in self.chunks:
             if left > 0:
@@ -107,7 +107,7 @@ class SchemedSide:
 
 
 class SchemedStore(Store):
-    """Both sides, as stored and as the latest update sees them; arrays only while attention reads."""
+    """Keys and values, as stored and as the latest step reads them; decoded only while attention runs."""
 
     def __init__(self, geometry: Geometry, sides: Sequence[SchemedSide], seen: Sequence[SchemedSide]) -> None:
         self.geometry, self.capacity, self.sides, self.seen = geometry, 0, sides, seen

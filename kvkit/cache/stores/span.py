@@ -40,7 +40,7 @@ class Span(NamedTuple):
         return Span(length, oldest, min(self.begin, oldest, length), self.origin, length)
 
     def widened(self) -> Span:
-        """Return the span in which all counts as stored that can be attended to."""
+        """Return the span in which all tokens of the last update's result count as stored."""
         return self._replace(oldest=self.first)
 
     def settled(self) -> Span:

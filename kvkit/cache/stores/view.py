@@ -11,9 +11,9 @@ from kvkit.typed import Array
 
 
 class KVView:
-    """Keys or values as a step sees them, partly codes; ``numpy.asarray`` makes an array of them.
+    """Keys or values that a step attends to, perhaps codes; ``numpy.asarray`` decodes them to an array.
 
-    Valid until the layer changes: an older one says so.
+    A view is valid until the layer changes; then `numpy.asarray` raises a KvkitError.
 
     Examples
     --------

@@ -169,7 +169,7 @@ class ShardedCache:
         Parameters
         ----------
         query : ndarray, shape [B, Hq, q, D]
-            Of the dtype of the cache.
+            The dtype is that of the cache.
         layer_idx : int
             A layer that has taken the tokens of the step.
         attention_mask : ndarray, optional
@@ -181,7 +181,7 @@ class ShardedCache:
         Returns
         -------
         attn_output : ndarray, shape [B, Hq, q, D]
-            Of the dtype of ``query``.
+            The dtype is that of ``query``.
         lse : ndarray of float32, shape [B, Hq, q]
             With ``return_lse``.
         """
