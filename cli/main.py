@@ -22,6 +22,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
     "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
+    "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache."),
     "study": ("kvkit_cli.study", "Say what schemes of quantization cost a cache, head by head."),
     "size": ("kvkit_cli.size", "Say how many bytes the cache of a model takes."),
     "draw": ("kvkit_cli.draw", "Draw a layout, or whose the rows of a cache in a file are."),

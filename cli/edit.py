@@ -1,0 +1,150 @@
+"""`kvkit edit`: remove, keep and move tokens of a saved cache."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import numpy as np
+
+from kvkit import Rope
+from kvkit.cache import load
+from kvkit.errors import KvkitError
+from kvkit.files.paths import check_target
+from kvkit_cli import tool
+
+CHANGES = {  # change: (what its option takes, its help)
+    "remove": ("BEGIN:END", "Remove the tokens with these positions; END may be left out."),
+    "retain": ("BEGIN:END,...", "Remove all other tokens."),
+    "shift": ("BEGIN:END:DELTA", "Move tokens to other positions."),
+    "divide": ("BEGIN:END:D", "Divide positions by D, rounding down."),
+}
+RANGE = re.compile(r"(\d*):(\d*)(?::(-?\d+))?")
+
+
+class Edit(tool.ToolVerb):
+    """The verb, whose changes are done in the order in which they are given."""
+
+    def parse_args(self, ctx, args):
+        """Parse, and keep the names of changes in order."""
+        names = (arg.removeprefix("--").partition("=")[0] for arg in args if arg.startswith("--"))
+        ctx.meta["order"] = [name for name in names if name in CHANGES]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=Edit)
+@click.argument("source", metavar="FILE", type=tool.PATH)
+@click.option("--remove", multiple=True, metavar=CHANGES["remove"][0], help=CHANGES["remove"][1])
+@click.option("--retain", multiple=True, metavar=CHANGES["retain"][0], help=CHANGES["retain"][1])
+@click.option("--shift", multiple=True, metavar=CHANGES["shift"][0], help=CHANGES["shift"][1])
+@click.option("--divide", multiple=True, metavar=CHANGES["divide"][0], help=CHANGES["divide"][1])
+@click.option("--close", is_flag=True, help="Move later tokens back by what is removed.")
+@click.option(
+    "--rope",
+    metavar="CONFIG|NAME=N,...",
+    help="How keys were rotated: a config.json, or rotary_dim=64,theta=10000, or none. Moves ask for it.",
+)
+@click.option("-o", "--output", metavar="OUT", type=tool.PATH, help="The .npz file to write.")
+@tool.json_option
+@click.pass_context
+def edit(ctx, source, close, rope, output, as_json, **changes):
+    """Remove, keep and move tokens of a saved cache, in the order given.
+
+    FILE is a .npz file that Cache.save wrote. Positions count from 0; a range is half-open. No key is
+    rotated: attention takes moves into account. Nothing is written unless all changes can be done.
+
+    \b
+    Examples:
+      kvkit edit chat.npz --remove 10:20 -o shorter.npz
+      kvkit edit chat.npz --remove 4:100 --close --rope config.json -o window.npz
+      kvkit edit chat.npz --retain 0:4,100: --shift 100::-96 --rope rotary_dim=64 -o window.npz
+    """
+    if not ctx.meta["order"] or output is None:
+        raise KvkitError("edit: expected a change (--remove, ...), and -o OUT")
+    check_target(output)
+    if output.suffix != ".npz":
+        raise KvkitError(f"{output}: a cache is saved as .npz: give such a name")
+    cache = opened(source)
+    rotation = None if rope is None else rotation_of(rope)
+    values = {name: iter(given) for name, given in changes.items()}
+    for name in ctx.meta["order"]:
+        changed(cache, name, next(values[name]), close, rotation)
+    cache.save(output)
+    layer = cache.layers[0]
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"tokens": layer.stored_tokens, "next_position": cache.get_seq_length(),
+                 "positions": ranges(layer.positions), "rope_shifts": layer.rope_shifts.tolist()}
+            )
+        )  # fmt: skip
+    else:
+        kept = ",".join(f"{begin}:{end}" for begin, end in ranges(layer.positions))
+        click.echo(f"{layer.stored_tokens} tokens at {kept or 'none'}, the next at {cache.get_seq_length()}")
+
+
+def opened(source):
+    """Return the cache of a file that kvkit saved."""
+    try:
+        cache = load(source)
+    except KvkitError as error:
+        raise type(error)(f"{error}; kvkit edit takes what Cache.save wrote") from error
+    if not getattr(cache, "layers", None) or not hasattr(cache.layers[0], "rope_shifts"):
+        raise KvkitError(f"{source}: expected a cache of layers with tokens, got {type(cache).__name__}")
+    return cache
+
+
+def changed(cache, name, text, close, rotation):
+    """Do one change to a cache."""
+    if name == "retain":
+        positions = cache.layers[0].positions
+        inside = np.zeros(len(positions), bool)
+        for part in text.split(","):
+            begin, end, _ = range_of(name, part, False)
+            inside |= (positions >= begin) & (positions < (cache.get_seq_length() if end is None else end))
+        cache.retain(positions[inside])
+        return
+    begin, end, by = range_of(name, text, name != "remove")
+    if name == "remove":
+        cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
+    else:
+        getattr(cache, name)(begin, end, by, rope=rotation)
+
+
+def range_of(name, text, by):
+    """Return (begin, end or None, a third number or None) of a text such as 10:20."""
+    found = RANGE.fullmatch(text.strip())
+    if found is None or len(text) > 60 or (found[3] is not None) != by:
+        raise KvkitError(f"--{name} {text}: expected {CHANGES[name][0]}, as 10:20{':-4' if by else ''}")
+    return int(found[1] or 0), int(found[2]) if found[2] else None, int(found[3]) if by else None
+
+
+def ranges(positions):
+    """Return [begin, end) of each run of positions, one after another."""
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [[int(run[0]), int(run[-1]) + 1] for run in np.split(positions, breaks) if len(run)]
+
+
+def rotation_of(text):
+    """Return how keys were rotated: of a config.json, of numbers by name, or "none"."""
+    if text == "none":
+        return text
+    if "=" not in text:
+        try:
+            config = json.loads(Path(text).read_text())
+            config = config.get("text_config", config)
+        except (ValueError, AttributeError) as error:
+            raise KvkitError(f"--rope {text}: not a config.json: {error}") from None
+        return Rope.from_config(SimpleNamespace(**config))
+    try:
+        numbers = {
+            name: json.loads(value) for name, _, value in (part.partition("=") for part in text.split(","))
+        }
+        return Rope(**numbers)
+    except KvkitError as error:
+        raise KvkitError(f"--rope {text}: {error}") from error
+    except (ValueError, TypeError):
+        raise KvkitError(
+            f"--rope {text}: expected rotary_dim=64,theta=10000, or a config.json, or none"
+        ) from None

@@ -1,0 +1,82 @@
+"""`kvkit edit` does to a saved cache what its calls do."""
+
+import json
+
+import numpy as np
+import pytest
+from verbs import kvkit
+
+from kvkit import Rope
+from kvkit.cache import DynamicCache, PagedCache, load
+
+CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "rope_theta": 500.0}
+EDITS = {  # the options; the same in Python, with rotation r
+    "--remove 10:20": lambda cache, r: cache.remove(10, 20),
+    "--remove=15:": lambda cache, r: cache.remove(15),
+    "--remove 4:10 --close --rope config.json": lambda cache, r: cache.remove(4, 10, close=True, rope=r),
+    "--retain 0:4,18: --shift 18::-14 --rope rotary_dim=8,theta=500": lambda cache, r: (
+        cache.retain([0, 1, 2, 3, 18, 19, 20]), cache.shift(18, None, -14, r)
+    ),
+    "--shift 0::5 --remove 0:7 --divide 7::2 --rope rotary_dim=8,theta=500.0": lambda cache, r: (
+        cache.shift(0, None, 5, r), cache.remove(0, 7), cache.divide(7, None, 2, r)
+    ),
+    "--shift 0::5 --rope none": lambda cache, r: cache.shift(0, None, 5, "none"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, rng):
+    monkeypatch.chdir(tmp_path)
+    cache = DynamicCache(2)
+    for layer in range(2):
+        cache.update(*rng.standard_normal((2, 1, 2, 21, 8)).astype(np.float32), layer)
+    cache.save("chat.npz")
+    PagedCache(4, 2, 1, 1, 1, np.float32).save("pages.npz")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    np.savez("other.npz", x=np.zeros(3))
+    return tmp_path
+
+
+@pytest.mark.parametrize("options", EDITS)
+def test_changes_are_done_in_order(options, folder, rng):
+    code, out, err = kvkit(f"edit chat.npz {options} -o out.npz")
+    assert (code, err) == (0, "")
+    edited, wanted = load("out.npz"), load("chat.npz")
+    EDITS[options](wanted, Rope(8, 500.0))
+    for one, other in zip(edited.layers, wanted.layers, strict=True):
+        np.testing.assert_array_equal(one.keys, other.keys)
+        np.testing.assert_array_equal(one.values, other.values)
+        np.testing.assert_array_equal(one.positions, other.positions)
+        np.testing.assert_array_equal(one.rope_shifts, other.rope_shifts)
+    assert edited.get_seq_length() == wanted.get_seq_length()
+    assert out.startswith(f"{wanted.layers[0].stored_tokens} tokens at ")
+    assert out.endswith(f"the next at {wanted.get_seq_length()}\n")
+    found = json.loads(kvkit(f"edit chat.npz {options} -o out.npz --json")[1])
+    ranges = [np.arange(begin, end) for begin, end in found["positions"]]
+    np.testing.assert_array_equal(np.concatenate(ranges), wanted.layers[0].positions)
+
+
+REFUSED = {
+    "chat.npz -o out.npz": "expected a change",
+    "chat.npz --remove 1:2": "and -o OUT",
+    "chat.npz --remove 1:2 -o out.safetensors": "saved as .npz",
+    "chat.npz --remove x -o out.npz": "--remove x: expected BEGIN:END",
+    "chat.npz --remove 1:2:3 -o out.npz": "--remove 1:2:3: expected BEGIN:END",
+    "chat.npz --shift 1:2 -o out.npz": "--shift 1:2: expected BEGIN:END:DELTA",
+    "chat.npz --shift 3:9:5 --rope none -o out.npz": "positions that stay ascending",
+    "chat.npz --remove 0:2 --shift 3::5 -o out.npz": "--rope: expected how keys were rotated",
+    "chat.npz --shift 3::5 --rope rotary_dim=3 -o out.npz": "--rope rotary_dim=3: rotary_dim: expected",
+    "chat.npz --shift 3::5 --rope spin=3 -o out.npz": "--rope spin=3: expected",
+    "chat.npz --shift 3::5 --rope chat.npz -o out.npz": "--rope chat.npz: not a config.json",
+    "other.npz --remove 1:2 -o out.npz": "kvkit edit takes what Cache.save wrote",
+    "pages.npz --remove 1:2 -o out.npz": "a layer whose rows can move",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_nothing_is_written_where_a_change_is_refused(command, folder):
+    before = sorted(path.name for path in folder.iterdir())
+    code, out, err = kvkit(f"edit {command}")
+    assert (code, out) == (2, "")
+    assert REFUSED[command] in err
+    assert sorted(path.name for path in folder.iterdir()) == before
