@@ -1,15 +1,19 @@
 """Narrow products of codes by integers, where the processor has them, against float64; calls without, too."""
 
 import functools
+import itertools
 
 import numba
 import numpy as np
 import pytest
+from attention_scenes import TOLERANCE
 from borders import BEGIN, END, at_border, guarded, needs_borders
 from kernel_steps import run_step
 from numpy.testing import assert_allclose, assert_array_equal
+from scenes import DTYPES
 
 import kvkit
+from kvkit import formats
 from kvkit.calls import steps
 from kvkit.calls.prepared import PreparedCalls
 from kvkit.cpu import machine
@@ -140,8 +144,8 @@ class Block:
         assert_allclose(total, self.shrink + self.weights.sum(0), rtol=1e-5, atol=len(self.logits) * WEIGHT)
 
 
-def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1):
-    """True, unless scales are too uneven: then nothing is done."""
+def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1, most=2**20):
+    """True, unless scales are too uneven, or values above `most`: then nothing is done."""
     cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens * rows // 16) * 16 // rows
     numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
     block = Block(rng, rows, cache, tokens, before)
@@ -152,6 +156,7 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1):
     factors, memory = place(np.zeros(32, np.float32)), np.zeros(max(32768, 256 * cache.dim), np.uint8)
     params, of_block, tile = cache.fields("value", tokens, numbers, ahead)
     tile |= {"scores": scores, "o": sums, "alpha": factors, "m": block.state[0], "l": block.state[1]}
+    params["most_value"] = most
     after = run_step(
         integers.sums(rows, True, *form), params, of_block | {"wide_values": memory, "rows": rows}, tile
     )
@@ -164,7 +169,7 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1):
     return True
 
 
-def check_wide(rng, form, tokens, place=same, before=0.0, spike=1):
+def check_wide(rng, form, tokens, place=same, before=0.0, spike=1, most=2**20):
     """Scores and sums of 32 rows, likewise."""
     cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens // 8) * 8
     numbers = place(cache.numbers_for(whole))
@@ -181,6 +186,7 @@ def check_wide(rng, form, tokens, place=same, before=0.0, spike=1):
             "scales": cache.cells.ctypes.data, "scale_row": cache.cells.shape[1], "padded_dim": cache.dim,
         }.items()
     }  # fmt: skip
+    params["most_value"] = most
     of_block = {"key_row_ids": numbers, "value_row_ids": numbers, "count": tokens}
     of_block |= {"wide_keys": keys, "wide_values": values}
     tile = {"queries": queries, "engine_queries": fixed, "scores": scores, "count": tokens}
@@ -213,6 +219,7 @@ def test_products(rows, form, rng):
     check_sums(rng, rows, form, 16, before=40.0)  # a block that hardly matters
     check_sums(rng, rows, form, 16, before=-40.0)
     assert not check_sums(rng, rows, form, 64, spike=1e4)
+    assert not check_sums(rng, rows, form, 64, most=4)
 
 
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -225,6 +232,7 @@ def test_wide_products(form, rng):
     check_wide(rng, form, 16, before=40.0)
     check_wide(rng, form, 16, before=-40.0)
     assert not check_wide(rng, form, 64, spike=1e4)
+    assert not check_wide(rng, form, 64, most=4)
 
 
 @needs_borders
@@ -323,6 +331,31 @@ def test_a_huge_scale_costs_other_values_nothing(heads, weight, rng):
     magnitude = np.abs(values).sum(1) / total
     error = np.abs(got[:, 0] - expected)
     assert (error <= WEIGHT * magnitude + 2**-11 * np.abs(expected) + 2**-24).all()
+
+
+@pytest.mark.parametrize("dtype", [DTYPES["fp16"], DTYPES["bf16"]], ids=str)
+@pytest.mark.parametrize("heads", [1, 4, 33])
+@pytest.mark.parametrize("size", [0.02, 1, 3, 10])
+@pytest.mark.parametrize("group", [8, 128])
+def test_large_values_are_within_the_tolerance(dtype, heads, size, group, rng):
+    """Normal data times a factor, in windows: the specification's tolerance, whatever the values' size."""
+    for (tokens, window), key_size, mean in itertools.product(
+        ((60, -1), (400, -1), (400, 40)), (0.3, 1), (0, 1)
+    ):
+        sides = rng.standard_normal((2, 1, tokens, 1, 128)).astype(np.float32)
+        sides = sides[0] * np.float32(key_size), (sides[1] + mean) * np.float32(size)
+        codes = [formats.encode(side, f"int8:g{group}:float16") for side in sides]
+        keys, values = (formats.decode(each, "int8:float16")[0, :, 0].astype(np.float64) for each in codes)
+        query = (rng.standard_normal((1, heads, 128)) * 3).astype(dtype)
+        (key, value), scales = ([each[name] for each in codes] for name in ("codes", "scale"))
+        options = {"key_scale": scales[0], "value_scale": scales[1], "window": (window, 0)}
+        got = kvkit.paged_attention(query, key, value, [[0]], [tokens], **options)[0].astype(np.float64)
+        seen = slice(max(0, tokens - 1 - window) if window >= 0 else 0, None)
+        scores = query[0].astype(np.float64) @ keys[seen].T / 128**0.5
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        expected = weights / weights.sum(1, keepdims=True) @ values[seen]
+        tolerance = TOLERANCE[dtype.name] * np.maximum(1, np.abs(scores).max(1, keepdims=True) / 8)
+        assert (np.abs(got - expected) <= tolerance * np.maximum(1, np.abs(expected))).all()
 
 
 def test_threads_do_not_matter(rng):

@@ -34,7 +34,7 @@ ATTENTION_PARAMS = Record(
     "causal alibi left right cap cap_at slopes slopes_sequence sinks sink_sequences",
     "key_factors value_factors factor_sequence factor_head",
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
-    "heads group scale_bytes orders copy_row rounds integers pairs",
+    "heads group scale_bytes orders copy_row rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table",
     "block wide_block lead counting least_split most_splits",
     "engines group_tiles split_tokens tile_groups work_items splits tiles products",

@@ -38,6 +38,8 @@ BLOCK_TOKENS = 64
 INTERLEAVED_TOKENS, INTERLEAVED_BYTES = 32, 2**18
 LEAST_LEAD = 8  # tokens before one is multiplied it is prefetched
 SPLITS, LEAST_SPLIT = 64, 512  # a call's work is split into so many parts, of at least so many tokens
+# Outputs of larger values would be further off than the tolerance of their type, if integers added them up.
+MOST_VALUE = {"float16": 16, "bfloat16": 128}
 SMALL = 2**15  # products; below it one thread is done before a second one is awake
 
 workspace, partials = Workspace(), Workspace()
@@ -200,6 +202,7 @@ def fixed_fields(form):
     return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block) | code_fields(form) | {
         "heads": form.heads, "heads_interleaved": form.interleaved, "scale_bytes": scale_bytes(form),
         "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
+        "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK,

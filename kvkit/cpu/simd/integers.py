@@ -5,7 +5,8 @@ scores  Queries are fixed point of 16 bits, relative to the largest of their row
         integers as long as they share a scale. Lanes of a quarter of a vector hold up to four rows.
 sums    Weights are fixed point of 16 bits, relative to the largest of the block, and so are scales; their
         products are multiplied with codes, two tokens a lane, and added up as integers over the block. A
-        scale far above the others' mean would leave these few bits: such blocks are left to floats.
+        scale far above the others' mean would leave these few bits, and of values far above 1 even 16 bits
+        are too few for the tolerance of an output near 0: such blocks are left to floats.
 
 What is not finite in queries and scales comes out as NaN in scores, and as what is not finite in sums.
 """
@@ -432,16 +433,18 @@ def paired(even, odd):
 
 @functools.cache
 def fixed_scales(stored, cell, group, width):
-    """(values, value_row, cells, cell_row, numbers, count, dim, target): 16-bit integers of a block's scales.
+    """(values, value_row, cells, cell_row, numbers, count, dim, most, target): 16-bit integers of a block's
+    scales.
 
     They are relative to the largest of their group; see `Scales`. The float32 at the target is -1 where one
-    is too large for that (see `UNEVEN`), 0 elsewhere. Behind the last token there is anything.
+    is too large for that (see `UNEVEN`), or stands for values above `most`, an integer; 0 elsewhere. Behind
+    the last token there is anything.
     """
     codes = CodeVectors(stored, cell, group, width)
     count_of, size = codes.scales, BY_NAME[codes.cell].bytes(1)
 
-    @micro_kernel(8)
-    def fixed_scales(b, values, value_row, cells, cell_row, numbers, count, dim, target):
+    @micro_kernel(9)
+    def fixed_scales(b, values, value_row, cells, cell_row, numbers, count, dim, most, target):
         scales = Scales(codes, dim)
         span = LANES // count_of  # tokens of a vector
         vectors = b.udiv(b.add(count, I64(span - 1)), I64(span))
@@ -476,6 +479,8 @@ def fixed_scales(stored, cell, group, width):
                     largest, total = largest.max(largest.pick(turned)), total + total.pick(turned)
             many = fill(b, b.sitofp(count, F32), LANES)
             above = b.fcmp_ordered(">", (largest * many).value, (total * UNEVEN).value)
+            too_large = fill(b, b.sitofp(most, F32), LANES) * (1 / codes.bias)
+            above = b.or_(above, b.fcmp_ordered(">", largest.value, too_large.value))
             uneven[0] = uneven[0] | Lanes(b, above)
             write(b, scales.largest_at(b, target, chunk), total.fma(0.0, largest))
             reciprocal = float(LARGEST_WEIGHT) / largest.max(LEAST)

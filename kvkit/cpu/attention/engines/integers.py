@@ -72,8 +72,8 @@ def scores(rows, near, *form):
 def sums(rows, near, *form):
     """Compile the softmax and O = O alpha + P V; scores of whole vectors are overwritten.
 
-    Where scales are too uneven it leaves all as it is and sets `block.uneven`. It works in 256 * dim bytes of
-    the room for widened values, at least 32768.
+    Where scales are too uneven, or values too large, it leaves all as it is and sets `block.uneven`. It works
+    in 256 * dim bytes of the room for widened values, at least 32768.
     """
     fixed_scales, softmax = integers.fixed_scales(*form), integers.softmax(rows)
     multiply = integers.sums(rows, near, *form)
@@ -85,7 +85,7 @@ def sums(rows, near, *form):
         fixed_scales(
             values=tile.values, value_row=block.value_row,
             cells=tile.value_scales, cell_row=params.values.scale_row, numbers=block.value_ids,
-            count=tile.count, dim=dim, target=scales,
+            count=tile.count, dim=dim, most=params.most_value, target=scales,
         )  # fmt: skip
         if get_float(scales) < 0:
             block.uneven = 1

@@ -57,7 +57,7 @@ def load(key, value, *form):
         target = scales_of(block.wide_values, dim)
         fixed_scales(
             values=rows, value_row=values.row, cells=scales, cell_row=values.scale_row,
-            numbers=block.value_row_ids, count=block.count, dim=dim, target=target,
+            numbers=block.value_row_ids, count=block.count, dim=dim, most=params.most_value, target=target,
         )  # fmt: skip
         block.uneven = get_float(target) < 0
         if not block.uneven:
