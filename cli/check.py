@@ -37,16 +37,15 @@ def check(ctx, sources, after, layout, dask, as_json):
     """
     if after is not None and len(sources) > 1:
         raise KvkitError(f"--after {after}: expected one FILE before it, got {len(sources)}")
-    several, screen, results = len(sources) > 1, show.console(), {}
+    several, results = len(sources) > 1, {}
     with clusters.mapper(dask) as mapper:
         for name, found in zip(sources, mapper(partial(check_file, after, layout), sources), strict=True):
             results[str(name)] = found
             if as_json:
                 continue
             if several:
-                screen.print(f"{name}:", style="bold", soft_wrap=True)
-            for line in ctx.command.in_shell(str(found)).splitlines():
-                screen.print(line, style=COLOURS.get(line.partition(" ")[0]), soft_wrap=True)
+                show.text(f"{name}:", lambda line: "bold")
+            show.text(ctx.command.in_shell(str(found)), lambda line: COLOURS.get(line.partition(" ")[0]))
     if as_json:
         whole = {name: found.to_dict() for name, found in results.items()}
         for found in whole.values():

@@ -56,7 +56,7 @@ def convert(sources, target, page_size, dask, as_json, quiet, **options):
         for source, done in zip(sources, mapper(work, sources, targets), strict=True):
             results[str(source)] = done.to_dict()
             if not quiet and not as_json:
-                click.echo(f"{source}: {done}" if len(sources) > 1 else str(done))
+                show.text(f"{source}: {done}" if len(sources) > 1 else done)
     if as_json and not quiet:
         click.echo(json.dumps(results if len(sources) > 1 else results[str(sources[0])], indent=2))
 

@@ -44,7 +44,7 @@ def draw(what, output, sizes):
         hint = show.suggestion(what, NAMED)
         raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
     if output is None:
-        click.echo(picture)
+        show.text(picture)
         return
     with name_in_errors(output), replacing(output) as file:
         file.write(picture.encode())

@@ -28,6 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from kvkit.errors import printable
 from kvkit.runtime import disk_cache
 from kvkit.tools.text import size
 
@@ -54,6 +55,16 @@ def out(thing: Any, **style: Any) -> None:
     with screen.capture() as text:
         screen.print(thing, **style)
     click.echo("\n".join(line.rstrip() for line in text.get().split("\n")), nl=False)
+
+
+def text(found: Any, style: Callable[[str], str | None] | None = None, stderr: bool = False) -> None:
+    """Print a text, each line perhaps in its style. Control characters of names from files are escaped."""
+    screen = console(stderr)
+    for line in map(printable, str(found).split("\n")):
+        if style is None or not screen.is_terminal:
+            click.echo(line, err=stderr)
+        else:
+            screen.print(line, style=style(line), soft_wrap=True)
 
 
 def as_list(table: Table) -> Group:

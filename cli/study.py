@@ -1,6 +1,5 @@
 """`kvkit study`: what schemes of quantization cost a cache."""
 
-import json
 from pathlib import Path
 
 import click
@@ -57,7 +56,10 @@ def study(source, model, text, tokens, schemes, output, layout, sizes, dask, as_
                 "--model", "--text beside it, and no --layout, --sizes, --dask", "other options"
             )
         found = study_model(model, text, tokens, schemes)
-    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
+    if as_json:
+        show.as_json(found.to_dict())
+    else:
+        show.text(found)
     if output:
         for path in found.save(output):
             click.echo(path, err=True)

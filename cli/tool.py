@@ -66,9 +66,5 @@ def tell(found, as_json, style=None):
     """Print a result for programs or for people, each line perhaps in its style."""
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, default=str))
-    elif style is None:
-        click.echo(str(found))
     else:
-        screen = show.console()
-        for line in str(found).splitlines():
-            screen.print(line, style=style(line), soft_wrap=True)
+        show.text(found, style)

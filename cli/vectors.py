@@ -42,9 +42,7 @@ def print_result(ctx: click.Context, result: Any, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        screen = show.console()
-        for line in str(result).splitlines():
-            screen.print(line, soft_wrap=True)
+        show.text(result)
     ctx.exit(0 if getattr(result, "ok", True) else 1)
 
 

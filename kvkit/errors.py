@@ -25,10 +25,15 @@ def argument_error(
     return kind(f"{name}: expected {expected}, got {got}")
 
 
+def printable(text: object) -> str:
+    """Return a text from elsewhere in one line, with Python's escapes for its control characters."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in str(text))
+
+
 def brief(text: object, most: int = 80) -> str:
     """Return a foreign text so that it fits in a message: printable, in one line, at most `most` long."""
     text = str(text)  # of which no more is looked at than can be shown
-    shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text[: most + 1])
+    shown = printable(text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 

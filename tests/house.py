@@ -107,10 +107,10 @@ def locals_calls(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 39_950,
+    "lines of kvkit": 40_050,
     "lines of kvkit_cuda": 8_200,
     "lines of cli": 2_400,
-    "lines of tests": 37_150,
+    "lines of tests": 37_300,
     "calls of locals()": 0,
     "class names that stand twice": 0,
     "functions of one name": 3,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import finite_number, integer
-from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.errors import KvkitError, argument_error, brief, printable
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout
 from kvkit.tools import counting
@@ -68,7 +68,10 @@ class ArrayDifference:
         share = self.differing / self.total
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
         first = argument_error(f"first: {place}", self.first["expected"], self.first["got"])
-        lines = [f"{self.name}: {self.differing} of {self.total} elements differ ({share:.2%})", f"  {first}"]
+        lines = [
+            f"{printable(self.name)}: {self.differing} of {self.total} elements differ ({share:.2%})",
+            f"  {first}",
+        ]
         for axis, counts in self.counts.items():
             most = sorted(counts.items(), key=lambda item: -item[1])[:LEAST_NAMED]
             rest = f", and {len(counts) - len(most)} more" if len(counts) > len(most) else ""
@@ -124,7 +127,8 @@ class Difference:
     def __str__(self) -> str:
         if self.equal:
             return f"equal: {self.compared} bytes"
-        return "\n".join([*self.problems, *map(str, self.arrays), *map(str, self.causes), *self.notes])
+        problems, notes = map(printable, self.problems), map(printable, self.notes)
+        return "\n".join([*problems, *map(str, self.arrays), *map(str, self.causes), *notes])
 
 
 def diff(

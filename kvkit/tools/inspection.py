@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import layouts
-from kvkit.errors import KvkitError, brief
+from kvkit.errors import KvkitError, brief, printable
 from kvkit.files import Contents, Description
 from kvkit.files.members import is_extension_dtype
 from kvkit.layouts.views import KV
@@ -120,13 +120,15 @@ class Inspection:
             parts.append(f"sizes: {in_brief(self.sizes)}")
         if self.fits:
             parts.append(f"may lie as {', '.join(self.fits)}: name one with layout, nothing is guessed")
-        parts.append("\n".join(f"{name}: {in_brief(value)}" for name, value in self.metadata.items()))
+        parts.append(
+            "\n".join(f"{printable(name)}: {in_brief(value)}" for name, value in self.metadata.items())
+        )
         if self.use:
             parts.append(str(self.use))
         if self.numbers:
             heads = "of", "min", "max", "NaN", "inf", "rows of zeros"
             parts.append(columns(heads, [each.cells() for each in self.numbers], SHOWN))
-        parts.append("\n".join(f"note: {note}" for note in self.notes))
+        parts.append("\n".join(f"note: {printable(note)}" for note in self.notes))
         return "\n\n".join(filter(None, parts))
 
 

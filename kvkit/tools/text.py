@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvkit.errors import printable
+
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> str:
     """Return rows under heads, in columns; of many rows the first and the last one."""
     shown = list(rows) if len(rows) <= most else [*rows[: most - 2], ("...",), rows[-1]]
+    shown = [tuple(map(printable, row)) for row in shown]
     wide = [max(len(row[i]) for row in (heads, *shown) if i < len(row)) for i in range(len(heads))]
     return "\n".join(
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, wide, strict=False)).rstrip()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkit.errors import printable
 from kvkit.formats import BY_DTYPE
 from kvkit.tools.causes.evidence import Evidence, Extent, Tolerances
 
@@ -45,7 +46,7 @@ class Cause:
         detail = f" ({self.detail})" if self.detail else ""
         share = self.explained / self.differing
         of = f"{self.explained} of {self.differing} bytes ({share:.1%})"
-        return f"{self.array}: {self.name}{detail} explains {of}"
+        return f"{printable(self.array)}: {self.name}{detail} explains {of}"
 
 
 @dataclass(frozen=True)

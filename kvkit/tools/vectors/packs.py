@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
 
 Case = dict[str, Any]  # a case as a manifest has it
+GROUPS = "arguments", "outputs", "after"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # names become files
 
 
 def manifests(folder: FilePath) -> list[Path]:
@@ -49,21 +52,44 @@ def manifest(folder: FilePath) -> dict[str, Any]:
             f"{path}: {said}, not {FORMAT_VERSION}: make it with this version of kvkit, or update kvkit"
         )
     for case in found["cases"]:
-        parts = (
-            [case.get(key) for key in ("arguments", "outputs", "after")] if isinstance(case, dict) else [None]
-        )
-        if not all(
-            isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts
-        ):
-            raise FileError(f"{path}: a case without arguments, outputs or after: make the pack again")
-        if not isinstance(case.get("name"), str) or not isinstance(case.get("operator"), str):
-            raise FileError(f"{path}: a case without a name or an operator: make the pack again")
+        wrong = wrong_in_case(case)
+        if wrong:
+            raise FileError(f"{path}: {wrong}: make the pack again")
     return found
+
+
+def wrong_in_case(case: Any) -> str:
+    """Return what of a case has another form than `make` gives it; "" if nothing has."""
+    parts: list[Any] = [case.get(key) for key in GROUPS] if isinstance(case, dict) else [None]
+    if not all(isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts):
+        return "a case without arguments, outputs or after"
+    if not isinstance(case.get("name"), str) or not isinstance(case.get("operator"), str):
+        return "a case without a name or an operator"
+    for name in (case["name"], *(name for part in parts for name in part)):
+        if not NAME.fullmatch(name):
+            return f"{brief(repr(name))} is no name of a case or an array"
+    unchanged = case.get("unchanged", [])
+    if not isinstance(unchanged, list) or not all(isinstance(name, str) for name in unchanged):
+        return f"case {case['name']}: unchanged is no list of names"
+    lost = next((name for name in case["after"] if name not in case["arguments"]), None)
+    if lost is not None:
+        return f"case {case['name']}: {lost} is after the call, but no argument"
+    for part in parts:
+        for name, entry in part.items():
+            if not isinstance(entry.get("file", ""), str):
+                return f"case {case['name']}: the file of {name} is no path"
+            limits = entry.get("tolerance", {})
+            numbers = limits.values() if isinstance(limits, dict) else [None]
+            if not all(isinstance(each, (int, float, str)) for each in numbers):
+                return f"case {case['name']}: the tolerance of {name} has no numbers"
+            if any(isinstance(limits[key], str) for key in ("atol", "rtol") if key in limits):
+                return f"case {case['name']}: the tolerance of {name} has no numbers"
+    return ""
 
 
 def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (group, name, entry) of every array of a case."""
-    for group in ("arguments", "outputs", "after"):
+    for group in GROUPS:
         for name, entry in case.get(group, {}).items():
             if "file" in entry:
                 yield group, name, entry
@@ -98,7 +124,7 @@ def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> 
         if found.size != math.prod(shape):
             raise ValueError(f"{found.size} elements, not {math.prod(shape)}")
         return found.reshape(shape).copy()
-    except (KeyError, TypeError, ValueError, EOFError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, EOFError, IsADirectoryError) as error:
         raise FileError(
             f"{path}: no array of {entry.get('dtype')} {entry.get('shape')} ({brief(error)}): make it again"
         ) from None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvkit.checks.values import text
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
 from kvkit.operators import OPERATORS
 from kvkit.tools.axes import axes_of_shape
 from kvkit.tools.causes import usable_inputs
@@ -114,6 +114,10 @@ def replay(
         if case["operator"] not in OPERATORS:
             raise packs.unknown(case["operator"], OPERATORS)
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
+        known = {each.name for each in op.inputs} | {each.name for each in op.attributes}
+        strange = [name for name in given if name not in known]
+        if strange:
+            raise argument_error(f"case {case['name']}", f"arguments of {op.name}", ", ".join(strange))
         positional = [array.name for array in op.inputs if not array.keyword]
         args = [given.pop(name, None) for name in positional]
         arrays = dict(zip(positional, args, strict=True)) | given

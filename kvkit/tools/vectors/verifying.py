@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, printable
 from kvkit.runtime.call_log import MANIFEST
 from kvkit.tools.tasks import Mapper
 from kvkit.tools.vectors import packs
@@ -42,7 +42,7 @@ class Verified:
     def __str__(self) -> str:
         if self.ok:
             return f"fine: {self.cases} cases, {self.files} files"
-        return "\n".join([*self.problems, f"{len(self.problems)} problems"])
+        return "\n".join([*map(printable, self.problems), f"{len(self.problems)} problems"])
 
 
 def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
