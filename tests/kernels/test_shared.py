@@ -38,6 +38,11 @@ def body(i, x, half, table, floats, codes, rows):
     floats[i, 6] = numeric.share_of(x[i], np.float32(i % 7), half_of)
     floats[i, 7] = numeric.alibi_bias(half_of, i - 100)
     floats[i, 8], floats[i, 9] = rotated(x[i], floats[i, 3], floats[i, 4], half_of)
+    floats[i, 10] = numeric.alibi_slope(i % 12, 12)
+    base = numeric.rotary_theta(1e4, 64, i, 40, 2.5)
+    frequency = numeric.rotary_frequency(base, i % 32, 64)
+    floats[i, 11] = numeric.rotary_angle(i, 1.5, np.float32(frequency))
+    floats[i, 12], floats[i, 13] = numeric.cos_sin(floats[i, 11])
 
 
 @numba.njit
@@ -61,10 +66,10 @@ half = np.arange(count, dtype=np.uint16) * 123
 table = rng.integers(0, 2**40, count)
 results = []
 for launch in (on_cpu, on_cuda[count // 32, 32]):
-    out = np.zeros((count, 10), np.float32), np.zeros((count, 5), np.int8), np.full((count, 5), -1)
+    out = np.zeros((count, 14), np.float32), np.zeros((count, 5), np.int8), np.full((count, 5), -1)
     launch(x, half, table, *out)
     results.append([array.tobytes() for array in out])
-    assert len(np.unique(out[1])) > 9 and (out[2] >= 0).all()
+    assert len(np.unique(out[1])) > 9 and len(np.unique(out[0][:, 10:])) > 300 and (out[2] >= 0).all()
 assert results[0] == results[1]
 print("same bits")
 """

@@ -1,8 +1,6 @@
 """The position operators: the specification's vectors, the oracle, and independent formulations."""
 
 import math
-import subprocess
-import sys
 import time
 import tracemalloc
 
@@ -322,55 +320,6 @@ def test_cosines_and_sines(rng):
         exact = function(angles.astype(np.float64))
         steps = np.abs(result - exact) / np.spacing(np.abs(exact.astype(np.float32)))
         assert steps.max() < 0.51
-
-
-SCRIPT = """
-import warnings
-warnings.simplefilter("ignore")
-import numba
-import numpy as np
-from numba import cuda
-from kvkit.formulas import numeric
-
-assert cuda.is_available() and cuda.simulator
-
-
-def body(i, floats):
-    floats[i, 0] = numeric.alibi_slope(i % 12, 12)
-    base = numeric.rotary_theta(1e4, 64, i, 40, 2.5)
-    frequency = numeric.rotary_frequency(base, i % 32, 64)
-    floats[i, 1] = numeric.rotary_angle(i, 1.5, np.float32(frequency))
-    floats[i, 2], floats[i, 3] = numeric.cos_sin(floats[i, 1])
-
-
-body_cpu = numba.njit(body)
-
-
-@numba.njit
-def on_cpu(floats):
-    for i in range(len(floats)):
-        body_cpu(i, floats)
-
-
-@cuda.jit
-def on_cuda(floats):
-    body(cuda.grid(1), floats)
-
-
-results = np.zeros((2, 128, 4), np.float32)
-on_cpu(results[0])
-on_cuda[4, 32](results[1])
-assert len(np.unique(results[0])) > 300
-assert results[0].tobytes() == results[1].tobytes()
-print("same bits")
-"""
-
-
-@pytest.mark.cpu
-def test_same_bits_in_the_simulator(monkeypatch):
-    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "same bits\n"), done.stderr
 
 
 # Cost
