@@ -141,6 +141,7 @@ def test_nvfp4(rng, name, whole):
     arrays = encode(x, name, scale=whole)
     unit = whole or (1.0 if name == "mlx_nvfp4" else np.abs(x).max() / F32(448))
     assert arrays.get("whole", 1) == F32(unit)
+    assert ("whole" in arrays) == (unit != 1)
     for i, row in enumerate(x):
         for g in range(2):
             group = row[16 * g : 16 * g + 16]

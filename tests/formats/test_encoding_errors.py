@@ -47,6 +47,10 @@ REFUSED = {
     "one of its own": (lambda: encode(X, "q8_0", scale=1.0), r"scale: expected None, for q8_0, got 1.0"),
     "dtype": (lambda: encode(X.astype(np.float64), "q8_0"), r"x: expected dtype float32, .*, got float64"),
     "head": (lambda: encode(X[..., :24], "q8_0"), r"x: expected a head of a multiple of 32 .*, got 24"),
+    "half a byte": (
+        lambda: encode(X[..., :31], "int4:token"),
+        r"x: expected a head of a multiple of 2 elements, for int4:token, got 31",
+    ),
     "tail": (lambda: encode(X, "ds_mla"), r"x: expected a head of .* 128 elements and 64 more, .* got 32"),
     "tokens": (lambda: encode(X, "kivi_key2"), r"x: expected a multiple of 32 tokens, .*, got 4"),
     "data": (lambda: encode(NAN, "q8_0"), r"x: expected finite numbers, for q8_0, got NaN at \(0, 0, 5\)"),

@@ -36,6 +36,8 @@ def test_lines_that_are_one_only_for_some_sizes():
     assert same_bytes(nhd, hnd, h=1)
     assert same_bytes(nhd, hnd, n=1)
     assert same_bytes("vllm-lbnhc", "l | b n h kv c")
+    assert same_bytes("| b n h c", "| b n c")  # the axis that only one of them has is of length 1
+    assert not same_bytes("| b n h c", "| b n c", h=2)
     assert same_bytes("ascend-nz", "kv | b (h c1) n c0[16]")
     assert not same_bytes("ascend-nz", "kv | b (h c1) n c0[16]", itemsize=1)
     assert same_bytes("vllm-dsa-indexer", "NL_X_NB_BSV_BSS")

@@ -161,6 +161,13 @@ REFUSED = {
 }
 
 
+def test_the_last_block_there_may_be():
+    table = tables.from_blocks([[tables.MOST // 4]], [1], 4)
+    assert table.table.tolist() == [[tables.MOST]]
+    with pytest.raises(KvkitError, match=r"block_table\[0, 0\]: expected"):
+        tables.from_blocks([[tables.MOST // 4 + 1]], [1], 4)
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused(message):
     with pytest.raises(KvkitError, match=message):

@@ -243,6 +243,12 @@ def test_refused(label):
                 refused(call.but(**(change(call) if callable(change) else change)), names)
 
 
+def test_messages_name_the_dtype_that_fits():
+    for labels, dtype, words in ((FLOATS, np.int8, "dtype float32"), (BYTES, np.float32, "dtype int8")):
+        call = (CALLS | MORE)[labels[0]]()
+        assert words in refused(call.but(**each(cast(dtype), "cache")(call)), "cache")
+
+
 LEGAL = {
     "cache": [
         *given("max_seqlen", INT64_MAX, 2**70), *given("max_kvlen", INT64_MAX, 2**70),
