@@ -11,13 +11,23 @@ from kvkit.typed import Array
 
 
 def static_mask(
-    fmt: Element, mask: Array | None, batch: int, num_heads: int, seqlen: int, kvlen: int
+    fmt: Element,
+    mask: Array | None,
+    batch: int,
+    num_heads: int,
+    seqlen: int,
+    kvlen: int,
+    *,
+    one_column: bool = True,
 ) -> MaskPlace:
-    """Check a mask whose axes are right-aligned to [B, num_heads, S, at least kvlen]."""
+    """Check a mask whose axes are right-aligned to [B, num_heads, S, at least kvlen].
+
+    `one_column` says whether the kernel takes one column for all keys.
+    """
     if mask is None or is_empty(fmt, mask):
         return NO_MASK
     legal = (batch, num_heads, seqlen)[max(0, 4 - mask.ndim) :]
-    fits = 2 <= mask.ndim <= 4 and (mask.shape[-1] >= kvlen or mask.shape[-1] == 1)
+    fits = 2 <= mask.ndim <= 4 and (mask.shape[-1] >= kvlen or (one_column and mask.shape[-1] == 1))
     if not fits or any(size not in (1, want) for size, want in zip(mask.shape[:-1], legal, strict=True)):
         wanted = f"[{batch}, {num_heads}, {seqlen}, {kvlen} or more], axes of 1, or without leading axes"
         raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
@@ -27,12 +37,17 @@ def static_mask(
     return mask_place(mask, strides, False)
 
 
-def dynamic_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, keys: int) -> MaskPlace:
-    """Check a mask [tokens, at least keys], perhaps with a first axis of heads."""
+def dynamic_mask(
+    fmt: Element, mask: Array | None, num_heads: int, tokens: int, keys: int, *, one_column: bool = True
+) -> MaskPlace:
+    """Check a mask [tokens, at least keys], perhaps with a first axis of heads.
+
+    `one_column` says whether the kernel takes one column for all keys.
+    """
     if mask is None or is_empty(fmt, mask):
         return NO_MASK
     width = mask.shape[-1] if mask.ndim else 0
-    fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and (width >= keys or width == 1)
+    fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and (width >= keys or (one_column and width == 1))
     if not fits or (mask.ndim == 3 and mask.shape[0] not in (1, num_heads)):
         wanted = f"[{tokens}, {keys} or more], or [{num_heads}, {tokens}, {keys} or more]"
         raise argument_error("attn_mask", wanted, f"shape {mask.shape}")

@@ -212,7 +212,7 @@ def checked_static_alibi(
     mask, mask_fmt = given_mask(attn_mask)
     batches = mask.shape[:1] if mask is not None and mask.ndim == 4 and mask.size else ()
     batch = batches[0] if batches else 1
-    place = static_mask(mask_fmt or fmt, mask, batch, num_heads, seqlen, kvlen)
+    place = static_mask(mask_fmt or fmt, mask, batch, num_heads, seqlen, kvlen, one_column=False)
     shape = (*batches, num_heads, seqlen, padded_columns(kvlen))
     check_size("seqlen_kv", shape, fmt, "a mask")
     return alibi_call(fmt, shape, (np.array([0, seqlen]), np.array([0, kvlen])), mask, place, -np.inf)
@@ -225,7 +225,7 @@ def checked_dynamic_alibi(
     steps = packed_contexts(ContextArguments(seqstarts, kvstarts, 0, None, None))
     num_heads, fmt = head_count(num_heads), mask_format(data_type)
     mask, mask_fmt = given_mask(attn_mask)
-    place = dynamic_mask(mask_fmt or fmt, mask, num_heads, steps.tokens, steps.context)
+    place = dynamic_mask(mask_fmt or fmt, mask, num_heads, steps.tokens, steps.context, one_column=False)
     shape = num_heads, steps.tokens, padded_columns(steps.context)
     check_size("kvstarts", shape, fmt, "a mask")
     return alibi_call(fmt, shape, (steps.seqstarts, steps.kvstarts), mask, place, 0)

@@ -84,10 +84,9 @@ TABLE = [
     (ATTENTION, "query", query_of(cast(np.int8))),
     (ATTENTION, ("query", "head_dim"), query_of(part(..., np.s_[:0]), head_dim=0)),
     (PACKED, "value", each(part(..., np.s_[:0]), "value")),
-    (PACKED + CACHED[::2], "attn_mask", query_of(cast(np.float16), attn_mask=np.zeros((4, 1), "float16"))),
     (
         ("static attention", "static cache attention"), "attn_mask",
-        *masks((2, 3, 5), (3, 4), (3, 1), (5,), (2, 5), (3, 4, 3, 5), (1, 1, 2, 3, 5), (4, 2, 5), (),
+        *masks((2, 3, 5), (3, 4), (5,), (2, 5), (3, 4, 3, 5), (1, 1, 2, 3, 5), (4, 2, 5), (),
                (2, 4, 3, 4), (2, 2, 3, 5), (1, 1, 1, 4), (1, 1, 1, 3, 5), (1, 2, 4, 3, 5)),
         *masks((3, 5), dtypes=("float16", "int64", "uint8")),
         query_of(cast(np.float16), attn_mask=np.zeros((3, 5), ml_dtypes.bfloat16)),
@@ -169,7 +168,7 @@ TABLE = [
     ("alibi", "seqstarts", *given("seqstarts", [1, 1, 4], [0, 4, 1], [])),
     ("alibi", "kvstarts", *given("kvstarts", [0, 4, 1], [0, 4], None),
      {"seqstarts": HUGE, "kvstarts": HUGE, "attn_mask": None}),
-    ("alibi", "attn_mask", *masks((4,), (4, 8), (3, 9), (1, 9), (3, 4, 9), (1, 2, 4, 9))),
+    ("alibi", "attn_mask", *masks((4,), (4, 1), (4, 8), (3, 9), (1, 9), (3, 4, 9), (1, 2, 4, 9))),
     ("static alibi", "attn_mask",
      *masks((5,), (3, 4), (3, 1), (2, 5), (2, 3, 5), (2, 3, 3, 5), (1, 2, 4, 3, 5))),
     ("static alibi", "seqlen_q", {"seqlen_q": 2**70}),
@@ -250,6 +249,8 @@ def test_messages_name_the_dtype_that_fits():
 
 
 LEGAL = {
+    "static attention": masks((3, 1)),  # one column for all keys, which `alibi_mask` refuses
+    "dynamic attention": masks((4, 1)),
     "cache": [
         *given("max_seqlen", INT64_MAX, 2**70), *given("max_kvlen", INT64_MAX, 2**70),
         *given("page_size", 2**31, 2**62, INT64_MAX, cachestarts=np.array([[0], [-1], [5], [9]])),
