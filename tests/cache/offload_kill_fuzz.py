@@ -112,7 +112,7 @@ def kill(folder, count, seed):
         do(expected, done, *before[-1])
         legal.append(seen(expected))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*the first step was cut off", UserWarning)
+            warnings.filterwarnings("ignore", ".*the first step is undone", UserWarning)
             again = Cache.open(folder / "cache", keep=False)
         found = seen(again)
         assert found in legal, (number, done, before[-1], found[0], [each[0] for each in legal])

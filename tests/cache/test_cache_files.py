@@ -110,7 +110,7 @@ def test_legacy_form_of_other_layers():
     cache.update(*random(np.float32, 1), 1)
     with pytest.raises(kvkit.KvkitError, match=r"layers\[1\]: expected a layer that stores all its tokens"):
         cache.to_legacy_cache()
-    with pytest.raises(kvkit.KvkitError, match=r"layers\[0\]: expected all its tokens"):
+    with pytest.raises(kvkit.KvkitError, match=r"layers\[0\]: expected a layer that stores all its tokens"):
         DynamicCache(num_layers=1).to_legacy_cache()
     assert DynamicCache().to_legacy_cache() == ()
 

@@ -77,7 +77,7 @@ def test_a_crash_between_two_layers_takes_the_first_one_back(tmp_path, case):
         shutil.copytree(tmp_path / "cache", tmp_path / str(number))
         with warnings.catch_warnings():
             if not number:
-                warnings.filterwarnings("ignore", ".*the first step was cut off", UserWarning)
+                warnings.filterwarnings("ignore", ".*the first step is undone", UserWarning)
             again = Cache.open(tmp_path / str(number))
         with again:
             assert_same(again.layers[0], expected[0])
