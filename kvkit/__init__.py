@@ -1,4 +1,4 @@
-"""KV-cache operators for numpy arrays: exact to their specifications, as fast as memory.
+"""KV-cache operators for numpy arrays, exact to their specifications.
 
 Over sequences of one length, each with its own part of a cache, and beside caches:
 
